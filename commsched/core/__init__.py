@@ -1,0 +1,1 @@
+"""The framework-agnostic scheduler. Standard library only."""

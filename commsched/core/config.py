@@ -1,0 +1,202 @@
+"""Settings: keyword arguments, then ``COMMSCHED_*``, then a TOML file, then defaults. All parsing of settings is here."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from .errors import ConfigError
+from .policies import policy_names
+
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
+
+#: Largest partition: bounds what anybody may send us in one message before a manifest is known.
+MAX_PARTITION_BYTES = 256 * 2**20
+
+
+def parse_bytes(value: object, key: str = "size") -> int:
+    """``"4MB"`` (10^6), ``"4MiB"`` (2^20) or a number of bytes, as an int of at least 1.
+
+    Raises:
+        ConfigError: names ``key``, the value and the form wanted.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]I?)?B?", str(value).strip().upper())
+    size = round(float(match[1]) * _UNITS[match[2] or ""]) if match else 0
+    if size < 1:
+        raise ConfigError(f"{key}={value!r} is not a size; write it like 4MB, 512KiB or 65536")
+    return size
+
+
+def parse_rate(value: object, key: str = "rate") -> float:
+    """``"200mbit"`` (bits per second, as ``tc`` writes it: kbit, mbit, gbit) as bytes per second.
+
+    Raises:
+        ConfigError: names ``key``, the value and the form wanted.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg])?bit(?:/s|ps)?", str(value).strip().lower())
+    rate = float(match[1]) * _UNITS[(match[2] or "").upper()] / 8 if match else 0.0
+    if rate <= 0:
+        raise ConfigError(f"{key}={value!r} is not a rate; write it like 200mbit or 1gbit")
+    return rate
+
+
+def parse_seconds(value: object, key: str = "seconds") -> float:
+    """A positive number of seconds, with or without an ``s`` at the end.
+
+    Raises:
+        ConfigError: names ``key``, the value and the form wanted.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*s?", str(value).strip())
+    if not match or float(match[1]) <= 0:
+        raise ConfigError(f"{key}={value!r} is not a time; write it in seconds, like 10 or 2.5")
+    return float(match[1])
+
+
+def parse_switch(value: object, key: str = "switch") -> bool:
+    """True or False, or the words 1, 0, true, false, yes, no, on, off.
+
+    Raises:
+        ConfigError: names ``key``, the value and the form wanted.
+    """
+    word = str(value).strip().lower()
+    if word in ("1", "true", "yes", "on"):
+        return True
+    if word in ("0", "false", "no", "off", ""):
+        return False
+    raise ConfigError(f"{key}={value!r} is neither on nor off; write 1 or 0")
+
+
+def parse_address(value: object, key: str = "address") -> str:
+    """``"host:port"`` with a port of 0 to 65535; an IPv6 host stands in brackets.
+
+    Raises:
+        ConfigError: names ``key``, the value and the form wanted.
+    """
+    text = str(value).strip()
+    match = re.fullmatch(r"(\[[0-9A-Fa-f:.%\w]+\]|[^\s:/,\[\]]+):(\d{1,5})", text)
+    if not match or int(match[2]) > 65535:
+        raise ConfigError(f"{key}={value!r} is not an address; write it like 10.0.0.7:29600")
+    return text
+
+
+def _addresses(value: object, key: str) -> tuple[str, ...]:
+    parts = value if isinstance(value, list | tuple) else [part for part in str(value).split(",") if part.strip()]
+    return tuple(parse_address(part, key) for part in parts)
+
+
+def _partition(value: object, key: str) -> int:
+    size = parse_bytes(value, key)
+    if size > MAX_PARTITION_BYTES:
+        raise ConfigError(f"{key}={value!r} is more than the largest partition, {MAX_PARTITION_BYTES // 2**20}MiB")
+    return size
+
+
+def _policy(value: object, key: str) -> str:
+    if value not in policy_names():
+        raise ConfigError(f"{key}={value!r} is unknown; there are: {', '.join(policy_names())}")
+    return str(value)
+
+
+def _text(value: object, key: str) -> str:
+    return str(value)
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """What may change while training runs; swapped whole, at a step number all ranks agreed on."""
+
+    partition_bytes: int = 4_000_000
+    credit_bytes: int = 16_000_000
+    policy: str = "priority"
+
+    def to_record(self) -> dict[str, Any]:
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+    @classmethod
+    def parse(cls, partition: object = 4_000_000, credit: object = 16_000_000, policy: object = "priority") -> SchedulerConfig:
+        """From what users write, such as ``partition="4MB"``.
+
+        Raises:
+            ConfigError: names the key, the value and what is allowed.
+        """
+        return cls(_partition(partition, "partition"), parse_bytes(credit, "credit"), _policy(policy, "policy"))
+
+
+def _setting(parse: Callable[[object, str], Any], default: Any, help: str) -> Any:
+    return field(default=default, metadata={"parse": parse, "help": help})
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Everything a user may set. Each field is the keyword of ``commsched.init`` and, as ``COMMSCHED_<NAME>``, the
+    environment variable and, in lower case, the key in the TOML file that ``COMMSCHED_CONFIG`` names."""
+
+    transport: str = _setting(_text, "ps", "the way gradients travel: ps, local")
+    servers: tuple[str, ...] = _setting(_addresses, (), "parameter servers, host:port,...; none: every rank hosts a shard")
+    partition: int = _setting(_partition, 4_000_000, "largest partition, such as 4MB")
+    credit: int = _setting(parse_bytes, 16_000_000, "bytes committed to the network at a time, such as 16MB")
+    policy: str = _setting(_policy, "priority", "order of ready partitions: priority, fifo")
+    rate: float | None = _setting(parse_rate, None, "most that a rank may send, such as 200mbit; none: no cap")
+    trace: str | None = _setting(_text, None, "directory for a timeline of every task; none: no timeline")
+    fail_after: float = _setting(parse_seconds, 10.0, "seconds of silence after which a rank or server is given up")
+    join_within: float = _setting(parse_seconds, 60.0, "seconds within which all ranks must have joined")
+    disable: bool = _setting(parse_switch, False, "1: train exactly as without commsched")
+    control: str | None = _setting(parse_address, None, "host:port where rank 0 listens; needed across machines")
+    host: str | None = _setting(_text, None, "address other machines reach this rank at; none: found by itself")
+    token: str | None = _setting(_text, None, "the job's secret; needed across machines")
+    token_file: str | None = _setting(_text, None, "a file of mode 0600 that holds the token")
+    rendezvous: str | None = _setting(_text, None, "file where rank 0 tells its address to ranks of the same machine")
+
+    @property
+    def scheduler(self) -> SchedulerConfig:
+        return SchedulerConfig(self.partition, self.credit, self.policy)
+
+    @classmethod
+    def load(cls, keywords: Mapping[str, Any], environ: Mapping[str, str]) -> Settings:
+        """Merge and check. Keywords that are None count as not given.
+
+        Raises:
+            ConfigError: names the key, where it came from, the value and what is allowed.
+        """
+        known = {f.name: f for f in fields(cls)}
+        values: dict[str, Any] = {}
+        environment = {key: value for key, value in environ.items() if key.startswith("COMMSCHED_") and key not in NOT_SETTINGS}
+        config = environ.get("COMMSCHED_CONFIG")
+        sources: list[tuple[Callable[[str], str], Mapping[str, Any]]] = [
+            (lambda key: f"{key} in {config}", _read_toml(config) if config else {}),
+            (lambda key: f"COMMSCHED_{key.upper()}", {key[10:].lower(): value for key, value in environment.items()}),
+            (lambda key: key, {key: value for key, value in keywords.items() if value is not None}),
+        ]
+        for label, source in sources:
+            for key, value in source.items():
+                if key not in known:
+                    close = difflib.get_close_matches(key, known, 1)
+                    hint = f"did you mean {label(close[0])}?" if close else f"there are: {', '.join(known)}"
+                    raise ConfigError(f"{label(key)} is not a setting; {hint}")
+                if value != "":
+                    values[key] = known[key].metadata["parse"](value, label(key))
+        return cls(**values)
+
+
+#: Variables of ours that are not settings: the world (see ``world.py``), and the name of the file.
+NOT_SETTINGS = frozenset(
+    {
+        "COMMSCHED_CONFIG",
+        "COMMSCHED_RANK",
+        "COMMSCHED_WORLD_SIZE",
+        "COMMSCHED_LOCAL_RANK",
+        "COMMSCHED_LOCAL_WORLD_SIZE",
+    }
+)
+
+
+def _read_toml(path: str) -> Mapping[str, Any]:
+    try:
+        return tomllib.loads(Path(path).read_text())
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"COMMSCHED_CONFIG={path!r} cannot be read: {error}") from error

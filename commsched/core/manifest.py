@@ -1,0 +1,131 @@
+"""What will be communicated: the tensors of a model in forward order, equal on every rank."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import Any
+
+from .errors import ManifestMismatch, ProtocolError, UnsupportedError
+
+#: Bytes of one element. Floating types are averaged (16-bit ones are summed in 32 bits); ``uint8`` is summed, which moves
+#: bytes of any type exactly when every rank but one contributes zeros (see ``Session.broadcast``).
+ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "uint8": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One tensor: ``name``, ``shape`` in elements and ``dtype`` (a key of :data:`ITEMSIZE`)."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ITEMSIZE:
+            raise UnsupportedError(f"tensor '{self.name}' has dtype {self.dtype}; commsched communicates {', '.join(ITEMSIZE)}")
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * ITEMSIZE[self.dtype]
+
+    def __str__(self) -> str:
+        return f"'{self.name}' {self.dtype}{list(self.shape)}"
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Tensors in forward order: index 0 is needed first by the next forward.
+
+    The tensors of each dtype lie one after another in that dtype's flat buffer, in this order; :meth:`offset` is where.
+    """
+
+    tensors: tuple[TensorSpec, ...]
+
+    @cached_property
+    def _offsets(self) -> tuple[int, ...]:
+        ends: dict[str, int] = {}
+        offsets = []
+        for spec in self.tensors:
+            start = ends.get(spec.dtype, 0)
+            offsets.append(start)
+            ends[spec.dtype] = start + spec.nbytes
+        return tuple(offsets)
+
+    def offset(self, tensor: int) -> int:
+        """Where ``tensor`` begins in its dtype's flat buffer, in bytes."""
+        return self._offsets[tensor]
+
+    @cached_property
+    def buffer_bytes(self) -> dict[str, int]:
+        """Size in bytes of each dtype's flat buffer."""
+        sizes: dict[str, int] = {}
+        for spec in self.tensors:
+            sizes[spec.dtype] = sizes.get(spec.dtype, 0) + spec.nbytes
+        return sizes
+
+    @property
+    def nbytes(self) -> int:
+        return sum(spec.nbytes for spec in self.tensors)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 over every name, shape and dtype in order: equal if and only if the manifests are."""
+        return hashlib.sha256(json.dumps(self.to_record()).encode()).hexdigest()
+
+    def to_record(self) -> list[Any]:
+        """As JSON values, for the control channel and the servers."""
+        return [[spec.name, list(spec.shape), spec.dtype] for spec in self.tensors]
+
+    @classmethod
+    def from_record(cls, record: Any) -> Manifest:
+        """The inverse of :meth:`to_record`.
+
+        Raises:
+            ProtocolError: ``record`` is not what :meth:`to_record` makes.
+        """
+        try:
+            tensors = []
+            for name, shape, dtype in record:
+                if not isinstance(name, str) or not all(type(n) is int and n >= 0 for n in shape):
+                    raise ValueError(f"tensor {name!r} with shape {shape!r}")
+                tensors.append(TensorSpec(name, tuple(shape), dtype))
+            return cls(tuple(tensors))
+        except (TypeError, ValueError, UnsupportedError) as error:
+            raise ProtocolError(f"not a manifest: {error}") from error
+
+    def names_in(self, dtype: str, start: int, stop: int) -> str:
+        """The tensors that bytes ``[start, stop)`` of a dtype's buffer belong to, for messages."""
+        names = [
+            spec.name
+            for index, spec in enumerate(self.tensors)
+            if spec.dtype == dtype and self.offset(index) < stop and start < self.offset(index) + spec.nbytes
+        ]
+        return f"'{names[0]}'" + (f" and {len(names) - 1} more" if len(names) > 1 else "") if names else "no tensor"
+
+
+def require_equal(manifests: Sequence[Manifest]) -> None:
+    """Check that every rank has the manifest of rank 0; ``manifests[r]`` is that of rank ``r``.
+
+    Raises:
+        ManifestMismatch: names the first rank and tensor that differ, and both values. The same on every rank.
+    """
+    mine = manifests[0]
+    for rank, theirs in enumerate(manifests):
+        if theirs.fingerprint == mine.fingerprint:
+            continue
+        for index, (a, b) in enumerate(zip(mine.tensors, theirs.tensors)):
+            if a != b:
+                raise ManifestMismatch(f"tensor {index} is {a} on rank 0 but {b} on rank {rank}")
+        raise ManifestMismatch(
+            f"rank 0 has {len(mine.tensors)} tensors, rank {rank} has {len(theirs.tensors)}; the first that only one has is "
+            f"{max(mine.tensors, theirs.tensors, key=len)[min(len(mine.tensors), len(theirs.tensors))]}"
+        )

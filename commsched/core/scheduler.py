@@ -1,0 +1,76 @@
+"""Scheduler: which ready task starts next. Pure: no thread, lock, clock or I/O.
+
+The same class runs in Core, in the parameter server's replies and in virtual time in the simulator.
+"""
+
+from __future__ import annotations
+
+import heapq
+from typing import Any, Generic, Protocol, TypeVar
+
+from .credit import CreditWindow
+
+
+class Schedulable(Protocol):
+    """What the scheduler needs to know of a task."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    @property
+    def priority(self) -> int: ...
+
+
+T = TypeVar("T", bound=Schedulable)
+
+
+class Policy(Protocol):
+    """The order in which ready tasks start. One file in ``core/policies`` each."""
+
+    def key(self, task: Schedulable) -> Any:
+        """Smaller starts earlier; equal keys start in order of arrival. Must not change while a task waits."""
+        ...
+
+
+class Scheduler(Generic[T]):
+    """A heap of ready tasks behind a :class:`CreditWindow` (ByteScheduler, SOSP'19, algorithm 1, in bytes).
+
+    Only the best ready task may start. When it does not fit the credit, nothing starts: a smaller task that overtook it
+    would be a priority inversion.
+    """
+
+    def __init__(self, policy: Policy, credit_bytes: int) -> None:
+        self.credit = CreditWindow(credit_bytes)
+        self._policy = policy
+        self._heap: list[tuple[Any, int, T]] = []
+        self._arrivals = 0
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def add(self, task: T) -> None:
+        """``task`` became ready."""
+        self._arrivals += 1
+        heapq.heappush(self._heap, (self._policy.key(task), self._arrivals, task))
+
+    def next(self) -> T | None:
+        """The task to start now, with its bytes taken from the credit; None if none is ready or the best does not fit."""
+        if not self._heap or not self.credit.admits(self._heap[0][2].nbytes):
+            return None
+        task = heapq.heappop(self._heap)[2]
+        self.credit.take(task.nbytes)
+        return task
+
+    def sent(self, task: T) -> None:
+        """The bytes of a started task have left: its credit comes back."""
+        self.credit.give_back(task.nbytes)
+
+    def reconfigure(self, policy: Policy, credit_bytes: int) -> None:
+        """Continue with another policy and credit; waiting tasks keep their order of arrival."""
+        self.credit.limit = credit_bytes
+        self._policy = policy
+        self._heap = [(policy.key(task), arrival, task) for _, arrival, task in self._heap]
+        heapq.heapify(self._heap)
+
+    def __repr__(self) -> str:
+        return f"<Scheduler {len(self._heap)} ready, {self.credit!r}>"

@@ -1,0 +1,72 @@
+"""CommTask: one partition's communication in one step, and the only states it can be in."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Any
+
+from .plan import Partition
+
+
+class State(Enum):
+    """Where a CommTask is on its way; see :data:`TRANSITIONS`."""
+
+    PENDING = "pending"  # its gradients are not all computed yet
+    READY = "ready"  # waits in the scheduler for credit and its turn
+    STARTED = "started"  # handed to the transport; holds credit
+    SENT = "sent"  # its bytes have left this rank; its credit is back
+    DONE = "done"  # the average is in place
+
+
+#: The whole life of a CommTask. Anything else is a bug of ours and raises KeyError.
+TRANSITIONS: dict[tuple[State, str], State] = {
+    (State.PENDING, "notify_ready"): State.READY,
+    (State.READY, "start"): State.STARTED,
+    (State.STARTED, "notify_sent"): State.SENT,
+    (State.SENT, "notify_finish"): State.DONE,
+}
+
+
+class CommTask:
+    """One partition in one step (the SubCommTask of ByteScheduler, SOSP'19, section 4).
+
+    ``data`` is the partition's slice of the flat buffer, bytes long: a writable ``memoryview`` of format ``B`` for memory
+    of the host. The transport reads the gradient from it and puts the average into it. From ``start`` to ``done`` nobody
+    else writes there. The ``*_at`` times are seconds of the core's clock, for observers.
+    """
+
+    __slots__ = (
+        "data",
+        "done_at",
+        "group",
+        "missing",
+        "nbytes",
+        "partition",
+        "ready_at",
+        "sent_at",
+        "started_at",
+        "state",
+        "step",
+    )
+
+    def __init__(self, group: int, step: int, partition: Partition, data: Any) -> None:
+        self.group = group
+        self.step = step
+        self.partition = partition
+        self.data = data
+        self.nbytes = partition.nbytes
+        self.state = State.PENDING
+        self.missing = len(partition.tensors)  # gradients still to come
+        self.ready_at = self.started_at = self.sent_at = self.done_at = 0.0
+
+    @property
+    def priority(self) -> int:
+        """Place in forward order; 0 is most urgent."""
+        return self.partition.index
+
+    def advance(self, event: str) -> None:
+        """Follow :data:`TRANSITIONS`; ``event`` is notify_ready, start, notify_sent or notify_finish."""
+        self.state = TRANSITIONS[self.state, event]
+
+    def __repr__(self) -> str:
+        return f"<CommTask step {self.step} partition {self.partition.index} {self.nbytes} B {self.state.value}>"
