@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import math
 import re
+import threading
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
@@ -26,10 +28,10 @@ def parse_bytes(value: object, key: str = "size") -> int:
         ConfigError: names ``key``, the value and the form wanted.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]I?)?B?", str(value).strip().upper())
-    size = round(float(match[1]) * _UNITS[match[2] or ""]) if match else 0
-    if size < 1:
+    size = float(match[1]) * _UNITS[match[2] or ""] if match else 0.0
+    if not 0.5 < size < math.inf:
         raise ConfigError(f"{key}={value!r} is not a size; write it like 4MB, 512KiB or 65536")
-    return size
+    return round(size)
 
 
 def parse_rate(value: object, key: str = "rate") -> float:
@@ -40,7 +42,7 @@ def parse_rate(value: object, key: str = "rate") -> float:
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg])?bit(?:/s|ps)?", str(value).strip().lower())
     rate = float(match[1]) * _UNITS[(match[2] or "").upper()] / 8 if match else 0.0
-    if rate <= 0:
+    if not 0 < rate < math.inf:
         raise ConfigError(f"{key}={value!r} is not a rate; write it like 200mbit or 1gbit")
     return rate
 
@@ -52,7 +54,7 @@ def parse_seconds(value: object, key: str = "seconds") -> float:
         ConfigError: names ``key``, the value and the form wanted.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*s?", str(value).strip())
-    if not match or float(match[1]) <= 0:
+    if not match or not 0 < float(match[1]) <= threading.TIMEOUT_MAX:
         raise ConfigError(f"{key}={value!r} is not a time; write it in seconds, like 10 or 2.5")
     return float(match[1])
 

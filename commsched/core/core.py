@@ -27,10 +27,11 @@ log = logging.getLogger("commsched")
 
 @dataclass
 class _Switch:
-    """An agreed change of configuration: a group applies it before it begins its step."""
+    """An agreed change of configuration: a group applies it before it begins its step. ``number`` counts the changes."""
 
+    number: int
     config: SchedulerConfig
-    steps: Mapping[int, int]
+    steps: dict[int, int]
 
 
 class Core:
@@ -64,11 +65,17 @@ class Core:
         self._scheduler: Scheduler[CommTask] = Scheduler(make_policy(config.policy), config.credit_bytes)
         self._groups: list[TensorGroup] = []
         self._holds: dict[int, int] = {}
-        self._switch: _Switch | None = None
+        self._switches: list[_Switch] = []  # agreed, but not yet applied by every group
+        self._agreed = self._adopted = 0  # numbers of the last change agreed on, and of the one that config is from
         self._failure: CommschedError | None = None
         self._closed = False
         self._dispatcher = threading.Thread(target=self._dispatch, name="commsched-dispatch", daemon=True)
         self._dispatcher.start()
+
+    @property
+    def group_count(self) -> int:
+        """How many groups were added; the index of the next."""
+        return len(self._groups)
 
     # --- engine threads ---
 
@@ -90,7 +97,7 @@ class Core:
                 lambda: group.unfinished == 0 and group.next_step < self._holds.get(group.index, group.next_step + 1),
                 lambda: f"to begin step {group.next_step}",
             )
-            self._apply_switch(group)
+            self._apply_switches(group)
             return group.open_step()
 
     def notify_ready(self, group: TensorGroup, tensor: int) -> None:
@@ -128,27 +135,38 @@ class Core:
     def hold_steps(self) -> dict[int, int]:
         """Promise, for each group, not to begin the step returned or a later one before ``switch_at`` is called."""
         with self._lock:
-            self._holds = {group.index: group.next_step + 1 for group in self._groups}
+            self._holds = {group.index: group.next_step + 1 for group in self._groups if group.buffers}  # not the released
             return dict(self._holds)
 
     def switch_at(self, config: SchedulerConfig, steps: Mapping[int, int]) -> None:
         """Use ``config`` from step ``steps[group]`` of each group on, and release what ``hold_steps`` held."""
         with self._lock:
             self._holds = {}
-            self._switch = _Switch(config, dict(steps))
+            self._agreed += 1
+            switch = _Switch(self._agreed, config, dict(steps))
+            if switch.steps:
+                self._switches.append(switch)
+            else:
+                self._adopt(switch)  # no group has steps to come: it is for those to be added
             self._progress.notify_all()
 
-    def _apply_switch(self, group: TensorGroup) -> None:
-        switch = self._switch
-        if switch is None or group.next_step < switch.steps.get(group.index, group.next_step + 1):
+    def _apply_switches(self, group: TensorGroup) -> None:
+        # Another rank may be a step ahead, so the next change can be agreed on before this rank has applied the last one.
+        for switch in self._switches:
+            if group.next_step >= switch.steps.get(group.index, group.next_step + 1):
+                del switch.steps[group.index]
+                group.plan = cut(group.manifest, switch.config.partition_bytes)
+                self._adopt(switch)
+        self._switches = [switch for switch in self._switches if switch.steps]
+
+    def _adopt(self, switch: _Switch) -> None:
+        if switch.number <= self._adopted:  # a group that lags behind must not bring back an older credit or policy
             return
-        group.plan = cut(group.manifest, switch.config.partition_bytes)
-        switch.steps = {index: step for index, step in switch.steps.items() if index != group.index}
+        self._adopted = switch.number
         if self.config != switch.config:
             self.config = switch.config
             self._scheduler.reconfigure(make_policy(switch.config.policy), switch.config.credit_bytes)
-        if not switch.steps:
-            self._switch = None
+            self._work.notify()
 
     # --- the dispatcher thread ---
 
@@ -228,5 +246,13 @@ class Core:
         began = monotonic()
         while not condition():
             if not self._progress.wait(self._warn_after_seconds):
-                log.warning("rank %d has waited %.0f s %s", self._transport.rank, monotonic() - began, what())
+                self._warn(f"rank {self._transport.rank} has waited {monotonic() - began:.0f} s {what()}")
             self._check()
+
+    def _warn(self, message: str) -> None:
+        """Called with the lock held; log handlers are other people's code and are called without it."""
+        self._lock.release()
+        try:
+            log.warning("%s", message)
+        finally:
+            self._lock.acquire()

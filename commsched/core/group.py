@@ -64,6 +64,11 @@ class TensorGroup:
         """
         self._core.notify_ready(self, tensor)
 
+    def release(self) -> None:
+        """Let go of the buffers after the last step; no further step may begin."""
+        self.buffers = {}
+        self.tasks = ()
+
     # What follows is called by Core with its lock held.
 
     def open_step(self) -> int:

@@ -93,9 +93,11 @@ class Manifest:
             ProtocolError: ``record`` is not what :meth:`to_record` makes.
         """
         try:
+            if not isinstance(record, list):
+                raise TypeError(f"{type(record).__name__} instead of a list")
             tensors = []
             for name, shape, dtype in record:
-                if not isinstance(name, str) or not all(type(n) is int and n >= 0 for n in shape):
+                if not isinstance(name, str) or not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
                     raise ValueError(f"tensor {name!r} with shape {shape!r}")
                 tensors.append(TensorSpec(name, tuple(shape), dtype))
             return cls(tuple(tensors))

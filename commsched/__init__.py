@@ -1,0 +1,36 @@
+"""commsched: a communication scheduler for distributed deep-learning training.
+
+Importing this package starts nothing, reads no environment and imports no engine, gRPC or MPI.
+"""
+
+from .core.config import SchedulerConfig
+from .core.errors import (
+    ClosedError,
+    CommschedError,
+    ConfigError,
+    ManifestMismatch,
+    PeerLost,
+    PeerTimeout,
+    ProtocolError,
+    TransportError,
+    UnsupportedError,
+)
+from .session import Session, init, shutdown
+from .version import __version__
+
+__all__ = [
+    "__version__",
+    "init",
+    "shutdown",
+    "Session",
+    "SchedulerConfig",
+    "CommschedError",
+    "ConfigError",
+    "UnsupportedError",
+    "ManifestMismatch",
+    "ProtocolError",
+    "TransportError",
+    "PeerLost",
+    "PeerTimeout",
+    "ClosedError",
+]

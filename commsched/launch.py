@@ -1,0 +1,121 @@
+"""``commsched run``: start the ranks, and servers if asked, of one job on this machine, and leave nothing behind."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+from types import FrameType
+
+#: After the first failure the others may end by themselves, naming its cause, before they are terminated and then killed.
+GRACE_SECONDS = 5.0
+KILL_SECONDS = 2.0
+
+
+def run(ranks: int, servers: int, command: Sequence[str], settings: Mapping[str, str]) -> int:
+    """Run ``command`` once per rank and return the exit code: 0, or that of the first process that failed.
+
+    ``settings`` are further environment variables. SIGINT and SIGTERM are passed on to every process.
+    """
+    with tempfile.TemporaryDirectory(prefix="commsched-") as directory:
+        environ = {
+            **os.environ,
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks))),
+            "COMMSCHED_TOKEN": secrets.token_hex(32),
+            "COMMSCHED_RENDEZVOUS": f"{directory}/control.json",
+            **settings,
+        }
+        job = _Job()
+        try:
+            if servers:
+                environ["COMMSCHED_SERVERS"] = ",".join(job.start_server(environ) for _ in range(servers))
+            for rank in range(ranks):
+                job.start_rank(command, environ, rank, ranks)
+            return job.wait()
+        finally:
+            job.kill()
+
+
+class _Job:
+    """The processes of one job, each in a session of its own so that its children end with it."""
+
+    def __init__(self) -> None:
+        self._processes: dict[int, subprocess.Popen[str]] = {}
+        self._ranks: set[int] = set()
+        self._timers: list[threading.Timer] = []
+        self._interrupted = 0
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._pass_on)
+
+    def start_server(self, environ: Mapping[str, str]) -> str:
+        command = [sys.executable, "-m", "commsched", "server", "--bind", "127.0.0.1:0"]
+        process = self._start(command, environ, stdout=subprocess.PIPE)
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        if "listening on " not in line:
+            raise RuntimeError(f"a parameter server did not start; it said {line!r}")
+        return line.rsplit(" ", 1)[1].strip()
+
+    def start_rank(self, command: Sequence[str], environ: Mapping[str, str], rank: int, ranks: int) -> None:
+        place = {
+            "COMMSCHED_RANK": str(rank),
+            "COMMSCHED_WORLD_SIZE": str(ranks),
+            "COMMSCHED_LOCAL_RANK": str(rank),
+            "COMMSCHED_LOCAL_WORLD_SIZE": str(ranks),
+        }
+        self._ranks.add(self._start(command, {**environ, **place}).pid)
+
+    def _start(self, command: Sequence[str], environ: Mapping[str, str], stdout: int | None = None) -> subprocess.Popen[str]:
+        process = subprocess.Popen(command, env=environ, stdout=stdout, text=True, start_new_session=True)
+        self._processes[process.pid] = process
+        return process
+
+    def wait(self) -> int:
+        """Until every process has ended; the first failure, or the end of the last rank, sets the others a time."""
+        first_failure = 0
+        while self._processes:
+            pid, status = os.wait()
+            process = self._processes.pop(pid, None)
+            if process is None:
+                continue
+            process.returncode = os.waitstatus_to_exitcode(status)
+            self._ranks.discard(pid)
+            if process.returncode != 0 and not first_failure:
+                first_failure = process.returncode if process.returncode > 0 else 128 - process.returncode
+                self._end_soon()
+            elif not self._ranks and self._processes:
+                self._end_soon()
+        return 128 + self._interrupted if self._interrupted else first_failure
+
+    def _end_soon(self) -> None:
+        if not self._timers:
+            for seconds, number in ((GRACE_SECONDS, signal.SIGTERM), (GRACE_SECONDS + KILL_SECONDS, signal.SIGKILL)):
+                timer = threading.Timer(seconds, self._signal, [number])
+                timer.daemon = True
+                timer.start()
+                self._timers.append(timer)
+
+    def kill(self) -> None:
+        """End what is left, at once."""
+        for timer in self._timers:
+            timer.cancel()
+        self._signal(signal.SIGKILL)
+        for process in self._processes.values():
+            process.wait()
+
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        self._interrupted = self._interrupted or number
+        self._signal(number)
+        self._end_soon()
+
+    def _signal(self, number: int) -> None:
+        for pid in list(self._processes):
+            try:
+                os.killpg(pid, number)
+            except ProcessLookupError:
+                pass

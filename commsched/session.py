@@ -1,0 +1,397 @@
+"""The composition root: environment -> control channel -> transport -> Core, closed in reverse order."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Protocol
+
+from .core.config import SchedulerConfig, Settings
+from .core.core import Core
+from .core.errors import ClosedError, CommschedError, ConfigError, TransportError
+from .core.group import TensorGroup
+from .core.manifest import Manifest, TensorSpec, require_equal
+from .core.plan import cut
+from .core.ports import Transport
+from .core.world import World, detect_world
+from .rendezvous import Meeting, find, own_host, publish, rendezvous_path, where_to_listen
+from .transports import transport_names
+from .transports.context import TransportContext
+
+if TYPE_CHECKING:
+    from .trace import TraceObserver
+
+log = logging.getLogger("commsched")
+
+
+class Control(Protocol):
+    """The control channel as a session uses it; see ``control/client.py`` for what each call promises."""
+
+    clock_offset_seconds: float
+
+    def gather(self, tag: str, value: Any) -> list[Any]: ...
+
+    def report(self, error: CommschedError) -> None: ...
+
+    def propose(self, config: dict[str, Any]) -> None: ...
+
+    def leave(self) -> None: ...
+
+    def wait_until_all_left(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Session:
+    """One rank's membership in a job. Plugins get it from :func:`init`; ``core``, ``rank`` and ``world_size`` are public.
+
+    ``register``, ``broadcast``, ``gather`` and ``close`` are collective: every rank calls them, in the same order, from one
+    engine thread.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        config: SchedulerConfig,
+        *,
+        open_control: Callable[[Session], Control],
+        open_transport: Callable[[Session], Transport],
+        trace_directory: str | None = None,
+        warn_after_seconds: float = 10.0,
+    ) -> None:
+        self.rank = world.rank
+        self.world_size = world.world_size
+        self._failure: CommschedError | None = None
+        self._core: Core | None = None
+        self._transport: Transport | None = None
+        self._gathers = 0
+        self._close_callbacks: list[Callable[[], None]] = []
+        self.closed = False
+        self.cleanup = ExitStack()  # closed last: what was opened before the session
+        self._pid = os.getpid()
+        self._control = open_control(self)
+        self.observer: TraceObserver | None = None
+        try:
+            self._require_same_settings(config)
+            if trace_directory is not None:
+                from .trace import TraceObserver
+
+                self.observer = TraceObserver(trace_directory, self.rank, self._control.clock_offset_seconds)
+            self._transport = open_transport(self)
+            self._core = Core(
+                self._transport,
+                config,
+                observer=self.observer,
+                on_failure=self.report,
+                warn_after_seconds=warn_after_seconds,
+            )
+            if self._failure is not None:
+                self._core.fail(self._failure)
+        except BaseException as error:
+            self.report(TransportError(f"rank {self.rank} could not start: {error}"))
+            self._tear_down()
+            raise
+
+    @property
+    def core(self) -> Core:
+        """The scheduler of this rank.
+
+        Raises:
+            ClosedError: the session is closed.
+        """
+        if self.closed or self._core is None:
+            raise ClosedError("this session is closed")
+        return self._core
+
+    # --- what plugins use ---
+
+    def gather(self, value: Any) -> list[Any]:
+        """The JSON value of every rank, in rank order. Small things only; blocks until every rank has called.
+
+        Raises:
+            CommschedError: a rank failed, left or was lost meanwhile.
+        """
+        self._gathers += 1
+        return self._control.gather(f"gather {self._gathers}", value)
+
+    def register(self, manifest: Manifest, buffers: Mapping[str, memoryview]) -> TensorGroup:
+        """Announce tensors, in forward order, and the flat buffer of each dtype (bytes, writable).
+
+        Raises:
+            ManifestMismatch: ranks disagree; names the tensor and both values, on every rank, before any data moves.
+        """
+        wanted = {"manifest": manifest.to_record(), "partition_bytes": self.core.config.partition_bytes}
+        records = self.gather(wanted)
+        require_equal([Manifest.from_record(record["manifest"]) for record in records])
+        plan = cut(manifest, records[0]["partition_bytes"])
+        if self.observer is not None:
+            self.observer.add_group(self.core.group_count, manifest)
+        return self.core.add_group(plan, buffers)
+
+    def broadcast(self, name: str, data: memoryview, root: int = 0) -> None:
+        """Replace ``data`` (format ``B``) on every rank by that of ``root``, bit for bit, whatever type it holds.
+
+        It is a sum in which every other rank contributes zero bytes, so it needs nothing of a transport but its sum.
+
+        Raises:
+            ManifestMismatch: the sizes differ between ranks.
+        """
+        if len(data) == 0:
+            self.gather(name)
+            return
+        if self.rank != root:
+            data[:] = bytes(len(data))
+        group = self.register(Manifest((TensorSpec(name, (len(data),), "uint8"),)), {"uint8": data})
+        group.begin_step()
+        group.notify_ready(0)
+        group.proxies[0].wait()
+        group.release()
+
+    def reconfigure(self, config: SchedulerConfig) -> None:
+        """Ask for another partition, credit or policy; all ranks switch at one agreed step. Returns before that.
+
+        Meant for rank 0 (a tuner). Never blocks on other ranks.
+        """
+        self._control.propose(config.to_record())
+
+    def on_close(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` first when the session closes in good order: to put last updates in place."""
+        self._close_callbacks.append(callback)
+
+    def report(self, error: CommschedError) -> None:
+        """Tell every rank of a failure here. The verdict, which names the first cause, comes back to ``on_failure``."""
+        self._control.report(error)
+
+    # --- what the control channel calls ---
+
+    def on_failure(self, error: CommschedError) -> None:
+        self._failure = self._failure or error
+        if self._core is not None:
+            self._core.fail(error)
+
+    def on_leave(self, rank: int) -> None:
+        if self._transport is not None:
+            self._transport.leave(rank)
+
+    def on_end(self) -> None:
+        """For servers; a rank waits for it in ``close``."""
+
+    def hold_steps(self) -> dict[int, int]:
+        return self._core.hold_steps() if self._core is not None else {}
+
+    def switch_at(self, config: dict[str, Any], steps: dict[int, int]) -> None:
+        if self._core is not None:
+            self._core.switch_at(SchedulerConfig(**config), steps)
+
+    # --- end ---
+
+    def close(self) -> None:
+        """Finish what is in flight, wait until every rank has closed too, and give everything back. Idempotent.
+
+        Raises:
+            CommschedError: a rank failed before the last averages were in place.
+        """
+        if self.closed or os.getpid() != self._pid:
+            return
+        try:
+            for callback in self._close_callbacks:
+                callback()
+            self.core.drain()
+            self._control.leave()
+            self._control.wait_until_all_left()
+        finally:
+            self._tear_down()
+
+    def abort(self, reason: str) -> None:
+        """End at once and tell every rank why. Idempotent; raises nothing."""
+        if self.closed or os.getpid() != self._pid:
+            return
+        if self._failure is None:
+            self._control.report(TransportError(f"rank {self.rank} ended: {reason}"))
+        self._tear_down()
+
+    def _tear_down(self) -> None:
+        self.closed = True
+        for part in (self._core, self._transport, self._control, self.observer):
+            if part is not None:
+                part.close()
+        self.cleanup.close()
+
+    def _require_same_settings(self, config: SchedulerConfig) -> None:
+        records = self.gather(config.to_record())
+        for rank, record in enumerate(records):
+            for key, value in record.items():
+                if value != records[0][key]:
+                    raise ConfigError(f"{key} is {records[0][key]} on rank 0 but {value} on rank {rank}; give all the same")
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
+        if error is None:
+            self.close()
+        else:
+            self.abort(_describe(error))
+
+    def __repr__(self) -> str:
+        return f"<Session rank {self.rank} of {self.world_size}{' closed' if self.closed else ''}>"
+
+
+# --- the session of this process ---
+
+_lock = threading.Lock()
+_current: Session | None = None
+
+
+def init(**settings: Any) -> Session:
+    """The session of this process; the first call joins the job and waits until every rank has.
+
+    Rank and world size come from what launched the process (commsched run, torchrun, mpirun, srun). With one rank, or with
+    ``disable``, a session that needs no network. ``settings`` are the fields of ``core.config.Settings``; each may also come
+    from ``COMMSCHED_<NAME>`` or a TOML file named by ``COMMSCHED_CONFIG``.
+
+    Raises:
+        ConfigError: a setting is wrong or differs between ranks, or settings are given after the session was opened.
+        PeerTimeout: not every rank joined in time; names those missing.
+    """
+    global _current
+    with _lock:
+        if _current is not None and not _current.closed:
+            if settings:
+                raise ConfigError(f"commsched is already initialised; give {', '.join(settings)} at the first call of init")
+            return _current
+        _current = _open_session(detect_world(os.environ), Settings.load(settings, os.environ))
+        atexit.unregister(_at_exit)
+        atexit.register(_at_exit)
+        return _current
+
+
+def shutdown() -> None:
+    """Close the session of this process, if there is one; see ``Session.close``."""
+    global _current
+    with _lock:
+        session, _current = _current, None
+    if session is not None:
+        session.close()
+
+
+def local_sessions(
+    world_size: int,
+    config: SchedulerConfig | None = None,
+    *,
+    wrap_transport: Callable[[Transport], Transport] | None = None,
+) -> list[Session]:
+    """One session per rank, all in this process: each is to be used, and closed, by a thread of its own."""
+    from .control.local import LocalControlWorld
+    from .transports.local import LocalWorld
+
+    controls, transports = LocalControlWorld(world_size), LocalWorld(world_size)
+
+    def open_rank(rank: int) -> Session:
+        def open_transport(session: Session) -> Transport:
+            transport = transports.transport(rank, session.report)
+            return wrap_transport(transport) if wrap_transport is not None else transport
+
+        return Session(
+            World(rank, world_size, rank, world_size, "threads"),
+            config or SchedulerConfig(),
+            open_control=lambda session: controls.join(rank, session),
+            open_transport=open_transport,
+        )
+
+    with ThreadPoolExecutor(world_size) as pool:  # opening is collective
+        return list(pool.map(open_rank, range(world_size)))
+
+
+def _open_session(world: World, settings: Settings) -> Session:
+    if settings.transport not in transport_names():
+        raise ConfigError(f"transport={settings.transport!r} is unknown; there are: {', '.join(transport_names())}")
+    if world.world_size == 1 or settings.disable:
+        return local_sessions(1, settings.scheduler)[0]
+    with ExitStack() as stack:
+        meeting = _meet(world, settings, stack)
+        host = own_host(world, settings, meeting.address)
+
+        def open_control(session: Session) -> Control:
+            from .control.client import ControlClient, Member
+
+            member = Member.rank(world.rank, world.world_size, host)
+            return ControlClient(
+                meeting.address,
+                meeting.token,
+                member,
+                session,
+                fail_after_seconds=settings.fail_after,
+                join_within_seconds=settings.join_within,
+            )
+
+        def open_transport(session: Session) -> Transport:
+            context = TransportContext(world, settings, host, meeting.token, meeting.address, session.gather, session.report)
+            opened: Transport = import_module(f"commsched.transports.{settings.transport}").open_transport(context)
+            return opened
+
+        session = Session(
+            world,
+            settings.scheduler,
+            open_control=open_control,
+            open_transport=open_transport,
+            trace_directory=settings.trace,
+            warn_after_seconds=settings.fail_after,
+        )
+        session.cleanup = stack.pop_all()
+        return session
+
+
+def _meet(world: World, settings: Settings, stack: ExitStack) -> Meeting:
+    """Where the control channel is; on rank 0, open it. ``stack`` closes what was opened."""
+    path = rendezvous_path(settings, os.environ)
+    if world.rank != 0:
+        return find(world, settings, path)
+    from .control.server import ControlServer
+
+    wanted = where_to_listen(world, settings)
+    server = ControlServer(
+        wanted.address,
+        wanted.token,
+        world.world_size,
+        fail_after_seconds=settings.fail_after,
+        join_within_seconds=settings.join_within,
+    )
+    stack.callback(server.close)
+    meeting = Meeting(server.address, wanted.token)
+    if settings.control is None:
+        publish(path, meeting)
+        stack.callback(path.unlink, missing_ok=True)
+    return meeting
+
+
+def _at_exit() -> None:
+    """The last drain, without being told the number of steps. An exception that ends this rank is told to all."""
+    session = _current
+    if session is None or session.closed:
+        return
+    ended_by = getattr(sys, "last_value", None)  # set by the interpreter when it printed an unhandled exception
+    if ended_by is not None:
+        session.abort(_describe(ended_by))
+        return
+    try:
+        session.close()
+    except CommschedError as error:
+        # The training script believes that all went well; the launcher must not. An atexit handler cannot change the exit
+        # code in any other way.
+        log.error("rank %d: %s: %s", session.rank, type(error).__name__, error)
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def _describe(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
