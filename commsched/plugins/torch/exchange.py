@@ -11,10 +11,11 @@ from time import monotonic
 
 import torch
 
+import commsched
+
 from ...core.errors import TransportError, UnsupportedError
 from ...core.group import TensorGroup
 from ...core.manifest import ITEMSIZE, Manifest, TensorSpec, require_equal
-from ...session import Session
 from .guard import guard, release
 
 _DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32", torch.float64: "float64"}
@@ -50,15 +51,14 @@ class Slot:
 class GradientExchange:
     """Owns the flat buffers and the hooks.
 
-    ``on_conflict(slot)`` is called when a gradient arrives for a parameter whose update is still pending, and must put the
-    update in place. Hooks run in the thread that runs backward; everything else in the engine's main thread.
+    ``before_round`` is called before the averages of the last round may be overwritten. Hooks run in the thread that runs backward; everything else in the engine's main thread.
     """
 
-    def __init__(self, session: Session, slots: Sequence[Slot], on_conflict: Callable[[Slot], None]) -> None:
+    def __init__(self, session: commsched.Session, slots: Sequence[Slot], before_round: Callable[[], None]) -> None:
         self.slots = list(slots)
         self.enabled = True  # False within no_sync()
         self._session = session
-        self._on_conflict = on_conflict
+        self._before_round = before_round
         self._group: TensorGroup | None = None
         self._round_open = False
         self._observer = session.observer
@@ -100,7 +100,7 @@ class GradientExchange:
         for tensor, slot in enumerate(self.slots, 1):
             slot.tensor = tensor
             slot.view = view(tensor, slot.parameter.dtype)
-        buffers = {dtype: memoryview(buffer.numpy()).cast("B") for dtype, buffer in flat.items()}
+        buffers = {dtype: buffer.numpy().data for dtype, buffer in flat.items()}
         return self._session.register(manifest, buffers)
 
     @property
@@ -114,31 +114,30 @@ class GradientExchange:
     def _on_gradient(self, slot: Slot) -> None:
         if not self.enabled:
             return
-        group = self.group
-        if slot.pending:
-            self._on_conflict(slot)
         gradient = slot.parameter.grad
         assert gradient is not None
-        if slot.ready:
+        if self._round_open and slot.ready:
             if gradient is slot.view:
                 raise UnsupportedError(
                     f"a second gradient of '{slot.name}' before step(): its first is being averaged already. To accumulate "
                     "over several backward passes, run all but the last within optimizer.no_sync()"
                 )
             self.end_round(committed=False)  # zero_grad() without step(): the round's gradients were dropped
-        self._begin_round(group)
+        self._begin_round()
         if self._observer is not None:
             began, self._last_gradient_at = self._last_gradient_at, monotonic()
             self._observer.on_span("backward", slot.name, began, self._last_gradient_at)
         self._hand_over(slot, gradient)
 
-    def _begin_round(self, group: TensorGroup) -> None:
+    def _begin_round(self) -> None:
         if self._round_open:
             return
-        group.begin_step()
+        self._before_round()
+        self.group.begin_step()
         self._round_open = True
         for slot in self.slots:
             slot.ready = slot.has_gradient = False
+            release(slot.view)  # of a round whose gradients were dropped: it is over, nothing is left to wait for
 
     def _hand_over(self, slot: Slot, gradient: torch.Tensor | None) -> None:
         """Put ``gradient`` (None: zeros) into the buffer and tell the core. From here the average is on its way."""
@@ -162,7 +161,7 @@ class GradientExchange:
     def end_round(self, committed: bool) -> None:
         """Hand over what backward did not produce, and the flags: whether this rank commits to the update (it called
         ``step()``), and which parameters it has a gradient of. All ranks must commit, or none."""
-        self._begin_round(self.group)
+        self._begin_round()
         for slot in self.slots:
             if not slot.ready:
                 self._hand_over(slot, slot.parameter.grad if committed else None)

@@ -41,14 +41,14 @@ def guard(tensor: torch.Tensor, resolve: Resolve) -> None:
     original = known[1] if known is not None else type(tensor)
     _guarded[id(tensor)] = (tensor, original, resolve)
     if known is None:
-        tensor.__class__ = _guarded_class(original)  # type: ignore[assignment]
+        tensor.__class__ = _guarded_class(original)
 
 
 def release(tensor: torch.Tensor) -> None:
     """Give ``tensor`` its own class back; nothing is outstanding for it. No-op when it is not guarded."""
     known = _guarded.pop(id(tensor), None)
     if known is not None:
-        tensor.__class__ = known[1]  # type: ignore[assignment]
+        tensor.__class__ = known[1]
 
 
 def is_guarded(tensor: torch.Tensor) -> bool:

@@ -7,15 +7,16 @@ from typing import Any
 
 import torch
 
+import commsched
+
 from ...core.errors import ManifestMismatch, UnsupportedError
-from ...session import Session
 
 log = logging.getLogger("commsched")
 
 _SCALARS = (int, float, bool, str, type(None))
 
 
-def broadcast_model(session: Session, model: torch.nn.Module) -> None:
+def broadcast_model(session: commsched.Session, model: torch.nn.Module) -> None:
     """Parameters, trained or not, and buffers of every type, bit for bit.
 
     Raises:
@@ -35,7 +36,7 @@ def _text(described: list[Any] | None) -> str:
     return "nothing more" if described is None else f"{described[0]} {described[2]}{described[1]}"
 
 
-def broadcast_optimizer(session: Session, optimizer: torch.optim.Optimizer) -> None:
+def broadcast_optimizer(session: commsched.Session, optimizer: torch.optim.Optimizer) -> None:
     """The state and hyper-parameters of rank 0's optimizer, which may come from a checkpoint only rank 0 has read.
 
     Raises:
@@ -119,7 +120,7 @@ def _adopt_state(optimizer: torch.optim.Optimizer, described: list[list[Any]], i
     return tensors
 
 
-def _broadcast(session: Session, name: str, tensors: list[torch.Tensor]) -> None:
+def _broadcast(session: commsched.Session, name: str, tensors: list[torch.Tensor]) -> None:
     """In one flat buffer of bytes."""
     sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
     flat = torch.empty(sum(sizes), dtype=torch.uint8)
@@ -128,7 +129,7 @@ def _broadcast(session: Session, name: str, tensors: list[torch.Tensor]) -> None
         if session.rank == 0:
             for piece, tensor in zip(pieces, tensors):
                 piece.copy_(tensor.contiguous().reshape(-1).view(torch.uint8))
-        session.broadcast(name, memoryview(flat.numpy()))
+        session.broadcast(name, flat.numpy().data)
         if session.rank != 0:
             for piece, tensor in zip(pieces, tensors):
                 tensor.copy_(piece.clone().view(tensor.dtype).reshape(tensor.shape))

@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 import commsched
 
 from ...core.errors import ConfigError, UnsupportedError
-from ...session import Session
 from .exchange import GradientExchange, Slot
 from .guard import guard, release
 from .initial_state import broadcast_model, broadcast_optimizer
@@ -57,7 +56,7 @@ class ScheduledOptimizer(Optimizer):
         optimizer: Optimizer,
         model: torch.nn.Module,
         *,
-        session: Session | None = None,
+        session: commsched.Session | None = None,
         per_parameter: bool | None = None,
     ) -> None:
         # Optimizer.__init__ is not called: it would make groups and state of its own. The properties below are those of
@@ -80,7 +79,7 @@ class ScheduledOptimizer(Optimizer):
         if not self._per_parameter:
             log.info("%s may use all gradients at once: step() waits for all averages", type(optimizer).__name__)
         slots, self._frozen = _make_slots(optimizer, model)
-        self._exchange = GradientExchange(session, slots, self._put_in_place)
+        self._exchange = GradientExchange(session, slots, self.synchronize)
         broadcast_model(session, model)
         broadcast_optimizer(session, optimizer)
         self._exchange.record_first_use()
@@ -106,7 +105,6 @@ class ScheduledOptimizer(Optimizer):
                 loss = closure()
         with self._lock:
             self._require_no_stray_gradients()
-            self.synchronize()
             exchange.end_round(committed=True)
             self._hyper_parameters = snapshot(self.optimizer)
             for slot in exchange.slots:
@@ -190,7 +188,10 @@ class ScheduledOptimizer(Optimizer):
         gradients = [slot.parameter.grad for slot in used]
         for slot in used:
             slot.parameter.grad = slot.view
-        step_some(self.optimizer, self._hyper_parameters, [(slot.group_index, slot.parameter) for slot in used])
+        if self._per_parameter:
+            step_some(self.optimizer, self._hyper_parameters, [(slot.group_index, slot.parameter) for slot in used])
+        else:
+            self.optimizer.step()  # within step(): nothing has changed since, and its groups may keep counters
         for slot, gradient in zip(used, gradients):
             # A gradient that is not the view was put there by zero_grad() after step(): it stays as the user left it. None
             # is also what a rank has that did not use the parameter, and then as well the user expects to find none.

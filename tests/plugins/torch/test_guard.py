@@ -1,0 +1,138 @@
+"""Whoever reads a guarded tensor from Python waits first."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from commsched.plugins.torch.guard import guard, is_guarded, release
+
+
+class Cube(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x**3
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+def _saved(p: torch.Tensor) -> torch.Tensor:
+    file = io.BytesIO()
+    torch.save(p, file)
+    file.seek(0)
+    return torch.load(file)
+
+
+X = torch.ones(1, 3)
+READS: dict[str, Callable[[Any], torch.Tensor]] = {
+    "arithmetic": lambda p: p + 0,
+    "reflected arithmetic": lambda p: 1 * p,
+    "comparison": lambda p: (p == 2).float() * 2,
+    "linear": lambda p: nn.functional.linear(torch.eye(3), p).T,
+    "list argument": lambda p: torch.cat([p, p])[:3],
+    "keyword argument": lambda p: torch.add(torch.zeros(3, 3), other=p),
+    "out argument": lambda p: torch.mul(torch.ones(3, 3), 2, out=p.data),
+    "foreach": lambda p: torch._foreach_add([p], 0)[0],
+    "index": lambda p: p[:],
+    "iteration": lambda p: torch.stack(list(p)),
+    "data": lambda p: p.data,
+    "detach": lambda p: p.detach(),
+    "numpy": lambda p: torch.from_numpy(p.detach().numpy()),
+    "array": lambda p: torch.tensor(p.tolist()),
+    "item": lambda p: torch.full((3, 3), p[0, 0].item()),
+    "to": lambda p: p.to(torch.float64).float(),
+    "view": lambda p: p.view(9).view(3, 3),
+    "autograd function": lambda p: Cube.apply(p) / 4,
+    "deepcopy": copy.deepcopy,
+    "save": _saved,
+    "state_dict": lambda p: nn.ParameterList([p]).state_dict()["0"],
+    "functional_call": lambda p: torch.func.functional_call(nn.Linear(3, 3, bias=False), {"weight": p}, (torch.eye(3),)).T,
+    "parameters_to_vector": lambda p: nn.utils.parameters_to_vector([p]).view(3, 3),
+    "in place": lambda p: p.data.mul_(1),
+    "repr": lambda p: torch.full((3, 3), 2.0) if "2." in repr(p) else torch.zeros(3, 3),
+}
+
+
+def _guarded(original: type) -> tuple[Any, list[str]]:
+    """Ones that become twos when resolved."""
+    tensor = nn.Parameter(torch.ones(3, 3)) if original is nn.Parameter else torch.ones(3, 3)
+    log: list[str] = []
+
+    def resolve() -> None:
+        log.append("resolved")
+        release(tensor)
+        with torch.no_grad():
+            tensor.mul_(2)
+
+    guard(tensor, resolve)
+    return tensor, log
+
+
+@pytest.mark.parametrize("original", [nn.Parameter, torch.Tensor])
+@pytest.mark.parametrize("name", READS)
+def test_reading_waits_once(name: str, original: type) -> None:
+    tensor, log = _guarded(original)
+    assert torch.equal(READS[name](tensor).detach(), torch.full((3, 3), 2.0))
+    assert log == ["resolved"]
+    assert type(tensor) is original
+    assert not is_guarded(tensor)
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda p: p.shape == (3, 3) and p.size(0) == 3 and p.numel() == 9 and p.dim() == 2 and len(p) == 3,
+        lambda p: p.dtype == torch.float32 and p.device.type == "cpu" and p.is_leaf and p.stride() == (3, 1),
+        lambda p: isinstance(p, torch.Tensor) and p is not None and hash(p) == id(p),
+        lambda p: p.grad is None and p.requires_grad in (True, False) and p.grad_fn is None,
+    ],
+)
+def test_what_says_nothing_about_values_does_not_wait(look: Callable[[Any], bool]) -> None:
+    for original in (nn.Parameter, torch.Tensor):
+        tensor, log = _guarded(original)
+        assert look(tensor)
+        assert log == []
+        assert isinstance(tensor, original)
+        release(tensor)
+
+
+def test_a_guarded_parameter_is_a_parameter_and_its_copies_are_plain() -> None:
+    parameter, _ = _guarded(nn.Parameter)
+    assert isinstance(parameter, nn.Parameter)
+    module = nn.Linear(3, 3)
+    module.weight = parameter
+    assert dict(module.named_parameters())["weight"] is parameter
+    assert type(copy.deepcopy(module).weight) is nn.Parameter
+
+
+def test_a_failing_resolution_raises_and_stays() -> None:
+    tensor = torch.ones(2)
+
+    def fail() -> None:
+        raise RuntimeError("the network is gone")
+
+    guard(tensor, fail)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="the network is gone"):
+            tensor + 1
+    release(tensor)
+    assert type(tensor + 1) is torch.Tensor
+
+
+def test_a_subclass_keeps_its_class() -> None:
+    class Mine(nn.Parameter):
+        pass
+
+    tensor = Mine(torch.ones(2))
+    guard(tensor, lambda: release(tensor))
+    assert isinstance(tensor, Mine)
+    assert (tensor + 1).detach().sum().item() == 4
+    assert type(tensor) is Mine

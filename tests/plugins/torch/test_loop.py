@@ -1,0 +1,457 @@
+"""What training loops do between the lines: each reading is fresh, each misuse is named."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import commsched
+from commsched import SchedulerConfig, Session
+from commsched.core.ports import Transport
+from commsched.plugins.torch import ScheduledOptimizer
+from commsched.session import local_sessions
+from commsched.testing.fakes import Delayed
+from commsched.testing.world import run_world
+
+Loop = Callable[[Session, nn.Module, torch.optim.Optimizer], Any]
+
+
+def run(loop: Loop, world_size: int = 2, model: Callable[[], nn.Module] | None = None, wrap: bool = True) -> list[Any]:
+    """``loop(session, model, optimizer)`` on every rank, replies delayed; ``wrap`` False: the plain optimizer."""
+
+    def make() -> nn.Module:
+        torch.manual_seed(3)
+        return model() if model is not None else nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)).double()
+
+    def rank_loop(rank: int) -> Any:
+        with sessions[rank] as session:
+            plain = torch.optim.SGD(models[rank].parameters(), lr=0.1, momentum=0.9)
+            optimizer = ScheduledOptimizer(plain, models[rank], session=session) if wrap else plain
+            return loop(session, models[rank], optimizer)
+
+    def delayed(transport: Transport) -> Transport:
+        return Delayed(transport, transport.rank, 0.002)
+
+    models = [make() for _ in range(world_size)]
+    sessions = local_sessions(world_size, SchedulerConfig(64, 128), wrap_transport=delayed)
+    try:
+        return run_world(world_size, rank_loop, timeout_seconds=30)
+    finally:
+        for session in sessions:
+            session.abort("the test is over")
+
+
+def batch(session: Session, step: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * session.rank + step)
+    return torch.randn(5, 4, generator=generator, dtype=torch.float64)
+
+
+def joint(model: nn.Module, world_size: int, step: int = 0) -> torch.Tensor:
+    """The loss whose gradient the average is."""
+    inputs = []
+    for rank in range(world_size):
+        generator = torch.Generator().manual_seed(100 * rank + step)
+        inputs.append(torch.randn(5, 4, generator=generator, dtype=torch.float64))
+    return model(torch.cat(inputs)).square().mean()
+
+
+def plain_model() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)).double()
+    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def close(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.allclose(a, b, rtol=1e-9, atol=1e-12)
+
+
+READERS: dict[str, Callable[[nn.Module], list[torch.Tensor]]] = {
+    "parameters": lambda model: [p.detach().clone() for p in model.parameters()],
+    "state_dict": lambda model: [p.clone() for p in model.state_dict().values()],
+    "deepcopy": lambda model: [p.detach() for p in copy.deepcopy(model).parameters()],
+    "data": lambda model: [p.data.clone() for p in model.parameters()],
+    "vector": lambda model: list(nn.utils.parameters_to_vector(model.parameters()).detach().split([32, 8, 16, 2])),
+    "averaged model": lambda model: [p.detach() for p in torch.optim.swa_utils.AveragedModel(model).parameters()],
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_parameters_read_after_step_are_updated(name: str) -> None:
+    def loop(session: Session, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+        model(batch(session)).square().mean().backward()
+        optimizer.step()
+        return READERS[name](model)
+
+    model, optimizer = plain_model()
+    joint(model, 2).backward()
+    optimizer.step()
+    for read in run(loop):
+        assert all(close(a.reshape(b.shape), b) for a, b in zip(read, model.parameters(), strict=True))
+
+
+def test_gradients_read_before_step_are_averages() -> None:
+    def loop(session: Session, model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+        model(batch(session)).square().mean().backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        clipped = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        optimizer.step()
+        return norm, clipped, [p.detach().clone() for p in model.parameters()]
+
+    model, optimizer = plain_model()
+    joint(model, 2).backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+    gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    optimizer.step()
+    for read_norm, read_gradients, read in run(loop):
+        assert close(read_norm, norm)
+        assert all(close(a, b) for a, b in zip(read_gradients, gradients, strict=True))
+        assert all(close(a, b) for a, b in zip(read, model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("of_model", [True, False])
+def test_zero_grad_directly_after_step_loses_nothing(set_to_none: bool, of_model: bool) -> None:
+    def loop(session: Session, model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+        for step in range(4):
+            model(batch(session, step)).square().mean().backward()
+            optimizer.step()
+            (model if of_model else optimizer).zero_grad(set_to_none=set_to_none)
+            for parameter in model.parameters():
+                assert parameter.grad is None if set_to_none else not parameter.grad.any()
+        return [p.detach().clone() for p in model.parameters()]
+
+    model, optimizer = plain_model()
+    for step in range(4):
+        optimizer.zero_grad()
+        joint(model, 2, step).backward()
+        optimizer.step()
+    for read in run(loop):
+        assert all(close(a, b) for a, b in zip(read, model.parameters(), strict=True))
+
+
+def test_gradients_accumulate_over_steps_when_never_zeroed() -> None:
+    def loop(session: Session, model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+        for step in range(3):
+            model(batch(session, step)).square().mean().backward()
+            optimizer.step()
+        return [p.detach().clone() for p in model.parameters()]
+
+    model, optimizer = plain_model()
+    for step in range(3):
+        joint(model, 2, step).backward()
+        optimizer.step()
+    for read in run(loop):
+        assert all(close(a, b) for a, b in zip(read, model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("last_within", [False, True])
+def test_no_sync_accumulates(last_within: bool) -> None:
+    def loop(session: Session, model: nn.Module, optimizer: Any) -> Any:
+        for first in (0, 2):
+            optimizer.zero_grad()
+            with optimizer.no_sync():
+                model(batch(session, first)).square().mean().backward()
+                if last_within:
+                    model(batch(session, first + 1)).square().mean().backward()
+            if not last_within:
+                model(batch(session, first + 1)).square().mean().backward()
+            optimizer.step()
+        return [p.detach().clone() for p in model.parameters()]
+
+    model, optimizer = plain_model()
+    for first in (0, 2):
+        optimizer.zero_grad()
+        (joint(model, 2, first) + joint(model, 2, first + 1)).backward()
+        optimizer.step()
+    for read in run(loop):
+        assert all(close(a, b) for a, b in zip(read, model.parameters(), strict=True))
+
+
+def test_a_second_backward_before_step_is_refused_by_name() -> None:
+    def loop(session: Session, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        model(batch(session)).square().mean().backward()
+        model(batch(session)).square().mean().backward()
+
+    with pytest.raises(commsched.CommschedError, match=r"second gradient of '2\.\w+' before step.*no_sync"):
+        run(loop)
+
+
+def test_learning_rate_counts_as_of_step() -> None:
+    def loop(session: Session, model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+        model(batch(session)).square().mean().backward()
+        optimizer.step()
+        optimizer.param_groups[0]["lr"] = 1e9
+        return [p.detach().clone() for p in model.parameters()]
+
+    model, optimizer = plain_model()
+    joint(model, 2).backward()
+    optimizer.step()
+    for read in run(loop):
+        assert all(close(a, b) for a, b in zip(read, model.parameters(), strict=True))
+
+
+class Branches(nn.Module):
+    """Rank-dependent and never-used parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared, self.sometimes, self.never = nn.Linear(4, 2), nn.Linear(4, 2), nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
+        return self.shared(x) + self.sometimes(x) if both else self.shared(x)
+
+
+def test_parameters_that_only_some_ranks_use() -> None:
+    """The average counts a rank without gradient as zero; a parameter that nobody used is left alone, decay included."""
+
+    def loop(session: Session, model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+        optimizer.param_groups[0]["weight_decay"] = 0.1
+        for step in range(3):
+            optimizer.zero_grad()
+            model(batch(session, step), session.rank == 1).square().mean().backward()
+            optimizer.step()
+        return [p.detach().clone() for p in model.parameters()]
+
+    torch.manual_seed(3)
+    model = Branches().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        losses = []
+        for rank in range(2):
+            generator = torch.Generator().manual_seed(100 * rank + step)
+            inputs = torch.randn(5, 4, generator=generator, dtype=torch.float64)
+            losses.append(model(inputs, rank == 1).square().mean())
+        (sum(losses) / 2).backward()
+        optimizer.step()
+    for read in run(loop, model=lambda: Branches().double()):
+        assert all(close(a, b) for a, b in zip(read, model.parameters(), strict=True))
+
+
+def test_all_ranks_may_drop_a_step() -> None:
+    def loop(session: Session, model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+        for step in range(4):
+            optimizer.zero_grad()
+            model(batch(session, step)).square().mean().backward()
+            if step != 1:
+                optimizer.step()
+        return [p.detach().clone() for p in model.parameters()]
+
+    model, optimizer = plain_model()
+    for step in (0, 2, 3):
+        optimizer.zero_grad()
+        joint(model, 2, step).backward()
+        optimizer.step()
+    for read in run(loop):
+        assert all(close(a, b) for a, b in zip(read, model.parameters(), strict=True))
+
+
+def test_a_step_dropped_by_one_rank_only_is_an_error() -> None:
+    def loop(session: Session, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for step in range(3):
+            optimizer.zero_grad()
+            model(batch(session, step)).square().mean().backward()
+            if session.rank == 0 or step != 1:
+                optimizer.step()
+
+    with pytest.raises(commsched.TransportError, match=r"called step\(\) in step \d, but another rank dropped"):
+        run(loop)
+
+
+def test_step_closure_returns_the_loss() -> None:
+    def loop(session: Session, model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = model(batch(session)).square().mean()
+            loss.backward()
+            return loss.detach()
+
+        return optimizer.step(closure).item(), [p.detach().clone() for p in model.parameters()]
+
+    model, optimizer = plain_model()
+    joint(model, 2).backward()
+    optimizer.step()
+    for loss, read in run(loop):
+        assert loss > 0
+        assert all(close(a, b) for a, b in zip(read, model.parameters(), strict=True))
+
+
+def test_evaluation_in_inference_mode_leaves_training_intact() -> None:
+    def loop(session: Session, model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+        for step in range(3):
+            optimizer.zero_grad()
+            model(batch(session, step)).square().mean().backward()
+            optimizer.step()
+            model.eval()
+            with torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16):
+                model(batch(session, step).float().double())
+            model.train()
+        return [p.detach().clone() for p in model.parameters()]
+
+    model, optimizer = plain_model()
+    for step in range(3):
+        optimizer.zero_grad()
+        joint(model, 2, step).backward()
+        optimizer.step()
+    for read in run(loop):
+        assert all(close(a, b) for a, b in zip(read, model.parameters(), strict=True))
+
+
+def test_state_dict_is_that_of_the_plain_optimizer_and_resumes() -> None:
+    def loop(session: Session, model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+        saved: Any = None
+        for step in range(4):
+            optimizer.zero_grad()
+            model(batch(session, step)).square().mean().backward()
+            optimizer.step()
+            if step == 1:
+                saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        final = [p.detach().clone() for p in model.parameters()]
+        model.load_state_dict(saved[0])
+        optimizer.load_state_dict(saved[1])
+        for step in (2, 3):
+            optimizer.zero_grad()
+            model(batch(session, step)).square().mean().backward()
+            optimizer.step()
+        return list(saved[0]), list(saved[1]), final, [p.detach().clone() for p in model.parameters()]
+
+    model, optimizer = plain_model()
+    for names, keys, final, resumed in run(loop):
+        assert names == list(model.state_dict())
+        assert keys == list(optimizer.state_dict())
+        assert all(torch.equal(a, b) for a, b in zip(final, resumed, strict=True))
+
+
+def test_the_last_update_is_in_place_when_the_session_closes() -> None:
+    seen: dict[int, Any] = {}
+
+    def loop(session: Session, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        model(batch(session)).square().mean().backward()
+        optimizer.step()
+        seen[session.rank] = model
+
+    run(loop)
+    model, optimizer = plain_model()
+    joint(model, 2).backward()
+    optimizer.step()
+    for rank in range(2):
+        assert all(type(p) is nn.Parameter for p in seen[rank].parameters())
+        assert all(close(a, b) for a, b in zip(seen[rank].parameters(), model.parameters(), strict=True))
+
+
+def test_one_rank_is_plain_torch() -> None:
+    (session,) = local_sessions(1)
+    model, plain = plain_model()
+    optimizer = ScheduledOptimizer(plain, model, session=session)
+    other, other_optimizer = plain_model()
+    for step in range(3):
+        for m, o in ((model, optimizer), (other, other_optimizer)):
+            o.zero_grad()
+            joint(m, 1, step).backward()
+            o.step()
+            assert all(type(p) is nn.Parameter for p in m.parameters())
+    with optimizer.no_sync():
+        pass
+    optimizer.synchronize()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+    assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+    session.close()
+
+
+REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "sparse": (lambda: nn.Sequential(nn.Embedding(4, 2, sparse=True)), "module '0' makes sparse gradients"),
+    "lazy": (lambda: nn.Sequential(nn.LazyLinear(3)), "parameter '0.weight' has no shape yet"),
+    "complex": (lambda: nn.ParameterList([torch.zeros(2, dtype=torch.complex64)]), "parameter '0' is torch.complex64"),
+    "compiled": (lambda: _compiled(), "is compiled"),
+}
+
+
+def _compiled() -> nn.Module:
+    model = nn.Linear(2, 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # those of the compiler's own imports
+        model.compile()
+    return model
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_unsupported_models_are_named_before_training(name: str) -> None:
+    make, message = REFUSED[name]
+    with pytest.raises(commsched.UnsupportedError, match=message):
+        run(lambda *_: None, model=make)
+
+
+def test_unsupported_optimizers_are_named_before_training() -> None:
+    sessions = local_sessions(2)
+    model = nn.Linear(2, 2)
+    with pytest.raises(commsched.UnsupportedError, match="LBFGS is not supported: it runs backward several times"):
+        ScheduledOptimizer(torch.optim.LBFGS(model.parameters()), model, session=sessions[0])
+    for session in sessions:
+        session.abort("the test is over")
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda rank: nn.Linear(4, 2 + rank), r"'weight' float32\[2, 4\] on rank 0 but 'weight' float32\[3, 4\] on rank 1"),
+        (
+            lambda rank: nn.Linear(4, 2).to([torch.float32, torch.float64][rank]),
+            "float32.* on rank 0 but .*float64.* on rank 1",
+        ),
+        (lambda rank: nn.Sequential(*[nn.Linear(4, 4)] * 1, *[nn.Linear(4, 4) for _ in range(rank)]), "rank 1 has 4"),
+    ],
+)
+def test_different_models_are_named_before_any_data_moves(make: Callable[[int], nn.Module], message: str) -> None:
+    def rank_loop(rank: int) -> None:
+        with sessions[rank] as session:
+            ScheduledOptimizer(torch.optim.SGD(models[rank].parameters(), lr=0.1), models[rank], session=session)
+
+    models = [make(rank) for rank in range(2)]
+    before = [[p.detach().clone() for p in model.parameters()] for model in models]
+    sessions = local_sessions(2)
+    with pytest.raises(commsched.ManifestMismatch, match=message):
+        run_world(2, rank_loop, timeout_seconds=30)
+    for model, weights in zip(models, before):
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), weights))
+    for session in sessions:
+        session.abort("the test is over")
+
+
+def test_a_parameter_unfrozen_later_is_an_error() -> None:
+    def loop(session: Session, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        model[0].weight.requires_grad_(True)
+        model(batch(session)).square().mean().backward()
+        optimizer.step()
+
+    def make() -> nn.Module:
+        model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2)).double()
+        model[0].weight.requires_grad_(False)
+        return model
+
+    with pytest.raises(commsched.CommschedError, match=r"'0\.weight' has a gradient, but did not require one"):
+        run(loop, model=make)
+
+
+def test_layers_are_ordered_by_first_use_not_by_registration() -> None:
+    class Backwards(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.last, self.middle, self.first = nn.Linear(4, 2), nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.last(self.middle(self.first(x)))
+
+    def loop(session: Session, model: nn.Module, optimizer: Any) -> list[str]:
+        model(batch(session)).square().mean().backward()
+        optimizer.step()
+        return [spec.name for spec in optimizer._exchange.group.manifest.tensors]
+
+    for names in run(loop, model=lambda: Backwards().double()):
+        layers = [name.split(".")[0] for name in names[1:]]
+        assert layers == ["first", "first", "middle", "middle", "last", "last"]
