@@ -12,6 +12,7 @@ from dataclasses import fields
 from .core.config import Settings, parse_address
 from .core.errors import CommschedError, ConfigError
 from .rendezvous import read_token
+from .transports import require_transport
 from .version import __version__
 
 #: Settings that make sense as options of ``commsched run``; the others concern jobs across machines.
@@ -27,8 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_server(commands.add_parser("server", help="serve one job as a parameter server"))
     arguments = parser.parse_args(argv)
     try:
-        code: int = arguments.function(arguments)
-        return code
+        return int(arguments.function(arguments))
     except CommschedError as error:
         print(f"commsched: {type(error).__name__}: {error}", file=sys.stderr)
         return 2
@@ -51,7 +51,8 @@ def _run(arguments: argparse.Namespace) -> int:
     from .launch import run
 
     options = {name: getattr(arguments, name) for name in _RUN_OPTIONS if getattr(arguments, name) is not None}
-    Settings.load(options, os.environ)  # so that a mistake is said once, and before anything starts
+    # Here, so that a mistake is said once, and before anything starts.
+    require_transport(Settings.load(options, os.environ).transport)
     if shutil.which(arguments.command[0]) is None:
         raise ConfigError(f"command {arguments.command[0]!r} is not found")
     return run(

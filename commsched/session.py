@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from .core.config import SchedulerConfig, Settings
 from .core.core import Core
@@ -22,11 +22,9 @@ from .core.plan import cut
 from .core.ports import Transport
 from .core.world import World, detect_world
 from .rendezvous import Meeting, find, own_host, publish, rendezvous_path, where_to_listen
-from .transports import transport_names
+from .transports import require_transport
+from .trace import TraceObserver, merge
 from .transports.context import TransportContext
-
-if TYPE_CHECKING:
-    from .trace import TraceObserver
 
 log = logging.getLogger("commsched")
 
@@ -81,8 +79,6 @@ class Session:
         try:
             self._require_same_settings(config)
             if trace_directory is not None:
-                from .trace import TraceObserver
-
                 self.observer = TraceObserver(trace_directory, self.rank, self._control.clock_offset_seconds)
             self._transport = open_transport(self)
             self._core = Core(
@@ -204,8 +200,12 @@ class Session:
             for callback in self._close_callbacks:
                 callback()
             self.core.drain()
+            if self.observer is not None:
+                self.observer.close()  # every rank's file is written before the last has left
             self._control.leave()
             self._control.wait_until_all_left()
+            if self.observer is not None and self.rank == 0:
+                merge(self.observer.path.parent)
         finally:
             self._tear_down()
 
@@ -311,8 +311,7 @@ def local_sessions(
 
 
 def _open_session(world: World, settings: Settings) -> Session:
-    if settings.transport not in transport_names():
-        raise ConfigError(f"transport={settings.transport!r} is unknown; there are: {', '.join(transport_names())}")
+    require_transport(settings.transport)
     if world.world_size == 1 or settings.disable:
         return local_sessions(1, settings.scheduler)[0]
     with ExitStack() as stack:

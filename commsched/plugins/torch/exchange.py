@@ -18,7 +18,7 @@ from ...core.group import TensorGroup
 from ...core.manifest import ITEMSIZE, Manifest, TensorSpec, require_equal
 from .guard import guard, release
 
-_DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32", torch.float64: "float64"}
+_DTYPES = {getattr(torch, name): name for name in ("float16", "bfloat16", "float32", "float64")}
 
 
 class Slot:
@@ -51,7 +51,11 @@ class Slot:
 class GradientExchange:
     """Owns the flat buffers and the hooks.
 
-    ``before_round`` is called before the averages of the last round may be overwritten. Hooks run in the thread that runs backward; everything else in the engine's main thread.
+    ``before_round`` is called before the averages of the last round may be overwritten. Hooks run in the thread that runs
+    backward; everything else in the engine's main thread.
+
+    Beside the gradients go two flags of a group of their own, so that no gradient ever waits for them: which parameters
+    this rank has a gradient of, known when backward is over, and whether it commits to the update, known in ``step()``.
     """
 
     def __init__(self, session: commsched.Session, slots: Sequence[Slot], before_round: Callable[[], None]) -> None:
@@ -59,55 +63,32 @@ class GradientExchange:
         self.enabled = True  # False within no_sync()
         self._session = session
         self._before_round = before_round
-        self._group: TensorGroup | None = None
-        self._round_open = False
+        self._buffers: _Buffers | None = None
+        self._round_open = False  # between the first gradient and end_round
+        self._complete = False  # every slot was handed over in this round
         self._observer = session.observer
         self._last_gradient_at = 0.0
         # The model as it is registered; every rank's must be equal before anything else is exchanged.
-        self._require_equal_models(Manifest(tuple(slot.spec() for slot in slots)))
-        self._agreed: list[float] | None = None  # the flags of the round that ended, averaged
+        manifest = Manifest(tuple(slot.spec() for slot in slots))
+        require_equal([Manifest.from_record(record) for record in session.gather(manifest.to_record())])
         self._handles = [slot.parameter.register_post_accumulate_grad_hook(self._make_hook(slot)) for slot in self.slots]
 
     def _make_hook(self, slot: Slot) -> Callable[[torch.Tensor], None]:
         return lambda _: self._on_gradient(slot)
 
-    def _require_equal_models(self, manifest: Manifest) -> None:
-        require_equal([Manifest.from_record(record) for record in self._session.gather(manifest.to_record())])
-
     def record_first_use(self) -> None:
         """From now on, note which parameter is used first, second, ..."""
         self._use_order = _FirstUse(self.slots)
 
-    # --- buffers, made when the order of layers is known ---
-
-    def _open(self) -> TensorGroup:
-        """At the first gradient: the layers are ordered by their first use in rank 0's forward."""
-        order = self._session.gather(self._use_order.finish())[0]
-        by_name = {slot.name: slot for slot in self.slots}
-        self.slots = [by_name[name] for name in order]
-        # The flags travel in front, so that they are there when the first parameter is (see end_round).
-        first = self.slots[0].spec().dtype
-        specs = [TensorSpec("commsched.flags", (1 + len(self.slots),), first), *(slot.spec() for slot in self.slots)]
-        manifest = Manifest(tuple(specs))
-        flat = {dtype: torch.zeros(nbytes, dtype=torch.uint8) for dtype, nbytes in manifest.buffer_bytes.items()}
-
-        def view(tensor: int, like: torch.dtype) -> torch.Tensor:
-            spec, start = manifest.tensors[tensor], manifest.offset(tensor)
-            elements = flat[spec.dtype].view(like)[start // ITEMSIZE[spec.dtype] :][: spec.numel]
-            return elements.view(spec.shape)
-
-        self._flags = view(0, self.slots[0].parameter.dtype)
-        for tensor, slot in enumerate(self.slots, 1):
-            slot.tensor = tensor
-            slot.view = view(tensor, slot.parameter.dtype)
-        buffers = {dtype: buffer.numpy().data for dtype, buffer in flat.items()}
-        return self._session.register(manifest, buffers)
-
     @property
-    def group(self) -> TensorGroup:
-        if self._group is None:
-            self._group = self._open()
-        return self._group
+    def buffers(self) -> _Buffers:
+        """Made at the first gradient, when rank 0's forward has shown the order of the layers."""
+        if self._buffers is None:
+            order = self._session.gather(self._use_order.finish())[0]
+            by_name = {slot.name: slot for slot in self.slots}
+            self.slots = [by_name[name] for name in order]
+            self._buffers = _Buffers(self._session, self.slots)
+        return self._buffers
 
     # --- one round ---
 
@@ -117,7 +98,7 @@ class GradientExchange:
         gradient = slot.parameter.grad
         assert gradient is not None
         if self._round_open and slot.ready:
-            if gradient is slot.view:
+            if self._buffers is not None and gradient is slot.view:
                 raise UnsupportedError(
                     f"a second gradient of '{slot.name}' before step(): its first is being averaged already. To accumulate "
                     "over several backward passes, run all but the last within optimizer.no_sync()"
@@ -133,8 +114,10 @@ class GradientExchange:
         if self._round_open:
             return
         self._before_round()
-        self.group.begin_step()
+        self.buffers.gradients.begin_step()
+        self.buffers.flags.begin_step()
         self._round_open = True
+        self._complete = False
         for slot in self.slots:
             slot.ready = slot.has_gradient = False
             release(slot.view)  # of a round whose gradients were dropped: it is over, nothing is left to wait for
@@ -156,57 +139,122 @@ class GradientExchange:
                 slot.parameter.grad = slot.view
         if gradient is not None:
             guard(slot.view, lambda: self.wait(slot))
-        self.group.notify_ready(slot.tensor)
+        self.buffers.gradients.notify_ready(slot.tensor)
 
-    def end_round(self, committed: bool) -> None:
-        """Hand over what backward did not produce, and the flags: whether this rank commits to the update (it called
-        ``step()``), and which parameters it has a gradient of. All ranks must commit, or none."""
-        self._begin_round()
+    def _complete_round(self, drop: bool = False) -> None:
+        """Hand over what backward did not produce (zeros, unless it was accumulated before), and say what it was."""
+        if self._complete:
+            return
+        self._complete = True
         for slot in self.slots:
             if not slot.ready:
-                self._hand_over(slot, slot.parameter.grad if committed else None)
-        self._agreed = None
-        self._flags[0] = float(committed)
-        self._flags[1:] = torch.tensor([slot.has_gradient for slot in self.slots]).to(self._flags.dtype)
-        self.group.notify_ready(0)
+                self._hand_over(slot, None if drop else slot.parameter.grad)
+        self.buffers.offer_used([slot.has_gradient for slot in self.slots])
+
+    def end_round(self, committed: bool) -> None:
+        """Hand over the rest, and whether this rank commits to the update (``step()``); all ranks must, or none."""
+        self._begin_round()
+        self._complete_round(drop=not committed)
+        self.buffers.offer_committed(committed)
         self._round_open = False
 
     # --- averages ---
 
     def wait(self, slot: Slot) -> None:
-        """Until the average of ``slot`` is in ``slot.view``."""
-        self.group.proxies[slot.tensor].wait()
+        """Until the average of ``slot`` is in ``slot.view``.
+
+        Raises:
+            UnsupportedError: it is read before step() where its average cannot be there, or would not be of use.
+        """
+        proxy = self.buffers.gradients.proxies[slot.tensor]
+        if self._round_open and not proxy.is_open:
+            if torch._C._current_graph_task_id() != -1:
+                raise UnsupportedError(
+                    f"the gradient of '{slot.name}' is read within backward: its average cannot be there yet"
+                )
+            self._complete_round()
+        if self._round_open and self._complete:
+            self._require_gradients_of_all_ranks()
+        proxy.wait()
         release(slot.view)
+
+    def _require_gradients_of_all_ranks(self) -> None:
+        used = self.buffers.used()
+        for slot in self.slots:
+            if used[slot.tensor] and not slot.has_gradient:
+                raise UnsupportedError(
+                    f"gradients are read before step() (to clip them, say), but '{slot.name}' has one on other ranks and none "
+                    f"on rank {self._session.rank}: the ranks would part"
+                )
 
     def is_there(self, slot: Slot) -> bool:
         """Whether :meth:`wait` and :meth:`used_by_any_rank` would return at once."""
-        proxies = self.group.proxies
-        return proxies[slot.tensor].is_open and proxies[0].is_open
+        return self.buffers.gradients.proxies[slot.tensor].is_open and all(p.is_open for p in self.buffers.flags.proxies)
 
     def used_by_any_rank(self, slot: Slot) -> bool:
-        """Whether any rank had a gradient of ``slot`` in the round that ended; waits for the flags.
+        """Whether any rank had a gradient of ``slot`` in the round that ended.
 
         Raises:
             TransportError: some ranks called step() and others dropped their gradients; an update would part them.
         """
-        if self._agreed is None:
-            self.group.proxies[0].wait()
-            self._agreed = self._flags.tolist()
-        if self._agreed[0] != 1.0:
+        if not self.buffers.all_committed():
             raise TransportError(
-                f"rank {self._session.rank} called step() in step {self.group.step}, but another rank dropped the gradients of "
-                "that round (a caught exception in its backward, or a skipped step): the ranks would part"
+                f"rank {self._session.rank} called step() in step {self.buffers.gradients.step}, but another rank dropped the "
+                "gradients of that round (a caught exception in its backward, or a skipped step): the ranks would part"
             )
-        return self._agreed[slot.tensor] > 0.0
-
-    def detach(self) -> None:
-        """Remove the hooks."""
-        for handle in self._handles:
-            handle.remove()
+        return self.buffers.used()[slot.tensor]
 
     def forward_began(self) -> None:
         """Backward spans of the trace are measured from the end of the forward before them."""
         self._last_gradient_at = monotonic()
+
+
+class _Buffers:
+    """The registered tensors: the gradients, in the order of the slots, and the flags.
+
+    The flags are of two dtypes, which are never cut into one partition: one does not wait for the other.
+    """
+
+    def __init__(self, session: commsched.Session, slots: Sequence[Slot]) -> None:
+        manifest = Manifest(tuple(slot.spec() for slot in slots))
+        views, self.gradients = _register(session, manifest)
+        for tensor, (slot, view) in enumerate(zip(slots, views)):
+            slot.tensor, slot.view = tensor, view
+        flags = Manifest(
+            (TensorSpec("commsched.used", (len(slots),), "float32"), TensorSpec("commsched.committed", (1,), "float64"))
+        )
+        (self._used, self._committed), self.flags = _register(session, flags)
+        self._agreed: list[bool] | None = None  # of this round, once read
+
+    def offer_used(self, used: list[bool]) -> None:
+        self._agreed = None
+        self._used.copy_(torch.tensor(used))
+        self.flags.notify_ready(0)
+
+    def offer_committed(self, committed: bool) -> None:
+        self._committed.fill_(float(committed))
+        self.flags.notify_ready(1)
+
+    def used(self) -> list[bool]:
+        """For each slot, whether any rank has a gradient of it; waits for the flags of all ranks."""
+        if self._agreed is None:
+            self.flags.proxies[0].wait()
+            self._agreed = [share > 0 for share in self._used.tolist()]
+        return self._agreed
+
+    def all_committed(self) -> bool:
+        self.flags.proxies[1].wait()
+        return self._committed.item() == 1.0
+
+
+def _register(session: commsched.Session, manifest: Manifest) -> tuple[list[torch.Tensor], TensorGroup]:
+    """Flat buffers for ``manifest``, and each tensor's view of them."""
+    flat = {dtype: torch.zeros(nbytes, dtype=torch.uint8) for dtype, nbytes in manifest.buffer_bytes.items()}
+    views = []
+    for tensor, spec in enumerate(manifest.tensors):
+        start = manifest.offset(tensor) // ITEMSIZE[spec.dtype]
+        views.append(flat[spec.dtype].view(getattr(torch, spec.dtype))[start : start + spec.numel].view(spec.shape))
+    return views, session.register(manifest, {dtype: buffer.numpy().data for dtype, buffer in flat.items()})
 
 
 class _FirstUse:

@@ -22,8 +22,13 @@ from commsched.testing.world import run_world
 Loop = Callable[[Session, nn.Module, torch.optim.Optimizer], Any]
 
 
-def run(loop: Loop, world_size: int = 2, model: Callable[[], nn.Module] | None = None, wrap: bool = True) -> list[Any]:
-    """``loop(session, model, optimizer)`` on every rank, replies delayed; ``wrap`` False: the plain optimizer."""
+SMALL, LARGE = SchedulerConfig(64, 128), SchedulerConfig()  # every tensor cut; all tensors merged
+
+
+def run(
+    loop: Loop, world_size: int = 2, model: Callable[[], nn.Module] | None = None, config: SchedulerConfig = SMALL
+) -> list[Any]:
+    """``loop(session, model, optimizer)`` on every rank, with sends and replies delayed."""
 
     def make() -> nn.Module:
         torch.manual_seed(3)
@@ -32,14 +37,13 @@ def run(loop: Loop, world_size: int = 2, model: Callable[[], nn.Module] | None =
     def rank_loop(rank: int) -> Any:
         with sessions[rank] as session:
             plain = torch.optim.SGD(models[rank].parameters(), lr=0.1, momentum=0.9)
-            optimizer = ScheduledOptimizer(plain, models[rank], session=session) if wrap else plain
-            return loop(session, models[rank], optimizer)
+            return loop(session, models[rank], ScheduledOptimizer(plain, models[rank], session=session))
 
     def delayed(transport: Transport) -> Transport:
         return Delayed(transport, transport.rank, 0.002)
 
     models = [make() for _ in range(world_size)]
-    sessions = local_sessions(world_size, SchedulerConfig(64, 128), wrap_transport=delayed)
+    sessions = local_sessions(world_size, config, wrap_transport=delayed)
     try:
         return run_world(world_size, rank_loop, timeout_seconds=30)
     finally:
@@ -95,7 +99,8 @@ def test_parameters_read_after_step_are_updated(name: str) -> None:
         assert all(close(a.reshape(b.shape), b) for a, b in zip(read, model.parameters(), strict=True))
 
 
-def test_gradients_read_before_step_are_averages() -> None:
+@pytest.mark.parametrize("config", [SMALL, LARGE])
+def test_gradients_read_before_step_are_averages(config: SchedulerConfig) -> None:
     def loop(session: Session, model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
         model(batch(session)).square().mean().backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), 0.01)
@@ -108,7 +113,7 @@ def test_gradients_read_before_step_are_averages() -> None:
     norm = nn.utils.clip_grad_norm_(model.parameters(), 0.01)
     gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
     optimizer.step()
-    for read_norm, read_gradients, read in run(loop):
+    for read_norm, read_gradients, read in run(loop, config=config):
         assert close(read_norm, norm)
         assert all(close(a, b) for a, b in zip(read_gradients, gradients, strict=True))
         assert all(close(a, b) for a, b in zip(read, model.parameters(), strict=True))
@@ -207,7 +212,8 @@ class Branches(nn.Module):
         return self.shared(x) + self.sometimes(x) if both else self.shared(x)
 
 
-def test_parameters_that_only_some_ranks_use() -> None:
+@pytest.mark.parametrize("config", [SMALL, LARGE])
+def test_parameters_that_only_some_ranks_use(config: SchedulerConfig) -> None:
     """The average counts a rank without gradient as zero; a parameter that nobody used is left alone, decay included."""
 
     def loop(session: Session, model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
@@ -230,8 +236,56 @@ def test_parameters_that_only_some_ranks_use() -> None:
             losses.append(model(inputs, rank == 1).square().mean())
         (sum(losses) / 2).backward()
         optimizer.step()
-    for read in run(loop, model=lambda: Branches().double()):
+    for read in run(loop, model=lambda: Branches().double(), config=config):
         assert all(close(a, b) for a, b in zip(read, model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("both", [True, False])
+def test_clipping_with_parameters_that_are_not_used(both: bool) -> None:
+    """All tensors share one partition, which does not become ready by backward alone."""
+
+    def loop(session: Session, model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+        model(batch(session), both).square().mean().backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        optimizer.step()
+        return norm, [p.detach().clone() for p in model.parameters()]
+
+    results = run(loop, model=lambda: Branches().double(), config=LARGE)
+    assert torch.equal(results[0][0], results[1][0])
+    assert all(torch.equal(a, b) for a, b in zip(results[0][1], results[1][1], strict=True))
+
+
+def test_clipping_where_only_some_ranks_have_a_gradient_is_an_error() -> None:
+    def loop(session: Session, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        model(batch(session), session.rank == 1).square().mean().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        optimizer.step()
+
+    with pytest.raises(commsched.CommschedError, match=r"'sometimes\.\w+' has one on other ranks and none on rank 0"):
+        run(loop, model=lambda: Branches().double(), config=LARGE)
+
+
+def test_one_rank_may_log_its_gradients() -> None:
+    def loop(session: Session, model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+        for step in range(3):
+            optimizer.zero_grad()
+            model(batch(session, step)).square().mean().backward()
+            if session.rank == 0:
+                assert all(p.grad.isfinite().all() for p in model.parameters())
+            optimizer.step()
+        return [p.detach().clone() for p in model.parameters()]
+
+    first, second = run(loop, config=LARGE)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_reading_a_gradient_within_backward_is_refused() -> None:
+    def loop(session: Session, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        model[2].weight.register_post_accumulate_grad_hook(lambda p: print(p.grad.sum()))
+        model(batch(session)).square().mean().backward()
+
+    with pytest.raises(commsched.CommschedError, match=r"'2\.weight' is read within backward"):
+        run(loop, config=LARGE)
 
 
 def test_all_ranks_may_drop_a_step() -> None:
@@ -450,8 +504,8 @@ def test_layers_are_ordered_by_first_use_not_by_registration() -> None:
     def loop(session: Session, model: nn.Module, optimizer: Any) -> list[str]:
         model(batch(session)).square().mean().backward()
         optimizer.step()
-        return [spec.name for spec in optimizer._exchange.group.manifest.tensors]
+        return [spec.name for spec in optimizer._exchange.buffers.gradients.manifest.tensors]
 
     for names in run(loop, model=lambda: Backwards().double()):
-        layers = [name.split(".")[0] for name in names[1:]]
+        layers = [name.split(".")[0] for name in names]
         assert layers == ["first", "first", "middle", "middle", "last", "last"]
