@@ -12,6 +12,7 @@ from dataclasses import fields
 from .core.config import Settings, parse_address
 from .core.errors import CommschedError, ConfigError
 from .rendezvous import read_token
+from .session import quiet_grpc
 from .transports import require_transport
 from .version import __version__
 
@@ -69,6 +70,7 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
 
 
 def _serve(arguments: argparse.Namespace) -> int:
+    quiet_grpc()
     from .server import serve
 
     settings = Settings.load({}, os.environ)

@@ -36,7 +36,7 @@ def server_options(fail_after_seconds: float, max_message_bytes: int) -> Options
         ("grpc.so_reuseport", 0),
         *_both_ends(fail_after_seconds, max_message_bytes),
         # Else a server ends a healthy connection with "too many pings".
-        ("grpc.http2.min_recv_ping_interval_without_data_ms", max(1, ping_every_ms // 2)),
+        ("grpc.http2.min_ping_interval_without_data_ms", max(1, ping_every_ms // 2)),
         ("grpc.http2.max_ping_strikes", 0),
     ]
 
@@ -106,21 +106,19 @@ class DaemonExecutor(Executor):
             name = f"{self._name}-{self._started}"
             thread = threading.Thread(target=self._run, args=(future, fn, args, kwargs), name=name, daemon=True)
             thread.start()  # with the lock held, so that shutdown never joins a thread that has not started
-            self._threads.add(thread)
+            # Not forgotten by itself when its call returns: it lives a moment longer, and shutdown is to wait for that too.
+            self._threads = {thread, *(other for other in self._threads if other.is_alive())}
         return future
 
     def _run(self, future: Future[T], fn: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not future.set_running_or_notify_cancel():
+            return
         try:
-            if future.set_running_or_notify_cancel():
-                try:
-                    result = fn(*args, **kwargs)
-                except BaseException as error:
-                    future.set_exception(error)
-                else:
-                    future.set_result(result)
-        finally:
-            with self._lock:
-                self._threads.discard(threading.current_thread())
+            result = fn(*args, **kwargs)
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(result)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Take no more calls; with ``wait``, return when the last has ended (the caller's own excepted)."""

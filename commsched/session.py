@@ -22,8 +22,8 @@ from .core.plan import cut
 from .core.ports import Transport
 from .core.world import World, detect_world
 from .rendezvous import Meeting, find, own_host, publish, rendezvous_path, where_to_listen
-from .transports import require_transport
 from .trace import TraceObserver, merge
+from .transports import require_transport
 from .transports.context import TransportContext
 
 log = logging.getLogger("commsched")
@@ -204,10 +204,17 @@ class Session:
                 self.observer.close()  # every rank's file is written before the last has left
             self._control.leave()
             self._control.wait_until_all_left()
-            if self.observer is not None and self.rank == 0:
-                merge(self.observer.path.parent)
+            self._merge_timelines()
         finally:
             self._tear_down()
+
+    def _merge_timelines(self) -> None:
+        if self.observer is None or self.rank != 0:
+            return
+        try:
+            merge(self.observer.path.parent)
+        except OSError as error:
+            log.warning("the ranks' timelines in %s could not be merged: %s", self.observer.path.parent, error)
 
     def abort(self, reason: str) -> None:
         """End at once and tell every rank why. Idempotent; raises nothing."""
@@ -314,6 +321,7 @@ def _open_session(world: World, settings: Settings) -> Session:
     require_transport(settings.transport)
     if world.world_size == 1 or settings.disable:
         return local_sessions(1, settings.scheduler)[0]
+    quiet_grpc()
     with ExitStack() as stack:
         meeting = _meet(world, settings, stack)
         host = own_host(world, settings, meeting.address)
@@ -346,6 +354,11 @@ def _open_session(world: World, settings: Settings) -> Session:
         )
         session.cleanup = stack.pop_all()
         return session
+
+
+def quiet_grpc() -> None:
+    """Before gRPC is imported: it would log to stderr what we report as errors of our own."""
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 
 def _meet(world: World, settings: Settings, stack: ExitStack) -> Meeting:

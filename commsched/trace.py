@@ -74,7 +74,8 @@ class TraceObserver:
         self._room = most_events
         self._lock = threading.Lock()
         self._recording = True
-        self._writable = True
+        self._closed = False
+        self._failed = False  # a warning has been logged: it is to be the only one
         self._names: dict[int, list[str]] = {}
         self._tasks: list[_Task] = []
         self._spans: list[tuple[str, str, float, float]] = []
@@ -82,8 +83,8 @@ class TraceObserver:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             self.path.unlink(missing_ok=True)  # of an earlier run: must not pass for this one's if this one is killed
         except OSError as error:
-            self._recording = self._writable = False
-            log.warning("no timeline: %s cannot be written: %s", self.path, error)
+            self._recording = False
+            self._give_up(error)
 
     def add_group(self, index: int, manifest: Manifest) -> None:
         """Tell the names of the tensors of a group before its first task is done."""
@@ -114,13 +115,26 @@ class TraceObserver:
             self._recording = False
             tasks, self._tasks = self._tasks, []
             spans, self._spans = self._spans, []
-            writable, self._writable = self._writable, False
-        if not writable:
+            closed, self._closed = self._closed, True
+        if closed or self._failed:
             return
         try:
             _write(self.path, self._in_file(tasks, spans))
         except OSError as error:
-            log.warning("the timeline %s could not be written: %s", self.path, error)
+            self._give_up(error)
+
+    def merge(self) -> None:
+        """Put the files of all ranks that have closed into one; see :func:`merge`. For rank 0, when all have."""
+        if self._failed:
+            return
+        try:
+            merge(self.path.parent)
+        except OSError as error:
+            self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        self._failed = True
+        log.warning("no timeline of rank %d in %s: %s", self._rank, self.path.parent, error)
 
     # --- from what was kept to what is written ---
 

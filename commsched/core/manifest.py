@@ -93,11 +93,11 @@ class Manifest:
             ProtocolError: ``record`` is not what :meth:`to_record` makes.
         """
         try:
-            if not isinstance(record, list):
+            if type(record) is not list:
                 raise TypeError(f"{type(record).__name__} instead of a list")
             tensors = []
             for name, shape, dtype in record:
-                if not isinstance(name, str) or not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
+                if type(name) is not str or type(shape) is not list or not all(type(n) is int and n >= 0 for n in shape):
                     raise ValueError(f"tensor {name!r} with shape {shape!r}")
                 tensors.append(TensorSpec(name, tuple(shape), dtype))
             return cls(tuple(tensors))
@@ -109,7 +109,7 @@ class Manifest:
         names = [
             spec.name
             for index, spec in enumerate(self.tensors)
-            if spec.dtype == dtype and self.offset(index) < stop and start < self.offset(index) + spec.nbytes
+            if spec.dtype == dtype and max(self.offset(index), start) < min(self.offset(index) + spec.nbytes, stop)
         ]
         return f"'{names[0]}'" + (f" and {len(names) - 1} more" if len(names) > 1 else "") if names else "no tensor"
 

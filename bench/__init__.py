@@ -1,0 +1,1 @@
+"""Benchmarks of commsched: ``python -m bench COMMAND``."""

@@ -1,0 +1,44 @@
+"""``python -m bench COMMAND``; each command is the module ``bench.COMMAND`` with ``add_arguments`` and ``run``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from commsched.core.errors import CommschedError
+
+from .processes import JobFailed
+
+COMMANDS = {
+    "demo": "train a small model with and without the scheduler over a capped link",
+    "collectives": "time, bandwidth, CPU and correctness of averaging one tensor, for a transport",
+    "rounds": "many back-to-back rounds of one small tensor with a slow rank; counts wrong results",
+    "overhead": "microseconds of Python that core spends per partition",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    parser = argparse.ArgumentParser(prog="python -m bench", description="Benchmarks of commsched.")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, summary in COMMANDS.items():
+        command = commands.add_parser(name, help=summary, description=summary)
+        if arguments[:1] == [name]:  # the others need not be imported: one may want an engine
+            module = import_module(f"bench.{name}")
+            module.add_arguments(command)
+            command.set_defaults(run=module.run)
+    args = parser.parse_args(arguments)
+    try:
+        code: int = args.run(args)
+        return code
+    except (CommschedError, JobFailed) as error:
+        print(f"python -m bench {args.command}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

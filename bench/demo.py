@@ -1,0 +1,135 @@
+"""``python -m bench demo``: what the scheduler gains on a real, small training over a capped link, beside the bound.
+
+Two workers train a convolutional network on scikit-learn's digits through the embedded parameter server. In one and the same
+training, blocks of steps with FIFO order and with the scheduler take turns (A B A B). The link is EMULATED: every rank caps
+what it sends. The computation is real.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+from commsched.core.config import parse_bytes, parse_rate
+from commsched.core.errors import ConfigError
+from commsched.launch import run as launch
+
+from .arguments import at_least, setting
+from .demo_worker import BLOCK_STEPS
+from .lower_bound import bytes_factor, lower_bound, wfbp
+from .processes import JobFailed
+from .results import Row, add_json_argument, write
+
+WANTED_ACCURACY = 0.95
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--workers", type=at_least(2), default=2, help="ranks, all on this machine")
+    parser.add_argument("--steps", type=at_least(6 * BLOCK_STEPS), default=16 * BLOCK_STEPS, help="training steps")
+    parser.add_argument("--measure-steps", type=at_least(8), default=40, help="steps without communication, to time the layers")
+    parser.add_argument(
+        "--rate", type=setting(parse_rate), help="cap of each worker; not given: communication takes as long as computation"
+    )
+    parser.add_argument("--partition", type=setting(parse_bytes), default="128KB")
+    parser.add_argument("--credit", type=setting(parse_bytes), default="256KB")
+    parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="directory for the timeline")
+    add_json_argument(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    workers = args.workers
+    print(f"1. timing the layers: {workers} workers train for {args.measure_steps} steps without communication", flush=True)
+    layers = _launch(workers, "measure", args.measure_steps, {"COMMSCHED_DISABLE": "1"})
+    megabytes = sum(layers["nbytes"]) / 1e6
+    rate = args.rate or _rate_for_equal_times(layers, workers)
+    print(
+        f"2. training: {args.steps} steps of {megabytes:.1f} MB of gradients through the embedded parameter server, each\n"
+        f"   worker capped at {rate} (EMULATED link); {BLOCK_STEPS} steps in FIFO order and {BLOCK_STEPS} with the scheduler in turn",
+        flush=True,
+    )
+    settings = {"RATE": rate, "PARTITION": args.partition, "CREDIT": args.credit, "TRACE": str(args.out)}
+    trained = _launch(workers, "train", args.steps, {f"COMMSCHED_{key}": value for key, value in settings.items()})
+    rows = _rows(layers, trained, rate, workers)
+    _print(rows, trained, args.out)
+    if args.json is not None:
+        write(args.json, rows)
+    if not trained["equal"] or trained["accuracy"] < WANTED_ACCURACY:
+        print(f"the training went wrong: wanted equal weights and an accuracy of {WANTED_ACCURACY:.0%}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _launch(workers: int, what: str, steps: int, settings: Mapping[str, str]) -> Any:
+    with tempfile.TemporaryDirectory() as directory:
+        out = Path(directory) / "result.json"
+        command = [sys.executable, "-m", "bench.demo_worker", what, "--steps", str(steps), "--out", str(out)]
+        code = launch(workers, 0, command, settings)
+        if code != 0:
+            raise JobFailed(f"a worker ended with exit code {code}")
+        return json.loads(out.read_text())
+
+
+def _rate_for_equal_times(layers: Mapping[str, Any], workers: int) -> str:
+    """The rate at which all gradients take as long as one step of computation: there order matters most (rho = 1)."""
+    bits = 8 * bytes_factor(workers) * sum(layers["nbytes"])
+    return f"{max(1, round(bits / layers['step_seconds'] / 1e6))}mbit"
+
+
+def _rows(layers: Mapping[str, Any], trained: Mapping[str, Any], rate: str, workers: int) -> list[Row]:
+    try:
+        bytes_per_second = parse_rate(rate)
+    except ConfigError as error:
+        raise JobFailed(str(error)) from error
+    comm = [bytes_factor(workers) * nbytes / bytes_per_second for nbytes in layers["nbytes"]]
+    times = layers["forward_seconds"], layers["backward_seconds"], comm
+    # What the loop does between steps is no layer's: it can be hidden, but not be skipped.
+    bound = max(lower_bound(*times), layers["step_seconds"])
+    rows: list[Row] = []
+    for policy, seconds in trained["seconds"].items():
+        low, _, high = quantiles(seconds, n=4)
+        rows.append(
+            {
+                "system": "commsched" if policy == "priority" else policy,
+                "model": "digits, 7 layers",
+                "workers": workers,
+                "servers": 0,
+                "bandwidth_bps": 8 * bytes_per_second,
+                "emulated": True,
+                "step_seconds": {"median": median(seconds), "low": low, "high": high, "count": len(seconds)},
+                "compute_seconds": layers["step_seconds"],
+                "comm_seconds": sum(comm),
+                "bound_seconds": bound,
+                "fifo_bound_seconds": max(wfbp(*times), layers["step_seconds"]),
+                "efficiency": bound / median(seconds),
+                "speedup_vs_fifo": median(trained["seconds"]["fifo"]) / median(seconds),
+            }
+        )
+    return rows
+
+
+def _print(rows: list[Row], trained: Mapping[str, Any], directory: Path) -> None:
+    fifo, scheduled = rows
+    bound = scheduled["bound_seconds"]
+    milliseconds = [
+        ("FIFO order, as without a scheduler", fifo["step_seconds"]),
+        ("with the scheduler", scheduled["step_seconds"]),
+    ]
+    print(f"\n{'':38}{'ms/step':>9}{'middle half':>16}{'T*/T':>7}")
+    for name, seconds in milliseconds:
+        low, middle, high = (1000 * seconds[key] for key in ("low", "median", "high"))
+        print(f"{name:38}{middle:9.1f}{f'{low:.1f} to {high:.1f}':>16}{1000 * bound / middle:7.2f}")
+    print(f"{'bound T*: no schedule can be faster':38}{1000 * bound:9.1f}")
+    print(f"{'  (bound of FIFO order)':38}{1000 * fifo['fifo_bound_seconds']:9.1f}")
+    compute, comm = 1000 * fifo["compute_seconds"], 1000 * fifo["comm_seconds"]
+    print(
+        f"\nspeed-up {scheduled['speedup_vs_fifo']:.2f}x; the most that is possible, FIFO/T*: "
+        f"{fifo['step_seconds']['median'] / bound:.2f}x (compute {compute:.1f} ms, communication {comm:.1f} ms)"
+        f"\ntest accuracy {trained['accuracy']:.1%}; weights on all workers are {'' if trained['equal'] else 'NOT '}equal"
+        f"\ntimeline of all workers: {directory / 'trace.json'} (open it in https://ui.perfetto.dev or chrome://tracing)"
+    )

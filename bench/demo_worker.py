@@ -1,0 +1,126 @@
+"""One rank of ``python -m bench demo``: a convolutional network on scikit-learn's digits."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from dataclasses import asdict
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+
+import commsched
+import commsched.plugins.torch as cs
+
+from .layer_times import LayerTimer
+
+BATCH = 32  # per rank
+TEST_IMAGES = 360
+BLOCK_STEPS = 12  # steps with one policy before the other takes its turn
+SETTLING_STEPS = 2  # of each block, not counted
+
+
+def make_model() -> nn.Module:
+    """Six convolutions, five of them of 600 kB each: gradients and work are spread evenly, as in large networks."""
+    layers: list[nn.Module] = [nn.Conv2d(1, 128, 3, padding=1), nn.ReLU()]
+    for _ in range(5):
+        layers += [nn.Conv2d(128, 128, 3, padding=1), nn.ReLU()]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(512, 10))
+
+
+class Digits:
+    """The digits, shuffled and shared out in the same way on every rank."""
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        digits = load_digits()
+        images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 8 - 1
+        labels = torch.tensor(digits.target)
+        self._generator = torch.Generator().manual_seed(0)
+        order = torch.randperm(len(labels), generator=self._generator)
+        train, test = order[TEST_IMAGES:], order[:TEST_IMAGES]
+        self._images, self._labels = images[train], labels[train]
+        self.test_images, self.test_labels = images[test], labels[test]
+        self._mine = slice(rank * BATCH, (rank + 1) * BATCH)
+        self._rows = ranks * BATCH
+
+    def batch(self) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = torch.randint(len(self._labels), (self._rows,), generator=self._generator)[self._mine]
+        return self._images[rows], self._labels[rows]
+
+
+def measure_layers(steps: int) -> dict[str, Any]:
+    """Layer times and step time without communication, while the other rank computes beside."""
+    model, data = make_model(), Digits(0, 1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    timer = LayerTimer(model)
+    began = []
+    for _ in range(steps):
+        began.append(perf_counter())
+        images, labels = data.batch()
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(images), labels)
+        forward_ended = perf_counter()
+        loss.backward()
+        backward_ended = perf_counter()
+        optimizer.step()
+        timer.step(forward_ended, backward_ended, perf_counter())
+    warm_up = steps // 4
+    step_seconds = median(b - a for a, b in pairwise(began[warm_up:]))
+    return {**asdict(timer.result(warm_up)), "step_seconds": step_seconds}
+
+
+def train(steps: int) -> dict[str, Any]:
+    """Train to the end, the policies taking turns; step times by policy, and how good and how equal the weights are."""
+    session = commsched.init()
+    model, data = make_model(), Digits(session.rank, session.world_size)
+    optimizer = cs.ScheduledOptimizer(torch.optim.Adam(model.parameters(), lr=1e-3), model)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=steps)
+    config = session.core.config
+    policies, began = [], []
+    for step in range(steps + 1):
+        began.append(perf_counter())
+        if step == steps:
+            break
+        if session.rank == 0 and step % BLOCK_STEPS == 0:
+            policy = ("fifo", "priority")[step // BLOCK_STEPS % 2]
+            session.reconfigure(commsched.SchedulerConfig(config.partition_bytes, config.credit_bytes, policy))
+        images, labels = data.batch()
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(images), labels).backward()
+        optimizer.step()
+        schedule.step()
+        policies.append(session.core.config.policy)
+    seconds: dict[str, list[float]] = {"fifo": [], "priority": []}
+    for step, (before, after) in enumerate(pairwise(began)):
+        settled = policies[max(0, step - SETTLING_STEPS) : step + 2]  # the step after too: its forward ends this step's wait
+        if step >= BLOCK_STEPS and len(set(settled)) == 1:
+            seconds[policies[step]].append(after - before)
+    model.eval()
+    with torch.inference_mode():
+        accuracy = (model(data.test_images).argmax(1) == data.test_labels).double().mean().item()
+    weights = [parameter.double().sum().item() for parameter in model.parameters()]
+    return {"seconds": seconds, "accuracy": accuracy, "equal": len(set(map(str, session.gather(weights)))) == 1}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("what", choices=["measure", "train"])
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    result = measure_layers(args.steps) if args.what == "measure" else train(args.steps)
+    if os.environ.get("COMMSCHED_RANK", "0") == "0":
+        args.out.write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""Runs one job of several rank processes, and parameter servers if asked, on a cluster or on loopback."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import sys
+import tempfile
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .cluster import Cluster, ClusterUnavailable, Hosts, Loopback
+
+_ROOT = Path(__file__).resolve().parent.parent
+_CONTROL_PORT = 29600
+_START_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to run. ``settings`` are those of ``commsched.init``; ``bandwidth`` (``"1gbit"``) is that of every link."""
+
+    workers: int
+    servers: int = 0
+    bandwidth: str | None = None
+    settings: Mapping[str, str] = field(default_factory=dict)
+    timeout_seconds: float = 600.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """``by_rank[r]`` is what rank ``r`` returned; ``link`` says what the ranks' network was."""
+
+    by_rank: list[Any]
+    link: str
+
+
+def run_job(job: Job, module: str, arguments: Mapping[str, Any]) -> Outcome:
+    """Call ``module.rank_main(session, arguments)`` in a process per rank and return the JSON values returned.
+
+    ``arguments`` gets the process ids of the servers as ``server_pids``. With a bandwidth each process is a host with a
+    shaped link; where that cannot be had, the reason is printed and the ranks cap what they send by themselves.
+
+    Raises:
+        JobFailed: a process failed or took too long.
+    """
+    if job.bandwidth is None:
+        with Loopback() as hosts:
+            return Outcome(_run(hosts, job, {}, module, arguments), "loopback")
+    with ExitStack() as stack:
+        try:
+            cluster = stack.enter_context(Cluster(_host_names(job), job.bandwidth))
+        except ClusterUnavailable as error:
+            print(f"no shaped links here, so each rank caps what it sends at {job.bandwidth}: {error}", file=sys.stderr)
+        else:
+            return Outcome(_run(cluster, job, _several_machines(cluster), module, arguments), f"{job.bandwidth} tbf")
+    with Loopback() as hosts:
+        cap = {"COMMSCHED_RATE": job.bandwidth}
+        return Outcome(_run(hosts, job, cap, module, arguments), f"{job.bandwidth} cap in the transport")
+
+
+def _host_names(job: Job) -> list[str]:
+    return [f"worker{rank}" for rank in range(job.workers)] + [f"server{index}" for index in range(job.servers)]
+
+
+def _several_machines(hosts: Hosts) -> dict[str, str]:
+    return {"COMMSCHED_CONTROL": f"{hosts.address('worker0')}:{_CONTROL_PORT}", "COMMSCHED_LOCAL_WORLD_SIZE": "1"}
+
+
+def _run(hosts: Hosts, job: Job, placement: Mapping[str, str], module: str, arguments: Mapping[str, Any]) -> list[Any]:
+    with tempfile.TemporaryDirectory(prefix="commsched-bench-") as directory:
+        environ = {
+            **{key: value for key, value in os.environ.items() if not key.startswith("COMMSCHED_")},
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")])),
+            "COMMSCHED_TOKEN": secrets.token_hex(32),
+            "COMMSCHED_RENDEZVOUS": f"{directory}/control.json",
+            "COMMSCHED_WORLD_SIZE": str(job.workers),
+            "COMMSCHED_LOCAL_WORLD_SIZE": str(job.workers),
+            **placement,
+            **{f"COMMSCHED_{key.upper()}": value for key, value in job.settings.items()},
+        }
+        one_machine = environ["COMMSCHED_LOCAL_WORLD_SIZE"] != "1"
+        servers = _start_servers(hosts, job, environ)
+        if servers:
+            environ["COMMSCHED_SERVERS"] = ",".join(servers.values())
+        given = json.dumps({**arguments, "server_pids": list(servers)})
+        ranks = [
+            hosts.start(
+                f"worker{rank}",
+                f"rank {rank}",
+                [sys.executable, "-m", "bench.rank", module, f"{directory}/rank{rank}.json", given],
+                {
+                    **environ,
+                    "COMMSCHED_HOST": hosts.address(f"worker{rank}"),
+                    "COMMSCHED_RANK": str(rank),
+                    "COMMSCHED_LOCAL_RANK": str(rank if one_machine else 0),
+                },
+            )
+            for rank in range(job.workers)
+        ]
+        hosts.processes.wait(ranks, job.timeout_seconds)
+        return [json.loads(Path(directory, f"rank{rank}.json").read_text()) for rank in range(job.workers)]
+
+
+def _start_servers(hosts: Hosts, job: Job, environ: Mapping[str, str]) -> dict[int, str]:
+    """Process id and address of each server."""
+    started = []
+    for index in range(job.servers):
+        host = f"server{index}"
+        argv = [sys.executable, "-m", "commsched.cli", "server", "--bind", f"{hosts.address(host)}:0"]
+        started.append(hosts.start(host, f"server {index}", argv, environ))
+    return {server.pid: server.first_line(_START_SECONDS).rpartition(" ")[2] for server in started}

@@ -1,0 +1,135 @@
+"""Python that core spends per partition, with transports whose network takes no time: what scheduling costs by itself."""
+
+from __future__ import annotations
+
+import argparse
+import queue
+import statistics
+import threading
+import time
+from collections.abc import Callable
+
+from commsched.core.config import SchedulerConfig
+from commsched.core.core import Core
+from commsched.core.group import TensorGroup
+from commsched.core.manifest import Manifest, TensorSpec
+from commsched.core.plan import cut
+from commsched.core.ports import Completion
+from commsched.core.task import CommTask
+
+from .arguments import at_least
+from .results import Row, add_json_argument, table, write
+
+_PARTITION_BYTES = 4096
+
+_COLUMNS = {
+    "completion": "completion",
+    "partitions": "partitions",
+    "cpu_microseconds": "CPU us/partition",
+    "cpu_microseconds_min": "min",
+    "cpu_microseconds_max": "max",
+    "wall_microseconds": "wall us/partition",
+}
+
+
+class _Immediate:
+    """A transport whose tasks are sent and done within ``start``: the least that a partition can cost."""
+
+    rank = 0
+    world_size = 1
+
+    def add_group(self, group: int, manifest: Manifest) -> None: ...
+
+    def start(self, task: CommTask, completion: Completion) -> None:
+        completion.on_sent(task)
+        completion.on_done(task)
+
+    def leave(self, rank: int) -> None: ...
+
+    def release_group(self, group: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class _Threaded(_Immediate):
+    """The same from a thread of its own, as real transports do it; what handing over costs is in the figures."""
+
+    def __init__(self) -> None:
+        self._started: queue.SimpleQueue[tuple[CommTask, Completion] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._complete, name="commsched-bench-complete", daemon=True)
+        self._thread.start()
+
+    def start(self, task: CommTask, completion: Completion) -> None:
+        self._started.put((task, completion))
+
+    def close(self) -> None:
+        self._started.put(None)
+        self._thread.join()
+
+    def _complete(self) -> None:
+        while (started := self._started.get()) is not None:
+            super().start(*started)
+
+
+_TRANSPORTS = {"in start": _Immediate, "in a thread": _Threaded}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--partitions",
+        type=at_least(1),
+        nargs="+",
+        default=[100, 1000, 10_000],
+        metavar="N",
+        help="in a step (default: 100 1000 10000)",
+    )
+    parser.add_argument("--repetitions", type=at_least(1), default=15, metavar="N", help="steps timed of each (default: 15)")
+    add_json_argument(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    rows = [measure(how, partitions, args.repetitions) for how in _TRANSPORTS for partitions in args.partitions]
+    print("begin_step, notify_ready, dispatch, sent and done, last layer first; every tensor is one partition")
+    print(table(rows, _COLUMNS))
+    if args.json:
+        write(args.json, rows)
+    return 0
+
+
+def measure(completion: str, partitions: int, repetitions: int) -> Row:
+    """What a step of ``partitions`` partitions costs each: median, least and most of ``repetitions`` steps."""
+    manifest = Manifest(tuple(TensorSpec(str(index), (_PARTITION_BYTES // 4,), "float32") for index in range(partitions)))
+    buffer = memoryview(bytearray(manifest.nbytes))
+    transport = _TRANSPORTS[completion]()
+    core = Core(transport, SchedulerConfig(_PARTITION_BYTES, 4 * _PARTITION_BYTES))
+    try:
+        group = core.add_group(cut(manifest, _PARTITION_BYTES), {"float32": buffer})
+        _step(group)  # warm-up
+        cpu, wall = zip(*(_timed(_step, group) for _ in range(repetitions)))
+    finally:
+        core.close()
+        transport.close()
+    return {
+        "completion": completion,
+        "partitions": partitions,
+        "repetitions": repetitions,
+        "cpu_microseconds": 1e6 * statistics.median(cpu) / partitions,
+        "cpu_microseconds_min": 1e6 * min(cpu) / partitions,
+        "cpu_microseconds_max": 1e6 * max(cpu) / partitions,
+        "wall_microseconds": 1e6 * statistics.median(wall) / partitions,
+    }
+
+
+def _step(group: TensorGroup) -> None:
+    group.begin_step()
+    for tensor in reversed(range(len(group.proxies))):
+        group.notify_ready(tensor)
+    for proxy in group.proxies:
+        proxy.wait()
+
+
+def _timed(step: Callable[[TensorGroup], None], group: TensorGroup) -> tuple[float, float]:
+    """CPU seconds of the whole process, and seconds, of one step."""
+    cpu, wall = time.process_time(), time.monotonic()
+    step(group)
+    return time.process_time() - cpu, time.monotonic() - wall

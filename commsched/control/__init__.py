@@ -1,0 +1,6 @@
+"""The control channel: rank 0 hosts a server, and every member of the job keeps one stream to it.
+
+It serves every transport: joining and the version check, small values gathered over ranks, heartbeats, the first failure told
+to all, the end of the job, and the agreed step of a change of configuration. ``roster.py`` decides, without I/O; ``server.py``
+and ``client.py`` move the messages of ``messages.py`` over gRPC.
+"""

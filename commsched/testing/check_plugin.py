@@ -1,0 +1,158 @@
+"""check_plugin: what every plugin must hold: training through it is plain synchronous SGD. Needs no test framework."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..core.config import SchedulerConfig
+from ..core.ports import Transport
+from ..session import Session, local_sessions
+from .fakes import Delayed
+from .world import run_world
+
+Weights = Mapping[str, NDArray[Any]]
+
+#: A policy, a partition and a credit each; a few bytes, so that the smallest tensors too are split, merged and queued.
+_CONFIGS = (
+    SchedulerConfig(partition_bytes=64, credit_bytes=64, policy="priority"),
+    SchedulerConfig(partition_bytes=1000, credit_bytes=3000, policy="fifo"),
+)
+
+
+class PluginAdapter(Protocol):
+    """What :func:`check_plugin` needs of a plugin: the same small training twice, with and without it.
+
+    Every rank must have data of its own, all of ``seed``; initial weights must differ between ranks in ``train``, and those
+    of rank 0 be those of ``train_alone``, so that a missing broadcast is seen.
+    """
+
+    #: Largest difference to :meth:`train_alone`, relative to the tensor's largest weight: 1e-9 fits float64, 1e-5 float32.
+    tolerance: float
+
+    def train(self, session: Session, rank: int, world_size: int, steps: int, seed: int) -> Weights:
+        """Train through the plugin, as one rank of ``session``; the final weights by name, not changed any more."""
+        ...
+
+    def train_alone(self, world_size: int, steps: int, seed: int) -> Weights:
+        """Train with the plain engine on the joint batch of ``world_size`` ranks; the final weights by name."""
+        ...
+
+
+def check_plugin(
+    adapter: PluginAdapter,
+    *,
+    world_sizes: Sequence[int] = (1, 2, 4),
+    steps: int = 8,
+    seed: int = 0,
+    most_delay_seconds: float = 0.002,
+    timeout_seconds: float = 60.0,
+) -> None:
+    """Train with ranks as threads and the local transport; every send and every reply is delayed at random.
+
+    Checks for every world size that no weight was used before its average was in place, that weights are bitwise equal on all
+    ranks and close to training alone (for one rank: bitwise equal to it), and that no thread is left.
+
+    Raises:
+        AssertionError: says what does not hold, for which world size, configuration, rank and tensor.
+        TimeoutError: ranks hung; with their stacks.
+    """
+    for world_size, config in itertools.product(world_sizes, _CONFIGS):
+        where = f"world size {world_size}, {config}"
+        alone = adapter.train_alone(world_size, steps, seed)
+        if _difference(alone, adapter.train_alone(world_size, steps - 1, seed)) is None:
+            raise AssertionError(f"{where}: the last of {steps} steps changes no weight, so this training shows nothing")
+        by_rank = _train(adapter, world_size, config, steps, seed, most_delay_seconds, timeout_seconds)
+        for rank, weights in enumerate(by_rank):
+            _require_finite(weights, f"{where}, rank {rank}")
+            if (name := _difference(weights, by_rank[0])) is not None:
+                raise AssertionError(f"{where}: '{name}' is not bitwise equal on rank 0 and rank {rank}")
+        _require_close(by_rank[0], alone, adapter.tolerance if world_size > 1 else 0.0, where)
+
+
+def _train(
+    adapter: PluginAdapter,
+    world_size: int,
+    config: SchedulerConfig,
+    steps: int,
+    seed: int,
+    most_delay_seconds: float,
+    timeout_seconds: float,
+) -> list[Weights]:
+    def delayed(transport: Transport) -> Transport:
+        return Delayed(transport, seed * world_size + transport.rank, most_delay_seconds)
+
+    before = set(threading.enumerate())
+    causes: list[BaseException] = []  # in the order in which they arose, before a session tells other ranks
+    sessions = local_sessions(world_size, config, wrap_transport=delayed)
+    try:
+        training = _rank_training(adapter, sessions, steps, seed, causes)
+        by_rank = run_world(world_size, training, timeout_seconds=timeout_seconds)
+    except BaseException:
+        if causes:
+            raise causes[0] from None  # and not what other ranks were told of it
+        raise
+    finally:
+        for session in sessions:
+            session.abort("the check is over")  # does nothing to a session that has closed in good order
+    left = sorted(thread.name for thread in set(threading.enumerate()) - before if thread.name.startswith("commsched-"))
+    if left:
+        raise AssertionError(f"world size {world_size}, {config}: threads are left after close: {', '.join(left)}")
+    return by_rank
+
+
+def _rank_training(
+    adapter: PluginAdapter, sessions: list[Session], steps: int, seed: int, causes: list[BaseException]
+) -> Callable[[int], Weights]:
+    def train(rank: int) -> Weights:
+        with sessions[rank] as session:
+            try:
+                return adapter.train(session, rank, len(sessions), steps, seed)
+            except BaseException as error:
+                causes.append(error)
+                raise
+
+    return train
+
+
+def _difference(a: Weights, b: Weights) -> str | None:
+    """The first name whose arrays are not bitwise equal; None if all are."""
+    for name in sorted(a.keys() | b.keys()):
+        if name not in a or name not in b:
+            return name
+        if a[name].dtype != b[name].dtype or a[name].shape != b[name].shape or a[name].tobytes() != b[name].tobytes():
+            return name
+    return None
+
+
+def _require_finite(weights: Weights, where: str) -> None:
+    for name, array in weights.items():
+        if not np.isfinite(array).all():
+            raise AssertionError(
+                f"{where}: '{name}' is not finite; memory was read between notify_ready and the opening of its proxy"
+            )
+
+
+def _require_close(weights: Weights, alone: Weights, tolerance: float, where: str) -> None:
+    if weights.keys() != alone.keys():
+        raise AssertionError(f"{where}: training alone has the tensors {sorted(alone)}, the plugin {sorted(weights)}")
+    for name, expected in alone.items():
+        if weights[name].shape != expected.shape or weights[name].dtype != expected.dtype:
+            raise AssertionError(
+                f"{where}: '{name}' is {expected.dtype}{list(expected.shape)} alone, "
+                f"{weights[name].dtype}{list(weights[name].shape)} through the plugin"
+            )
+        if expected.size == 0:
+            continue
+        largest = float(np.abs(expected).max())
+        difference = float(np.abs(weights[name] - expected).max())
+        if difference > tolerance * largest:
+            raise AssertionError(
+                f"{where}: '{name}' differs from training alone by {difference:.3g}, its largest weight is {largest:.3g}, "
+                f"the tolerance {tolerance:g}"
+            )

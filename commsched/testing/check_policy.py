@@ -1,0 +1,86 @@
+"""check_policy: what every scheduling policy must hold. Needs no test framework."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ..core.scheduler import Policy, Scheduler
+
+_ROUNDS = 50
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Task:
+    """All that a policy may know of a task, and nothing that it could change."""
+
+    nbytes: int
+    priority: int
+
+
+def check_policy(make_policy: Callable[[], Policy], seed: int = 0) -> None:
+    """Check the policy that ``make_policy()`` makes anew each time, on random tasks that are the same for equal ``seed``.
+
+    Raises:
+        AssertionError: says what does not hold, and for which tasks.
+    """
+    rng = random.Random(seed)
+    for _ in range(_ROUNDS):
+        tasks = [_Task(rng.randrange(1, 100), rng.randrange(20)) for _ in range(rng.randrange(1, 30))]
+        _check_keys(make_policy(), tasks)
+        _check_equal_tasks_keep_their_order(make_policy, rng)
+        credit_bytes = rng.randrange(1, 200)
+        order = _starts(make_policy, tasks, credit_bytes, random.Random(seed))
+        if order != _starts(make_policy, tasks, credit_bytes, random.Random(seed)):
+            raise AssertionError(f"two policies made alike start the same tasks in different orders: {tasks}")
+
+
+def _check_keys(policy: Policy, tasks: list[_Task]) -> None:
+    keys = [policy.key(task) for task in tasks]
+    for task, key in zip(tasks, keys):
+        if policy.key(task) != key:
+            raise AssertionError(f"the key of {task} changed from {key!r} to {policy.key(task)!r} while it waited")
+    for a, key_a in zip(tasks, keys):
+        for b, key_b in zip(tasks, keys):
+            try:
+                relations = (key_a < key_b) + (key_a == key_b) + (key_b < key_a)
+            except TypeError as error:
+                raise AssertionError(f"the keys of {a} and {b} cannot be compared: {error}") from error
+            if relations != 1:
+                raise AssertionError(f"of the keys {key_a!r} of {a} and {key_b!r} of {b} not exactly one of <, ==, > holds")
+
+
+def _check_equal_tasks_keep_their_order(make_policy: Callable[[], Policy], rng: random.Random) -> None:
+    nbytes, priority = rng.randrange(1, 100), rng.randrange(20)
+    tasks = [_Task(nbytes, priority) for _ in range(5)]
+    scheduler: Scheduler[_Task] = Scheduler(make_policy(), credit_bytes=nbytes * len(tasks))
+    for task in tasks:
+        scheduler.add(task)
+    if [scheduler.next() for _ in tasks] != tasks:
+        raise AssertionError(f"tasks that differ in nothing but arrival ({tasks[0]}) do not start in order of arrival")
+
+
+def _starts(make_policy: Callable[[], Policy], tasks: list[_Task], credit_bytes: int, rng: random.Random) -> list[int]:
+    """Places in ``tasks`` in order of start, while tasks arrive, are sent, and the policy is replaced by a new one."""
+    scheduler: Scheduler[_Task] = Scheduler(make_policy(), credit_bytes)
+    to_come, in_flight, started = list(tasks), list[_Task](), list[_Task]()
+    while to_come or in_flight or len(scheduler):
+        if to_come and rng.random() < 0.5:
+            scheduler.add(to_come.pop(0))
+        if in_flight and rng.random() < 0.5:
+            scheduler.sent(in_flight.pop(rng.randrange(len(in_flight))))
+        if rng.random() < 0.1:
+            scheduler.reconfigure(make_policy(), credit_bytes)
+        while (task := scheduler.next()) is not None:
+            in_flight.append(task)
+            started.append(task)
+            if len(in_flight) > 1 and sum(task.nbytes for task in in_flight) > credit_bytes:
+                raise AssertionError(f"{in_flight} are in flight with a credit of {credit_bytes} bytes")
+        if len(scheduler) and not in_flight:
+            raise AssertionError(f"nothing is in flight, yet none of the {len(scheduler)} ready tasks starts")
+    if Counter(map(id, started)) != Counter(map(id, tasks)):
+        raise AssertionError(f"of {len(tasks)} tasks {len(set(map(id, started)))} were started, in {len(started)} starts")
+    places = {id(task): place for place, task in enumerate(tasks)}
+    return [places[id(task)] for task in started]

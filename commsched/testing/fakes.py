@@ -1,0 +1,171 @@
+"""Fakes for tests: a clock that is moved by hand, a transport under the test's control, and one that delays another."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+import threading
+from collections.abc import Callable
+from time import monotonic
+
+from ..core.manifest import Manifest
+from ..core.ports import Completion, Transport
+from ..core.task import CommTask
+
+
+class VirtualClock:
+    """Time that passes only from event to event. Not thread-safe.
+
+    Events of one moment happen in the order in which they were asked for.
+    """
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = itertools.count()
+
+    def call_at(self, time: float, event: Callable[[], None]) -> None:
+        """Let ``event`` happen at ``time``, in seconds, not before :attr:`now`."""
+        if time < self.now:
+            raise ValueError(f"an event at {time} s was asked for at {self.now} s")
+        heapq.heappush(self._events, (time, next(self._order), event))
+
+    def run(self) -> None:
+        """Let all events happen, also those that events ask for; returns when none is left."""
+        while self._events:
+            self.now, _, event = heapq.heappop(self._events)
+            event()
+
+
+class RecordingTransport:
+    """Starts nothing: it records, and the test says through :meth:`sent` and :meth:`done` what the network did.
+
+    ``started`` holds every task in order of start, ``groups`` every manifest, ``left`` every rank that left.
+    """
+
+    def __init__(self, rank: int = 0, world_size: int = 2) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.groups: dict[int, Manifest] = {}
+        self.started: list[CommTask] = []
+        self.left: list[int] = []
+        self.closed = False
+        self._completions: dict[CommTask, Completion] = {}
+        self._changed = threading.Condition()
+
+    def add_group(self, group: int, manifest: Manifest) -> None:
+        self.groups[group] = manifest
+
+    def start(self, task: CommTask, completion: Completion) -> None:
+        with self._changed:
+            self._completions[task] = completion
+            self.started.append(task)
+            self._changed.notify_all()
+
+    def leave(self, rank: int) -> None:
+        self.left.append(rank)
+
+    def close(self) -> None:
+        self.closed = True
+
+    # --- for the test ---
+
+    def wait_started(self, count: int, timeout_seconds: float = 10.0) -> list[CommTask]:
+        """All tasks started so far, once there are ``count``.
+
+        Raises:
+            TimeoutError: there are fewer after ``timeout_seconds``.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: len(self.started) >= count, timeout_seconds):
+                raise TimeoutError(f"{len(self.started)} of {count} tasks were started: {self.started}")
+            return list(self.started)
+
+    def sent(self, task: CommTask) -> None:
+        """The bytes of ``task`` have left."""
+        self._completions[task].on_sent(task)
+
+    def done(self, task: CommTask) -> None:
+        """The average of ``task`` is in place."""
+        self._completions[task].on_done(task)
+
+
+class Delayed:
+    """A transport that delays another's sends and replies by random times, and makes every missing wait visible.
+
+    The wrapped transport works on a copy. From the start of a task until its delayed reply the task's own bytes are
+    ``0xFF``, which is NaN in every floating type: whoever reads before the average is in place, or writes before it has
+    been used, ends with wrong numbers, not with the right ones by luck. For buffers in the host's memory.
+    """
+
+    def __init__(self, transport: Transport, seed: int, most_seconds: float) -> None:
+        self.rank = transport.rank
+        self.world_size = transport.world_size
+        self._transport = transport
+        self._random = random.Random(seed)
+        self._most_seconds = most_seconds
+        self._originals: dict[CommTask, tuple[CommTask, Completion]] = {}
+        self._replies: list[tuple[float, int, CommTask]] = []  # a heap of (when, arrival, copy)
+        self._arrivals = itertools.count()
+        self._closed = False
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._reply, name="commsched-delayed-replies", daemon=True)
+        self._thread.start()
+
+    def add_group(self, group: int, manifest: Manifest) -> None:
+        self._transport.add_group(group, manifest)
+
+    def start(self, task: CommTask, completion: Completion) -> None:
+        copy = CommTask(task.group, task.step, task.partition, memoryview(bytearray(task.data)))
+        task.data[:] = b"\xff" * task.nbytes
+        with self._changed:
+            self._originals[copy] = (task, completion)
+        self._pause()
+        self._transport.start(copy, self)
+
+    def leave(self, rank: int) -> None:
+        self._transport.leave(rank)
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._transport.close()
+        self._thread.join()
+
+    # --- Completion, for the wrapped transport ---
+
+    def on_sent(self, task: CommTask) -> None:
+        with self._changed:
+            original, completion = self._originals[task]
+        completion.on_sent(original)
+
+    def on_done(self, task: CommTask) -> None:
+        with self._changed:
+            when = monotonic() + self._random.uniform(0.0, self._most_seconds)
+            heapq.heappush(self._replies, (when, next(self._arrivals), task))
+            self._changed.notify_all()
+
+    # ---
+
+    def _pause(self) -> None:
+        with self._changed:
+            seconds = self._random.uniform(0.0, self._most_seconds)
+            self._changed.wait_for(lambda: self._closed, seconds)
+
+    def _reply(self) -> None:
+        while (copy := self._next_reply()) is not None:
+            with self._changed:
+                original, completion = self._originals.pop(copy)
+            original.data[:] = copy.data
+            completion.on_done(original)
+
+    def _next_reply(self) -> CommTask | None:
+        with self._changed:
+            while not self._closed:
+                due = self._replies[0][0] - monotonic() if self._replies else None
+                if due is not None and due <= 0:
+                    return heapq.heappop(self._replies)[2]
+                self._changed.wait(due)
+            return None

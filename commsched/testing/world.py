@@ -1,0 +1,81 @@
+"""run_world: ranks as threads of one process, for tests."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from time import monotonic
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+
+#: How long the other ranks may go on after one has raised; they are expected to learn of it and to end.
+_GRACE_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class _End(Generic[T]):
+    rank: int
+    result: T | None = None
+    error: BaseException | None = None
+
+
+def run_world(world_size: int, fn: Callable[..., T], *args: Any, timeout_seconds: float = 30.0) -> list[T]:
+    """Run ``fn(rank, *args)`` for every rank in a thread of its own; the results in rank order.
+
+    Never hangs: a rank that does not end is named, with the stack it stands at. Its thread is a daemon and is left behind.
+
+    Raises:
+        TimeoutError: a rank still ran after ``timeout_seconds``, and no rank had raised.
+        BaseException: what a rank raised first. Ranks that raised later, or that then did not end, are named in its notes.
+    """
+    ends: SimpleQueue[_End[T]] = SimpleQueue()
+    threads = {
+        rank: threading.Thread(target=_run_rank, args=(ends, rank, fn, args), name=f"commsched-rank-{rank}", daemon=True)
+        for rank in range(world_size)
+    }
+    for thread in threads.values():
+        thread.start()
+    ended: dict[int, _End[T]] = {}
+    first_error: BaseException | None = None
+    deadline = monotonic() + timeout_seconds
+    while len(ended) < world_size:
+        try:
+            end = ends.get(timeout=max(0.0, deadline - monotonic()))
+        except Empty:
+            break
+        ended[end.rank] = end
+        threads[end.rank].join()
+        if end.error is None:
+            continue
+        if first_error is None:
+            first_error = end.error
+            first_error.add_note(f"raised first, on rank {end.rank} of {world_size}")
+            deadline = min(deadline, monotonic() + _GRACE_SECONDS)
+        elif end.error is not first_error:
+            first_error.add_note(f"then on rank {end.rank}: {type(end.error).__name__}: {end.error}")
+    stuck = [_where(rank, thread) for rank, thread in threads.items() if rank not in ended]
+    if first_error is not None:
+        for note in stuck:
+            first_error.add_note(note)
+        raise first_error
+    if stuck:
+        raise TimeoutError(f"not every rank ended within {timeout_seconds:g} s\n" + "\n".join(stuck))
+    return [ended[rank].result for rank in range(world_size)]  # type: ignore[misc]
+
+
+def _run_rank(ends: SimpleQueue[_End[T]], rank: int, fn: Callable[..., T], args: tuple[Any, ...]) -> None:
+    try:
+        ends.put(_End(rank, result=fn(rank, *args)))
+    except BaseException as error:
+        ends.put(_End(rank, error=error))
+
+
+def _where(rank: int, thread: threading.Thread) -> str:
+    frame = sys._current_frames().get(thread.ident or 0)
+    stack = "".join(traceback.format_stack(frame)) if frame is not None else "it has just ended\n"
+    return f"rank {rank} still runs ({thread.name}), at:\n{stack}"

@@ -1,0 +1,30 @@
+"""Ways to average partitions over all ranks, found by name.
+
+``commsched.transports.<name>`` is a transport if it is listed by :func:`transport_names`: a module or package of that name
+that offers ``open_transport(context)``. The other modules here are what transports share.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+
+from ..core.errors import ConfigError
+
+#: Modules of this package that transports share, and that are none themselves.
+_SHARED = frozenset({"aggregator", "context", "reduce"})
+
+
+def transport_names() -> list[str]:
+    """Names of all transports there are, sorted."""
+    return sorted(module.name for module in pkgutil.iter_modules(__path__) if module.name not in _SHARED)
+
+
+def require_transport(name: str) -> str:
+    """``name``, if there is a transport of that name.
+
+    Raises:
+        ConfigError: there is none; the message lists those there are.
+    """
+    if name not in transport_names():
+        raise ConfigError(f"transport={name!r} is unknown; there are: {', '.join(transport_names())}")
+    return name

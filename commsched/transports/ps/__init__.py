@@ -1,0 +1,56 @@
+"""The parameter server over gRPC: embedded, where every rank hosts a shard, or separate ``commsched server`` processes."""
+
+from __future__ import annotations
+
+from ...core.policies import make_policy
+from ..context import TransportContext
+from .pacer import Pacer
+from .shard import Shard
+from .transport import PsTransport
+
+
+def open_transport(context: TransportContext) -> PsTransport:
+    """The transport of this rank: through ``settings.servers``, or if there are none, through a shard in every rank.
+
+    Collective: every rank calls it. Returns when all servers have answered.
+
+    Raises:
+        ConfigError: a server has another token or job.
+        PeerTimeout: a server did not answer in time; names it.
+    """
+    settings, rank = context.settings, context.world.rank
+    host = f"[{context.host}]" if ":" in context.host else context.host  # as IPv6 is written before a port
+    pacer = Pacer(settings.rate, make_policy(settings.policy)) if settings.rate is not None else None
+    shard: Shard | None = None
+    try:
+        addresses = list(settings.servers)
+        if not addresses:
+            shard = Shard(
+                f"{host}:0",
+                context.token,
+                context.world.world_size,
+                on_failure=context.on_failure,
+                name=f"rank {rank}'s shard",
+                policy=settings.policy,
+                pacer=pacer,
+                fail_after_seconds=settings.fail_after,
+            )
+            addresses = context.gather(shard.address)
+        return PsTransport(
+            rank,
+            context.world.world_size,
+            addresses,
+            context.token,
+            on_failure=context.on_failure,
+            own_shard=shard,
+            policy=settings.policy,
+            pacer=pacer,
+            control_address=context.control_address,
+            fail_after_seconds=settings.fail_after,
+            connect_within_seconds=settings.join_within,
+        )
+    except BaseException:
+        for part in (shard, pacer):
+            if part is not None:
+                part.close()
+        raise

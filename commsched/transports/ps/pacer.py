@@ -1,0 +1,100 @@
+"""An optional cap on what a process sends: an emulated link that all its streams share."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import monotonic
+
+from ...core.scheduler import Policy, Scheduler
+
+
+@dataclass(slots=True, eq=False)
+class _Transfer:
+    """A message on its way over the emulated link."""
+
+    priority: int
+    nbytes: int
+    queued_at: float
+    release: Callable[[], None]
+
+
+class Link:
+    """The emulated link, pure: times in seconds are told, nothing waits. Not thread-safe.
+
+    It carries one message at a time, chosen by policy when it becomes free, and is busy for ``nbytes / rate``. Its clock is
+    absolute: the next message begins when the one before ended, however late the caller looks, so lateness does not add up.
+    """
+
+    def __init__(self, rate_bytes_per_second: float, policy: Policy) -> None:
+        self._rate = rate_bytes_per_second
+        self._waiting: Scheduler[_Transfer] = Scheduler(policy, credit_bytes=0)  # no credit: one at a time
+        self._current: _Transfer | None = None
+        self._free_at = 0.0
+
+    def submit(self, priority: int, nbytes: int, release: Callable[[], None], now: float) -> None:
+        """Queue a message; ``advance`` returns ``release`` when its last byte has left."""
+        self._waiting.add(_Transfer(priority, nbytes, now, release))
+
+    def charge(self, nbytes: int, now: float) -> None:
+        """Account for a message too small to wait its turn."""
+        self._free_at = max(self._free_at, now) + nbytes / self._rate
+
+    def advance(self, now: float) -> tuple[list[Callable[[], None]], float | None]:
+        """What has left by ``now``, in order, and when the next one will have; None if the link is idle."""
+        released: list[Callable[[], None]] = []
+        while True:
+            if self._current is None:
+                self._current = self._waiting.next()
+                if self._current is None:
+                    return released, None
+                self._free_at = max(self._free_at, self._current.queued_at) + self._current.nbytes / self._rate
+            if self._free_at > now:
+                return released, self._free_at
+            released.append(self._current.release)
+            self._waiting.sent(self._current)
+            self._current = None
+
+
+class Pacer:
+    """A :class:`Link` in real time, with one thread. What passes is delivered when its last byte would have left."""
+
+    def __init__(self, rate_bytes_per_second: float, policy: Policy) -> None:
+        self._link = Link(rate_bytes_per_second, policy)
+        self._changed = threading.Condition()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="commsched-pacer", daemon=True)
+        self._thread.start()
+
+    def submit(self, priority: int, nbytes: int, release: Callable[[], None]) -> None:
+        """Queue a message; ``release`` is called by the pacer's thread when it may go. Never blocks; any thread."""
+        with self._changed:
+            self._link.submit(priority, nbytes, release, monotonic())
+            self._changed.notify()
+
+    def charge(self, nbytes: int) -> None:
+        """Account for a message that is sent at once."""
+        with self._changed:
+            self._link.charge(nbytes, monotonic())
+
+    def close(self) -> None:
+        """End the thread; what waits is dropped. Idempotent."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while True:
+                    if self._closed:
+                        return
+                    now = monotonic()
+                    released, next_at = self._link.advance(now)
+                    if released:
+                        break
+                    self._changed.wait(None if next_at is None else next_at - now)
+            for release in released:
+                release()

@@ -1,0 +1,119 @@
+"""A parameter server in a process of its own: it serves one job and ends with it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+from ...core.errors import CommschedError
+from ...core.policies import make_policy
+from ...core.ports import OnFailure
+from .hello import Hello
+from .pacer import Pacer
+from .shard import Shard
+
+
+class Membership(Protocol):
+    """A server's place in the job's control channel, by which it is watched and hears of failures elsewhere."""
+
+    def report(self, error: CommschedError) -> None: ...
+
+    def close(self) -> None: ...
+
+
+#: Joins the control channel named by the first worker's hello; ``OnFailure`` is to be told of failures anywhere.
+Join = Callable[[Hello, OnFailure], Membership]
+
+
+def serve(
+    address: str,
+    token: str,
+    *,
+    join: Join,
+    announce: Callable[[str], None],
+    policy: str = "priority",
+    rate_bytes_per_second: float | None = None,
+    fail_after_seconds: float = 10.0,
+) -> int:
+    """Serve one job at ``address`` and return 0 when every worker has said goodbye.
+
+    ``announce`` is told the address as bound, before anybody has connected. Waits for the first worker without limit; how
+    many there are is what that worker says.
+
+    Raises:
+        ConfigError: the address cannot be listened at.
+        CommschedError: why the job failed; every worker that is still connected is told the same.
+    """
+    pacer = Pacer(rate_bytes_per_second, make_policy(policy)) if rate_bytes_per_second is not None else None
+    job = _Job()
+    shard = None
+    membership = None
+    try:
+        shard = Shard(
+            address,
+            token,
+            None,
+            on_failure=job.fail,
+            policy=policy,
+            pacer=pacer,
+            fail_after_seconds=fail_after_seconds,
+            on_first_hello=job.begin,
+            on_all_left=job.end,
+        )
+        announce(shard.address)
+        membership = join(job.wait_for_hello(), job.fail)
+        job.wait_for_end()
+        return 0
+    except CommschedError as error:
+        if membership is not None:
+            membership.report(error)
+        if shard is not None:
+            shard.service.fail(error)
+        raise
+    finally:
+        for part in (shard, pacer, membership):
+            if part is not None:
+                part.close()
+
+
+class _Job:
+    """What the main thread waits for: the first hello, then the end or a failure."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._hello: Hello | None = None
+        self._ended = False
+        self._failure: CommschedError | None = None
+
+    def begin(self, hello: Hello) -> None:
+        with self._changed:
+            self._hello = hello
+            self._changed.notify_all()
+
+    def end(self) -> None:
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+
+    def fail(self, error: CommschedError) -> None:
+        with self._changed:
+            self._failure = self._failure or error
+            self._changed.notify_all()
+
+    def wait_for_hello(self) -> Hello:
+        with self._changed:
+            while self._hello is None:
+                self._require_no_failure()
+                self._changed.wait()
+            return self._hello
+
+    def wait_for_end(self) -> None:
+        with self._changed:
+            while not self._ended:
+                self._require_no_failure()
+                self._changed.wait()
+
+    def _require_no_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure

@@ -1,0 +1,163 @@
+"""PsTransport: a worker's side of the parameter servers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from time import monotonic
+
+import numpy as np
+
+from ...core.errors import ClosedError, CommschedError, ConfigError, PeerLost, ProtocolError
+from ...core.manifest import Manifest
+from ...core.policies import make_policy
+from ...core.ports import Completion, OnFailure
+from ...core.task import CommTask
+from ..aggregator import Key
+from .frame import Frame
+from .grpc_lane import GrpcLane
+from .hello import Hello
+from .lane import Lane
+from .outbox import Outbox
+from .own_lane import OwnLane
+from .pacer import Pacer
+from .placement import place
+from .shard import Shard
+
+
+class PsTransport:
+    """Averages partitions through ``servers``, each of which sums the partitions placed on it. See ``ports.Transport``.
+
+    The constructor connects to every server and returns when all have answered. With ``own_shard``, the server at index
+    ``rank`` is that shard in this process, and is reached without a socket.
+
+    Args:
+        servers: ``host:port`` of every server, in the same order on all ranks.
+        token: the job's secret.
+        on_failure: told when a server is lost or breaks the protocol, from any thread.
+        own_shard: closed with the transport.
+        policy: the order in which pushes leave that wait for the same connection.
+        pacer: caps what is sent; the same object that ``own_shard`` has. Closed with the transport.
+        control_address: where rank 0's control channel listens, for servers that no rank started.
+        fail_after_seconds: bounds how long a frozen connection lives; the same for all processes of a job.
+        connect_within_seconds: how long a server may take to come up.
+
+    Raises:
+        PeerTimeout: a server did not answer in time; names it.
+        ConfigError: a server has another token or another job; names it.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        servers: Sequence[str],
+        token: str,
+        *,
+        on_failure: OnFailure,
+        own_shard: Shard | None = None,
+        policy: str = "priority",
+        pacer: Pacer | None = None,
+        control_address: str | None = None,
+        fail_after_seconds: float = 10.0,
+        connect_within_seconds: float = 60.0,
+    ) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self._on_failure = on_failure
+        self._own_shard = own_shard
+        self._pacer = pacer
+        self._closed = False
+        # Single operations on a dict are atomic; a key is added by the dispatcher and removed by its lane's thread.
+        self._pending: dict[Key, tuple[CommTask, Completion]] = {}
+        self._peers = [f"rank {k}'s shard at {a}" if own_shard else f"server {k} at {a}" for k, a in enumerate(servers)]
+        self._lanes: list[Lane] = []
+        connecting: list[GrpcLane] = []
+        for index, address in enumerate(servers):
+            if own_shard is not None and index == rank:
+                self._lanes.append(OwnLane(rank, own_shard.service, self))
+                continue
+            hello = Hello(rank, world_size, index, control_address)
+            outbox = Outbox(make_policy(policy), pacer)
+            lane = GrpcLane(self._peers[index], address, hello, token, outbox, self, fail_after_seconds)
+            connecting.append(lane)
+            self._lanes.append(lane)
+        deadline = monotonic() + connect_within_seconds
+        try:
+            for lane in connecting:
+                lane.wait_connected(max(0.0, deadline - monotonic()))
+        except CommschedError:
+            self.close()
+            raise
+
+    # --- ports.Transport ---
+
+    def add_group(self, group: int, manifest: Manifest) -> None:
+        """See ``ports.Transport``.
+
+        Raises:
+            ConfigError: more groups than the wire can number.
+        """
+        if group >= 2**16:
+            raise ConfigError(f"group {group} is one too many: a job may have {2**16} groups of tensors")
+        for lane in self._lanes:
+            lane.add_group(group, manifest)
+
+    def start(self, task: CommTask, completion: Completion) -> None:
+        """See ``ports.Transport``.
+
+        Raises:
+            PeerLost: the partition's server is gone.
+            ClosedError: after ``close``.
+        """
+        if self._closed:
+            raise ClosedError("this transport is closed")
+        partition = task.partition.index
+        self._pending[Key(task.group, task.step, partition)] = (task, completion)
+        self._lanes[place(partition, len(self._lanes))].push(task)
+
+    def leave(self, rank: int) -> None:
+        # Told to every server by every rank: the leaver's own shard, or a separate server, may hear it from nobody else.
+        for lane in self._lanes:
+            lane.leave(rank)
+
+    def close(self) -> None:
+        self._closed = True
+        for lane in self._lanes:
+            lane.close()
+        if self._own_shard is not None:
+            self._own_shard.close()
+        if self._pacer is not None:
+            self._pacer.close()
+        self._pending.clear()
+
+    # --- LaneListener ---
+
+    def on_ack(self, server: int, key: Key) -> None:
+        task, completion = self._started(server, key)
+        completion.on_sent(task)
+
+    def on_result(self, server: int, frame: Frame) -> None:
+        task, completion = self._started(server, frame.key)
+        at = task.partition
+        if (frame.dtype, frame.start, frame.stop) != (at.dtype, at.start, at.stop):
+            raise ProtocolError(f"{self._peers[server]} sent {frame.dtype} bytes {frame.start} to {frame.stop} for {task!r}")
+        np.copyto(np.frombuffer(task.data, np.uint8), np.frombuffer(frame.payload, np.uint8))
+        del self._pending[frame.key]
+        completion.on_done(task)
+
+    def on_end(self, server: int) -> None:
+        waiting = [key for key in list(self._pending) if place(key.partition, len(self._lanes)) == server]
+        if waiting:
+            self.on_broken(
+                server, PeerLost(f"{self._peers[server]} closed while {self._pending[waiting[0]][0]!r} waits for it")
+            )
+
+    def on_broken(self, server: int, error: CommschedError) -> None:
+        if not self._closed:
+            self._on_failure(error)
+
+    def _started(self, server: int, key: Key) -> tuple[CommTask, Completion]:
+        started = self._pending.get(key)
+        if started is None or place(key.partition, len(self._lanes)) != server:
+            raise ProtocolError(f"{self._peers[server]} answered {key}, which it was not sent")
+        return started

@@ -1,0 +1,80 @@
+"""Whole benchmarks, small: real processes, real gRPC."""
+
+import json
+
+import pytest
+
+from bench import job as job_module
+from bench.__main__ import main
+from bench.cluster import Cluster, ClusterUnavailable
+from bench.job import Job, run_job
+from bench.processes import JobFailed
+
+pytestmark = pytest.mark.timeout(120)
+
+SMALL = ["--sizes", "4,100KB", "--partition", "16KB", "--repetitions", "2", "--warmup", "1", "--timeout", "100"]
+
+
+def collectives(tmp_path, *argv):
+    path = tmp_path / "results.json"
+    assert main(["collectives", *SMALL, *argv, "--json", str(path)]) == 0
+    document = json.loads(path.read_text())
+    assert document["schema"] == 1
+    return document["rows"]
+
+
+def test_collectives_on_loopback(tmp_path, capsys):
+    rows = collectives(tmp_path)
+    assert [row["size_bytes"] for row in rows] == [4, 100_000]
+    assert all(row["wrong_elements"] == 0 and row["link"] == "loopback" for row in rows)
+    assert all(row["milliseconds"] > 0 and row["cpu_seconds_per_gigabyte"] > 0 for row in rows)
+    printed = capsys.readouterr().out
+    assert printed.startswith("ps: 2 workers, a shard on every rank, link loopback, partition 16KB, credit 16MB\n")
+    assert printed.splitlines()[3].split()[-1] == "#wrong"
+
+
+def test_collectives_with_three_workers_and_two_servers(tmp_path):
+    rows = collectives(tmp_path, "--workers", "3", "--servers", "2")
+    assert [row["wrong_elements"] for row in rows] == [0, 0]
+    assert rows[1]["bytes_factor"] == 1.5
+    assert rows[1]["network_bytes"] == 600_000
+
+
+def test_collectives_in_namespaces(tmp_path):
+    try:
+        with Cluster(["probe"], "1gbit"):
+            pass
+    except ClusterUnavailable as error:
+        pytest.skip(str(error))
+    rows = collectives(tmp_path, "--servers", "1", "--bandwidth", "1gbit")
+    assert [(row["link"], row["wrong_elements"]) for row in rows] == [("1gbit tbf", 0)] * 2
+
+
+def test_without_namespaces_the_transport_caps_itself_and_says_so(tmp_path, capsys, monkeypatch):
+    def refuse(hosts, rate):
+        raise ClusterUnavailable("ip netns add: Operation not permitted; shaped links need root")
+
+    monkeypatch.setattr(job_module, "Cluster", refuse)
+    rows = collectives(tmp_path, "--bandwidth", "4mbit")
+    assert {row["link"] for row in rows} == {"4mbit cap in the transport"}
+    assert rows[1]["milliseconds_min"] > 190  # each rank sends 100 kB at 500 kB/s; without the cap it takes a few ms
+    assert "no shaped links here, so each rank caps what it sends at 4mbit: ip netns add" in capsys.readouterr().err
+
+
+def test_rounds(tmp_path, capsys):
+    path = tmp_path / "results.json"
+    assert main(["rounds", "--rounds", "100", "--json", str(path), "--timeout", "100"]) == 0
+    row = json.loads(path.read_text())["rows"][0]
+    assert (row["rounds"], row["wrong_rounds"], row["slow_rank"]) == (100, 0, 1)
+    assert capsys.readouterr().out.splitlines()[1].split()[2] == "100"
+
+
+def test_a_rank_that_fails_is_named_with_its_error():
+    with pytest.raises(JobFailed, match=r"(?s)^rank [01] ended with code 1:.*KeyError: 'size'"):
+        run_job(Job(2, timeout_seconds=60), "bench.rounds", {})
+
+
+def test_settings_of_the_caller_do_not_leak_in(tmp_path, monkeypatch):
+    monkeypatch.setenv("COMMSCHED_TRANSPORT", "pigeon")
+    monkeypatch.setenv("COMMSCHED_RANK", "7")
+    assert collectives(tmp_path)[0]["wrong_elements"] == 0

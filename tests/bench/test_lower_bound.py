@@ -1,0 +1,130 @@
+import heapq
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bench.lower_bound import bytes_factor, lower_bound, serial, wfbp
+
+layers = st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20), st.integers(0, 20)), min_size=1, max_size=12).map(
+    lambda rows: tuple(list(column) for column in zip(*rows))
+)
+
+
+def simulate(forward: list[int], backward: list[int], comm: list[int], front_first: bool) -> int:
+    """One iteration, event by event: a link that always sends the best ready layer, and preempts for a better one."""
+    count = len(forward)
+    arrivals, now = [], 0
+    for layer in reversed(range(count)):
+        now += backward[layer]
+        arrivals.append((now, layer))
+    left, sent_at = list(comm), [0] * count
+    ready: list[tuple[int, int]] = []
+    now = 0
+    while arrivals or ready:
+        if not ready:
+            now = max(now, arrivals[0][0])
+        while arrivals and arrivals[0][0] <= now:
+            layer = arrivals.pop(0)[1]
+            heapq.heappush(ready, (layer if front_first else -layer, layer))
+        layer = ready[0][1]
+        until = min(now + left[layer], arrivals[0][0]) if arrivals else now + left[layer]
+        left[layer] -= until - now
+        now = until
+        if left[layer] == 0:
+            heapq.heappop(ready)
+            sent_at[layer] = now
+    clock = sum(backward)
+    barrier = max(sent_at) if not front_first else 0
+    for layer in range(count):
+        clock = max(clock, sent_at[layer], barrier) + forward[layer]
+    return clock
+
+
+@given(layers)
+def test_lower_bound_is_what_preemptive_front_first_takes(times):
+    assert lower_bound(*times) == simulate(*times, front_first=True)
+
+
+@given(layers)
+def test_wfbp_is_what_backward_order_with_a_barrier_takes(times):
+    assert wfbp(*times) == simulate(*times, front_first=False)
+
+
+@given(layers)
+def test_bounds_are_in_order(times):
+    forward, backward, comm = times
+    assert max(sum(forward) + sum(backward), sum(comm)) <= lower_bound(*times) <= wfbp(*times) <= serial(*times)
+    assert lower_bound(*times) * 2 >= serial(*times)
+
+
+@given(layers)
+def test_priority_gains_no_more_than_the_forward(times):
+    forward, backward, _ = times
+    compute = sum(forward) + sum(backward)
+    assert wfbp(*times) * compute <= lower_bound(*times) * (compute + sum(forward))
+
+
+@pytest.mark.parametrize(
+    ("rho", "serial_gain", "wfbp_gain"),
+    [
+        (Fraction(1, 4), Fraction(5, 4), 1),
+        (Fraction(4, 5), Fraction(9, 5), Fraction(17, 15)),
+        (1, 2, Fraction(4, 3)),
+        (2, Fraction(3, 2), Fraction(7, 6)),
+        (5, Fraction(6, 5), Fraction(16, 15)),
+    ],
+)
+def test_uniform_layers_gain_what_theory_says(rho, serial_gain, wfbp_gain):
+    """``b = 2f``, many equal layers, ``rho`` = communication / compute: the limits for infinitely many layers."""
+    count = 3000
+    forward, backward = [Fraction(1, count)] * count, [Fraction(2, count)] * count
+    comm = [Fraction(3, count) * rho] * count
+    best = lower_bound(forward, backward, comm)
+    assert serial(forward, backward, comm) / best == pytest.approx(float(serial_gain), rel=2e-3)
+    assert wfbp(forward, backward, comm) / best == pytest.approx(float(wfbp_gain), rel=2e-3)
+
+
+def test_a_heavy_first_layer_cannot_be_hidden():
+    assert lower_bound([1, 1, 1], [2, 2, 2], [10, 0, 0]) == 6 + 10 + 3  # input-bound: Tb + c_1 + Tf
+
+
+def test_a_heavy_last_layer_hides_behind_the_rest_of_backward():
+    assert lower_bound([1, 1, 1], [2, 2, 2], [0, 0, 6]) == 9
+    assert lower_bound([1, 1, 1], [2, 2, 2], [0, 0, 10]) == 2 + 10 + 1  # bandwidth-bound: b_L + Tc + f_L
+
+
+def test_an_interior_layer_can_bind():
+    assert lower_bound([1, 1, 1], [2, 2, 2], [1, 8, 0]) == 4 + 9 + 2
+
+
+def test_without_communication_nothing_but_compute_is_left():
+    times = [1.0, 2.0], [3.0, 4.0], [0.0, 0.0]
+    assert lower_bound(*times) == wfbp(*times) == serial(*times) == 10.0
+
+
+def test_no_layers_take_no_time():
+    assert lower_bound([], [], []) == wfbp([], [], []) == serial([], [], []) == 0
+
+
+@pytest.mark.parametrize("formula", [lower_bound, wfbp, serial])
+def test_impossible_times_are_refused(formula):
+    with pytest.raises(ValueError, match="forward, backward and communication have 2, 1 and 2 layers"):
+        formula([1, 1], [1], [1, 1])
+    with pytest.raises(ValueError, match="a time is negative"):
+        formula([1], [-1], [1])
+
+
+@pytest.mark.parametrize(
+    ("workers", "servers", "factor"),
+    [(1, 0, 0), (2, 0, 1), (4, 0, 1.5), (8, 0, 1.75), (4, 1, 4), (4, 2, 2), (4, 4, 1), (4, 8, 1), (1, 1, 1), (3, 2, 1.5)],
+)
+def test_bytes_factor(workers, servers, factor):
+    assert bytes_factor(workers, servers) == factor
+
+
+@pytest.mark.parametrize(("workers", "servers"), [(0, 0), (2, -1)])
+def test_bytes_factor_of_no_job(workers, servers):
+    with pytest.raises(ValueError, match=f"at least 1 worker and 0 servers, not {workers} and {servers}"):
+        bytes_factor(workers, servers)

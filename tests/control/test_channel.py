@@ -1,0 +1,501 @@
+"""Server and clients over real gRPC on loopback, members as threads."""
+
+from __future__ import annotations
+
+import logging
+import random
+import socket
+import threading
+import time
+from functools import partial
+from typing import Any
+
+import grpc
+import pytest
+
+from commsched.control import client as client_module
+from commsched.control import messages
+from commsched.control.client import ControlClient, Member
+from commsched.control.messages import METHOD, SERVICE, Failed, decode, encode
+from commsched.control.server import ControlServer
+from commsched.core.errors import (
+    ClosedError,
+    ConfigError,
+    PeerLost,
+    PeerTimeout,
+    ProtocolError,
+    TransportError,
+    UnsupportedError,
+    from_record,
+)
+from commsched.rpc import DaemonExecutor, make_channel, token_metadata
+from commsched.version import __version__
+
+from .world import PATIENCE_SECONDS, TOKEN, Recorder, joining, results, running
+
+pytestmark = pytest.mark.timeout(60)
+SLOW = {"fail_after_seconds": 10.0, "join_within_seconds": 30.0}
+
+
+def free_address() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+# --- joining ---
+
+
+def test_ranks_join_gather_and_leave() -> None:
+    with running(3) as job:
+        for tag in ("first", "second", "third"):
+            values = job.on_all(lambda rank, tag=tag: job.clients[rank].gather(tag, {"rank": rank, "é\ud83d": [1.5, None]}))
+            assert values == [[{"rank": rank, "é\ud83d": [1.5, None]} for rank in range(3)]] * 3
+        job.leave()
+        left = [{job.listeners[rank].next("leave") for _ in range(2)} for rank in range(3)]
+        assert left == [{1, 2}, {0, 2}, {0, 1}]
+        with pytest.raises(ClosedError, match="the control channel is closed"):
+            job.clients[0].gather("late", 0)
+    assert all(listener.calls.empty() for listener in job.listeners)
+
+
+def test_a_rank_may_start_before_rank_0_listens() -> None:
+    address = free_address()
+    refused = threading.Event()
+
+    class Early(ControlClient):
+        def _stream_ended(self, error: grpc.RpcError | None) -> bool:
+            again = super()._stream_ended(error)
+            refused.set()
+            return again
+
+    executor = DaemonExecutor("test")
+    early = executor.submit(Early, address, TOKEN, Member.rank(1, 2), Recorder(), **SLOW)
+    assert refused.wait(PATIENCE_SECONDS)
+    server = ControlServer(address, TOKEN, 2, **SLOW)
+    clients = [ControlClient(address, TOKEN, Member.rank(0, 2), Recorder(), **SLOW), early.result(PATIENCE_SECONDS)]
+    gathers = [executor.submit(client.gather, "g", rank) for rank, client in enumerate(clients)]
+    assert results(gathers) == [[0, 1], [0, 1]]
+    for client in clients:
+        client.close()
+    server.close()
+    executor.shutdown()
+
+
+def test_missing_ranks_are_named_to_those_who_wait() -> None:
+    with joining(4, join_within_seconds=0.5) as job:
+        joins = [job.start(job.join_rank, rank) for rank in (0, 2)]
+        for join in joins:
+            with pytest.raises(PeerTimeout, match=r"^ranks 1, 3 of 4 did not join within 0\.5 s$"):
+                join.result(PATIENCE_SECONDS)
+    assert all(listener.calls.empty() for listener in job.listeners)  # told by the exception, and not twice
+
+
+def test_nobody_listens() -> None:
+    address = free_address()
+    with pytest.raises(PeerTimeout, match=f"rank 1 .* could not join rank 0 at {address} within 0.5 s: .*refused"):
+        ControlClient(address, TOKEN, Member.rank(1, 2), Recorder(), fail_after_seconds=10, join_within_seconds=0.5)
+
+
+def test_somebody_listens_who_never_answers() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        address = f"127.0.0.1:{mute.getsockname()[1]}"
+        with pytest.raises(PeerTimeout, match=f"could not join rank 0 at {address} within 0.5 s"):
+            ControlClient(address, TOKEN, Member.rank(1, 2), Recorder(), fail_after_seconds=10, join_within_seconds=0.5)
+
+
+def test_another_service_listens() -> None:
+    executor = DaemonExecutor("test")
+    other = grpc.server(executor)
+    address = f"127.0.0.1:{other.add_insecure_port('127.0.0.1:0')}"
+    other.start()
+    with pytest.raises(ConfigError, match=f"what listens at {address} is not commsched's control channel"):
+        ControlClient(address, TOKEN, Member.rank(1, 2), Recorder(), **SLOW)
+    other.stop(None)
+    executor.shutdown()
+
+
+def test_a_wrong_token_is_refused_with_one_clear_line_and_shown_nowhere(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    with running(1) as job:
+        with pytest.raises(ConfigError) as refusal:
+            job.join(Member.rank(1, 2), token="another-secret")
+        assert str(refusal.value) == (
+            f"rank 0 at {job.server.address} refuses this token; set the same COMMSCHED_TOKEN on every rank"
+        )
+        assert job.clients[0].gather("g", 1) == [1]  # the job goes on
+    assert "does not carry this job's token" in caplog.text
+    assert "another-secret" not in caplog.text
+    assert TOKEN not in caplog.text
+
+
+def test_an_empty_token_is_refused() -> None:
+    with pytest.raises(ConfigError, match="the job's token is empty"):
+        ControlServer("127.0.0.1:0", "", 1, **SLOW)
+
+
+def test_versions_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "__version__", "9.9.9")
+    with joining(2) as job:
+        with pytest.raises(ProtocolError, match=rf"rank 1 .* runs commsched 9\.9\.9, but rank 0 .* {__version__}; install"):
+            job.join_rank(1)
+
+
+def test_protocols_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "PROTOCOL", messages.PROTOCOL + 1)
+    with joining(2) as job:
+        with pytest.raises(ProtocolError, match=r"\(control protocol 2\), but rank 0 runs commsched .* \(control protocol 1\)"):
+            job.join_rank(1)
+
+
+def test_two_processes_claim_one_rank() -> None:
+    with joining(2) as job:
+        joins = [job.start(job.join, Member.rank(1, 2, host)) for host in ("here", "there")]
+        for join in joins:
+            with pytest.raises(ConfigError, match=r"two processes say that they are rank 1: one on host .*here, .*here, pid"):
+                join.result(PATIENCE_SECONDS)
+
+
+def test_world_sizes_differ() -> None:
+    with joining(2) as job:
+        with pytest.raises(ConfigError, match=r"rank 1 .* says there are 3 ranks, but rank 0 says 2"):
+            job.join(Member.rank(1, 3))
+
+
+def test_the_port_is_taken() -> None:
+    with joining(1) as job:
+        with pytest.raises(ConfigError, match=f"cannot listen at {job.server.address}: the port is taken by another process"):
+            ControlServer(job.server.address, TOKEN, 1, **SLOW)
+
+
+# --- gather ---
+
+
+def test_a_gather_with_a_leaver_raises_on_all_and_is_told() -> None:
+    with running(2) as job:
+        gather = job.start(job.clients[0].gather, "g", 1)
+        job.clients[1].leave()
+        lost = r"^rank 1 \(host host-1, pid \d+\) left, but 'g' waits for it$"
+        with pytest.raises(PeerLost, match=lost):
+            gather.result(PATIENCE_SECONDS)
+        with pytest.raises(PeerLost, match=lost):
+            job.clients[1].wait_until_all_left()
+        assert [str(listener.failure()) for listener in job.listeners] == [str(gather.exception())] * 2
+
+
+def test_a_rank_that_has_left_cannot_gather() -> None:
+    with running(2) as job:
+        job.clients[1].leave()
+        job.clients[1].leave()
+        with pytest.raises(ClosedError, match=r"rank 1 .* has left and cannot gather 'g'"):
+            job.clients[1].gather("g", 1)
+
+
+def test_a_large_value_travels_and_a_larger_one_is_refused_here() -> None:
+    with running(2) as job:
+        large = "x" * (8 * 2**20)
+        assert job.on_all(lambda rank: job.clients[rank].gather("g", large)) == [[large, large]] * 2
+        with pytest.raises(UnsupportedError, match=r"'h' would gather \d+ bytes from rank 0 .* at most 64 MiB of each rank"):
+            job.clients[0].gather("h", "x" * messages.MAX_MESSAGE_BYTES)
+
+
+def test_the_largest_value_fits_through_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "MAX_MESSAGE_BYTES", 2**20)
+    monkeypatch.setattr("commsched.control.server.MAX_WIRE_BYTES", 2**20 + 2**16)
+    monkeypatch.setattr("commsched.control.stream.MAX_WIRE_BYTES", 2**20 + 2**16)
+    room = 2**20 - len(encode(messages.Give("g", '""')))
+    value = "x" * room
+    with running(1) as job:
+        assert job.clients[0].gather("g", value) == [value]
+        with pytest.raises(UnsupportedError, match="at most"):
+            job.clients[0].gather("h", value + "x")
+
+
+# --- failures ---
+
+
+def test_a_report_is_told_to_every_member_once_and_ends_every_wait() -> None:
+    with running(3) as job:
+        server = Recorder()
+        job.join(Member.server(0), server)
+        gather = job.start(job.clients[0].gather, "g", 1)
+        error = ValueError("boom")
+        job.clients[1].report(error)
+        job.clients[1].report(PeerLost("later"))
+        expected = r"^user exception on rank 1 \(host host-1, pid \d+\): ValueError: boom$"
+        with pytest.raises(TransportError, match=expected):
+            gather.result(PATIENCE_SECONDS)
+        told = [listener.next("failure") for listener in (*job.listeners, server)]
+        assert {str(error) for error in told} == {str(gather.exception())}
+        for client in job.clients:
+            calls = (partial(client.gather, "h", 1), client.leave, client.wait_until_all_left, partial(client.propose, {}))
+            for call in calls:
+                with pytest.raises(TransportError, match=expected):
+                    call()
+            client.report(PeerLost("much later"))
+    assert all(listener.calls.empty() for listener in (*job.listeners, server))
+
+
+def test_the_reporter_is_told_of_its_own_error_object() -> None:
+    with running(2) as job:
+        error = PeerLost("rank 1's shard is gone")
+        job.clients[0].report(error)
+        assert job.listeners[0].next("failure") is error
+        other = job.listeners[1].next("failure")
+        assert (type(other), str(other)) == (PeerLost, "rank 1's shard is gone")
+
+
+def test_of_two_failures_everybody_is_told_the_same() -> None:
+    with running(3) as job:
+        both = threading.Barrier(2)
+
+        def report(rank: int) -> None:
+            both.wait(PATIENCE_SECONDS)
+            job.clients[rank].report(PeerLost(f"said by rank {rank}"))
+
+        results([job.start(report, rank) for rank in (1, 2)])
+        assert len({str(listener.next("failure")) for listener in job.listeners}) == 1
+
+
+def test_a_very_long_message_is_cut() -> None:
+    with running(2) as job:
+        job.clients[0].report(PeerLost("x" * 10**6))
+        assert len(str(job.listeners[1].next("failure"))) == 10_000
+
+
+def test_a_report_made_just_before_close_is_still_told() -> None:
+    with running(2) as job:
+        job.clients[1].report(ValueError("boom"))
+        job.clients[1].close()
+        assert "ValueError: boom" in str(job.listeners[0].next("failure"))
+    assert job.listeners[1].calls.empty()  # nothing is called back after close
+
+
+def test_a_client_that_closes_without_leaving_is_lost() -> None:
+    with running(3) as job:
+        job.clients[1].close()
+        for rank in (0, 2):
+            error = job.listeners[rank].next("failure")
+            assert isinstance(error, PeerLost)
+            assert str(error).startswith("rank 1 (host host-1, pid ")
+            assert str(error).endswith(") is gone: it closed its end of the control channel before all ranks had left")
+        with pytest.raises(ClosedError, match="the control channel is closed"):
+            job.clients[1].gather("g", 1)
+
+
+def test_closing_ends_a_wait_in_another_thread() -> None:
+    with running(2) as job:
+        gather = job.start(job.clients[1].gather, "g", 1)
+        job.clients[1].close()
+        job.clients[1].close()
+        with pytest.raises((ClosedError, PeerLost)):
+            gather.result(PATIENCE_SECONDS)
+
+
+def test_a_server_that_closes_while_the_job_runs_says_so() -> None:
+    with running(2) as job:
+        job.server.close()
+        for listener in job.listeners:
+            assert str(listener.next("failure")) == "rank 0 closed the control channel before all ranks had left"
+
+
+def test_without_a_verdict_the_reporter_tells_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    with running(2) as job:
+        monkeypatch.setattr(job.server, "_received", lambda connection, data: None)
+        error = PeerLost("rank 1's shard is gone")
+        job.clients[1].report(error)
+        assert job.listeners[1].next("failure") is error
+
+
+def test_a_connection_that_breaks_before_the_verdict_does_not_hide_the_first_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "_VERDICT_SECONDS", 1000.0)
+    with running(2) as job:
+        monkeypatch.setattr(job.server, "_received", lambda connection, data: None)
+        error = PeerLost("rank 1's shard is gone")
+        job.clients[1].report(error)
+        job.server._server.stop(None)
+        assert job.listeners[1].next("failure") is error
+        assert "the control connection to it broke" in str(job.listeners[0].next("failure"))
+
+
+def test_a_listener_that_raises_fails_the_job() -> None:
+    with running(2) as job:
+
+        def raises() -> dict[int, int]:
+            raise ValueError("boom")
+
+        job.listeners[1].hold_steps = raises  # type: ignore[method-assign]
+        job.clients[0].propose({})
+        assert "user exception on rank 1 (host host-1" in str(job.listeners[0].failure())
+
+
+def test_a_listener_may_report_and_close() -> None:
+    with running(2) as job:
+        closed = threading.Event()
+
+        def on_leave(rank: int) -> None:
+            job.clients[1].report(ValueError("no"))
+            job.clients[1].close()
+            closed.set()
+
+        job.listeners[1].on_leave = on_leave  # type: ignore[method-assign]
+        job.clients[0].leave()
+        assert closed.wait(PATIENCE_SECONDS)
+        assert "ValueError: no" in str(job.listeners[0].next("failure"))
+
+
+def test_silence_of_a_member_is_told_with_its_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    with running(2, fail_after_seconds=0.5) as job:
+        outbox = job.clients[1]._stream._outbox
+        monkeypatch.setattr(outbox, "_heartbeat_seconds", 1000.0)
+        outbox.put(encode(messages.Beat()))  # ends the wait that has begun
+        for listener in job.listeners:
+            error = listener.next("failure")
+            assert isinstance(error, PeerTimeout)
+            assert str(error).startswith("rank 1 (host host-1, pid ")
+            assert str(error).endswith(" s; fail_after is 0.5 s")
+        outbox.put(b"")  # let gRPC's thread go
+
+
+def test_heartbeats_keep_an_idle_job_alive() -> None:
+    with running(2, fail_after_seconds=0.3) as job:
+        assert not threading.Event().wait(1.5)  # five times fail_after without a word of ours
+        assert job.on_all(lambda rank: job.clients[rank].gather("g", rank)) == [[0, 1]] * 2
+
+
+@pytest.mark.parametrize("garbage", [b"", b"\x80\x04garbage", b'{"message":"Left","rank":0}', b"[" * 100_000])
+def test_garbage_with_the_token_is_turned_away_and_the_job_goes_on(garbage: bytes) -> None:
+    with running(2) as job:
+        channel = make_channel(job.server.address, 10.0, messages.MAX_WIRE_BYTES)
+        call = channel.stream_stream(f"/{SERVICE}/{METHOD}")(iter([garbage]), metadata=token_metadata(TOKEN))
+        [answer] = [decode(data) for data in call]
+        channel.close()
+        assert isinstance(answer, Failed)
+        assert isinstance(from_record(answer.error), ProtocolError)
+        assert job.on_all(lambda rank: job.clients[rank].gather("g", rank)) == [[0, 1]] * 2
+
+
+def test_garbage_of_a_member_fails_the_job_and_names_it() -> None:
+    with running(2) as job:
+        job.clients[1]._stream.put(b"\x80\x04garbage")
+        error = job.listeners[0].next("failure")
+        assert isinstance(error, ProtocolError)
+        assert str(error).startswith("rank 1 (host host-1, pid ")
+        assert "sent 9 bytes that are no message of the control channel" in str(error)
+
+
+def test_a_longer_message_than_allowed_ends_the_stream_and_names_the_member() -> None:
+    with running(2) as job:
+        job.clients[1]._stream.put(b"x" * (messages.MAX_WIRE_BYTES + 1))
+        assert "rank 1 (host host-1" in str(job.listeners[0].next("failure"))
+
+
+# --- servers ---
+
+
+def test_a_server_hears_of_leaves_and_of_the_end_and_its_going_then_is_fine() -> None:
+    with running(2) as job:
+        listener = Recorder()
+        server = job.join(Member.server(0), listener)
+        job.leave()
+        assert {listener.next("leave"), listener.next("leave")} == {0, 1}
+        listener.next("end")
+        server.close()
+        assert [other.next("leave") for other in job.listeners] == [1, 0]
+    assert all(other.calls.empty() for other in (*job.listeners, listener))
+
+
+def test_a_lost_server_is_named() -> None:
+    with running(2) as job:
+        job.join(Member.server(3, "big")).close()
+        assert str(job.listeners[0].next("failure")).startswith("server 3 (host big, pid ")
+
+
+# --- agreeing on a step ---
+
+
+def test_a_proposal_gives_the_largest_promise_of_the_groups_all_know() -> None:
+    with running(2) as job:
+        job.listeners[0].steps, job.listeners[1].steps = {0: 7, 1: 3}, {0: 5, 1: 4, 2: 9}
+        job.clients[1].propose({"partition_bytes": 1000, "policy": "fifo"})
+        for listener in job.listeners:
+            listener.next("hold")
+            assert listener.next("switch") == ({"partition_bytes": 1000, "policy": "fifo"}, {0: 7, 1: 4})
+
+
+class SteppingListener(Recorder):
+    """Steps as fast as it may, and keeps what configuration each step used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.changed = threading.Condition()
+        self.next_step = 0
+        self.held_from: int | None = None
+        self.switches: list[tuple[int, Any]] = []
+        self.used: list[Any] = []
+        self.wrong: list[str] = []
+
+    def begin_step(self) -> None:
+        with self.changed:
+            assert self.changed.wait_for(lambda: self.held_from is None or self.next_step < self.held_from, PATIENCE_SECONDS)
+            self.used.append(next((config for step, config in reversed(self.switches) if step <= self.next_step), None))
+            self.next_step += 1
+
+    def hold_steps(self) -> dict[int, int]:
+        with self.changed:
+            self.held_from = self.next_step + 1
+            return {0: self.held_from}
+
+    def switch_at(self, config: dict[str, Any], steps: dict[int, int]) -> None:
+        with self.changed:
+            if self.held_from is None or steps[0] < self.held_from:
+                self.wrong.append(f"told step {steps[0]}, promised {self.held_from}")
+            self.held_from = None
+            self.switches.append((steps[0], config["number"]))
+            self.changed.notify_all()
+
+
+def test_proposals_racing_with_steps_over_the_network() -> None:
+    world_size, rounds, proposals = 3, 150, 20
+    with running(world_size) as job:
+        steppers = [SteppingListener() for _ in range(world_size)]
+        for client, stepper in zip(job.clients, steppers):
+            client._listener = stepper  # they all joined with recorders
+        barrier = threading.Barrier(world_size)
+        choice = random.Random(0)
+        when = {choice.randrange(rounds): number for number in range(proposals)}
+
+        def train(rank: int) -> None:
+            for step in range(rounds):
+                steppers[rank].begin_step()
+                if step in when and when[step] % world_size == rank:
+                    job.clients[rank].propose({"number": when[step]})
+                barrier.wait(PATIENCE_SECONDS)  # as averaging does
+
+        job.on_all(train)
+        job.on_all(lambda rank: job.clients[rank].gather("done", rank))
+        for stepper in steppers:  # a switch may still be on its way
+            with stepper.changed:
+                assert stepper.changed.wait_for(lambda s=stepper: len(s.switches) == len(when), PATIENCE_SECONDS)
+        assert [stepper.wrong for stepper in steppers] == [[]] * world_size
+        assert [stepper.used for stepper in steppers] == [steppers[0].used] * world_size
+        assert [stepper.switches for stepper in steppers] == [steppers[0].switches] * world_size
+
+
+# --- clocks ---
+
+
+def test_the_clock_offset_leads_to_rank_0s_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = time.monotonic
+    with joining(2) as job:
+
+        class AheadTime:
+            monotonic = staticmethod(lambda: real() + 1000.0)
+
+        zero = job.start(job.join_rank, 0)
+        one = job.start(job.join_rank, 1)
+        assert zero.result(PATIENCE_SECONDS).clock_offset_seconds == 0.0
+        assert abs(one.result(PATIENCE_SECONDS).clock_offset_seconds) < 1.0
+        # A server's members after the fact see the clock of the day, so its estimate can be checked against a shifted one.
+        monkeypatch.setattr("commsched.control.server.time", AheadTime)
+        later = job.join(Member.server(0))
+        assert abs(later.clock_offset_seconds - 1000.0) < 1.0

@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from commsched.control.messages import Beat, decode
+from commsched.control.outbox import Outbox
+
+
+def test_what_was_put_comes_in_order_and_then_it_ends() -> None:
+    outbox = Outbox(heartbeat_seconds=60)
+    outbox.put(b"1")
+    outbox.put(b"2")
+    outbox.close(last=b"3")
+    outbox.put(b"too late")
+    outbox.close(last=b"too late")
+    assert list(outbox) == [b"1", b"2", b"3"]
+
+
+def test_a_heartbeat_when_nothing_was_put() -> None:
+    assert decode(next(Outbox(heartbeat_seconds=0.001))) == Beat()
+
+
+def test_nothing_more_after_discard() -> None:
+    outbox = Outbox(heartbeat_seconds=60)
+    outbox.put(b"1")
+    outbox.discard()
+    assert list(outbox) == []
+
+
+def test_close_ends_a_wait() -> None:
+    outbox = Outbox(heartbeat_seconds=60, thread_name="test-outbox")
+    thread = threading.Thread(target=lambda: list(outbox), daemon=True)
+    thread.start()
+    outbox.close()
+    thread.join(10)
+    assert not thread.is_alive()
+    assert outbox.thread is thread
+    assert thread.name == "test-outbox"
+
+
+def test_a_put_ends_a_wait() -> None:
+    outbox = Outbox(heartbeat_seconds=60)
+    got: list[bytes] = []
+    thread = threading.Thread(target=lambda: got.append(next(outbox)), daemon=True)
+    thread.start()
+    outbox.put(b"1")
+    thread.join(10)
+    assert got == [b"1"]
+    outbox.close()
+    with pytest.raises(StopIteration):
+        next(outbox)

@@ -1,0 +1,347 @@
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from commsched.control.member import Member
+from commsched.control.messages import (
+    PROTOCOL,
+    Beat,
+    End,
+    Failed,
+    Give,
+    Given,
+    Held,
+    Hello,
+    Hold,
+    Leave,
+    Left,
+    Message,
+    Ping,
+    Pong,
+    Propose,
+    Ready,
+    Report,
+    SwitchAt,
+    Welcome,
+)
+from commsched.control.roster import Roster, Send, first_common_steps
+from commsched.core.errors import PeerLost, ProtocolError, to_record
+from commsched.version import __version__
+
+
+def new_roster(world_size: int) -> Roster:
+    return Roster(world_size, "h", 70, fail_after_seconds=10.0, join_within_seconds=60.0, now=0.0)
+
+
+def member(rank: int, world_size: int = 2) -> Member:
+    return Member("rank", rank, world_size, f"h{rank}", 70 + rank)
+
+
+def hello(who: Member, within_seconds: float = 60.0) -> Hello:
+    return Hello(__version__, PROTOCOL, who, within_seconds)
+
+
+def joined(world_size: int) -> Roster:
+    """Rank ``r`` is on connection ``r``."""
+    roster = new_roster(world_size)
+    for rank in range(world_size):
+        roster.received(rank, hello(member(rank, world_size)), 0.0)
+    assert roster.ready
+    return roster
+
+
+def told(sends: list[Send]) -> str:
+    """The failure in ``sends``."""
+    [message] = {send.message.error["message"] for send in sends if isinstance(send.message, Failed)}
+    return message
+
+
+# --- joining ---
+
+
+def test_ranks_are_welcomed_and_told_when_all_are_there() -> None:
+    roster = new_roster(2)
+    welcome = Welcome("h", 70)
+    assert roster.received(7, hello(member(1)), 0.0) == [Send((7,), welcome)]
+    assert roster.received(9, hello(member(0)), 1.0) == [Send((9,), welcome), Send((7, 9), Ready())]
+
+
+def test_a_server_may_join_before_or_after_and_hears_who_has_left() -> None:
+    roster = new_roster(2)
+    early, late = Member.server(0), Member.server(1)
+    assert roster.received(5, hello(early), 0.0) == [Send((5,), Welcome("h", 70))]
+    roster.received(0, hello(member(0)), 0.0)
+    assert roster.received(1, hello(member(1)), 0.0)[-1] == Send((5, 0, 1), Ready())
+    roster.received(1, Leave(), 0.0)
+    assert [send.message for send in roster.received(6, hello(late), 0.0)] == [Welcome("h", 70), Ready(), Left(1)]
+
+
+@pytest.mark.parametrize(
+    ("stranger", "message"),
+    [
+        (member(0, 3), "rank 0 (host h0, pid 70) says there are 3 ranks, but rank 0 says 2"),
+        (member(2, 2), "rank 2 (host h2, pid 72) is not one of the 2 ranks, which are counted from 0"),
+        (
+            Member("rank", 1, 2, "elsewhere", 5),
+            "two processes say that they are rank 1: one on host h1, pid 71 and one on host elsewhere, pid 5",
+        ),
+    ],
+)
+def test_who_does_not_fit_fails_the_job_while_it_forms(stranger: Member, message: str) -> None:
+    roster = new_roster(2)
+    roster.received(1, hello(member(1)), 0.0)
+    sends = roster.received(8, hello(stranger), 0.0)
+    assert told(sends) == message
+    assert [send.connections for send in sends] == [(1,), (8,)]
+    assert roster.over
+
+
+def test_another_version_fails_the_job_and_names_both() -> None:
+    sends = new_roster(2).received(8, replace(hello(member(1)), version="9.9"), 0.0)
+    assert told(sends) == (
+        f"rank 1 (host h1, pid 71) runs commsched 9.9, but rank 0 (h) runs commsched {__version__}; "
+        "install the same version everywhere"
+    )
+
+
+def test_a_stray_process_is_turned_away_from_a_running_job_which_goes_on() -> None:
+    roster = joined(2)
+    for stranger in (member(1), member(0, 3), member(5, 2)):
+        [send] = roster.received(8, hello(stranger), 0.0)
+        assert send.connections == (8,)
+        assert isinstance(send.message, Failed)
+    [send] = roster.garbage(8, ProtocolError("3 bytes"))
+    assert send.connections == (8,)
+    assert not roster.over
+
+
+def test_who_says_no_hello_is_turned_away() -> None:
+    assert told(joined(2).received(8, Beat(), 0.0)) == "a process sent Beat before its hello"
+
+
+def test_missing_ranks_are_named_at_the_deadline_of_whoever_waits_least() -> None:
+    roster = new_roster(4)
+    roster.received(0, hello(member(0, 4), within_seconds=60.0), 0.0)
+    roster.received(2, hello(member(2, 4), within_seconds=20.0), 5.0)
+    assert roster.tick(24.9) == []
+    for rank in (0, 2):
+        roster.received(rank, Beat(), 25.0)
+    assert told(roster.tick(25.1)) == "ranks 1, 3 of 4 did not join within 60 s"
+
+
+def test_who_comes_late_hears_how_it_ended() -> None:
+    roster = joined(2)
+    roster.disconnected(1, "its connection broke")
+    [send] = roster.received(8, hello(member(1)), 0.0)
+    assert told([send]) == "rank 1 (host h1, pid 71) is gone: its connection broke"
+    roster = joined(1)
+    roster.received(0, Leave(), 0.0)
+    assert roster.received(8, hello(Member.server(0)), 0.0) == [Send((8,), End())]
+
+
+# --- failures ---
+
+
+def test_the_first_failure_counts_and_is_told_to_every_member() -> None:
+    roster = joined(2)
+    roster.received(8, hello(Member.server(0)), 0.0)
+    error = to_record(PeerLost("rank 9 is gone"))
+    assert roster.received(1, Report(error), 0.0) == [Send((0, 1, 8), Failed(error))]
+    assert roster.received(0, Report(to_record(PeerLost("another"))), 0.0) == []
+    assert roster.disconnected(1, "its connection broke") == []
+    assert roster.tick(1000.0) == []
+
+
+def test_a_member_that_disconnects_is_lost_even_after_it_left() -> None:
+    roster = joined(2)
+    roster.received(1, Leave(), 0.0)
+    assert told(roster.disconnected(1, "its connection broke")) == "rank 1 (host h1, pid 71) is gone: its connection broke"
+
+
+def test_the_most_silent_member_is_named() -> None:
+    roster, now = joined(3), 0.0
+    sends: list[Send] = []
+    while not sends:
+        now += 0.1
+        roster.received(0, Beat(), now)
+        if now < 0.5:
+            roster.received(1, Beat(), now)
+        sends = roster.tick(now)
+    assert now < 12.0
+    assert told(sends).startswith("rank 2 (host h2, pid 72) has been silent for ")
+
+
+@pytest.mark.parametrize("message", [Ready(), Welcome("h", 1), hello(member(0)), Held({})])
+def test_a_member_that_sends_what_is_not_its_to_send_fails_the_job(message: Message) -> None:
+    roster = joined(2)
+    assert told(roster.received(1, message, 0.0)).startswith("rank 1 (host h1, pid 71) ")
+
+
+@pytest.mark.parametrize("message", [Give("t", "1"), Leave(), Propose({}), Held({})])
+def test_a_server_cannot_act_as_a_rank_nor_a_rank_before_all_are_there(message: Message) -> None:
+    expected = f"sent {type(message).__name__}, which is not its to send now"
+    roster = joined(1)
+    roster.received(8, hello(Member.server(0)), 0.0)
+    assert expected in told(roster.received(8, message, 0.0))
+    roster = new_roster(2)
+    roster.received(0, hello(member(0)), 0.0)
+    assert expected in told(roster.received(0, message, 0.0))
+
+
+def test_garbage_of_a_member_names_it() -> None:
+    assert told(joined(2).garbage(1, ProtocolError("3 bytes"))) == "rank 1 (host h1, pid 71) sent 3 bytes"
+
+
+def test_a_ping_is_answered_with_rank_0s_time() -> None:
+    assert joined(2).received(1, Ping(3.0), 17.0) == [Send((1,), Pong(3.0, 17.0))]
+
+
+# --- gathers and leaving ---
+
+
+def test_what_a_rank_gives_goes_to_all_ranks_and_a_tag_is_forgotten_after() -> None:
+    roster = joined(2)
+    roster.received(8, hello(Member.server(0)), 0.0)
+    assert roster.received(1, Give("t", '"b"'), 0.0) == [Send((0, 1), Given("t", 1, '"b"'))]
+    assert roster.received(0, Give("t", '"a"'), 0.0) == [Send((0, 1), Given("t", 0, '"a"'))]
+    assert roster._gathers == {}
+
+
+def test_giving_twice_is_refused() -> None:
+    roster = joined(2)
+    roster.received(1, Give("t", "1"), 0.0)
+    assert told(roster.received(1, Give("t", "1"), 0.0)) == "rank 1 (host h1, pid 71) gave to 't' twice"
+
+
+@pytest.mark.parametrize("leave_first", [True, False])
+def test_a_gather_with_a_leaver_fails_and_names_it_and_the_tag(leave_first: bool) -> None:
+    roster = joined(2)
+    events: list[tuple[int, Message]] = [(1, Leave()), (0, Give("t", "1"))]
+    sends = [roster.received(*event, 0.0) for event in (events if leave_first else events[::-1])]
+    assert told(sends[1]) == "rank 1 (host h1, pid 71) left, but 't' waits for it"
+
+
+def test_a_rank_may_leave_after_it_gave() -> None:
+    roster = joined(2)
+    roster.received(1, Give("t", "1"), 0.0)
+    assert roster.received(1, Leave(), 0.0) == [Send((0,), Left(1))]
+    assert roster.received(0, Give("t", "1"), 0.0) == [Send((0, 1), Given("t", 0, "1"))]
+
+
+def test_when_the_last_leaves_all_are_told_the_end() -> None:
+    roster = joined(2)
+    roster.received(8, hello(Member.server(0)), 0.0)
+    assert roster.received(1, Leave(), 0.0) == [Send((0, 8), Left(1))]
+    assert not roster.over
+    assert roster.received(0, Leave(), 0.0) == [Send((1, 8), Left(0)), Send((0, 1, 8), End())]
+    assert roster.ended
+    assert roster.disconnected(1, "its connection broke") == []
+
+
+# --- agreeing on a step ---
+
+
+def test_common_groups_get_the_largest_promise() -> None:
+    assert first_common_steps([{0: 5, 1: 2}, {1: 4, 0: 4, 2: 9}]) == {0: 5, 1: 4}
+
+
+def test_proposals_are_handled_one_after_another() -> None:
+    roster = joined(2)
+    assert roster.received(0, Propose({"p": 1}), 0.0) == [Send((0, 1), Hold())]
+    assert roster.received(1, Propose({"p": 2}), 0.0) == []
+    assert roster.received(1, Held({0: 4}), 0.0) == []
+    assert roster.received(0, Held({0: 6}), 0.0) == [Send((0, 1), SwitchAt({"p": 1}, {0: 6})), Send((0, 1), Hold())]
+    roster.received(0, Held({0: 8}), 0.0)
+    assert roster.received(1, Held({0: 7}), 0.0) == [Send((0, 1), SwitchAt({"p": 2}, {0: 8}))]
+
+
+def test_a_rank_that_has_left_is_not_asked() -> None:
+    roster = joined(2)
+    roster.received(1, Leave(), 0.0)
+    assert roster.received(0, Propose({}), 0.0) == [Send((0,), Hold())]
+
+
+def test_a_promise_nobody_asked_for_fails_the_job() -> None:
+    roster = joined(2)
+    roster.received(0, Propose({}), 0.0)
+    roster.received(1, Held({}), 0.0)
+    assert told(roster.received(1, Held({}), 0.0)) == "rank 1 (host h1, pid 71) promised steps that nobody asked for"
+
+
+class SteppingRank:
+    """A rank that steps whenever it may, as Core does, with messages to and from the server still on their way."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.next_step = 0
+        self.held_from: int | None = None
+        self.switches: list[tuple[int, Any]] = []
+        self.used: list[Any] = []  # the configuration of each step begun
+        self.inbox: deque[Message] = deque()
+        self.outbox: deque[Message] = deque()
+
+    def begin_step(self, slowest: int) -> None:
+        """Averaging keeps ranks within a step of each other; a hold stops a rank."""
+        if self.next_step > slowest or (self.held_from is not None and self.next_step >= self.held_from):
+            return
+        self.used.append(next((config for step, config in reversed(self.switches) if step <= self.next_step), None))
+        self.next_step += 1
+
+    def take(self) -> None:
+        match self.inbox.popleft():
+            case Hold():
+                assert self.held_from is None
+                self.held_from = self.next_step + 1
+                self.outbox.append(Held({0: self.held_from}))
+            case SwitchAt(config, steps):
+                assert self.held_from is not None
+                assert steps[0] >= self.held_from >= self.next_step, "told of a step below its promise"
+                self.held_from = None
+                self.switches.append((steps[0], config["number"]))
+
+
+@settings(max_examples=200)
+@given(st.integers(1, 4), st.data())
+def test_ranks_use_one_configuration_in_every_step_however_proposals_race_with_steps(n: int, data: st.DataObject) -> None:
+    roster, ranks = joined(n), [SteppingRank(rank) for rank in range(n)]
+    proposals = 0
+
+    def deliver(sends: list[Send]) -> None:
+        for send in sends:
+            for connection in send.connections:
+                ranks[connection].inbox.append(send.message)
+
+    def move(rank: SteppingRank, what: str) -> None:
+        if what == "step":
+            rank.begin_step(min(other.next_step for other in ranks))
+        elif what == "take" and rank.inbox:
+            rank.take()
+        elif what == "send" and rank.outbox:
+            deliver(roster.received(rank.rank, rank.outbox.popleft(), 0.0))
+
+    moves = st.tuples(st.sampled_from(ranks), st.sampled_from(["step", "take", "send", "propose"]))
+    for rank, what in data.draw(st.lists(moves, max_size=80)):
+        if what == "propose" and proposals < 5:
+            proposals += 1
+            rank.outbox.append(Propose({"number": proposals}))
+        move(rank, what)
+    while any(rank.inbox or rank.outbox for rank in ranks):
+        for rank in ranks:
+            for what in ("send", "take", "step"):
+                move(rank, what)
+    for _ in range(5):  # nobody is held for ever
+        for rank in ranks:
+            rank.begin_step(min(other.next_step for other in ranks))
+
+    assert not roster.over
+    assert [rank.switches for rank in ranks] == [ranks[0].switches] * n
+    assert len(ranks[0].switches) == proposals
+    shortest = min(len(rank.used) for rank in ranks)
+    assert [rank.used[:shortest] for rank in ranks] == [ranks[0].used[:shortest]] * n
+    assert proposals == 0 or ranks[0].used[-1] == ranks[0].switches[-1][1]

@@ -1,0 +1,523 @@
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+
+import pytest
+
+from commsched.core.config import SchedulerConfig
+from commsched.core.core import Core
+from commsched.core.errors import ClosedError, PeerLost, TransportError
+from commsched.core.group import TensorGroup
+from commsched.core.manifest import Manifest, TensorSpec
+from commsched.core.plan import cut
+from commsched.core.ports import Completion
+from commsched.core.task import CommTask, State
+from commsched.testing.fakes import RecordingTransport
+
+pytestmark = pytest.mark.timeout(30)
+
+MANIFEST = Manifest(tuple(TensorSpec(f"layer{index}", (10,), "uint8") for index in range(4)))
+ONE_BY_ONE = SchedulerConfig(partition_bytes=10, credit_bytes=10)
+
+
+def in_thread(fn: Callable[[], object]) -> Future[object]:
+    """``fn`` in a daemon thread: a test that fails leaves no thread that keeps the process."""
+    future: Future[object] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(fn())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="test-engine", daemon=True).start()
+    return future
+
+
+def watch_waits(core: Core) -> threading.Semaphore:
+    """Released each time an engine thread comes to wait; whoever then takes the core's lock finds it waiting."""
+    waits, wait = threading.Semaphore(0), core._progress.wait
+
+    def announced_wait(timeout: float | None = None) -> bool:
+        waits.release()
+        return wait(timeout)
+
+    core._progress.wait = announced_wait  # type: ignore[method-assign]
+    return waits
+
+
+class World:
+    """A Core on a transport that the test controls, and its observer and failure callback."""
+
+    def __init__(self) -> None:
+        self.transport = RecordingTransport()
+        self.failures: list[Exception] = []
+        self.tasks: list[CommTask] = []
+        self.spans: list[tuple[str, str]] = []
+        self.observed = threading.Event()
+        self.core = self.make_core(ONE_BY_ONE)
+
+    def make_core(self, config: SchedulerConfig, warn_after_seconds: float = 1000.0) -> Core:
+        if hasattr(self, "core"):
+            self.core.close()
+        self.core = Core(
+            self.transport, config, observer=self, on_failure=self.failures.append, warn_after_seconds=warn_after_seconds
+        )
+        self.waits = watch_waits(self.core)
+        return self.core
+
+    def waiting(self, fn: Callable[[], object]) -> Future[object]:
+        """``fn`` in a thread of its own that has come to wait in the core: only a notification can wake it."""
+        future = in_thread(fn)
+        assert self.waits.acquire(timeout=10), "it did not wait"
+        assert not future.done()
+        return future
+
+    def add_group(self, partition_bytes: int = 10, manifest: Manifest = MANIFEST) -> TensorGroup:
+        buffers = {dtype: memoryview(bytearray(nbytes)) for dtype, nbytes in manifest.buffer_bytes.items()}
+        return self.core.add_group(cut(manifest, partition_bytes), buffers)
+
+    def finish(self, group: TensorGroup) -> None:
+        """Notify what is missing of the step, and let the network bring all of it."""
+        for tensor in range(len(group.manifest.tensors)):
+            if tensor not in group.notified:
+                group.notify_ready(tensor)
+        while group.unfinished:
+            started = self.transport.wait_started(0)
+            task = next((task for task in started if task.state is not State.DONE), None)
+            if task is None:
+                self.transport.wait_started(len(started) + 1)
+            else:
+                self.transport.done(task)
+
+    def on_task(self, task: CommTask) -> None:
+        self.tasks.append(task)
+        self.observed.set()
+
+    def on_span(self, track: str, name: str, start: float, stop: float) -> None:
+        assert start <= stop
+        self.spans.append((track, name))
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    world = World()
+    yield world
+    in_thread(world.core.close).result(10)  # no time limit of pytest holds after a test has failed
+
+
+def order(tasks: list[CommTask]) -> list[int]:
+    return [task.partition.index for task in tasks]
+
+
+# --- order and credit ---
+
+
+def test_front_layers_overtake_what_waits_for_credit(world: World) -> None:
+    group = world.add_group()
+    group.begin_step()
+    group.notify_ready(3)
+    world.transport.wait_started(1)
+    for tensor in (2, 1, 0):
+        group.notify_ready(tensor)
+    for count in range(1, 4):
+        world.transport.sent(world.transport.wait_started(count)[-1])
+    assert order(world.transport.wait_started(4)) == [3, 0, 1, 2]
+
+
+def test_fifo_starts_in_order_of_readiness(world: World) -> None:
+    world.make_core(SchedulerConfig(10, 10, "fifo"))
+    group = world.add_group()
+    group.begin_step()
+    for tensor in (3, 2, 0, 1):
+        group.notify_ready(tensor)
+    for count in range(1, 4):
+        world.transport.sent(world.transport.wait_started(count)[-1])
+    assert order(world.transport.wait_started(4)) == [3, 2, 0, 1]
+
+
+def test_credit_comes_back_when_bytes_have_left_not_when_the_average_is_there(world: World) -> None:
+    group = world.add_group()
+    group.begin_step()
+    for tensor in range(4):
+        group.notify_ready(tensor)
+    for count in range(1, 5):
+        world.transport.sent(world.transport.wait_started(count)[-1])
+    assert [task.state for task in world.transport.started] == [State.SENT] * 4
+    assert not any(proxy.is_open for proxy in group.proxies)
+
+
+def test_nothing_starts_above_the_credit(world: World) -> None:
+    """A task that is wrongly admitted would be started before the group's only other task, and out of order."""
+    world.make_core(SchedulerConfig(10, 20))
+    group = world.add_group()
+    group.begin_step()
+    for tensor in range(4):
+        group.notify_ready(tensor)
+    assert order(world.transport.wait_started(2)) == [0, 1]
+    world.transport.done(world.transport.started[1])  # done without sent gives the credit back as well
+    assert order(world.transport.wait_started(3)) == [0, 1, 2]
+    assert [task.state for task in group.tasks] == [State.STARTED, State.DONE, State.STARTED, State.READY]
+
+
+def test_a_partition_is_ready_when_all_its_tensors_are(world: World) -> None:
+    group = world.add_group(partition_bytes=20)  # layers 0 and 1, 2 and 3
+    group.begin_step()
+    group.notify_ready(3)
+    group.notify_ready(1)
+    assert [task.state for task in group.tasks] == [State.PENDING, State.PENDING]
+    group.notify_ready(2)
+    assert order(world.transport.wait_started(1)) == [1]
+
+
+def test_a_tensor_of_several_partitions_opens_with_the_last_one(world: World) -> None:
+    world.make_core(SchedulerConfig(4, 100))
+    group = world.add_group(4, Manifest((TensorSpec("big", (10,), "uint8"),)))
+    group.begin_step()
+    group.notify_ready(0)
+    started = world.transport.wait_started(3)
+    waiting = world.waiting(group.proxies[0].wait)
+    for task in reversed(started):
+        assert not waiting.done()
+        assert repr(group.proxies[0]).startswith("<DependencyProxy 'big' waits for ")
+        world.transport.done(task)
+    waiting.result(10)
+    assert repr(group.proxies[0]) == "<DependencyProxy 'big' open>"
+
+
+def test_the_transport_is_given_the_tensors_own_bytes(world: World) -> None:
+    manifest = Manifest((TensorSpec("a", (2,), "float32"), TensorSpec("b", (1,), "float64"), TensorSpec("c", (1,), "float32")))
+    buffers = {"float32": memoryview(bytearray(range(12))), "float64": memoryview(bytearray(range(50, 58)))}
+    world.make_core(SchedulerConfig(8, 100))
+    group = world.core.add_group(cut(manifest, 8), buffers)
+    group.begin_step()
+    for tensor in range(3):
+        group.notify_ready(tensor)
+    assert [bytes(task.data) for task in world.transport.wait_started(3)] == [
+        bytes(range(8)),
+        bytes(range(50, 58)),
+        bytes(range(8, 12)),
+    ]
+    world.transport.started[2].data[:] = b"mean"
+    assert bytes(buffers["float32"][8:]) == b"mean"
+    assert world.transport.groups == {0: manifest}
+
+
+def test_a_tensor_without_elements_is_open_at_once(world: World) -> None:
+    manifest = Manifest((TensorSpec("empty", (0,), "float32"), TensorSpec("bias", (1,), "float32")))
+    group = world.add_group(10, manifest)
+    group.begin_step()
+    group.proxies[0].wait()
+    group.notify_ready(0)
+    assert not group.proxies[1].is_open
+    world.finish(group)
+    assert group.begin_step() == 1
+
+
+def test_groups_share_the_credit_and_are_numbered(world: World) -> None:
+    a, b = world.add_group(), world.add_group()
+    assert (a.index, b.index, world.core.group_count) == (0, 1, 2)
+    for group in (a, b):
+        group.begin_step()
+        group.notify_ready(0)
+    assert world.transport.wait_started(1)[0].group == 0
+    world.transport.sent(world.transport.started[0])
+    assert world.transport.wait_started(2)[1].group == 1
+
+
+# --- steps ---
+
+
+def test_begin_step_waits_until_the_step_before_is_done(world: World) -> None:
+    group = world.add_group()
+    assert group.begin_step() == 0
+    for tensor in range(4):
+        group.notify_ready(tensor)
+    next_step = world.waiting(group.begin_step)
+    for count in range(1, 5):
+        assert not next_step.done()
+        world.transport.done(world.transport.wait_started(count)[-1])
+    assert next_step.result(10) == 1
+    assert [task.state for task in group.tasks] == [State.PENDING] * 4
+    assert not any(proxy.is_open for proxy in group.proxies)
+
+
+def test_proxies_are_open_before_the_first_step(world: World) -> None:
+    group = world.add_group()
+    for proxy in group.proxies:
+        proxy.wait()
+    assert group.step == -1
+
+
+def test_notifying_twice_names_the_tensor_and_starts_nothing_twice(world: World) -> None:
+    group = world.add_group()
+    with pytest.raises(ValueError, match=r"^tensor 'layer2' was notified twice in step -1, or before any step$"):
+        group.notify_ready(2)
+    group.begin_step()
+    group.notify_ready(2)
+    with pytest.raises(ValueError, match=r"^tensor 'layer2' was notified twice in step 0, or before any step$"):
+        group.notify_ready(2)
+    world.finish(group)
+    assert sorted(order(world.transport.started)) == [0, 1, 2, 3]
+    assert group.begin_step() == 1
+    group.notify_ready(2)
+
+
+def test_drain_waits_for_what_became_ready_and_for_nothing_else(world: World) -> None:
+    group = world.add_group()
+    world.core.drain()
+    group.begin_step()
+    world.core.drain()
+    group.notify_ready(3)
+    drained = world.waiting(world.core.drain)
+    task = world.transport.wait_started(1)[0]
+    world.transport.sent(task)
+    assert not drained.done()
+    world.transport.done(task)
+    drained.result(10)
+
+
+def test_the_observer_sees_each_task_and_each_wait(world: World) -> None:
+    group = world.add_group()
+    group.begin_step()
+    waiting = world.waiting(group.proxies[3].wait)
+    group.notify_ready(3)
+    task = world.transport.wait_started(1)[0]
+    world.transport.sent(task)
+    world.transport.done(task)
+    waiting.result(10)
+    assert world.observed.wait(10)
+    assert world.tasks == [task]
+    assert 0 < task.ready_at <= task.started_at <= task.sent_at <= task.done_at
+    group.proxies[3].wait()  # is open: no wait, no span
+    assert world.spans == [("wait", "layer3")]
+
+
+def test_a_task_that_is_done_without_sent_was_sent_when_it_was_done(world: World) -> None:
+    group = world.add_group()
+    group.begin_step()
+    group.notify_ready(0)
+    task = world.transport.wait_started(1)[0]
+    world.transport.done(task)
+    assert task.started_at <= task.sent_at <= task.done_at
+    with pytest.raises(KeyError):
+        world.transport.done(task)
+
+
+# --- changes of configuration ---
+
+
+def agree(core: Core, config: SchedulerConfig) -> dict[int, int]:
+    """What the control channel does, for a world of one rank."""
+    steps = core.hold_steps()
+    core.switch_at(config, steps)
+    return steps
+
+
+def run_step(world: World, group: TensorGroup) -> int:
+    """One whole step; how many partitions it had."""
+    group.begin_step()
+    world.finish(group)
+    return len(group.tasks)
+
+
+def test_a_change_takes_effect_at_exactly_the_agreed_step(world: World) -> None:
+    group = world.add_group()
+    assert run_step(world, group) == 4
+    assert world.core.hold_steps() == {0: 2}
+    world.core.switch_at(SchedulerConfig(20, 20), {0: 3})  # another rank was a step ahead
+    assert [run_step(world, group) for _ in range(4)] == [4, 4, 2, 2]
+    assert world.core.config == SchedulerConfig(20, 20)
+
+
+def test_credit_and_policy_change_with_the_partition(world: World) -> None:
+    group = world.add_group()
+    agree(world.core, SchedulerConfig(10, 20, "fifo"))
+    assert run_step(world, group) == 4
+    assert world.core.config == ONE_BY_ONE
+    group.begin_step()
+    for tensor in (3, 2, 1, 0):
+        group.notify_ready(tensor)
+    assert order(world.transport.wait_started(6)[4:]) == [3, 2]  # fifo, and two at a time
+
+
+def test_a_held_step_does_not_begin_before_the_change_is_agreed(world: World) -> None:
+    group = world.add_group()
+    promised = world.core.hold_steps()
+    assert promised == {0: 1}
+    run_step(world, group)  # step 0 was not promised away
+    step_1 = world.waiting(group.begin_step)
+    world.core.switch_at(SchedulerConfig(20, 20), promised)
+    assert step_1.result(10) == 1
+    assert len(group.tasks) == 2
+
+
+def test_a_second_change_does_not_swallow_one_that_this_rank_has_not_reached(world: World) -> None:
+    """A rank that lags a step behind is told of the next change before it has applied the last one."""
+    group = world.add_group()
+    world.core.hold_steps()
+    world.core.switch_at(SchedulerConfig(20, 20), {0: 2})
+    world.core.hold_steps()
+    world.core.switch_at(SchedulerConfig(40, 40), {0: 4})
+    assert [run_step(world, group) for _ in range(6)] == [4, 4, 2, 2, 1, 1]
+
+
+def test_two_changes_at_one_step_leave_the_later(world: World) -> None:
+    group = world.add_group()
+    agree(world.core, SchedulerConfig(20, 20))
+    agree(world.core, SchedulerConfig(40, 40))
+    assert [run_step(world, group) for _ in range(3)] == [4, 1, 1]
+    assert world.core.config == SchedulerConfig(40, 40)
+
+
+def test_a_group_that_lags_behind_does_not_bring_back_the_older_credit(world: World) -> None:
+    fast, slow = world.add_group(), world.add_group()
+    assert agree(world.core, SchedulerConfig(20, 20)) == {0: 1, 1: 1}
+    assert run_step(world, slow) == 4
+    assert [run_step(world, fast) for _ in range(2)] == [4, 2]
+    assert agree(world.core, SchedulerConfig(40, 40)) == {0: 3, 1: 2}
+    assert [run_step(world, fast) for _ in range(2)] == [2, 1]
+    assert run_step(world, slow) == 2
+    assert world.core.config == SchedulerConfig(40, 40)
+    assert run_step(world, slow) == 1
+
+
+def test_a_change_before_the_first_group_counts_for_the_groups_to_come(world: World) -> None:
+    agree(world.core, SchedulerConfig(20, 20))
+    assert world.core.config == SchedulerConfig(20, 20)
+
+
+def test_a_released_group_promises_nothing(world: World) -> None:
+    released, group = world.add_group(), world.add_group()
+    run_step(world, released)
+    released.release()
+    assert world.core.hold_steps() == {group.index: 1}
+
+
+# --- failure and end ---
+
+
+def test_a_failure_opens_every_wait_and_is_raised_at_every_later_call(world: World) -> None:
+    group = world.add_group()
+    other = world.add_group()
+    group.begin_step()
+    other.begin_step()
+    for tensor in range(4):
+        other.notify_ready(tensor)
+    waits = [world.waiting(call) for call in (group.proxies[0].wait, world.core.drain, other.begin_step)]
+    lost = PeerLost("rank 1 is gone: its connection broke")
+    world.core.fail(lost)
+    world.core.fail(PeerLost("a later one"))
+    for wait in waits:
+        assert wait.exception(10) is lost
+    for call in (
+        group.begin_step,
+        lambda: group.notify_ready(1),
+        group.proxies[1].wait,
+        world.core.drain,
+        world.core.check,
+        world.add_group,
+    ):
+        with pytest.raises(PeerLost, match=r"^rank 1 is gone: its connection broke$"):
+            call()
+    assert world.failures == [lost]
+
+
+def test_nothing_starts_after_a_failure(world: World) -> None:
+    group = world.add_group()
+    group.begin_step()
+    for tensor in range(4):
+        group.notify_ready(tensor)
+    task = world.transport.wait_started(1)[0]
+    world.core.fail(PeerLost("rank 1 is gone"))
+    world.transport.sent(task)  # a transport may still report; it is too late for the next start
+    world.core.close()  # ends the dispatcher: whatever it would have started, it has
+    assert world.transport.started == [task]
+
+
+class RaisingTransport(RecordingTransport):
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error = error
+
+    def start(self, task: CommTask, completion: Completion) -> None:
+        raise self.error
+
+
+def test_an_error_of_ours_from_the_transport_is_the_failure(world: World) -> None:
+    lost = PeerLost("rank 1 is gone")
+    world.transport = RaisingTransport(lost)
+    group_of_raising(world).notify_ready(0)
+    assert in_thread(world.core.drain).exception(10) is lost
+
+
+def test_any_other_error_of_the_transport_is_a_failure_that_names_it(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    world.transport = RaisingTransport(OSError("no route"))
+    group_of_raising(world).notify_ready(0)
+    said = "the transport raised OSError: no route at <CommTask step 0 partition 0 10 B started>"
+    error = in_thread(world.core.drain).exception(10)
+    assert type(error) is TransportError
+    assert str(error) == said
+    assert "the transport raised" in caplog.text
+
+
+def group_of_raising(world: World) -> TensorGroup:
+    world.make_core(ONE_BY_ONE)
+    group = world.add_group()
+    group.begin_step()
+    return group
+
+
+def test_close_ends_the_dispatcher_and_every_wait(world: World) -> None:
+    before = {thread for thread in threading.enumerate() if thread.name == "commsched-dispatch"}
+    core = Core(RecordingTransport(), ONE_BY_ONE, warn_after_seconds=1000.0)
+    (dispatcher,) = {thread for thread in threading.enumerate() if thread.name == "commsched-dispatch"} - before
+    assert dispatcher.daemon
+    group = core.add_group(cut(MANIFEST, 10), {"uint8": memoryview(bytearray(40))})
+    group.begin_step()
+    waits = watch_waits(core)
+    waiting = in_thread(group.proxies[0].wait)
+    assert waits.acquire(timeout=10)
+    core.close()
+    assert not dispatcher.is_alive()
+    assert str(waiting.exception(10)) == "this session is closed"
+    for call in (group.begin_step, lambda: group.notify_ready(0), core.drain, core.check):
+        with pytest.raises(ClosedError, match=r"^this session is closed$"):
+            call()
+    core.close()
+
+
+def test_a_failure_after_close_is_nobodys_business(world: World) -> None:
+    world.core.close()
+    world.core.fail(PeerLost("rank 1 is gone"))
+    assert world.failures == []
+    with pytest.raises(ClosedError):
+        world.core.check()
+
+
+def test_a_long_wait_says_what_it_waits_for(world: World) -> None:
+    """The log is written without the lock: a handler may call the core."""
+    seen: list[str] = []
+    said = threading.Event()
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            world.core.check()
+            seen.append(record.getMessage())
+            said.set()
+
+    handler = Handler()
+    logger = logging.getLogger("commsched")
+    logger.addHandler(handler)
+    try:
+        world.make_core(ONE_BY_ONE, warn_after_seconds=0.01)
+        group = world.add_group()
+        group.begin_step()
+        waiting = in_thread(group.proxies[2].wait)
+        assert said.wait(10)
+        assert seen[0] == "rank 0 has waited 0 s for the average of tensor 'layer2'"
+        world.finish(group)
+        waiting.result(10)
+    finally:
+        logger.removeHandler(handler)

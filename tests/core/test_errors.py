@@ -1,0 +1,55 @@
+import json
+
+import pytest
+
+from commsched.core import errors
+from commsched.core.errors import CommschedError, ConfigError, PeerLost, TransportError, from_record, to_record
+
+KINDS = [
+    kind
+    for kind in vars(errors).values()
+    if isinstance(kind, type) and issubclass(kind, CommschedError) and kind is not CommschedError
+]
+
+
+def test_the_hierarchy() -> None:
+    assert {kind.__name__: kind.__base__.__name__ for kind in KINDS} == {
+        "ConfigError": "CommschedError",
+        "UnsupportedError": "CommschedError",
+        "ManifestMismatch": "CommschedError",
+        "ProtocolError": "CommschedError",
+        "TransportError": "CommschedError",
+        "PeerLost": "TransportError",
+        "PeerTimeout": "TransportError",
+        "ClosedError": "CommschedError",
+    }
+    assert issubclass(ConfigError, ValueError)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_error_survives_the_way_to_a_peer(kind: type[CommschedError]) -> None:
+    arrived = from_record(json.loads(json.dumps(to_record(kind("rank 2 is gone")))))
+    assert type(arrived) is kind
+    assert str(arrived) == "rank 2 is gone"
+
+
+def test_an_error_of_the_users_code_becomes_a_transport_error_that_names_it() -> None:
+    arrived = from_record(to_record(ZeroDivisionError("division by zero")))
+    assert type(arrived) is TransportError
+    assert str(arrived) == "ZeroDivisionError: division by zero"
+
+
+def test_a_kind_we_do_not_know_becomes_a_transport_error() -> None:
+    arrived = from_record({"type": "PeerAsleep", "message": "rank 1 sleeps"})
+    assert type(arrived) is TransportError
+    assert str(arrived) == "rank 1 sleeps"
+
+
+def test_an_empty_record_still_is_an_error() -> None:
+    assert type(from_record({})) is TransportError
+    assert str(from_record({})) == "no message"
+
+
+def test_a_lost_peer_is_a_transport_error() -> None:
+    with pytest.raises(TransportError, match="rank 2 is gone"):
+        raise PeerLost("rank 2 is gone")

@@ -1,0 +1,142 @@
+from itertools import pairwise
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from commsched.core.manifest import ITEMSIZE, Manifest, TensorSpec
+from commsched.core.plan import Partition, Plan, cut
+from tests.core.strategies import manifests
+
+sizes = st.integers(1, 300)
+
+
+def tensors(*forms: tuple[int, str]) -> Manifest:
+    return Manifest(tuple(TensorSpec(f"t{index}", (numel,), dtype) for index, (numel, dtype) in enumerate(forms)))
+
+
+def borders(plan: Plan) -> list[tuple[str, int, int, tuple[int, ...]]]:
+    return [(p.dtype, p.start, p.stop, p.tensors) for p in plan.partitions]
+
+
+def span(manifest: Manifest, tensor: int) -> tuple[int, int]:
+    return manifest.offset(tensor), manifest.offset(tensor) + manifest.tensors[tensor].nbytes
+
+
+@given(manifests(), sizes)
+def test_every_byte_of_every_buffer_is_in_one_partition(manifest: Manifest, partition_bytes: int) -> None:
+    ends = dict.fromkeys(manifest.buffer_bytes, 0)
+    for partition in cut(manifest, partition_bytes).partitions:
+        assert partition.start == ends[partition.dtype] < partition.stop
+        ends[partition.dtype] = partition.stop
+    assert ends == manifest.buffer_bytes
+
+
+@given(manifests(), sizes)
+def test_no_partition_is_larger_than_asked_or_than_one_element(manifest: Manifest, partition_bytes: int) -> None:
+    for partition in cut(manifest, partition_bytes).partitions:
+        assert partition.nbytes <= max(partition_bytes, ITEMSIZE[partition.dtype])
+        assert partition.nbytes % ITEMSIZE[partition.dtype] == 0
+
+
+@given(manifests(), sizes)
+def test_a_partition_names_exactly_the_tensors_it_has_elements_of(manifest: Manifest, partition_bytes: int) -> None:
+    plan = cut(manifest, partition_bytes)
+    for partition in plan.partitions:
+        inside = [
+            tensor
+            for tensor, spec in enumerate(manifest.tensors)
+            if spec.dtype == partition.dtype
+            and max(span(manifest, tensor)[0], partition.start) < min(span(manifest, tensor)[1], partition.stop)
+        ]
+        assert partition.tensors == tuple(inside)
+    for tensor, owners in enumerate(plan.by_tensor):
+        assert owners == tuple(p.index for p in plan.partitions if tensor in p.tensors)
+
+
+@given(manifests(), sizes)
+def test_partitions_are_in_forward_order_and_numbered(manifest: Manifest, partition_bytes: int) -> None:
+    partitions = cut(manifest, partition_bytes).partitions
+    assert [p.index for p in partitions] == list(range(len(partitions)))
+    for before, after in pairwise(partitions):
+        assert before.tensors[-1] <= after.tensors[0]
+
+
+@given(manifests(), sizes)
+def test_several_tensors_in_a_partition_are_whole_and_of_one_dtype(manifest: Manifest, partition_bytes: int) -> None:
+    for partition in cut(manifest, partition_bytes).partitions:
+        assert {manifest.tensors[tensor].dtype for tensor in partition.tensors} == {partition.dtype}
+        if len(partition.tensors) > 1:
+            assert partition.start == span(manifest, partition.tensors[0])[0]
+            assert partition.stop == span(manifest, partition.tensors[-1])[1]
+
+
+@given(manifests(), sizes)
+def test_large_tensors_are_split_into_the_fewest_near_equal_pieces(manifest: Manifest, partition_bytes: int) -> None:
+    plan = cut(manifest, partition_bytes)
+    for spec, owners in zip(manifest.tensors, plan.by_tensor):
+        if spec.nbytes <= partition_bytes:
+            assert len(owners) == (1 if spec.nbytes else 0)
+            continue
+        most = max(1, partition_bytes // ITEMSIZE[spec.dtype])
+        pieces = [plan.partitions[index].nbytes // ITEMSIZE[spec.dtype] for index in owners]
+        assert len(pieces) == -(-spec.numel // most)
+        assert max(pieces) - min(pieces) <= 1
+        assert all(plan.partitions[index].tensors == plan.partitions[owners[0]].tensors for index in owners)
+
+
+@given(manifests(), sizes)
+def test_merging_is_greedy(manifest: Manifest, partition_bytes: int) -> None:
+    """No partition could have taken the next tensor that has elements as well."""
+    plan = cut(manifest, partition_bytes)
+
+    def whole(partition: Partition) -> bool:
+        return all(len(plan.by_tensor[tensor]) == 1 for tensor in partition.tensors)
+
+    for before, after in pairwise(plan.partitions):
+        if whole(before) and whole(after) and before.dtype == after.dtype:
+            assert before.nbytes + manifest.tensors[after.tensors[0]].nbytes > partition_bytes
+
+
+@given(manifests(), sizes)
+def test_equal_arguments_give_equal_plans(manifest: Manifest, partition_bytes: int) -> None:
+    again = Manifest.from_record(manifest.to_record())
+    assert cut(manifest, partition_bytes) == cut(again, partition_bytes)
+    assert cut(manifest, partition_bytes).fingerprint == cut(again, partition_bytes).fingerprint
+
+
+def test_splits_and_merges_by_hand() -> None:
+    manifest = tensors((2, "float32"), (3, "float32"), (11, "float32"), (1, "float32"))
+    assert borders(cut(manifest, 20)) == [
+        ("float32", 0, 20, (0, 1)),
+        ("float32", 20, 32, (2,)),
+        ("float32", 32, 48, (2,)),
+        ("float32", 48, 64, (2,)),
+        ("float32", 64, 68, (3,)),
+    ]
+
+
+def test_another_dtype_between_two_tensors_keeps_them_apart() -> None:
+    manifest = tensors((1, "float32"), (1, "float64"), (1, "float32"))
+    assert borders(cut(manifest, 1000)) == [("float32", 0, 4, (0,)), ("float64", 0, 8, (1,)), ("float32", 4, 8, (2,))]
+
+
+def test_a_tensor_without_elements_is_in_no_partition_and_separates_nothing() -> None:
+    manifest = tensors((1, "float32"), (0, "float64"), (0, "float32"), (1, "float32"))
+    plan = cut(manifest, 1000)
+    assert borders(plan) == [("float32", 0, 8, (0, 3))]
+    assert plan.by_tensor == ((0,), (), (), (0,))
+
+
+def test_nothing_but_tensors_without_elements_gives_no_partition() -> None:
+    assert cut(tensors((0, "float32")), 1).partitions == ()
+    assert cut(Manifest(()), 1).partitions == ()
+
+
+def test_an_element_larger_than_a_partition_is_a_partition() -> None:
+    assert borders(cut(tensors((2, "float64")), 3)) == [("float64", 0, 8, (0,)), ("float64", 8, 16, (0,))]
+
+
+def test_the_fingerprint_tells_plans_apart() -> None:
+    manifest = tensors((8, "float32"))
+    prints = {cut(manifest, 8).fingerprint, cut(manifest, 16).fingerprint, cut(tensors((8, "float64")), 16).fingerprint}
+    assert len(prints) == 3

@@ -1,0 +1,46 @@
+from itertools import product
+
+import pytest
+
+from commsched.core.plan import Partition
+from commsched.core.task import TRANSITIONS, CommTask, State
+
+EVENTS = ("notify_ready", "start", "notify_sent", "notify_finish")
+LIFE = (State.PENDING, State.READY, State.STARTED, State.SENT, State.DONE)
+
+
+def make_task(state: State = State.PENDING) -> CommTask:
+    task = CommTask(0, 7, Partition(3, "float32", 8, 24, (1, 2)), memoryview(bytearray(16)))
+    task.state = state
+    return task
+
+
+def test_a_whole_life() -> None:
+    task = make_task()
+    seen = [task.state]
+    for event in EVENTS:
+        task.advance(event)
+        seen.append(task.state)
+    assert tuple(seen) == LIFE
+
+
+def test_the_table_has_a_row_for_each_event() -> None:
+    assert {event for _, event in TRANSITIONS} == set(EVENTS)
+    assert len(TRANSITIONS) == len(EVENTS)
+
+
+@pytest.mark.parametrize(
+    ("state", "event"),
+    [pair for pair in product(State, (*EVENTS, "no such event")) if pair not in TRANSITIONS],
+)
+def test_every_other_transition_raises_and_changes_nothing(state: State, event: str) -> None:
+    task = make_task(state)
+    with pytest.raises(KeyError, match=event):
+        task.advance(event)
+    assert task.state is state
+
+
+def test_a_task_takes_size_and_priority_from_its_partition() -> None:
+    task = make_task()
+    assert (task.nbytes, task.priority, task.missing) == (16, 3, 2)
+    assert repr(task) == "<CommTask step 7 partition 3 16 B pending>"

@@ -1,0 +1,85 @@
+"""Real jobs of real processes, started as a user would, for the tests of this folder."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+WORKER = ROOT / "tests" / "jobs" / "worker.py"
+
+
+def clean_environ(**more: str) -> dict[str, str]:
+    """This process's environment without any launcher's variables."""
+    known = ("COMMSCHED_", "OMPI_", "PMI", "SLURM_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_", "MPI_")
+    environ = {key: value for key, value in os.environ.items() if not key.startswith(known)}
+    return {**environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", **more}
+
+
+class Job:
+    """``commsched run ...`` in the background. Ends, with everything it started, when the block is left."""
+
+    def __init__(self, *arguments: str, environ: Mapping[str, str] | None = None) -> None:
+        self._command = [sys.executable, "-m", "commsched", "run", *arguments]
+        self._environ = clean_environ(**(environ or {}))
+
+    def __enter__(self) -> Job:
+        self.process = subprocess.Popen(
+            self._command,
+            env=self._environ,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            try:
+                self.process.wait(10)
+            finally:
+                self.process.kill()
+        for pipe in (self.process.stdout, self.process.stderr):
+            assert pipe is not None
+            pipe.close()
+
+    def lines(self, count: int) -> list[str]:
+        """The next ``count`` lines of its stdout."""
+        assert self.process.stdout is not None
+        return [self.process.stdout.readline().strip() for _ in range(count)]
+
+    def end(self, timeout_seconds: float = 30.0) -> tuple[int, str, str]:
+        """Exit code, stdout and stderr, once it has ended."""
+        out, err = self.process.communicate(timeout=timeout_seconds)
+        return self.process.returncode, out, err
+
+
+def run_job(*arguments: str, environ: Mapping[str, str] | None = None, timeout_seconds: float = 50.0) -> tuple[int, str, str]:
+    """Run a job to its end."""
+    with Job(*arguments, environ=environ) as job:
+        return job.end(timeout_seconds)
+
+
+def worker(*arguments: str) -> Sequence[str]:
+    """The command of every rank."""
+    return ["--", sys.executable, str(WORKER), *arguments]
+
+
+def gone(pid: int, timeout_seconds: float = 10.0) -> bool:
+    """Whether the process ends within the time; a zombie has ended."""
+    deadline = time.monotonic() + timeout_seconds
+    while time.monotonic() < deadline:
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return True
+        except FileNotFoundError:
+            return True
+        time.sleep(0.02)  # somebody else's process: nothing could tell us
+    return False

@@ -1,0 +1,193 @@
+"""How jobs start: every launcher, every wrong setting in one clear line."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from .job import WORKER, clean_environ, run_job, worker
+
+pytestmark = pytest.mark.timeout(90)
+
+
+@pytest.mark.parametrize(
+    "arguments", [["-n", "1"], ["-n", "2"], ["-n", "4"], ["-n", "2", "--servers", "1"], ["-n", "3", "--servers", "2"]]
+)
+def test_jobs_run_to_their_end(arguments: list[str]) -> None:
+    code, out, err = run_job(*arguments, *worker("20"))
+    assert (code, err) == (0, "")
+    assert out.count("finished") == int(arguments[1])
+
+
+def test_disabled_ranks_are_worlds_of_their_own() -> None:
+    code, out, err = run_job("-n", "2", "--disable", "1", *worker("5"))
+    assert (code, err) == (0, "")
+    assert out.count("rank 0 of 1") == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--partition", "4XB"], "ConfigError: partition='4XB' is not a size; write it like 4MB, 512KiB or 65536"),
+        (["--rate", "fast"], "ConfigError: rate='fast' is not a rate; write it like 200mbit or 1gbit"),
+        (["--transport", "carrier-pigeon"], "ConfigError: transport='carrier-pigeon' is unknown; there are: local, ps"),
+        (["--policy", "lifo"], "ConfigError: policy='lifo' is unknown; there are: fifo, priority"),
+        (["--fail-after", "-1"], "ConfigError: fail_after='-1' is not a time; write it in seconds, like 10 or 2.5"),
+    ],
+)
+def test_a_wrong_setting_is_one_line_before_anything_starts(arguments: list[str], message: str) -> None:
+    code, out, err = run_job("-n", "2", f"{arguments[0]}={arguments[1]}", *worker("5"))
+    assert (code, out, err) == (2, "", f"commsched: {message}\n")
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        ({"COMMSCHED_PARTITON": "4MB"}, "COMMSCHED_PARTITON is not a setting; did you mean COMMSCHED_PARTITION?"),
+        ({"COMMSCHED_CONFIG": "/nowhere.toml"}, "COMMSCHED_CONFIG='/nowhere.toml' cannot be read"),
+        ({"COMMSCHED_CREDIT": "much"}, "COMMSCHED_CREDIT='much' is not a size"),
+    ],
+)
+def test_a_wrong_environment_is_one_line(environ: dict[str, str], message: str) -> None:
+    code, out, err = run_job("-n", "2", *worker("5"), environ=environ)
+    assert (code, out) == (2, "")
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_a_command_that_is_not_there_is_one_line() -> None:
+    code, _, err = run_job("-n", "2", "--", "no-such-program")
+    assert (code, err) == (2, "commsched: ConfigError: command 'no-such-program' is not found\n")
+
+
+def _rank(rank: int, size: int, **environ: str) -> subprocess.Popen[str]:
+    place = {"COMMSCHED_RANK": str(rank), "COMMSCHED_WORLD_SIZE": str(size), "COMMSCHED_LOCAL_RANK": str(rank)}
+    return subprocess.Popen(
+        [sys.executable, str(WORKER), "5"],
+        env=clean_environ(**place, COMMSCHED_LOCAL_WORLD_SIZE=str(size), **environ),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def _ends(processes: list[subprocess.Popen[str]]) -> list[tuple[int, str]]:
+    ends = []
+    for process in processes:
+        try:
+            _, err = process.communicate(timeout=40)
+        finally:
+            process.kill()
+        ends.append((process.returncode, err))
+    return ends
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def test_a_wrong_token_is_refused_in_one_clear_line() -> None:
+    control = f"127.0.0.1:{_free_port()}"
+    ends = _ends(
+        [_rank(r, 2, COMMSCHED_CONTROL=control, COMMSCHED_TOKEN=f"token {r}", COMMSCHED_JOIN_WITHIN="4") for r in (0, 1)]
+    )
+    assert ends[1][0] == 1
+    assert "ConfigError" in ends[1][1].splitlines()[-1]
+    assert "COMMSCHED_TOKEN" in ends[1][1].splitlines()[-1]
+    assert "token 1" not in ends[1][1]
+    assert "PeerTimeout" in ends[0][1].splitlines()[-1]
+    assert "rank 1" in ends[0][1].splitlines()[-1]
+
+
+def test_a_control_address_needs_a_token() -> None:
+    ends = _ends([_rank(0, 2, COMMSCHED_CONTROL="127.0.0.1:0")])
+    assert "ConfigError: control is set, but no token: set the same COMMSCHED_TOKEN" in ends[0][1]
+
+
+def test_a_taken_port_is_named() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        (end,) = _ends([_rank(0, 2, COMMSCHED_CONTROL=address, COMMSCHED_TOKEN="secret")])
+        assert end[0] == 1
+        last = end[1].splitlines()[-1]
+        assert "ConfigError" in last
+        assert address in last
+        server = subprocess.run(
+            [sys.executable, "-m", "commsched", "server", "--bind", address],
+            env=clean_environ(COMMSCHED_TOKEN="secret"),
+            capture_output=True,
+            text=True,
+            timeout=40,
+        )
+    assert server.returncode == 2
+    assert server.stderr.startswith("commsched: ConfigError: ")
+    assert address in server.stderr
+    assert server.stderr.count("\n") == 1
+
+
+def test_a_missing_rank_is_named() -> None:
+    ((code, err),) = _ends(
+        [_rank(0, 3, COMMSCHED_JOIN_WITHIN="1", COMMSCHED_RENDEZVOUS=f"/tmp/commsched-test-{_free_port()}/c.json")]
+    )
+    assert code == 1
+    last = err.splitlines()[-1]
+    assert "PeerTimeout" in last
+    assert "1" in last
+    assert "2" in last
+
+
+def test_settings_that_differ_between_ranks_are_refused(tmp_path: Path) -> None:
+    meet = str(tmp_path / "control.json")
+    ends = _ends([_rank(r, 2, COMMSCHED_RENDEZVOUS=meet, COMMSCHED_PARTITION=f"{r + 1}MB") for r in (0, 1)])
+    for code, err in ends:
+        assert code == 1
+        assert "partition_bytes is 1000000 on rank 0 but 2000000 on rank 1" in err
+
+
+def test_torchrun() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(WORKER), "5"],
+        env=clean_environ(),
+        capture_output=True,
+        text=True,
+        timeout=80,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "rank 0 finished" in done.stdout
+    assert "rank 1 finished" in done.stdout
+
+
+def test_mpiexec() -> None:
+    mpiexec = Path(sys.executable).parent / "mpiexec"
+    if not mpiexec.exists():
+        pytest.skip("the mpich wheel is not installed")
+    done = subprocess.run(
+        [str(mpiexec), "-n", "2", sys.executable, str(WORKER), "5"],
+        env=clean_environ(),
+        capture_output=True,
+        text=True,
+        timeout=80,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "rank 0 of 2" in done.stdout
+    assert "rank 1 finished" in done.stdout
+
+
+def test_several_machines_need_an_address_and_a_token() -> None:
+    done = subprocess.run(
+        [sys.executable, str(WORKER), "5"],
+        env=clean_environ(RANK="0", WORLD_SIZE="4", LOCAL_RANK="0", LOCAL_WORLD_SIZE="2"),
+        capture_output=True,
+        text=True,
+        timeout=40,
+    )
+    assert "ConfigError: 4 ranks on several machines (torchrun): set COMMSCHED_CONTROL=host:port" in done.stderr

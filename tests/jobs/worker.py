@@ -1,0 +1,65 @@
+"""A rank of the tests' jobs: averages one tensor per step, checks every number, and misbehaves as told.
+
+worker.py STEPS [--shape N] [--dtype NAME] [--tensors N] [--fail-at STEP] [--exit-at STEP] [--late SECONDS] [--rank R]
+
+The misbehaviour is that of rank ``--rank`` only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from array import array
+
+import commsched
+from commsched.core.manifest import Manifest, TensorSpec
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("steps", type=int)
+    parser.add_argument("--shape", type=int, default=1000)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--tensors", type=int, default=2)
+    parser.add_argument("--fail-at", type=int, default=-1)
+    parser.add_argument("--exit-at", type=int, default=-1)
+    parser.add_argument("--rank", type=int, default=1)
+    args = parser.parse_args()
+
+    session = commsched.init()
+    odd = session.rank == args.rank
+    shape = args.shape if odd else 1000
+    dtype = args.dtype if odd else "float32"
+    tensors = args.tensors if odd else 2
+    manifest = Manifest(tuple(TensorSpec(f"layer{i}", (shape,), dtype) for i in range(tensors)))
+    buffers = {dtype: bytearray(size) for dtype, size in manifest.buffer_bytes.items()}
+    group = session.register(manifest, {dtype: memoryview(buffer) for dtype, buffer in buffers.items()})
+    values = memoryview(buffers["float32"]).cast("f")
+    print(f"rank {session.rank} of {session.world_size} pid {os.getpid()}", flush=True)
+    mean = (session.world_size - 1) / 2
+    for step in range(args.steps):
+        if odd and step == args.fail_at:
+            raise ValueError("boom")
+        if odd and step == args.exit_at:
+            return
+        values[:] = array("f", [session.rank + step]) * len(values)
+        group.begin_step()
+        for tensor in reversed(range(tensors)):
+            group.notify_ready(tensor)
+        for proxy in group.proxies:
+            proxy.wait()
+        if set(values) != {mean + step}:
+            sys.exit(f"rank {session.rank} step {step}: wrong numbers")
+        time.sleep(0.001)  # a step's computation
+    print(f"rank {session.rank} finished", flush=True)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except commsched.CommschedError as error:
+        # In one write, so that the lines of several ranks do not mix.
+        os.write(2, f"{type(error).__name__}: {error}\n".encode())
+        sys.exit(1)

@@ -1,0 +1,85 @@
+import threading
+
+import pytest
+
+from commsched.testing.world import run_world
+
+pytestmark = pytest.mark.timeout(30)
+
+
+def test_results_come_in_rank_order_from_named_threads() -> None:
+    def fn(rank: int, word: str) -> tuple[int, str, str]:
+        return rank, word, threading.current_thread().name
+
+    assert run_world(3, fn, "x") == [(rank, "x", f"commsched-rank-{rank}") for rank in range(3)]
+
+
+def test_ranks_run_at_the_same_time() -> None:
+    barrier = threading.Barrier(4)
+    assert sorted(run_world(4, lambda rank: barrier.wait(10))) == [0, 1, 2, 3]
+
+
+def test_the_first_exception_is_raised_and_the_others_are_named_in_its_notes() -> None:
+    first_has_raised = threading.Event()
+
+    def fn(rank: int) -> None:
+        if rank == 1:
+            first_has_raised.set()
+            raise KeyError("first")
+        assert first_has_raised.wait(10)
+        threads = [thread for thread in threading.enumerate() if thread.name == "commsched-rank-1"]
+        for thread in threads:
+            thread.join(10)
+        raise ValueError("second")
+
+    with pytest.raises(KeyError, match="first") as raised:
+        run_world(2, fn)
+    assert raised.value.__notes__ == ["raised first, on rank 1 of 2", "then on rank 0: ValueError: second"]
+
+
+def test_one_error_raised_on_every_rank_is_named_once() -> None:
+    error = RuntimeError("shared")
+
+    def fn(rank: int) -> None:
+        raise error
+
+    with pytest.raises(RuntimeError, match="shared") as raised:
+        run_world(3, fn)
+    assert len(raised.value.__notes__) == 1
+
+
+def test_a_rank_that_hangs_is_named_with_where_it_stands() -> None:
+    release = threading.Event()
+
+    def stand_at_the_gate(rank: int) -> None:
+        if rank == 1:
+            release.wait(20)
+
+    with pytest.raises(TimeoutError) as raised:
+        run_world(2, stand_at_the_gate, timeout_seconds=0.05)
+    release.set()
+    said = str(raised.value)
+    assert said.startswith("not every rank ended within 0.05 s\nrank 1 still runs (commsched-rank-1), at:\n")
+    assert "in stand_at_the_gate" in said
+    assert "rank 0 still runs" not in said
+
+
+def test_an_exception_is_raised_though_another_rank_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("commsched.testing.world._GRACE_SECONDS", 0.05)
+    release = threading.Event()
+
+    def fn(rank: int) -> None:
+        if rank == 0:
+            raise KeyError("cause")
+        release.wait(20)
+
+    with pytest.raises(KeyError, match="cause") as raised:
+        run_world(2, fn)
+    release.set()
+    assert raised.value.__notes__[1].startswith("rank 1 still runs (commsched-rank-1), at:\n")
+
+
+def test_no_thread_is_left() -> None:
+    before = set(threading.enumerate())
+    run_world(4, lambda rank: None)
+    assert set(threading.enumerate()) == before

@@ -1,0 +1,152 @@
+"""The messages: what is encoded comes back, and bytes from anywhere are a frame or a ProtocolError."""
+
+import json
+import struct
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from commsched.core.errors import ConfigError, ProtocolError
+from commsched.core.manifest import ITEMSIZE
+from commsched.transports.ps.frame import HEADER_BYTES, MAGIC, Frame, Kind, decode, encode, encode_header, json_frame
+from commsched.transports.ps.hello import Hello
+
+groups, partitions, steps = st.integers(0, 2**16 - 1), st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)
+
+
+@st.composite
+def raw_frames(draw) -> Frame:
+    payload = draw(st.binary(min_size=1, max_size=64))
+    start = draw(st.integers(0, 2**63))
+    return Frame(
+        draw(st.sampled_from([Kind.PUSH, Kind.RESULT])),
+        draw(groups),
+        draw(steps),
+        draw(partitions),
+        draw(st.sampled_from(list(ITEMSIZE))),
+        start,
+        start + len(payload),
+        payload,
+    )
+
+
+def test_the_header_keeps_payloads_aligned():
+    assert HEADER_BYTES == 40
+    assert HEADER_BYTES % 8 == 0
+
+
+@given(raw_frames())
+def test_gradients_come_back_as_they_were(frame):
+    message = encode(frame)
+    assert message == encode_header(frame) + frame.payload
+    assert decode(message) == frame
+
+
+@given(st.sampled_from([Kind.ACK, Kind.GOODBYE]), groups, steps, partitions)
+def test_messages_without_payload_come_back_as_they_were(kind, group, step, partition):
+    frame = Frame(kind, group, step, partition)
+    assert decode(encode(frame)) == frame
+    assert decode(encode(frame)).key == (group, step, partition)
+
+
+@given(st.recursive(st.none() | st.integers() | st.text(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)))
+def test_json_comes_back_as_it_was(value):
+    frame = decode(encode(json_frame(Kind.GROUP, value, group=9)))
+    assert (frame.kind, frame.group, frame.json()) == (Kind.GROUP, 9, value)
+
+
+@given(st.binary(max_size=120))
+@example(b"")
+@example(MAGIC + bytes(36))
+def test_any_bytes_are_a_frame_or_a_protocol_error(message):
+    check_total(message)
+
+
+@given(raw_frames(), st.data())
+def test_a_damaged_message_is_a_frame_or_a_protocol_error(frame, data):
+    message = bytearray(encode(frame))
+    for place in data.draw(st.lists(st.integers(0, len(message) - 1), min_size=1, max_size=3)):
+        message[place] = data.draw(st.integers(0, 255))
+    check_total(bytes(message[: data.draw(st.integers(0, len(message)))]))
+
+
+def check_total(message: bytes) -> None:
+    try:
+        frame = decode(message)
+    except ProtocolError as error:
+        assert len(str(error)) < 200
+        return
+    if frame.kind in (Kind.PUSH, Kind.RESULT):
+        assert len(frame.payload) == frame.stop - frame.start > 0
+        assert frame.dtype in ITEMSIZE
+    try:
+        frame.json()
+    except ProtocolError:
+        pass
+
+
+def header(magic=MAGIC, version=1, kind=3, dtype=3, start=0, stop=4) -> bytes:
+    return struct.pack("<4sBBBxHxxIQQQ", magic, version, kind, dtype, 0, 0, 0, start, stop)
+
+
+@pytest.mark.parametrize(
+    ("message", "why"),
+    [
+        (b"GET / HTTP/1.1\r\n", r"a message of 16 bytes is shorter than a header"),
+        (header(magic=b"HTTP") + b"abcd", r"begins with b'HTTP', not b'CSPS'"),
+        (header(version=2) + b"abcd", r"has wire version 2; this is version 1"),
+        (header(kind=0) + b"abcd", r"has kind 0 and dtype 3; one of them is unknown"),
+        (header(dtype=99) + b"abcd", r"has kind 3 and dtype 99; one of them is unknown"),
+        (header(dtype=0) + b"abcd", r"a PUSH of no dtype bytes 0 to 4 has 4 bytes"),
+        (header() + b"abc", r"a PUSH of float32 bytes 0 to 4 has 3 bytes"),
+        (header(start=4, stop=0) + b"abcd", r"a PUSH of float32 bytes 4 to 0 has 4 bytes"),
+        (header(start=0, stop=0), r"a PUSH of float32 bytes 0 to 0 has 0 bytes"),
+        (header(stop=2**64 - 1) + b"abcd", r"bytes 0 to 18446744073709551615 has 4 bytes"),
+        (header(kind=Kind.ACK) + b"abcd", r"an? ACK has 4 bytes of payload; it has none"),
+    ],
+)
+def test_what_is_wrong_is_said(message, why):
+    with pytest.raises(ProtocolError, match=why):
+        decode(message)
+
+
+@pytest.mark.parametrize("payload", [b"{", b"\xff\xfe", b"[" * 100_000, b"1" * 5000])
+def test_json_that_is_none_is_a_protocol_error(payload):
+    with pytest.raises(ProtocolError, match="a GROUP message does not hold JSON"):
+        decode(encode(Frame(Kind.GROUP, payload=payload))).json()
+
+
+def test_a_number_that_does_not_fit_is_not_sent():
+    with pytest.raises(struct.error):
+        encode(Frame(Kind.ACK, group=2**16))
+
+
+@given(st.integers(0, 50), st.integers(0, 50), st.integers(0, 9), st.none() | st.text())
+def test_a_hello_comes_back_as_it_was(rank, more, server, address):
+    hello = Hello(rank, rank + more + 1, server, address)
+    assert Hello.from_record(json.loads(json.dumps(hello.to_record()))) == hello
+
+
+@given(
+    st.none()
+    | st.integers()
+    | st.lists(st.integers())
+    | st.fixed_dictionaries(
+        {
+            name: st.none() | st.integers() | st.booleans() | st.text()
+            for name in ("rank", "world_size", "server", "control_address")
+        }
+    )
+)
+def test_any_record_is_a_hello_or_refused(record):
+    try:
+        hello = Hello.from_record(record)
+    except (ProtocolError, ConfigError):
+        return
+    assert 0 <= hello.rank < hello.world_size
+
+
+def test_a_rank_outside_its_world_is_refused():
+    with pytest.raises(ConfigError, match="rank 2 is not below its world size of 2"):
+        Hello.from_record(Hello(2, 2, 0).to_record())
