@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -69,7 +70,7 @@ def _launch(workers: int, what: str, steps: int, settings: Mapping[str, str]) ->
     with tempfile.TemporaryDirectory() as directory:
         out = Path(directory) / "result.json"
         command = [sys.executable, "-m", "bench.demo_worker", what, "--steps", str(steps), "--out", str(out)]
-        code = launch(workers, 0, command, settings)
+        code = launch(workers, 0, command, {**os.environ, **settings})
         if code != 0:
             raise JobFailed(f"a worker ended with exit code {code}")
         return json.loads(out.read_text())

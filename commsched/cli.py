@@ -56,12 +56,8 @@ def _run(arguments: argparse.Namespace) -> int:
     require_transport(Settings.load(options, os.environ).transport)
     if shutil.which(arguments.command[0]) is None:
         raise ConfigError(f"command {arguments.command[0]!r} is not found")
-    return run(
-        arguments.ranks,
-        arguments.servers,
-        arguments.command,
-        {f"COMMSCHED_{name.upper()}": value for name, value in options.items()},
-    )
+    environ = {**os.environ, **{f"COMMSCHED_{name.upper()}": value for name, value in options.items()}}
+    return run(arguments.ranks, arguments.servers, arguments.command, environ)
 
 
 def _add_server(parser: argparse.ArgumentParser) -> None:

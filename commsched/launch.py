@@ -17,18 +17,18 @@ GRACE_SECONDS = 5.0
 KILL_SECONDS = 2.0
 
 
-def run(ranks: int, servers: int, command: Sequence[str], settings: Mapping[str, str]) -> int:
+def run(ranks: int, servers: int, command: Sequence[str], environ: Mapping[str, str]) -> int:
     """Run ``command`` once per rank and return the exit code: 0, or that of the first process that failed.
 
-    ``settings`` are further environment variables. SIGINT and SIGTERM are passed on to every process.
+    ``environ`` is the environment of every process, to which those variables are added that make it one of the job. Installs
+    handlers that pass SIGINT and SIGTERM on to every process, so it must be called from the main thread.
     """
     with tempfile.TemporaryDirectory(prefix="commsched-") as directory:
         environ = {
-            **os.environ,
-            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks))),
+            "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks)),  # else every rank's engine takes all cores
+            **environ,
             "COMMSCHED_TOKEN": secrets.token_hex(32),
             "COMMSCHED_RENDEZVOUS": f"{directory}/control.json",
-            **settings,
         }
         job = _Job()
         try:

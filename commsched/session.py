@@ -22,7 +22,7 @@ from .core.plan import cut
 from .core.ports import Transport
 from .core.world import World, detect_world
 from .rendezvous import Meeting, find, own_host, publish, rendezvous_path, where_to_listen
-from .trace import TraceObserver, merge
+from .trace import TraceObserver
 from .transports import require_transport
 from .transports.context import TransportContext
 
@@ -112,8 +112,10 @@ class Session:
         """The JSON value of every rank, in rank order. Small things only; blocks until every rank has called.
 
         Raises:
-            CommschedError: a rank failed, left or was lost meanwhile.
+            CommschedError: a rank failed, left or was lost meanwhile; or the session is closed.
         """
+        if self.closed:
+            raise ClosedError("this session is closed")
         self._gathers += 1
         return self._control.gather(f"gather {self._gathers}", value)
 
@@ -204,17 +206,10 @@ class Session:
                 self.observer.close()  # every rank's file is written before the last has left
             self._control.leave()
             self._control.wait_until_all_left()
-            self._merge_timelines()
+            if self.observer is not None and self.rank == 0:
+                self.observer.merge()
         finally:
             self._tear_down()
-
-    def _merge_timelines(self) -> None:
-        if self.observer is None or self.rank != 0:
-            return
-        try:
-            merge(self.observer.path.parent)
-        except OSError as error:
-            log.warning("the ranks' timelines in %s could not be merged: %s", self.observer.path.parent, error)
 
     def abort(self, reason: str) -> None:
         """End at once and tell every rank why. Idempotent; raises nothing."""

@@ -145,16 +145,7 @@ def reads_environment(source: Source) -> bool:
     return False
 
 
-# The command line's own job: it starts processes, and they inherit what it was started with.
-LAUNCH = pytest.param(
-    "commsched.launch",
-    marks=pytest.mark.xfail(strict=True, reason="launch reads os.environ itself; cli should hand the environment over"),
-)
-
-
-@pytest.mark.parametrize(
-    "name", [*sorted(sources().keys() - {"commsched.session", "commsched.cli", "commsched.launch"}), LAUNCH]
-)
+@pytest.mark.parametrize("name", sorted(sources().keys() - {"commsched.session", "commsched.cli"}))
 def test_only_the_composition_root_reads_the_environment(name: str) -> None:
     assert not reads_environment(sources()[name])
 

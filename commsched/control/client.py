@@ -32,6 +32,7 @@ from .messages import (
     MAX_MESSAGE_BYTES,
     PROTOCOL,
     Beat,
+    Bye,
     End,
     Failed,
     Give,
@@ -214,6 +215,8 @@ class ControlClient:
         To the others, a member that closes before all ranks have left is lost.
         """
         with self._changed:
+            if not self._over:
+                self._stream.put(encode(Bye()))
             self._closed = True
             self._changed.notify_all()
         self._stream.close()

@@ -74,6 +74,12 @@ class Leave(Message):
 
 
 @dataclass(frozen=True, slots=True)
+class Bye(Message):
+    """This member closes its end, whether or not it may. Said in words, because gRPC may show a process that was killed as a
+    stream that ended in order."""
+
+
+@dataclass(frozen=True, slots=True)
 class Propose(Message):
     config: dict[str, Any]
 
@@ -162,6 +168,7 @@ _KINDS: dict[str, type[Message]] = {
         Give,
         Report,
         Leave,
+        Bye,
         Propose,
         Held,
         Beat,

@@ -17,6 +17,7 @@ from .liveness import Liveness, too_silent
 from .member import Member
 from .messages import (
     Beat,
+    Bye,
     End,
     Failed,
     Give,
@@ -110,11 +111,11 @@ class Roster:
             return self._refuse(connection, ProtocolError(f"a process that wants to join sent {error}"))
         return self.fail(ProtocolError(f"{member} sent {error}"))
 
-    def disconnected(self, connection: int, how: str) -> list[Send]:
-        """Nothing more will come in on ``connection``; ``how`` it ended, for messages."""
+    def disconnected(self, connection: int) -> list[Send]:
+        """Nothing more will come in on ``connection``."""
         member = self.members.pop(connection, None)
         self._liveness.forget(connection)
-        return self.fail(PeerLost(f"{member} is gone: {how}")) if member is not None else []
+        return self.fail(PeerLost(f"{member} is gone: its connection broke")) if member is not None else []
 
     def tick(self, now: float) -> list[Send]:
         """Time has passed."""
@@ -232,6 +233,9 @@ class Roster:
             sends.append(Send(tuple(self.members), End()))
         return sends
 
+    def _bye(self, connection: int, message: Bye) -> list[Send]:
+        return self.fail(PeerLost(f"{self.members[connection]} is gone: it closed before all ranks had left"))
+
     def _all_but(self, connection: int) -> tuple[int, ...]:
         return tuple(other for other in self.members if other != connection)
 
@@ -278,6 +282,7 @@ _Handler = Callable[[Roster, int, Any], list[Send]]
 
 _OF_MEMBERS: dict[type[Message], _Handler] = {
     Beat: Roster._beat,
+    Bye: Roster._bye,
     Report: Roster._report,
 }
 

@@ -89,14 +89,13 @@ class ControlServer:
         return outbox
 
     def _read(self, connection: int, requests: Iterator[bytes]) -> None:
-        how = "it closed its end of the control channel before all ranks had left"
         try:
             for data in requests:
                 self._received(connection, data)
         except grpc.RpcError:
-            how = "its connection broke"
+            pass  # a broken connection; it may as well look like the end of the iterator
         with self._changed:
-            self._send(self._roster.disconnected(connection, how))
+            self._send(self._roster.disconnected(connection))
             if connection in self._outboxes:
                 self._outboxes[connection].close()
 

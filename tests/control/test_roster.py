@@ -12,6 +12,7 @@ from commsched.control.member import Member
 from commsched.control.messages import (
     PROTOCOL,
     Beat,
+    Bye,
     End,
     Failed,
     Give,
@@ -137,7 +138,7 @@ def test_missing_ranks_are_named_at_the_deadline_of_whoever_waits_least() -> Non
 
 def test_who_comes_late_hears_how_it_ended() -> None:
     roster = joined(2)
-    roster.disconnected(1, "its connection broke")
+    roster.disconnected(1)
     [send] = roster.received(8, hello(member(1)), 0.0)
     assert told([send]) == "rank 1 (host h1, pid 71) is gone: its connection broke"
     roster = joined(1)
@@ -154,14 +155,20 @@ def test_the_first_failure_counts_and_is_told_to_every_member() -> None:
     error = to_record(PeerLost("rank 9 is gone"))
     assert roster.received(1, Report(error), 0.0) == [Send((0, 1, 8), Failed(error))]
     assert roster.received(0, Report(to_record(PeerLost("another"))), 0.0) == []
-    assert roster.disconnected(1, "its connection broke") == []
+    assert roster.disconnected(1) == []
     assert roster.tick(1000.0) == []
 
 
 def test_a_member_that_disconnects_is_lost_even_after_it_left() -> None:
     roster = joined(2)
     roster.received(1, Leave(), 0.0)
-    assert told(roster.disconnected(1, "its connection broke")) == "rank 1 (host h1, pid 71) is gone: its connection broke"
+    assert told(roster.disconnected(1)) == "rank 1 (host h1, pid 71) is gone: its connection broke"
+
+
+def test_a_member_that_says_bye_before_the_end_is_lost_by_its_own_doing() -> None:
+    roster = joined(2)
+    assert told(roster.received(1, Bye(), 0.0)) == "rank 1 (host h1, pid 71) is gone: it closed before all ranks had left"
+    assert roster.disconnected(1) == []
 
 
 def test_the_most_silent_member_is_named() -> None:
@@ -241,7 +248,7 @@ def test_when_the_last_leaves_all_are_told_the_end() -> None:
     assert not roster.over
     assert roster.received(0, Leave(), 0.0) == [Send((1, 8), Left(0)), Send((0, 1, 8), End())]
     assert roster.ended
-    assert roster.disconnected(1, "its connection broke") == []
+    assert roster.disconnected(1) == []
 
 
 # --- agreeing on a step ---

@@ -37,7 +37,7 @@ def main() -> None:
     buffers = {dtype: bytearray(size) for dtype, size in manifest.buffer_bytes.items()}
     group = session.register(manifest, {dtype: memoryview(buffer) for dtype, buffer in buffers.items()})
     values = memoryview(buffers["float32"]).cast("f")
-    print(f"rank {session.rank} of {session.world_size} pid {os.getpid()}", flush=True)
+    say(1, f"rank {session.rank} of {session.world_size} pid {os.getpid()}")
     mean = (session.world_size - 1) / 2
     for step in range(args.steps):
         if odd and step == args.fail_at:
@@ -53,13 +53,17 @@ def main() -> None:
         if set(values) != {mean + step}:
             sys.exit(f"rank {session.rank} step {step}: wrong numbers")
         time.sleep(0.001)  # a step's computation
-    print(f"rank {session.rank} finished", flush=True)
+    say(1, f"rank {session.rank} finished")
+
+
+def say(descriptor: int, line: str) -> None:
+    """In one write, so that the lines of several ranks do not mix."""
+    os.write(descriptor, f"{line}\n".encode())
 
 
 if __name__ == "__main__":
     try:
         main()
     except commsched.CommschedError as error:
-        # In one write, so that the lines of several ranks do not mix.
-        os.write(2, f"{type(error).__name__}: {error}\n".encode())
+        say(2, f"{type(error).__name__}: {error}")
         sys.exit(1)

@@ -1,5 +1,7 @@
+import json
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,7 @@ from commsched.plugins.numpy import SGD, Linear, Network, ReLU, ScheduledOptimiz
 from commsched.session import Session, local_sessions
 from commsched.testing.check_plugin import check_plugin
 from commsched.testing.world import run_world
+from commsched.trace import TraceObserver
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -426,35 +429,18 @@ def test_a_backward_that_was_broken_off_is_named_and_does_not_hang() -> None:
 # --- the timeline ---
 
 
-class Spans:
-    def __init__(self) -> None:
-        self.seen: list[tuple[str, str]] = []
-
-    def on_task(self, task: CommTask) -> None: ...
-
-    def on_span(self, track: str, name: str, start: float, stop: float) -> None:
-        assert start <= stop
-        self.seen.append((track, name))
-
-    def add_group(self, index: int, manifest: object) -> None: ...
-
-    def close(self) -> None: ...
-
-    def merge(self) -> None: ...
-
-
-def test_the_observer_sees_forward_backward_and_update_of_each_layer() -> None:
-    spans = Spans()
-
+def test_the_timeline_shows_forward_backward_and_update_of_each_layer(tmp_path: Path) -> None:
     def run(session: Session) -> None:
-        session.observer = spans  # type: ignore[assignment]
+        session.observer = TraceObserver(tmp_path, session.rank)
         network = Network([Linear(FEATURES, 8, np.random.default_rng(0)), ReLU(), Linear(8, CLASSES, np.random.default_rng(0))])
         optimizer = ScheduledOptimizer(SGD(network, 0.1), session)
         train(network, optimizer, [make_batch(0, 0, 0)])
         optimizer.synchronize()
 
     on_ranks(1, run)
+    events = json.loads((tmp_path / "trace.rank0.json").read_text())["traceEvents"]
+    shown = {
+        track: [event["name"] for event in events if event.get("cat") == track] for track in ("forward", "backward", "update")
+    }
     names = ["0 Linear", "1 ReLU", "2 Linear"]
-    assert [name for track, name in spans.seen if track == "forward"] == names
-    assert [name for track, name in spans.seen if track == "backward"] == names[::-1]
-    assert [name for track, name in spans.seen if track == "update"] == names
+    assert shown == {"forward": names, "backward": names[::-1], "update": names}

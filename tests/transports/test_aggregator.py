@@ -5,6 +5,7 @@ import random
 import threading
 import tracemalloc
 from collections import deque
+from itertools import permutations
 from queue import SimpleQueue
 
 import numpy as np
@@ -48,6 +49,14 @@ def test_every_rank_gets_the_average_when_the_last_push_is_in():
     assert world.results == []
     world.push(1, 0, value=5.0)
     assert sorted(world.results) == [(rank, Key(0, 0, 0), [3.0] * 4) for rank in range(3)]
+
+
+@pytest.mark.parametrize("arrivals", list(permutations(range(4))))
+def test_sums_run_in_the_order_of_ranks_however_they_arrive(arrivals):
+    world = World(4)
+    for rank in arrivals:
+        world.push(rank, 0, value=(1e8, 1.0, -1e8, 3.0)[rank])
+    assert {tuple(values) for _, _, values in world.results} == {(0.75,) * 4}  # the 1 is lost beside 1e8
 
 
 def test_all_ranks_get_the_same_object_behind_the_header():

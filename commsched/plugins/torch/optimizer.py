@@ -90,7 +90,7 @@ class ScheduledOptimizer(Optimizer):
     # --- the training loop ---
 
     @Optimizer.profile_hook_step
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Commit to the update of every parameter, with the hyper-parameters of now. Does not wait for averages.
 
         Raises:

@@ -101,6 +101,8 @@ class GrpcLane:
             self._ended(PeerLost(f"{self._peer} ended the stream without a goodbye"))
         except grpc.RpcError as error:
             self._ended(self._translate(error))
+        except ProtocolError as error:
+            self._ended(ProtocolError(f"{self._peer} broke the protocol: {error}"))
         except CommschedError as error:
             self._ended(error)
         except Exception as error:
@@ -122,7 +124,7 @@ class GrpcLane:
         elif frame.kind is Kind.RESULT and self._welcomed:
             self._listener.on_result(self._server, frame)
         else:
-            raise ProtocolError(f"{self._peer} sent a {frame.kind.name} out of turn")
+            raise ProtocolError(f"{frame.kind.name} out of turn")
 
     def _said_goodbye(self) -> None:
         if self._end is None:

@@ -67,7 +67,7 @@ class Service:
         self._on_all_left = on_all_left
         self._lock = threading.Lock()
         self._aggregator = None if world_size is None else self._make_aggregator(world_size)
-        self._streams: set[_Stream] = set()
+        self._streams: list[_Stream] = []
         self._greeted: set[int] = set()  # ranks that have or had a stream
         self._left: set[int] = set()
         self._failure: CommschedError | None = None
@@ -87,7 +87,8 @@ class Service:
         with self._lock:
             accepted = not self._closed
             if accepted:
-                self._streams.add(stream)
+                self._streams = [other for other in self._streams if other.reader is not None and other.reader.is_alive()]
+                self._streams.append(stream)
                 stream.reader.start()
         if not accepted or not context.add_callback(outbox.abort):
             outbox.abort()
@@ -139,8 +140,6 @@ class Service:
             self.fail(TransportError(f"{self._name} failed: {type(error).__name__}: {error}"))
         finally:
             stream.outbox.finish()
-            with self._lock:
-                self._streams.discard(stream)
 
     def _serve(self, stream: _Stream, requests: Iterator[bytes]) -> None:
         try:
@@ -161,7 +160,7 @@ class Service:
         if frame.kind is Kind.HELLO and stream.rank is None:
             self._greet(stream, Hello.from_record(frame.json()))
         elif stream.rank is None:
-            raise ProtocolError(f"a {frame.kind.name} before the hello")
+            raise ProtocolError(f"{frame.kind.name} before the hello")
         elif frame.kind is Kind.PUSH:
             # Before the push: when it is the last, the reply is queued at once, and no ack may come after it.
             stream.outbox.put_control(Frame(Kind.ACK, frame.group, frame.step, frame.partition))
@@ -172,7 +171,7 @@ class Service:
         elif frame.kind is Kind.LEFT:
             self.aggregator.leave(self._rank_in(frame))
         else:
-            raise ProtocolError(f"a {frame.kind.name} out of turn")
+            raise ProtocolError(f"{frame.kind.name} out of turn")
 
     def _rank_in(self, frame: Frame) -> int:
         rank = frame.json()

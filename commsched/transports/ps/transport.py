@@ -140,7 +140,7 @@ class PsTransport:
         task, completion = self._started(server, frame.key)
         at = task.partition
         if (frame.dtype, frame.start, frame.stop) != (at.dtype, at.start, at.stop):
-            raise ProtocolError(f"{self._peers[server]} sent {frame.dtype} bytes {frame.start} to {frame.stop} for {task!r}")
+            raise ProtocolError(f"{frame.dtype} bytes {frame.start} to {frame.stop} are no average of {task!r}")
         np.copyto(np.frombuffer(task.data, np.uint8), np.frombuffer(frame.payload, np.uint8))
         del self._pending[frame.key]
         completion.on_done(task)
@@ -159,5 +159,5 @@ class PsTransport:
     def _started(self, server: int, key: Key) -> tuple[CommTask, Completion]:
         started = self._pending.get(key)
         if started is None or place(key.partition, len(self._lanes)) != server:
-            raise ProtocolError(f"{self._peers[server]} answered {key}, which it was not sent")
+            raise ProtocolError(f"an answer to step {key.step}, partition {key.partition}, which waits for none there")
         return started

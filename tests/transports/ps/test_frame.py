@@ -74,8 +74,7 @@ def test_a_damaged_message_is_a_frame_or_a_protocol_error(frame, data):
 def check_total(message: bytes) -> None:
     try:
         frame = decode(message)
-    except ProtocolError as error:
-        assert len(str(error)) < 200
+    except ProtocolError:
         return
     if frame.kind in (Kind.PUSH, Kind.RESULT):
         assert len(frame.payload) == frame.stop - frame.start > 0

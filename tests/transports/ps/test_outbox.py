@@ -1,5 +1,6 @@
 """The order in which messages leave on one stream."""
 
+import queue
 import threading
 
 import pytest
@@ -73,16 +74,20 @@ def test_abort_drops_everything():
 
 @pytest.mark.parametrize("end", [Outbox.finish, Outbox.abort])
 def test_the_end_wakes_who_waits(end):
-    outbox, got = Outbox(make_policy("priority")), []
-    thread = threading.Thread(target=lambda: got.extend(outbox), daemon=True)
+    outbox, got = Outbox(make_policy("priority")), queue.SimpleQueue()
+
+    def take() -> None:
+        for message in outbox:
+            got.put(message)
+        got.put(b"end")
+
+    thread = threading.Thread(target=take, daemon=True)
     thread.start()
     put(outbox, 7)
-    while not got:
-        thread.join(0.001)
+    assert got.get(timeout=20) == b"7"
     end(outbox)
-    thread.join(10)
-    assert not thread.is_alive()
-    assert got == [b"7"]
+    assert got.get(timeout=20) == b"end"
+    thread.join(20)
 
 
 class FakePacer:

@@ -1,0 +1,18 @@
+"""Public conformance suites and fakes, for those who write a transport, a plugin or a policy. They need no test framework."""
+
+from .check_plugin import PluginAdapter, check_plugin
+from .check_policy import check_policy
+from .check_transport import check_transport
+from .fakes import Delayed, RecordingTransport, VirtualClock
+from .world import run_world
+
+__all__ = [
+    "check_transport",
+    "check_plugin",
+    "check_policy",
+    "PluginAdapter",
+    "run_world",
+    "Delayed",
+    "RecordingTransport",
+    "VirtualClock",
+]

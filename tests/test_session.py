@@ -1,0 +1,189 @@
+"""A session composes control channel, transport and core; here with ranks as threads."""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import Any
+
+import pytest
+
+import commsched
+from commsched import SchedulerConfig, Session
+from commsched.core.manifest import Manifest, TensorSpec
+from commsched.session import local_sessions
+from commsched.testing.world import run_world
+
+
+def manifest(*sizes: int) -> Manifest:
+    return Manifest(tuple(TensorSpec(f"t{index}", (size,), "float32") for index, size in enumerate(sizes)))
+
+
+def buffers(described: Manifest) -> dict[str, memoryview]:
+    return {dtype: memoryview(bytearray(size)) for dtype, size in described.buffer_bytes.items()}
+
+
+def ranks(world_size: int, fn: Any, config: SchedulerConfig | None = None) -> list[Any]:
+    """``fn(session)`` on every rank, each session closed in good order."""
+
+    def rank_main(rank: int) -> Any:
+        with sessions[rank] as session:
+            return fn(session)
+
+    sessions = local_sessions(world_size, config)
+    try:
+        return run_world(world_size, rank_main, timeout_seconds=20)
+    finally:
+        for session in sessions:
+            session.abort("the test is over")
+
+
+def step(session: Session, group: Any, value: float) -> float:
+    """Average ``value`` in every element; what is there afterwards."""
+    view = group.buffers["float32"].cast("f")
+    group.begin_step()
+    for index in range(len(view)):
+        view[index] = value
+    for tensor in reversed(range(len(group.manifest.tensors))):
+        group.notify_ready(tensor)
+    for proxy in group.proxies:
+        proxy.wait()
+    assert len(set(view)) == 1
+    return float(view[0])
+
+
+def test_register_and_average() -> None:
+    def main(session: Session) -> list[float]:
+        described = manifest(10, 1000, 3)
+        group = session.register(described, buffers(described))
+        return [step(session, group, session.rank + number) for number in range(3)]
+
+    assert ranks(3, main, SchedulerConfig(64, 128)) == [[1.0, 2.0, 3.0]] * 3
+
+
+def test_manifests_that_differ_are_refused_on_every_rank() -> None:
+    messages: dict[int, str] = {}
+
+    def main(session: Session) -> None:
+        described = manifest(10, 10 + session.rank)
+        try:
+            session.register(described, buffers(described))
+        except commsched.ManifestMismatch as error:
+            messages[session.rank] = str(error)
+
+    ranks(3, main)
+    assert messages == dict.fromkeys(range(3), "tensor 1 is 't1' float32[10] on rank 0 but 't1' float32[11] on rank 1")
+
+
+@pytest.mark.parametrize("size", [0, 1, 3, 100_003])
+@pytest.mark.parametrize("root", [0, 2])
+def test_broadcast_moves_any_bytes_exactly(size: int, root: int) -> None:
+    sent = [os.urandom(size) for _ in range(3)]
+
+    def main(session: Session) -> bytes:
+        data = bytearray(sent[session.rank])
+        session.broadcast("something", memoryview(data), root)
+        return bytes(data)
+
+    assert ranks(3, main, SchedulerConfig(1000, 3000)) == [sent[root]] * 3
+
+
+def test_gather_is_in_rank_order_and_may_be_repeated() -> None:
+    assert (
+        ranks(4, lambda s: [s.gather({"rank": s.rank}), s.gather(s.rank)])
+        == [[[{"rank": r} for r in range(4)], [0, 1, 2, 3]]] * 4
+    )
+
+
+def test_reconfigure_switches_all_ranks_at_the_same_step() -> None:
+    def main(session: Session) -> list[int]:
+        described = manifest(1000)
+        group = session.register(described, buffers(described))
+        partitions = []
+        for number in range(20):
+            if session.rank == 0 and number % 5 == 2:
+                session.reconfigure(SchedulerConfig(100 * (number + 1), 10_000, ("fifo", "priority")[number % 2]))
+            assert step(session, group, session.rank) == 0.5
+            partitions.append(len(group.plan.partitions))
+        return partitions
+
+    first, second = ranks(2, main, SchedulerConfig(4000, 8000))
+    assert first == second
+    assert len(set(first)) == 5
+
+
+def test_an_exception_in_one_rank_reaches_the_others_by_name() -> None:
+    raised: dict[int, BaseException] = {}
+
+    def main(session: Session) -> None:
+        described = manifest(10)
+        try:
+            group = session.register(described, buffers(described))
+            if session.rank == 1:
+                raise ValueError("boom")
+            step(session, group, 1.0)
+        except commsched.TransportError as error:
+            raised[session.rank] = error
+            raise
+
+    with pytest.raises((ValueError, commsched.TransportError)):
+        ranks(3, main)
+    assert [str(raised[rank]) for rank in (0, 2)] == ["rank 1 ended: ValueError: boom"] * 2
+
+
+def test_a_rank_that_closes_early_is_named() -> None:
+    def main(session: Session) -> None:
+        described = manifest(10)
+        group = session.register(described, buffers(described))
+        for number in range(3 if session.rank == 1 else 100):
+            step(session, group, float(number))
+
+    with pytest.raises(commsched.PeerLost, match=r"rank 1 left.*'t0'.*step 3"):
+        ranks(2, main)
+
+
+def test_close_waits_for_all_and_leaves_no_thread() -> None:
+    before = set(threading.enumerate())
+    ranks(3, lambda session: session.gather(1))
+    left = [t.name for t in threading.enumerate() if t not in before and t.name.startswith("commsched-")]
+    assert not left
+
+
+def test_after_close_it_says_so() -> None:
+    (session,) = local_sessions(1)
+    described = manifest(4)
+    group = session.register(described, buffers(described))
+    assert step(session, group, 5.0) == 5.0
+    session.close()
+    session.close()
+    for use in (session.gather, lambda _: session.register(described, buffers(described)), lambda _: group.begin_step()):
+        with pytest.raises(commsched.ClosedError, match="closed"):
+            use(None)
+
+
+def test_close_calls_back_first_while_all_still_works() -> None:
+    seen: list[float] = []
+
+    def main(session: Session) -> None:
+        described = manifest(4)
+        group = session.register(described, buffers(described))
+        session.on_close(lambda: seen.append(step(session, group, session.rank)))
+
+    ranks(2, main)
+    assert seen == [0.5, 0.5]
+
+
+def test_a_process_without_launcher_is_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", {})
+    session = commsched.init(partition="1MB")
+    try:
+        assert (session.rank, session.world_size) == (0, 1)
+        assert session.core.config.partition_bytes == 1_000_000
+        assert commsched.init() is session
+        with pytest.raises(commsched.ConfigError, match="already initialised; give credit at the first call of init"):
+            commsched.init(credit="1MB")
+    finally:
+        commsched.shutdown()
+    commsched.shutdown()
+    with pytest.raises(commsched.ConfigError, match="partiton is not a setting; did you mean partition"):
+        commsched.init(partiton="1MB")

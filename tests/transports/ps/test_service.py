@@ -1,0 +1,265 @@
+"""What a parameter server accepts and refuses, stream by stream; the streams are fed by hand, without a network."""
+
+import queue
+import threading
+from collections.abc import Iterator
+
+import grpc
+import numpy as np
+import pytest
+
+from commsched.core.errors import CommschedError, ManifestMismatch, PeerLost, ProtocolError
+from commsched.core.manifest import Manifest, TensorSpec
+from commsched.transports.ps.frame import Frame, Kind, decode, encode, json_frame
+from commsched.transports.ps.hello import Hello
+from commsched.transports.ps.outbox import Outbox
+from commsched.transports.ps.service import Service
+
+MANIFEST = Manifest((TensorSpec("embedding", (8,), "float32"),))
+
+
+class Peer:
+    """One worker's end of a stream: an iterator of what it sends, and the gRPC context the handler sees."""
+
+    def __init__(self, service: Service, name: str = "ipv4:10.0.0.9:4711") -> None:
+        self._name = name
+        self._messages: queue.SimpleQueue[bytes | BaseException | threading.Event | None] = queue.SimpleQueue()
+        outbox = service.exchange(self._requests(), self)
+        assert isinstance(outbox, Outbox)
+        self.outbox = outbox
+
+    def _requests(self) -> Iterator[bytes]:
+        while (item := self._messages.get(timeout=30)) is not None:
+            if isinstance(item, BaseException):
+                raise item
+            if isinstance(item, threading.Event):
+                item.set()
+                continue
+            yield item
+
+    def send(self, *frames: Frame) -> None:
+        """Returns when the service has handled them."""
+        for frame in frames:
+            self._messages.put(encode(frame))
+        handled = threading.Event()
+        self._messages.put(handled)
+        assert handled.wait(20)
+
+    def send_last(self, message: bytes) -> list[Frame]:
+        """Send what ends the stream; returns what the service still had to say."""
+        self._messages.put(message)
+        return [decode(reply) for reply in self.outbox]
+
+    def end(self, error: BaseException | None = None) -> list[Frame]:
+        self._messages.put(error)
+        return [decode(reply) for reply in self.outbox]
+
+    def receive(self) -> Frame:
+        return decode(next(self.outbox))
+
+    # --- grpc.ServicerContext ---
+
+    def peer(self) -> str:
+        return self._name
+
+    def add_callback(self, callback) -> bool:
+        return True
+
+
+class World:
+    """A service of two ranks, and what it says."""
+
+    def __init__(self, world_size: int | None = 2) -> None:
+        self.failures: list[CommschedError] = []
+        self.hellos: list[Hello] = []
+        self.all_left = threading.Event()
+        self.service = Service(
+            "server 1", world_size, "priority", None, self.failures.append, self.hellos.append, self.all_left.set
+        )
+        self.peers: list[Peer] = []
+
+    def connect(self, rank: int, world_size: int = 2) -> Peer:
+        """A peer that was welcomed and has announced its tensors."""
+        peer = Peer(self.service)
+        self.peers.append(peer)
+        peer.send(hello(rank, world_size), json_frame(Kind.GROUP, MANIFEST.to_record()))
+        assert peer.receive().kind is Kind.HELLO
+        return peer
+
+    def close(self) -> None:
+        self.service.close()
+        for peer in self.peers:
+            peer.end()
+        self.service.join_readers()
+
+
+@pytest.fixture
+def world():
+    world = World()
+    yield world
+    world.close()
+
+
+def hello(rank: int, world_size: int = 2) -> Frame:
+    return json_frame(Kind.HELLO, Hello(rank, world_size, 1, "10.0.0.1:29600").to_record())
+
+
+def push(partition: int, step: int = 0, value: float = 1.0) -> Frame:
+    start = partition * 4
+    payload = np.float32(value).tobytes()
+    return Frame(Kind.PUSH, 0, step, partition, "float32", start, start + 4, payload)
+
+
+def the_error(frames: list[Frame]) -> str:
+    [error] = [frame.json() for frame in frames if frame.kind is Kind.ERROR]
+    return f"{error['type']}: {error['message']}"
+
+
+def test_replies_leave_in_order_of_priority_after_all_acknowledgements(world):
+    first, second = world.connect(0), world.connect(1)
+    first.send(*[push(partition) for partition in (5, 0, 3)])
+    second.send(*[push(partition, value=3.0) for partition in (3, 5, 0)])
+    for peer, order in ((first, (5, 0, 3)), (second, (3, 5, 0))):
+        got = [peer.receive() for _ in range(6)]
+        assert [(frame.kind, frame.partition) for frame in got] == [
+            *((Kind.ACK, partition) for partition in order),
+            *((Kind.RESULT, partition) for partition in (0, 3, 5)),
+        ]
+        assert {np.frombuffer(frame.payload, np.float32)[0] for frame in got[3:]} == {2.0}
+
+
+def test_all_workers_are_sent_the_same_bytes_object(world):
+    peers = [world.connect(0), world.connect(1)]
+    for peer in peers:
+        peer.send(push(0))
+        peer.receive()
+    assert next(peers[0].outbox) is next(peers[1].outbox)
+
+
+def test_a_push_is_acknowledged_before_the_other_rank_has_pushed(world):
+    peer = world.connect(1)
+    peer.send(push(2))
+    assert peer.receive() == Frame(Kind.ACK, partition=2, payload=memoryview(b""))
+
+
+@pytest.mark.parametrize(
+    ("greeting", "why"),
+    [
+        (hello(0, 3), "ConfigError: rank 0 says there are 3 ranks; this job has 2"),
+        (hello(2, 2), "ConfigError: rank 2 is not below its world size of 2"),
+        (hello(1), "ConfigError: rank 1 is connected already; two processes claim to be it"),
+    ],
+)
+def test_a_worker_of_another_job_is_refused_and_this_job_goes_on(world, greeting, why):
+    mine = world.connect(1)
+    assert the_error(Peer(world.service).send_last(encode(greeting))) == why
+    mine.send(push(0))
+    assert mine.receive().kind is Kind.ACK
+    assert world.failures == []
+
+
+@pytest.mark.parametrize(
+    ("message", "why"),
+    [
+        (b"garbage", "a message of 7 bytes is shorter than a header"),
+        (bytes(100), r"begins with b'\x00\x00\x00\x00'"),
+        (encode(hello(0)), "HELLO out of turn"),
+        (encode(Frame(Kind.ACK)), "ACK out of turn"),
+        (encode(json_frame(Kind.LEFT, 2)), "'2' is not a rank"),
+        (encode(json_frame(Kind.LEFT, [])), "'[]' is not a rank"),
+        (encode(json_frame(Kind.GROUP, {"a": 1}, group=1)), "not a manifest"),
+        (encode(push(8)), "rank 1 pushed float32 bytes 32 to 36 of step 0, but that buffer has 32 bytes"),
+        (encode(push(0)), "rank 1 pushed partition 0 of step 0, tensor 'embedding', twice"),
+    ],
+)
+def test_a_worker_that_breaks_the_protocol_is_named_to_all(world, message, why):
+    good, bad = world.connect(0), world.connect(1)
+    bad.send(push(0))
+    told = [the_error(bad.send_last(message)), the_error([decode(reply) for reply in good.outbox])]
+    [failure] = world.failures
+    assert isinstance(failure, ProtocolError)
+    assert str(failure).startswith("server 1 got from rank 1 (ipv4:10.0.0.9:4711): ")
+    assert why in str(failure)
+    assert told == [f"ProtocolError: {failure}"] * 2
+
+
+@pytest.mark.parametrize("message", [b"garbage", encode(push(0)), encode(Frame(Kind.GOODBYE))])
+def test_the_first_message_must_be_a_hello(world, message):
+    Peer(world.service).send_last(message)
+    [failure] = world.failures
+    assert isinstance(failure, ProtocolError)
+    assert str(failure).startswith("server 1 got from ipv4:10.0.0.9:4711: ")
+
+
+def test_differing_tensors_are_named_before_data_moves(world):
+    peer, other = world.connect(0), Peer(world.service)
+    other.send(hello(1))
+    theirs = Manifest((TensorSpec("embedding", (9,), "float32"),))
+    other.send_last(encode(json_frame(Kind.GROUP, theirs.to_record())))
+    [failure] = world.failures
+    assert isinstance(failure, ManifestMismatch)
+    assert str(failure) == "tensor 0 is 'embedding' float32[8] on rank 0 but 'embedding' float32[9] on rank 1"
+    assert the_error([decode(reply) for reply in peer.outbox]) == f"ManifestMismatch: {failure}"
+
+
+@pytest.mark.parametrize("how", [None, grpc.RpcError()])
+def test_a_stream_that_ends_without_a_goodbye_is_a_lost_rank(world, how):
+    good, lost = world.connect(0), world.connect(1)
+    lost.end(how)
+    assert the_error([decode(reply) for reply in good.outbox]) == ("PeerLost: rank 1 is gone: its connection to server 1 broke")
+    assert [type(failure) for failure in world.failures] == [PeerLost]
+
+
+def test_a_stream_that_ends_before_its_hello_is_nobody(world):
+    Peer(world.service).end(grpc.RpcError())
+    assert world.failures == []
+
+
+def test_a_goodbye_with_work_open_fails_those_who_wait(world):
+    good, leaver = world.connect(0), world.connect(1)
+    good.send(push(0))
+    leaver.send_last(encode(Frame(Kind.GOODBYE)))
+    assert "rank 1 left before its first step; tensor 'embedding' of step 0 waits for it" in str(world.failures)
+
+
+def test_that_a_rank_left_may_be_told_by_another(world):
+    good, teller = world.connect(0), world.connect(1)
+    good.send(push(0))
+    teller.send(json_frame(Kind.LEFT, 1))
+    assert "rank 1 left before its first step; tensor 'embedding' of step 0 waits for it" in str(world.failures)
+
+
+def test_the_job_ends_when_every_rank_has_said_goodbye(world):
+    for rank in range(2):
+        assert not world.all_left.is_set()
+        assert world.connect(rank).send_last(encode(Frame(Kind.GOODBYE))) == []
+    assert world.all_left.wait(20)
+    assert world.failures == []
+
+
+def test_the_first_hello_says_how_many_ranks_there_are():
+    world = World(world_size=None)
+    world.connect(2, world_size=3)
+    world.connect(0, world_size=3)
+    assert world.hellos == [Hello(2, 3, 1, "10.0.0.1:29600")]
+    why = the_error(Peer(world.service).send_last(encode(hello(1, 2))))
+    assert why == "ConfigError: rank 1 says there are 2 ranks; this job has 3"
+    world.close()
+
+
+def test_a_failure_elsewhere_is_told_to_all_and_to_who_comes_later(world):
+    peer = world.connect(0)
+    world.service.fail(PeerLost("rank 7 is gone"))
+    world.service.fail(PeerLost("rank 8 is gone"))
+    assert the_error([decode(reply) for reply in peer.outbox]) == "PeerLost: rank 7 is gone"
+    assert the_error(Peer(world.service).send_last(encode(hello(1)))) == "PeerLost: rank 7 is gone"
+    assert [str(failure) for failure in world.failures] == ["rank 7 is gone"]
+
+
+def test_closing_says_goodbye_and_takes_no_more_streams(world):
+    peer = world.connect(0)
+    world.service.close()
+    assert [decode(reply).kind for reply in peer.outbox] == [Kind.GOODBYE]
+    assert list(Peer(world.service).outbox) == []
+    peer.end()
+    assert world.failures == []
