@@ -16,6 +16,7 @@ class LocalControlWorld:
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
         self.changed = threading.Condition()
+        self.proposing = threading.Lock()  # one proposal after another
         self.members: dict[int, Listener] = {}
         self.gathered: dict[str, dict[int, Any]] = {}
         self.left: set[int] = set()
@@ -62,13 +63,14 @@ class LocalControl:
             listener.on_failure(error)
 
     def propose(self, config: dict[str, Any]) -> None:
-        with self._world.changed:
-            members = list(self._world.members.values())
-        promised = [listener.hold_steps() for listener in members]
-        common = set.intersection(*(set(steps) for steps in promised))
-        steps = {group: max(steps[group] for steps in promised) for group in common}
-        for listener in members:
-            listener.switch_at(config, steps)
+        with self._world.proposing:
+            with self._world.changed:
+                members = list(self._world.members.values())
+            promised = [listener.hold_steps() for listener in members]
+            common = set.intersection(*(set(steps) for steps in promised)) if promised else set()
+            steps = {group: max(steps[group] for steps in promised) for group in common}
+            for listener in members:
+                listener.switch_at(config, steps)
 
     def leave(self) -> None:
         with self._world.changed:
