@@ -14,8 +14,6 @@ Bytes = bytes | bytearray | memoryview
 #: Elements summed at a time where sums need a wider type: their 32-bit sums stay in the cache.
 _BLOCK = 1 << 16
 
-_ONE_BIT_QUIET = np.uint16(0x0040)  # makes a bfloat16 NaN of what would otherwise round to an infinity
-
 
 def average(contributions: Sequence[Bytes], dtype: str, out: Bytes) -> None:
     """Put the average of equally long ``contributions`` into ``out``; ``dtype`` is a key of ``core.manifest.ITEMSIZE``.
@@ -92,13 +90,10 @@ def _widen_bfloat16(source: NDArray[np.uint16], target: NDArray[np.float32]) -> 
 
 def _narrow_bfloat16(source: NDArray[np.float32], target: NDArray[np.uint16]) -> None:
     bits = source.view(np.uint32)
-    upper = bits >> np.uint32(16)
     # Adding just under half of the lost part, and one more if the kept part is odd, carries exactly when nearest-even does.
-    rounded = bits + np.uint32(0x7FFF) + (upper & np.uint32(1))
+    # A NaN cannot carry: what it lost is zero, since it comes from operands that were bfloat16.
+    rounded = bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
     np.right_shift(rounded, np.uint32(16), out=target, casting="unsafe")
-    nan = np.isnan(source)
-    if nan.any():
-        target[nan] = upper[nan].astype(np.uint16) | _ONE_BIT_QUIET
 
 
 _AVERAGES: dict[str, Callable[[Sequence[Bytes], Bytes], None]] = {
