@@ -51,7 +51,8 @@ def run(args: argparse.Namespace) -> int:
     rate = args.rate or _rate_for_equal_times(layers, workers)
     print(
         f"2. training: {args.steps} steps of {megabytes:.1f} MB of gradients through the embedded parameter server, each\n"
-        f"   worker capped at {rate} (EMULATED link); {BLOCK_STEPS} steps in FIFO order and {BLOCK_STEPS} with the scheduler in turn",
+        f"   worker capped at {rate} (EMULATED link); {BLOCK_STEPS} steps in FIFO order and {BLOCK_STEPS} with the scheduler\n"
+        "   take turns",
         flush=True,
     )
     settings = {"RATE": rate, "PARTITION": args.partition, "CREDIT": args.credit, "TRACE": str(args.out)}

@@ -46,7 +46,7 @@ class _Immediate:
 
     def leave(self, rank: int) -> None: ...
 
-    def close(self) -> None: ...
+    def close(self, graceful: bool = True) -> None: ...
 
 
 class _Threaded(_Immediate):
@@ -60,7 +60,7 @@ class _Threaded(_Immediate):
     def start(self, task: CommTask, completion: Completion) -> None:
         self._started.put((task, completion))
 
-    def close(self) -> None:
+    def close(self, graceful: bool = True) -> None:
         self._started.put(None)
         self._thread.join()
 

@@ -39,7 +39,6 @@ def serve(address: str, token: str, settings: Settings) -> int:
         token,
         join=join,
         announce=lambda bound: print(f"commsched server listening on {bound}", flush=True),
-        policy=settings.policy,
         rate_bytes_per_second=settings.rate,
         fail_after_seconds=settings.fail_after,
     )

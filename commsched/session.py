@@ -198,6 +198,7 @@ class Session:
         """
         if self.closed or os.getpid() != self._pid:
             return
+        graceful = False
         try:
             for callback in self._close_callbacks:
                 callback()
@@ -206,10 +207,11 @@ class Session:
                 self.observer.close()  # every rank's file is written before the last has left
             self._control.leave()
             self._control.wait_until_all_left()
+            graceful = True
             if self.observer is not None and self.rank == 0:
                 self.observer.merge()
         finally:
-            self._tear_down()
+            self._tear_down(graceful)
 
     def abort(self, reason: str) -> None:
         """End at once and tell every rank why. Idempotent; raises nothing."""
@@ -219,11 +221,15 @@ class Session:
             self._control.report(TransportError(f"rank {self.rank} ended: {reason}"))
         self._tear_down()
 
-    def _tear_down(self) -> None:
+    def _tear_down(self, graceful: bool = False) -> None:
         self.closed = True
-        for part in (self._core, self._transport, self._control, self.observer):
-            if part is not None:
-                part.close()
+        if self._core is not None:
+            self._core.close()
+        if self._transport is not None:
+            self._transport.close(graceful)
+        self._control.close()
+        if self.observer is not None:
+            self.observer.close()
         self.cleanup.close()
 
     def _require_same_settings(self, config: SchedulerConfig) -> None:

@@ -19,7 +19,7 @@ from .outbox import Outbox
 from .roster import Roster, Send
 
 #: How long ``close`` waits for members to take their last message; one that is frozen never does.
-_FAREWELL_SECONDS = 1.0
+_FAREWELL_SECONDS = 0.5
 
 
 class ControlServer:

@@ -15,7 +15,7 @@ from .messages import MAX_WIRE_BYTES, METHOD, SERVICE
 from .outbox import Outbox
 
 _RETRY_SECONDS = 0.1  # between attempts to connect
-_FAREWELL_SECONDS = 1.0  # how long close waits for the server to take the last message
+_FAREWELL_SECONDS = 0.5  # how long close waits for the server to take the last message
 
 
 class Stream:

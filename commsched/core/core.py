@@ -106,7 +106,7 @@ class Core:
             self._check()
             for task in group.gradient_written(tensor):
                 task.ready_at = now
-                self._scheduler.add(task)
+                task.order = self._scheduler.add(task)
                 self._work.notify()
 
     def wait_for(self, proxy: DependencyProxy) -> None:

@@ -53,8 +53,8 @@ class Transport(Protocol):
         """``rank`` will send nothing more: what still needs it must fail with PeerLost and not wait. Any thread."""
         ...
 
-    def close(self) -> None:
-        """Give back every thread, port and buffer. Idempotent."""
+    def close(self, graceful: bool = True) -> None:
+        """Give back every thread, port and buffer; unless ``graceful``, without waiting for peers to take leave. Idempotent."""
         ...
 
 

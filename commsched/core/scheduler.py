@@ -6,7 +6,7 @@ The same class runs in Core, in the parameter server's replies and in virtual ti
 from __future__ import annotations
 
 import heapq
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from .credit import CreditWindow
 
@@ -27,8 +27,11 @@ T = TypeVar("T", bound=Schedulable)
 class Policy(Protocol):
     """The order in which ready tasks start. One file in ``core/policies`` each."""
 
-    def key(self, task: Schedulable) -> Any:
-        """Smaller starts earlier; equal keys start in order of arrival. Must not change while a task waits."""
+    def key(self, task: Schedulable) -> int:
+        """Smaller starts earlier; equal keys start in order of arrival. Must not change while a task waits.
+
+        0 to 2^32 - 1: it travels with the task, so that queues behind this rank's scheduler keep the same order.
+        """
         ...
 
 
@@ -42,16 +45,18 @@ class Scheduler(Generic[T]):
     def __init__(self, policy: Policy, credit_bytes: int) -> None:
         self.credit = CreditWindow(credit_bytes)
         self._policy = policy
-        self._heap: list[tuple[Any, int, T]] = []
+        self._heap: list[tuple[int, int, T]] = []
         self._arrivals = 0
 
     def __len__(self) -> int:
         return len(self._heap)
 
-    def add(self, task: T) -> None:
-        """``task`` became ready."""
+    def add(self, task: T) -> int:
+        """``task`` became ready; its key."""
         self._arrivals += 1
-        heapq.heappush(self._heap, (self._policy.key(task), self._arrivals, task))
+        key = self._policy.key(task)
+        heapq.heappush(self._heap, (key, self._arrivals, task))
+        return key
 
     def next(self) -> T | None:
         """The task to start now, with its bytes taken from the credit; None if none is ready or the best does not fit."""

@@ -41,6 +41,7 @@ class CommTask:
         "group",
         "missing",
         "nbytes",
+        "order",
         "partition",
         "ready_at",
         "sent_at",
@@ -55,6 +56,7 @@ class CommTask:
         self.partition = partition
         self.data = data
         self.nbytes = partition.nbytes
+        self.order = 0  # the policy's key: smaller is sent earlier, by every queue on the way
         self.state = State.PENDING
         self.missing = len(partition.tensors)  # gradients still to come
         self.ready_at = self.started_at = self.sent_at = self.done_at = 0.0

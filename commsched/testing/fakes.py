@@ -66,7 +66,7 @@ class RecordingTransport:
     def leave(self, rank: int) -> None:
         self.left.append(rank)
 
-    def close(self) -> None:
+    def close(self, graceful: bool = True) -> None:
         self.closed = True
 
     # --- for the test ---
@@ -127,11 +127,11 @@ class Delayed:
     def leave(self, rank: int) -> None:
         self._transport.leave(rank)
 
-    def close(self) -> None:
+    def close(self, graceful: bool = True) -> None:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        self._transport.close()
+        self._transport.close(graceful)
         self._thread.join()
 
     # --- Completion, for the wrapped transport ---

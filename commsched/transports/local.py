@@ -92,7 +92,7 @@ class LocalTransport:
     def leave(self, rank: int) -> None:
         self._world.leave(rank)
 
-    def close(self) -> None:
+    def close(self, graceful: bool = True) -> None:
         """A rank that closes has left: who still needs it gets PeerLost. Idempotent."""
         if not self._closed:
             self._closed = True

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
-from commsched.core.policies import make_policy
 from commsched.core.ports import OnFailure, Transport
 from commsched.testing.world import run_world
 from commsched.transports.local import LocalWorld
@@ -34,9 +33,7 @@ def embedded_world(
     """Every rank hosts a shard, over real gRPC."""
     size = len(listeners)
     with ExitStack() as stack:
-        pacers = [
-            None if rate_bytes_per_second is None else Pacer(rate_bytes_per_second, make_policy("priority")) for _ in listeners
-        ]
+        pacers = [None if rate_bytes_per_second is None else Pacer(rate_bytes_per_second) for _ in listeners]
         shards = []
         for rank, on_failure in enumerate(listeners):
             name = f"rank {rank}'s shard"

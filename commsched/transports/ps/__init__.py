@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from ...core.policies import make_policy
 from ..context import TransportContext
 from .pacer import Pacer
 from .shard import Shard
@@ -20,7 +19,7 @@ def open_transport(context: TransportContext) -> PsTransport:
     """
     settings, rank = context.settings, context.world.rank
     host = f"[{context.host}]" if ":" in context.host else context.host  # as IPv6 is written before a port
-    pacer = Pacer(settings.rate, make_policy(settings.policy)) if settings.rate is not None else None
+    pacer = Pacer(settings.rate) if settings.rate is not None else None
     shard: Shard | None = None
     try:
         addresses = list(settings.servers)
@@ -31,7 +30,6 @@ def open_transport(context: TransportContext) -> PsTransport:
                 context.world.world_size,
                 on_failure=context.on_failure,
                 name=f"rank {rank}'s shard",
-                policy=settings.policy,
                 pacer=pacer,
                 fail_after_seconds=settings.fail_after,
             )
@@ -43,7 +41,6 @@ def open_transport(context: TransportContext) -> PsTransport:
             context.token,
             on_failure=context.on_failure,
             own_shard=shard,
-            policy=settings.policy,
             pacer=pacer,
             control_address=context.control_address,
             fail_after_seconds=settings.fail_after,

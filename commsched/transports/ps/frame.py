@@ -20,8 +20,8 @@ from ..reduce import Bytes
 MAGIC = b"CSPS"
 VERSION = 1
 
-# magic, version, kind, dtype, group, partition, step, start, stop. 40 bytes: a payload behind it stays aligned for float64.
-_HEADER = struct.Struct("<4sBBBxHxxIQQQ")
+# magic, version, kind, dtype, group, partition, order, step, start, stop. 48 bytes: a payload behind it stays aligned.
+_HEADER = struct.Struct("<4sBBBxHxxIIxxxxQQQ")
 HEADER_BYTES = _HEADER.size
 
 #: gRPC refuses anything larger before it is decoded.
@@ -61,6 +61,7 @@ class Frame:
     start: int = 0
     stop: int = 0
     payload: Bytes = b""
+    order: int = 0  # the policy's key of a push: the smaller, the earlier its result is to leave
 
     @property
     def key(self) -> Key:
@@ -87,10 +88,12 @@ def encode_header(frame: Frame) -> bytes:
     """What stands before the payload of ``frame`` on the wire.
 
     Raises:
-        struct.error: a number does not fit (16-bit group, 32-bit partition, 64-bit step).
+        struct.error: a number does not fit (16-bit group, 32-bit partition and order, 64-bit step).
     """
     code = _DTYPE_CODES[frame.dtype]
-    return _HEADER.pack(MAGIC, VERSION, frame.kind, code, frame.group, frame.partition, frame.step, frame.start, frame.stop)
+    return _HEADER.pack(
+        MAGIC, VERSION, frame.kind, code, frame.group, frame.partition, frame.order, frame.step, frame.start, frame.stop
+    )
 
 
 def encode(frame: Frame) -> bytes:
@@ -106,7 +109,7 @@ def decode(message: bytes) -> Frame:
     """
     if len(message) < HEADER_BYTES:
         raise ProtocolError(f"a message of {len(message)} bytes is shorter than a header")
-    magic, version, kind_code, dtype_code, group, partition, step, start, stop = _HEADER.unpack_from(message)
+    magic, version, kind_code, dtype_code, group, partition, order, step, start, stop = _HEADER.unpack_from(message)
     if magic != MAGIC:
         raise ProtocolError(f"a message begins with {magic!r}, not {MAGIC!r}")
     if version != VERSION:
@@ -120,4 +123,4 @@ def decode(message: bytes) -> Frame:
         raise ProtocolError(f"a {kind.name} of {dtype or 'no dtype'} bytes {start} to {stop} has {len(payload)} bytes")
     if kind not in _RAW and kind not in _JSON and len(payload):
         raise ProtocolError(f"a {kind.name} has {len(payload)} bytes of payload; it has none")
-    return Frame(kind, group, step, partition, dtype, start, stop, payload)
+    return Frame(kind, group, step, partition, dtype, start, stop, payload, order)

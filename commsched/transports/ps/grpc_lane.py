@@ -75,15 +75,15 @@ class GrpcLane:
         if self._end is not None:
             raise self._end
         at = task.partition
-        frame = Frame(Kind.PUSH, task.group, task.step, at.index, at.dtype, at.start, at.stop, task.data)
-        self._outbox.put(task.priority, task.nbytes, lambda: encode(frame))
+        frame = Frame(Kind.PUSH, task.group, task.step, at.index, at.dtype, at.start, at.stop, task.data, task.order)
+        self._outbox.put(task.order, task.nbytes, lambda: encode(frame))
 
     def leave(self, rank: int) -> None:
         self._outbox.put_control(json_frame(Kind.LEFT, rank))
 
-    def close(self) -> None:
+    def close(self, graceful: bool) -> None:
         self._closed = True
-        if self._welcomed and self._end is None:
+        if graceful and self._welcomed and self._end is None:
             self._outbox.put_control(Frame(Kind.GOODBYE))
             self._outbox.finish()
             self._reader.join(_GOODBYE_SECONDS)

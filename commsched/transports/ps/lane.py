@@ -51,6 +51,6 @@ class Lane(Protocol):
         """Tell the server that ``rank`` will push nothing more, so that nobody waits for it."""
         ...
 
-    def close(self) -> None:
-        """Say goodbye and end; the listener is not called afterwards. Idempotent."""
+    def close(self, graceful: bool) -> None:
+        """Say goodbye, if ``graceful``, and end; the listener is not called afterwards. Idempotent."""
         ...

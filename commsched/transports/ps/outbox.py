@@ -7,7 +7,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ...core.scheduler import Policy, Scheduler
+from ...core.policies import make_policy
+from ...core.scheduler import Scheduler
 from .frame import Frame, encode
 from .pacer import Pacer
 
@@ -16,7 +17,7 @@ from .pacer import Pacer
 class _Parcel:
     """Gradients to send. ``message`` makes the bytes when it is their turn, so that nothing is copied early."""
 
-    priority: int
+    priority: int  # the order it was given
     nbytes: int
     message: Callable[[], bytes]
 
@@ -25,13 +26,14 @@ class Outbox:
     """A blocking iterator of messages that feeds one gRPC stream.
 
     gRPC takes one message at a time and comes back when it has room for another, so each choice is made at the last moment:
-    control messages in order first, then gradients by policy. With a ``pacer``, gradients enter here when they may leave.
+    control messages as they came first, then gradients in the order given. With a ``pacer``, gradients enter here when they
+    may leave.
     """
 
-    def __init__(self, policy: Policy, pacer: Pacer | None = None) -> None:
+    def __init__(self, pacer: Pacer | None = None) -> None:
         self._changed = threading.Condition()
         self._control: deque[bytes] = deque()
-        self._parcels: Scheduler[_Parcel] = Scheduler(policy, credit_bytes=0)  # no credit: one at a time
+        self._parcels: Scheduler[_Parcel] = Scheduler(make_policy("priority"), credit_bytes=0)  # no credit: one at a time
         self._leaving: _Parcel | None = None  # given to gRPC, which has not asked for another yet
         self._pacer = pacer
         self._finished = False
@@ -46,13 +48,16 @@ class Outbox:
                 self._control.append(message)
                 self._changed.notify()
 
-    def put(self, priority: int, nbytes: int, message: Callable[[], bytes]) -> None:
-        """Queue gradients of ``nbytes``; ``message`` is called when they leave, by gRPC's thread."""
-        parcel = _Parcel(priority, nbytes, message)
+    def put(self, order: int, nbytes: int, message: Callable[[], bytes]) -> None:
+        """Queue gradients of ``nbytes``, those of smallest ``order`` first, equal ones as they came.
+
+        ``message`` is called when they leave, by gRPC's thread.
+        """
+        parcel = _Parcel(order, nbytes, message)
         if self._pacer is None:
             self._enter(parcel)
         else:
-            self._pacer.submit(priority, nbytes, lambda: self._enter(parcel))
+            self._pacer.submit(order, nbytes, lambda: self._enter(parcel))
 
     def finish(self) -> None:
         """End the stream once the control messages have left; gradients still waiting are dropped. Idempotent."""

@@ -37,7 +37,7 @@ class OwnLane:
     def leave(self, rank: int) -> None:
         self._service.aggregator.leave(rank)
 
-    def close(self) -> None:
+    def close(self, graceful: bool) -> None:
         self._closed = True
 
     def _reply(self, message: bytes) -> None:

@@ -7,14 +7,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from time import monotonic
 
-from ...core.scheduler import Policy, Scheduler
+from ...core.policies import make_policy
+from ...core.scheduler import Scheduler
 
 
 @dataclass(slots=True, eq=False)
 class _Transfer:
     """A message on its way over the emulated link."""
 
-    priority: int
+    priority: int  # the order it was given
     nbytes: int
     queued_at: float
     release: Callable[[], None]
@@ -23,19 +24,20 @@ class _Transfer:
 class Link:
     """The emulated link, pure: times in seconds are told, nothing waits. Not thread-safe.
 
-    It carries one message at a time, chosen by policy when it becomes free, and is busy for ``nbytes / rate``. Its clock is
-    absolute: the next message begins when the one before ended, however late the caller looks, so lateness does not add up.
+    It carries one message at a time, that of smallest order when it becomes free, and is busy for ``nbytes / rate``. Its
+    clock is absolute: the next message begins when the one before ended, however late the caller looks, so lateness does
+    not add up.
     """
 
-    def __init__(self, rate_bytes_per_second: float, policy: Policy) -> None:
+    def __init__(self, rate_bytes_per_second: float) -> None:
         self._rate = rate_bytes_per_second
-        self._waiting: Scheduler[_Transfer] = Scheduler(policy, credit_bytes=0)  # no credit: one at a time
+        self._waiting: Scheduler[_Transfer] = Scheduler(make_policy("priority"), credit_bytes=0)  # no credit: one at a time
         self._current: _Transfer | None = None
         self._free_at = 0.0
 
-    def submit(self, priority: int, nbytes: int, release: Callable[[], None], now: float) -> None:
+    def submit(self, order: int, nbytes: int, release: Callable[[], None], now: float) -> None:
         """Queue a message; ``advance`` returns ``release`` when its last byte has left."""
-        self._waiting.add(_Transfer(priority, nbytes, now, release))
+        self._waiting.add(_Transfer(order, nbytes, now, release))
 
     def charge(self, nbytes: int, now: float) -> None:
         """Account for a message too small to wait its turn."""
@@ -60,17 +62,17 @@ class Link:
 class Pacer:
     """A :class:`Link` in real time, with one thread. What passes is delivered when its last byte would have left."""
 
-    def __init__(self, rate_bytes_per_second: float, policy: Policy) -> None:
-        self._link = Link(rate_bytes_per_second, policy)
+    def __init__(self, rate_bytes_per_second: float) -> None:
+        self._link = Link(rate_bytes_per_second)
         self._changed = threading.Condition()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="commsched-pacer", daemon=True)
         self._thread.start()
 
-    def submit(self, priority: int, nbytes: int, release: Callable[[], None]) -> None:
+    def submit(self, order: int, nbytes: int, release: Callable[[], None]) -> None:
         """Queue a message; ``release`` is called by the pacer's thread when it may go. Never blocks; any thread."""
         with self._changed:
-            self._link.submit(priority, nbytes, release, monotonic())
+            self._link.submit(order, nbytes, release, monotonic())
             self._changed.notify()
 
     def charge(self, nbytes: int) -> None:

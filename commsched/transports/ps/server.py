@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Protocol
 
 from ...core.errors import CommschedError
-from ...core.policies import make_policy
 from ...core.ports import OnFailure
 from .hello import Hello
 from .pacer import Pacer
@@ -32,7 +31,6 @@ def serve(
     *,
     join: Join,
     announce: Callable[[str], None],
-    policy: str = "priority",
     rate_bytes_per_second: float | None = None,
     fail_after_seconds: float = 10.0,
 ) -> int:
@@ -45,17 +43,25 @@ def serve(
         ConfigError: the address cannot be listened at.
         CommschedError: why the job failed; every worker that is still connected is told the same.
     """
-    pacer = Pacer(rate_bytes_per_second, make_policy(policy)) if rate_bytes_per_second is not None else None
+    pacer = Pacer(rate_bytes_per_second) if rate_bytes_per_second is not None else None
     job = _Job()
     shard = None
-    membership = None
+    membership: Membership | None = None
+
+    def on_failure(error: CommschedError) -> None:
+        # A lane that breaks is often the consequence of a failure elsewhere. The control channel knows which was the first,
+        # and tells it to everybody, us included.
+        if membership is not None:
+            membership.report(error)
+        else:
+            job.fail(error)
+
     try:
         shard = Shard(
             address,
             token,
             None,
-            on_failure=job.fail,
-            policy=policy,
+            on_failure=on_failure,
             pacer=pacer,
             fail_after_seconds=fail_after_seconds,
             on_first_hello=job.begin,

@@ -12,7 +12,6 @@ import grpc
 
 from ...core.errors import CommschedError, ConfigError, PeerLost, ProtocolError, TransportError, to_record
 from ...core.manifest import Manifest
-from ...core.policies import make_policy
 from ...core.ports import OnFailure
 from ..aggregator import Aggregator, Key
 from .frame import Frame, Kind, decode, encode_header, json_frame
@@ -42,7 +41,6 @@ class Service:
     Args:
         name: what messages call this server.
         world_size: how many ranks there are; None: as many as the first hello says.
-        policy: the order in which replies leave.
         pacer: caps what is sent, if given.
         on_failure: told of the first failure, from any thread.
         on_first_hello: told once, by the thread of the stream that said it.
@@ -53,14 +51,12 @@ class Service:
         self,
         name: str,
         world_size: int | None,
-        policy: str,
         pacer: Pacer | None,
         on_failure: OnFailure,
         on_first_hello: Callable[[Hello], None] = lambda hello: None,
         on_all_left: Callable[[], None] = lambda: None,
     ) -> None:
         self._name = name
-        self._policy = policy
         self._pacer = pacer
         self._on_failure = on_failure
         self._on_first_hello = on_first_hello
@@ -81,7 +77,7 @@ class Service:
 
     def exchange(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         """The handler of a stream: gRPC sends what the iterator returned gives, while a thread of ours reads."""
-        outbox = Outbox(make_policy(self._policy), self._pacer)
+        outbox = Outbox(self._pacer)
         stream = _Stream(context.peer(), outbox)
         stream.reader = threading.Thread(target=self._read, args=(stream, requests), name="commsched-ps-reader", daemon=True)
         with self._lock:
@@ -164,7 +160,7 @@ class Service:
         elif frame.kind is Kind.PUSH:
             # Before the push: when it is the last, the reply is queued at once, and no ack may come after it.
             stream.outbox.put_control(Frame(Kind.ACK, frame.group, frame.step, frame.partition))
-            reply = partial(_reply, stream.outbox, frame.partition)
+            reply = partial(_reply, stream.outbox, frame.order)
             self.aggregator.push(stream.rank, frame.key, frame.dtype, frame.start, frame.stop, frame.payload, reply)
         elif frame.kind is Kind.GROUP:
             self.aggregator.add_group(stream.rank, frame.group, Manifest.from_record(frame.json()))
@@ -213,8 +209,8 @@ def _result_header(key: Key, dtype: str, start: int, stop: int) -> bytes:
     return encode_header(Frame(Kind.RESULT, key.group, key.step, key.partition, dtype, start, stop))
 
 
-def _reply(outbox: Outbox, priority: int, message: bytes) -> None:
-    outbox.put(priority, len(message), lambda: message)
+def _reply(outbox: Outbox, order: int, message: bytes) -> None:
+    outbox.put(order, len(message), lambda: message)
 
 
 def _refuse(stream: _Stream, error: CommschedError) -> None:

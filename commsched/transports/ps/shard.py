@@ -24,7 +24,7 @@ class Shard:
     Args:
         address: ``host:port`` to listen at; port 0: any free one.
         token: what everyone who connects must show.
-        world_size, policy, pacer, on_failure, on_first_hello, on_all_left: see :class:`Service`.
+        world_size, pacer, on_failure, on_first_hello, on_all_left: see :class:`Service`.
         name: what messages call this server; the address is added.
         fail_after_seconds: bounds how long a frozen connection lives; the same for all processes of a job.
 
@@ -40,7 +40,6 @@ class Shard:
         *,
         on_failure: OnFailure,
         name: str = "the server",
-        policy: str = "priority",
         pacer: Pacer | None = None,
         fail_after_seconds: float = 10.0,
         on_first_hello: Callable[[Hello], None] = lambda hello: None,
@@ -52,15 +51,15 @@ class Shard:
         #: ``host:port`` as bound.
         self.address = f"{address.rpartition(':')[0]}:{port}"
         #: What this server does with its messages; a rank in the same process calls it.
-        self.service = Service(f"{name} at {self.address}", world_size, policy, pacer, on_failure, on_first_hello, on_all_left)
+        self.service = Service(f"{name} at {self.address}", world_size, pacer, on_failure, on_first_hello, on_all_left)
         _, package, method = METHOD.split("/")
         handler = grpc.stream_stream_rpc_method_handler(self.service.exchange)
         self._grpc_server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(package, {method: handler}),))
         self._grpc_server.start()
 
-    def close(self) -> None:
+    def close(self, graceful: bool = True) -> None:
         """Say goodbye to who is still connected, and give back the port and all threads. Idempotent."""
         self.service.close()
-        self._grpc_server.stop(_GRACE_SECONDS).wait()
+        self._grpc_server.stop(_GRACE_SECONDS if graceful else None).wait()
         self.service.join_readers()
         self._executor.shutdown()

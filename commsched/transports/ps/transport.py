@@ -9,7 +9,6 @@ import numpy as np
 
 from ...core.errors import ClosedError, CommschedError, ConfigError, PeerLost, ProtocolError
 from ...core.manifest import Manifest
-from ...core.policies import make_policy
 from ...core.ports import Completion, OnFailure
 from ...core.task import CommTask
 from ..aggregator import Key
@@ -35,7 +34,6 @@ class PsTransport:
         token: the job's secret.
         on_failure: told when a server is lost or breaks the protocol, from any thread.
         own_shard: closed with the transport.
-        policy: the order in which pushes leave that wait for the same connection.
         pacer: caps what is sent; the same object that ``own_shard`` has. Closed with the transport.
         control_address: where rank 0's control channel listens, for servers that no rank started.
         fail_after_seconds: bounds how long a frozen connection lives; the same for all processes of a job.
@@ -55,7 +53,6 @@ class PsTransport:
         *,
         on_failure: OnFailure,
         own_shard: Shard | None = None,
-        policy: str = "priority",
         pacer: Pacer | None = None,
         control_address: str | None = None,
         fail_after_seconds: float = 10.0,
@@ -77,7 +74,7 @@ class PsTransport:
                 self._lanes.append(OwnLane(rank, own_shard.service, self))
                 continue
             hello = Hello(rank, world_size, index, control_address)
-            outbox = Outbox(make_policy(policy), pacer)
+            outbox = Outbox(pacer)
             lane = GrpcLane(self._peers[index], address, hello, token, outbox, self, fail_after_seconds)
             connecting.append(lane)
             self._lanes.append(lane)
@@ -86,7 +83,7 @@ class PsTransport:
             for lane in connecting:
                 lane.wait_connected(max(0.0, deadline - monotonic()))
         except CommschedError:
-            self.close()
+            self.close(graceful=False)
             raise
 
     # --- ports.Transport ---
@@ -120,12 +117,12 @@ class PsTransport:
         for lane in self._lanes:
             lane.leave(rank)
 
-    def close(self) -> None:
+    def close(self, graceful: bool = True) -> None:
         self._closed = True
         for lane in self._lanes:
-            lane.close()
+            lane.close(graceful)
         if self._own_shard is not None:
-            self._own_shard.close()
+            self._own_shard.close(graceful)
         if self._pacer is not None:
             self._pacer.close()
         self._pending.clear()

@@ -5,29 +5,33 @@ import threading
 
 import pytest
 
-from commsched.core.policies import make_policy
 from commsched.transports.ps.frame import Frame, Kind, encode
 from commsched.transports.ps.outbox import Outbox
 
 ACK = Frame(Kind.ACK, step=1)
 
 
-def outbox_with(*priorities: int, policy: str = "priority") -> Outbox:
-    outbox = Outbox(make_policy(policy))
-    for priority in priorities:
-        put(outbox, priority)
+def outbox_with(*orders: int) -> Outbox:
+    outbox = Outbox()
+    for order in orders:
+        put(outbox, order)
     return outbox
 
 
-def put(outbox: Outbox, priority: int) -> None:
-    outbox.put(priority, 10, lambda: b"%d" % priority)
+def put(outbox: Outbox, order: int) -> None:
+    outbox.put(order, 10, lambda: b"%d" % order)
 
 
-def test_gradients_leave_by_policy():
+def test_gradients_leave_in_the_order_given():
     outbox = outbox_with(3, 1, 2)
     assert [next(outbox) for _ in range(3)] == [b"1", b"2", b"3"]
-    fifo = outbox_with(3, 1, 2, policy="fifo")
-    assert [next(fifo) for _ in range(3)] == [b"3", b"1", b"2"]
+
+
+def test_those_of_equal_order_leave_as_they_came():
+    outbox = Outbox()
+    for number in (3, 1, 2):
+        outbox.put(0, 10, lambda number=number: b"%d" % number)
+    assert [next(outbox) for _ in range(3)] == [b"3", b"1", b"2"]
 
 
 def test_each_is_chosen_only_when_it_is_asked_for():
@@ -48,7 +52,7 @@ def test_control_messages_go_first_and_in_order():
 
 def test_the_bytes_are_made_when_they_leave():
     made: list[str] = []
-    outbox = Outbox(make_policy("priority"))
+    outbox = Outbox()
     for name in ("first", "second"):
         outbox.put(0, 10, lambda name=name: made.append(name) or name.encode())
     assert made == []
@@ -74,7 +78,7 @@ def test_abort_drops_everything():
 
 @pytest.mark.parametrize("end", [Outbox.finish, Outbox.abort])
 def test_the_end_wakes_who_waits(end):
-    outbox, got = Outbox(make_policy("priority")), queue.SimpleQueue()
+    outbox, got = Outbox(), queue.SimpleQueue()
 
     def take() -> None:
         for message in outbox:
@@ -106,7 +110,7 @@ class FakePacer:
 
 def test_paced_gradients_enter_when_released_and_small_messages_are_charged():
     pacer = FakePacer()
-    outbox = Outbox(make_policy("priority"), pacer)
+    outbox = Outbox(pacer)
     put(outbox, 4)
     outbox.put_control(ACK)
     assert pacer.charged == len(encode(ACK))

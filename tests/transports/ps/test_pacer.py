@@ -8,15 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commsched.core.policies import make_policy
 from commsched.transports.ps.pacer import Link, Pacer
 
 
 class Clocked:
     """A link of 100 bytes per second whose messages are named."""
 
-    def __init__(self, policy: str = "priority") -> None:
-        self.link = Link(100.0, make_policy(policy))
+    def __init__(self) -> None:
+        self.link = Link(100.0)
         self.sent: list[str] = []
 
     def submit(self, name: str, nbytes: int, now: float, priority: int = 0) -> None:
@@ -93,7 +92,7 @@ def test_small_messages_are_charged():
 
 @given(st.lists(st.tuples(st.integers(1, 1000), st.floats(0, 2), st.floats(0, 3)), min_size=1, max_size=30))
 def test_the_rate_is_never_exceeded_and_always_filled(messages):
-    clocked, now, total, done_by = Clocked("fifo"), 0.0, 0, 0.0
+    clocked, now, total, done_by = Clocked(), 0.0, 0, 0.0
     for nbytes, gap, lateness in messages:
         now += gap
         clocked.submit(str(nbytes), nbytes, now)
@@ -107,7 +106,7 @@ def test_the_rate_is_never_exceeded_and_always_filled(messages):
 
 
 def test_the_pacer_delivers_in_its_own_thread_and_not_too_early():
-    pacer = Pacer(1e6, make_policy("fifo"))
+    pacer = Pacer(1e6)
     try:
         arrived: queue.SimpleQueue[tuple[str, str, float]] = queue.SimpleQueue()
         began = monotonic()
@@ -122,7 +121,7 @@ def test_the_pacer_delivers_in_its_own_thread_and_not_too_early():
 
 
 def test_closing_drops_what_waits_and_ends_the_thread():
-    pacer = Pacer(1.0, make_policy("fifo"))
+    pacer = Pacer(1.0)
     pacer.submit(0, 10**6, pytest.fail)
     pacer.close()
     pacer.close()
