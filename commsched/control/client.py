@@ -301,7 +301,10 @@ class ControlClient:
             if self._over:
                 return False
             if self._rank_0 is not None:
-                self._fail(self._reported or PeerLost(f"{self._rank_0} is gone: the control connection to it broke"))
+                lost = PeerLost(f"{self._rank_0} is gone: the control connection to it broke")
+                # A lane that broke, or was ended by others, is likely the consequence of what ended rank 0.
+                consequence = self._reported is None or isinstance(self._reported, PeerLost)
+                self._fail(lost if consequence else self._reported)
                 return False
             why = refusal(error, self._address)
             if why is not None:

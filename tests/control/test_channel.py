@@ -20,6 +20,7 @@ from commsched.control.messages import METHOD, SERVICE, Failed, decode, encode
 from commsched.control.server import ControlServer
 from commsched.core.errors import (
     ClosedError,
+    CommschedError,
     ConfigError,
     PeerLost,
     PeerTimeout,
@@ -306,14 +307,21 @@ def test_without_a_verdict_the_reporter_tells_itself(monkeypatch: pytest.MonkeyP
         assert job.listeners[1].next("failure") is error
 
 
-def test_a_connection_that_breaks_before_the_verdict_does_not_hide_the_first_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("error", "is_a_consequence"), [(PeerLost("rank 1's shard is gone"), True), (ProtocolError("garbage"), False)]
+)
+def test_a_connection_that_breaks_before_the_verdict_tells_the_likeliest_cause(
+    monkeypatch: pytest.MonkeyPatch, error: CommschedError, is_a_consequence: bool
+) -> None:
+    """Lanes that break belong to what ended rank 0; another error of our own does not."""
     monkeypatch.setattr(client_module, "_VERDICT_SECONDS", 1000.0)
     with running(2) as job:
         monkeypatch.setattr(job.server, "_received", lambda connection, data: None)
-        error = PeerLost("rank 1's shard is gone")
         job.clients[1].report(error)
         job.server._server.stop(None)
-        assert job.listeners[1].next("failure") is error
+        told = job.listeners[1].next("failure")
+        assert ("the control connection to it broke" in str(told)) is is_a_consequence
+        assert is_a_consequence or told is error
         assert "the control connection to it broke" in str(job.listeners[0].next("failure"))
 
 

@@ -37,7 +37,7 @@ def serve(
     """Serve one job at ``address`` and return 0 when every worker has said goodbye.
 
     ``announce`` is told the address as bound, before anybody has connected. Waits for the first worker without limit; how
-    many there are is what that worker says.
+    many there are is what that worker says. Workers are welcomed once the server is in the control channel, and so watched.
 
     Raises:
         ConfigError: the address cannot be listened at.
@@ -64,20 +64,20 @@ def serve(
             on_failure=on_failure,
             pacer=pacer,
             fail_after_seconds=fail_after_seconds,
-            on_first_hello=job.begin,
+            on_first_hello=job.join,
             on_all_left=job.end,
         )
         announce(shard.address)
         membership = join(job.wait_for_hello(), job.fail)
+        job.joined()
         job.wait_for_end()
         return 0
     except CommschedError as error:
-        if membership is not None:
-            membership.report(error)
         if shard is not None:
             shard.service.fail(error)
         raise
     finally:
+        job.joined()  # whatever happened, nobody is to wait for it any more
         for part in (shard, pacer, membership):
             if part is not None:
                 part.close()
@@ -89,12 +89,20 @@ class _Job:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._hello: Hello | None = None
+        self._joined = False
         self._ended = False
         self._failure: CommschedError | None = None
 
-    def begin(self, hello: Hello) -> None:
+    def join(self, hello: Hello) -> None:
+        """The first worker has come: let the main thread join, and return when it has, or the job has failed."""
         with self._changed:
             self._hello = hello
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._joined or self._failure is not None)
+
+    def joined(self) -> None:
+        with self._changed:
+            self._joined = True
             self._changed.notify_all()
 
     def end(self) -> None:

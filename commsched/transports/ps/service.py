@@ -43,7 +43,7 @@ class Service:
         world_size: how many ranks there are; None: as many as the first hello says.
         pacer: caps what is sent, if given.
         on_failure: told of the first failure, from any thread.
-        on_first_hello: told once, by the thread of the stream that said it.
+        on_first_hello: told once, by the thread of the stream that said it. No hello is answered before it has returned.
         on_all_left: told when every rank has said goodbye.
     """
 
@@ -62,6 +62,7 @@ class Service:
         self._on_first_hello = on_first_hello
         self._on_all_left = on_all_left
         self._lock = threading.Lock()
+        self._welcoming = threading.Event()  # hellos are answered
         self._aggregator = None if world_size is None else self._make_aggregator(world_size)
         self._streams: list[_Stream] = []
         self._greeted: set[int] = set()  # ranks that have or had a stream
@@ -97,6 +98,7 @@ class Service:
                 return
             self._failure = error
             streams = list(self._streams)
+        self._welcoming.set()
         for stream in streams:
             _refuse(stream, error)
         self._on_failure(error)
@@ -106,6 +108,7 @@ class Service:
         with self._lock:
             self._closed = True
             streams = list(self._streams)
+        self._welcoming.set()
         if self._aggregator is not None:
             self._aggregator.close()
         for stream in streams:
@@ -189,9 +192,11 @@ class Service:
                 raise ConfigError(f"rank {hello.rank} is connected already; two processes claim to be it")
             self._greeted.add(hello.rank)
             stream.rank = hello.rank
-        stream.outbox.put_control(json_frame(Kind.HELLO, {}))
         if first:
             self._on_first_hello(hello)
+            self._welcoming.set()
+        self._welcoming.wait()
+        stream.outbox.put_control(json_frame(Kind.HELLO, {}))
 
     def _goodbye(self, rank: int) -> None:
         self.aggregator.leave(rank)

@@ -28,11 +28,12 @@ def raw_frames(draw) -> Frame:
         start,
         start + len(payload),
         payload,
+        draw(partitions),
     )
 
 
 def test_the_header_keeps_payloads_aligned():
-    assert HEADER_BYTES == 40
+    assert HEADER_BYTES == 48
     assert HEADER_BYTES % 8 == 0
 
 
@@ -86,7 +87,7 @@ def check_total(message: bytes) -> None:
 
 
 def header(magic=MAGIC, version=1, kind=3, dtype=3, start=0, stop=4) -> bytes:
-    return struct.pack("<4sBBBxHxxIQQQ", magic, version, kind, dtype, 0, 0, 0, start, stop)
+    return struct.pack("<4sBBBxHxxIIxxxxQQQ", magic, version, kind, dtype, 0, 0, 0, 0, start, stop)
 
 
 @pytest.mark.parametrize(

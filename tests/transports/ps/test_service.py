@@ -73,9 +73,7 @@ class World:
         self.failures: list[CommschedError] = []
         self.hellos: list[Hello] = []
         self.all_left = threading.Event()
-        self.service = Service(
-            "server 1", world_size, "priority", None, self.failures.append, self.hellos.append, self.all_left.set
-        )
+        self.service = Service("server 1", world_size, None, self.failures.append, self.hellos.append, self.all_left.set)
         self.peers: list[Peer] = []
 
     def connect(self, rank: int, world_size: int = 2) -> Peer:
@@ -107,7 +105,7 @@ def hello(rank: int, world_size: int = 2) -> Frame:
 def push(partition: int, step: int = 0, value: float = 1.0) -> Frame:
     start = partition * 4
     payload = np.float32(value).tobytes()
-    return Frame(Kind.PUSH, 0, step, partition, "float32", start, start + 4, payload)
+    return Frame(Kind.PUSH, 0, step, partition, "float32", start, start + 4, payload, order=partition)
 
 
 def the_error(frames: list[Frame]) -> str:
