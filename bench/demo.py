@@ -32,8 +32,8 @@ WANTED_ACCURACY = 0.95
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workers", type=at_least(2), default=2, help="ranks, all on this machine")
-    parser.add_argument("--steps", type=at_least(6 * BLOCK_STEPS), default=16 * BLOCK_STEPS, help="training steps")
-    parser.add_argument("--measure-steps", type=at_least(8), default=40, help="steps without communication, to time the layers")
+    parser.add_argument("--steps", type=at_least(6 * BLOCK_STEPS), default=14 * BLOCK_STEPS, help="training steps")
+    parser.add_argument("--measure-steps", type=at_least(8), default=24, help="steps without communication, to time the layers")
     parser.add_argument(
         "--rate", type=setting(parse_rate), help="cap of each worker; not given: communication takes as long as computation"
     )
@@ -98,7 +98,7 @@ def _rows(layers: Mapping[str, Any], trained: Mapping[str, Any], rate: str, work
         rows.append(
             {
                 "system": "commsched" if policy == "priority" else policy,
-                "model": "digits, 7 layers",
+                "model": "digits, 6 convolutions",
                 "workers": workers,
                 "servers": 0,
                 "bandwidth_bps": 8 * bytes_per_second,

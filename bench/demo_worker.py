@@ -21,9 +21,9 @@ import commsched.plugins.torch as cs
 
 from .layer_times import LayerTimer
 
-BATCH = 32  # per rank
+BATCH = 128  # per rank
 TEST_IMAGES = 360
-BLOCK_STEPS = 12  # steps with one policy before the other takes its turn
+BLOCK_STEPS = 10  # steps with one policy before the other takes its turn
 SETTLING_STEPS = 2  # of each block, not counted
 
 
@@ -31,7 +31,7 @@ def make_model() -> nn.Module:
     """Six convolutions, five of them of 600 kB each: gradients and work are spread evenly, as in large networks."""
     layers: list[nn.Module] = [nn.Conv2d(1, 128, 3, padding=1), nn.ReLU()]
     for _ in range(5):
-        layers += [nn.Conv2d(128, 128, 3, padding=1), nn.ReLU()]
+        layers += [nn.Conv2d(128, 128, 3, padding=1, bias=False), nn.BatchNorm2d(128, affine=False), nn.ReLU()]
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(512, 10))
 
 

@@ -303,8 +303,8 @@ class ControlClient:
             if self._rank_0 is not None:
                 lost = PeerLost(f"{self._rank_0} is gone: the control connection to it broke")
                 # A lane that broke, or was ended by others, is likely the consequence of what ended rank 0.
-                consequence = self._reported is None or isinstance(self._reported, PeerLost)
-                self._fail(lost if consequence else self._reported)
+                ours = self._reported
+                self._fail(lost if ours is None or isinstance(ours, PeerLost) else ours)
                 return False
             why = refusal(error, self._address)
             if why is not None:

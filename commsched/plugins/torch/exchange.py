@@ -54,8 +54,8 @@ class GradientExchange:
     ``before_round`` is called before the averages of the last round may be overwritten. Hooks run in the thread that runs
     backward; everything else in the engine's main thread.
 
-    Beside the gradients go two flags of a group of their own, so that no gradient ever waits for them: which parameters
-    this rank has a gradient of, known when backward is over, and whether it commits to the update, known in ``step()``.
+    Beside the gradients go two flags: which parameters this rank has a gradient of, known when backward is over, and whether
+    it commits to the update, known in ``step()``.
     """
 
     def __init__(self, session: commsched.Session, slots: Sequence[Slot], before_round: Callable[[], None]) -> None:
@@ -114,8 +114,7 @@ class GradientExchange:
         if self._round_open:
             return
         self._before_round()
-        self.buffers.gradients.begin_step()
-        self.buffers.flags.begin_step()
+        self.buffers.begin_step()
         self._round_open = True
         self._complete = False
         for slot in self.slots:
@@ -189,7 +188,7 @@ class GradientExchange:
 
     def is_there(self, slot: Slot) -> bool:
         """Whether :meth:`wait` and :meth:`used_by_any_rank` would return at once."""
-        return self.buffers.gradients.proxies[slot.tensor].is_open and all(p.is_open for p in self.buffers.flags.proxies)
+        return self.buffers.gradients.proxies[slot.tensor].is_open and self.buffers.flags_are_there()
 
     def used_by_any_rank(self, slot: Slot) -> bool:
         """Whether any rank had a gradient of ``slot`` in the round that ended.
@@ -210,45 +209,51 @@ class GradientExchange:
 
 
 class _Buffers:
-    """The registered tensors: the gradients, in the order of the slots, and the flags.
+    """The registered tensors: the gradients, in the order of the slots, and the two flags.
 
-    The flags are of two dtypes, which are never cut into one partition: one does not wait for the other.
+    Each flag is a group of its own: nothing waits for it by sharing its partition, and both go before all but the first
+    gradients.
     """
 
     def __init__(self, session: commsched.Session, slots: Sequence[Slot]) -> None:
-        manifest = Manifest(tuple(slot.spec() for slot in slots))
-        views, self.gradients = _register(session, manifest)
+        views, self.gradients = _register(session, [slot.spec() for slot in slots])
         for tensor, (slot, view) in enumerate(zip(slots, views)):
             slot.tensor, slot.view = tensor, view
-        flags = Manifest(
-            (TensorSpec("commsched.used", (len(slots),), "float32"), TensorSpec("commsched.committed", (1,), "float64"))
-        )
-        (self._used, self._committed), self.flags = _register(session, flags)
+        (self._used,), self._used_group = _register(session, [TensorSpec("commsched.used", (len(slots),), "float32")])
+        (self._committed,), self._committed_group = _register(session, [TensorSpec("commsched.committed", (1,), "float32")])
         self._agreed: list[bool] | None = None  # of this round, once read
+
+    def begin_step(self) -> None:
+        for group in (self.gradients, self._used_group, self._committed_group):
+            group.begin_step()
 
     def offer_used(self, used: list[bool]) -> None:
         self._agreed = None
         self._used.copy_(torch.tensor(used))
-        self.flags.notify_ready(0)
+        self._used_group.notify_ready(0)
 
     def offer_committed(self, committed: bool) -> None:
         self._committed.fill_(float(committed))
-        self.flags.notify_ready(1)
+        self._committed_group.notify_ready(0)
+
+    def flags_are_there(self) -> bool:
+        return self._used_group.proxies[0].is_open and self._committed_group.proxies[0].is_open
 
     def used(self) -> list[bool]:
         """For each slot, whether any rank has a gradient of it; waits for the flags of all ranks."""
         if self._agreed is None:
-            self.flags.proxies[0].wait()
+            self._used_group.proxies[0].wait()
             self._agreed = [share > 0 for share in self._used.tolist()]
         return self._agreed
 
     def all_committed(self) -> bool:
-        self.flags.proxies[1].wait()
+        self._committed_group.proxies[0].wait()
         return self._committed.item() == 1.0
 
 
-def _register(session: commsched.Session, manifest: Manifest) -> tuple[list[torch.Tensor], TensorGroup]:
-    """Flat buffers for ``manifest``, and each tensor's view of them."""
+def _register(session: commsched.Session, specs: Sequence[TensorSpec]) -> tuple[list[torch.Tensor], TensorGroup]:
+    """Flat buffers for tensors in forward order, and each tensor's view of them."""
+    manifest = Manifest(tuple(specs))
     flat = {dtype: torch.zeros(nbytes, dtype=torch.uint8) for dtype, nbytes in manifest.buffer_bytes.items()}
     views = []
     for tensor, spec in enumerate(manifest.tensors):
