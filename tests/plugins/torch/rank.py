@@ -1,0 +1,56 @@
+"""One rank of a training in a real job: rank.py SYSTEM TASK OUT. Saves its weights as OUT.<rank>.
+
+SYSTEM is ``commsched``, ``plain`` (no wrapping at all), or ``ddp`` (torch's DistributedDataParallel over gloo, which meets in
+the file OUT.store).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from commsched.plugins.torch import ScheduledOptimizer
+from tests.plugins.torch.test_equality import MODELS, OPTIMIZERS
+from tests.plugins.torch.training import MLP, ROWS, STEPS, Task, loss_of, numbers, scheduler_of
+
+
+def batch_norm() -> nn.Module:
+    body = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 4))
+    return body.double()
+
+
+TASKS = {**MODELS, "MLP": MLP, "BatchNorm": Task(batch_norm, numbers(1, 6, 6))}
+
+
+def main() -> None:
+    system, name, out = sys.argv[1:]
+    rank, world_size = int(os.environ["COMMSCHED_RANK"]), int(os.environ["COMMSCHED_WORLD_SIZE"])
+    torch.set_num_threads(1)
+    task = TASKS[name]
+    model = task.model(seed=0 if system == "plain" else rank)
+    optimizer = OPTIMIZERS["SGD nesterov"](model)
+    forward = model
+    if system == "ddp":
+        dist.init_process_group("gloo", init_method=f"file://{out}.store", rank=rank, world_size=world_size)
+        forward = nn.parallel.DistributedDataParallel(model)
+    elif system == "commsched":
+        optimizer = ScheduledOptimizer(optimizer, model)
+    scheduler = scheduler_of(optimizer)
+    inputs, labels = task.batches(world_size)
+    mine = slice(rank * ROWS, (rank + 1) * ROWS)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(forward, inputs[step, mine], labels[step, mine]).backward()
+        optimizer.step()
+        scheduler.step()
+    torch.save(model.state_dict(), f"{out}.{rank}")
+    if system == "ddp":
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
