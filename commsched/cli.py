@@ -33,6 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except CommschedError as error:
         print(f"commsched: {type(error).__name__}: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return 130
 
 
 def _add_run(parser: argparse.ArgumentParser) -> None:

@@ -12,6 +12,8 @@ import threading
 from collections.abc import Mapping, Sequence
 from types import FrameType
 
+from .core.errors import TransportError
+
 #: After the first failure the others may end by themselves, naming its cause, before they are terminated and then killed.
 GRACE_SECONDS = 5.0
 KILL_SECONDS = 2.0
@@ -21,7 +23,7 @@ def run(ranks: int, servers: int, command: Sequence[str], environ: Mapping[str, 
     """Run ``command`` once per rank and return the exit code: 0, or that of the first process that failed.
 
     ``environ`` is the environment of every process, to which those variables are added that make it one of the job. Installs
-    handlers that pass SIGINT and SIGTERM on to every process, so it must be called from the main thread.
+    handlers that pass SIGINT, SIGTERM and SIGHUP on to every process, so it must be called from the main thread.
     """
     with tempfile.TemporaryDirectory(prefix="commsched-") as directory:
         environ = {
@@ -37,6 +39,8 @@ def run(ranks: int, servers: int, command: Sequence[str], environ: Mapping[str, 
             for rank in range(ranks):
                 job.start_rank(command, environ, rank, ranks)
             return job.wait()
+        except _Interrupted:
+            return job.exit_code(0)
         finally:
             job.kill()
 
@@ -46,10 +50,11 @@ class _Job:
 
     def __init__(self) -> None:
         self._processes: dict[int, subprocess.Popen[str]] = {}
+        self._sessions: list[int] = []  # of all processes ever started: what they started may outlive them
         self._ranks: set[int] = set()
         self._timers: list[threading.Timer] = []
         self._interrupted = 0
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, self._pass_on)
 
     def start_server(self, environ: Mapping[str, str]) -> str:
@@ -58,7 +63,8 @@ class _Job:
         assert process.stdout is not None
         line = process.stdout.readline()
         if "listening on " not in line:
-            raise RuntimeError(f"a parameter server did not start; it said {line!r}")
+            self._require_not_interrupted()
+            raise TransportError(f"a parameter server did not start; it said {line!r}")
         return line.rsplit(" ", 1)[1].strip()
 
     def start_rank(self, command: Sequence[str], environ: Mapping[str, str], rank: int, ranks: int) -> None:
@@ -71,8 +77,10 @@ class _Job:
         self._ranks.add(self._start(command, {**environ, **place}).pid)
 
     def _start(self, command: Sequence[str], environ: Mapping[str, str], stdout: int | None = None) -> subprocess.Popen[str]:
+        self._require_not_interrupted()
         process = subprocess.Popen(command, env=environ, stdout=stdout, text=True, start_new_session=True)
         self._processes[process.pid] = process
+        self._sessions.append(process.pid)
         return process
 
     def wait(self) -> int:
@@ -90,6 +98,9 @@ class _Job:
                 self._end_soon()
             elif not self._ranks and self._processes:
                 self._end_soon()
+        return self.exit_code(first_failure)
+
+    def exit_code(self, first_failure: int) -> int:
         return 128 + self._interrupted if self._interrupted else first_failure
 
     def _end_soon(self) -> None:
@@ -104,9 +115,14 @@ class _Job:
         """End what is left, at once."""
         for timer in self._timers:
             timer.cancel()
-        self._signal(signal.SIGKILL)
+        for process_group in self._sessions:
+            _kill_group(process_group, signal.SIGKILL)
         for process in self._processes.values():
             process.wait()
+
+    def _require_not_interrupted(self) -> None:
+        if self._interrupted:
+            raise _Interrupted
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
         self._interrupted = self._interrupted or number
@@ -115,7 +131,15 @@ class _Job:
 
     def _signal(self, number: int) -> None:
         for pid in list(self._processes):
-            try:
-                os.killpg(pid, number)
-            except ProcessLookupError:
-                pass
+            _kill_group(pid, number)
+
+
+class _Interrupted(Exception):
+    """A signal came while processes were being started."""
+
+
+def _kill_group(process_group: int, number: int) -> None:
+    try:
+        os.killpg(process_group, number)
+    except ProcessLookupError:
+        pass

@@ -11,7 +11,7 @@ import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .core.config import Settings
 from .core.errors import ConfigError, PeerTimeout
@@ -49,10 +49,20 @@ def rendezvous_path(settings: Settings, environ: Mapping[str, str]) -> Path:
     """The file of this job on this machine: the one set, or one named after what all ranks of a launcher share."""
     if settings.rendezvous is not None:
         return Path(settings.rendezvous)
-    job = [environ.get(name, "") for name in ("TORCHELASTIC_RUN_ID", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")]
-    job += [environ.get(name, "") for name in ("PMIX_NAMESPACE", "SLURM_JOB_ID", "SLURM_STEP_ID")]
-    name = "-".join([str(os.getppid()), *(part for part in job if part)]).replace("/", "_")
+    name = str(os.getppid())  # the launcher, if it has started the ranks directly
+    for variables in _JOB_IDENTITIES:
+        if variables[0] in environ:
+            name = "-".join(environ.get(variable, "") for variable in variables).replace("/", "_")
+            break
     return Path(tempfile.gettempdir()) / f"commsched-{os.getuid()}" / f"{name}.json"
+
+
+#: What launchers set to the same in all ranks of a job and to something else in another job; MPICH sets no such thing.
+_JOB_IDENTITIES = (
+    ("TORCHELASTIC_RUN_ID", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT"),
+    ("PMIX_NAMESPACE",),
+    ("SLURM_STEP_ID", "SLURM_JOB_ID"),
+)
 
 
 def where_to_listen(world: World, settings: Settings) -> Meeting:
@@ -94,27 +104,51 @@ def find(world: World, settings: Settings, path: Path) -> Meeting:
         return _given(world, settings, read_token(settings))
     deadline = time.monotonic() + settings.join_within
     while time.monotonic() < deadline:
-        if path.exists():
-            _require_private(path.parent)
-            found = json.loads(path.read_text())
-            if _alive(found["pid"]):
-                return Meeting(found["address"], read_token(settings) or found["token"])
+        found = _read(path)
+        if found is not None and _alive(found["pid"]):
+            return Meeting(found["address"], read_token(settings) or found["token"])
         time.sleep(0.02)  # only while joining: there is nobody yet who could tell us
-    raise PeerTimeout(f"rank {world.rank} waited {settings.join_within:g} s for rank 0 to say where it listens ({path})")
+    raise PeerTimeout(
+        f"rank {world.rank} waited {settings.join_within:g} s for rank 0 to say where it listens, in {path}; if the launcher "
+        "does not start Python directly, set COMMSCHED_RENDEZVOUS to one file name, new for each job, on every rank"
+    )
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        _require_private(path.parent)
+        found = json.loads(path.read_text())
+        return {"address": str(found["address"]), "token": str(found["token"]), "pid": int(found["pid"])}
+    except FileNotFoundError:
+        return None
+    except ConfigError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"the rendezvous file {path} cannot be read ({error}); remove it") from error
 
 
 def own_host(world: World, settings: Settings, control_address: str) -> str:
-    """The address, without port, that other ranks reach this one at: loopback unless the job spans machines."""
+    """The address, without port or brackets, that other ranks reach this one at: the one from which it reaches rank 0, so
+    loopback if rank 0 listens there.
+
+    Raises:
+        ConfigError: rank 0's host was not found within ``join_within``.
+    """
     if settings.host is not None:
-        return settings.host
+        return settings.host.strip("[]")
     control_host, port = control_address.rsplit(":", 1)
-    if world.one_machine:
-        return control_host if world.rank == 0 else "127.0.0.1"
-    family = socket.AF_INET6 if control_host.startswith("[") else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:  # sends nothing: asks for the route only
-        probe.connect((control_host.strip("[]"), int(port)))
-        host: str = probe.getsockname()[0]
-        return f"[{host}]" if family == socket.AF_INET6 else host
+    deadline = time.monotonic() + settings.join_within
+    while True:
+        try:
+            found = socket.getaddrinfo(control_host.strip("[]"), int(port) or 1, type=socket.SOCK_DGRAM)
+            family, kind, protocol, _, where = found[0]
+            with socket.socket(family, kind, protocol) as probe:  # sends nothing: asks for the route only
+                probe.connect(where)
+                return str(probe.getsockname()[0])
+        except OSError as error:
+            if time.monotonic() >= deadline:
+                raise ConfigError(f"control={control_address!r} cannot be reached: {error.strerror or error}") from error
+        time.sleep(0.2)  # only while joining: names and routes may come late
 
 
 def _given(world: World, settings: Settings, token: str | None) -> Meeting:
@@ -132,7 +166,7 @@ def _require_private(directory: Path) -> None:
     status = directory.stat()
     if status.st_uid != os.getuid() or status.st_mode & 0o022:
         raise ConfigError(
-            f"{directory} may be written by other users; remove it, or set COMMSCHED_RENDEZVOUS to a file elsewhere"
+            f"{directory} may be written by other users; set COMMSCHED_RENDEZVOUS to a file in a directory of yours"
         )
 
 

@@ -61,12 +61,15 @@ class Session:
         *,
         open_control: Callable[[Session], Control],
         open_transport: Callable[[Session], Transport],
+        same_on_all_ranks: Mapping[str, Any] | None = None,
         trace_directory: str | None = None,
         warn_after_seconds: float = 10.0,
     ) -> None:
         self.rank = world.rank
         self.world_size = world.world_size
         self._failure: CommschedError | None = None
+        self._when_failed: list[Callable[[CommschedError], None]] = []
+        self._failing = threading.Lock()
         self._core: Core | None = None
         self._transport: Transport | None = None
         self._gathers = 0
@@ -77,7 +80,7 @@ class Session:
         self._control = open_control(self)
         self.observer: TraceObserver | None = None
         try:
-            self._require_same_settings(config)
+            self._require_same({**(same_on_all_ranks or {}), **config.to_record()})
             if trace_directory is not None:
                 self.observer = TraceObserver(trace_directory, self.rank, self._control.clock_offset_seconds)
             self._transport = open_transport(self)
@@ -163,6 +166,15 @@ class Session:
         """Call ``callback`` first when the session closes in good order: to put last updates in place."""
         self._close_callbacks.append(callback)
 
+    def when_failed(self, callback: Callable[[CommschedError], None]) -> None:
+        """Call ``callback`` once with the first failure, from a control thread; at once if there was one."""
+        with self._failing:
+            failure = self._failure
+            if failure is None:
+                self._when_failed.append(callback)
+        if failure is not None:
+            callback(failure)
+
     def report(self, error: CommschedError) -> None:
         """Tell every rank of a failure here. The verdict, which names the first cause, comes back to ``on_failure``."""
         self._control.report(error)
@@ -170,7 +182,11 @@ class Session:
     # --- what the control channel calls ---
 
     def on_failure(self, error: CommschedError) -> None:
-        self._failure = self._failure or error
+        with self._failing:
+            self._failure = self._failure or error
+            callbacks, self._when_failed = self._when_failed, []
+        for callback in callbacks:
+            callback(self._failure)
         if self._core is not None:
             self._core.fail(error)
 
@@ -232,8 +248,8 @@ class Session:
             self.observer.close()
         self.cleanup.close()
 
-    def _require_same_settings(self, config: SchedulerConfig) -> None:
-        records = self.gather(config.to_record())
+    def _require_same(self, settings: Mapping[str, Any]) -> None:
+        records = self.gather(settings)
         for rank, record in enumerate(records):
             for key, value in record.items():
                 if value != records[0][key]:
@@ -341,7 +357,16 @@ def _open_session(world: World, settings: Settings) -> Session:
             )
 
         def open_transport(session: Session) -> Transport:
-            context = TransportContext(world, settings, host, meeting.token, meeting.address, session.gather, session.report)
+            context = TransportContext(
+                world=world,
+                settings=settings,
+                host=host,
+                token=meeting.token,
+                control_address=meeting.address,
+                gather=session.gather,
+                on_failure=session.report,
+                when_failed=session.when_failed,
+            )
             opened: Transport = import_module(f"commsched.transports.{settings.transport}").open_transport(context)
             return opened
 
@@ -350,6 +375,7 @@ def _open_session(world: World, settings: Settings) -> Session:
             settings.scheduler,
             open_control=open_control,
             open_transport=open_transport,
+            same_on_all_ranks={name: getattr(settings, name) for name in ("transport", "servers", "fail_after")},
             trace_directory=settings.trace,
             warn_after_seconds=settings.fail_after,
         )

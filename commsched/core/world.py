@@ -48,8 +48,8 @@ def detect_world(environ: Mapping[str, str]) -> World:
         ConfigError: a launcher's variables contradict each other; names them.
     """
     for launcher, names in _LAUNCHERS.items():
-        if names[1] not in environ:
-            continue
+        if names[1] not in environ or (launcher == "mpiexec (MPICH)" and names[3] not in environ):
+            continue  # Slurm too sets PMI_SIZE, where it stands in for MPICH's launcher
         rank, size, local_rank = (_number(environ, name) for name in names[:3])
         local_size = _local_world_size(environ, names[3], size)
         if not (0 <= rank < size and 0 <= local_rank < local_size <= size):

@@ -134,10 +134,8 @@ def test_a_taken_port_is_named() -> None:
     assert server.stderr.count("\n") == 1
 
 
-def test_a_missing_rank_is_named() -> None:
-    ((code, err),) = _ends(
-        [_rank(0, 3, COMMSCHED_JOIN_WITHIN="1", COMMSCHED_RENDEZVOUS=f"/tmp/commsched-test-{_free_port()}/c.json")]
-    )
+def test_a_missing_rank_is_named(tmp_path: Path) -> None:
+    ((code, err),) = _ends([_rank(0, 3, COMMSCHED_JOIN_WITHIN="1", COMMSCHED_RENDEZVOUS=str(tmp_path / "control.json"))])
     assert code == 1
     last = err.splitlines()[-1]
     assert "PeerTimeout" in last

@@ -45,6 +45,7 @@ def open_transport(context: TransportContext) -> PsTransport:
             control_address=context.control_address,
             fail_after_seconds=settings.fail_after,
             connect_within_seconds=settings.join_within,
+            when_failed=context.when_failed,
         )
     except BaseException:
         for part in (shard, pacer):

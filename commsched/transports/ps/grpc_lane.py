@@ -68,6 +68,12 @@ class GrpcLane:
         if not self._welcomed:
             raise self._end or PeerLost(f"{self._peer} ended before it answered")
 
+    def give_up(self, error: CommschedError) -> None:
+        """The job failed: whoever waits for the connection is to raise ``error``. Any thread."""
+        if not self._welcomed:
+            self._end = self._end or error
+            self._connected.set()
+
     def add_group(self, group: int, manifest: Manifest) -> None:
         self._outbox.put_control(json_frame(Kind.GROUP, manifest.to_record(), group))
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from time import monotonic
 
 import numpy as np
@@ -57,6 +58,7 @@ class PsTransport:
         control_address: str | None = None,
         fail_after_seconds: float = 10.0,
         connect_within_seconds: float = 60.0,
+        when_failed: Callable[[OnFailure], None] = lambda callback: None,
     ) -> None:
         self.rank = rank
         self.world_size = world_size
@@ -78,6 +80,8 @@ class PsTransport:
             lane = GrpcLane(self._peers[index], address, hello, token, outbox, self, fail_after_seconds)
             connecting.append(lane)
             self._lanes.append(lane)
+        # Somebody else's failure: the server that we wait for may never come.
+        when_failed(partial(_give_up, connecting))
         deadline = monotonic() + connect_within_seconds
         try:
             for lane in connecting:
@@ -158,3 +162,8 @@ class PsTransport:
         if started is None or place(key.partition, len(self._lanes)) != server:
             raise ProtocolError(f"an answer to step {key.step}, partition {key.partition}, which waits for none there")
         return started
+
+
+def _give_up(lanes: Sequence[GrpcLane], error: CommschedError) -> None:
+    for lane in lanes:
+        lane.give_up(error)
