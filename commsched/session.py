@@ -162,9 +162,11 @@ class Session:
         """
         self._control.propose(config.to_record())
 
-    def on_close(self, callback: Callable[[], None]) -> None:
-        """Call ``callback`` first when the session closes in good order: to put last updates in place."""
+    def on_close(self, callback: Callable[[], None]) -> Callable[[], None]:
+        """Call ``callback`` first when the session closes in good order: to put last updates in place. What is returned takes
+        that back."""
         self._close_callbacks.append(callback)
+        return lambda: self._close_callbacks.remove(callback)
 
     def when_failed(self, callback: Callable[[CommschedError], None]) -> None:
         """Call ``callback`` once with the first failure, from a control thread; at once if there was one."""
@@ -422,7 +424,7 @@ def _at_exit() -> None:
         return
     try:
         session.close()
-    except CommschedError as error:
+    except Exception as error:
         # The training script believes that all went well; the launcher must not. An atexit handler cannot change the exit
         # code in any other way.
         log.error("rank %d: %s: %s", session.rank, type(error).__name__, error)

@@ -86,3 +86,16 @@ def test_hosts() -> None:
     assert own_host(HERE, Settings(), "127.0.0.1:1") == "127.0.0.1"
     assert own_host(APART, Settings(host="10.0.0.7"), "10.0.0.1:1") == "10.0.0.7"
     assert own_host(APART, Settings(), "127.0.0.1:1") == "127.0.0.1"  # the address by which rank 0 is reached
+
+
+def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "control.json"
+    for text in ("{", "{}", "[]", '{"address": "a", "token": "t", "pid": "x"}'):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=r"control\.json cannot be read .*; remove it"):
+            find(HERE, Settings(), path)
+
+
+def test_a_control_host_that_is_not_found_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"control='nohost.invalid:29600' cannot be reached"):
+        own_host(APART, Settings(join_within=0.1), "nohost.invalid:29600")

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import re
 import signal
+import sys
 import time
 
 import pytest
 
-from .job import Job, gone, run_job, worker
+from .job import WORKER, Job, gone, run_job, worker
 
 pytestmark = pytest.mark.timeout(90)
 FOR_EVER = "1000000"
@@ -129,3 +130,34 @@ def test_ctrl_c_ends_every_process() -> None:
         code, _, _ = job.end()
         assert all(gone(pid, 1.0) for pid in pids)
     assert code == 128 + signal.SIGINT
+
+
+def test_a_rank_killed_while_another_connects_to_a_server_is_named() -> None:
+    """The server that is waited for never comes; what counts is the first cause."""
+    environ = {"COMMSCHED_SERVERS": "127.0.0.1:1", "COMMSCHED_JOIN_WITHIN": "60"}
+    announce = "import os,sys; os.write(1, f'rank {os.environ[\"COMMSCHED_RANK\"]} pid {os.getpid()}\\n'.encode());"
+    join = f"{announce} sys.argv = ['worker', '5']; import runpy; runpy.run_path({str(WORKER)!r}, run_name='__main__')"
+    with Job("-n", "2", "--", sys.executable, "-c", join, environ=environ) as job:
+        pids = started(job, 2)
+        time.sleep(4)  # until both are in the control channel; were they not yet, the test would pass for less reason
+        os.kill(pids[1], signal.SIGKILL)
+        assert gone(pids[0], 3.0)
+        _, _, err = job.end()
+    assert "PeerLost: rank 1" in err
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_launcher_that_is_ended_ends_its_processes(number: signal.Signals) -> None:
+    with Job("-n", "2", *worker(FOR_EVER)) as job:
+        pids = list(started(job, 2).values())
+        job.process.send_signal(number)
+        code, _, _ = job.end()
+        assert all(gone(pid, 1.0) for pid in pids)
+    assert code == 128 + number
+
+
+def test_what_a_rank_leaves_running_ends_with_the_job() -> None:
+    with Job("-n", "1", "--", "sh", "-c", "sleep 1000 & echo x x $!") as job:
+        (pid,) = (int(line.split()[-1]) for line in job.lines(1))
+        assert job.process.wait(20) == 0
+        assert gone(pid, 1.0)

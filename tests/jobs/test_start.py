@@ -151,6 +151,21 @@ def test_settings_that_differ_between_ranks_are_refused(tmp_path: Path) -> None:
         assert "partition_bytes is 1000000 on rank 0 but 2000000 on rank 1" in err
 
 
+def test_servers_that_differ_between_ranks_are_refused(tmp_path: Path) -> None:
+    meet = str(tmp_path / "control.json")
+    servers = ["127.0.0.1:1", "127.0.0.1:1,127.0.0.1:2"]
+    ends = _ends([_rank(r, 2, COMMSCHED_RENDEZVOUS=meet, COMMSCHED_SERVERS=servers[r]) for r in (0, 1)])
+    for code, err in ends:
+        assert code == 1
+        assert "servers is ['127.0.0.1:1'] on rank 0 but ['127.0.0.1:1', '127.0.0.1:2'] on rank 1" in err
+
+
+def test_ipv6() -> None:
+    control = f"[::1]:{_free_port()}"
+    ends = _ends([_rank(r, 2, COMMSCHED_CONTROL=control, COMMSCHED_TOKEN="secret") for r in (0, 1)])
+    assert [code for code, _ in ends] == [0, 0], ends
+
+
 def test_torchrun() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(WORKER), "5"],

@@ -8,23 +8,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from time import monotonic
+from weakref import WeakValueDictionary
 
 import torch
 
 import commsched
 
-from ...core.errors import TransportError, UnsupportedError
+from ...core.errors import ConfigError, TransportError, UnsupportedError
 from ...core.group import TensorGroup
 from ...core.manifest import ITEMSIZE, Manifest, TensorSpec, require_equal
-from .guard import guard, release
+from .guard import address, guard, release
 
 _DTYPES = {getattr(torch, name): name for name in ("float16", "bfloat16", "float32", "float64")}
+
+
+#: By id of parameter, which its exchange keeps alive.
+_exchanges: WeakValueDictionary[int, GradientExchange] = WeakValueDictionary()
 
 
 class Slot:
     """One parameter: its gradient's place in the flat buffer (``view``) and what is outstanding for it."""
 
-    __slots__ = ("group_index", "has_gradient", "name", "parameter", "pending", "ready", "tensor", "view")
+    __slots__ = ("address", "group_index", "has_gradient", "name", "parameter", "pending", "ready", "tensor", "view")
 
     def __init__(self, name: str, parameter: torch.nn.Parameter, group_index: int) -> None:
         self.name = name
@@ -32,6 +37,7 @@ class Slot:
         self.group_index = group_index  # its place in the optimizer's param_groups
         self.tensor = -1  # its index in the manifest
         self.view: torch.Tensor = parameter  # until the buffers are there
+        self.address = 0  # of the view in the flat buffer
         self.ready = False  # handed over in this round
         self.has_gradient = False  # this rank contributed more than zeros
         self.pending = False  # step() was called and the update is not yet in place
@@ -71,10 +77,30 @@ class GradientExchange:
         # The model as it is registered; every rank's must be equal before anything else is exchanged.
         manifest = Manifest(tuple(slot.spec() for slot in slots))
         require_equal([Manifest.from_record(record) for record in session.gather(manifest.to_record())])
-        self._handles = [slot.parameter.register_post_accumulate_grad_hook(self._make_hook(slot)) for slot in self.slots]
+        for slot in self.slots:
+            if id(slot.parameter) in _exchanges:
+                raise ConfigError(
+                    f"parameter '{slot.name}' belongs to another ScheduledOptimizer; call that one's detach() first"
+                )
+        self._handles = []
+        for slot in self.slots:
+            _exchanges[id(slot.parameter)] = self
+            self._handles.append(slot.parameter.register_hook(self._make_hook(slot, self._before_gradient)))
+            self._handles.append(slot.parameter.register_post_accumulate_grad_hook(self._make_hook(slot, self._on_gradient)))
 
-    def _make_hook(self, slot: Slot) -> Callable[[torch.Tensor], None]:
-        return lambda _: self._on_gradient(slot)
+    def _make_hook(self, slot: Slot, hook: Callable[[Slot], None]) -> Callable[[torch.Tensor], None]:
+        return lambda _: hook(slot)
+
+    def detach(self) -> None:
+        """Remove the hooks and let go of the buffers; nothing may be outstanding."""
+        for handle in self._handles:
+            handle.remove()
+        for slot in self.slots:
+            _exchanges.pop(id(slot.parameter), None)
+            release(slot.view)
+            release(slot.parameter)
+        if self._buffers is not None:
+            self._buffers.release()
 
     def record_first_use(self) -> None:
         """From now on, note which parameter is used first, second, ..."""
@@ -92,17 +118,23 @@ class GradientExchange:
 
     # --- one round ---
 
+    def _before_gradient(self, slot: Slot) -> None:
+        """Before autograd adds to ``.grad``: what is outstanding for it must not be touched."""
+        if slot.pending:  # a graph that was kept from before step(), so that no forward has read the parameter
+            self._before_round()
+        if self._round_open and slot.ready and (slot.parameter.grad is slot.view or not self.enabled):
+            raise UnsupportedError(
+                f"a second gradient of '{slot.name}' before step(): its first is being averaged already. To accumulate over "
+                "several backward passes, run all but the last within optimizer.no_sync(); after a skipped step, call "
+                "optimizer.zero_grad()"
+            )
+
     def _on_gradient(self, slot: Slot) -> None:
         if not self.enabled:
             return
         gradient = slot.parameter.grad
         assert gradient is not None
         if self._round_open and slot.ready:
-            if self._buffers is not None and gradient is slot.view:
-                raise UnsupportedError(
-                    f"a second gradient of '{slot.name}' before step(): its first is being averaged already. To accumulate "
-                    "over several backward passes, run all but the last within optimizer.no_sync()"
-                )
             self.end_round(committed=False)  # zero_grad() without step(): the round's gradients were dropped
         self._begin_round()
         if self._observer is not None:
@@ -125,8 +157,11 @@ class GradientExchange:
         """Put ``gradient`` (None: zeros) into the buffer and tell the core. From here the average is on its way."""
         slot.ready = True
         slot.has_gradient = gradient is not None
+        self._require_in_buffer(slot)
         if gradient is None:
             slot.view.zero_()
+        elif gradient.requires_grad:
+            raise UnsupportedError(f"the gradient of '{slot.name}' has a graph (create_graph=True): it cannot be averaged")
         elif gradient is not slot.view:
             if gradient.layout != torch.strided or gradient.dtype != slot.view.dtype or gradient.device != slot.view.device:
                 raise UnsupportedError(
@@ -153,9 +188,33 @@ class GradientExchange:
     def end_round(self, committed: bool) -> None:
         """Hand over the rest, and whether this rank commits to the update (``step()``); all ranks must, or none."""
         self._begin_round()
+        if committed:
+            for slot in self.slots:
+                if slot.ready:
+                    self._adopt_changes(slot)
         self._complete_round(drop=not committed)
         self.buffers.offer_committed(committed)
         self._round_open = False
+
+    def _adopt_changes(self, slot: Slot) -> None:
+        """What the user has put into ``.grad`` since backward is what the update uses: nothing, or other numbers."""
+        self._require_in_buffer(slot)
+        gradient = slot.parameter.grad
+        if gradient is None and slot.has_gradient:
+            if self._complete:
+                raise UnsupportedError(
+                    f"the gradient of '{slot.name}' was dropped after gradients were read; drop it before, or zero it"
+                )
+            slot.has_gradient = False
+        elif gradient is not None and gradient is not slot.view:
+            self.wait(slot)
+            with torch.no_grad():
+                slot.view.copy_(gradient)
+            slot.parameter.grad = slot.view
+
+    def _require_in_buffer(self, slot: Slot) -> None:
+        if address(slot.view) != slot.address:
+            raise UnsupportedError(f"the memory of '{slot.name}'.grad was replaced through .data; assign to .grad instead")
 
     # --- averages ---
 
@@ -166,13 +225,12 @@ class GradientExchange:
             UnsupportedError: it is read before step() where its average cannot be there, or would not be of use.
         """
         proxy = self.buffers.gradients.proxies[slot.tensor]
-        if self._round_open and not proxy.is_open:
+        if self._round_open:
             if torch._C._current_graph_task_id() != -1:
                 raise UnsupportedError(
                     f"the gradient of '{slot.name}' is read within backward: its average cannot be there yet"
                 )
             self._complete_round()
-        if self._round_open and self._complete:
             self._require_gradients_of_all_ranks()
         proxy.wait()
         release(slot.view)
@@ -218,7 +276,7 @@ class _Buffers:
     def __init__(self, session: commsched.Session, slots: Sequence[Slot]) -> None:
         views, self.gradients = _register(session, [slot.spec() for slot in slots])
         for tensor, (slot, view) in enumerate(zip(slots, views)):
-            slot.tensor, slot.view = tensor, view
+            slot.tensor, slot.view, slot.address = tensor, view, view.data_ptr()
         (self._used,), self._used_group = _register(session, [TensorSpec("commsched.used", (len(slots),), "float32")])
         (self._committed,), self._committed_group = _register(session, [TensorSpec("commsched.committed", (1,), "float32")])
         self._agreed: list[bool] | None = None  # of this round, once read
@@ -226,6 +284,10 @@ class _Buffers:
     def begin_step(self) -> None:
         for group in (self.gradients, self._used_group, self._committed_group):
             group.begin_step()
+
+    def release(self) -> None:
+        for group in (self.gradients, self._used_group, self._committed_group):
+            group.release()
 
     def offer_used(self, used: list[bool]) -> None:
         self._agreed = None

@@ -1,15 +1,16 @@
 """Guarded tensors: the tensor itself is the dependency proxy.
 
-While something is outstanding for a tensor (the update of a parameter, the average of a gradient), the object's class is
-one whose ``__torch_function__`` first resolves what is outstanding and then does the operation. Whoever reads it from
-Python, by whatever route, therefore waits; once resolved, the object has its own class back and costs nothing. Only what
-says nothing about the values (shape, dtype, ...) passes without waiting.
+While something is outstanding for a tensor (the update of a parameter, the average of a gradient), the object's class is one
+whose ``__torch_function__`` first resolves what is outstanding and then does the operation. Whoever computes with it from
+Python therefore waits; once resolved, the object has its own class back and costs nothing. Only what says nothing about the
+values (shape, dtype, ...) passes without waiting. PyTorch does not dispatch everything: see the limits in README.md.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -33,9 +34,9 @@ _VALUE_FREE: frozenset[Any] = frozenset(
 
 
 def guard(tensor: torch.Tensor, resolve: Resolve) -> None:
-    """From now on, the first operation that needs the values of ``tensor`` calls ``resolve`` first.
+    """From now on, operations that need the values of ``tensor`` call ``resolve`` first, until :func:`release`.
 
-    ``resolve`` must :func:`release` the tensor, or raise. Guarding again replaces ``resolve``.
+    ``resolve`` raises if the values cannot be had. Guarding again replaces it.
     """
     known = _guarded.get(id(tensor))
     original = known[1] if known is not None else type(tensor)
@@ -51,8 +52,10 @@ def release(tensor: torch.Tensor) -> None:
         tensor.__class__ = known[1]
 
 
-def is_guarded(tensor: torch.Tensor) -> bool:
-    return id(tensor) in _guarded
+def address(tensor: torch.Tensor) -> int:
+    """Where the values of ``tensor`` lie, without waiting for them."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.data_ptr()
 
 
 def resolve(tensor: torch.Tensor) -> None:
@@ -73,17 +76,33 @@ class _Guard:
                 return func(*args, **kwargs)
         for tensor in _guards_in((args, kwargs)):
             resolve(tensor)
-        return func(*args, **kwargs)
+        # Still guarded is what this very thread is just updating.
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
 
     # Python looks these two up before any operation; they would rebuild an object of this class.
 
     def __deepcopy__(self: Any, memo: Any) -> Any:
         resolve(self)
-        return copy.deepcopy(self, memo)
+        with _own_class(self):
+            return copy.deepcopy(self, memo)
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
         resolve(self)
-        return self.__reduce_ex__(protocol)
+        with _own_class(self):
+            return self.__reduce_ex__(protocol)
+
+
+@contextmanager
+def _own_class(tensor: torch.Tensor) -> Iterator[None]:
+    """For a moment, give back the class of a tensor that this very thread is just updating."""
+    known = _guarded.get(id(tensor))
+    release(tensor)
+    try:
+        yield
+    finally:
+        if known is not None:
+            guard(tensor, known[2])
 
 
 @cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,13 +17,15 @@ log = logging.getLogger("commsched")
 _SCALARS = (int, float, bool, str, type(None))
 
 
-def broadcast_model(session: commsched.Session, model: torch.nn.Module) -> None:
-    """Parameters, trained or not, and buffers of every type, bit for bit.
+def broadcast_model(session: commsched.Session, model: torch.nn.Module, beside: Mapping[str, torch.Tensor]) -> None:
+    """Parameters, trained or not, and buffers of every type, bit for bit; and those of ``beside`` that the model lacks.
 
     Raises:
         ManifestMismatch: the ranks' models differ in a name, shape or type.
     """
     named: dict[str, torch.Tensor] = {f"parameter '{name}'": tensor for name, tensor in model.named_parameters()}
+    inside = {id(tensor) for tensor in named.values()}
+    named |= {f"parameter '{name}'": tensor for name, tensor in beside.items() if id(tensor) not in inside}
     named |= {f"buffer '{name}'": tensor for name, tensor in model.named_buffers()}
     described = session.gather([[name, list(tensor.shape), str(tensor.dtype)] for name, tensor in named.items()])
     for rank, theirs in enumerate(described):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -15,7 +17,7 @@ from torch.optim import Optimizer
 
 import commsched
 
-from ...core.errors import ConfigError, UnsupportedError
+from ...core.errors import ClosedError, ConfigError, TransportError, UnsupportedError
 from .exchange import GradientExchange, Slot
 from .guard import guard, release
 from .initial_state import broadcast_model, broadcast_optimizer
@@ -69,6 +71,7 @@ class ScheduledOptimizer(Optimizer):
         self._exchange: GradientExchange | None = None
         self._pending: OrderedDict[int, Slot] = OrderedDict()  # by tensor index, front layers first
         self._lock = threading.RLock()
+        self._pid = os.getpid()
         session = session or commsched.init()
         if session.world_size == 1:
             return
@@ -80,12 +83,13 @@ class ScheduledOptimizer(Optimizer):
             log.info("%s may use all gradients at once: step() waits for all averages", type(optimizer).__name__)
         slots, self._frozen = _make_slots(optimizer, model)
         self._exchange = GradientExchange(session, slots, self.synchronize)
-        broadcast_model(session, model)
+        beside = dict([*((slot.name, slot.parameter) for slot in slots), *self._frozen])
+        broadcast_model(session, model, beside)
         broadcast_optimizer(session, optimizer)
         self._exchange.record_first_use()
         if session.observer is not None:
             trace_forward(model, session.observer, self._exchange.forward_began)
-        session.on_close(self.synchronize)
+        self._forget = session.on_close(self.synchronize)
 
     # --- the training loop ---
 
@@ -146,6 +150,17 @@ class ScheduledOptimizer(Optimizer):
             while self._pending:
                 self._put_in_place(next(iter(self._pending.values())))
 
+    def detach(self) -> None:
+        """Put every update in place and let the model go: from now on, this is the user's optimizer, on this rank alone.
+
+        Collective, since what is outstanding is waited for. The model may then be given to another ScheduledOptimizer.
+        """
+        if self._exchange is not None:
+            self.synchronize()
+            self._exchange.detach()
+            self._forget()
+            self._exchange = None
+
     # --- outstanding updates ---
 
     def _await_update(self, slot: Slot) -> None:
@@ -159,11 +174,18 @@ class ScheduledOptimizer(Optimizer):
         guard(slot.view, put_in_place)
 
     def _put_in_place(self, needed: Slot) -> None:
-        """The update of ``needed``, together with those in front of it in forward order whose averages are there too."""
+        """The update of ``needed``, together with those in front of it in forward order whose averages are there too.
+
+        Parameters stay guarded until theirs is done, so that another thread waits; this one may be within it (a hook of the
+        user's optimizer reads the model) and is let through, since what is being updated is not pending any more.
+        """
         exchange = self._exchange
-        assert exchange is not None
+        if os.getpid() != self._pid:
+            raise ClosedError(
+                "a forked process reads parameters whose update is outstanding; call optimizer.synchronize() before"
+            )
         with self._lock:
-            if not needed.pending:
+            if exchange is None or not needed.pending:
                 return
             exchange.wait(needed)
             batch = [needed]
@@ -178,29 +200,41 @@ class ScheduledOptimizer(Optimizer):
                 for slot in batch:
                     exchange.wait(slot)
             used = [slot for slot in batch if exchange.used_by_any_rank(slot)]
-            self._update(batch, used)
+            for slot in batch:
+                slot.pending = False
+                del self._pending[slot.tensor]
+                release(slot.view)
+            try:
+                self._update(used)
+            finally:
+                for slot in batch:
+                    release(slot.parameter)
 
-    def _update(self, batch: list[Slot], used: list[Slot]) -> None:
+    def _update(self, slots: list[Slot]) -> None:
         began = monotonic()
-        for slot in batch:
-            release(slot.parameter)
-            release(slot.view)
-        gradients = [slot.parameter.grad for slot in used]
-        for slot in used:
-            slot.parameter.grad = slot.view
-        if self._per_parameter:
-            step_some(self.optimizer, self._hyper_parameters, [(slot.group_index, slot.parameter) for slot in used])
-        else:
-            self.optimizer.step()  # within step(): nothing has changed since, and its groups may keep counters
-        for slot, gradient in zip(used, gradients):
-            # A gradient that is not the view was put there by zero_grad() after step(): it stays as the user left it. None
-            # is also what a rank has that did not use the parameter, and then as well the user expects to find none.
-            slot.parameter.grad = gradient
-        for slot in batch:
-            slot.pending = False
-            del self._pending[slot.tensor]
+        gradients = [slot.parameter.grad for slot in slots]
+        try:
+            for slot in slots:
+                slot.parameter.grad = slot.view
+            if self._per_parameter:
+                step_some(self.optimizer, self._hyper_parameters, [(slot.group_index, slot.parameter) for slot in slots])
+            else:
+                self.optimizer.step()  # within step(): nothing has changed since, and its groups may keep counters
+        except BaseException as error:
+            # Half an update: no rank may go on from here as if nothing were.
+            self._session.report(
+                TransportError(f"rank {self._session.rank}: the optimizer raised {type(error).__name__}: {error}")
+            )
+            raise
+        finally:
+            for slot, gradient in zip(slots, gradients):
+                # A gradient that is not the view was put there by zero_grad() after step(): it stays as the user left it.
+                # None is also what a rank has that did not use the parameter, and then the user expects to find none.
+                slot.parameter.grad = gradient
         if self._session.observer is not None:
-            names = used[0].name if len(used) == 1 else f"{len(used)} parameters from {used[0].name}" if used else "none"
+            names = (
+                slots[0].name if len(slots) == 1 else f"{len(slots)} parameters" + (f" from {slots[0].name}" if slots else "")
+            )
             self._session.observer.on_span("update", names, began, monotonic())
 
     def _require_no_stray_gradients(self) -> None:
@@ -214,17 +248,30 @@ class ScheduledOptimizer(Optimizer):
     # --- the rest of an optimizer's interface: never stale ---
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+    def param_groups(self) -> list[dict[str, Any]]:
         return self.optimizer.param_groups
 
-    @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        return self.optimizer.defaults
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.optimizer.param_groups = groups
 
     @property
-    def state(self) -> Any:  # type: ignore[override]
+    def defaults(self) -> dict[str, Any]:
+        return self.optimizer.defaults
+
+    @defaults.setter
+    def defaults(self, defaults: dict[str, Any]) -> None:
+        self.optimizer.defaults = defaults
+
+    @property
+    def state(self) -> Any:
         self.synchronize()
         return self.optimizer.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.synchronize()
+        self.optimizer.state = state
 
     def state_dict(self) -> dict[str, Any]:
         """That of the user's optimizer, with every update in place."""
@@ -253,8 +300,22 @@ class ScheduledOptimizer(Optimizer):
             raise AttributeError(name)
         return getattr(self.optimizer, name)
 
-    def __getstate__(self) -> dict[str, Any]:
-        raise UnsupportedError("a ScheduledOptimizer cannot be pickled; save its state_dict()")
+    def register_state_dict_pre_hook(self, *args: Any, **kwargs: Any) -> Any:
+        return self.optimizer.register_state_dict_pre_hook(*args, **kwargs)
+
+    def register_state_dict_post_hook(self, *args: Any, **kwargs: Any) -> Any:
+        return self.optimizer.register_state_dict_post_hook(*args, **kwargs)
+
+    def register_load_state_dict_pre_hook(self, *args: Any, **kwargs: Any) -> Any:
+        return self.optimizer.register_load_state_dict_pre_hook(*args, **kwargs)
+
+    def register_load_state_dict_post_hook(self, *args: Any, **kwargs: Any) -> Any:
+        return self.optimizer.register_load_state_dict_post_hook(*args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        """A copy is the user's optimizer: it belongs to no session."""
+        self.synchronize()
+        return copy.copy, (self.optimizer,)
 
     def __repr__(self) -> str:
         return f"Scheduled{self.optimizer!r}"
@@ -271,6 +332,8 @@ def _require_plain(model: torch.nn.Module) -> None:
             raise UnsupportedError(
                 f"{where} is wrapped in {type(module).__name__}; give the model itself, which is not wrapped"
             )
+        if isinstance(module, torch.jit.ScriptModule):
+            raise UnsupportedError(f"{where} is a TorchScript module: its forward would read parameters before their update")
         if type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None:
             raise UnsupportedError(f"{where} is compiled: a compiled forward would read parameters before their update")
         if getattr(module, "sparse", False) and isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -279,6 +280,218 @@ def test_one_rank_may_log_its_gradients() -> None:
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
+def test_a_late_reader_too_is_told_that_only_some_ranks_have_a_gradient() -> None:
+    """All averages that are read may be there by then."""
+
+    def loop(session: Session, model: nn.Module, optimizer: Any) -> None:
+        model(batch(session), session.rank == 1).square().mean().backward()
+        for slot in optimizer._exchange.slots[:2]:
+            optimizer._exchange.buffers.gradients.proxies[slot.tensor].wait()
+        nn.utils.clip_grad_norm_(model.shared.parameters(), 0.01)
+        optimizer.step()
+
+    with pytest.raises(commsched.CommschedError, match=r"'sometimes\.\w+' has one on other ranks and none on rank 0"):
+        run(loop, model=lambda: Branches().double())
+
+
+@pytest.mark.parametrize("change", ["halve", "drop"])
+def test_gradients_replaced_between_backward_and_step_are_what_the_update_uses(change: str) -> None:
+    def edit(model: nn.Module) -> None:
+        weight = model[0].weight
+        weight.grad = None if change == "drop" else weight.grad * 0.5
+
+    def loop(session: Session, model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+        for step in range(3):
+            optimizer.zero_grad()
+            model(batch(session, step)).square().mean().backward()
+            edit(model)
+            optimizer.step()
+        return [p.detach().clone() for p in model.parameters()]
+
+    model, optimizer = plain_model()
+    for step in range(3):
+        optimizer.zero_grad()
+        joint(model, 2, step).backward()
+        edit(model)
+        optimizer.step()
+    for read in run(loop):
+        assert all(close(a, b) for a, b in zip(read, model.parameters(), strict=True))
+
+
+def _within_no_sync(optimizer: Any, loss: torch.Tensor) -> None:
+    with optimizer.no_sync():
+        loss.backward()
+
+
+def _replace_memory(model: nn.Module) -> None:
+    gradient = model[0].weight.grad
+    gradient.data = gradient.data.clone()
+
+
+REFUSED_IN_THE_LOOP: dict[str, tuple[Callable[[nn.Module, Any, torch.Tensor], Any], str]] = {
+    "memory replaced": (
+        lambda model, optimizer, loss: (loss.backward(), _replace_memory(model)),
+        r"the memory of '0\.weight'\.grad was replaced through \.data",
+    ),
+    "local after averaged": (
+        lambda model, optimizer, loss: (loss.backward(retain_graph=True), _within_no_sync(optimizer, loss)),
+        r"a second gradient of '2\.\w+' before step\(\)",
+    ),
+    "create_graph": (lambda model, optimizer, loss: loss.backward(create_graph=True), r"has a graph \(create_graph=True\)"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
+@pytest.mark.parametrize("name", REFUSED_IN_THE_LOOP)
+def test_what_would_spoil_a_gradient_is_refused_by_name(name: str) -> None:
+    act, message = REFUSED_IN_THE_LOOP[name]
+
+    def loop(session: Session, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        act(model, optimizer, model(batch(session)).square().mean())
+        optimizer.step()
+
+    with pytest.raises(commsched.CommschedError, match=message):
+        run(loop)
+
+
+class Shift(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(4, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.shift
+
+
+def test_a_graph_kept_over_step_does_not_touch_what_is_outstanding() -> None:
+    """No forward reads the parameter between the backward passes, so nothing else waits for its update."""
+
+    def loss_of_rank(model: nn.Module, rank: int) -> torch.Tensor:
+        generators = [torch.Generator().manual_seed(10 * rank + number) for number in range(2)]
+        inputs, weights = (torch.randn(5, 4, generator=generator, dtype=torch.float64) for generator in generators)
+        return (model(inputs) * weights).mean()
+
+    def loop(session: Session, model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+        loss = loss_of_rank(model, session.rank)
+        for _ in range(3):
+            loss.backward(retain_graph=True)
+            optimizer.step()
+        return [p.detach().clone() for p in model.parameters()]
+
+    model = Shift()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    loss = (loss_of_rank(model, 0) + loss_of_rank(model, 1)) / 2
+    for _ in range(3):
+        loss.backward(retain_graph=True)
+        optimizer.step()
+    for read in run(loop, model=Shift):
+        assert all(close(a, b) for a, b in zip(read, model.parameters(), strict=True))
+
+
+def test_hooks_of_the_users_optimizer_may_read_the_model() -> None:
+    def loop(session: Session, model: nn.Module, optimizer: Any) -> Any:
+        optimizer.optimizer.register_step_pre_hook(lambda *_: [p.sum() for p in model.parameters()] and None)
+        optimizer.optimizer.register_step_post_hook(lambda *_: copy.deepcopy(model) and None)
+        for step in range(3):
+            optimizer.zero_grad()
+            model(batch(session, step)).square().mean().backward()
+            optimizer.step()
+        return [p.detach().clone() for p in model.parameters()]
+
+    model, optimizer = plain_model()
+    for step in range(3):
+        optimizer.zero_grad()
+        joint(model, 2, step).backward()
+        optimizer.step()
+    for read in run(loop):
+        assert all(close(a, b) for a, b in zip(read, model.parameters(), strict=True))
+
+
+def test_a_second_thread_waits_for_an_update_that_the_first_is_making() -> None:
+    def loop(session: Session, model: nn.Module, optimizer: Any) -> Any:
+        updating, go_on = threading.Event(), threading.Event()
+        reads: list[torch.Tensor] = []
+
+        def pause(*_: Any) -> None:
+            updating.set()
+            assert go_on.wait(10)
+
+        optimizer.optimizer.register_step_pre_hook(pause)
+        model(batch(session)).square().mean().backward()
+        optimizer.step()
+        first = threading.Thread(target=lambda: model[0].weight.sum(), daemon=True)
+        second = threading.Thread(target=lambda: reads.append(model[0].weight.detach().clone()), daemon=True)
+        first.start()
+        assert updating.wait(10)
+        second.start()
+        second.join(0.05)  # it must not come through, however long it is given
+        assert not reads
+        go_on.set()
+        first.join(10)
+        second.join(10)
+        return reads[0]
+
+    model, optimizer = plain_model()
+    joint(model, 2).backward()
+    optimizer.step()
+    for read in run(loop):
+        assert close(read, model[0].weight.detach())
+
+
+def test_parameters_beside_the_model_begin_as_those_of_rank_0() -> None:
+    def rank_loop(rank: int) -> torch.Tensor:
+        with sessions[rank] as session:
+            model, beside = models[rank], extras[rank]
+            optimizer = ScheduledOptimizer(torch.optim.SGD([*model.parameters(), beside], lr=0.1), model, session=session)
+            (model(batch(session)).sum() * beside).sum().backward()
+            optimizer.step()
+            return beside.detach().clone()
+
+    models = [plain_model()[0] for _ in range(2)]
+    extras = [nn.Parameter(torch.full((3,), float(rank), dtype=torch.float64)) for rank in range(2)]
+    sessions = local_sessions(2)
+    first, second = run_world(2, rank_loop, timeout_seconds=30)
+    assert torch.equal(first, second)
+
+
+def test_a_model_may_be_wrapped_again_after_detach() -> None:
+    def loop(session: Session, model: nn.Module, optimizer: Any) -> Any:
+        model(batch(session)).square().mean().backward()
+        optimizer.step()
+        optimizer.detach()
+        optimizer = ScheduledOptimizer(torch.optim.SGD(model.parameters(), lr=0.05), model, session=session)
+        optimizer.zero_grad()
+        model(batch(session, 1)).square().mean().backward()
+        optimizer.step()
+        return [p.detach().clone() for p in model.parameters()]
+
+    model, optimizer = plain_model()
+    joint(model, 2).backward()
+    optimizer.step()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    optimizer.zero_grad()
+    joint(model, 2, 1).backward()
+    optimizer.step()
+    for read in run(loop):
+        assert all(close(a, b) for a, b in zip(read, model.parameters(), strict=True))
+
+
+def test_a_model_wrapped_twice_is_refused_by_name() -> None:
+    def loop(session: Session, model: nn.Module, optimizer: Any) -> None:
+        ScheduledOptimizer(torch.optim.SGD(model.parameters(), lr=0.05), model, session=session)
+
+    with pytest.raises(commsched.CommschedError, match=r"parameter '0\.weight' belongs to another ScheduledOptimizer"):
+        run(loop)
+
+
+def test_copies_of_the_optimizer_are_the_users_own() -> None:
+    def loop(session: Session, model: nn.Module, optimizer: Any) -> None:
+        optimizer.register_state_dict_post_hook(lambda *_: None)
+        assert type(copy.deepcopy(optimizer)) is torch.optim.SGD
+
+    run(loop)
+
+
 def test_reading_a_gradient_within_backward_is_refused() -> None:
     def loop(session: Session, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         model[2].weight.register_post_accumulate_grad_hook(lambda p: print(p.grad.sum()))
@@ -422,8 +635,15 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "sparse": (lambda: nn.Sequential(nn.Embedding(4, 2, sparse=True)), "module '0' makes sparse gradients"),
     "lazy": (lambda: nn.Sequential(nn.LazyLinear(3)), "parameter '0.weight' has no shape yet"),
     "complex": (lambda: nn.ParameterList([torch.zeros(2, dtype=torch.complex64)]), "parameter '0' is torch.complex64"),
+    "scripted": (lambda: _scripted(), "is a TorchScript module"),
     "compiled": (lambda: _compiled(), "is compiled"),
 }
+
+
+def _scripted() -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.jit.script(nn.Sequential(nn.Linear(2, 2)))
 
 
 def _compiled() -> nn.Module:
