@@ -60,8 +60,8 @@ class GradientExchange:
     ``before_round`` is called before the averages of the last round may be overwritten. Hooks run in the thread that runs
     backward; everything else in the engine's main thread.
 
-    Beside the gradients go two flags: which parameters this rank has a gradient of, known when backward is over, and whether
-    it commits to the update, known in ``step()``.
+    Beside the gradients go two sets of flags: which parameters this rank has a gradient of when backward is over, for those
+    who read gradients before ``step()``; and, from ``step()``, whether it commits to the update and of which it has one still.
     """
 
     def __init__(self, session: commsched.Session, slots: Sequence[Slot], before_round: Callable[[], None]) -> None:
@@ -190,27 +190,24 @@ class GradientExchange:
         self._begin_round()
         if committed:
             for slot in self.slots:
-                if slot.ready:
-                    self._adopt_changes(slot)
+                self._require_in_buffer(slot)
+                # Handed over, and dropped since: if every rank did so, there is no update.
+                slot.has_gradient = slot.has_gradient and slot.parameter.grad is not None
         self._complete_round(drop=not committed)
-        self.buffers.offer_committed(committed)
+        if committed:
+            self._adopt_replaced()
+        self.buffers.offer_committed(committed, [slot.has_gradient for slot in self.slots])
         self._round_open = False
 
-    def _adopt_changes(self, slot: Slot) -> None:
-        """What the user has put into ``.grad`` since backward is what the update uses: nothing, or other numbers."""
-        self._require_in_buffer(slot)
-        gradient = slot.parameter.grad
-        if gradient is None and slot.has_gradient:
-            if self._complete:
-                raise UnsupportedError(
-                    f"the gradient of '{slot.name}' was dropped after gradients were read; drop it before, or zero it"
-                )
-            slot.has_gradient = False
-        elif gradient is not None and gradient is not slot.view:
-            self.wait(slot)
-            with torch.no_grad():
-                slot.view.copy_(gradient)
-            slot.parameter.grad = slot.view
+    def _adopt_replaced(self) -> None:
+        """What the user has put into ``.grad`` since backward is what the update uses."""
+        for slot in self.slots:
+            gradient = slot.parameter.grad
+            if gradient is not None and gradient is not slot.view:
+                self._await_average(slot)
+                with torch.no_grad():
+                    slot.view.copy_(gradient)
+                slot.parameter.grad = slot.view
 
     def _require_in_buffer(self, slot: Slot) -> None:
         if address(slot.view) != slot.address:
@@ -224,7 +221,6 @@ class GradientExchange:
         Raises:
             UnsupportedError: it is read before step() where its average cannot be there, or would not be of use.
         """
-        proxy = self.buffers.gradients.proxies[slot.tensor]
         if self._round_open:
             if torch._C._current_graph_task_id() != -1:
                 raise UnsupportedError(
@@ -232,7 +228,10 @@ class GradientExchange:
                 )
             self._complete_round()
             self._require_gradients_of_all_ranks()
-        proxy.wait()
+        self._await_average(slot)
+
+    def _await_average(self, slot: Slot) -> None:
+        self.buffers.gradients.proxies[slot.tensor].wait()
         release(slot.view)
 
     def _require_gradients_of_all_ranks(self) -> None:
@@ -245,21 +244,22 @@ class GradientExchange:
                 )
 
     def is_there(self, slot: Slot) -> bool:
-        """Whether :meth:`wait` and :meth:`used_by_any_rank` would return at once."""
+        """Whether :meth:`wait` and :meth:`kept_by_any_rank` would return at once."""
         return self.buffers.gradients.proxies[slot.tensor].is_open and self.buffers.flags_are_there()
 
-    def used_by_any_rank(self, slot: Slot) -> bool:
-        """Whether any rank had a gradient of ``slot`` in the round that ended.
+    def kept_by_any_rank(self, slot: Slot) -> bool:
+        """Whether any rank had a gradient of ``slot`` when it called ``step()``.
 
         Raises:
             TransportError: some ranks called step() and others dropped their gradients; an update would part them.
         """
-        if not self.buffers.all_committed():
+        committed, kept = self.buffers.committed()
+        if not committed:
             raise TransportError(
                 f"rank {self._session.rank} called step() in step {self.buffers.gradients.step}, but another rank dropped the "
                 "gradients of that round (a caught exception in its backward, or a skipped step): the ranks would part"
             )
-        return self.buffers.used()[slot.tensor]
+        return kept[slot.tensor]
 
     def forward_began(self) -> None:
         """Backward spans of the trace are measured from the end of the forward before them."""
@@ -267,10 +267,10 @@ class GradientExchange:
 
 
 class _Buffers:
-    """The registered tensors: the gradients, in the order of the slots, and the two flags.
+    """The registered tensors: the gradients, in the order of the slots, and the flags.
 
-    Each flag is a group of its own: nothing waits for it by sharing its partition, and both go before all but the first
-    gradients.
+    Each set of flags is a group of its own: nothing waits for it by sharing its partition, and both go before all but the
+    first gradients.
     """
 
     def __init__(self, session: commsched.Session, slots: Sequence[Slot]) -> None:
@@ -278,39 +278,45 @@ class _Buffers:
         for tensor, (slot, view) in enumerate(zip(slots, views)):
             slot.tensor, slot.view, slot.address = tensor, view, view.data_ptr()
         (self._used,), self._used_group = _register(session, [TensorSpec("commsched.used", (len(slots),), "float32")])
-        (self._committed,), self._committed_group = _register(session, [TensorSpec("commsched.committed", (1,), "float32")])
-        self._agreed: list[bool] | None = None  # of this round, once read
+        (self._kept,), self._kept_group = _register(session, [TensorSpec("commsched.kept", (1 + len(slots),), "float32")])
+        self._all_used: list[bool] | None = None  # of this round, once read
+        self._all_kept: tuple[bool, list[bool]] | None = None
 
     def begin_step(self) -> None:
-        for group in (self.gradients, self._used_group, self._committed_group):
+        for group in (self.gradients, self._used_group, self._kept_group):
             group.begin_step()
 
     def release(self) -> None:
-        for group in (self.gradients, self._used_group, self._committed_group):
+        for group in (self.gradients, self._used_group, self._kept_group):
             group.release()
 
     def offer_used(self, used: list[bool]) -> None:
-        self._agreed = None
+        self._all_used = None
         self._used.copy_(torch.tensor(used))
         self._used_group.notify_ready(0)
 
-    def offer_committed(self, committed: bool) -> None:
-        self._committed.fill_(float(committed))
-        self._committed_group.notify_ready(0)
+    def offer_committed(self, committed: bool, kept: list[bool]) -> None:
+        self._all_kept = None
+        self._kept.copy_(torch.tensor([committed, *kept]))
+        self._kept_group.notify_ready(0)
 
     def flags_are_there(self) -> bool:
-        return self._used_group.proxies[0].is_open and self._committed_group.proxies[0].is_open
+        return self._used_group.proxies[0].is_open and self._kept_group.proxies[0].is_open
 
     def used(self) -> list[bool]:
-        """For each slot, whether any rank has a gradient of it; waits for the flags of all ranks."""
-        if self._agreed is None:
+        """For each slot, whether any rank had a gradient of it after backward; waits for the flags of all ranks."""
+        if self._all_used is None:
             self._used_group.proxies[0].wait()
-            self._agreed = [share > 0 for share in self._used.tolist()]
-        return self._agreed
+            self._all_used = [share > 0 for share in self._used.tolist()]
+        return self._all_used
 
-    def all_committed(self) -> bool:
-        self._committed_group.proxies[0].wait()
-        return self._committed.item() == 1.0
+    def committed(self) -> tuple[bool, list[bool]]:
+        """Whether all ranks called ``step()``, and for each slot whether any rank still had a gradient of it then; waits."""
+        if self._all_kept is None:
+            self._kept_group.proxies[0].wait()
+            committed, *kept = self._kept.tolist()
+            self._all_kept = committed == 1.0, [share > 0 for share in kept]
+        return self._all_kept
 
 
 def _register(session: commsched.Session, specs: Sequence[TensorSpec]) -> tuple[list[torch.Tensor], TensorGroup]:

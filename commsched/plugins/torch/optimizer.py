@@ -199,7 +199,7 @@ class ScheduledOptimizer(Optimizer):
                 batch = list(self._pending.values())
                 for slot in batch:
                     exchange.wait(slot)
-            used = [slot for slot in batch if exchange.used_by_any_rank(slot)]
+            used = [slot for slot in batch if exchange.kept_by_any_rank(slot)]
             for slot in batch:
                 slot.pending = False
                 del self._pending[slot.tensor]

@@ -294,11 +294,13 @@ def test_a_late_reader_too_is_told_that_only_some_ranks_have_a_gradient() -> Non
         run(loop, model=lambda: Branches().double())
 
 
-@pytest.mark.parametrize("change", ["halve", "drop"])
+@pytest.mark.parametrize("change", ["halve", "drop", "clip and drop"])
 def test_gradients_replaced_between_backward_and_step_are_what_the_update_uses(change: str) -> None:
     def edit(model: nn.Module) -> None:
         weight = model[0].weight
-        weight.grad = None if change == "drop" else weight.grad * 0.5
+        if change == "clip and drop":
+            nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        weight.grad = weight.grad * 0.5 if change == "halve" else None
 
     def loop(session: Session, model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
         for step in range(3):
