@@ -35,6 +35,7 @@ def main() -> None:
     optimizer = OPTIMIZERS["SGD nesterov"](model)
     forward = model
     if system == "ddp":
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # else it looks the host name up
         dist.init_process_group("gloo", init_method=f"file://{out}.store", rank=rank, world_size=world_size)
         forward = nn.parallel.DistributedDataParallel(model)
     elif system == "commsched":
@@ -49,7 +50,8 @@ def main() -> None:
         scheduler.step()
     torch.save(model.state_dict(), f"{out}.{rank}")
     if system == "ddp":
-        dist.destroy_process_group()
+        dist.barrier()
+        os._exit(0)  # gloo's threads now and then keep the interpreter from ending
 
 
 if __name__ == "__main__":
