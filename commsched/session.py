@@ -128,10 +128,12 @@ class Session:
         Raises:
             ManifestMismatch: ranks disagree; names the tensor and both values, on every rank, before any data moves.
         """
-        wanted = {"manifest": manifest.to_record(), "partition_bytes": self.core.config.partition_bytes}
-        records = self.gather(wanted)
+        # Ranks may be at different steps of other groups when the configuration changes: rank 0's counts for all.
+        config = self.core.config
+        sizes = {"partition_bytes": config.partition_bytes, "fusion_bytes": config.fusion_bytes}
+        records = self.gather({"manifest": manifest.to_record(), "sizes": sizes})
         require_equal([Manifest.from_record(record["manifest"]) for record in records])
-        plan = cut(manifest, records[0]["partition_bytes"])
+        plan = cut(manifest, **records[0]["sizes"])
         if self.observer is not None:
             self.observer.add_group(self.core.group_count, manifest)
         return self.core.add_group(plan, buffers)

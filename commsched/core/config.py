@@ -115,18 +115,30 @@ class SchedulerConfig:
     partition_bytes: int = 4_000_000
     credit_bytes: int = 16_000_000
     policy: str = "priority"
+    fusion_bytes: int | None = None  # small neighbours are merged up to this; None: up to partition_bytes
 
     def to_record(self) -> dict[str, Any]:
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
     @classmethod
-    def parse(cls, partition: object = 4_000_000, credit: object = 16_000_000, policy: object = "priority") -> SchedulerConfig:
+    def parse(
+        cls,
+        partition: object = 4_000_000,
+        credit: object = 16_000_000,
+        policy: object = "priority",
+        fusion: object = None,
+    ) -> SchedulerConfig:
         """From what users write, such as ``partition="4MB"``.
 
         Raises:
             ConfigError: names the key, the value and what is allowed.
         """
-        return cls(_partition(partition, "partition"), parse_bytes(credit, "credit"), _policy(policy, "policy"))
+        return cls(
+            _partition(partition, "partition"),
+            parse_bytes(credit, "credit"),
+            _policy(policy, "policy"),
+            None if fusion is None else parse_bytes(fusion, "fusion"),
+        )
 
 
 def _setting(parse: Callable[[object, str], Any], default: Any, help: str) -> Any:
@@ -142,6 +154,7 @@ class Settings:
     servers: tuple[str, ...] = _setting(_addresses, (), "parameter servers, host:port,...; none: every rank hosts a shard")
     partition: int = _setting(_partition, 4_000_000, "largest partition, such as 4MB")
     credit: int = _setting(parse_bytes, 16_000_000, "bytes committed to the network at a time, such as 16MB")
+    fusion: int | None = _setting(parse_bytes, None, "small neighbours are merged up to this; none: up to the partition")
     policy: str = _setting(_policy, "priority", "order of ready partitions: priority, fifo")
     rate: float | None = _setting(parse_rate, None, "most that a rank may send, such as 200mbit; none: no cap")
     trace: str | None = _setting(_text, None, "directory for a timeline of every task; none: no timeline")
@@ -156,7 +169,7 @@ class Settings:
 
     @property
     def scheduler(self) -> SchedulerConfig:
-        return SchedulerConfig(self.partition, self.credit, self.policy)
+        return SchedulerConfig(self.partition, self.credit, self.policy, self.fusion)
 
     @classmethod
     def load(cls, keywords: Mapping[str, Any], environ: Mapping[str, str]) -> Settings:

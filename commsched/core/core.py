@@ -155,7 +155,7 @@ class Core:
         for switch in self._switches:
             if group.next_step >= switch.steps.get(group.index, group.next_step + 1):
                 del switch.steps[group.index]
-                group.plan = cut(group.manifest, switch.config.partition_bytes)
+                group.plan = cut(group.manifest, switch.config.partition_bytes, switch.config.fusion_bytes)
                 self._adopt(switch)
         self._switches = [switch for switch in self._switches if switch.steps]
 

@@ -35,7 +35,6 @@ class Plan:
     """The partitions of one manifest, the same on every rank."""
 
     manifest: Manifest
-    partition_bytes: int
     partitions: tuple[Partition, ...]
 
     @cached_property
@@ -54,12 +53,14 @@ class Plan:
         return hashlib.sha256(f"{self.manifest.fingerprint}{json.dumps(borders)}".encode()).hexdigest()
 
 
-def cut(manifest: Manifest, partition_bytes: int) -> Plan:
+def cut(manifest: Manifest, partition_bytes: int, fusion_bytes: int | None = None) -> Plan:
     """Cut ``manifest`` into partitions of at most ``partition_bytes`` (at least one element).
 
     A tensor larger than ``partition_bytes`` is split into near-equal pieces on element borders; consecutive smaller
-    tensors of one dtype are packed until the next would not fit. Pure: equal arguments give equal plans on every rank.
+    tensors of one dtype are packed until they would be more than ``fusion_bytes`` (None: ``partition_bytes``) with the next.
+    Pure: equal arguments give equal plans on every rank.
     """
+    pack_bytes = partition_bytes if fusion_bytes is None else min(fusion_bytes, partition_bytes)
     partitions: list[Partition] = []
     packed: list[int] = []
 
@@ -77,7 +78,7 @@ def cut(manifest: Manifest, partition_bytes: int) -> Plan:
         if packed:
             first = manifest.tensors[packed[0]]
             packed_bytes = manifest.offset(packed[-1]) + manifest.tensors[packed[-1]].nbytes - manifest.offset(packed[0])
-            if first.dtype != spec.dtype or packed_bytes + spec.nbytes > partition_bytes:
+            if first.dtype != spec.dtype or packed_bytes + spec.nbytes > pack_bytes:
                 close_pack()
         if spec.nbytes <= partition_bytes:
             packed.append(index)
@@ -86,7 +87,7 @@ def cut(manifest: Manifest, partition_bytes: int) -> Plan:
             base, size = manifest.offset(index), ITEMSIZE[spec.dtype]
             partitions.append(Partition(len(partitions), spec.dtype, base + start * size, base + stop * size, (index,)))
     close_pack()
-    return Plan(manifest, partition_bytes, tuple(partitions))
+    return Plan(manifest, tuple(partitions))
 
 
 def _split(numel: int, most: int) -> Iterator[tuple[int, int]]:

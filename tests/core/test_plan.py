@@ -97,6 +97,27 @@ def test_merging_is_greedy(manifest: Manifest, partition_bytes: int) -> None:
             assert before.nbytes + manifest.tensors[after.tensors[0]].nbytes > partition_bytes
 
 
+@given(manifests(), sizes, sizes)
+def test_neighbours_are_merged_up_to_fusion_bytes_only(manifest: Manifest, partition_bytes: int, fusion_bytes: int) -> None:
+    plan = cut(manifest, partition_bytes, fusion_bytes)
+    for partition in plan.partitions:
+        assert len(partition.tensors) == 1 or partition.nbytes <= min(fusion_bytes, partition_bytes)
+    alone = cut(manifest, partition_bytes, 1)  # splitting large tensors does not depend on fusion
+    split = [p for p in plan.partitions if len(plan.by_tensor[p.tensors[0]]) > 1]
+    assert [(p.start, p.stop) for p in split] == [
+        (p.start, p.stop) for p in alone.partitions if len(alone.by_tensor[p.tensors[0]]) > 1
+    ]
+
+
+def test_without_fusion_every_tensor_travels_alone() -> None:
+    manifest = tensors((1, "float32"), (2, "float32"), (9, "float32"))
+    assert borders(cut(manifest, 1000, 1)) == [
+        ("float32", 0, 4, (0,)),
+        ("float32", 4, 12, (1,)),
+        ("float32", 12, 48, (2,)),
+    ]
+
+
 @given(manifests(), sizes)
 def test_equal_arguments_give_equal_plans(manifest: Manifest, partition_bytes: int) -> None:
     again = Manifest.from_record(manifest.to_record())
