@@ -1,0 +1,1 @@
+"""What is trained: models as layers with parameters and times, real or emulated."""

@@ -1,0 +1,120 @@
+"""Profile: what scheduling needs to know of a model. Layers in forward order, their parameters and their times. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from pathlib import Path
+from typing import Any
+
+#: Every parameter of a profile is float32.
+ITEMSIZE = 4
+
+
+@dataclass(frozen=True)
+class Layer:
+    """``shapes`` are those of its parameters, which may be none; times are seconds of one step, without communication."""
+
+    name: str
+    shapes: tuple[tuple[int, ...], ...]
+    forward_seconds: float
+    backward_seconds: float
+
+    @cached_property
+    def nbytes(self) -> int:
+        return sum(ITEMSIZE * prod(shape) for shape in self.shapes)
+
+
+@dataclass(frozen=True)
+class Profile:
+    """``source`` says where the times come from, in words that a table can carry."""
+
+    model: str
+    layers: tuple[Layer, ...]
+    source: str
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of gradients of one step."""
+        return sum(layer.nbytes for layer in self.layers)
+
+    @cached_property
+    def forward_seconds(self) -> float:
+        return sum(layer.forward_seconds for layer in self.layers)
+
+    @cached_property
+    def backward_seconds(self) -> float:
+        return sum(layer.backward_seconds for layer in self.layers)
+
+    @property
+    def compute_seconds(self) -> float:
+        return self.forward_seconds + self.backward_seconds
+
+    def scaled(self, *, nbytes: float = 1.0, seconds: float = 1.0) -> Profile:
+        """The same model with every parameter and every time multiplied; each parameter keeps at least one element.
+
+        Raises:
+            ValueError: a factor is not positive.
+        """
+        if nbytes <= 0 or seconds <= 0:
+            raise ValueError(f"factors of a profile are positive, not {nbytes} and {seconds}")
+
+        def scaled(layer: Layer) -> Layer:
+            shapes = layer.shapes if nbytes == 1 else tuple((max(1, round(prod(s) * nbytes)),) for s in layer.shapes)
+            return Layer(layer.name, shapes, layer.forward_seconds * seconds, layer.backward_seconds * seconds)
+
+        return Profile(self.model, tuple(map(scaled, self.layers)), self.source)
+
+    def to_record(self) -> dict[str, Any]:
+        """As JSON: the form of the files that hold measured profiles."""
+        layers = [
+            {
+                "name": layer.name,
+                "shapes": [list(shape) for shape in layer.shapes],
+                "forward_seconds": layer.forward_seconds,
+                "backward_seconds": layer.backward_seconds,
+            }
+            for layer in self.layers
+        ]
+        return {"model": self.model, "source": self.source, "layers": layers}
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> Profile:
+        """The inverse of :meth:`to_record`.
+
+        Raises:
+            ValueError: something is missing, of the wrong type or negative; says what.
+        """
+        try:
+            layers = tuple(_layer(each) for each in record["layers"])
+            profile = cls(str(record["model"]), layers, str(record["source"]))
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"not a profile: {type(error).__name__}: {error}") from error
+        if not layers or profile.nbytes == 0 or profile.compute_seconds <= 0:
+            raise ValueError(f"not a profile: {profile.model} has no layers, no parameters or no times")
+        return profile
+
+
+def read_profile(path: Path) -> Profile:
+    """A profile from a file of JSON.
+
+    Raises:
+        ValueError: it cannot be read, or is not a profile; names the file.
+    """
+    try:
+        return Profile.from_record(json.loads(path.read_text()))
+    except (OSError, UnicodeDecodeError, ValueError) as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _layer(record: Mapping[str, Any]) -> Layer:
+    shapes = tuple(tuple(int(size) for size in shape) for shape in record["shapes"])
+    layer = Layer(str(record["name"]), shapes, float(record["forward_seconds"]), float(record["backward_seconds"]))
+    if not (0 <= layer.forward_seconds < float("inf") and 0 <= layer.backward_seconds < float("inf")):
+        raise ValueError(f"layer {layer.name} has a time that is negative or not finite")
+    if any(size < 1 for shape in shapes for size in shape):
+        raise ValueError(f"layer {layer.name} has a parameter without elements")
+    return layer
