@@ -51,6 +51,7 @@ _COLUMNS = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--transport", default="ps", help="the way gradients travel (default: ps)")
+    parser.add_argument("--lane", default="tcp", help="of the parameter server: tcp, grpc (default: tcp)")
     parser.add_argument("--workers", type=at_least(2), default=2, metavar="N", help="ranks, a process each (default: 2)")
     parser.add_argument(
         "--servers", type=at_least(0), default=0, metavar="K", help="separate servers; 0: a shard on every rank"
@@ -71,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    settings = {name: getattr(args, name) for name in ("transport", "partition", "credit")}
+    settings = {name: getattr(args, name) for name in ("transport", "lane", "partition", "credit")}
     check_settings(settings)
     job = Job(args.workers, args.servers, args.bandwidth, settings, parse_seconds(args.timeout))
     arguments = {"sizes": args.sizes, "repetitions": args.repetitions, "warmup": args.warmup}
@@ -92,7 +93,8 @@ def check_settings(settings: Mapping[str, str]) -> None:
 def _heading(args: argparse.Namespace, link: str) -> str:
     where = f"{args.servers} separate servers" if args.servers else "a shard on every rank"
     return (
-        f"{args.transport}: {args.workers} workers, {where}, link {link}, partition {args.partition}, credit {args.credit}\n"
+        f"{args.transport} over {args.lane}: {args.workers} workers, {where}, link {link}, partition {args.partition}, "
+        f"credit {args.credit}\n"
         f"busbw = algbw x {bytes_factor(args.workers, args.servers):.4g}, the bytes that the busiest NIC carries in each "
         "direction per byte of tensor\nCPU s: of all processes together, per GB of payload that crossed the network"
     )
@@ -109,6 +111,7 @@ def _row(args: argparse.Namespace, link: str, by_rank: Sequence[Mapping[str, Any
     carried = 2 * size * (args.workers if args.servers else args.workers - 1)
     return {
         "transport": args.transport,
+        "lane": args.lane,
         "workers": args.workers,
         "servers": args.servers,
         "link": link,

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from statistics import median
 from time import perf_counter
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -21,52 +22,147 @@ class LayerTimes:
     nbytes: list[int]
 
 
-class LayerTimer:
-    """Times the modules of ``model`` that have parameters of their own, each used once per forward.
+@dataclass(frozen=True)
+class ParameterLayer:
+    """A module and those of its own parameters that get a gradient, less those that a module used earlier has too.
 
-    A layer's forward lasts until the next layer's begins, and its backward from the gradients of the layer behind it to its
-    own, so that what lies between layers is counted. The optimizer's time is shared out by bytes: it delays the next forward.
+    ``module_name`` is that of ``named_modules``, which is empty for the model itself.
     """
 
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._layers = [
-            (name or "model", module)
-            for name, module in model.named_modules()
-            if any(True for _ in module.parameters(recurse=False))
-        ]
-        self._forward_at: dict[str, float] = {}
-        self._gradient_at: dict[str, float] = {}
-        self._steps: list[tuple[list[str], list[float], list[float]]] = []
-        for name, module in self._layers:
-            module.register_forward_pre_hook(self._mark(self._forward_at, name))
-            for parameter in module.parameters(recurse=False):
-                parameter.register_post_accumulate_grad_hook(self._mark(self._gradient_at, name))
+    module_name: str
+    parameters: tuple[torch.nn.Parameter, ...]
 
-    def _mark(self, times: dict[str, float], name: str) -> Callable[..., None]:
-        def mark(*_: Any) -> None:
-            times[name] = perf_counter()
+    @property
+    def name(self) -> str:
+        return self.module_name or "model"
 
-        return mark
+    @property
+    def nbytes(self) -> int:
+        return sum(parameter.numel() * parameter.element_size() for parameter in self.parameters)
 
-    def step(self, forward_ended: float, backward_ended: float, update_ended: float) -> None:
-        """The moments, of ``perf_counter``, at which the phases of a training step ended."""
-        names = sorted(self._forward_at, key=self._forward_at.__getitem__)
-        begins = [self._forward_at[name] for name in names]
-        forward = [after - before for before, after in zip(begins, [*begins[1:], forward_ended])]
-        ready = [self._gradient_at[name] for name in names]
-        backward = [after - before for after, before in zip(ready, [*ready[1:], forward_ended])]
-        sizes = self._sizes(names)
-        update = update_ended - backward_ended
-        forward = [seconds + update * size / sum(sizes) for seconds, size in zip(forward, sizes)]
-        self._steps.append((names, forward, backward))
 
-    def _sizes(self, names: Sequence[str]) -> list[int]:
-        modules = dict(self._layers)
-        return [sum(p.numel() * p.element_size() for p in modules[name].parameters(recurse=False)) for name in names]
+def parameter_layers(modules: Sequence[tuple[str, torch.nn.Module]]) -> list[ParameterLayer]:
+    """Each of ``modules``, named and in order of first use, as a layer; a tied parameter counts where it is used first."""
+    seen: set[int] = set()
+    layers = []
+    for name, module in modules:
+        own = [p for p in module.parameters(recurse=False) if p.requires_grad and id(p) not in seen]
+        seen.update(map(id, own))
+        layers.append(ParameterLayer(name, tuple(own)))
+    return layers
+
+
+class Clock(Protocol):
+    """``now`` may be of any type; ``seconds`` makes the moments of one step, of which the first is the earliest, comparable."""
+
+    def now(self) -> Any: ...
+
+    def seconds(self, moments: Sequence[Any]) -> list[float]: ...
+
+
+class WallClock:
+    """Moments are those of ``perf_counter``."""
+
+    def now(self) -> float:
+        return perf_counter()
+
+    def seconds(self, moments: Sequence[float]) -> list[float]:
+        return list(moments)
+
+
+class LayerTimer:
+    """Times the modules of ``model`` that have parameters of their own.
+
+    A layer's forward lasts until the first use of the next layer, and its backward from the gradients of the layer behind it
+    to the last of its own, so that what lies between layers is counted to the one in front: a tied head too, which has no
+    gradient of its own. When a gradient can exist and what is left to do after a layer are not changed by that, and so no
+    bound is. The optimizer's time is shared out by bytes: it delays the next forward.
+    """
+
+    def __init__(self, model: torch.nn.Module, clock: Clock | None = None) -> None:
+        self._clock = clock or WallClock()
+        self._modules = dict(model.named_modules())
+        self._forward_at: dict[str, Any] = {}  # in order of first use
+        self._gradient_at: dict[int, Any] = {}  # by id of parameter
+        self._order: list[str] = []
+        self._layers: list[ParameterLayer] = []
+        self._steps: list[tuple[list[float], list[float]]] = []
+        self._handles = [model.register_forward_pre_hook(self._begin)]
+        for name, module in self._modules.items():
+            if any(True for _ in module.parameters(recurse=False)):
+                self._handles.append(module.register_forward_pre_hook(self._use_of(name)))
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                self._handles.append(parameter.register_post_accumulate_grad_hook(self._on_gradient))
+
+    def _begin(self, *_: Any) -> None:
+        self._forward_at.clear()
+        self._gradient_at.clear()
+
+    def _use_of(self, name: str) -> Callable[..., None]:
+        def use(*_: Any) -> None:
+            if name not in self._forward_at:
+                self._forward_at[name] = self._clock.now()
+
+        return use
+
+    def _on_gradient(self, parameter: torch.Tensor) -> None:
+        self._gradient_at[id(parameter)] = self._clock.now()
+
+    @property
+    def layers(self) -> list[ParameterLayer]:
+        """Those of the result, known after the first step."""
+        return list(self._layers)
+
+    def detach(self) -> None:
+        """Remove the hooks; what was measured stays."""
+        for handle in self._handles:
+            handle.remove()
+
+    def step(self, forward_ended: Any, backward_ended: Any, update_ended: Any) -> None:
+        """The clock's moments (of ``perf_counter``, if none was given) at which the phases of a training step ended.
+
+        Raises:
+            ValueError: the step used other layers than the first did, or in another order, or a parameter got no gradient.
+        """
+        self._know_layers()
+        begins = [self._forward_at[layer.module_name] for layer in self._layers]
+        gradients = [self._gradient_at[id(parameter)] for layer in self._layers for parameter in layer.parameters]
+        moments = self._clock.seconds([*begins, forward_ended, backward_ended, update_ended, *gradients])
+        starts, (forward_end, backward_end, update_end) = moments[: len(begins)], moments[len(begins) :][:3]
+        forward = [after - before for before, after in pairwise([*starts, forward_end])]
+        update = (update_end - backward_end) / sum(layer.nbytes for layer in self._layers)
+        forward = [seconds + update * layer.nbytes for seconds, layer in zip(forward, self._layers)]
+        self._steps.append((forward, self._backward(moments[len(begins) + 3 :], forward_end)))
+
+    def _know_layers(self) -> None:
+        order = list(self._forward_at)
+        if not self._layers:
+            layers = parameter_layers([(name, self._modules[name]) for name in order])
+            self._order, self._layers = order, [layer for layer in layers if layer.parameters]
+        if order != self._order:
+            raise ValueError(f"layers were used in the order {order}, and in the first step in {self._order}")
+        if not order:
+            raise ValueError("no layer with parameters was used in this step")
+        for layer in self._layers:
+            if any(id(parameter) not in self._gradient_at for parameter in layer.parameters):
+                raise ValueError(f"layer '{layer.name}' has a parameter that got no gradient in this step")
+
+    def _backward(self, gradient_at: Sequence[float], forward_ended: float) -> list[float]:
+        left = iter(gradient_at)
+        own = [max(next(left) for _ in layer.parameters) for layer in self._layers]
+        # A gradient that came before that of a layer behind it took no time of its own.
+        ready = list(accumulate(reversed(own), max, initial=forward_ended))
+        return [after - before for before, after in pairwise(ready)][::-1]
 
     def result(self, warm_up: int) -> LayerTimes:
-        """Medians over the steps after the first ``warm_up``."""
+        """Medians over the steps after the first ``warm_up``.
+
+        Raises:
+            ValueError: there are none.
+        """
         steps = self._steps[warm_up:]
-        names = steps[0][0]
-        forward, backward = ([median(layer) for layer in zip(*(step[part] for step in steps))] for part in (1, 2))
-        return LayerTimes(names, forward, backward, self._sizes(names))
+        if not steps:
+            raise ValueError(f"{len(self._steps)} steps were timed, and {warm_up} of them are for warming up")
+        forward, backward = ([median(layer) for layer in zip(*part)] for part in zip(*steps))
+        return LayerTimes([layer.name for layer in self._layers], forward, backward, [layer.nbytes for layer in self._layers])

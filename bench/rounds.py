@@ -37,6 +37,7 @@ _COLUMNS = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=at_least(1), default=100_000, metavar="N", help="how many (default: 100000)")
     parser.add_argument("--transport", default="ps", help="the way gradients travel (default: ps)")
+    parser.add_argument("--lane", default="tcp", help="of the parameter server: tcp, grpc (default: tcp)")
     parser.add_argument("--workers", type=at_least(2), default=2, metavar="N", help="ranks, a process each (default: 2)")
     parser.add_argument(
         "--servers", type=at_least(0), default=0, metavar="K", help="separate servers; 0: a shard on every rank"
@@ -55,12 +56,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.slow_rank >= args.workers:
         raise ConfigError(f"slow-rank={args.slow_rank}, but the ranks are 0 to {args.workers - 1}")
-    settings = {"transport": args.transport, "partition": args.partition}
+    settings = {"transport": args.transport, "lane": args.lane, "partition": args.partition}
     check_settings(settings)
     job = Job(args.workers, args.servers, None, settings, parse_seconds(args.timeout))
     outcome = run_job(job, __name__, {"rounds": args.rounds, "size": args.size, "slow_rank": args.slow_rank})
     row = {
         "transport": args.transport,
+        "lane": args.lane,
         "workers": args.workers,
         "servers": args.servers,
         "slow_rank": args.slow_rank,

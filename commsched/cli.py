@@ -17,7 +17,7 @@ from .transports import require_transport
 from .version import __version__
 
 #: Settings that make sense as options of ``commsched run``; the others concern jobs across machines.
-_RUN_OPTIONS = ("transport", "partition", "credit", "policy", "rate", "trace", "fail_after", "disable")
+_RUN_OPTIONS = ("transport", "lane", "partition", "credit", "policy", "rate", "trace", "fail_after", "disable")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -39,6 +39,7 @@ def serve(address: str, token: str, settings: Settings) -> int:
         token,
         join=join,
         announce=lambda bound: print(f"commsched server listening on {bound}", flush=True),
+        lane=settings.lane,
         rate_bytes_per_second=settings.rate,
         fail_after_seconds=settings.fail_after,
     )

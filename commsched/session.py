@@ -379,7 +379,7 @@ def _open_session(world: World, settings: Settings) -> Session:
             settings.scheduler,
             open_control=open_control,
             open_transport=open_transport,
-            same_on_all_ranks={name: getattr(settings, name) for name in ("transport", "servers", "fail_after")},
+            same_on_all_ranks={name: getattr(settings, name) for name in ("transport", "lane", "servers", "fail_after")},
             trace_directory=settings.trace,
             warn_after_seconds=settings.fail_after,
         )

@@ -104,6 +104,12 @@ def _policy(value: object, key: str) -> str:
     return str(value)
 
 
+def _lane(value: object, key: str) -> str:
+    if value not in ("tcp", "grpc"):
+        raise ConfigError(f"{key}={value!r} is unknown; there are: tcp, grpc")
+    return str(value)
+
+
 def _text(value: object, key: str) -> str:
     return str(value)
 
@@ -152,6 +158,7 @@ class Settings:
 
     transport: str = _setting(_text, "ps", "the way gradients travel: ps, local")
     servers: tuple[str, ...] = _setting(_addresses, (), "parameter servers, host:port,...; none: every rank hosts a shard")
+    lane: str = _setting(_lane, "tcp", "what carries gradients to parameter servers: tcp, grpc")
     partition: int = _setting(_partition, 4_000_000, "largest partition, such as 4MB")
     credit: int = _setting(parse_bytes, 16_000_000, "bytes committed to the network at a time, such as 16MB")
     fusion: int | None = _setting(parse_bytes, None, "small neighbours are merged up to this; none: up to the partition")

@@ -11,7 +11,7 @@ import pkgutil
 from ..core.errors import ConfigError
 
 #: Modules of this package that transports share, and that are none themselves.
-_SHARED = frozenset({"aggregator", "context", "reduce"})
+_SHARED = frozenset({"aggregator", "buffers", "context", "reduce"})
 
 
 def transport_names() -> list[str]:

@@ -1,9 +1,10 @@
 """Aggregator: the state of a parameter server, without network or threads of its own.
 
 Everything is keyed by (group, step, partition). Each rank contributes once to a key; when the last contribution is in,
-the thread that brought it makes the average and hands the same immutable bytes to every rank's reply. Nothing is ever
-written into a buffer that somebody else may still read: a key's result is a new object, so the next step of a fast rank
-cannot reach what a slow rank is still being sent.
+the thread that brought it makes the average and hands the same read-only bytes to every rank's reply. Nothing is ever
+written into a buffer that somebody else may still read: a key's result lies in memory that nobody else refers to, and that
+is used again when the last reply has let go of it, so the next step of a fast rank cannot reach what a slow rank is still
+being sent.
 
 A rank begins the next step of a group only when every partition of the step before is in place (``Core`` sees to it).
 So at most one step of a group is unfinished, memory is bounded by the manifest, and a rank that breaks the rule can be
@@ -17,11 +18,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import numpy as np
-
 from ..core.errors import ManifestMismatch, PeerLost, ProtocolError
 from ..core.manifest import ITEMSIZE, Manifest
 from ..core.ports import OnFailure
+from .buffers import BufferPool
 from .reduce import Bytes, average
 
 
@@ -33,16 +33,8 @@ class Key(NamedTuple):
     partition: int
 
 
-#: How a rank gets the average of a key: the header and the average behind it, the same object for all ranks. Called once,
-#: without a lock.
-Reply = Callable[[bytes], None]
-
-#: What to put before an average, from its key, dtype, start and stop, so that it is a message ready to be sent.
-Header = Callable[[Key, str, int, int], bytes]
-
-
-def _no_header(key: Key, dtype: str, start: int, stop: int) -> bytes:
-    return b""
+#: How a rank gets the average of a key: read-only bytes, the same for all ranks. Called once, without a lock.
+Reply = Callable[[memoryview], None]
 
 
 class _Range(NamedTuple):
@@ -63,6 +55,7 @@ class _Entry:
     range: _Range
     payloads: dict[int, Bytes] = field(default_factory=dict)
     replies: dict[int, Reply] = field(default_factory=dict)
+    result: memoryview | None = None  # where the average may be made; None: in memory of its own
     finished: bool = False
 
 
@@ -83,12 +76,12 @@ class Aggregator:
     Args:
         world_size: how many contributions make an average.
         on_failure: told of errors that concern other ranks than the caller's; called without the lock held.
-        header: makes what stands before each average.
     """
 
-    def __init__(self, world_size: int, on_failure: OnFailure, header: Header = _no_header) -> None:
+    def __init__(self, world_size: int, on_failure: OnFailure) -> None:
         self.world_size = world_size
-        self._header = header
+        #: Where averages lie; contributions that have no memory of their own may too.
+        self.buffers = BufferPool()
         self._on_failure = on_failure
         self._lock = threading.Lock()
         self._groups: dict[int, _Group] = {}
@@ -112,11 +105,33 @@ class Aggregator:
             _require_same(known.manifest, min(known.ranks), manifest, rank)
             known.ranks.add(rank)
 
-    def push(self, rank: int, key: Key, dtype: str, start: int, stop: int, payload: Bytes, reply: Reply) -> None:
+    def require_fitting(self, rank: int, key: Key, dtype: str, start: int, stop: int) -> None:
+        """Check that ``rank`` may push such a range, before there is any memory for it.
+
+        Raises:
+            ProtocolError: the range is outside the manifest; names rank, tensor and step.
+        """
+        with self._lock:
+            if not self._closed:
+                self._group_of(rank, key, _Range(dtype, start, stop))
+
+    def push(
+        self,
+        rank: int,
+        key: Key,
+        dtype: str,
+        start: int,
+        stop: int,
+        payload: Bytes,
+        reply: Reply,
+        *,
+        given: bool = False,
+    ) -> None:
         """``rank`` contributes ``payload`` to ``key``: bytes ``[start, stop)`` of the group's buffer of ``dtype``.
 
-        ``payload`` must not change before ``reply`` is called. If this is the last contribution, the average is made and
-        every rank's reply is called before this returns.
+        ``payload`` must not change before ``reply`` is called. ``given``: it is memory of ``buffers`` that nobody else reads,
+        and the average may be made in it. If this is the last contribution, the average is made and every rank's reply is
+        called before this returns.
 
         Raises:
             ProtocolError: the range is outside the manifest or differs from another rank's, the rank pushed this key
@@ -127,22 +142,27 @@ class Aggregator:
         with self._lock:
             if self._closed:
                 return
-            group = self._group_of(rank, key, range_, payload)
+            group = self._group_of(rank, key, range_)
+            _require_size(group, rank, key, range_, payload)
             entry = self._entry(group, rank, key, range_)
             self._require_present(group, key, entry, adding=rank)
             entry.payloads[rank] = payload
             entry.replies[rank] = reply
+            if given and rank < 2:  # where ``average`` may put its result
+                entry.result = memoryview(payload)
             if len(entry.payloads) < self.world_size:
                 return
             entry.finished = True
             del group.unfinished[key]
             payloads, entry.payloads = entry.payloads, {}
             replies, entry.replies = entry.replies, {}
-        result = np.empty(stop - start, np.uint8)
-        average([payloads[rank] for rank in range(self.world_size)], dtype, result.data)
-        message = b"".join((self._header(key, dtype, start, stop), result.data))
+            result, entry.result = entry.result, None
+        if result is None:
+            result = self.buffers.take(stop - start)
+        average([payloads.pop(rank) for rank in range(self.world_size)], dtype, result)
+        shared = result.toreadonly()
         for each in replies.values():
-            each(message)
+            each(shared)
 
     def leave(self, rank: int) -> None:
         """``rank`` will push nothing more; ``on_failure`` gets a PeerLost if something waits for it. Idempotent."""
@@ -163,7 +183,8 @@ class Aggregator:
         with self._lock:
             for group in self._groups.values():
                 for entry in group.unfinished.values():
-                    entry.payloads.pop(rank, None)
+                    if entry.payloads.pop(rank, None) is not None:
+                        entry.result = None
                     entry.replies.pop(rank, None)
         self.leave(rank)
 
@@ -175,20 +196,16 @@ class Aggregator:
 
     # --- what follows is called with the lock held ---
 
-    def _group_of(self, rank: int, key: Key, range_: _Range, payload: Bytes) -> _Group:
-        """The group of ``key``, once the push is known to fit its manifest."""
+    def _group_of(self, rank: int, key: Key, range_: _Range) -> _Group:
+        """The group of ``key``, once the range is known to fit its manifest."""
         group = self._groups.get(key.group)
         if group is None or rank not in group.ranks:
             raise ProtocolError(f"rank {rank} pushed step {key.step} of group {key.group} without announcing the group")
         size = group.manifest.buffer_bytes.get(range_.dtype, 0)
         if not 0 <= range_.start < range_.stop <= size:
             raise ProtocolError(f"rank {rank} pushed {range_} of step {key.step}, but that buffer has {size} bytes")
-        what = f"rank {rank} pushed {range_} of step {key.step}, tensor {_names(group, range_)},"
         if range_.start % ITEMSIZE[range_.dtype] or range_.stop % ITEMSIZE[range_.dtype]:
-            raise ProtocolError(f"{what} not on element borders")
-        nbytes = memoryview(payload).nbytes
-        if nbytes != range_.stop - range_.start:
-            raise ProtocolError(f"{what} with {nbytes} bytes of payload")
+            raise ProtocolError(f"{_pushed(group, rank, key, range_)} not on element borders")
         return group
 
     def _entry(self, group: _Group, rank: int, key: Key, range_: _Range) -> _Entry:
@@ -244,6 +261,16 @@ def _names(group: _Group, range_: _Range) -> str:
 
 def _name(group: _Group, key: Key, range_: _Range) -> str:
     return f"partition {key.partition} of step {key.step}, tensor {_names(group, range_)},"
+
+
+def _pushed(group: _Group, rank: int, key: Key, range_: _Range) -> str:
+    return f"rank {rank} pushed {range_} of step {key.step}, tensor {_names(group, range_)},"
+
+
+def _require_size(group: _Group, rank: int, key: Key, range_: _Range, payload: Bytes) -> None:
+    nbytes = memoryview(payload).nbytes
+    if nbytes != range_.stop - range_.start:
+        raise ProtocolError(f"{_pushed(group, rank, key, range_)} with {nbytes} bytes of payload")
 
 
 def _left_behind(group: _Group, key: Key, entry: _Entry, rank: int) -> PeerLost:

@@ -75,7 +75,7 @@ class LocalTransport:
         if self._closed:
             raise ClosedError("this transport is closed")
 
-        def reply(result: bytes) -> None:
+        def reply(result: memoryview) -> None:
             if self._closed:
                 return
             np.copyto(np.frombuffer(task.data, np.uint8), np.frombuffer(result, np.uint8))

@@ -21,7 +21,8 @@ def average(contributions: Sequence[Bytes], dtype: str, out: Bytes) -> None:
     Sums run in the order of ``contributions`` (ranks), element by element, so the result depends on nothing else. 32- and
     64-bit floats are summed in their own type; 16-bit ones in float32, divided there, and rounded once, to nearest even. A
     sum of ``uint8`` is not divided: it wraps at 256, and moves bytes exactly when all ranks but one contribute zeros.
-    ``out`` must not overlap a contribution. Any thread; long sums are made without the interpreter's lock.
+    ``out`` may be the first or the second contribution itself; else it must not overlap one. Any thread; long sums are made
+    without the interpreter's lock.
     """
     if len(contributions) == 1:
         np.copyto(_array(out, "uint8"), _array(contributions[0], "uint8"))

@@ -198,6 +198,7 @@ def test_what_is_like_nothing_is_answered_with_all_there_is() -> None:
     ("key", "value"),
     [
         ("servers", "10.0.0.1"),
+        ("lane", "pigeon"),
         ("partition", "4XB"),
         ("credit", "0"),
         ("policy", "lifo"),

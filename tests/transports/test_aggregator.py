@@ -59,15 +59,47 @@ def test_sums_run_in_the_order_of_ranks_however_they_arrive(arrivals):
     assert {tuple(values) for _, _, values in world.results} == {(0.75,) * 4}  # the 1 is lost beside 1e8
 
 
-def test_all_ranks_get_the_same_object_behind_the_header():
-    aggregator = Aggregator(2, pytest.fail, lambda key, dtype, start, stop: f"{key.step}{dtype}{start}-{stop}:".encode())
-    replies: list[bytes] = []
+def test_all_ranks_get_the_same_bytes_and_cannot_write_them():
+    aggregator = Aggregator(2, pytest.fail)
+    replies: list[memoryview] = []
     for rank in range(2):
         aggregator.add_group(rank, 7, MANIFEST)
     for rank in range(2):
         aggregator.push(rank, Key(7, 5, 0), *BACK, np.zeros(4, np.float32).tobytes(), replies.append)
     assert replies[0] is replies[1]
-    assert replies[0] == b"5float3216-32:" + bytes(16)
+    assert replies[0] == bytes(16)
+    assert replies[0].readonly
+
+
+@pytest.mark.parametrize("giver", [0, 1, 2])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_an_average_may_be_made_in_memory_that_a_rank_gave(giver, world_size):
+    aggregator = Aggregator(world_size, pytest.fail)
+    replies: list[memoryview] = []
+    for rank in range(world_size):
+        aggregator.add_group(rank, 0, MANIFEST)
+    payloads = []
+    for rank in reversed(range(world_size)):
+        payload = aggregator.buffers.take(16)
+        payload[:] = np.full(4, (1e8, 1.0, -1e8)[rank], np.float32).tobytes()
+        payloads.append(payload)
+        aggregator.push(rank, Key(0, 0, 0), *FRONT, payload, replies.append, given=rank == giver)
+    given = payloads[world_size - 1 - giver] if giver < world_size else None
+    total = np.float32(1e8) + np.float32(1.0) + (np.float32(-1e8) if world_size == 3 else np.float32(0))
+    assert np.frombuffer(replies[0], np.float32).tolist() == [total / np.float32(world_size)] * 4
+    assert (given is not None and given.obj is replies[0].obj) == (giver < 2)
+    for payload in payloads:
+        assert payload is given or payload == np.full(4, np.frombuffer(payload, np.float32)[0], np.float32).tobytes()
+
+
+def test_memory_given_by_a_rank_that_is_gone_is_not_used():
+    aggregator = Aggregator(2, lambda error: None)
+    for rank in range(2):
+        aggregator.add_group(rank, 0, MANIFEST)
+    given = aggregator.buffers.take(16)
+    aggregator.push(1, Key(0, 0, 0), *FRONT, given, pytest.fail, given=True)
+    aggregator.abandon(1)
+    assert aggregator._groups[0].unfinished[Key(0, 0, 0)].result is None
 
 
 def test_a_second_push_of_one_rank_is_refused():
@@ -143,6 +175,15 @@ def test_a_push_outside_the_manifest_is_refused(where, message):
     world.push(0, 2)  # and leaves nothing behind
     world.push(1, 2)
     assert len(world.results) == 2
+
+
+def test_a_range_can_be_refused_before_its_payload_is_there():
+    world = World(2)
+    world.aggregator.require_fitting(1, Key(0, 2, 0), *BACK)
+    with pytest.raises(ProtocolError, match=r"float32 bytes 16 to 36 of step 2, but that buffer has 32 bytes"):
+        world.aggregator.require_fitting(1, Key(0, 2, 0), "float32", 16, 36)
+    with pytest.raises(ProtocolError, match="rank 1 pushed step 0 of group 3 without announcing the group"):
+        world.aggregator.require_fitting(1, Key(3, 0, 0), *FRONT)
 
 
 def test_a_group_must_be_announced_by_the_rank_that_pushes():

@@ -126,3 +126,15 @@ def test_sums_run_in_the_order_of_ranks():
     rows = [np.array([value], np.float32).tobytes() for value in (1e8, 1.0, -1e8, 3.0)]
     assert np.frombuffer(averaged(rows, "float32"), np.float32)[0] == 0.75  # the 1 is lost beside 1e8
     assert np.frombuffer(averaged([rows[i] for i in (0, 2, 1, 3)], "float32"), np.float32)[0] == 1.0
+
+
+@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+@pytest.mark.parametrize("dtype", list(ITEMSIZE))
+def test_the_average_may_be_made_in_the_first_or_second_contribution(dtype, ranks, place):
+    random = np.random.default_rng(ranks)
+    nbytes = 150_000 * ITEMSIZE[dtype]  # longer than a block of 16-bit types
+    contributions = [bytearray(random.integers(0, 60, nbytes, np.uint8).tobytes()) for _ in range(ranks)]
+    expected = averaged([bytes(each) for each in contributions], dtype)
+    average(contributions, dtype, contributions[place])
+    assert contributions[place] == expected

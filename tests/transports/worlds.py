@@ -28,16 +28,17 @@ def local_world(listeners: Sequence[OnFailure]) -> Iterator[Sequence[Transport]]
 
 @contextmanager
 def embedded_world(
-    listeners: Sequence[OnFailure], *, rate_bytes_per_second: float | None = None
+    listeners: Sequence[OnFailure], *, lane: str = "tcp", rate_bytes_per_second: float | None = None
 ) -> Iterator[Sequence[PsTransport]]:
-    """Every rank hosts a shard, over real gRPC."""
+    """Every rank hosts a shard, over a real network."""
     size = len(listeners)
     with ExitStack() as stack:
         pacers = [None if rate_bytes_per_second is None else Pacer(rate_bytes_per_second) for _ in listeners]
         shards = []
         for rank, on_failure in enumerate(listeners):
             name = f"rank {rank}'s shard"
-            shards.append(Shard("127.0.0.1:0", TOKEN, size, on_failure=on_failure, name=name, pacer=pacers[rank]))
+            shard = Shard("127.0.0.1:0", TOKEN, size, lane=lane, on_failure=on_failure, name=name, pacer=pacers[rank])
+            shards.append(shard)
             stack.callback(shards[rank].close)
         addresses = [shard.address for shard in shards]
 
@@ -47,6 +48,7 @@ def embedded_world(
                 size,
                 addresses,
                 TOKEN,
+                lane=lane,
                 on_failure=listeners[rank],
                 own_shard=shards[rank],
                 pacer=pacers[rank],
@@ -59,19 +61,19 @@ def embedded_world(
 
 
 @contextmanager
-def separate_world(listeners: Sequence[OnFailure], *, servers: int = 2) -> Iterator[Sequence[PsTransport]]:
-    """Servers that no rank hosts, over real gRPC."""
+def separate_world(listeners: Sequence[OnFailure], *, lane: str = "tcp", servers: int = 2) -> Iterator[Sequence[PsTransport]]:
+    """Servers that no rank hosts, over a real network."""
     size = len(listeners)
     with ExitStack() as stack:
         shards = []
         for index in range(servers):
-            shard = Shard("127.0.0.1:0", TOKEN, None, on_failure=lambda error: None, name=f"server {index}")
+            shard = Shard("127.0.0.1:0", TOKEN, None, lane=lane, on_failure=lambda error: None, name=f"server {index}")
             shards.append(shard)
             stack.callback(shard.close)
         addresses = [shard.address for shard in shards]
 
         def connect(rank: int) -> PsTransport:
-            return PsTransport(rank, size, addresses, TOKEN, on_failure=listeners[rank], connect_within_seconds=20.0)
+            return PsTransport(rank, size, addresses, TOKEN, lane=lane, on_failure=listeners[rank], connect_within_seconds=20.0)
 
         transports = run_world(size, connect)
         stack.callback(close_together, transports)

@@ -1,4 +1,4 @@
-"""The parameter server over gRPC: embedded, where every rank hosts a shard, or separate ``commsched server`` processes."""
+"""The parameter server: embedded, where every rank hosts a shard, or separate ``commsched server`` processes."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ def open_transport(context: TransportContext) -> PsTransport:
                 f"{host}:0",
                 context.token,
                 context.world.world_size,
+                lane=settings.lane,
                 on_failure=context.on_failure,
                 name=f"rank {rank}'s shard",
                 pacer=pacer,
@@ -39,6 +40,7 @@ def open_transport(context: TransportContext) -> PsTransport:
             context.world.world_size,
             addresses,
             context.token,
+            lane=settings.lane,
             on_failure=context.on_failure,
             own_shard=shard,
             pacer=pacer,

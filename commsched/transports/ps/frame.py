@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import json
 import struct
-from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...core.config import MAX_PARTITION_BYTES
 from ...core.errors import ProtocolError
@@ -18,14 +17,18 @@ from ..aggregator import Key
 from ..reduce import Bytes
 
 MAGIC = b"CSPS"
-VERSION = 1
+VERSION = 2
 
-# magic, version, kind, dtype, group, partition, order, step, start, stop. 48 bytes: a payload behind it stays aligned.
-_HEADER = struct.Struct("<4sBBBxHxxIIxxxxQQQ")
+# magic, version, kind, dtype, group, partition, order, payload bytes, step, start, stop. 48 bytes: what is behind it stays
+# aligned.
+_HEADER = struct.Struct("<4sBBBxHxxIIIQQQ")
 HEADER_BYTES = _HEADER.size
 
-#: gRPC refuses anything larger before it is decoded.
+#: Nothing larger is read.
 MAX_MESSAGE_BYTES = HEADER_BYTES + MAX_PARTITION_BYTES
+
+#: The most bytes of a payload that is not gradients: room for a manifest of 100,000 tensors.
+MAX_JSON_BYTES = 16 * 2**20
 
 _DTYPES = ("", *ITEMSIZE)  # a dtype travels as its place here; no dtype is 0
 _DTYPE_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
@@ -37,19 +40,20 @@ class Kind(IntEnum):
     HELLO = 1  # worker: who I am (JSON); server: welcome
     GROUP = 2  # worker: the manifest of a group (JSON)
     PUSH = 3  # worker: my contribution to a key (raw)
-    ACK = 4  # server: that push is here
+    ACK = 4  # server: that push is here; only where the carrier cannot tell the worker itself
     RESULT = 5  # server: the average of a key (raw)
     GOODBYE = 6  # either: I end in good order
     ERROR = 7  # server: the job failed (JSON: type, message)
     LEFT = 8  # worker: that rank sends nothing more, I was told (JSON: its number)
 
 
-_RAW = frozenset({Kind.PUSH, Kind.RESULT})
+#: Messages whose payload is gradients.
+RAW = frozenset({Kind.PUSH, Kind.RESULT})
 _JSON = frozenset({Kind.HELLO, Kind.GROUP, Kind.ERROR, Kind.LEFT})
+_KINDS = {int(kind): kind for kind in Kind}
 
 
-@dataclass(frozen=True, slots=True)
-class Frame:
+class Frame(NamedTuple):
     """One message. ``dtype``, ``start`` and ``stop`` say which range of the group's buffer a key means, since a key may
     mean another range after the plan was cut anew."""
 
@@ -61,11 +65,16 @@ class Frame:
     start: int = 0
     stop: int = 0
     payload: Bytes = b""
-    order: int = 0  # the policy's key of a push: the smaller, the earlier its result is to leave
+    order: int = 0  # the policy's key of a push, and of its result: the smaller, the earlier it is to leave
 
     @property
     def key(self) -> Key:
         return Key(self.group, self.step, self.partition)
+
+    @property
+    def nbytes(self) -> int:
+        """What it takes on the wire."""
+        return HEADER_BYTES + len(self.payload)
 
     def json(self) -> Any:
         """The payload of a message that is not gradients.
@@ -90,10 +99,32 @@ def encode_header(frame: Frame) -> bytes:
     Raises:
         struct.error: a number does not fit (16-bit group, 32-bit partition and order, 64-bit step).
     """
-    code = _DTYPE_CODES[frame.dtype]
-    return _HEADER.pack(
-        MAGIC, VERSION, frame.kind, code, frame.group, frame.partition, frame.order, frame.step, frame.start, frame.stop
-    )
+    kind, group, step, partition, dtype, start, stop, payload, order = frame
+    code = _DTYPE_CODES[dtype]
+    return _HEADER.pack(MAGIC, VERSION, kind, code, group, partition, order, len(payload), step, start, stop)
+
+
+def decode_header(header: Bytes) -> tuple[Frame, int]:
+    """A message without its payload, from its first ``HEADER_BYTES`` bytes, and how many bytes its payload has.
+
+    Raises:
+        ProtocolError: it is not one of ours, or its payload cannot be; says why.
+    """
+    magic, version, kind_code, dtype_code, group, partition, order, nbytes, step, start, stop = _HEADER.unpack_from(header)
+    if magic != MAGIC:
+        raise ProtocolError(f"a message begins with {magic!r}, not {MAGIC!r}")
+    if version != VERSION:
+        raise ProtocolError(f"a message has wire version {version}; this is version {VERSION}")
+    try:
+        kind, dtype = _KINDS[kind_code], _DTYPES[dtype_code]
+    except LookupError:
+        raise ProtocolError(f"a message has kind {kind_code} and dtype {dtype_code}; one of them is unknown") from None
+    if kind in RAW:
+        if not (dtype and start < stop and stop - start == nbytes <= MAX_PARTITION_BYTES):
+            raise ProtocolError(f"a {kind.name} of {dtype or 'no dtype'} bytes {start} to {stop} has {nbytes} bytes")
+    elif nbytes > (most := MAX_JSON_BYTES if kind in _JSON else 0):
+        raise ProtocolError(f"a {kind.name} has {nbytes} bytes of payload; it has at most {most}")
+    return Frame(kind, group, step, partition, dtype, start, stop, b"", order), nbytes
 
 
 def encode(frame: Frame) -> bytes:
@@ -109,18 +140,8 @@ def decode(message: bytes) -> Frame:
     """
     if len(message) < HEADER_BYTES:
         raise ProtocolError(f"a message of {len(message)} bytes is shorter than a header")
-    magic, version, kind_code, dtype_code, group, partition, order, step, start, stop = _HEADER.unpack_from(message)
-    if magic != MAGIC:
-        raise ProtocolError(f"a message begins with {magic!r}, not {MAGIC!r}")
-    if version != VERSION:
-        raise ProtocolError(f"a message has wire version {version}; this is version {VERSION}")
-    try:
-        kind, dtype = Kind(kind_code), _DTYPES[dtype_code]
-    except (ValueError, IndexError):
-        raise ProtocolError(f"a message has kind {kind_code} and dtype {dtype_code}; one of them is unknown") from None
+    frame, nbytes = decode_header(message)
     payload = memoryview(message)[HEADER_BYTES:]
-    if kind in _RAW and not (dtype and start < stop and stop - start == len(payload)):
-        raise ProtocolError(f"a {kind.name} of {dtype or 'no dtype'} bytes {start} to {stop} has {len(payload)} bytes")
-    if kind not in _RAW and kind not in _JSON and len(payload):
-        raise ProtocolError(f"a {kind.name} has {len(payload)} bytes of payload; it has none")
-    return Frame(kind, group, step, partition, dtype, start, stop, payload, order)
+    if len(payload) != nbytes:
+        raise ProtocolError(f"a {frame.kind.name} of {nbytes} bytes of payload came with {len(payload)}")
+    return frame._replace(payload=payload)

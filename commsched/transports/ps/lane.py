@@ -12,15 +12,27 @@ from .frame import Frame
 
 
 class LaneListener(Protocol):
-    """Whom a lane tells. Called from the lane's own thread, or inside ``push``, without a lock held; for one key
-    ``on_ack`` comes before ``on_result``. ``server`` is the index the lane was made with."""
+    """Whom a lane tells. Called from the lane's own threads, or inside ``push``, without a lock held; for one key
+    ``on_sent`` has returned before ``on_result`` is called. ``server`` is the index the lane was made with."""
 
-    def on_ack(self, server: int, key: Key) -> None:
-        """The server has that push."""
+    def on_sent(self, server: int, key: Key) -> None:
+        """That push has left this rank."""
+        ...
+
+    def destination(self, server: int, frame: Frame) -> memoryview:
+        """Where the average that ``frame`` announces may be put.
+
+        Raises:
+            ProtocolError: nothing of ours waits for it.
+        """
         ...
 
     def on_result(self, server: int, frame: Frame) -> None:
-        """The average of ``frame.key``; its payload is read-only."""
+        """The average of ``frame.key``: its payload is the ``destination``, or read-only and to be copied there.
+
+        Raises:
+            ProtocolError: nothing of ours waits for it.
+        """
         ...
 
     def on_end(self, server: int) -> None:

@@ -6,7 +6,7 @@ from ...core.errors import ClosedError, CommschedError
 from ...core.manifest import Manifest
 from ...core.task import CommTask
 from ..aggregator import Key
-from .frame import decode
+from .frame import Frame, Kind
 from .lane import LaneListener
 from .service import Service
 
@@ -28,9 +28,14 @@ class OwnLane:
             raise ClosedError("this lane is closed")
         at = task.partition
         key = Key(task.group, task.step, at.index)
-        self._listener.on_ack(self._rank, key)
+
+        def reply(result: memoryview) -> None:
+            if not self._closed:
+                self._listener.on_result(self._rank, Frame(Kind.RESULT, *key, at.dtype, at.start, at.stop, result))
+
+        self._listener.on_sent(self._rank, key)
         try:
-            self._service.aggregator.push(self._rank, key, at.dtype, at.start, at.stop, task.data, self._reply)
+            self._service.aggregator.push(self._rank, key, at.dtype, at.start, at.stop, task.data, reply)
         except CommschedError as error:
             self._service.fail(error)  # the other ranks wait for this push
 
@@ -39,7 +44,3 @@ class OwnLane:
 
     def close(self, graceful: bool) -> None:
         self._closed = True
-
-    def _reply(self, message: bytes) -> None:
-        if not self._closed:
-            self._listener.on_result(self._rank, decode(message))

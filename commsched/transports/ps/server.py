@@ -31,6 +31,7 @@ def serve(
     *,
     join: Join,
     announce: Callable[[str], None],
+    lane: str = "tcp",
     rate_bytes_per_second: float | None = None,
     fail_after_seconds: float = 10.0,
 ) -> int:
@@ -61,6 +62,7 @@ def serve(
             address,
             token,
             None,
+            lane=lane,
             on_failure=on_failure,
             pacer=pacer,
             fail_after_seconds=fail_after_seconds,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from time import monotonic
 
@@ -13,15 +14,25 @@ from ...core.manifest import Manifest
 from ...core.ports import Completion, OnFailure
 from ...core.task import CommTask
 from ..aggregator import Key
+from .carriers import open_stream
 from .frame import Frame
-from .grpc_lane import GrpcLane
 from .hello import Hello
 from .lane import Lane
 from .outbox import Outbox
 from .own_lane import OwnLane
 from .pacer import Pacer
 from .placement import place
+from .remote_lane import RemoteLane
 from .shard import Shard
+
+
+@dataclass(slots=True, eq=False)
+class _Started:
+    """A task on its way."""
+
+    task: CommTask
+    completion: Completion
+    sent: bool = False
 
 
 class PsTransport:
@@ -33,6 +44,7 @@ class PsTransport:
     Args:
         servers: ``host:port`` of every server, in the same order on all ranks.
         token: the job's secret.
+        lane: what carries messages, a name in ``carriers``; that of the servers.
         on_failure: told when a server is lost or breaks the protocol, from any thread.
         own_shard: closed with the transport.
         pacer: caps what is sent; the same object that ``own_shard`` has. Closed with the transport.
@@ -52,6 +64,7 @@ class PsTransport:
         servers: Sequence[str],
         token: str,
         *,
+        lane: str = "tcp",
         on_failure: OnFailure,
         own_shard: Shard | None = None,
         pacer: Pacer | None = None,
@@ -66,26 +79,25 @@ class PsTransport:
         self._own_shard = own_shard
         self._pacer = pacer
         self._closed = False
-        # Single operations on a dict are atomic; a key is added by the dispatcher and removed by its lane's thread.
-        self._pending: dict[Key, tuple[CommTask, Completion]] = {}
+        # Single operations on a dict are atomic; a key is added by the dispatcher and removed by its lane's reader.
+        self._pending: dict[Key, _Started] = {}
         self._peers = [f"rank {k}'s shard at {a}" if own_shard else f"server {k} at {a}" for k, a in enumerate(servers)]
         self._lanes: list[Lane] = []
-        connecting: list[GrpcLane] = []
+        connecting: list[RemoteLane] = []
         for index, address in enumerate(servers):
             if own_shard is not None and index == rank:
                 self._lanes.append(OwnLane(rank, own_shard.service, self))
                 continue
             hello = Hello(rank, world_size, index, control_address)
-            outbox = Outbox(pacer)
-            lane = GrpcLane(self._peers[index], address, hello, token, outbox, self, fail_after_seconds)
-            connecting.append(lane)
-            self._lanes.append(lane)
+            stream = open_stream(lane, self._peers[index], address, token, Outbox(pacer), fail_after_seconds)
+            connecting.append(RemoteLane(stream, hello, self))
+            self._lanes.append(connecting[-1])
         # Somebody else's failure: the server that we wait for may never come.
         when_failed(partial(_give_up, connecting))
         deadline = monotonic() + connect_within_seconds
         try:
-            for lane in connecting:
-                lane.wait_connected(max(0.0, deadline - monotonic()))
+            for remote in connecting:
+                remote.wait_connected(max(0.0, deadline - monotonic()))
         except CommschedError:
             self.close(graceful=False)
             raise
@@ -113,7 +125,7 @@ class PsTransport:
         if self._closed:
             raise ClosedError("this transport is closed")
         partition = task.partition.index
-        self._pending[Key(task.group, task.step, partition)] = (task, completion)
+        self._pending[Key(task.group, task.step, partition)] = _Started(task, completion)
         self._lanes[place(partition, len(self._lanes))].push(task)
 
     def leave(self, rank: int) -> None:
@@ -133,37 +145,48 @@ class PsTransport:
 
     # --- LaneListener ---
 
-    def on_ack(self, server: int, key: Key) -> None:
-        task, completion = self._started(server, key)
-        completion.on_sent(task)
+    def on_sent(self, server: int, key: Key) -> None:
+        started = self._started(server, key)
+        if started.sent:
+            raise ProtocolError(f"{started.task!r} was acknowledged twice")
+        started.sent = True
+        started.completion.on_sent(started.task)
 
-    def on_result(self, server: int, frame: Frame) -> None:
-        task, completion = self._started(server, frame.key)
-        at = task.partition
+    def destination(self, server: int, frame: Frame) -> memoryview:
+        started = self._started(server, frame.key)
+        task, at = started.task, started.task.partition
         if (frame.dtype, frame.start, frame.stop) != (at.dtype, at.start, at.stop):
             raise ProtocolError(f"{frame.dtype} bytes {frame.start} to {frame.stop} are no average of {task!r}")
-        np.copyto(np.frombuffer(task.data, np.uint8), np.frombuffer(frame.payload, np.uint8))
-        del self._pending[frame.key]
-        completion.on_done(task)
+        if not started.sent:
+            raise ProtocolError(f"an average of {task!r} came before that was sent")
+        data: memoryview = task.data
+        return data
+
+    def on_result(self, server: int, frame: Frame) -> None:
+        destination = self.destination(server, frame)
+        if frame.payload is not destination:
+            np.copyto(np.frombuffer(destination, np.uint8), np.frombuffer(frame.payload, np.uint8))
+        started = self._pending.pop(frame.key)
+        started.completion.on_done(started.task)
 
     def on_end(self, server: int) -> None:
         waiting = [key for key in list(self._pending) if place(key.partition, len(self._lanes)) == server]
         if waiting:
             self.on_broken(
-                server, PeerLost(f"{self._peers[server]} closed while {self._pending[waiting[0]][0]!r} waits for it")
+                server, PeerLost(f"{self._peers[server]} closed while {self._pending[waiting[0]].task!r} waits for it")
             )
 
     def on_broken(self, server: int, error: CommschedError) -> None:
         if not self._closed:
             self._on_failure(error)
 
-    def _started(self, server: int, key: Key) -> tuple[CommTask, Completion]:
+    def _started(self, server: int, key: Key) -> _Started:
         started = self._pending.get(key)
         if started is None or place(key.partition, len(self._lanes)) != server:
             raise ProtocolError(f"an answer to step {key.step}, partition {key.partition}, which waits for none there")
         return started
 
 
-def _give_up(lanes: Sequence[GrpcLane], error: CommschedError) -> None:
+def _give_up(lanes: Sequence[RemoteLane], error: CommschedError) -> None:
     for lane in lanes:
         lane.give_up(error)

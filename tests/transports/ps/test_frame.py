@@ -9,7 +9,19 @@ from hypothesis import strategies as st
 
 from commsched.core.errors import ConfigError, ProtocolError
 from commsched.core.manifest import ITEMSIZE
-from commsched.transports.ps.frame import HEADER_BYTES, MAGIC, Frame, Kind, decode, encode, encode_header, json_frame
+from commsched.transports.ps.frame import (
+    HEADER_BYTES,
+    MAGIC,
+    MAX_JSON_BYTES,
+    VERSION,
+    Frame,
+    Kind,
+    decode,
+    decode_header,
+    encode,
+    encode_header,
+    json_frame,
+)
 from commsched.transports.ps.hello import Hello
 
 groups, partitions, steps = st.integers(0, 2**16 - 1), st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)
@@ -42,6 +54,8 @@ def test_gradients_come_back_as_they_were(frame):
     message = encode(frame)
     assert message == encode_header(frame) + frame.payload
     assert decode(message) == frame
+    assert decode_header(message) == (frame._replace(payload=b""), len(frame.payload))
+    assert frame.nbytes == len(message)
 
 
 @given(st.sampled_from([Kind.ACK, Kind.GOODBYE]), groups, steps, partitions)
@@ -86,8 +100,8 @@ def check_total(message: bytes) -> None:
         pass
 
 
-def header(magic=MAGIC, version=1, kind=3, dtype=3, start=0, stop=4) -> bytes:
-    return struct.pack("<4sBBBxHxxIIxxxxQQQ", magic, version, kind, dtype, 0, 0, 0, 0, start, stop)
+def header(magic=MAGIC, version=VERSION, kind=3, dtype=3, start=0, stop=4, nbytes=4) -> bytes:
+    return struct.pack("<4sBBBxHxxIIIQQQ", magic, version, kind, dtype, 0, 0, 0, nbytes, 0, start, stop)
 
 
 @pytest.mark.parametrize(
@@ -95,15 +109,18 @@ def header(magic=MAGIC, version=1, kind=3, dtype=3, start=0, stop=4) -> bytes:
     [
         (b"GET / HTTP/1.1\r\n", r"a message of 16 bytes is shorter than a header"),
         (header(magic=b"HTTP") + b"abcd", r"begins with b'HTTP', not b'CSPS'"),
-        (header(version=2) + b"abcd", r"has wire version 2; this is version 1"),
+        (header(version=1) + b"abcd", r"has wire version 1; this is version 2"),
         (header(kind=0) + b"abcd", r"has kind 0 and dtype 3; one of them is unknown"),
         (header(dtype=99) + b"abcd", r"has kind 3 and dtype 99; one of them is unknown"),
         (header(dtype=0) + b"abcd", r"a PUSH of no dtype bytes 0 to 4 has 4 bytes"),
-        (header() + b"abc", r"a PUSH of float32 bytes 0 to 4 has 3 bytes"),
+        (header() + b"abc", r"a PUSH of 4 bytes of payload came with 3"),
+        (header(nbytes=3) + b"abc", r"a PUSH of float32 bytes 0 to 4 has 3 bytes"),
         (header(start=4, stop=0) + b"abcd", r"a PUSH of float32 bytes 4 to 0 has 4 bytes"),
-        (header(start=0, stop=0), r"a PUSH of float32 bytes 0 to 0 has 0 bytes"),
+        (header(start=0, stop=0, nbytes=0), r"a PUSH of float32 bytes 0 to 0 has 0 bytes"),
         (header(stop=2**64 - 1) + b"abcd", r"bytes 0 to 18446744073709551615 has 4 bytes"),
-        (header(kind=Kind.ACK) + b"abcd", r"an? ACK has 4 bytes of payload; it has none"),
+        (header(stop=2**31, nbytes=2**31), r"a PUSH of float32 bytes 0 to 2147483648 has 2147483648 bytes"),
+        (header(kind=Kind.ACK) + b"abcd", r"an? ACK has 4 bytes of payload; it has at most 0"),
+        (header(kind=Kind.GROUP, nbytes=MAX_JSON_BYTES + 1), r"a GROUP has 16777217 bytes of payload; it has at most 16777216"),
     ],
 )
 def test_what_is_wrong_is_said(message, why):

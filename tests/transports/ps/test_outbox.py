@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from commsched.transports.ps.frame import Frame, Kind, encode
+from commsched.transports.ps.frame import HEADER_BYTES, Frame, Kind
 from commsched.transports.ps.outbox import Outbox
 
 ACK = Frame(Kind.ACK, step=1)
@@ -18,46 +18,46 @@ def outbox_with(*orders: int) -> Outbox:
     return outbox
 
 
-def put(outbox: Outbox, order: int) -> None:
-    outbox.put(order, 10, lambda: b"%d" % order)
+def put(outbox: Outbox, order: int, partition: int = 0) -> None:
+    outbox.put(Frame(Kind.PUSH, partition=partition, dtype="uint8", stop=10, payload=bytes(10), order=order))
+
+
+def orders(outbox: Outbox, count: int) -> list[int]:
+    return [next(outbox).frame.order for _ in range(count)]
 
 
 def test_gradients_leave_in_the_order_given():
-    outbox = outbox_with(3, 1, 2)
-    assert [next(outbox) for _ in range(3)] == [b"1", b"2", b"3"]
+    assert orders(outbox_with(3, 1, 2), 3) == [1, 2, 3]
 
 
 def test_those_of_equal_order_leave_as_they_came():
     outbox = Outbox()
     for number in (3, 1, 2):
-        outbox.put(0, 10, lambda number=number: b"%d" % number)
-    assert [next(outbox) for _ in range(3)] == [b"3", b"1", b"2"]
+        put(outbox, 0, partition=number)
+    assert [next(outbox).frame.partition for _ in range(3)] == [3, 1, 2]
 
 
 def test_each_is_chosen_only_when_it_is_asked_for():
     outbox = outbox_with(3, 2)
-    assert next(outbox) == b"2"
+    assert orders(outbox, 1) == [2]
     put(outbox, 0)
-    assert next(outbox) == b"0"
-    assert next(outbox) == b"3"
+    assert orders(outbox, 2) == [0, 3]
 
 
 def test_control_messages_go_first_and_in_order():
-    outbox = outbox_with(0)
+    outbox = outbox_with(7)
     frames = [Frame(Kind.ACK, step=step) for step in range(3)]
     for frame in frames:
         outbox.put_control(frame)
-    assert [next(outbox) for _ in range(4)] == [*map(encode, frames), b"0"]
+    assert [next(outbox).frame for _ in range(3)] == frames
+    assert orders(outbox, 1) == [7]
 
 
-def test_the_bytes_are_made_when_they_leave():
-    made: list[str] = []
+def test_what_to_call_when_it_has_left_comes_with_a_message():
     outbox = Outbox()
-    for name in ("first", "second"):
-        outbox.put(0, 10, lambda name=name: made.append(name) or name.encode())
-    assert made == []
-    next(outbox)
-    assert made == ["first"]
+    outbox.put(Frame(Kind.PUSH), print)
+    outbox.put_control(ACK)
+    assert [next(outbox).sent for _ in range(2)] == [None, print]
 
 
 def test_finish_sends_what_is_small_and_drops_gradients():
@@ -66,7 +66,8 @@ def test_finish_sends_what_is_small_and_drops_gradients():
     outbox.finish()
     outbox.put_control(Frame(Kind.GOODBYE))
     put(outbox, 1)
-    assert list(outbox) == [encode(ACK)]
+    assert [parcel.frame for parcel in outbox] == [ACK]
+    assert list(outbox) == []
 
 
 def test_abort_drops_everything():
@@ -81,16 +82,16 @@ def test_the_end_wakes_who_waits(end):
     outbox, got = Outbox(), queue.SimpleQueue()
 
     def take() -> None:
-        for message in outbox:
-            got.put(message)
-        got.put(b"end")
+        for parcel in outbox:
+            got.put(parcel.frame.order)
+        got.put("end")
 
     thread = threading.Thread(target=take, daemon=True)
     thread.start()
     put(outbox, 7)
-    assert got.get(timeout=20) == b"7"
+    assert got.get(timeout=20) == 7
     end(outbox)
-    assert got.get(timeout=20) == b"end"
+    assert got.get(timeout=20) == "end"
     thread.join(20)
 
 
@@ -113,13 +114,13 @@ def test_paced_gradients_enter_when_released_and_small_messages_are_charged():
     outbox = Outbox(pacer)
     put(outbox, 4)
     outbox.put_control(ACK)
-    assert pacer.charged == len(encode(ACK))
-    assert next(outbox) == encode(ACK)
+    assert pacer.charged == HEADER_BYTES
+    assert next(outbox).frame == ACK
     assert "0 ready" in repr(outbox)
     [(priority, nbytes, release)] = pacer.waiting
-    assert (priority, nbytes) == (4, 10)
+    assert (priority, nbytes) == (4, HEADER_BYTES + 10)
     release()
-    assert next(outbox) == b"4"
+    assert orders(outbox, 1) == [4]
 
 
 def test_repr_counts_what_waits():

@@ -44,7 +44,8 @@ class FakeMembership:
 class Server:
     """``serve`` in a thread; ``outcome`` is the code it returned or the error it raised."""
 
-    def __init__(self, join: Callable[[Hello, OnFailure], FakeMembership] | None = None) -> None:
+    def __init__(self, join: Callable[[Hello, OnFailure], FakeMembership] | None = None, lane: str = "tcp") -> None:
+        self._lane = lane
         self.membership = FakeMembership()
         self.joined: queue.SimpleQueue[tuple[Hello, OnFailure]] = queue.SimpleQueue()
         self._join = join or self._accept
@@ -61,7 +62,7 @@ class Server:
 
     def _serve(self, announce: Callable[[str], None]) -> None:
         try:
-            self._outcome.put(serve("127.0.0.1:0", TOKEN, join=self._join, announce=announce))
+            self._outcome.put(serve("127.0.0.1:0", TOKEN, lane=self._lane, join=self._join, announce=announce))
         except CommschedError as error:
             self._outcome.put(error)
 
@@ -75,9 +76,16 @@ class Server:
         return outcome
 
 
-def connect(address: str, rank: int, on_failure: OnFailure, world_size: int = 2) -> PsTransport:
+def connect(address: str, rank: int, on_failure: OnFailure, world_size: int = 2, lane: str = "tcp") -> PsTransport:
     transport = PsTransport(
-        rank, world_size, [address], TOKEN, on_failure=on_failure, control_address="h:1", connect_within_seconds=20.0
+        rank,
+        world_size,
+        [address],
+        TOKEN,
+        lane=lane,
+        on_failure=on_failure,
+        control_address="h:1",
+        connect_within_seconds=20.0,
     )
     transport.add_group(0, MANIFEST)
     return transport
@@ -149,24 +157,27 @@ from commsched.transports.ps.server import serve
 class Membership:
     def report(self, error): pass
     def close(self): pass
-serve("127.0.0.1:0", sys.argv[1], join=lambda hello, on_failure: Membership(), announce=lambda a: print(a, flush=True))
+join = lambda hello, on_failure: Membership()
+serve("127.0.0.1:0", sys.argv[1], lane=sys.argv[2], join=join, announce=lambda a: print(a, flush=True))
 """
 
 WORKER = """
 import sys, threading
 from commsched.transports.ps.transport import PsTransport
-transport = PsTransport(1, 2, [sys.argv[2]], sys.argv[1], on_failure=print, control_address="h:1")
+token, address, lane = sys.argv[1:]
+transport = PsTransport(1, 2, [address], token, lane=lane, on_failure=print, control_address="h:1")
 print("ready", flush=True)
 threading.Event().wait()
 """
 
 
-def test_a_killed_server_is_named_to_its_workers_at_once():
-    process = start_process(SERVER, TOKEN)
+@pytest.mark.parametrize("lane", ["tcp", "grpc"])
+def test_a_killed_server_is_named_to_its_workers_at_once(lane):
+    process = start_process(SERVER, TOKEN, lane)
     try:
         address = process.stdout.readline().strip()
         failures = Failures()
-        transport = connect(address, 0, failures)
+        transport = connect(address, 0, failures, lane=lane)
         ended = Ended()
         transport.start(make_task(), ended)
         assert ended.sent.wait(20)
@@ -179,11 +190,12 @@ def test_a_killed_server_is_named_to_its_workers_at_once():
     transport.close()
 
 
-def test_a_killed_worker_ends_the_server_and_is_named_to_the_other_worker():
-    server, failures = Server(), Failures()
-    process = start_process(WORKER, TOKEN, server.address)
+@pytest.mark.parametrize("lane", ["tcp", "grpc"])
+def test_a_killed_worker_ends_the_server_and_is_named_to_the_other_worker(lane):
+    server, failures = Server(lane=lane), Failures()
+    process = start_process(WORKER, TOKEN, server.address, lane)
     try:
-        transport = connect(server.address, 0, failures)
+        transport = connect(server.address, 0, failures, lane=lane)
         assert process.stdout.readline() == "ready\n"
         server.joined.get(timeout=20)
     finally:

@@ -4,66 +4,66 @@ import queue
 import threading
 from collections.abc import Iterator
 
-import grpc
 import numpy as np
 import pytest
 
 from commsched.core.errors import CommschedError, ManifestMismatch, PeerLost, ProtocolError
 from commsched.core.manifest import Manifest, TensorSpec
-from commsched.transports.ps.frame import Frame, Kind, decode, encode, json_frame
+from commsched.transports.ps.frame import RAW, Frame, Kind, json_frame
 from commsched.transports.ps.hello import Hello
 from commsched.transports.ps.outbox import Outbox
 from commsched.transports.ps.service import Service
+from commsched.transports.ps.stream import Place, StreamBroken
 
 MANIFEST = Manifest((TensorSpec("embedding", (8,), "float32"),))
 
 
 class Peer:
-    """One worker's end of a stream: an iterator of what it sends, and the gRPC context the handler sees."""
+    """One worker, and the stream by which the service hears it: a payload is put where the service says."""
 
-    def __init__(self, service: Service, name: str = "ipv4:10.0.0.9:4711") -> None:
-        self._name = name
-        self._messages: queue.SimpleQueue[bytes | BaseException | threading.Event | None] = queue.SimpleQueue()
-        outbox = service.exchange(self._requests(), self)
-        assert isinstance(outbox, Outbox)
-        self.outbox = outbox
+    def __init__(self, service: Service, name: str = "10.0.0.9:4711") -> None:
+        self.peer = name
+        self.outbox = Outbox()
+        self._said: queue.SimpleQueue[Frame | Exception | threading.Event | None] = queue.SimpleQueue()
+        self.thread = threading.Thread(target=service.serve, args=(self,), daemon=True)
+        self.thread.start()
 
-    def _requests(self) -> Iterator[bytes]:
-        while (item := self._messages.get(timeout=30)) is not None:
-            if isinstance(item, BaseException):
+    def frames(self, place: Place) -> Iterator[Frame]:
+        while (item := self._said.get(timeout=30)) is not None:
+            if isinstance(item, Exception):
                 raise item
             if isinstance(item, threading.Event):
                 item.set()
                 continue
+            if item.kind in RAW:
+                memory = place(item._replace(payload=b""))
+                memory[:] = item.payload
+                item = item._replace(payload=memory)
             yield item
 
     def send(self, *frames: Frame) -> None:
         """Returns when the service has handled them."""
         for frame in frames:
-            self._messages.put(encode(frame))
+            self._said.put(frame)
         handled = threading.Event()
-        self._messages.put(handled)
+        self._said.put(handled)
         assert handled.wait(20)
 
-    def send_last(self, message: bytes) -> list[Frame]:
+    def send_last(self, item: Frame | Exception | None) -> list[Frame]:
         """Send what ends the stream; returns what the service still had to say."""
-        self._messages.put(message)
-        return [decode(reply) for reply in self.outbox]
+        self._said.put(item)
+        heard = self.heard()
+        self.thread.join(20)  # with it all is told to others too
+        return heard
 
-    def end(self, error: BaseException | None = None) -> list[Frame]:
-        self._messages.put(error)
-        return [decode(reply) for reply in self.outbox]
+    def end(self, error: Exception | None = None) -> list[Frame]:
+        return self.send_last(error)
 
     def receive(self) -> Frame:
-        return decode(next(self.outbox))
+        return next(self.outbox).frame
 
-    # --- grpc.ServicerContext ---
-
-    def peer(self) -> str:
-        return self._name
-
-    def add_callback(self, callback) -> bool:
-        return True
+    def heard(self) -> list[Frame]:
+        return [parcel.frame for parcel in self.outbox]
 
 
 class World:
@@ -73,7 +73,7 @@ class World:
         self.failures: list[CommschedError] = []
         self.hellos: list[Hello] = []
         self.all_left = threading.Event()
-        self.service = Service("server 1", world_size, None, self.failures.append, self.hellos.append, self.all_left.set)
+        self.service = Service("server 1", world_size, self.failures.append, self.hellos.append, self.all_left.set)
         self.peers: list[Peer] = []
 
     def connect(self, rank: int, world_size: int = 2) -> Peer:
@@ -88,7 +88,8 @@ class World:
         self.service.close()
         for peer in self.peers:
             peer.end()
-        self.service.join_readers()
+            peer.thread.join(20)
+            assert not peer.thread.is_alive()
 
 
 @pytest.fixture
@@ -113,31 +114,36 @@ def the_error(frames: list[Frame]) -> str:
     return f"{error['type']}: {error['message']}"
 
 
-def test_replies_leave_in_order_of_priority_after_all_acknowledgements(world):
+def test_replies_leave_in_order_of_priority(world):
     first, second = world.connect(0), world.connect(1)
     first.send(*[push(partition) for partition in (5, 0, 3)])
     second.send(*[push(partition, value=3.0) for partition in (3, 5, 0)])
-    for peer, order in ((first, (5, 0, 3)), (second, (3, 5, 0))):
-        got = [peer.receive() for _ in range(6)]
-        assert [(frame.kind, frame.partition) for frame in got] == [
-            *((Kind.ACK, partition) for partition in order),
-            *((Kind.RESULT, partition) for partition in (0, 3, 5)),
-        ]
-        assert {np.frombuffer(frame.payload, np.float32)[0] for frame in got[3:]} == {2.0}
+    for peer in (first, second):
+        got = [peer.receive() for _ in range(3)]
+        assert [(frame.kind, frame.partition, frame.order) for frame in got] == [(Kind.RESULT, n, n) for n in (0, 3, 5)]
+        assert {np.frombuffer(frame.payload, np.float32)[0] for frame in got} == {2.0}
 
 
-def test_all_workers_are_sent_the_same_bytes_object(world):
+def test_all_workers_are_sent_the_same_memory_which_is_none_of_the_next_step(world):
     peers = [world.connect(0), world.connect(1)]
-    for peer in peers:
-        peer.send(push(0))
-        peer.receive()
-    assert next(peers[0].outbox) is next(peers[1].outbox)
+    frames = []
+    for step in range(3):
+        for peer in peers:
+            peer.send(push(0, step, value=step))
+        results = [peer.receive() for peer in peers]
+        assert results[0].payload is results[1].payload
+        frames.append(results[0])
+    assert [np.frombuffer(frame.payload, np.float32)[0] for frame in frames] == [0.0, 1.0, 2.0]
 
 
-def test_a_push_is_acknowledged_before_the_other_rank_has_pushed(world):
-    peer = world.connect(1)
-    peer.send(push(2))
-    assert peer.receive() == Frame(Kind.ACK, partition=2, payload=memoryview(b""))
+def test_memory_is_used_again_once_all_were_sent_its_average(world):
+    peers = [world.connect(0), world.connect(1)]
+    for step in range(50):
+        for peer in peers:
+            peer.send(push(0, step))
+        for peer in peers:
+            peer.receive()
+    assert world.service.aggregator.buffers._most_bytes <= 4 * 4  # of the 200 payloads of 4 bytes
 
 
 @pytest.mark.parametrize(
@@ -150,73 +156,72 @@ def test_a_push_is_acknowledged_before_the_other_rank_has_pushed(world):
 )
 def test_a_worker_of_another_job_is_refused_and_this_job_goes_on(world, greeting, why):
     mine = world.connect(1)
-    assert the_error(Peer(world.service).send_last(encode(greeting))) == why
+    assert the_error(Peer(world.service).send_last(greeting)) == why
     mine.send(push(0))
-    assert mine.receive().kind is Kind.ACK
     assert world.failures == []
 
 
 @pytest.mark.parametrize(
     ("message", "why"),
     [
-        (b"garbage", "a message of 7 bytes is shorter than a header"),
-        (bytes(100), r"begins with b'\x00\x00\x00\x00'"),
-        (encode(hello(0)), "HELLO out of turn"),
-        (encode(Frame(Kind.ACK)), "ACK out of turn"),
-        (encode(json_frame(Kind.LEFT, 2)), "'2' is not a rank"),
-        (encode(json_frame(Kind.LEFT, [])), "'[]' is not a rank"),
-        (encode(json_frame(Kind.GROUP, {"a": 1}, group=1)), "not a manifest"),
-        (encode(push(8)), "rank 1 pushed float32 bytes 32 to 36 of step 0, but that buffer has 32 bytes"),
-        (encode(push(0)), "rank 1 pushed partition 0 of step 0, tensor 'embedding', twice"),
+        (ProtocolError("a message begins with b'HTTP'"), "a message begins with b'HTTP'"),
+        (hello(0), "HELLO out of turn"),
+        (Frame(Kind.ACK), "ACK out of turn"),
+        (push(1)._replace(kind=Kind.RESULT), "RESULT out of turn"),
+        (json_frame(Kind.LEFT, 2), "'2' is not a rank"),
+        (json_frame(Kind.LEFT, []), "'[]' is not a rank"),
+        (json_frame(Kind.GROUP, {"a": 1}, group=1), "not a manifest"),
+        (push(8), "rank 1 pushed float32 bytes 32 to 36 of step 0, but that buffer has 32 bytes"),
+        (push(0), "rank 1 pushed partition 0 of step 0, tensor 'embedding', twice"),
     ],
 )
 def test_a_worker_that_breaks_the_protocol_is_named_to_all(world, message, why):
     good, bad = world.connect(0), world.connect(1)
     bad.send(push(0))
-    told = [the_error(bad.send_last(message)), the_error([decode(reply) for reply in good.outbox])]
+    told = [the_error(bad.send_last(message)), the_error(good.heard())]
     [failure] = world.failures
     assert isinstance(failure, ProtocolError)
-    assert str(failure).startswith("server 1 got from rank 1 (ipv4:10.0.0.9:4711): ")
+    assert str(failure).startswith("server 1 got from rank 1 (10.0.0.9:4711): ")
     assert why in str(failure)
     assert told == [f"ProtocolError: {failure}"] * 2
 
 
-@pytest.mark.parametrize("message", [b"garbage", encode(push(0)), encode(Frame(Kind.GOODBYE))])
+@pytest.mark.parametrize("message", [ProtocolError("garbage"), push(0), Frame(Kind.GOODBYE)])
 def test_the_first_message_must_be_a_hello(world, message):
     Peer(world.service).send_last(message)
     [failure] = world.failures
     assert isinstance(failure, ProtocolError)
-    assert str(failure).startswith("server 1 got from ipv4:10.0.0.9:4711: ")
+    assert str(failure).startswith("server 1 got from 10.0.0.9:4711: ")
 
 
 def test_differing_tensors_are_named_before_data_moves(world):
     peer, other = world.connect(0), Peer(world.service)
     other.send(hello(1))
     theirs = Manifest((TensorSpec("embedding", (9,), "float32"),))
-    other.send_last(encode(json_frame(Kind.GROUP, theirs.to_record())))
+    other.send_last(json_frame(Kind.GROUP, theirs.to_record()))
     [failure] = world.failures
     assert isinstance(failure, ManifestMismatch)
     assert str(failure) == "tensor 0 is 'embedding' float32[8] on rank 0 but 'embedding' float32[9] on rank 1"
-    assert the_error([decode(reply) for reply in peer.outbox]) == f"ManifestMismatch: {failure}"
+    assert the_error(peer.heard()) == f"ManifestMismatch: {failure}"
 
 
-@pytest.mark.parametrize("how", [None, grpc.RpcError()])
+@pytest.mark.parametrize("how", [None, StreamBroken("reset")])
 def test_a_stream_that_ends_without_a_goodbye_is_a_lost_rank(world, how):
     good, lost = world.connect(0), world.connect(1)
     lost.end(how)
-    assert the_error([decode(reply) for reply in good.outbox]) == ("PeerLost: rank 1 is gone: its connection to server 1 broke")
+    assert the_error(good.heard()) == ("PeerLost: rank 1 is gone: its connection to server 1 broke")
     assert [type(failure) for failure in world.failures] == [PeerLost]
 
 
 def test_a_stream_that_ends_before_its_hello_is_nobody(world):
-    Peer(world.service).end(grpc.RpcError())
+    Peer(world.service).end(StreamBroken("reset"))
     assert world.failures == []
 
 
 def test_a_goodbye_with_work_open_fails_those_who_wait(world):
     good, leaver = world.connect(0), world.connect(1)
     good.send(push(0))
-    leaver.send_last(encode(Frame(Kind.GOODBYE)))
+    leaver.send_last(Frame(Kind.GOODBYE))
     assert "rank 1 left before its first step; tensor 'embedding' of step 0 waits for it" in str(world.failures)
 
 
@@ -230,7 +235,7 @@ def test_that_a_rank_left_may_be_told_by_another(world):
 def test_the_job_ends_when_every_rank_has_said_goodbye(world):
     for rank in range(2):
         assert not world.all_left.is_set()
-        assert world.connect(rank).send_last(encode(Frame(Kind.GOODBYE))) == []
+        assert world.connect(rank).send_last(Frame(Kind.GOODBYE)) == []
     assert world.all_left.wait(20)
     assert world.failures == []
 
@@ -240,7 +245,7 @@ def test_the_first_hello_says_how_many_ranks_there_are():
     world.connect(2, world_size=3)
     world.connect(0, world_size=3)
     assert world.hellos == [Hello(2, 3, 1, "10.0.0.1:29600")]
-    why = the_error(Peer(world.service).send_last(encode(hello(1, 2))))
+    why = the_error(Peer(world.service).send_last(hello(1, 2)))
     assert why == "ConfigError: rank 1 says there are 2 ranks; this job has 3"
     world.close()
 
@@ -249,15 +254,15 @@ def test_a_failure_elsewhere_is_told_to_all_and_to_who_comes_later(world):
     peer = world.connect(0)
     world.service.fail(PeerLost("rank 7 is gone"))
     world.service.fail(PeerLost("rank 8 is gone"))
-    assert the_error([decode(reply) for reply in peer.outbox]) == "PeerLost: rank 7 is gone"
-    assert the_error(Peer(world.service).send_last(encode(hello(1)))) == "PeerLost: rank 7 is gone"
+    assert the_error(peer.heard()) == "PeerLost: rank 7 is gone"
+    assert the_error(Peer(world.service).send_last(hello(1))) == "PeerLost: rank 7 is gone"
     assert [str(failure) for failure in world.failures] == ["rank 7 is gone"]
 
 
 def test_closing_says_goodbye_and_takes_no_more_streams(world):
     peer = world.connect(0)
     world.service.close()
-    assert [decode(reply).kind for reply in peer.outbox] == [Kind.GOODBYE]
-    assert list(Peer(world.service).outbox) == []
+    assert [frame.kind for frame in peer.heard()] == [Kind.GOODBYE]
+    assert Peer(world.service).heard() == []
     peer.end()
     assert world.failures == []

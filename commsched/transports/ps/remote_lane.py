@@ -1,56 +1,39 @@
-"""The lane over gRPC: one bidirectional stream, one thread that reads it."""
+"""The lane to a server elsewhere: a worker's side of the protocol, over any stream."""
 
 from __future__ import annotations
 
 import threading
+from functools import partial
 
-import grpc
-
-from ...core.errors import CommschedError, ConfigError, PeerLost, PeerTimeout, ProtocolError, TransportError, from_record
+from ...core.errors import CommschedError, PeerLost, PeerTimeout, ProtocolError, TransportError, from_record
 from ...core.manifest import Manifest
 from ...core.task import CommTask
-from ...rpc import make_channel, token_metadata
-from .frame import MAX_MESSAGE_BYTES, Frame, Kind, decode, encode, json_frame
+from .frame import Frame, Kind, json_frame
 from .hello import Hello
 from .lane import LaneListener
-from .outbox import Outbox
-
-#: The one method of a parameter server.
-METHOD = "/commsched.ps/Exchange"
+from .stream import StreamBroken, WorkerStream
 
 #: How long a closing lane waits for the server's answer to its goodbye.
 _GOODBYE_SECONDS = 2.0
 
+#: How long it waits for its thread; only one that still looks up the name of a host cannot be ended, and ends when it has.
+_END_SECONDS = 5.0
 
-class GrpcLane:
-    """See ``Lane``. The constructor only begins to connect; ``wait_connected`` must have returned before the first push.
 
-    Args:
-        peer: what messages call the server, such as ``server 1 at 10.0.0.7:4242``.
-    """
+class RemoteLane:
+    """See ``Lane``. The constructor only begins to connect; ``wait_connected`` must have returned before the first push."""
 
-    def __init__(
-        self,
-        peer: str,
-        address: str,
-        hello: Hello,
-        token: str,
-        outbox: Outbox,
-        listener: LaneListener,
-        fail_after_seconds: float,
-    ) -> None:
-        self._peer = peer
+    def __init__(self, stream: WorkerStream, hello: Hello, listener: LaneListener) -> None:
+        self._stream = stream
+        self._peer = stream.peer
+        self._outbox = stream.outbox
         self._server = hello.server
-        self._outbox = outbox
         self._listener = listener
         self._connected = threading.Event()  # set when welcomed, and when refused
         self._welcomed = False
         self._end: CommschedError | None = None  # why nothing more can be pushed
         self._closed = False
-        self._channel = make_channel(address, fail_after_seconds, MAX_MESSAGE_BYTES)
-        outbox.put_control(json_frame(Kind.HELLO, hello.to_record()))
-        # wait_for_ready: while the server is not up, gRPC tries again, until wait_connected gives up.
-        self._call = self._channel.stream_stream(METHOD)(outbox, metadata=token_metadata(token), wait_for_ready=True)
+        self._outbox.put_control(json_frame(Kind.HELLO, hello.to_record()))
         name = f"commsched-lane-{hello.rank}-to-{hello.server}"
         self._reader = threading.Thread(target=self._read, name=name, daemon=True)
         self._reader.start()
@@ -82,7 +65,7 @@ class GrpcLane:
             raise self._end
         at = task.partition
         frame = Frame(Kind.PUSH, task.group, task.step, at.index, at.dtype, at.start, at.stop, task.data, task.order)
-        self._outbox.put(task.order, task.nbytes, lambda: encode(frame))
+        self._outbox.put(frame, partial(self._listener.on_sent, self._server, frame.key))
 
     def leave(self, rank: int) -> None:
         self._outbox.put_control(json_frame(Kind.LEFT, rank))
@@ -93,20 +76,18 @@ class GrpcLane:
             self._outbox.put_control(Frame(Kind.GOODBYE))
             self._outbox.finish()
             self._reader.join(_GOODBYE_SECONDS)
-        self._outbox.abort()
-        self._call.cancel()
-        self._reader.join()
-        self._channel.close()
+        self._stream.abort()
+        self._reader.join(_END_SECONDS)
 
     # --- the reader's thread ---
 
     def _read(self) -> None:
         try:
-            for message in self._call:
-                self._handle(decode(message))
-            self._ended(PeerLost(f"{self._peer} ended the stream without a goodbye"))
-        except grpc.RpcError as error:
-            self._ended(self._translate(error))
+            for frame in self._stream.frames(self._place):
+                self._handle(frame)
+            self._ended(PeerLost(f"{self._peer} is gone: it ended the stream without a goodbye"))
+        except StreamBroken as broken:
+            self._ended(PeerLost(f"{self._peer} is gone: {broken}"))
         except ProtocolError as error:
             self._ended(ProtocolError(f"{self._peer} broke the protocol: {error}"))
         except CommschedError as error:
@@ -114,22 +95,28 @@ class GrpcLane:
         except Exception as error:
             self._ended(TransportError(f"the lane to {self._peer} failed: {type(error).__name__}: {error}"))
         finally:
-            self._outbox.abort()
-            self._call.cancel()
+            self._stream.close()
+
+    def _place(self, frame: Frame) -> memoryview:
+        self._require_in_turn(frame)
+        return self._listener.destination(self._server, frame)
 
     def _handle(self, frame: Frame) -> None:
-        if frame.kind is Kind.ERROR:
+        if frame.kind is Kind.RESULT:
+            self._require_in_turn(frame)
+            self._listener.on_result(self._server, frame)
+        elif frame.kind is Kind.ERROR:
             self._ended(_error_in(frame))
         elif frame.kind is Kind.GOODBYE:
             self._said_goodbye()
         elif frame.kind is Kind.HELLO and not self._welcomed:
             self._welcomed = True
             self._connected.set()
-        elif frame.kind is Kind.ACK and self._welcomed:
-            self._listener.on_ack(self._server, frame.key)
-        elif frame.kind is Kind.RESULT and self._welcomed:
-            self._listener.on_result(self._server, frame)
         else:
+            raise ProtocolError(f"{frame.kind.name} out of turn")
+
+    def _require_in_turn(self, frame: Frame) -> None:
+        if frame.kind is not Kind.RESULT or not self._welcomed:
             raise ProtocolError(f"{frame.kind.name} out of turn")
 
     def _said_goodbye(self) -> None:
@@ -145,14 +132,6 @@ class GrpcLane:
             if self._welcomed and not self._closed:
                 self._listener.on_broken(self._server, error)
         self._connected.set()
-
-    def _translate(self, error: grpc.RpcError) -> CommschedError:
-        code, details = error.code(), error.details()
-        if code is grpc.StatusCode.UNAUTHENTICATED:
-            return ConfigError(f"{self._peer} has another token; set the same COMMSCHED_TOKEN everywhere")
-        if code is grpc.StatusCode.UNAVAILABLE:
-            return PeerLost(f"{self._peer} is gone: {details}")
-        return TransportError(f"{self._peer}: {code.name}: {details}")
 
 
 def _error_in(frame: Frame) -> CommschedError:

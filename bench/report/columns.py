@@ -1,0 +1,102 @@
+"""The columns of the tables, as text. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from .result import Result
+
+MISSING = "-"
+
+
+@dataclass(frozen=True)
+class Column:
+    heading: str
+    text: Callable[[Result], str]
+    numeric: bool = True
+
+
+def _fixed(value: float | None, digits: int, unit: float = 1.0) -> str:
+    return MISSING if value is None else f"{value / unit:.{digits}f}"
+
+
+def milliseconds(seconds: float | None) -> str:
+    return _fixed(seconds, 1, 1e-3)
+
+
+def step(result: Result) -> str:
+    """The median and its confidence interval."""
+    if result.low is None or result.high is None:
+        return milliseconds(result.median)
+    return f"{milliseconds(result.median)} [{milliseconds(result.low)}, {milliseconds(result.high)}]"
+
+
+def difference(result: Result) -> str:
+    if result.max_difference is None:
+        return MISSING
+    return f"{result.max_difference:.1e}{' WRONG' if result.wrong else ''}"
+
+
+def rate(bits_per_second: float | None) -> str:
+    if bits_per_second is None:
+        return MISSING
+    return f"{bits_per_second / 1e9:.3g} Gbit/s" if bits_per_second >= 1e9 else f"{bits_per_second / 1e6:.3g} Mbit/s"
+
+
+def link(result: Result) -> str:
+    if result.simulated:
+        return f"{rate(result.bandwidth_bps)}, {result.link}"
+    return result.link or rate(result.bandwidth_bps)
+
+
+def stands_for(result: Result) -> str:
+    real = result.stands_for
+    if real is None:
+        return MISSING
+    return f"{real.gradient_bytes / 1e6:.4g} MB, {milliseconds(real.compute_seconds)} ms, {rate(real.bandwidth_bps)}"
+
+
+def model(result: Result) -> str:
+    """With its mark, so that a row that is cited alone says what it is."""
+    return f"{result.model} ({result.mark})" if result.mark else result.model
+
+
+_WHERE = (
+    Column("model", model, numeric=False),
+    Column("workers", lambda r: str(r.workers)),
+    Column("servers", lambda r: str(r.servers)),
+    Column("link", link, numeric=False),
+    Column("rho", lambda r: _fixed(r.rho, 2)),
+    Column("system", lambda r: r.system, numeric=False),
+)
+_STEP = Column("ms/step [low, high]", step)
+_BOUND = Column("T* ms", lambda r: milliseconds(r.bound))
+_EFFICIENCY = Column("efficiency", lambda r: _fixed(r.efficiency, 3))
+_SPEEDUP = Column("speed-up vs DDP", lambda r: _fixed(r.speedup_vs_ddp, 2))
+_POSSIBLE = Column("possible", lambda r: _fixed(r.possible_speedup_vs_ddp, 2))
+_CPU = Column("CPU s/step", lambda r: _fixed(r.cpu, 3))
+_DIFFERENCE = Column("max difference", difference)
+
+#: For the README and the docs.
+SHORT = (*_WHERE, _STEP, _BOUND, _EFFICIENCY, _SPEEDUP, _POSSIBLE, _CPU, _DIFFERENCE)
+
+#: Everything.
+LONG = (
+    *_WHERE,
+    Column("ran with", lambda r: r.config or MISSING, numeric=False),
+    _STEP,
+    Column("steps", lambda r: str(len(r.samples)) if r.samples else MISSING),
+    _BOUND,
+    Column("T* with overhead ms", lambda r: milliseconds(r.bound_overhead)),
+    Column("FIFO bound ms", lambda r: milliseconds(r.fifo_bound)),
+    Column("simulated ms", lambda r: milliseconds(r.simulated_seconds)),
+    _EFFICIENCY,
+    _SPEEDUP,
+    Column("vs tuned DDP", lambda r: _fixed(r.speedup_vs_ddp_tuned, 2)),
+    _POSSIBLE,
+    Column("exposed ms", lambda r: milliseconds(r.exposed)),
+    _CPU,
+    _DIFFERENCE,
+    Column("stands for", stands_for, numeric=False),
+)

@@ -1,0 +1,86 @@
+"""Which results belong into one picture. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from .result import Result
+
+#: Measured values of rho that differ by less stand for one.
+_SAME_RHO = 1.1
+
+#: In this order systems appear; others follow by name.
+SYSTEMS = ("serial", "fifo", "wfbp", "ddp", "ddp-tuned", "dear", "p3", "tictac", "commsched", "commsched-all-reduce")
+
+
+@dataclass(frozen=True)
+class Group:
+    """One model on one kind of cluster, over several rho. ``at_rho`` has the results of each rho, in increasing order."""
+
+    title: str
+    mark: str
+    at_rho: Sequence[Sequence[Result]]
+
+    @property
+    def results(self) -> list[Result]:
+        return [result for at in self.at_rho for result in at]
+
+    @property
+    def full_title(self) -> str:
+        return f"{self.title} ({self.mark})" if self.mark else self.title
+
+    def hardest(self) -> Sequence[Result]:
+        """The results of the rho nearest to 1, where the order of sending matters most."""
+        return min(self.at_rho, key=lambda at: abs(math.log(at[0].rho)) if at[0].rho else math.inf)
+
+
+def groups(results: Iterable[Result]) -> list[Group]:
+    """``results`` by model, cluster and what they are: measured, EMULATED or simulated."""
+    found: dict[tuple[str, str], list[Result]] = {}
+    for result in sorted(results, key=_order):
+        found.setdefault((_title(result), result.mark), []).append(result)
+    return [Group(title, mark, _by_rho(members)) for (title, mark), members in found.items()]
+
+
+def systems(results: Iterable[Result]) -> list[str]:
+    """Those that occur, in the order in which they appear everywhere."""
+    return sorted({result.system for result in results}, key=system_order)
+
+
+def system_order(name: str) -> tuple[int, str]:
+    return (SYSTEMS.index(name) if name in SYSTEMS else len(SYSTEMS), name)
+
+
+def _order(result: Result) -> tuple[object, ...]:
+    where = (result.mark, result.model, result.gradient_bytes or 0.0, result.workers, result.servers, _network(result))
+    return (*where, result.rho or 0.0, system_order(result.system), result.config)
+
+
+def _title(result: Result) -> str:
+    size = "" if result.gradient_bytes is None else f"{result.gradient_bytes / 1e6:.3g} MB of gradients"
+    servers = f"{result.servers} servers" if result.servers else "a shard on every worker"
+    return ", ".join(filter(None, (result.model, size, f"{result.workers} workers", servers, _network(result))))
+
+
+def _network(result: Result) -> str:
+    """EMULATED layers are given a rho at one rate; with real ones the rate is what changes rho, so it does not divide them."""
+    if result.simulated:
+        return ""
+    if result.emulated or not result.link:
+        return result.link or "unknown link"
+    return result.link.partition(" ")[2] or result.link
+
+
+def _by_rho(results: Sequence[Result]) -> list[list[Result]]:
+    """``results`` are in order of rho; those without one come first."""
+    together: list[list[Result]] = []
+    for result in results:
+        first = together[-1][0].rho if together else None
+        near = first == result.rho if first is None or result.rho is None else result.rho < first * _SAME_RHO
+        if together and near:
+            together[-1].append(result)
+        else:
+            together.append([result])
+    return [sorted(at, key=lambda result: system_order(result.system)) for at in together]

@@ -1,0 +1,134 @@
+"""The page: all results, with their plots, in one file of HTML that asks for no other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment as Templates
+from jinja2 import FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+from matplotlib.figure import Figure
+
+from ..environments import lasting
+from .columns import LONG
+from .distribution_figure import distribution_figure
+from .group import Group, groups
+from .inversions import SLACK_SECONDS
+from .read import Environment, Read
+from .result import MAX_DIFFERENCE, Result
+from .rho_figure import rho_figure
+from .simulation_figure import median_error, simulation_figure
+from .style import styled, to_svg
+from .timeline_figure import timeline_figure
+
+_CAPTIONS = (
+    (
+        rho_figure,
+        "Efficiency and speed-up against DDP; bars are 95 % confidence intervals of the median, systems stand side by side. "
+        "A line goes through the fastest setting of each system; faint points are its others.",
+    ),
+    (distribution_figure, "Every counted step is a point; the box spans the quartiles, its thick line is the median."),
+    (
+        timeline_figure,
+        "One step on rank 0, of each system's fastest setting. Each task of the network has a row, the most urgent on top: "
+        "pale while it is ready and not started, in full colour until its average is in place. A priority inversion is a task "
+        f"that started while a more urgent one had been ready for at least {1e3 * SLACK_SECONDS:g} ms.",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Plot:
+    svg: Markup
+    caption: str
+    label: str
+
+
+@dataclass
+class Machine:
+    """An environment, and when something was measured in it."""
+
+    facts: dict[str, str]
+    times: list[str] = field(default_factory=list)
+    loads: list[float] = field(default_factory=list)
+    commands: list[str] = field(default_factory=list)
+
+
+def page(read: Read) -> str:
+    """One thread at a time: it sets matplotlib's state meanwhile."""
+    templates = Templates(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    with styled():
+        sections = [(group, _plots(f"group{number}", group)) for number, group in enumerate(groups(read.results))]
+        simulation = simulation_figure(read.results)
+        simulation_plot = simulation and _simulation_plot(simulation, read.results)
+    return templates.get_template("page.html.jinja").render(
+        title=_title(read.results),
+        marks=_marks(read.results),
+        machines=_machines(read.environments),
+        failures=read.failures,
+        columns=LONG,
+        sections=sections,
+        simulation=simulation_plot,
+        limit=MAX_DIFFERENCE,
+        wrong=[result for result in read.results if result.wrong],
+    )
+
+
+def _title(results: Sequence[Result]) -> str:
+    models = ", ".join(dict.fromkeys(result.model for result in results))
+    marks = ", ".join(_marks(results))
+    whole = all(result.mark for result in results)
+    return f"commsched benchmark: {models}" + (f" ({marks if whole else f'in part {marks}'})" if marks else "")
+
+
+def _marks(results: Iterable[Result]) -> list[str]:
+    words = [word for result in results for word in result.mark.split(", ") if word]
+    return sorted(set(words))
+
+
+def _plots(name: str, group: Group) -> list[Plot]:
+    figures = [(draw(group), draw.__name__, caption) for draw, caption in _CAPTIONS]
+    return [
+        Plot(Markup(to_svg(figure, f"{name}-{kind}")), caption, f"{kind.replace('_', ' ')}: {group.full_title}")
+        for figure, kind, caption in figures
+        if figure is not None
+    ]
+
+
+def _simulation_plot(figure: Figure, results: Sequence[Result]) -> Plot:
+    caption = f"The simulator is off by {median_error(results):.1%} of the measured time (median)."
+    return Plot(Markup(to_svg(figure, "simulation")), caption, "measured against simulated step times")
+
+
+def _machines(environments: Iterable[Environment]) -> list[Machine]:
+    """Equal ones together."""
+    found: dict[str, Machine] = {}
+    for environment in environments:
+        facts = {_words(key): _fact(key, value) for key, value in lasting(environment).items()}
+        machine = found.setdefault(repr(facts), Machine(facts))
+        machine.times.append(str(environment.get("time", "unknown")))
+        machine.loads += [float(load) for load in environment.get("load_average") or ()][:1]
+        command = " ".join(map(str, environment.get("command") or ()))
+        machine.commands += [command] if command and command not in machine.commands else []
+    return list(found.values())
+
+
+def _words(key: str) -> str:
+    return key.removesuffix("_bytes").replace("_", " ")
+
+
+def _fact(key: str, value: Any) -> str:
+    if key.endswith("_bytes") and isinstance(value, int):
+        return f"{value / 2**30:.1f} GiB"
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {each}" for name, each in value.items())
+    return "unknown" if value is None else str(value)

@@ -1,0 +1,88 @@
+"""How the plots look: one colour, marker and line for each system everywhere, and SVG that stands inside a page.
+
+Most colours are those of M. Okabe and K. Ito ("Color Universal Design", 2008), which people with any colour vision can tell
+apart; markers tell them apart in print without colour. Vermillion is kept for priority inversions.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from io import StringIO
+from typing import Any
+
+import matplotlib
+from matplotlib.figure import Figure
+
+from .group import SYSTEMS
+
+INVERSION_COLOUR = "#D55E00"
+BOUND_COLOUR = "#000000"
+NOTE_COLOUR = "#666666"
+
+#: Inches; as wide as the page.
+WIDTH = 10.5
+
+_COLOURS = ("#8A5A2B", "#E69F00", "#CC79A7", "#000000", "#7A7A7A", "#B8A600", "#009E73", "#56B4E9", "#0072B2", "#882255")
+_MARKERS = ("v", "D", "^", "s", "P", "X", "<", ">", "o", "h")
+_OTHER_COLOURS = ("#5D3A9B", "#40B0A6", "#994455", "#4B6A00")
+
+_SETTINGS: dict[Any, Any] = {
+    "font.size": 9.0,
+    "axes.titlesize": 9.5,
+    "axes.labelsize": 9.0,
+    "legend.fontsize": 8.5,
+    "legend.frameon": False,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": "#444444",
+    "axes.linewidth": 0.8,
+    "grid.color": "#DDDDDD",
+    "grid.linewidth": 0.6,
+    "axes.axisbelow": True,
+    "hatch.linewidth": 0.5,
+    "text.parse_math": False,  # names come from files: a dollar sign is one
+    "svg.fonttype": "none",
+}
+_TAG = re.compile(r"<[^>]*>")
+_IDENTIFIER = re.compile(r'(\bid="|href="#|url\(#)')
+
+
+@dataclass(frozen=True)
+class Look:
+    colour: str
+    marker: str
+    line: str
+
+
+def look(system: str) -> Look:
+    """The same for a system in every plot of every report."""
+    if system in SYSTEMS:
+        index = SYSTEMS.index(system)
+        return Look(_COLOURS[index], _MARKERS[index], "-")
+    number = sum(system.encode())
+    return Look(_OTHER_COLOURS[number % len(_OTHER_COLOURS)], "p8*d"[number % 4], ":")
+
+
+@contextmanager
+def styled() -> Iterator[None]:
+    """Figures are made and written in this block. It sets state of the process: one thread at a time."""
+    with matplotlib.rc_context(_SETTINGS):
+        yield
+
+
+def new_figure(height: float) -> Figure:
+    """``height`` in inches."""
+    return Figure(figsize=(WIDTH, height), layout="constrained")
+
+
+def to_svg(figure: Figure, name: str) -> str:
+    """An ``<svg>`` element whose identifiers start with ``name``, so that several can stand in one page."""
+    text = StringIO()
+    with matplotlib.rc_context({"svg.hashsalt": name}):
+        figure.savefig(text, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+    svg = text.getvalue()
+    svg = svg[svg.index("<svg") :]
+    return _TAG.sub(lambda tag: _IDENTIFIER.sub(rf"\g<1>{name}-", tag[0]), svg)

@@ -1,0 +1,160 @@
+"""One step of each system: what computation, network and waiting did when, with priority inversions marked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import compress
+from operator import not_
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch, PathPatch
+from matplotlib.path import Path
+
+from .group import Group, systems
+from .inversions import inversions, network_tasks, with_priority
+from .result import Result, Span
+from .rho_figure import best
+from .style import BOUND_COLOUR, INVERSION_COLOUR, look, new_figure
+
+_COMPUTE_COLOURS = {"backward": "#8C8C8C", "forward": "#BDBDBD"}
+
+#: From top to bottom.
+_HEIGHTS = {"backward": 0.8, "forward": 0.8, "network": 4.5, "wait": 0.8}
+_GAP = 0.2
+
+#: What of its row a task fills, unless there are many.
+_FILLED = 0.88
+_MANY = 40
+
+#: What of the axis the black head of an inverted task takes, for print without colours.
+_HEAD = 0.003
+_PALE = 0.22
+
+#: Start, stop, bottom, height.
+Bar = tuple[float, float, float, float]
+
+
+def timeline_figure(group: Group) -> Figure | None:
+    """At the rho nearest to 1, of the fastest setting of each system. None if no step was recorded."""
+    recorded = [result for result in group.hardest() if result.timeline]
+    if not recorded:
+        return None
+    drawn = [best([result for result in recorded if result.system == name]) for name in systems(recorded)]
+    figure = new_figure(0.9 + 1.9 * len(drawn))
+    panels = figure.subplots(len(drawn), 1, squeeze=False, sharex=True).ravel()
+    end = max(max(span.stop for span in result.timeline) for result in drawn)
+    end = max([end, *(result.bound for result in drawn if result.bound)])
+    for axes, result in zip(panels, drawn):
+        _panel(axes, result, end)
+    panels[-1].set_xlabel("ms since the step began")
+    panels[-1].set_xlim(0, 1e3 * end * 1.01)
+    rho = drawn[0].rho
+    figure.suptitle(group.full_title + ("" if rho is None else f", rho {rho:.2g}"), fontsize=10)
+    figure.legend(handles=_keys(), loc="outside lower center", ncols=6)
+    return figure
+
+
+def _panel(axes: Axes, result: Result, end: float) -> None:
+    tasks = network_tasks(result.timeline)
+    inverted = inversions(tasks)
+    bottoms = _bottoms()
+    for track, colour in _COMPUTE_COLOURS.items():
+        bars = [_bar(span, bottoms[track], _HEIGHTS[track]) for span in result.timeline if span.track == track]
+        _draw(axes, bars, colour)
+    waits = [_bar(span, bottoms["wait"], _HEIGHTS["wait"]) for span in result.timeline if span.track == "wait"]
+    _draw(axes, waits, "white", hatch="////", edge="#444444")
+    _network(axes, tasks, inverted, bottoms["network"], look(result.system).colour, end)
+    if result.bound is not None:
+        axes.axvline(1e3 * result.bound, color=BOUND_COLOUR, linewidth=1, linestyle="--")
+    axes.set_yticks([bottoms[track] + _HEIGHTS[track] / 2 for track in _HEIGHTS], list(_HEIGHTS))
+    axes.tick_params(axis="y", length=0)
+    axes.spines["left"].set_visible(False)
+    axes.set_ylim(0, sum(_HEIGHTS.values()) + _GAP * (len(_HEIGHTS) + 1))
+    axes.set_title(_title(result, tasks, inverted), loc="left")
+
+
+def _title(result: Result, tasks: Sequence[Span], inverted: Sequence[Span]) -> str:
+    system = f"{result.system} ({result.config})" if result.config else result.system
+    prioritised = with_priority(tasks)
+    if not tasks:
+        told = "its network was not recorded"
+    elif not prioritised:
+        told = "sends without priorities"
+    elif any(task.ready is None for task in prioritised):
+        told = "priority inversions were not recorded"
+    else:
+        told = f"{len(inverted)} of {len(prioritised)} tasks are priority inversions"
+    return f"{system}: {told}"
+
+
+def _bottoms() -> dict[str, float]:
+    found, bottom = {}, _GAP
+    for track in reversed(_HEIGHTS):
+        found[track] = bottom
+        bottom += _HEIGHTS[track] + _GAP
+    return found
+
+
+def _network(axes: Axes, tasks: Sequence[Span], inverted: Sequence[Span], bottom: float, colour: str, end: float) -> None:
+    """A row for each task, the most urgent on top: pale while it waits to be started."""
+    height = _HEIGHTS["network"] / max(1, len(tasks))
+    lows = [bottom + (len(tasks) - 1 - row) * height for row in _rows(tasks)]
+    filled = height * (_FILLED if len(tasks) <= _MANY else 1)
+    waiting = [(1e3 * task.ready, 1e3 * task.start, low, filled) for task, low in zip(tasks, lows) if task.ready is not None]
+    _draw(axes, waiting, colour, alpha=_PALE, line=0)
+    bars = [_bar(task, low, filled) for task, low in zip(tasks, lows)]
+    wrong = [task in inverted for task in tasks]
+    wrong_bars = list(compress(bars, wrong))
+    _draw(axes, list(compress(bars, map(not_, wrong))), colour, line=0)
+    _draw(axes, wrong_bars, INVERSION_COLOUR, line=0)
+    _draw(axes, [(start, start + 1e3 * _HEAD * end, low, high) for start, _, low, high in wrong_bars], "black", line=0)
+
+
+def _rows(tasks: Sequence[Span]) -> list[int]:
+    """For each task its row: by priority, then those without one; the later these start, the nearer to the top, as the
+    gradients of the first layers come last."""
+    order = sorted(
+        range(len(tasks)),
+        key=lambda index: (tasks[index].priority is None, tasks[index].priority or 0, -tasks[index].start),
+    )
+    rows = [0] * len(tasks)
+    for row, index in enumerate(order):
+        rows[index] = row
+    return rows
+
+
+def _bar(span: Span, bottom: float, height: float) -> Bar:
+    return 1e3 * span.start, 1e3 * span.stop, bottom, height
+
+
+def _draw(
+    axes: Axes,
+    bars: Sequence[Bar],
+    colour: str,
+    *,
+    hatch: str | None = None,
+    edge: str = "white",
+    line: float = 0.3,
+    alpha: float | None = None,
+) -> None:
+    """All bars as one path: a step may have a thousand tasks, and each element costs a page some hundred bytes."""
+    if not bars:
+        return
+    corners = [
+        corner
+        for start, stop, low, high in bars
+        for corner in ((start, low), (stop, low), (stop, low + high), (start, low + high), (start, low))
+    ]
+    codes = [Path.MOVETO, Path.LINETO, Path.LINETO, Path.LINETO, Path.CLOSEPOLY] * len(bars)
+    axes.add_patch(PathPatch(Path(corners, codes), facecolor=colour, edgecolor=edge, linewidth=line, hatch=hatch, alpha=alpha))
+
+
+def _keys() -> list[Patch]:
+    return [
+        *(Patch(facecolor=colour, label=track) for track, colour in _COMPUTE_COLOURS.items()),
+        Patch(facecolor=INVERSION_COLOUR, label="priority inversion (black head)"),
+        Patch(facecolor="#444444", alpha=_PALE, label="ready, not started"),
+        Patch(facecolor="white", edgecolor="#444444", hatch="////", linewidth=0.3, label="wait"),
+        Patch(facecolor="none", edgecolor=BOUND_COLOUR, linestyle="--", label="bound T*"),
+    ]

@@ -1,0 +1,77 @@
+"""Profiles from arithmetic alone: a layer's time is its share of the model's floating-point operations.
+
+The model runs without data (on torch's meta device), so this needs neither its memory nor a GPU. Forward takes as long as its
+operations, backward twice that, once for the gradient of its inputs and once for that of its weights; the first layer's
+inputs need none. Layers without matrix products or convolutions (norms, embeddings) get no time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from ..layer_times import parameter_layers
+from .full_size import FullSize
+from .profile import Layer, Profile
+
+_DECIMALS = 9  # nanoseconds: the files stay readable, and equal wherever they are made
+
+
+def profile_of(name: str, model: FullSize, source: str, seconds: Callable[[int], float]) -> Profile:
+    """The profile of one step with the model's own size of batch.
+
+    Args:
+        seconds: of a whole step, given the floating-point operations of its forward; ``source`` says where from.
+    """
+    device = torch.device("meta")
+    with device:
+        module = model.make_model()
+    counted = forward_flops(module, model.inputs(model.batch, device)[: model.forward_inputs])
+    forward = list(counted.values())
+    backward = [forward[0], *(2 * count for count in forward[1:])]
+    unit = seconds(sum(forward)) / (sum(forward) + sum(backward))
+    modules = dict(module.named_modules())
+    owners = parameter_layers([(name, modules[name]) for name in counted])
+    layers = tuple(
+        Layer(owner.name, tuple(tuple(p.shape) for p in owner.parameters), _rounded(unit * first), _rounded(unit * second))
+        for owner, first, second in zip(owners, forward, backward)
+    )
+    return Profile(name, layers, source)
+
+
+def forward_flops(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> dict[str, int]:
+    """Operations of each module that has parameters, in order of first use, with what runs before the next one's.
+
+    A multiplication and an addition are two.
+    """
+    counter = FlopCounterMode(display=False)
+    begins: dict[str, int] = {}
+
+    def use_of(name: str) -> Callable[..., None]:
+        def use(*_: Any) -> None:
+            begins.setdefault(name, counter.get_total_flops())
+
+        return use
+
+    handles = [
+        module.register_forward_pre_hook(use_of(name))
+        for name, module in model.named_modules()
+        if any(True for _ in module.parameters(recurse=False))
+    ]
+    try:
+        with torch.no_grad(), counter:
+            model(*inputs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    moments = [*begins.values(), counter.get_total_flops()]
+    return {name: after - before for name, (before, after) in zip(begins, pairwise(moments))}
+
+
+def _rounded(seconds: float) -> float:
+    return round(seconds, _DECIMALS)

@@ -1,0 +1,25 @@
+"""Losses of the kinds of models; ``model`` may be wrapped in another module."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+
+def classification(model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(model(inputs), labels)
+
+
+def next_token(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    """Of every token but the first; tokens are [batch, length]."""
+    logits = model(tokens)
+    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def pre_training(
+    model: nn.Module, tokens: torch.Tensor, segments: torch.Tensor, token_labels: torch.Tensor, pair_labels: torch.Tensor
+) -> torch.Tensor:
+    """BERT's: masked tokens, and whether the second half of a sequence belongs to the first."""
+    token_logits, pair_logits = model(tokens, segments)
+    of_tokens = nn.functional.cross_entropy(token_logits.flatten(0, 1), token_labels.flatten())
+    return of_tokens + nn.functional.cross_entropy(pair_logits, pair_labels)

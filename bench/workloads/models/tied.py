@@ -1,0 +1,18 @@
+"""An output projection whose weight is that of the token embedding."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+
+class TiedLinear(nn.Module):
+    """``hidden -> logits`` with the embedding's weight, and a bias of its own if asked (O. Press, L. Wolf, EACL 2017)."""
+
+    def __init__(self, embedding: nn.Embedding, bias: bool) -> None:
+        super().__init__()
+        self.weight = embedding.weight
+        self.bias = nn.Parameter(torch.zeros(embedding.num_embeddings)) if bias else None
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(hidden, self.weight, self.bias)

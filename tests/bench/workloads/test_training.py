@@ -1,0 +1,70 @@
+"""Workloads in training: with the scheduler and with DDP they give what plain averaging gives."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench.workloads.registry import load_profile
+from bench.workloads.workload import Workload, make_workload
+from commsched import SchedulerConfig
+from commsched.plugins.torch import ScheduledOptimizer
+from commsched.session import local_sessions
+from commsched.testing import Delayed, run_world
+from tests.bench.workloads.training import average_plainly, largest_difference, make_optimizer, train_rank, weights
+from tests.jobs.job import run_job
+
+RANKS = 2
+
+
+def emulated(model: str) -> Callable[[], Workload]:
+    """Its layers together sleep for 20 ms a step."""
+    profile = load_profile(model)
+    scaled = profile.scaled(nbytes=1e-3, seconds=0.02 / profile.compute_seconds)
+    return lambda: make_workload({"kind": "emulated", "profile": scaled.to_record()}, RANKS)
+
+
+WORKLOADS: dict[str, Callable[[], Workload]] = {
+    "uniform": emulated("uniform"),
+    "bert-base": emulated("bert-base"),
+    "real gpt2-small": lambda: make_workload({"kind": "real", "model": "gpt2-small"}, RANKS),
+}
+
+
+def train_scheduled(workload: Workload) -> list[list[torch.Tensor]]:
+    """Each rank's weights. The ranks are threads; sends and averages are delayed, so that forward has to wait."""
+
+    def train(rank: int) -> list[torch.Tensor]:
+        with sessions[rank] as session:
+            model = workload.make_model()
+            optimizer = ScheduledOptimizer(make_optimizer(model), model, session=session)
+            train_rank(workload, model, optimizer, rank)
+            optimizer.synchronize()
+            return weights(model)
+
+    config = SchedulerConfig(partition_bytes=2000, credit_bytes=4000)
+    sessions = local_sessions(RANKS, config, wrap_transport=lambda transport: Delayed(transport, transport.rank, 1e-4))
+    return run_world(RANKS, train, timeout_seconds=50)
+
+
+@pytest.mark.parametrize("name", ["uniform", "bert-base"])
+def test_the_scheduler_gates_the_emulated_model(name: str) -> None:
+    workload = WORKLOADS[name]()
+    reference = average_plainly(workload.untimed(), RANKS)
+    for ours in train_scheduled(workload):
+        assert largest_difference(ours, reference, workload) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["uniform", "real gpt2-small"])
+def test_ddp_needs_no_search_for_unused_parameters(name: str, tmp_path: Path) -> None:
+    workload = WORKLOADS[name]()
+    command = [sys.executable, "-m", "tests.bench.workloads.ddp_rank", name, str(tmp_path / "w")]
+    code, _, err = run_job("-n", str(RANKS), "--", *command, timeout_seconds=50)
+    assert code == 0, err
+    reference = average_plainly(workload.untimed(), RANKS)
+    for rank in range(RANKS):
+        assert largest_difference(torch.load(tmp_path / f"w.{rank}"), reference, workload) < 1e-3

@@ -1,0 +1,496 @@
+"""What only the TCP carrier has: the handshake, what strangers may cost, and connections that break anywhere."""
+
+import socket
+import threading
+from contextlib import closing, contextmanager, suppress
+from time import monotonic
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from commsched.core.errors import ConfigError, PeerLost, PeerTimeout, TransportError
+from commsched.core.manifest import ITEMSIZE
+from commsched.transports.ps import tcp_port
+from commsched.transports.ps.frame import HEADER_BYTES, RAW, Frame, Kind, encode, encode_header, json_frame
+from commsched.transports.ps.hello import Hello
+from commsched.transports.ps.outbox import Outbox
+from commsched.transports.ps.remote_lane import RemoteLane
+from commsched.transports.ps.shard import Shard
+from commsched.transports.ps.stream import StreamBroken
+from commsched.transports.ps.tcp_connection import TcpConnection
+from commsched.transports.ps.tcp_handshake import Stranger, admit, introduce
+from commsched.transports.ps.tcp_port import TcpPort
+from commsched.transports.ps.tcp_stream import TcpStream
+
+from ..worlds import TOKEN
+from .test_transport import MANIFEST, Ended, Failures, connect, make_task
+
+HELLO = json_frame(Kind.HELLO, Hello(0, 2, 0).to_record())
+
+
+@contextmanager
+def socket_pair():
+    left, right = socket.socketpair()
+    with closing(left), closing(right):
+        left.settimeout(20)
+        right.settimeout(20)
+        yield left, right
+
+
+@pytest.fixture
+def shard():
+    """A server of two workers, and its failures."""
+    failures = Failures()
+    shard = Shard("127.0.0.1:0", TOKEN, 2, on_failure=failures, name="the server")
+    yield shard, failures
+    shard.close()
+
+
+def dial(address: str) -> socket.socket:
+    host, _, port = address.rpartition(":")
+    return socket.create_connection((host, int(port)), timeout=20)
+
+
+def authenticated(address: str) -> socket.socket:
+    connected = dial(address)
+    introduce(connected, "the server", TOKEN, 20)
+    connected.settimeout(20)
+    return connected
+
+
+def exactly(connected: socket.socket, nbytes: int) -> bytes:
+    received = b""
+    while len(received) < nbytes and (part := connected.recv(nbytes - len(received))):
+        received += part
+    return received
+
+
+def everything_from(connected: socket.socket) -> bytes:
+    received = b""
+    try:
+        while part := connected.recv(65536):
+            received += part
+    except ConnectionResetError:
+        pass
+    return received
+
+
+# --- the handshake ---
+
+
+def shake_hands(workers_token: str, servers_token: str) -> tuple[Exception | None, Exception | None]:
+    """What the worker's part raised, and the server's."""
+    raised: list[Exception | None] = [None, None]
+
+    def part(index: int, call, *arguments) -> None:
+        try:
+            call(*arguments)
+        except Exception as error:
+            raised[index] = error
+
+    with socket_pair() as (worker, server):
+        thread = threading.Thread(target=part, args=(1, admit, server, servers_token, 20))
+        thread.start()
+        part(0, introduce, worker, "server 3", workers_token, 20)
+        thread.join(20)
+    return raised[0], raised[1]
+
+
+def test_both_ends_accept_the_same_token():
+    assert shake_hands("secret", "secret") == (None, None)
+
+
+def test_another_token_is_refused_by_both_ends():
+    worker, server = shake_hands("guess", "secret")
+    assert str(worker) == "server 3 has another token; set the same COMMSCHED_TOKEN everywhere"
+    assert isinstance(worker, ConfigError)
+    assert str(server) == "it does not have this job's token"
+    assert isinstance(server, Stranger)
+
+
+def recorded_admission(first: bytes) -> bytes:
+    """What the server's part sends to who says ``first`` and no more."""
+    with socket_pair() as (stranger, server):
+        stranger.sendall(first)
+        stranger.shutdown(socket.SHUT_WR)
+        with pytest.raises(Stranger):
+            admit(server, TOKEN, 20)
+        server.close()
+        return everything_from(stranger)
+
+
+@given(st.binary(max_size=80) | st.binary(max_size=80).map(lambda rest: b"CST\x02" + rest))
+@settings(max_examples=60, deadline=None)
+def test_no_bytes_get_a_stranger_past_the_handshake_or_show_a_proof(said):
+    assert len(recorded_admission(said)) <= 4 + 32 + 1  # the greeting, the challenge and a refusal
+
+
+def test_an_old_proof_and_the_servers_own_prove_nothing():
+    with socket_pair() as (worker, server):
+        thread = threading.Thread(target=admit, args=(server, TOKEN, 20))
+        thread.start()
+        relay, inner = socket.socketpair()
+        with closing(relay), closing(inner):
+            introducing = threading.Thread(target=introduce, args=(inner, "it", TOKEN, 20))
+            introducing.start()
+            relay.sendall(exactly(worker, 36))
+            answer = exactly(relay, 68)
+            worker.sendall(answer)
+            verdict = exactly(worker, 33)
+            relay.sendall(verdict)
+            introducing.join(20)
+        thread.join(20)
+    recorded_admission(answer)
+    recorded_admission(answer[:36] + verdict[1:])
+
+
+@given(st.binary(max_size=80))
+@settings(max_examples=40, deadline=None)
+def test_a_worker_takes_no_bytes_for_a_server(said):
+    with socket_pair() as (worker, stranger):
+        stranger.sendall(said)
+        stranger.shutdown(socket.SHUT_WR)
+        with pytest.raises((ConfigError, StreamBroken)):
+            introduce(worker, "it", TOKEN, 20)
+
+
+def introduce_in_vain(worker: socket.socket) -> None:
+    with pytest.raises(StreamBroken):
+        introduce(worker, "it", TOKEN, 20)
+
+
+def test_the_token_does_not_travel():
+    with socket_pair() as (worker, server):
+        server.sendall(b"CST\x02" + bytes(32))
+        thread = threading.Thread(target=introduce_in_vain, args=(worker,))
+        thread.start()
+        said = exactly(server, 68)
+        server.shutdown(socket.SHUT_WR)
+        thread.join(20)
+    assert len(said) == 68
+    assert TOKEN.encode() not in said
+
+
+def test_who_says_nothing_is_sent_away_in_time():
+    with socket_pair() as (_, server), pytest.raises(Stranger, match="timed out"):
+        admit(server, TOKEN, 0.05)
+
+
+# --- a server, and who connects to it ---
+
+
+def test_strangers_are_sent_away_and_the_job_goes_on(shard):
+    server, failures = shard
+    for said in (b"GET / HTTP/1.1\r\n\r\n" + bytes(100), b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"", b"CST\x02" + bytes(64)):
+        with closing(dial(server.address)) as stranger:
+            with suppress(OSError):  # it may have been sent away already
+                stranger.sendall(said)
+                stranger.shutdown(socket.SHUT_WR)
+            assert len(everything_from(stranger)) <= 37
+    transport = connect(server.address, "tcp", world_size=2)
+    transport.close()
+    assert failures.none()
+
+
+def test_at_most_so_many_strangers_are_heard_at_a_time(monkeypatch):
+    monkeypatch.setattr(tcp_port, "_MOST_HANDSHAKES", 2)
+    shard = Shard("127.0.0.1:0", TOKEN, 1, on_failure=pytest.fail)
+    silent = [dial(shard.address) for _ in range(2)]
+    for each in silent:
+        assert len(exactly(each, 36)) == 36
+    with closing(dial(shard.address)) as third:
+        assert everything_from(third) == b""
+    silent.pop().close()
+    connect(shard.address, "tcp").close()  # it tries again until there is room
+    shard.close()
+    for each in silent:
+        assert everything_from(each) == b""
+        each.close()
+
+
+def test_closing_leaves_neither_thread_nor_socket():
+    before = set(threading.enumerate())
+    port = TcpPort("127.0.0.1:0", TOKEN, None, 10.0)
+    port.serve(lambda stream: list(stream.frames(lambda frame: memoryview(b""))))
+    connected = authenticated(port.address)
+    with closing(dial(port.address)) as silent:
+        exactly(silent, 36)
+        began = monotonic()
+        port.close(False)
+        assert monotonic() - began < 1
+        port.close(True)
+        assert everything_from(silent) == everything_from(connected) == b""
+    connected.close()
+    assert not {thread for thread in set(threading.enumerate()) - before if thread.is_alive()}
+    with pytest.raises(ConnectionRefusedError):
+        dial(port.address)
+
+
+def test_an_empty_token_is_refused():
+    with pytest.raises(ConfigError, match="the job's token is empty; set the same COMMSCHED_TOKEN on every rank"):
+        TcpPort("127.0.0.1:0", "", None, 10.0)
+
+
+@pytest.mark.parametrize("address", ["192.0.2.1:0", "nowhere.invalid:0"])
+def test_an_address_that_is_not_ours_is_one_clear_line(address):
+    with pytest.raises(ConfigError, match=f"cannot listen at {address}: "):
+        TcpPort(address, TOKEN, None, 10.0)
+
+
+def test_it_listens_at_ipv6_too():
+    try:
+        shard = Shard("[::1]:0", TOKEN, 1, on_failure=pytest.fail)
+    except ConfigError as error:
+        pytest.skip(str(error))
+    connect(shard.address, "tcp").close()
+    shard.close()
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        (b"\x80\x04cos\nsystem\n" + bytes(100), r"begins with b'\x80\x04co'"),
+        (
+            encode_header(Frame(Kind.PUSH, 0, 0, 0, "uint8", 0, 1, b"x")),
+            "pushed step 0 of group 0 without announcing the group",
+        ),
+        (encode(Frame(Kind.ACK)), "ACK out of turn"),
+    ],
+)
+def test_an_authenticated_worker_that_breaks_the_protocol_is_named(shard, said, why):
+    server, failures = shard
+    with closing(authenticated(server.address)) as worker:
+        worker.sendall(encode(HELLO) + said)
+        heard = everything_from(worker)
+    assert str(failures.first()).startswith(f"the server at {server.address} got from rank 0 (127.0.0.1:")
+    assert why in str(failures.first())
+    assert b"ProtocolError" in heard
+
+
+def test_a_push_is_refused_before_its_payload_takes_memory(shard):
+    server, failures = shard
+    with closing(authenticated(server.address)) as worker:
+        worker.sendall(encode(HELLO) + encode(json_frame(Kind.GROUP, MANIFEST.to_record())))
+        worker.sendall(encode_header(Frame(Kind.PUSH, 0, 0, 0, "float32", 0, 2**27, bytes(2**27))))
+        everything_from(worker)
+    assert "rank 0 pushed float32 bytes 0 to 134217728 of step 0, but that buffer has 1024 bytes" in str(failures.first())
+    assert server.service.aggregator.buffers._most_bytes == 0
+
+
+@pytest.mark.parametrize("cut", [1, HEADER_BYTES, HEADER_BYTES + 5])
+def test_a_worker_that_ends_in_the_middle_of_a_message_is_lost(shard, cut):
+    server, failures = shard
+    with closing(authenticated(server.address)) as worker:
+        worker.sendall(encode(HELLO) + encode(json_frame(Kind.GROUP, MANIFEST.to_record()))[:cut])
+    assert isinstance(failures.first(), PeerLost)
+    assert str(failures.first()) == f"rank 0 is gone: its connection to the server at {server.address} broke"
+
+
+# --- a worker, and what it connects to ---
+
+
+@pytest.fixture
+def listening():
+    with closing(socket.create_server(("127.0.0.1", 0))) as listening:
+        listening.settimeout(20)
+        yield listening
+
+
+def address_of(listening: socket.socket) -> str:
+    return f"127.0.0.1:{listening.getsockname()[1]}"
+
+
+def test_what_does_not_speak_our_protocol_is_one_clear_line():
+    grpc_shard = Shard("127.0.0.1:0", TOKEN, 1, lane="grpc", on_failure=pytest.fail)
+    with pytest.raises(ConfigError) as raised:
+        connect(grpc_shard.address, "tcp")
+    assert str(raised.value) == (
+        f"server 0 at {grpc_shard.address} does not speak lane=tcp; give all ranks and servers the same lane and version"
+    )
+    grpc_shard.close()
+
+
+def test_a_server_that_ends_in_the_handshake_is_tried_again_until_the_time_is_over(listening):
+    tries = threading.Semaphore(0)
+
+    def hang_up() -> None:
+        for _ in range(3):
+            listening.accept()[0].close()
+            tries.release()
+
+    thread = threading.Thread(target=hang_up)
+    thread.start()
+    with pytest.raises(PeerTimeout, match="did not answer within 1 s"):
+        connect(address_of(listening), "tcp", within=1.0)
+    thread.join(20)
+    assert tries.acquire(timeout=0)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "192.0.2.1:1", "nowhere.invalid:1"])
+def test_who_waits_for_a_connection_gives_up_when_the_job_fails(address):
+    stream = TcpStream("server 0", address, TOKEN, Outbox(), 10.0)
+    lane = RemoteLane(stream, Hello(0, 1, 0), None)
+    lane.give_up(TransportError("rank 1 is gone"))
+    with pytest.raises(TransportError, match="rank 1 is gone"):
+        lane.wait_connected(20)
+    lane.close(False)
+    assert not lane._reader.is_alive()
+
+
+def test_a_server_that_takes_the_connection_and_says_nothing_does_not_hold_up_the_end(listening):
+    stream = TcpStream("server 0", address_of(listening), TOKEN, Outbox(), 10.0)
+    lane = RemoteLane(stream, Hello(0, 1, 0), None)
+    with closing(listening.accept()[0]):
+        began = monotonic()
+        lane.close(True)
+        assert monotonic() - began < 2
+    assert not lane._reader.is_alive()
+
+
+# --- a connection ---
+
+
+class Pair:
+    """A connection, and the bare socket at its other end."""
+
+    def __init__(self) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            self.bare = socket.create_connection(listening.getsockname(), timeout=20)
+            connected, _ = listening.accept()
+        self.outbox = Outbox()
+        self.connection = TcpConnection(connected, "it", self.outbox, "a sender", 10.0)
+
+    def __enter__(self) -> "Pair":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.connection.close()
+        self.bare.close()
+
+
+def place(frame: Frame) -> memoryview:
+    return memoryview(bytearray(frame.stop - frame.start))
+
+
+frames = st.builds(
+    lambda kind, dtype, start, payload: Frame(kind, 1, 2, 3, dtype, start, start + len(payload), payload, 4),
+    st.sampled_from(sorted(RAW)),
+    st.sampled_from(list(ITEMSIZE)),
+    st.integers(0, 2**40),
+    st.binary(min_size=1, max_size=100),
+) | st.builds(json_frame, st.sampled_from([Kind.GROUP, Kind.LEFT]), st.text() | st.integers())
+
+
+@given(st.lists(frames, max_size=6), st.integers(1, 64))
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_frames_come_as_they_were_however_the_bytes_are_cut(sent, step):
+    with Pair() as pair:
+        message = b"".join(map(encode, sent))
+        for start in range(0, len(message), step):
+            pair.bare.sendall(message[start : start + step])
+        pair.bare.shutdown(socket.SHUT_WR)
+        assert list(pair.connection.frames(place)) == sent
+
+
+@given(st.lists(frames, min_size=1, max_size=3), st.data())
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_a_stream_cut_anywhere_gives_whole_frames_and_says_that_it_broke(sent, data):
+    message = b"".join(map(encode, sent))
+    cut = data.draw(st.integers(0, len(message) - 1))
+    ends = [sum(frame.nbytes for frame in sent[:count]) for count in range(len(sent))]
+    got = []
+    with Pair() as pair:
+        pair.bare.sendall(message[:cut])
+        pair.bare.shutdown(socket.SHUT_WR)
+        try:
+            for frame in pair.connection.frames(place):
+                got.append(frame)
+        except StreamBroken as broken:
+            why = str(broken)
+        else:
+            why = ""
+    assert why == ("" if cut in ends else "it ended in the middle of a message")
+    assert got == sent[: len(got)]
+
+
+def test_what_is_sent_arrives_in_order_and_sent_is_called_before_the_end_has_left():
+    payload = bytes(range(256)) * 4096
+    frame = Frame(Kind.PUSH, 0, 0, 0, "uint8", 0, len(payload), payload)
+    with Pair() as pair:
+        sent = threading.Event()
+        pair.outbox.put(frame, sent.set)
+        pair.outbox.put(Frame(Kind.PUSH, 0, 0, 1, "uint8", 0, 3, b"abc", 1), sent.set)
+        expected = encode(frame)
+        got = exactly(pair.bare, len(expected))
+        assert sent.is_set()
+        assert got == expected
+        pair.outbox.finish()
+        assert everything_from(pair.bare)[HEADER_BYTES:] in (b"abc", b"")  # finish drops what had not left
+
+
+def test_a_push_that_the_other_end_does_not_take_is_not_sent():
+    """Credit comes back when bytes leave; a receiver that takes none holds it."""
+    frame = Frame(Kind.PUSH, 0, 0, 0, "uint8", 0, 2**26, bytes(2**26))
+    with Pair() as pair:
+        sent = threading.Event()
+        pair.outbox.put(frame, sent.set)
+        assert exactly(pair.bare, HEADER_BYTES) == encode_header(frame)
+        assert not sent.wait(0.2)
+        pair.connection.abort()
+        assert not sent.is_set()
+
+
+def test_an_error_in_the_senders_callback_ends_the_stream_with_it():
+    def fail() -> None:
+        raise PeerLost("a reason")
+
+    with Pair() as pair:
+        pair.outbox.put(Frame(Kind.PUSH, 0, 0, 0, "uint8", 0, 1, b"x"), fail)
+        with pytest.raises(PeerLost, match="a reason"):
+            list(pair.connection.frames(place))
+
+
+def test_the_last_word_arrives_though_the_other_end_still_sends():
+    with Pair() as pair:
+        pair.bare.sendall(bytes(1_000_000))
+        pair.outbox.put_control(Frame(Kind.GOODBYE))
+        pair.outbox.finish()
+        lingering = threading.Thread(target=pair.connection.linger, args=(20,))
+        lingering.start()
+        assert everything_from(pair.bare) == encode(Frame(Kind.GOODBYE))
+        pair.bare.shutdown(socket.SHUT_WR)
+        lingering.join(20)
+        assert not lingering.is_alive()
+
+
+def test_who_does_not_end_is_not_waited_for_longer_than_said():
+    with Pair() as pair:
+        pair.outbox.finish()
+        pair.connection.linger(0.05)
+
+
+def test_a_result_before_its_push_has_left_is_refused(listening):
+    failures = Failures()
+    done = Ended()
+
+    def serve() -> None:
+        accepted, _ = listening.accept()
+        with closing(accepted):
+            admit(accepted, TOKEN, 20)
+            accepted.sendall(encode(json_frame(Kind.HELLO, {})))
+            exactly(accepted, HEADER_BYTES)
+            accepted.sendall(encode(Frame(Kind.RESULT, 0, 0, 0, "uint8", 0, 2**26, bytes(2**26)))[: HEADER_BYTES + 10])
+            ended.wait(20)
+
+    ended = threading.Event()
+    thread = threading.Thread(target=serve)
+    thread.start()
+    transport = connect(address_of(listening), "tcp", failures)
+    task = make_task(data=memoryview(bytearray(2**26)), dtype="uint8")
+    transport.start(task, done)
+    assert "broke the protocol: an average of <CommTask step 0 partition 0" in str(failures.first())
+    assert "came before that was sent" in str(failures.first())
+    ended.set()
+    thread.join(20)
+    transport.close()
