@@ -26,6 +26,8 @@ from .processes import JobFailed, Process, Processes
 _NAME = re.compile(r"commsched-bench-(\d+)-(\d+)-\d+-(bridge|host-.+)")  # pid, its start, serial number
 #: What a shaped link lets through at once after a pause, before its rate counts.
 BURST_BYTES = 256 * 1024
+#: Linux's default, for every connection of every system, so that figures do not depend on what this machine's owner chose.
+CONGESTION_CONTROL = "cubic"
 
 _NAMESPACES = Path("/run/netns")
 _serial = itertools.count()
@@ -132,6 +134,7 @@ class Cluster:
             _ip("-n", inside, "address", "add", f"{self.address(host)}/24", "dev", "eth0")
             _ip("-n", inside, "link", "set", "lo", "up")
             _ip("-n", inside, "link", "set", "eth0", "up")
+            _route(inside, self.address(host))
             _shape(inside, "eth0", self._rates[host])
             _shape(bridge, port, self._rates[host])
 
@@ -140,6 +143,12 @@ class Cluster:
             for name in _existing():
                 if name.startswith(f"{self._prefix}-"):
                     stack.callback(_remove, name)
+
+
+def _route(namespace: str, address: str) -> None:
+    # By route, because a namespace may not choose what the machine does not allow everybody.
+    route = ("10.77.0.0/24", "dev", "eth0", "proto", "kernel", "scope", "link", "src", address)
+    _ip("-n", namespace, "route", "replace", *route, "congctl", CONGESTION_CONTROL)
 
 
 def _shape(namespace: str, device: str, rate_bytes_per_second: float | None) -> None:

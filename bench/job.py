@@ -22,11 +22,12 @@ _START_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class Job:
-    """What to run. ``settings`` are those of ``commsched.init``; ``bandwidth`` (``"1gbit"``) is that of every link."""
+    """What to run. ``settings`` are those of ``commsched.init``; ``bandwidth`` (``"1gbit"``) is that of every link, or a
+    mapping with that of each host: ``worker0``, .., ``server0``, .., which only shaped links can have."""
 
     workers: int
     servers: int = 0
-    bandwidth: str | None = None
+    bandwidth: str | Mapping[str, str] | None = None
     settings: Mapping[str, str] = field(default_factory=dict)
     timeout_seconds: float = 600.0
 
@@ -46,6 +47,7 @@ def run_job(job: Job, module: str, arguments: Mapping[str, Any]) -> Outcome:
     shaped link; where that cannot be had, the reason is printed and the ranks cap what they send by themselves.
 
     Raises:
+        ClusterUnavailable: each host is to have a bandwidth of its own, and links cannot be shaped.
         JobFailed: a process failed or took too long.
     """
     if job.bandwidth is None:
@@ -55,12 +57,18 @@ def run_job(job: Job, module: str, arguments: Mapping[str, Any]) -> Outcome:
         try:
             cluster = stack.enter_context(Cluster(_host_names(job), job.bandwidth))
         except ClusterUnavailable as error:
+            if not isinstance(job.bandwidth, str):  # a transport's cap is the same for all ranks
+                raise
             print(f"no shaped links here, so each rank caps what it sends at {job.bandwidth}: {error}", file=sys.stderr)
         else:
-            return Outcome(_run(cluster, job, _several_machines(cluster), module, arguments), f"{job.bandwidth} tbf")
+            return Outcome(_run(cluster, job, _several_machines(cluster), module, arguments), f"{_words(job.bandwidth)} tbf")
     with Loopback() as hosts:
         cap = {"COMMSCHED_RATE": job.bandwidth}
         return Outcome(_run(hosts, job, cap, module, arguments), f"{job.bandwidth} cap in the transport")
+
+
+def _words(bandwidth: str | Mapping[str, str]) -> str:
+    return bandwidth if isinstance(bandwidth, str) else ",".join(bandwidth.values())
 
 
 def _host_names(job: Job) -> list[str]:

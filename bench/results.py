@@ -26,9 +26,14 @@ def add_json_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", metavar="FILE", type=Path, help="also write the results to FILE")
 
 
-def write(path: Path, rows: Sequence[Row]) -> None:
-    """Write ``rows`` and the environment to ``path``, whole or not at all."""
-    document = {"schema": SCHEMA, "environment": environment(), "rows": [dict(row) for row in rows]}
+def write(path: Path, rows: Sequence[Row], measured_in: Mapping[str, Any] | None = None) -> None:
+    """Write ``rows`` and the environment to ``path``, whole or not at all.
+
+    Args:
+        measured_in: the environment, where the rows are not of this run.
+    """
+    found = environment() if measured_in is None else dict(measured_in)
+    document = {"schema": SCHEMA, "environment": found, "rows": [dict(row) for row in rows]}
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         unfinished.write_text(json.dumps(document, indent=2, allow_nan=False) + "\n")

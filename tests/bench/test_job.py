@@ -29,7 +29,7 @@ def test_collectives_on_loopback(tmp_path, capsys):
     assert all(row["wrong_elements"] == 0 and row["link"] == "loopback" for row in rows)
     assert all(row["milliseconds"] > 0 and row["cpu_seconds_per_gigabyte"] > 0 for row in rows)
     printed = capsys.readouterr().out
-    assert printed.startswith("ps: 2 workers, a shard on every rank, link loopback, partition 16KB, credit 16MB\n")
+    assert printed.startswith("ps over tcp: 2 workers, a shard on every rank, link loopback, partition 16KB, credit 16MB\n")
     assert printed.splitlines()[3].split()[-1] == "#wrong"
 
 

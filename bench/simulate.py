@@ -1,0 +1,214 @@
+"""``python -m bench simulate``: the step of each system in virtual time, for clusters that are not at hand.
+
+Layers, bytes and overheads go in; the order of sending is made by the library's own Scheduler on its own partitions. With
+``--check`` it is given what ``bench train`` measured, and says how far it is off.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from commsched.core.config import parse_bytes, parse_rate
+from commsched.core.errors import ConfigError
+
+from .arguments import at_least, setting
+from .results import SCHEMA, add_json_argument, table, write
+from .simulator.check import NotSimulated, errors, median_absolute_error, simulated_seconds
+from .simulator.row import Case, compare_with_ddp, make_row
+from .simulator.systems import SYSTEMS, best_rules
+from .workloads.registry import load_profile, model_names
+
+_DEFAULT_SYSTEMS = "ddp,ddp-tuned,fifo,commsched,commsched-all-reduce"
+
+_COLUMNS = {
+    "model": "model",
+    "workers": "workers",
+    "servers": "servers",
+    "gigabits": "Gbit/s",
+    "rho": "rho",
+    "system": "system",
+    "milliseconds": "ms/step",
+    "bound": "T* (ms)",
+    "efficiency": "T*/T",
+    "speedup_vs_ddp": "vs ddp",
+    "possible_speedup_vs_ddp": "possible",
+    "config": "with",
+}
+
+_CHECK_COLUMNS = {
+    "model": "model",
+    "workers": "workers",
+    "servers": "servers",
+    "rho": "rho",
+    "system": "system",
+    "measured": "measured (ms)",
+    "simulated": "simulated (ms)",
+    "error": "error",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model", default=",".join(model_names()), metavar="NAME,...", help="models, or profiles' .json files (default: all)"
+    )
+    parser.add_argument("--workers", type=_list_of(at_least(1)), default="8,64,512,4096", metavar="N,...")
+    parser.add_argument(
+        "--servers", type=_list_of(_servers), default="0", metavar="K,...", help="n: as many as workers; 0: a shard on each"
+    )
+    parser.add_argument(
+        "--bandwidth", type=_list_of(setting(parse_rate)), default="10gbit,25gbit,100gbit,400gbit", metavar="RATE,..."
+    )
+    parser.add_argument(
+        "--systems", type=_list_of(_system), default=_DEFAULT_SYSTEMS, metavar="NAME,...", help=", ".join(SYSTEMS)
+    )
+    parser.add_argument("--partition", type=_size_or_auto, default="auto", metavar="SIZE", help="auto: the best one simulated")
+    parser.add_argument("--credit", type=_size_or_auto, default="auto", metavar="SIZE", help="auto: the best one simulated")
+    parser.add_argument(
+        "--overhead",
+        type=_number_from(0),
+        default="50e-6",
+        metavar="SECONDS",
+        help="what a partition or an all-reduce costs besides its bytes (default: 50e-6)",
+    )
+    parser.add_argument(
+        "--latency", type=_number_from(0), default="10e-6", metavar="SECONDS", help="of a message (default: 10e-6)"
+    )
+    parser.add_argument(
+        "--straggler", type=_number_from(1), default="1", metavar="FACTOR", help="one worker computes so much slower"
+    )
+    parser.add_argument("--check", type=Path, metavar="FILE", help="simulate what bench train measured into FILE, and compare")
+    add_json_argument(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    return _check(args.check, args.json) if args.check else _predict(args)
+
+
+def _predict(args: argparse.Namespace) -> int:
+    rows: list[dict[str, Any]] = []
+    print(
+        f"SIMULATED: nothing of this was measured. Each partition or all-reduce costs {args.overhead} s besides its bytes,\n"
+        f"messages arrive {args.latency} s after their last byte has left, and NICs are full duplex and shared fairly.\n"
+        "Equal workers act in lock step: with a shard on each, steps were 6 % shorter to 17 % longer than in full detail.",
+        flush=True,
+    )
+    for case in _cases(args):
+        cell = compare_with_ddp(_cell(case, args))
+        rows += cell
+        print(table([_shown(row) for row in cell], _COLUMNS), flush=True)
+    if args.json:
+        write(args.json, rows)
+    return 0
+
+
+def _cases(args: argparse.Namespace) -> Iterator[Case]:
+    for model in args.model.split(","):
+        profile = load_profile(model)
+        for workers in args.workers:
+            for servers in args.servers:
+                for bandwidth in args.bandwidth:
+                    yield Case(
+                        profile,
+                        workers,
+                        workers if servers == "n" else int(servers),
+                        parse_rate(bandwidth),
+                        partition_seconds=args.overhead,
+                        latency_seconds=args.latency,
+                        straggler=args.straggler,
+                    )
+
+
+def _cell(case: Case, args: argparse.Namespace) -> list[dict[str, Any]]:
+    partition, credit = (None if size == "auto" else parse_bytes(size) for size in (args.partition, args.credit))
+    shards = case.servers or case.workers
+    return [
+        make_row(case, system, best_rules(system, case.profile.nbytes, shards, partition, credit, case.seconds))
+        for system in args.systems
+    ]
+
+
+def _shown(row: dict[str, Any]) -> dict[str, Any]:
+    return {
+        **row,
+        "gigabits": row["bandwidth_bps"] / 1e9,
+        "milliseconds": 1e3 * row["step_seconds"]["median"],
+        "bound": 1e3 * row["bound_seconds"],
+    }
+
+
+def _check(path: Path, out: Path | None) -> int:
+    document = _read(path)
+    shown = []
+    for row in document["rows"]:
+        try:
+            row["simulated_seconds"] = simulated_seconds(row)
+        except NotSimulated as error:
+            row["simulated_seconds"] = None
+            print(f"not simulated: {row['system']}, {row['workers']} workers: {error}", file=sys.stderr)
+            continue
+        shown.append(
+            {
+                **row,
+                "measured": 1e3 * row["step_seconds"]["median"],
+                "simulated": 1e3 * row["simulated_seconds"],
+                "error": f"{errors([row])[0]:+.1%}",
+            }
+        )
+    print(table(shown, _CHECK_COLUMNS))
+    typical = median_absolute_error(document["rows"])
+    if typical is None:
+        print(f"no row of {path} could be simulated", file=sys.stderr)
+        return 1
+    print(f"median absolute error of {len(shown)} rows: {typical:.1%}")
+    if out is not None:
+        write(out, document["rows"], document["environment"])
+    return 0
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        document = json.loads(path.read_text())
+        if document["schema"] != SCHEMA:
+            raise ValueError(f"its schema is {document['schema']}, not {SCHEMA}")
+        if not all("layers" in row and "step_seconds" in row for row in document["rows"]):
+            raise ValueError("its rows are not those of bench train")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"check={path}: {type(error).__name__}: {error}") from error
+    return dict(document)
+
+
+def _list_of(parse: Callable[[str], Any]) -> Callable[[str], list[Any]]:
+    return lambda text: [parse(part) for part in text.split(",")]
+
+
+def _servers(text: str) -> str:
+    return text if text == "n" else str(at_least(0)(text))
+
+
+def _system(text: str) -> str:
+    if text not in SYSTEMS:
+        raise argparse.ArgumentTypeError(f"{text!r} is no system; there are: {', '.join(SYSTEMS)}")
+    return text
+
+
+def _size_or_auto(text: str) -> str:
+    return text if text == "auto" else setting(parse_bytes)(text)
+
+
+def _number_from(least: float) -> Callable[[str], float]:
+    def parse(text: str) -> float:
+        try:
+            number = float(text)
+        except ValueError:
+            number = math.nan
+        if not least <= number < math.inf:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least {least}")
+        return number
+
+    return parse

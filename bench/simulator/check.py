@@ -1,0 +1,88 @@
+"""Measured steps against the simulator: each row of ``bench train`` with its own layer times, link and settings."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from statistics import median
+from typing import Any
+
+from ..workloads.profile import ITEMSIZE, Layer, Profile
+from .row import Case
+from .scenario import Rules
+from .systems import DDP_BUCKET_BYTES, DDP_FIRST_BUCKET_BYTES, SYSTEMS, ddp, rules_of
+
+#: Full detail up to so many workers: beyond, a rank's own shard matters little, and detail takes long.
+_DETAILED_WORKERS = 8
+
+_BUCKETS = re.compile(r"buckets (\d+(?:\.\d+)?(?:e[+-]?\d+)?) MiB( \(default)?")
+
+
+class NotSimulated(Exception):
+    """A row that the simulator has no model of; says why."""
+
+
+def simulated_seconds(row: Mapping[str, Any]) -> float:
+    """What the simulator says of the step that ``row`` measured.
+
+    Raises:
+        NotSimulated: the row does not say enough, or was measured on what is not modelled.
+    """
+    if "cap" in row["link"]:
+        raise NotSimulated("a cap in the transport lets one message pass at a time, which is not modelled")
+    case = Case(
+        _profile(row),
+        row["workers"],
+        row["servers"],
+        row["link_bytes_per_second"],
+        partition_seconds=row["per_message_seconds"] or 0.0,
+        detailed=row["workers"] <= _DETAILED_WORKERS,
+    )
+    return case.seconds(_rules(row))
+
+
+def errors(rows: list[dict[str, Any]]) -> list[float]:
+    """``simulated / measured - 1`` of the rows that have both."""
+    return [
+        row["simulated_seconds"] / row["step_seconds"]["median"] - 1 for row in rows if row["simulated_seconds"] is not None
+    ]
+
+
+def median_absolute_error(rows: list[dict[str, Any]]) -> float | None:
+    """None if no row was simulated."""
+    found = errors(rows)
+    return median(map(abs, found)) if found else None
+
+
+def _profile(row: Mapping[str, Any]) -> Profile:
+    layers = row["layers"]
+    columns = layers["names"], layers["nbytes"], layers["forward_seconds"], layers["backward_seconds"]
+    found = [
+        Layer(name, ((nbytes // ITEMSIZE,),) if nbytes else (), forward, backward)
+        for name, nbytes, forward, backward in zip(*columns)
+    ]
+    # What the loop does between steps is no layer's; it begins the forward, and communication may go on behind it.
+    rest = row["compute_seconds"] - sum(layer.forward_seconds + layer.backward_seconds for layer in found)
+    if rest > 0:
+        found.insert(0, Layer("between steps", (), rest, 0.0))
+    return Profile(row["model"], tuple(found), "measured")
+
+
+def _rules(row: Mapping[str, Any]) -> Rules:
+    system = row["system"]
+    if system in ("ddp", "ddp-tuned"):
+        match = _BUCKETS.search(row["config"])
+        if match is None:
+            raise NotSimulated(f"its configuration does not tell the bucket size: {row['config']!r}")
+        size = float(match[1]) * 2**20
+        if match[2] and "the first too" not in row["config"]:
+            return ddp(max(1, round(size)), max(1, round(size * DDP_FIRST_BUCKET_BYTES / DDP_BUCKET_BYTES)))
+        return ddp(max(1, round(size)))
+    if system not in SYSTEMS:
+        raise NotSimulated(f"there is no model of the system {system!r}")
+    if row["partition_bytes"] is None or row["credit_bytes"] is None:
+        raise NotSimulated("it does not tell partition and credit")
+    rules = rules_of(system, row["partition_bytes"], row["credit_bytes"])
+    config = replace(rules.config, partition_bytes=row["partition_bytes"], credit_bytes=row["credit_bytes"])
+    return replace(rules, config=config)

@@ -1,0 +1,13 @@
+"""fifo: as commsched, but sent in the order in which backward produces them. What the priority alone brings."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from . import System
+from .context import Context
+from .scheduled import ScheduledSystem, commsched_config
+
+
+def make_system(context: Context) -> System:
+    return ScheduledSystem(context, replace(commsched_config(context), policy="fifo"))

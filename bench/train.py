@@ -1,0 +1,235 @@
+"""``python -m bench train``: one training step of several systems, in turn on one network, beside the bound."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any
+
+from commsched.core.config import parse_bytes, parse_rate, parse_seconds
+from commsched.core.errors import ConfigError
+
+from . import systems
+from .arguments import at_least, setting
+from .collectives import check_settings
+from .job import Job, run_job
+from .nic_load import bytes_factor
+from .processes import JobFailed
+from .results import add_json_argument, write
+from .scaling import Scaling, scale
+from .train_links import Links, why_not_shaped
+from .train_table import text
+from .workloads.registry import load_profile, real_model_names
+
+#: A configuration is changed between two steps, and the plan of partitions may follow a step later.
+LEAST_SETTLE_STEPS = 2
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """What to measure. Texts are as on the command line, so that a record of them is one of the command.
+
+    Args:
+        model: a name of ``workloads.registry``, or a profile's ``.json`` file.
+        real: the reduced model with this machine's arithmetic, not EMULATED layers.
+        workers: ranks, a process and a host each.
+        servers: separate parameter servers, ``"n"`` for as many as workers; ``"0"``: a shard on every rank.
+        bandwidth: of every link (``"500mbit"``), or one for each host: workers first, then servers; None: loopback.
+        rho: EMULATED: communication over computation at the nominal bandwidth.
+        megabytes: EMULATED: gradients after scaling; None: uniform unscaled, other models 48.
+        systems: names of files in ``bench/systems``.
+        rounds: turns of each system.
+        steps: counted in each turn, after ``settle``, at least 2, that are not.
+        lane: how the parameter server's bytes travel; None: its default.
+        partition, credit: of commsched and fifo, as ``"1MB"``; ``"auto"``: chosen from what was measured.
+        timeout_seconds: for the whole job.
+    """
+
+    model: str = "uniform"
+    real: bool = False
+    workers: int = 2
+    servers: str = "0"
+    bandwidth: str | None = None
+    rho: float = 1.0
+    megabytes: float | None = None
+    systems: tuple[str, ...] = ("ddp", "fifo", "commsched")
+    rounds: int = 3
+    steps: int = 5
+    settle: int = 2
+    transport: str = "ps"
+    lane: str | None = None
+    partition: str = "auto"
+    credit: str = "auto"
+    timeout_seconds: float = 3600.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    default = TrainOptions()
+    size = _or_auto(setting(parse_bytes))
+    parser.add_argument("--model", default=default.model, help="a name, or a profile's .json file (default: uniform)")
+    parser.add_argument("--real", action="store_true", help="the reduced model with real arithmetic, not EMULATED layers")
+    parser.add_argument("--workers", type=at_least(2), default=default.workers, metavar="N", help="ranks (default: 2)")
+    parser.add_argument(
+        "--servers",
+        type=_servers,
+        default=default.servers,
+        metavar="K",
+        help="separate ones, n: as many as workers; 0: a shard on every rank",
+    )
+    parser.add_argument(
+        "--bandwidth",
+        type=_rates,
+        metavar="RATE",
+        help="of each link, as 500mbit; or RATE,RATE,... for each host, workers first",
+    )
+    parser.add_argument(
+        "--rho", type=_positive, default=default.rho, help="EMULATED: communication over computation (default: 1)"
+    )
+    parser.add_argument(
+        "--megabytes", type=_positive, metavar="M", help="EMULATED: of gradients (default: uniform 72, others 48)"
+    )
+    parser.add_argument(
+        "--systems", type=_systems, default=default.systems, metavar="S,...", help=f"in turn: {', '.join(systems.names())}"
+    )
+    parser.add_argument("--rounds", type=at_least(1), default=default.rounds, metavar="N", help="turns of each (default: 3)")
+    parser.add_argument("--steps", type=at_least(1), default=default.steps, metavar="N", help="counted in a turn (default: 5)")
+    parser.add_argument(
+        "--settle", type=at_least(LEAST_SETTLE_STEPS), default=default.settle, metavar="N", help="before them (default: 2)"
+    )
+    parser.add_argument("--transport", default=default.transport, help="of commsched (default: ps)")
+    parser.add_argument("--lane", help="of the parameter server")
+    parser.add_argument(
+        "--partition", type=size, default=default.partition, metavar="SIZE", help="of commsched (default: auto)"
+    )
+    parser.add_argument("--credit", type=size, default=default.credit, metavar="SIZE", help="of commsched (default: auto)")
+    parser.add_argument(
+        "--timeout", type=setting(parse_seconds), default=f"{default.timeout_seconds:g}", metavar="SECONDS", help="for all"
+    )
+    add_json_argument(parser)
+
+
+def options_of(args: argparse.Namespace) -> TrainOptions:
+    """The options of a command line."""
+    given = {each.name: getattr(args, each.name) for each in fields(TrainOptions) if each.name != "timeout_seconds"}
+    return TrainOptions(**given, timeout_seconds=parse_seconds(args.timeout))
+
+
+def run(args: argparse.Namespace) -> int:
+    from .train_rows import disturbed, wrong
+
+    options = options_of(args)
+    steps = options.rounds * (options.settle + options.steps)
+    print(f"{', '.join(options.systems)} take turns, {steps} steps each", flush=True)
+    rows = measure_rows(options)
+    print(text(rows))
+    if args.json:
+        write(args.json, rows)
+    mistakes = wrong(rows)
+    for sentence in [*disturbed(rows), *mistakes]:
+        print(sentence, file=sys.stderr)
+    return 1 if mistakes else 0
+
+
+def measure_rows(options: TrainOptions) -> list[dict[str, Any]]:
+    """One row for each system, in the order of ``options.systems``.
+
+    Raises:
+        ConfigError: an option is wrong, or asks for what this machine cannot do; says what.
+        JobFailed: a process failed or took too long.
+    """
+    from .train_rows import Header, make_rows
+
+    if options.settle < LEAST_SETTLE_STEPS:
+        raise ConfigError(
+            f"settle={options.settle}: the first {LEAST_SETTLE_STEPS} steps of a turn may have the settings before"
+        )
+    servers = options.workers if options.servers == "n" else int(options.servers)
+    links = Links.of(options.workers, servers, options.bandwidth)
+    check_settings(_settings(options))
+    names = [systems.require(name) for name in options.systems]
+    missing = why_not_shaped(links, names)
+    scaling = _scaling(options, links)
+    arguments = {
+        "workload": {"kind": "real", "model": options.model}
+        if scaling is None
+        else {"kind": "emulated", "profile": scaling.profile.to_record()},
+        "systems": names,
+        **{key: getattr(options, key) for key in ("rounds", "steps", "settle", "transport", "partition", "credit")},
+        "bytes_scale": 1.0 if scaling is None else scaling.bytes_scale,
+        "servers": servers,
+        "nominal_rates": links.rates,
+        "capped": missing is not None,
+    }
+    job = Job(options.workers, servers, links.for_job(), _settings(options), options.timeout_seconds)
+    outcome = run_job(job, "bench.train_rank", arguments)
+    if links.rates is not None and missing is None and not outcome.link.endswith(" tbf"):
+        raise JobFailed(f"links were to be shaped, and could be a moment before, but the link was {outcome.link}")
+    header = Header(
+        model=options.model if scaling is None else scaling.real.model,
+        workers=options.workers,
+        servers=servers,
+        bandwidth_bps=None if links.rates is None else 8 * min(links.rates),
+        link=outcome.link,
+        emulated=scaling is not None,
+        stands_for=None if scaling is None or links.rates is None else scaling.stands_for(min(links.rates)),
+    )
+    return make_rows(header, outcome.by_rank)
+
+
+def _settings(options: TrainOptions) -> dict[str, str]:
+    return {"transport": options.transport, **({"lane": options.lane} if options.lane is not None else {})}
+
+
+def _scaling(options: TrainOptions, links: Links) -> Scaling | None:
+    """None: the model is REAL."""
+    if options.real:
+        if options.model not in real_model_names():
+            raise ConfigError(f"model={options.model}: real models are {', '.join(real_model_names())}")
+        if options.megabytes is not None:
+            raise ConfigError(
+                "megabytes: a real model has the size that it has; give bandwidth to change what it takes to send"
+            )
+        return None
+    if links.rates is None:
+        raise ConfigError(
+            "bandwidth: an EMULATED model is scaled to the link, so give its rate, such as 500mbit; or ask for real"
+        )
+    factor = bytes_factor(options.workers, links.servers)
+    return scale(load_profile(options.model), options.megabytes, options.rho, min(links.rates), factor)
+
+
+# --- kinds of arguments ---
+
+
+def _servers(text: str) -> str:
+    return text if text == "n" else str(at_least(0)(text))
+
+
+def _positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+    return value
+
+
+def _rates(text: str) -> str:
+    return ",".join(setting(parse_rate)(rate) for rate in text.split(","))
+
+
+def _systems(text: str) -> tuple[str, ...]:
+    try:
+        chosen = tuple(systems.require(name) for name in text.split(","))
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    if len(set(chosen)) < len(chosen):
+        raise argparse.ArgumentTypeError(f"{text!r} names a system twice")
+    return chosen
+
+
+def _or_auto(parse: Callable[[str], str]) -> Callable[[str], str]:
+    return lambda text: text if text == "auto" else parse(text)

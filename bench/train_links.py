@@ -1,0 +1,80 @@
+"""The links that ``python -m bench train`` asks for, and whether they can be had here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from commsched.core.config import parse_rate
+from commsched.core.errors import ConfigError
+
+from . import systems
+from .cluster import Cluster, ClusterUnavailable
+
+
+@dataclass(frozen=True)
+class Links:
+    """The hosts' links: ``rates`` in bytes per second, workers before servers; None: not shaped."""
+
+    workers: int
+    servers: int
+    texts: tuple[str, ...]
+    rates: list[float] | None
+
+    @classmethod
+    def of(cls, workers: int, servers: int, bandwidth: str | None) -> Links:
+        """
+        Args:
+            bandwidth: one rate, or one for each host with commas between; None: not shaped.
+
+        Raises:
+            ConfigError: there is neither one rate nor one for each host.
+        """
+        if bandwidth is None:
+            return cls(workers, servers, (), None)
+        texts, hosts = tuple(bandwidth.split(",")), workers + servers
+        if len(texts) not in (1, hosts):
+            raise ConfigError(
+                f"bandwidth={bandwidth}: {len(texts)} rates, but there are {hosts} hosts, {workers} workers and "
+                f"{servers} servers; give one, or one for each"
+            )
+        rates = [parse_rate(text, "bandwidth") for text in texts]
+        return cls(workers, servers, texts, rates * hosts if len(rates) == 1 else rates)
+
+    def __str__(self) -> str:
+        return ",".join(self.texts) or "loopback"
+
+    @property
+    def equal(self) -> bool:
+        return len(self.texts) < 2
+
+    def for_job(self) -> str | dict[str, str] | None:
+        """``Job.bandwidth``: None, a rate, or a rate for each host by its name."""
+        if self.equal:
+            return self.texts[0] if self.texts else None
+        hosts = [f"worker{rank}" for rank in range(self.workers)] + [f"server{index}" for index in range(self.servers)]
+        return dict(zip(hosts, self.texts, strict=True))
+
+
+def why_not_shaped(links: Links, wanted: Sequence[str]) -> str | None:
+    """Why this machine cannot shape links, if they are to be shaped and it cannot; ``wanted`` are names of systems.
+
+    Raises:
+        ConfigError: then nothing else will do for what is asked.
+    """
+    if links.rates is None:
+        return None
+    try:
+        with Cluster(["probe"], "1gbit"):
+            return None
+    except ClusterUnavailable as error:
+        reason = str(error)
+    if not links.equal:
+        raise ConfigError(f"bandwidth={links}: links can differ only where they are shaped, but {reason}")
+    for name in wanted:
+        if name not in systems.ON_COMMSCHED:
+            raise ConfigError(
+                f"systems: {name} would use the whole network while commsched's transport caps itself at "
+                f"{links}, so their times could not be compared; links have to be shaped, but {reason}"
+            )
+    return reason

@@ -1,0 +1,142 @@
+"""One rank of ``python -m bench train``: measures the conditions, then lets the systems train in turn."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from . import systems
+from .compute_only import ComputeOnly
+from .cpu_time import cpu_seconds
+from .layer_times import LayerTimes
+from .network import Network, measure_network
+from .nic_load import seconds_per_byte
+from .partition_choice import choose
+from .reference import largest_difference, plain_averaging
+from .start_line import StartLine
+from .systems import System
+from .systems.context import Context
+from .timeline import Entry, Recorder
+from .workloads.workload import make_workload
+
+if TYPE_CHECKING:
+    from commsched.session import Session
+
+#: Before the systems take turns; in each round half as many as a system's come on top.
+_LAYER_STEPS = 3
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """What the ranks are to do, as JSON. See ``train.TrainOptions``.
+
+    ``workload`` is that of ``make_workload``; ``nominal_rates`` are bytes per second of each host's link, workers before
+    servers, None where they are not shaped; ``capped`` says that the transport itself keeps to them.
+    """
+
+    workload: dict[str, Any]
+    systems: list[str]
+    rounds: int
+    steps: int
+    settle: int
+    transport: str
+    partition: str
+    credit: str
+    bytes_scale: float
+    servers: int
+    nominal_rates: list[float] | None
+    capped: bool
+    server_pids: list[int] = field(default_factory=list)
+
+
+@dataclass
+class _Found:
+    """What was measured of one system."""
+
+    seconds: list[float] = field(default_factory=list)
+    cpu_seconds: float = 0.0
+    max_difference: float = 0.0
+    timeline: list[Entry] = field(default_factory=list)
+
+
+def rank_main(session: Session, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """What was measured: ``network`` and ``layers`` (of each rank), the same from every rank, and ``systems`` on this one."""
+    torch.set_num_threads(1)
+    task = Assignment(**arguments)
+    workload = make_workload(task.workload, session.world_size)
+    line = StartLine(session)
+    host = os.environ["COMMSCHED_HOST"]
+    network = measure_network(session, line, host, task.nominal_rates, task.servers, task.capped)
+    compute = ComputeOnly(session, line, workload)
+    layers = compute.measure(_LAYER_STEPS)
+    sizes = _choose(task, network, layers)
+    context = Context(
+        session, line, workload, host, task.transport, task.bytes_scale, *sizes, network.message_cost.link_seconds
+    )
+    made = {name: systems.make(name, context) for name in task.systems}
+    layers, found = _take_turns(task, context, compute, made)
+    return {
+        "network": asdict(network),
+        "layers": [asdict(each) for each in layers],
+        "systems": {name: {**asdict(system.setup), **asdict(found[name])} for name, system in made.items()},
+    }
+
+
+def _choose(task: Assignment, network: Network, layers: Sequence[LayerTimes]) -> tuple[int, int]:
+    per_byte = seconds_per_byte(network.worker_rates, network.server_rates)
+    # A message takes the link, or the processor, which the layers need too: what it takes more of counts.
+    cost = max(network.message_cost.link_seconds, network.message_cost.cpu_seconds)
+    return choose(task.partition, task.credit, layers, per_byte, cost, task.servers or len(network.worker_rates))
+
+
+def _take_turns(
+    task: Assignment, context: Context, compute: ComputeOnly, made: Mapping[str, System]
+) -> tuple[list[LayerTimes], dict[str, _Found]]:
+    """All systems, and training without communication, again and again: all meet the same network and the same noise."""
+    found = {name: _Found() for name in made}
+    wanted = plain_averaging(context.workload, task.settle + task.steps, context.session.world_size)
+    for turn in range(task.rounds):
+        layers = compute.measure(-(-task.steps // 2))
+        for name, system in made.items():
+            _turn(system, task, context, found[name])
+            difference = largest_difference(system.model, wanted, system.initial)
+            found[name].max_difference = max(found[name].max_difference, difference)
+            if turn == task.rounds - 1:
+                found[name].timeline = _timeline(system, layers[0])
+    return layers, found
+
+
+def _turn(system: System, task: Assignment, context: Context, found: _Found) -> None:
+    """A step lasts from the beginning of a forward to that of the next: whatever is left for later is in a later step."""
+    system.begin()
+    context.line.meet()
+    for step in range(task.settle):
+        system.update(system.forward(step))
+    system.require_ready()
+    cpu_began, began = cpu_seconds(task.server_pids), perf_counter()
+    for step in range(task.settle, task.settle + task.steps):
+        system.update(system.forward(step))
+        ended = perf_counter()
+        found.seconds.append(ended - began)
+        began = ended
+    found.cpu_seconds += cpu_seconds(task.server_pids) - cpu_began
+    system.end()
+
+
+def _timeline(system: System, layers: LayerTimes) -> list[Entry]:
+    """Of one more iteration with the same settings: a backward, and the forward after it."""
+    recorder = Recorder(system.model)
+    system.observe(recorder)
+    loss = system.forward(0)
+    recorder.backward_begins()
+    system.update(loss)
+    with recorder.forward_of_next_step(), torch.no_grad():
+        system.forward(1)
+    system.end()
+    recorder.stop()
+    return recorder.timeline(layers.names, layers.nbytes)

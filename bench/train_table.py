@@ -1,0 +1,57 @@
+"""The rows of ``python -m bench train`` as text. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .results import table
+
+_COLUMNS = {
+    "system": "system",
+    "config": "config",
+    "median": "ms/step",
+    "low": "low",
+    "high": "high",
+    "bound": "T*",
+    "efficiency": "T*/T",
+    "speedup_vs_ddp": "vs ddp",
+    "speedup_vs_ddp_tuned": "vs tuned",
+    "possible_speedup_vs_ddp": "possible",
+    "exposed": "exposed",
+    "cpu_seconds_per_step": "CPU s/step",
+    "max_difference": "max diff",
+}
+
+
+def text(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The conditions, which are those of every row, and a table."""
+    return f"{_heading(rows[0])}\n{table([_shown(row) for row in rows], _COLUMNS)}"
+
+
+def _heading(row: Mapping[str, Any]) -> str:
+    where = f"{row['servers']} separate servers" if row["servers"] else "a shard on every worker"
+    kind = "EMULATED" if row["emulated"] else "REAL"
+    lines = [
+        f"{kind} {row['model']}, {row['gradient_bytes'] / 1e6:.1f} MB of gradients, {row['workers']} workers, {where}, "
+        f"link {row['link']}: {row['link_bytes_per_second'] / 1e6:.1f} MB/s of payload by plain TCP",
+        f"compute {1000 * row['compute_seconds']:.0f} ms, communication {1000 * row['comm_seconds']:.0f} ms, "
+        f"rho {row['rho']:.2f}; T*: no schedule can be faster; ms/step with the 95 % interval of the median",
+    ]
+    if row["stands_for"]:
+        real = row["stands_for"]
+        lines.append(
+            f"stands for {real['gradient_bytes'] / 1e6:.1f} MB, {1000 * real['compute_seconds']:.0f} ms of computation and "
+            f"links of {real['bandwidth_bps'] / 1e9:.3g} Gbit/s"
+        )
+    return "\n".join(lines)
+
+
+def _shown(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    times = row["step_seconds"]
+    return {
+        **row,
+        **{key: 1000 * times[key] for key in ("median", "low", "high")},
+        "bound": 1000 * row["bound_seconds"],
+        "exposed": 1000 * row["exposed_seconds"],
+    }

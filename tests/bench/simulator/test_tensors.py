@@ -1,0 +1,41 @@
+from bench.simulator.scenario import Rules
+from bench.simulator.tensors import Grouping, Tensors, fill_buckets
+from bench.workloads.profile import Layer, Profile
+from commsched.core.config import SchedulerConfig
+
+PROFILE = Profile(
+    "two",
+    (Layer("a", ((2, 3), (3,)), 1, 1), Layer("norm", (), 1, 1), Layer("b", ((4,), (1,)), 1, 1)),
+    "made up",
+)
+
+
+def sizes(plan):
+    return [(partition.nbytes, partition.tensors) for partition in plan.partitions]
+
+
+def test_tensors_are_in_forward_order_and_know_their_layer():
+    tensors = Tensors.of(PROFILE)
+    assert [(spec.name, spec.nbytes) for spec in tensors.manifest.tensors] == [("a", 24), ("a.1", 12), ("b", 16), ("b.1", 4)]
+    assert tensors.layer_of == (0, 0, 2, 2)
+
+
+def test_a_partition_is_of_all_its_layers():
+    grouping = Grouping.of(PROFILE, Rules(SchedulerConfig(28, 28)))
+    assert sizes(grouping.plan) == [(24, (0,)), (28, (1, 2)), (4, (3,))]
+    assert grouping.layers_of == ((0,), (0, 2), (2,))
+    assert [grouping.label(index) for index in range(3)] == ["a", "a.1 + 1", "b.1"]
+
+
+def test_fusion_is_the_librarys():
+    grouping = Grouping.of(PROFILE, Rules(SchedulerConfig(28, 28, "priority", 1)))
+    assert [nbytes for nbytes, _ in sizes(grouping.plan)] == [24, 12, 16, 4]
+
+
+def test_buckets_are_closed_when_they_hold_the_limit():
+    """From the last tensor on: 4 and 16 bytes are at least 20; 12 and 24 are more than 20, but uncut."""
+    manifest = Tensors.of(PROFILE).manifest
+    assert sizes(fill_buckets(manifest, 20)) == [(36, (0, 1)), (20, (2, 3))]
+    assert sizes(fill_buckets(manifest, 20, 1)) == [(24, (0,)), (28, (1, 2)), (4, (3,))]
+    assert sizes(fill_buckets(manifest, 1000)) == [(56, (0, 1, 2, 3))]
+    assert sizes(fill_buckets(manifest, 1)) == [(24, (0,)), (12, (1,)), (16, (2,)), (4, (3,))]

@@ -1,0 +1,386 @@
+import argparse
+import json
+import re
+import sys
+
+import pytest
+
+from bench import __main__ as bench_main
+from bench import report, results, sweep_log, train_rows
+from bench.report.group import groups
+from bench.report.inversions import inversions, network_tasks
+from bench.report.markdown import markdown
+from bench.report.read import read_files
+from bench.report.result import MAX_DIFFERENCE, Span, parse_result
+from bench.report.timeline_figure import _rows, timeline_figure
+from commsched.core.errors import ConfigError
+
+STEP_SECONDS = {"ddp": 0.2, "fifo": 0.16, "commsched": 0.13}
+
+
+def network(priority, ready, start, stop, name="conv [0]"):
+    return {"track": "network", "name": name, "priority": priority, "ready": ready, "start": start, "stop": stop}
+
+
+TIMELINE = [
+    {"track": "backward", "name": "conv", "priority": None, "start": 0.0, "stop": 0.04},
+    network(1, 0.02, 0.021, 0.05),
+    network(2, 0.03, 0.05, 0.08),  # while 0 waits
+    network(0, 0.04, 0.08, 0.10),
+    {"track": "wait", "name": "conv", "priority": None, "start": 0.04, "stop": 0.10},
+    {"track": "forward", "name": "conv", "priority": None, "start": 0.10, "stop": 0.12},
+]
+
+
+def row(system="commsched", rho=1.0, **changes):
+    median = STEP_SECONDS[system] * max(1, rho)
+    bound = 0.12 * max(1, rho)
+    return {
+        "system": system,
+        "model": "uniform",
+        "workers": 2,
+        "servers": 0,
+        "bandwidth_bps": 5e8,
+        "link": "500mbit tbf",
+        "emulated": True,
+        "transport": "ps",
+        "config": "partition 1.0 MB, credit 4.0 MB",
+        "rho": rho,
+        "step_seconds": {"median": median, "low": 0.98 * median, "high": 1.02 * median, "count": 3},
+        "step_samples": [0.98 * median, median, 1.02 * median],
+        "bound_seconds": bound,
+        "bound_overhead_seconds": None,
+        "fifo_bound_seconds": 1.3 * bound,
+        "efficiency": bound / median,
+        "speedup_vs_ddp": STEP_SECONDS["ddp"] / STEP_SECONDS[system],
+        "speedup_vs_ddp_tuned": None,
+        "possible_speedup_vs_ddp": STEP_SECONDS["ddp"] * max(1, rho) / bound,
+        "exposed_seconds": 0.01,
+        "cpu_seconds_per_step": 0.02,
+        "max_difference": 2e-7,
+        "stands_for": {"gradient_bytes": 5.5e8, "compute_seconds": 0.3, "bandwidth_bps": 1e10},
+        "simulated_seconds": 1.03 * median,
+        "timeline": TIMELINE,
+        **changes,
+    }
+
+
+def unknown(record):
+    """``record`` with None wherever that may stand."""
+    needed = ("system", "model", "workers", "servers", "emulated", "step_seconds")
+    return {key: value if key in needed else None for key, value in record.items()}
+
+
+SIMULATED = {"simulated": True, "emulated": False, "link": "simulated", "max_difference": None, "stands_for": None}
+
+
+def sample():
+    measured = [row(system, rho) for rho in (0.5, 1.0, 2.0) for system in STEP_SECONDS]
+    return [*measured, unknown(row("fifo", model="bare", emulated=False)), row("commsched", 1.0, model="vgg16", **SIMULATED)]
+
+
+def write(path, rows):
+    results.write(path, rows)
+    return path
+
+
+def make(tmp_path, rows):
+    parser = argparse.ArgumentParser()
+    report.add_arguments(parser)
+    page, table = tmp_path / "report.html", tmp_path / "table.md"
+    given = [str(write(tmp_path / "in.json", rows)), "--out", str(page), "--markdown", str(table)]
+    assert report.run(parser.parse_args(given)) == 0
+    return page.read_text(), table.read_text()
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    return make(tmp_path_factory.mktemp("report"), sample())
+
+
+# --- the page ---
+
+
+def test_the_page_has_every_figure_with_its_axes(made):
+    page = made[0]
+    labels = (
+        "efficiency T*/T (1 is the bound)",
+        "speed-up against DDP (times)",
+        "possible: T(DDP) / T*",
+        "rho = communication / computation",
+        "ms per step",
+        "ms since the step began",
+        "measured ms per step",
+        "simulated ms per step",
+    )
+    assert [label for label in labels if label not in page] == []
+    figures = re.findall(r'<figure role="img" aria-label="([^"]*)">', page)
+    emulated = "uniform, 2 workers, a shard on every worker, 500mbit tbf (EMULATED)"
+    assert figures == [
+        f"rho figure: {emulated}",
+        f"distribution figure: {emulated}",
+        f"timeline figure: {emulated}",
+        *(
+            f"{kind} figure: vgg16, 2 workers, a shard on every worker (simulated)"
+            for kind in ("rho", "distribution", "timeline")
+        ),
+        "measured against simulated step times",
+    ]
+
+
+def test_every_row_stands_in_the_table_of_the_page(made):
+    body = re.search(r'<table class="rows">(.*?)</table>', made[0], re.DOTALL)[1]
+    rows = [re.findall(r"<td[^>]*>(.*?)</td>", line) for line in body.split("<tr>")[2:]]
+    assert len(rows) == len(sample())
+    assert [cells[0] for cells in rows].count("uniform (EMULATED)") == 9
+    assert [cells[0] for cells in rows].count("vgg16 (simulated)") == 1
+    bare = next(cells for cells in rows if cells[0] == "bare")
+    assert bare[5:9] == ["fifo", "-", "160.0 [156.8, 163.2]", "-"]
+
+
+def test_emulated_and_simulated_are_said_everywhere(made):
+    page = made[0]
+    assert "<title>commsched benchmark: uniform, bare, vgg16 (in part EMULATED, simulated)</title>" in page
+    assert "<strong>EMULATED</strong> rows train" in page
+    assert "<strong>simulated</strong> rows were computed" in page
+    drawings = re.findall(r'aria-label="[^"]*uniform[^"]*">\s*<svg.*?</svg>', page, re.DOTALL)
+    assert len(drawings) == 3
+    assert all("(EMULATED)" in drawing.partition("<svg")[2] for drawing in drawings)
+
+
+def test_a_page_of_measured_rows_says_nothing_of_emulation(tmp_path):
+    page, table = make(tmp_path, [row(emulated=False)])
+    assert "EMULATED" not in page + table
+    assert "<title>commsched benchmark: uniform</title>" in page
+
+
+def test_the_page_asks_for_nothing_outside(made):
+    page = re.sub(r' xmlns(:\w+)?="[^"]*"', "", made[0])
+    assert "http:" not in page
+    assert "https:" not in page
+    assert "<script" not in page
+    assert [link for link in re.findall(r'(?:src|href)\s*=\s*"([^"]*)"', page) if not link.startswith("#")] == []
+    assert [link for link in re.findall(r"url\(([^)]*)\)", page) if not link.startswith("#")] == []
+
+
+def test_what_a_drawing_refers_to_is_its_own(made):
+    for svg in re.findall(r"<svg.*?</svg>", made[0], re.DOTALL):
+        names = set(re.findall(r'\bid="([^"]*)"', svg))
+        used = set(re.findall(r'href="#([^"]*)"', svg)) | set(re.findall(r"url\(#([^)]*)\)", svg))
+        assert used <= names
+    names = re.findall(r'\bid="([^"]*)"', made[0])
+    assert len(names) == len(set(names))
+
+
+def test_a_report_is_the_same_each_time(made, tmp_path):
+    again = make(tmp_path, sample())[0]
+    before = made[0].partition("<h2>Environment</h2>")[0]
+    assert again.partition("<h2>Environment</h2>")[0] == before
+
+
+HOSTILE = "<script>alert('$x$')</script> | [a](b) & \"_q_\""
+
+
+def test_a_hostile_name_is_only_text(tmp_path):
+    hostile = [row(system, model=HOSTILE, config=HOSTILE, link=HOSTILE) for system in STEP_SECONDS]
+    page, table = make(tmp_path, [*hostile, row(system="ddp") | {"system": HOSTILE}])
+    assert "<script" not in page
+    assert "&lt;script&gt;alert(" in page
+    line = next(line for line in table.splitlines() if "commsched" in line)
+    assert len(re.findall(r"(?<!\\)\|", line)) == 14
+    assert "\\<script\\>" in line
+    assert "[a]\\(b)" in line
+
+
+def test_wrong_weights_are_an_alarm(tmp_path):
+    page, table = make(tmp_path, [row(max_difference=0.5)])
+    assert "1 rows are WRONG" in page
+    assert "5.0e-01 WRONG" in page
+    assert "5.0e-01 WRONG" in table
+    assert MAX_DIFFERENCE == train_rows.TOLERATED_DIFFERENCE
+
+
+def test_rows_without_ddp_say_so(tmp_path):
+    page = make(tmp_path, [row(speedup_vs_ddp=None, possible_speedup_vs_ddp=None)])[0]
+    assert "DDP was not measured" in page
+
+
+def test_how_far_the_simulator_is_off(made):
+    assert "The simulator is off by 3.0% of the measured time (median)." in made[0]
+
+
+def test_the_environment_is_told(made):
+    environment = made[0].partition("<h2>Environment</h2>")[2]
+    assert "<th>processor</th>" in environment
+    assert "GiB" in environment
+    assert "load average before" in environment
+
+
+# --- the table ---
+
+
+def test_the_markdown_table(made):
+    lines = made[1].splitlines()
+    start = lines.index("**uniform, 2 workers, a shard on every worker, 500mbit tbf (EMULATED)**")
+    assert lines[start + 2] == (
+        "| model | workers | servers | link | rho | system | ms/step [low, high] | T* ms | efficiency | speed-up vs DDP "
+        "| possible | CPU s/step | max difference |"
+    )
+    assert lines[start + 9] == (
+        "| uniform (EMULATED) | 2 | 0 | 500mbit tbf | 1.00 | commsched | 130.0 [127.4, 132.6] | 120.0 | 0.923 | 1.54 "
+        "| 1.67 | 0.020 | 2.0e-07 |"
+    )
+
+
+def test_the_table_of_what_is_unknown_has_dashes(made):
+    assert "| bare | 2 | 0 | - | - | fifo | 160.0 [156.8, 163.2] | - | - | - | - | - | - |" in made[1]
+
+
+def test_systems_have_one_order_and_rhos_that_hardly_differ_are_one():
+    rows = [row("commsched", 1.04), row("ddp", 1.0), row("fifo", 1.02), row("ddp", 2.0)]
+    (group,) = groups(map(parse_result, rows))
+    assert [[result.system for result in at] for at in group.at_rho] == [["fifo", "ddp", "commsched"], ["ddp"]]
+    assert group.hardest() == group.at_rho[0]
+
+
+def test_real_rows_of_several_rates_are_one_group_and_emulated_ones_are_not():
+    rates = [{"link": "500mbit tbf", "rho": 1.0}, {"link": "1gbit tbf", "rho": 0.5}]
+    assert len(groups(parse_result(row(emulated=False, **rate)) for rate in rates)) == 1
+    assert len(groups(parse_result(row(**rate)) for rate in rates)) == 2
+
+
+def test_gradients_of_several_sizes_are_several_groups():
+    found = groups(parse_result(row(gradient_bytes=size)) for size in (72e6, 8e6, 72e6))
+    assert [group.title.split(", ")[1] for group in found] == ["8 MB of gradients", "72 MB of gradients"]
+    assert [len(group.results) for group in found] == [1, 2]
+
+
+def test_markdown_needs_no_file():
+    assert markdown([parse_result(row())]).count("\n") == 5
+
+
+# --- inversions ---
+
+
+def tasks(*entries):
+    return network_tasks(Span("network", "", start, start + 0.01, priority, ready) for priority, ready, start in entries)
+
+
+def starts(*entries):
+    return [task.start for task in inversions(tasks(*entries))]
+
+
+def test_a_task_before_a_more_urgent_one_that_waits_is_an_inversion():
+    assert starts((1, 0.0, 0.01), (2, 0.0, 0.05), (0, 0.02, 0.08)) == [0.05]
+    assert starts((2, 0.0, 0.05), (0, 0.02, 0.08), (1, 0.0, 0.01)) == [0.05]  # in whatever order they are listed
+
+
+def test_in_order_of_priority_there_is_none():
+    assert starts((3, 0.0, 0.0), (0, 0.01, 0.01), (1, 0.0, 0.02)) == []
+
+
+def test_what_becomes_ready_as_another_starts_could_not_have_been_waited_for():
+    assert starts((1, 0.0, 0.05), (0, 0.0495, 0.08)) == []
+
+
+def test_tasks_that_start_in_one_moment_do_not_wait_for_each_other():
+    assert starts((1, 0.0, 0.05), (0, 0.0, 0.05)) == []
+
+
+def test_without_a_ready_time_or_a_priority_nothing_is_judged():
+    assert starts((1, None, 0.05), (0, 0.0, 0.08)) == []
+    assert starts((1, 0.0, 0.05), (0, None, 0.08)) == []
+    assert starts((None, 0.0, 0.05), (0, 0.0, 0.08)) == []
+
+
+@pytest.mark.parametrize(
+    ("timeline", "said"),
+    [
+        (TIMELINE, "1 of 3 tasks are priority inversions"),
+        ([entry | {"ready": None} for entry in TIMELINE], "priority inversions were not recorded"),
+        ([entry | {"priority": None} for entry in TIMELINE], "sends without priorities"),
+        (TIMELINE[:1], "its network was not recorded"),
+    ],
+)
+def test_a_timeline_says_what_it_knows_of_inversions(timeline, said):
+    (group,) = groups([parse_result(row(timeline=timeline))])
+    (panel,) = timeline_figure(group).axes
+    assert panel.get_title(loc="left") == f"commsched (partition 1.0 MB, credit 4.0 MB): {said}"
+
+
+def test_the_most_urgent_task_has_the_first_row():
+    assert _rows(tasks((2, 0.0, 0.0), (None, 0.0, 0.01), (0, 0.0, 0.02), (1, 0.0, 0.03))) == [2, 3, 0, 1]
+
+
+def test_without_priorities_the_last_to_start_has_the_first_row():
+    assert _rows(tasks((None, 0.0, 0.0), (None, 0.0, 0.01), (None, 0.0, 0.02))) == [2, 1, 0]
+
+
+# --- files ---
+
+
+def test_a_sweeps_lines_are_read_with_what_failed(tmp_path):
+    path = tmp_path / "sweep.jsonl"
+    with sweep_log.SweepLog(path) as log:
+        log.add(sweep_log.Cell({"rho": 1}, [row()], {"cores": 2}, 1.0))
+        log.add(sweep_log.Cell({"rho": 2}, [], {"cores": 2}, 1.0, "JobFailed: rank 1 ended"))
+    read = read_files([path])
+    assert [result.system for result in read.results] == ["commsched"]
+    assert [(failure.options, failure.error) for failure in read.failures] == [("rho=2", "JobFailed: rank 1 ended")]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"system": None}, "row 1: system is None, not a text"),
+        ({"workers": "2"}, "row 1: workers is '2', not a whole number of at least 0"),
+        ({"efficiency": "high"}, "row 1: efficiency is 'high', not a finite number"),
+        ({"emulated": 1}, "row 1: emulated is 1, not true or false"),
+        ({"step_seconds": {}}, "row 1: median is None, not a finite number"),
+        ({"step_seconds": 3}, "row 1: step_seconds is 3, not an object"),
+        ({"timeline": [3]}, "row 1: timeline has 3, which is not an object"),
+        ({"timeline": [TIMELINE[0] | {"track": "disk"}]}, "timeline has a track 'disk'; there are forward, backward, "),
+        ({"timeline": [TIMELINE[0] | {"stop": -1}]}, "timeline has 'conv' on backward, which stops before it starts"),
+        ({"timeline": [TIMELINE[1] | {"priority": 0.5}]}, "timeline has a priority 0.5, which is not a whole number"),
+    ],
+)
+def test_a_row_of_something_else_is_refused_by_name(change, message, tmp_path):
+    path = write(tmp_path / "in.json", [row() | change])
+    with pytest.raises(ConfigError) as error:
+        read_files([path])
+    assert str(error.value).startswith(f"{path}, row 1: ")
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "not JSON: "),
+        ("[]", "not results of a benchmark: those have schema, environment and rows"),
+        ('{"schema": 9, "environment": {}, "rows": []}', "has schema 9, but this program knows schema 1"),
+        ('{"schema": 1, "environment": {}, "rows": {}}', "rows is not a list, or environment not an object"),
+        ('{"schema": 1, "environment": {}, "rows": []}', "there are no rows to report"),
+        ('{"schema": 1, "environment": {}, "rows": [1]}', "row 1: is of type int, not an object"),
+        ("\xff", "not JSON: "),
+    ],
+)
+def test_a_file_of_something_else_is_refused(content, message, tmp_path, capsys):
+    path = tmp_path / "in.json"
+    path.write_bytes(content.encode("latin-1"))
+    assert bench_main.main(["report", str(path), "--out", str(tmp_path / "out.html")]) == 1
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out.html").exists()
+
+
+def test_nan_in_a_file_is_refused(tmp_path):
+    path = tmp_path / "in.json"
+    path.write_text(json.dumps({"schema": 1, "environment": {}, "rows": [row(efficiency=float("nan"))]}))
+    with pytest.raises(ConfigError, match="efficiency is nan, not a finite number"):
+        read_files([path])
+
+
+@pytest.mark.parametrize("module", ["matplotlib", "jinja2"])
+def test_without_a_package_the_line_that_installs_it_is_said(module, monkeypatch, tmp_path, capsys):
+    monkeypatch.setitem(sys.modules, module, None)
+    assert bench_main.main(["report", str(write(tmp_path / "in.json", sample()))]) == 1
+    assert capsys.readouterr().err == f'python -m bench report: this needs {module}: pip install "commsched[report]"\n'

@@ -1,0 +1,221 @@
+import json
+
+import pytest
+
+from bench import __main__ as bench_main
+from bench.simulator.check import NotSimulated, errors, median_absolute_error, simulated_seconds
+from bench.simulator.row import Case, compare_with_ddp, make_row
+from bench.simulator.systems import SYSTEMS, best_rules, ddp, partition_sizes, rules_of
+from bench.workloads.profile import Layer, Profile
+
+PROFILE = Profile("small", tuple(Layer(f"l{i}", ((250_000,),), 0.01, 0.02) for i in range(8)), "made up")
+
+#: What a row of ``bench train`` has.
+KEYS = {
+    *("system", "model", "workers", "servers", "bandwidth_bps", "link", "emulated", "transport", "config"),
+    *("partition_bytes", "credit_bytes", "gradient_bytes", "link_bytes_per_second", "per_message_seconds"),
+    *("compute_seconds", "comm_seconds", "rho", "step_seconds", "step_samples", "bound_seconds", "bound_overhead_seconds"),
+    *("fifo_bound_seconds", "efficiency", "speedup_vs_ddp", "speedup_vs_ddp_tuned", "possible_speedup_vs_ddp"),
+    *("exposed_seconds", "cpu_seconds_per_step", "max_difference", "stands_for", "simulated_seconds", "layers", "timeline"),
+}
+
+
+@pytest.fixture
+def profile_file(tmp_path):
+    path = tmp_path / "small.json"
+    path.write_text(json.dumps(PROFILE.to_record()))
+    return path
+
+
+def case(workers=4, servers=0, **more):
+    return Case(PROFILE, workers, servers, 50e6, **{"partition_seconds": 1e-4, **more})
+
+
+def rows_of(systems=("ddp", "ddp-tuned", "commsched"), **more):
+    chosen = case(**more)
+    return compare_with_ddp([make_row(chosen, system, rules_of(system, 250_000, 1_250_000)) for system in systems])
+
+
+def test_every_system_gives_a_row_of_the_schema_above_the_bound():
+    for row in rows_of(SYSTEMS):
+        assert row.keys() == KEYS | {"simulated"}
+        assert row["simulated"]
+        assert not row["emulated"]
+        assert 0 < row["efficiency"] <= 1
+        assert row["step_seconds"]["median"] >= row["bound_seconds"]
+        assert row["comm_seconds"] == pytest.approx(1.5 * 8e6 / 50e6)
+        assert row["speedup_vs_ddp"] <= row["possible_speedup_vs_ddp"]
+    json.dumps(rows_of(), allow_nan=False)
+
+
+def test_ddp_is_compared_with():
+    theirs, _, ours = rows_of()
+    assert (theirs["speedup_vs_ddp"], theirs["partition_bytes"], theirs["transport"]) == (1, None, "collectives")
+    assert ours["speedup_vs_ddp"] == theirs["step_seconds"]["median"] / ours["step_seconds"]["median"]
+    assert rows_of(["fifo"])[0]["speedup_vs_ddp"] is None
+
+
+def test_servers_are_for_parameter_servers_only():
+    theirs, ours = rows_of(["ddp", "commsched"], servers=4)
+    assert theirs["comm_seconds"] == pytest.approx(1.5 * 8e6 / 50e6)
+    assert ours["comm_seconds"] == pytest.approx(8e6 / 50e6)
+
+
+def test_a_straggler_sets_the_bound():
+    row = rows_of(["commsched"], straggler=2.0)[0]
+    assert row["compute_seconds"] == pytest.approx(0.48)
+    assert row["step_seconds"]["median"] >= row["bound_seconds"] >= 0.48
+
+
+def test_the_best_rules_are_the_best():
+    chosen = case()
+    best = best_rules("commsched", PROFILE.nbytes, 4, None, None, chosen.seconds)
+    tried = [rules_of("commsched", size, 5 * size) for size in partition_sizes(PROFILE.nbytes)]
+    assert chosen.seconds(best) <= min(map(chosen.seconds, tried))
+    tuned = best_rules("ddp-tuned", PROFILE.nbytes, 4, None, None, chosen.seconds)
+    assert chosen.seconds(tuned) <= chosen.seconds(rules_of("ddp", 1, 1))
+
+
+def test_what_is_given_is_not_chosen():
+    config = best_rules("commsched", PROFILE.nbytes, 4, 100_000, 300_000, case().seconds).config
+    assert (config.partition_bytes, config.credit_bytes) == (100_000, 300_000)
+    config = best_rules("tictac", PROFILE.nbytes, 4, 100_000, 300_000, case().seconds).config
+    assert config.credit_bytes == 300_000
+
+
+def test_sizes_to_try():
+    assert partition_sizes(8_000_000)[:2] == [16_000_000, 8_000_000]
+    assert partition_sizes(16_000_000_000) == [16_000_000, 8_000_000]  # not tens of thousands of partitions
+
+
+def test_no_such_system():
+    with pytest.raises(ValueError, match="no system is called 'horovod'; there are: serial, fifo, wfbp"):
+        rules_of("horovod", 1, 1)
+
+
+# --- against measurements ---
+
+
+def measured(**more):
+    row = rows_of(["commsched"], detailed=True)[0]
+    return {**row, "link": "400mbit tbf", "transport": "ps", "simulated_seconds": None, **more}
+
+
+def test_a_row_simulated_from_itself_is_what_it_was():
+    row = measured()
+    assert simulated_seconds(row) == pytest.approx(row["step_seconds"]["median"])
+
+
+@pytest.mark.parametrize(
+    ("config", "bucket_bytes"),
+    [
+        ("buckets 2 MiB", 2 * 2**20),
+        ("buckets 1e+03 MiB; best of 7", 1000 * 2**20),
+        ("buckets 2 MiB (default, scaled), the first too", 2 * 2**20),
+    ],
+)
+def test_ddps_buckets_are_in_its_configuration(config, bucket_bytes):
+    row = rows_of(["ddp"], detailed=True)[0]
+    row = {**row, "link": "400mbit tbf", "config": config}
+    assert simulated_seconds(row) == pytest.approx(case(detailed=True).seconds(ddp(bucket_bytes)))
+
+
+def test_default_buckets_begin_with_a_small_one():
+    row = {**rows_of(["ddp"])[0], "link": "x", "config": "buckets 5 MiB (default, scaled)"}
+    assert simulated_seconds(row) == pytest.approx(case().seconds(ddp(5 * 2**20, 2**20 // 5)))
+
+
+def test_what_lies_between_steps_delays_those_with_a_barrier():
+    row = {**rows_of(["ddp"])[0], "link": "x"}
+    longer = {**row, "compute_seconds": row["compute_seconds"] + 0.1}
+    assert simulated_seconds(longer) == pytest.approx(simulated_seconds(row) + 0.1)
+    hidden = measured()
+    assert simulated_seconds({**hidden, "compute_seconds": hidden["compute_seconds"] + 0.01}) < simulated_seconds(hidden) + 0.01
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"link": "400mbit cap in the transport"}, "a cap in the transport lets one message pass at a time"),
+        ({"system": "horovod"}, "no model of the system 'horovod'"),
+        ({"partition_bytes": None}, "it does not tell partition and credit"),
+        ({"system": "ddp", "config": "as it is"}, "its configuration does not tell the bucket size: 'as it is'"),
+    ],
+)
+def test_what_cannot_be_simulated_is_said(change, message):
+    with pytest.raises(NotSimulated, match=message):
+        simulated_seconds(measured(**change))
+
+
+def test_errors_are_relative_and_the_median_absolute():
+    rows = [{"simulated_seconds": seconds, "step_seconds": {"median": 1.0}} for seconds in (0.9, 1.02, None, 1.3)]
+    assert errors(rows) == pytest.approx([-0.1, 0.02, 0.3])
+    assert median_absolute_error(rows) == pytest.approx(0.1)
+    assert median_absolute_error(rows[2:3]) is None
+
+
+# --- the command ---
+
+
+def test_the_command_predicts(profile_file, tmp_path, capsys):
+    out = tmp_path / "out.json"
+    given = ["--model", str(profile_file), "--workers", "2,64", "--bandwidth", "1gbit,10gbit", "--servers", "0,n"]
+    systems = ["--systems", "ddp,commsched", "--partition", "500KB", "--json", str(out)]
+    assert bench_main.main(["simulate", *given, *systems]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("SIMULATED: nothing of this was measured.")
+    assert "partition 0.5 MB, credit" in printed
+    document = json.loads(out.read_text())
+    cells = {(row["workers"], row["servers"], row["bandwidth_bps"], row["system"]) for row in document["rows"]}
+    assert document["schema"] == 1
+    assert len(cells) == len(document["rows"]) == 16
+    assert (64, 64, 1e10, "commsched") in cells
+
+
+def test_the_command_checks(tmp_path, capsys):
+    path, out = tmp_path / "measured.json", tmp_path / "checked.json"
+    rows = [measured(), measured(system="horovod")]
+    path.write_text(json.dumps({"schema": 1, "environment": {"cores": 3}, "rows": rows}))
+    assert bench_main.main(["simulate", "--check", str(path), "--json", str(out)]) == 0
+    printed = capsys.readouterr()
+    assert "median absolute error of 1 rows: 0.0%" in printed.out
+    assert printed.err == "not simulated: horovod, 4 workers: there is no model of the system 'horovod'\n"
+    document = json.loads(out.read_text())
+    assert document["environment"] == {"cores": 3}
+    assert [row["simulated_seconds"] is None for row in document["rows"]] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "JSONDecodeError"),
+        ('{"schema": 2, "rows": []}', "its schema is 2, not 1"),
+        ('{"schema": 1, "rows": [{}]}', "its rows are not those of bench train"),
+        ("[]", "TypeError"),
+    ],
+)
+def test_what_cannot_be_checked_is_said(tmp_path, capsys, text, message):
+    path = tmp_path / "bad.json"
+    path.write_text(text)
+    assert bench_main.main(["simulate", "--check", str(path)]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"python -m bench simulate: check={path}: ")
+    assert message in error
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--systems", "horovod"], "'horovod' is no system; there are: serial, fifo"),
+        (["--overhead", "-1"], "'-1' is not a number of at least 0"),
+        (["--straggler", "fast"], "'fast' is not a number of at least 1"),
+        (["--servers", "m"], "'m' is not a number of at least 0"),
+        (["--bandwidth", "10"], "'10' is not a rate"),
+        (["--partition", "big"], "'big' is not a size"),
+    ],
+)
+def test_wrong_arguments_are_said(argv, message, capsys):
+    with pytest.raises(SystemExit) as end:
+        bench_main.main(["simulate", *argv])
+    assert end.value.code == 2
+    assert message in capsys.readouterr().err
