@@ -10,8 +10,12 @@ from queue import SimpleQueue
 
 from ...core.policies import make_policy
 from ...core.scheduler import Scheduler
-from .frame import Frame
+from .frame import Frame, Kind
 from .pacer import Pacer
+from .right_of_way import RightOfWay
+
+#: Above the order of every push.
+_REPLIES_LAST = 2**32
 
 
 @dataclass(slots=True, eq=False)
@@ -47,6 +51,8 @@ class Outbox:
         self._control: deque[Parcel] = deque()
         self._parcels: Scheduler[Parcel] = Scheduler(make_policy("priority"), credit_bytes=0)  # no credit: one at a time
         self._pacer = pacer
+        self._way: RightOfWay | None = None
+        self._kept_back = 0  # of those in _wake, how many were taken while the way was not free
         self._finished = False
 
     def put_control(self, frame: Frame) -> None:
@@ -63,8 +69,21 @@ class Outbox:
         parcel = Parcel(frame, sent)
         if self._pacer is None:
             self._enter(parcel)
-        else:
-            self._pacer.submit(frame.order, frame.nbytes, lambda: self._enter(parcel))
+        else:  # which has one order for all that this process sends; see RightOfWay
+            order = frame.order + (_REPLIES_LAST if frame.kind is Kind.RESULT else 0)
+            self._pacer.submit(order, frame.nbytes, lambda: self._enter(parcel))
+
+    def give_way(self, way: RightOfWay) -> None:
+        """From now on gradients leave only while ``way`` is free. Ends with ``keep_way``."""
+        way.add(self._way_is_free)
+        with self._lock:
+            self._way = way
+
+    def keep_way(self) -> None:
+        with self._lock:
+            way, self._way = self._way, None
+        if way is not None:
+            way.remove(self._way_is_free)
 
     def finish(self) -> None:
         """End the stream once the control messages have left; gradients still waiting are dropped. Idempotent."""
@@ -89,6 +108,9 @@ class Outbox:
                 if self._finished:
                     self._wake.put(None)  # for who asks again
                     raise StopIteration
+                if self._way is not None and not self._way.is_free:
+                    self._kept_back += 1
+                    continue
                 parcel = self._parcels.next()
                 if parcel is not None:
                     self._parcels.sent(parcel)  # it will have when the caller comes back
@@ -98,6 +120,12 @@ class Outbox:
         with self._lock:
             if not self._finished:
                 self._parcels.add(parcel)
+                self._wake.put(None)
+
+    def _way_is_free(self) -> None:
+        with self._lock:
+            while self._kept_back:
+                self._kept_back -= 1
                 self._wake.put(None)
 
     def _finish(self) -> None:

@@ -13,6 +13,7 @@ from ...core.ports import OnFailure
 from ..aggregator import Aggregator, Reply
 from .frame import Frame, Kind, json_frame
 from .hello import Hello
+from .right_of_way import RightOfWay
 from .stream import Stream, StreamBroken
 
 log = logging.getLogger("commsched")
@@ -48,6 +49,8 @@ class Service:
         on_first_hello: Callable[[Hello], None] = lambda hello: None,
         on_all_left: Callable[[], None] = lambda: None,
     ) -> None:
+        #: Replies give way to who takes it: the pushes of a rank in the same process.
+        self.right_of_way = RightOfWay()
         self._name = name
         self._on_failure = on_failure
         self._on_first_hello = on_first_hello
@@ -74,6 +77,7 @@ class Service:
             if self._closed:
                 return stream.outbox.abort()
             self._workers.append(worker)
+        stream.outbox.give_way(self.right_of_way)
         try:
             self._hear(worker)
         except ConfigError as error:  # a stranger, or a worker of another job: not this job's failure
@@ -87,6 +91,7 @@ class Service:
             self.fail(TransportError(f"{self._name} failed: {type(error).__name__}: {error}"))
         finally:
             stream.outbox.finish()
+            stream.outbox.keep_way()
             with self._lock:
                 self._workers.remove(worker)
 

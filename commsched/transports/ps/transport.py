@@ -78,6 +78,8 @@ class PsTransport:
         self._on_failure = on_failure
         self._own_shard = own_shard
         self._pacer = pacer
+        # A pacer orders what this process sends by itself.
+        self._way = own_shard.service.right_of_way if own_shard is not None and pacer is None else None
         self._closed = False
         # Single operations on a dict are atomic; a key is added by the dispatcher and removed by its lane's reader.
         self._pending: dict[Key, _Started] = {}
@@ -126,7 +128,10 @@ class PsTransport:
             raise ClosedError("this transport is closed")
         partition = task.partition.index
         self._pending[Key(task.group, task.step, partition)] = _Started(task, completion)
-        self._lanes[place(partition, len(self._lanes))].push(task)
+        lane = self._lanes[place(partition, len(self._lanes))]
+        if self._way is not None and lane is not self._lanes[self.rank]:
+            self._way.take()
+        lane.push(task)
 
     def leave(self, rank: int) -> None:
         # Told to every server by every rank: the leaver's own shard, or a separate server, may hear it from nobody else.
@@ -150,6 +155,8 @@ class PsTransport:
         if started.sent:
             raise ProtocolError(f"{started.task!r} was acknowledged twice")
         started.sent = True
+        if self._way is not None and server != self.rank:
+            self._way.give_back()
         started.completion.on_sent(started.task)
 
     def destination(self, server: int, frame: Frame) -> memoryview:
