@@ -201,28 +201,32 @@ def best_partition(
     seconds_per_byte: float,
     overhead_seconds: float,
     committed_messages: float = 2.0,
+    processor_seconds: float = 0.0,
 ) -> float:
     """The partition size, in bytes, at which overhead and lost preemption cost the least together.
 
-    It minimises ``S / size * overhead + m * size * seconds_per_byte``, so it is ``sqrt(overhead * S / (m seconds_per_byte))``,
-    where ``S`` are the bytes of the layers up to the one that binds (see :func:`binding`).
+    It minimises ``S / size * overhead + all / size * processor + m * size * seconds_per_byte``, where ``S`` are the bytes of the
+    layers up to the one that binds (see :func:`binding`): without ``processor_seconds`` it is ``sqrt(overhead * S / (m
+    seconds_per_byte))``.
 
     Args:
         seconds_per_byte: of gradient, on the busiest NIC: ``bytes_factor / bytes per second``.
         overhead_seconds: what each partition costs by itself.
+        processor_seconds: what each partition, wherever it is in the model, takes of the processor that computes.
         committed_messages: ``m``, partitions in the credit window, and one more if a parameter server passes them on.
 
     Raises:
         ValueError: the sequences differ in length, a time is negative, or a rate or ``committed_messages`` is not positive.
     """
-    if seconds_per_byte <= 0 or committed_messages <= 0 or overhead_seconds < 0:
+    if seconds_per_byte <= 0 or committed_messages <= 0 or min(overhead_seconds, processor_seconds) < 0:
         raise ValueError(
             f"no partition is best with {seconds_per_byte} s per byte, {overhead_seconds} s per message and "
             f"{committed_messages} messages committed"
         )
     layer = binding(forward_seconds, backward_seconds, [seconds_per_byte * size for size in nbytes]).layer
     critical = 0 if layer is None else sum(nbytes[: layer + 1])
-    return math.sqrt(overhead_seconds * critical / (committed_messages * seconds_per_byte))
+    cost = overhead_seconds * critical + processor_seconds * sum(nbytes)
+    return math.sqrt(cost / (committed_messages * seconds_per_byte))
 
 
 def _paths(forward_seconds: Sequence[float], backward_seconds: Sequence[float], comm_seconds: Sequence[float]) -> list[float]:

@@ -8,33 +8,39 @@ from commsched.core.config import parse_bytes
 
 from .layer_times import LayerTimes
 from .lower_bound import best_partition
+from .message_cost import MessageCost
 
 LEAST_BYTES = 64_000
 MOST_BYTES = 4_000_000
 
 
 def choose(
-    partition: str, credit: str, layers: Sequence[LayerTimes], seconds_per_byte: float, message_seconds: float, shards: int
+    partition: str, credit: str, layers: Sequence[LayerTimes], seconds_per_byte: float, cost: MessageCost, shards: int
 ) -> tuple[int, int]:
     """Partition and credit in bytes; each as given, or ``"auto"``.
 
     The best partition balances what messages cost against what cannot be called back (``lower_bound.best_partition``), from
-    64 KB to 4 MB. The credit is one partition for each of ``shards``, so that none waits for another, and one more, so that the
-    link does not pause while credit comes back.
+    64 KB to 4 MB. The credit is two partitions for each of ``shards``: none waits for another, nor pauses while credit comes back.
 
     Args:
         layers: of each rank; the median of what suits them is taken.
         seconds_per_byte: of gradient, on the busiest link.
-        message_seconds: what a partition costs by itself.
+        cost: of a partition by itself.
     """
     partition_bytes = parse_bytes(partition, "partition") if partition != "auto" else 0
     if not partition_bytes:
-        messages = shards + 2  # those in the credit, and one that a server passes on
+        messages = shards + 2  # on the way to each, one that comes next, and one that a server passes on
         sizes = sorted(
             best_partition(
-                each.forward_seconds, each.backward_seconds, each.nbytes, seconds_per_byte, message_seconds, messages
+                each.forward_seconds,
+                each.backward_seconds,
+                each.nbytes,
+                seconds_per_byte,
+                cost.link_seconds,
+                messages,
+                cost.cpu_seconds,
             )
             for each in layers
         )
         partition_bytes = min(MOST_BYTES, max(LEAST_BYTES, round(sizes[len(sizes) // 2])))
-    return partition_bytes, parse_bytes(credit, "credit") if credit != "auto" else (shards + 1) * partition_bytes
+    return partition_bytes, parse_bytes(credit, "credit") if credit != "auto" else 2 * shards * partition_bytes

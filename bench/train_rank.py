@@ -89,9 +89,8 @@ def rank_main(session: Session, arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 def _choose(task: Assignment, network: Network, layers: Sequence[LayerTimes]) -> tuple[int, int]:
     per_byte = seconds_per_byte(network.worker_rates, network.server_rates)
-    # A message takes the link, or the processor, which the layers need too: what it takes more of counts.
-    cost = max(network.message_cost.link_seconds, network.message_cost.cpu_seconds)
-    return choose(task.partition, task.credit, layers, per_byte, cost, task.servers or len(network.worker_rates))
+    shards = task.servers or len(network.worker_rates)
+    return choose(task.partition, task.credit, layers, per_byte, network.message_cost, shards)
 
 
 def _take_turns(

@@ -31,7 +31,7 @@ SYSTEMS = (
     "p3",
     "tictac",
     "commsched",
-    "commsched-pushes-first",
+    "commsched-equal-shares",
     "commsched-all-reduce",
 )
 
@@ -54,7 +54,7 @@ def rules_of(system: str, partition_bytes: int, credit_bytes: int) -> Rules:
         "p3": lambda: Rules(SchedulerConfig(P3_SLICE_BYTES, P3_SLICE_BYTES, "priority", 1)),
         "tictac": lambda: Rules(SchedulerConfig(MAX_PARTITION_BYTES, credit_bytes, "priority", 1)),
         "commsched": lambda: Rules(priority),
-        "commsched-pushes-first": lambda: Rules(priority, pushes_first=True),
+        "commsched-equal-shares": lambda: Rules(priority, pushes_first=False),
         "commsched-all-reduce": lambda: Rules(priority, Exchange.ALL_REDUCE),
     }
     if system not in makers:

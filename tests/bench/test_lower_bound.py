@@ -224,6 +224,13 @@ def test_the_best_partition_of_an_example():
     assert costs[1] == min(costs)
 
 
+def test_what_takes_the_processor_counts_for_all_bytes():
+    """The first layer binds, so only its messages prolong the step; yet each takes of the processor."""
+    layers = [1.0, 1.0], [2.0, 2.0], [500, 500]
+    assert best_partition(*layers, 1e-6, 1e-3) == pytest.approx((1e-3 * 500 / 2e-6) ** 0.5)
+    assert best_partition(*layers, 1e-6, 0.0, 2.0, 1e-3) == pytest.approx((1e-3 * 1000 / 2e-6) ** 0.5)
+
+
 def test_the_best_partition_needs_a_network():
     with pytest.raises(ValueError, match=r"no partition is best with 0 s per byte, 1 s per message and 2\.0 messages"):
         best_partition([1], [1], [4], 0, 1)

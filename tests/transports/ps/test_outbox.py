@@ -7,6 +7,7 @@ import pytest
 
 from commsched.transports.ps.frame import HEADER_BYTES, Frame, Kind
 from commsched.transports.ps.outbox import Outbox
+from commsched.transports.ps.right_of_way import RightOfWay
 
 ACK = Frame(Kind.ACK, step=1)
 
@@ -18,8 +19,8 @@ def outbox_with(*orders: int) -> Outbox:
     return outbox
 
 
-def put(outbox: Outbox, order: int, partition: int = 0) -> None:
-    outbox.put(Frame(Kind.PUSH, partition=partition, dtype="uint8", stop=10, payload=bytes(10), order=order))
+def put(outbox: Outbox, order: int, partition: int = 0, kind: Kind = Kind.PUSH) -> None:
+    outbox.put(Frame(kind, partition=partition, dtype="uint8", stop=10, payload=bytes(10), order=order))
 
 
 def orders(outbox: Outbox, count: int) -> list[int]:
@@ -121,6 +122,87 @@ def test_paced_gradients_enter_when_released_and_small_messages_are_charged():
     assert (priority, nbytes) == (4, HEADER_BYTES + 10)
     release()
     assert orders(outbox, 1) == [4]
+
+
+def test_a_pacer_lets_pushes_pass_before_replies():
+    pacer = FakePacer()
+    outbox = Outbox(pacer)
+    put(outbox, 0, kind=Kind.RESULT)
+    put(outbox, 2**32 - 1)
+    reply, push = (priority for priority, _, _ in pacer.waiting)
+    assert push < reply
+
+
+def taken_in_a_thread(outbox: Outbox) -> tuple[threading.Thread, queue.SimpleQueue]:
+    """What ``outbox`` gives until it ends; None is its end."""
+    taken: queue.SimpleQueue = queue.SimpleQueue()
+
+    def take() -> None:
+        for parcel in outbox:
+            taken.put(parcel.frame)
+        taken.put(None)
+
+    thread = threading.Thread(target=take, daemon=True)
+    thread.start()
+    return thread, taken
+
+
+def test_gradients_that_give_way_leave_when_it_is_free_and_small_messages_at_any_time():
+    way, outbox = RightOfWay(), Outbox()
+    outbox.give_way(way)
+    way.take()
+    way.take()
+    thread, taken = taken_in_a_thread(outbox)
+    for order in (3, 1, 2):
+        put(outbox, order)
+    outbox.put_control(ACK)
+    assert taken.get(timeout=10) == ACK
+    way.give_back()
+    outbox.put_control(ACK)
+    assert taken.get(timeout=10) == ACK  # and still nothing else
+    way.give_back()
+    assert [taken.get(timeout=10).order for _ in range(3)] == [1, 2, 3]
+    way.take()
+    put(outbox, 4)
+    outbox.put_control(ACK)
+    assert taken.get(timeout=10) == ACK
+    way.give_back()
+    assert taken.get(timeout=10).order == 4
+    outbox.finish()
+    assert taken.get(timeout=10) is None
+    thread.join(10)
+    outbox.keep_way()
+    assert repr(way) == "<RightOfWay 0 pushes leaving, 0 streams give way>"
+
+
+def test_an_outbox_that_gives_way_still_ends():
+    way, outbox = RightOfWay(), Outbox()
+    outbox.give_way(way)
+    way.take()
+    _, taken = taken_in_a_thread(outbox)
+    put(outbox, 1)
+    outbox.finish()
+    assert taken.get(timeout=10) is None
+
+
+def test_who_keeps_the_way_again_waits_for_nobody():
+    way, outbox = RightOfWay(), Outbox()
+    outbox.give_way(way)
+    way.take()
+    put(outbox, 1)
+    outbox.keep_way()
+    assert orders(outbox, 1) == [1]
+
+
+def test_nothing_is_lost_when_the_way_changes_all_the_time():
+    way, outbox = RightOfWay(), Outbox()
+    outbox.give_way(way)
+    _, taken = taken_in_a_thread(outbox)
+    for number in range(2000):
+        way.take()
+        put(outbox, number)
+        way.give_back()
+    assert sorted(taken.get(timeout=10).order for _ in range(2000)) == list(range(2000))
 
 
 def test_repr_counts_what_waits():
