@@ -205,8 +205,8 @@ def best_partition(
 ) -> float:
     """The partition size, in bytes, at which overhead and lost preemption cost the least together.
 
-    It minimises ``S / size * overhead + all / size * processor + m * size * seconds_per_byte``, where ``S`` are the bytes of the
-    layers up to the one that binds (see :func:`binding`): without ``processor_seconds`` it is ``sqrt(overhead * S / (m
+    It minimises ``S / size * overhead + all / size * processor + m * size * seconds_per_byte``, where ``S`` are the bytes of
+    the layers up to the one that binds (see :func:`binding`): without ``processor_seconds`` it is ``sqrt(overhead * S / (m
     seconds_per_byte))``.
 
     Args:

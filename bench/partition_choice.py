@@ -20,7 +20,7 @@ def choose(
     """Partition and credit in bytes; each as given, or ``"auto"``.
 
     The best partition balances what messages cost against what cannot be called back (``lower_bound.best_partition``), from
-    64 KB to 4 MB. The credit is two partitions for each of ``shards``: none waits for another, nor pauses while credit comes back.
+    64 KB to 4 MB. The credit is two partitions for each of ``shards``: none waits for another, nor for credit to come back.
 
     Args:
         layers: of each rank; the median of what suits them is taken.
