@@ -17,7 +17,9 @@ from .transports import require_transport
 from .version import __version__
 
 #: Settings that make sense as options of ``commsched run``; the others concern jobs across machines.
-_RUN_OPTIONS = ("transport", "lane", "partition", "credit", "policy", "rate", "trace", "fail_after", "disable")
+_RUN_OPTIONS = ("transport", "lane", "partition", "credit", "fusion", "policy", "rate", "trace", "fail_after", "disable")
+#: Likewise of ``commsched server``.
+_SERVER_OPTIONS = ("lane",)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,9 +45,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--servers", type=_not_negative, default=0, metavar="K", help="parameter servers; 0: every rank hosts a shard"
     )
-    settings = {f.name: f for f in fields(Settings)}
-    for name in _RUN_OPTIONS:
-        parser.add_argument(f"--{name.replace('_', '-')}", dest=name, metavar="VALUE", help=settings[name].metadata["help"])
+    _add_settings(parser, _RUN_OPTIONS)
     parser.add_argument("command", nargs="+", metavar="COMMAND", help="what every rank runs, after --")
     parser.set_defaults(function=_run)
 
@@ -53,7 +53,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
 def _run(arguments: argparse.Namespace) -> int:
     from .launch import run
 
-    options = {name: getattr(arguments, name) for name in _RUN_OPTIONS if getattr(arguments, name) is not None}
+    options = _given(arguments, _RUN_OPTIONS)
     # Here, so that a mistake is said once, and before anything starts.
     require_transport(Settings.load(options, os.environ).transport)
     if shutil.which(arguments.command[0]) is None:
@@ -64,6 +64,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _add_server(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--bind", default="127.0.0.1:0", metavar="HOST:PORT", help="where to listen; port 0: any free one")
+    _add_settings(parser, _SERVER_OPTIONS)
     parser.set_defaults(function=_serve)
 
 
@@ -71,11 +72,21 @@ def _serve(arguments: argparse.Namespace) -> int:
     quiet_grpc()
     from .server import serve
 
-    settings = Settings.load({}, os.environ)
+    settings = Settings.load(_given(arguments, _SERVER_OPTIONS), os.environ)
     token = read_token(settings)
     if token is None:
         raise ConfigError("a server needs the job's token: set COMMSCHED_TOKEN or COMMSCHED_TOKEN_FILE")
     return serve(parse_address(arguments.bind, "--bind"), token, settings)
+
+
+def _add_settings(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
+    settings = {f.name: f for f in fields(Settings)}
+    for name in names:
+        parser.add_argument(f"--{name.replace('_', '-')}", dest=name, metavar="VALUE", help=settings[name].metadata["help"])
+
+
+def _given(arguments: argparse.Namespace, names: Sequence[str]) -> dict[str, str]:
+    return {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
 
 
 def _positive(text: str) -> int:

@@ -27,6 +27,9 @@ Options = list[tuple[str, int]]
 
 _AUTHORIZATION = "authorization"
 
+#: The longest time that gRPC takes.
+_MOST_MS = 2**31 - 1
+
 
 def server_options(fail_after_seconds: float, max_message_bytes: int) -> Options:
     """Options of a server whose clients use :func:`channel_options` with the same arguments."""
@@ -75,7 +78,8 @@ def _keepalive_ms(fail_after_seconds: float) -> tuple[int, int]:
     Longer than ``fail_after``, so that a peer that pauses for less lives, and so that the control channel's heartbeats, which
     name the peer and the seconds, tell first. Keepalive is what ends connections that nobody's heartbeat watches.
     """
-    return max(10, round(fail_after_seconds * 500)), round(fail_after_seconds * 1000) + 2000
+    every_ms, timeout_ms = max(10, round(fail_after_seconds * 500)), round(fail_after_seconds * 1000) + 2000
+    return min(every_ms, _MOST_MS), min(timeout_ms, _MOST_MS)
 
 
 class DaemonExecutor(Executor):
@@ -153,29 +157,54 @@ def bind(server: grpc.Server, address: str) -> int:
     """
     try:
         port: int = server.add_insecure_port(address)
-    except RuntimeError as error:
-        raise ConfigError(f"cannot listen at {address}: {_why_not(address)}") from error
+    except RuntimeError:
+        port = 0
     if port == 0:
-        raise ConfigError(f"cannot listen at {address}: {_why_not(address)}")
+        listen(address).close()  # gRPC does not say why it could not; a plain socket does
+        raise ConfigError(f"cannot listen at {address}: gRPC could not bind it")
     return port
 
 
-def _why_not(address: str) -> str:
-    """gRPC does not say; a plain socket does."""
+def listen(address: str) -> socket.socket:
+    """A plain socket that listens at ``address`` (host:port; port 0: any free one), at the first that the host's name stands
+    for and this machine has.
+
+    Raises:
+        ConfigError: the port is taken, or the address is not one of this machine; names it.
+    """
     host, _, port = address.rpartition(":")
     try:
-        family, kind, protocol, _, where = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as gRPC does
-            probe.bind(where)
-            probe.listen()
+        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
     except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            return "the port is taken by another process; choose another, or 0 for any free one"
-        return error.strerror or str(error)
-    except ValueError:
-        return "it is not host:port"
-    return "gRPC could not bind it"
+        raise ConfigError(f"cannot listen at {address}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise ConfigError(f"cannot listen at {address}: it is not host:port") from error
+    refusals: list[OSError] = []
+    for family, kind, protocol, _, where in found:
+        try:
+            return _listen_at(socket.socket(family, kind, protocol), where)
+        except OSError as error:
+            refusals.append(error)
+            if error.errno == errno.EADDRINUSE:
+                break  # clients try this one first too, and would come to the other process
+    raise ConfigError(f"cannot listen at {address}: {_why_not(refusals[-1])}") from refusals[-1]
+
+
+def _listen_at(listening: socket.socket, where: Any) -> socket.socket:
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # not SO_REUSEPORT: two servers would share clients
+        listening.bind(where)
+        listening.listen()
+    except OSError:
+        listening.close()
+        raise
+    return listening
+
+
+def _why_not(refusal: OSError) -> str:
+    if refusal.errno == errno.EADDRINUSE:
+        return "the port is taken by another process; choose another, or 0 for any free one"
+    return refusal.strerror or str(refusal)
 
 
 def token_metadata(token: str) -> tuple[tuple[str, str], ...]:

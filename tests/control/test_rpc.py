@@ -19,6 +19,7 @@ from commsched.rpc import (
     TokenInterceptor,
     bind,
     channel_options,
+    listen,
     make_channel,
     make_server,
     server_options,
@@ -107,6 +108,27 @@ def test_a_taken_port_is_named(server: grpc.Server, reuse_port: bool) -> None:
 def test_an_address_that_is_not_ours_is_named(server: grpc.Server, address: str, why: str) -> None:
     with pytest.raises(ConfigError, match=f"cannot listen at {address}: .*{why}"):
         bind(server, address)
+
+
+def resolve_to(monkeypatch: pytest.MonkeyPatch, *addresses: tuple[str, int]) -> None:
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 0, "", address) for address in addresses]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+
+
+def test_a_name_with_several_addresses_is_listened_at_by_the_first_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    resolve_to(monkeypatch, ("198.51.100.1", 0), ("127.0.0.1", 0))
+    with listen("name:0") as listening:
+        assert listening.getsockname()[0] == "127.0.0.1"
+    resolve_to(monkeypatch, ("198.51.100.1", 0), ("203.0.113.1", 0))
+    with pytest.raises(ConfigError, match="cannot listen at name:0: Cannot assign requested address"):
+        listen("name:0")
+
+
+def test_a_port_taken_at_one_address_of_a_name_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as holder:
+        resolve_to(monkeypatch, ("127.0.0.1", holder.getsockname()[1]), ("127.0.0.1", 0))
+        with pytest.raises(ConfigError, match="cannot listen at name:7: the port is taken by another process"):
+            listen("name:7")
 
 
 def test_two_servers_do_not_share_a_port(server: grpc.Server) -> None:

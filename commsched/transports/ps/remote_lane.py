@@ -47,7 +47,7 @@ class RemoteLane:
             CommschedError: the job failed meanwhile.
         """
         if not self._connected.wait(within_seconds):
-            raise PeerTimeout(f"{self._peer} did not answer within {within_seconds:.0f} s")
+            raise PeerTimeout(f"{self._peer} did not answer within {within_seconds:.0f} s (is it up, with the same lane?)")
         if not self._welcomed:
             raise self._end or PeerLost(f"{self._peer} ended before it answered")
 
@@ -85,6 +85,7 @@ class RemoteLane:
         try:
             for frame in self._stream.frames(self._place):
                 self._handle(frame)
+                del frame  # its memory may be wanted before the next message comes
             self._ended(PeerLost(f"{self._peer} is gone: it ended the stream without a goodbye"))
         except StreamBroken as broken:
             self._ended(PeerLost(f"{self._peer} is gone: {broken}"))

@@ -130,6 +130,7 @@ class Service:
                     return self._goodbye(worker.rank)
                 else:
                     self._handle(worker, frame)
+                del frame  # its memory is used again, perhaps before the next message comes
         except ProtocolError as error:
             raise ProtocolError(f"{self._name} got from {worker}: {error}") from error
         except StreamBroken:

@@ -21,6 +21,9 @@ _UNSENT_BYTES = 256 * 1024
 #: link does not fall idle between two; and as nobody can answer what has not left, ``sent`` is over before the answer comes.
 _REST_BYTES = 64 * 1024
 
+#: The most that Linux takes for TCP_KEEPIDLE and TCP_KEEPINTVL, and for TCP_USER_TIMEOUT.
+_MOST_PROBE_SECONDS, _MOST_TIMEOUT_MS = 2**15 - 1, 2**31 - 1
+
 
 class TcpConnection:
     """See ``Stream``. One thread sends; the thread that iterates ``frames`` receives. Payload goes from the task's memory to
@@ -29,6 +32,10 @@ class TcpConnection:
     Args:
         name: of the sending thread.
         fail_after_seconds: bounds how long a connection lives whose other end is frozen or cut off.
+
+    Raises:
+        OSError: the system refuses an option of the socket.
+        RuntimeError: there is no thread to be had.
     """
 
     def __init__(self, connected: socket.socket, peer: str, outbox: Outbox, name: str, fail_after_seconds: float) -> None:
@@ -47,13 +54,11 @@ class TcpConnection:
             if nbytes:
                 frame = frame._replace(payload=place(frame) if frame.kind in RAW else memoryview(bytearray(nbytes)))
                 if not self._fill(memoryview(frame.payload)):
-                    raise StreamBroken("it ended in the middle of a message")
+                    raise self._broken("it ended in the middle of a message")
             yield frame
             del frame  # its memory may be wanted before the next message comes
-        if isinstance(self._send_error, CommschedError):
-            raise self._send_error
         if self._send_error is not None:
-            raise StreamBroken(str(self._send_error))
+            raise self._broken(self._send_error)
 
     def abort(self) -> None:
         """End at once, in both directions. Any thread; the connection must not be closed yet."""
@@ -93,10 +98,15 @@ class TcpConnection:
                     break
                 filled += received
         except OSError as error:
-            raise StreamBroken(str(self._send_error or error)) from error
+            raise self._broken(error) from error
         if 0 < filled < len(memory):
-            raise StreamBroken("it ended in the middle of a message")
+            raise self._broken("it ended in the middle of a message")
         return filled > 0
+
+    def _broken(self, why: object) -> Exception:
+        """What the sender failed by counts first: what else is seen follows from it."""
+        error = self._send_error
+        return error if isinstance(error, CommschedError) else StreamBroken(str(error or why))
 
     # --- the sender's thread ---
 
@@ -106,11 +116,11 @@ class TcpConnection:
                 self._send(parcel)
                 del parcel  # its memory may be wanted before the next message comes
             self._socket.shutdown(socket.SHUT_WR)
-        except OSError as error:
+        except (BrokenPipeError, ConnectionResetError) as error:
             self._send_error = error  # the receiver finds the end, after what had come before it
         except Exception as error:
             self._send_error = error
-            self.abort()
+            self.abort()  # or the receiver might wait for ever for answers to what was never sent
         self.outbox.abort()
 
     def _send(self, parcel: Parcel) -> None:
@@ -140,10 +150,11 @@ def _set_options(connected: socket.socket, fail_after_seconds: float) -> None:
     # Heartbeats on the control channel tell first, and by name. This ends connections to hosts that vanished which nobody's
     # heartbeat watches; a peer that pauses for less than ``fail_after`` lives.
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    probe_seconds = max(1, round(fail_after_seconds / 2))
+    probe_seconds = min(max(1, round(fail_after_seconds / 2)), _MOST_PROBE_SECONDS)
+    timeout_ms = min(round(fail_after_seconds * 1000) + 2000, _MOST_TIMEOUT_MS)
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, probe_seconds)
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, probe_seconds)
-    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(fail_after_seconds * 1000) + 2000)
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout_ms)
 
 
 def _set_receive_timeout(connected: socket.socket, seconds: float) -> None:

@@ -2,7 +2,8 @@
 
 A challenge and response by HMAC-SHA256 (RFC 2104) over a nonce of each end. The token never travels, an old answer proves
 nothing, and one end's proof is no answer to the other's challenge. The worker proves first, so a stranger who connects learns
-nothing that a token could be guessed from. What follows is neither encrypted nor signed.
+nothing that a token could be guessed from. Whoever a worker connects to does get its proof: enough to try guesses of a weak
+token, or to be taken for the worker by relaying it. What follows is neither encrypted nor signed.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import socket
 import threading
@@ -11,7 +10,7 @@ from contextlib import suppress
 from time import monotonic
 
 from ...core.errors import ConfigError
-from ...rpc import DaemonExecutor
+from ...rpc import DaemonExecutor, listen
 from .outbox import Outbox
 from .pacer import Pacer
 from .stream import Stream
@@ -27,7 +26,7 @@ _MOST_HANDSHAKES = 64
 #: How long streams may take to end in good order when the port closes, and each by itself once its last word is said.
 _GRACE_SECONDS = 1.0
 
-#: How often the log mentions strangers.
+#: How often the log mentions connections that were refused.
 _WARN_EVERY_SECONDS = 10.0
 
 
@@ -40,7 +39,7 @@ class TcpPort:
         self._token = token
         self._pacer = pacer
         self._fail_after_seconds = fail_after_seconds
-        self._listening = _listen(address)
+        self._listening = listen(address)
         self.address = f"{address.rpartition(':')[0]}:{self._listening.getsockname()[1]}"
         self._executor = DaemonExecutor("commsched-ps")
         self._handshakes = threading.BoundedSemaphore(_MOST_HANDSHAKES)
@@ -68,17 +67,25 @@ class TcpPort:
     # --- the accepting thread ---
 
     def _accept(self, handle: Callable[[Stream], None]) -> None:
-        while (accepted := self._next()) is not None:
-            if self._handshakes.acquire(blocking=False):
-                self._executor.submit(self._meet, accepted, handle)
-            else:
-                accepted.close()  # one of ours tries again
+        while (connection := self._next()) is not None:
+            accepted, peer = connection
+            # Who is refused here and is one of ours tries again.
+            if not self._handshakes.acquire(blocking=False):
+                self._warn(peer, f"{_MOST_HANDSHAKES} handshakes are under way")
+                self._end(accepted)
+                continue
+            try:
+                self._executor.submit(self._meet, accepted, peer, handle)
+            except RuntimeError as error:  # there is no thread to be had, or the port was closed meanwhile
+                self._handshakes.release()
+                self._warn(peer, error)
+                self._end(accepted)
 
-    def _next(self) -> socket.socket | None:
-        """The next connection, or None when closed."""
+    def _next(self) -> tuple[socket.socket, str] | None:
+        """The next connection and what messages call it, or None when closed."""
         while True:
             try:
-                accepted, _ = self._listening.accept()
+                accepted, (host, port, *_) = self._listening.accept()
             except OSError as error:
                 with self._changed:
                     if self._closed:
@@ -89,69 +96,47 @@ class TcpPort:
             with self._changed:
                 if not self._closed:
                     self._open[accepted] = False
-                    return accepted
+                    return accepted, f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
             accepted.close()
 
     # --- the thread of one connection ---
 
-    def _meet(self, accepted: socket.socket, handle: Callable[[Stream], None]) -> None:
+    def _meet(self, accepted: socket.socket, peer: str, handle: Callable[[Stream], None]) -> None:
         try:
             try:
-                peer = _name(accepted)
                 admit(accepted, self._token, _HANDSHAKE_SECONDS)
-                with self._changed:
-                    self._open[accepted] = True
-            except Stranger as stranger:
-                return self._warn(peer, stranger)
-            except OSError:
-                return None  # gone before it said anything
             finally:
                 self._handshakes.release()
-            self._serve(accepted, peer, handle)
-        finally:
             with self._changed:
-                del self._open[accepted]
-                self._changed.notify_all()
-            accepted.close()
+                self._open[accepted] = True
+            self._serve(accepted, peer, handle)
+        except Stranger as stranger:
+            self._warn(peer, stranger)
+        finally:
+            self._end(accepted)
 
     def _serve(self, accepted: socket.socket, peer: str, handle: Callable[[Stream], None]) -> None:
         outbox = Outbox(self._pacer)
         try:
             connection = TcpConnection(accepted, peer, outbox, "commsched-ps-sender", self._fail_after_seconds)
-        except OSError:
-            return  # it ended meanwhile
+        except (OSError, RuntimeError) as error:  # the system has not what it takes, a thread say
+            return log.warning("%s cannot serve %s: %s", self.address, peer, error)
         try:
             handle(connection)
             connection.linger(_GRACE_SECONDS)
         finally:
             connection.close()
 
-    def _warn(self, peer: str, stranger: Stranger) -> None:
+    # --- both ---
+
+    def _warn(self, peer: str, why: object) -> None:
         now = monotonic()
         if now >= self._warn_again_at and not self._closed:  # a stranger must not fill the log
             self._warn_again_at = now + _WARN_EVERY_SECONDS
-            log.warning("%s refused a connection from %s: %s", self.address, peer, stranger)
+            log.warning("%s refused a connection from %s: %s", self.address, peer, why)
 
-
-def _listen(address: str) -> socket.socket:
-    host, _, port = address.rpartition(":")
-    try:
-        family, kind, protocol, _, where = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
-        listening = socket.socket(family, kind, protocol)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot listen at {address}: {error}") from error
-    try:
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # not SO_REUSEPORT: two servers would share clients
-        listening.bind(where)
-        listening.listen(_MOST_HANDSHAKES)
-    except OSError as error:
-        listening.close()
-        taken = "the port is taken by another process; choose another, or 0 for any free one"
-        why = taken if error.errno == errno.EADDRINUSE else error.strerror or str(error)
-        raise ConfigError(f"cannot listen at {address}: {why}") from error
-    return listening
-
-
-def _name(accepted: socket.socket) -> str:
-    host, port, *_ = accepted.getpeername()
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    def _end(self, accepted: socket.socket) -> None:
+        with self._changed:
+            del self._open[accepted]
+            self._changed.notify_all()
+        accepted.close()

@@ -38,10 +38,7 @@ class TcpStream:
         if connected is None:
             return
         name = f"{threading.current_thread().name}-sender"
-        try:
-            self._connection = TcpConnection(connected, self.peer, self.outbox, name, self._fail_after_seconds)
-        except OSError as error:  # it ended meanwhile
-            raise StreamBroken(str(error)) from error
+        self._connection = TcpConnection(connected, self.peer, self.outbox, name, self._fail_after_seconds)
         yield from self._connection.frames(place)
 
     def abort(self) -> None:
@@ -66,7 +63,7 @@ class TcpStream:
         pause_seconds = _FIRST_PAUSE_SECONDS
         while not self._aborted.is_set():
             for family, kind, protocol, _, address in self._resolve():
-                if (connected := self._attempt(socket.socket(family, kind, protocol), address)) is not None:
+                if (connected := self._attempt(family, kind, protocol, address)) is not None:
                     return connected
             self._aborted.wait(pause_seconds)
             pause_seconds = min(2 * pause_seconds, _LONGEST_PAUSE_SECONDS)
@@ -79,14 +76,15 @@ class TcpStream:
         except OSError:
             return []  # the name may come to be known later
 
-    def _attempt(self, connecting: socket.socket, address: Any) -> socket.socket | None:
+    def _attempt(self, family: int, kind: int, protocol: int, address: Any) -> socket.socket | None:
         with ExitStack() as undo:
-            undo.callback(self._drop, connecting)
-            with self._lock:
-                self._socket = connecting
-            if self._aborted.is_set():
-                return None
             try:
+                connecting = socket.socket(family, kind, protocol)  # fails where there is no IPv6, say
+                undo.callback(self._drop, connecting)
+                with self._lock:
+                    self._socket = connecting
+                if self._aborted.is_set():
+                    return None
                 connecting.settimeout(_ATTEMPT_SECONDS)
                 connecting.connect(address)
                 introduce(connecting, self.peer, self._token, _ATTEMPT_SECONDS)

@@ -86,21 +86,21 @@ class PsTransport:
         self._peers = [f"rank {k}'s shard at {a}" if own_shard else f"server {k} at {a}" for k, a in enumerate(servers)]
         self._lanes: list[Lane] = []
         connecting: list[RemoteLane] = []
-        for index, address in enumerate(servers):
-            if own_shard is not None and index == rank:
-                self._lanes.append(OwnLane(rank, own_shard.service, self))
-                continue
-            hello = Hello(rank, world_size, index, control_address)
-            stream = open_stream(lane, self._peers[index], address, token, Outbox(pacer), fail_after_seconds)
-            connecting.append(RemoteLane(stream, hello, self))
-            self._lanes.append(connecting[-1])
-        # Somebody else's failure: the server that we wait for may never come.
-        when_failed(partial(_give_up, connecting))
-        deadline = monotonic() + connect_within_seconds
         try:
+            for index, address in enumerate(servers):
+                if own_shard is not None and index == rank:
+                    self._lanes.append(OwnLane(rank, own_shard.service, self))
+                    continue
+                hello = Hello(rank, world_size, index, control_address)
+                stream = open_stream(lane, self._peers[index], address, token, Outbox(pacer), fail_after_seconds)
+                connecting.append(RemoteLane(stream, hello, self))
+                self._lanes.append(connecting[-1])
+            # Somebody else's failure: the server that we wait for may never come.
+            when_failed(partial(_give_up, connecting))
+            deadline = monotonic() + connect_within_seconds
             for remote in connecting:
                 remote.wait_connected(max(0.0, deadline - monotonic()))
-        except CommschedError:
+        except BaseException:
             self.close(graceful=False)
             raise
 

@@ -39,7 +39,9 @@ class Peer:
                 memory = place(item._replace(payload=b""))
                 memory[:] = item.payload
                 item = item._replace(payload=memory)
+                del memory
             yield item
+            del item  # as a stream must: see the test of memory
 
     def send(self, *frames: Frame) -> None:
         """Returns when the service has handled them."""
@@ -144,6 +146,15 @@ def test_memory_is_used_again_once_all_were_sent_its_average(world):
         for peer in peers:
             peer.receive()
     assert world.service.aggregator.buffers._most_bytes <= 4 * 4  # of the 200 payloads of 4 bytes
+
+
+def test_no_memory_is_held_while_nothing_comes():
+    world = World(1)
+    peer = world.connect(0, 1)
+    peer.send(push(0))
+    assert peer.receive().payload
+    assert len(world.service.aggregator.buffers._returned) == 1
+    world.close()
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,14 @@ from commsched.core.task import CommTask
 from commsched.rpc import make_channel, token_metadata
 from commsched.testing.check_transport import check_averages, check_back_to_back, check_transport
 from commsched.transports.ps import grpc_port
-from commsched.transports.ps.carriers import open_port
+from commsched.transports.ps import transport as ps_transport
+from commsched.transports.ps.carriers import open_port, open_stream
 from commsched.transports.ps.frame import MAX_MESSAGE_BYTES, Frame, Kind, encode, json_frame
 from commsched.transports.ps.grpc_stream import METHOD
 from commsched.transports.ps.hello import Hello
+from commsched.transports.ps.remote_lane import RemoteLane
+from commsched.transports.ps.right_of_way import RightOfWay
+from commsched.transports.ps.service import Service
 from commsched.transports.ps.shard import Shard
 from commsched.transports.ps.stream import Stream
 from commsched.transports.ps.transport import PsTransport
@@ -130,6 +134,53 @@ def test_a_capped_link_is_not_faster_than_its_rate(lane):
         assert monotonic() - began >= 2 * 4 * numel / rate
 
 
+def test_replies_give_way_while_a_push_of_their_rank_waits_for_a_receiver_and_leave_after_it(monkeypatch):
+    big_bytes = 2**26  # more than the kernel holds
+    manifest = Manifest((TensorSpec("front", (256,), "uint8"), TensorSpec("big", (big_bytes,), "uint8")))
+    stopped, resumed, gave_way = threading.Event(), threading.Event(), threading.Event()
+    place, is_free = Service._place, RightOfWay.is_free
+
+    def place_when_resumed(service, worker, frame):
+        if frame.partition == 1 and not resumed.is_set():
+            stopped.set()
+            assert resumed.wait(20)
+        return place(service, worker, frame)
+
+    def watched(way: RightOfWay) -> bool:
+        free = is_free.fget(way)
+        if way is transports[0]._way and not free:
+            gave_way.set()
+        return free
+
+    def front() -> CommTask:
+        return CommTask(0, 0, Partition(0, "uint8", 0, 256, (0,)), memoryview(bytearray(256)))
+
+    def big() -> CommTask:
+        return CommTask(0, 0, Partition(1, "uint8", 256, 256 + big_bytes, (1,)), memoryview(bytearray(big_bytes)))
+
+    monkeypatch.setattr(Service, "_place", place_when_resumed)
+    failures = [Failures(), Failures()]
+    with embedded_world(failures) as transports:
+        monkeypatch.setattr(RightOfWay, "is_free", property(watched))
+        for transport in transports:
+            transport.add_group(0, manifest)
+        bigs, fronts = [Ended(), Ended()], [Ended(), Ended()]
+        transports[0].start(big(), bigs[0])
+        assert stopped.wait(20)  # rank 1's shard has the header, and reads no more
+        for transport, ended in zip(transports, fronts):
+            transport.start(front(), ended)
+        assert fronts[0].done.wait(20)
+        assert gave_way.wait(20)  # the reply to rank 1 was about to leave
+        assert not fronts[1].done.is_set()
+        assert not bigs[0].sent.is_set()
+        resumed.set()
+        assert fronts[1].done.wait(20)
+        assert bigs[0].sent.is_set()
+        transports[1].start(big(), bigs[1])
+        assert all(ended.done.wait(20) for ended in bigs)
+    assert all(told.none() for told in failures)
+
+
 def test_credit_comes_back_before_the_other_rank_has_started(server, lane):
     transport = connect(server.address, lane, world_size=2)
     transport.add_group(0, MANIFEST)
@@ -157,19 +208,58 @@ def test_another_world_size_is_one_clear_line(server, lane):
 def test_a_server_that_does_not_come_up_is_named(lane):
     probe = Shard("127.0.0.1:0", TOKEN, 1, lane=lane, on_failure=Failures())
     probe.close()
-    with pytest.raises(PeerTimeout, match=f"server 0 at {probe.address} did not answer within 0 s"):
-        connect(probe.address, lane, within=0.3)
+    with pytest.raises(PeerTimeout) as raised:
+        connect(probe.address, lane, within=0.0)
+    assert str(raised.value) == f"server 0 at {probe.address} did not answer within 0 s (is it up, with the same lane?)"
 
 
-def test_a_server_may_come_up_after_its_workers(lane):
+def test_a_rank_over_grpc_asks_whether_a_server_over_tcp_has_its_lane():
+    server = Shard("127.0.0.1:0", TOKEN, 1, lane="tcp", on_failure=pytest.fail)
+    with pytest.raises(PeerTimeout, match=r"\(is it up, with the same lane\?\)"):
+        connect(server.address, "grpc", within=0.0)
+    server.close()
+
+
+def test_a_server_may_come_up_after_its_workers(lane, monkeypatch):
     probe = Shard("127.0.0.1:0", TOKEN, 1, lane=lane, on_failure=Failures())
     probe.close()
     late: list[Shard] = []
-    starter = threading.Timer(0.3, lambda: late.append(Shard(probe.address, TOKEN, 1, lane=lane, on_failure=Failures())))
-    starter.start()
+    wait_connected = RemoteLane.wait_connected
+
+    def start_and_wait(self: RemoteLane, within_seconds: float) -> None:  # the lane has begun to connect
+        late.append(Shard(probe.address, TOKEN, 1, lane=lane, on_failure=Failures()))
+        wait_connected(self, within_seconds)
+
+    monkeypatch.setattr(RemoteLane, "wait_connected", start_and_wait)
     connect(probe.address, lane).close()
-    starter.join()
     late[0].close()
+
+
+def test_a_frozen_connection_may_live_for_as_long_as_one_likes(lane):
+    server = Shard("127.0.0.1:0", TOKEN, 1, lane=lane, on_failure=pytest.fail, fail_after_seconds=1e9)
+    transport = PsTransport(0, 1, [server.address], TOKEN, lane=lane, on_failure=pytest.fail, fail_after_seconds=1e9)
+    transport.add_group(0, MANIFEST)
+    ended = Ended()
+    transport.start(make_task(), ended)
+    assert ended.done.wait(20)
+    transport.close()
+    server.close()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("can't start new thread")])
+def test_what_ends_the_connecting_leaves_no_lane(server, lane, monkeypatch, error):
+    opened = []
+
+    def open_once(*arguments):
+        if opened:
+            raise error
+        opened.append(open_stream(*arguments))
+        return opened[0]
+
+    monkeypatch.setattr(ps_transport, "open_stream", open_once)
+    with pytest.raises(type(error)):
+        PsTransport(0, 1, [server.address] * 2, TOKEN, lane=lane, on_failure=pytest.fail)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("commsched-lane-")]
 
 
 def test_a_taken_port_is_one_clear_line(server, lane):
