@@ -25,6 +25,7 @@ from commsched.transports import require_transport
 
 from .arguments import FLOAT32_BYTES, at_least, float32_sizes, setting
 from .cluster import BURST_BYTES
+from .cpu_time import cpu_seconds
 from .job import Job, run_job
 from .lower_bound import bytes_factor
 from .results import Row, add_json_argument, table, write
@@ -111,7 +112,7 @@ def _row(args: argparse.Namespace, link: str, by_rank: Sequence[Mapping[str, Any
     carried = 2 * size * (args.workers if args.servers else args.workers - 1)
     return {
         "transport": args.transport,
-        "lane": args.lane,
+        "lane": args.lane if args.transport == "ps" else None,
         "workers": args.workers,
         "servers": args.servers,
         "link": link,
@@ -164,23 +165,17 @@ def _measure(
     buffer, group = register(session, f"{size} bytes", size)
     # Small whole numbers: float32 holds their sum, and its quotient by the number of ranks, exactly.
     pattern = (np.arange(buffer.size) % 8191).astype(np.float32)
-    seconds, cpu_seconds, wrong = [], 0.0, 0
+    seconds, used, wrong = [], 0.0, 0
     for repetition in range(-warmup, repetitions):
         np.add(pattern, repetition % 64 + session.rank, out=buffer)
         average(start_line)
-        cpu_began, began = _cpu_seconds(server_pids), time.monotonic()
+        cpu_began, began = cpu_seconds(server_pids), time.monotonic()
         average(group)
         ended = time.monotonic()
         average(start_line)  # what serves the other ranks belongs to the cost too
         if repetition >= 0:
             seconds.append(ended - began)
-            cpu_seconds += _cpu_seconds(server_pids) - cpu_began
+            used += cpu_seconds(server_pids) - cpu_began
         wrong += int(np.count_nonzero(buffer != pattern + (repetition % 64 + (session.world_size - 1) / 2)))
     group.release()
-    return {"size_bytes": size, "seconds": seconds, "cpu_seconds": cpu_seconds, "wrong_elements": wrong}
-
-
-def _cpu_seconds(pids: Sequence[int]) -> float:
-    """CPU time of this process and those of ``pids`` so far, all their threads together."""
-    # Linux numbers the clock of another process's CPU time so; see clock_getcpuclockid(3), which Python does not offer.
-    return time.process_time() + sum(time.clock_gettime((~pid << 3) | 2) for pid in pids)
+    return {"size_bytes": size, "seconds": seconds, "cpu_seconds": used, "wrong_elements": wrong}

@@ -14,12 +14,13 @@ import torch
 
 @dataclass(frozen=True)
 class LayerTimes:
-    """In order of use in forward: name, forward and backward seconds, and bytes of gradients of each layer; medians."""
+    """Of each layer, in order of use in forward: name, median seconds, bytes of all its gradients and of each of them."""
 
     names: list[str]
     forward_seconds: list[float]
     backward_seconds: list[float]
     nbytes: list[int]
+    tensors: list[list[int]]
 
 
 @dataclass(frozen=True)
@@ -37,8 +38,13 @@ class ParameterLayer:
         return self.module_name or "model"
 
     @property
+    def tensors(self) -> list[int]:
+        """Bytes of each parameter."""
+        return [parameter.nbytes for parameter in self.parameters]
+
+    @property
     def nbytes(self) -> int:
-        return sum(parameter.numel() * parameter.element_size() for parameter in self.parameters)
+        return sum(self.tensors)
 
 
 def parameter_layers(modules: Sequence[tuple[str, torch.nn.Module]]) -> list[ParameterLayer]:
@@ -87,13 +93,13 @@ class LayerTimer:
         self._order: list[str] = []
         self._layers: list[ParameterLayer] = []
         self._steps: list[tuple[list[float], list[float]]] = []
-        self._handles = [model.register_forward_pre_hook(self._begin)]
+        model.register_forward_pre_hook(self._begin)
         for name, module in self._modules.items():
             if any(True for _ in module.parameters(recurse=False)):
-                self._handles.append(module.register_forward_pre_hook(self._use_of(name)))
+                module.register_forward_pre_hook(self._use_of(name))
         for parameter in model.parameters():
             if parameter.requires_grad:
-                self._handles.append(parameter.register_post_accumulate_grad_hook(self._on_gradient))
+                parameter.register_post_accumulate_grad_hook(self._on_gradient)
 
     def _begin(self, *_: Any) -> None:
         self._forward_at.clear()
@@ -113,11 +119,6 @@ class LayerTimer:
     def layers(self) -> list[ParameterLayer]:
         """Those of the result, known after the first step."""
         return list(self._layers)
-
-    def detach(self) -> None:
-        """Remove the hooks; what was measured stays."""
-        for handle in self._handles:
-            handle.remove()
 
     def step(self, forward_ended: Any, backward_ended: Any, update_ended: Any) -> None:
         """The clock's moments (of ``perf_counter``, if none was given) at which the phases of a training step ended.
@@ -165,4 +166,5 @@ class LayerTimer:
         if not steps:
             raise ValueError(f"{len(self._steps)} steps were timed, and {warm_up} of them are for warming up")
         forward, backward = ([median(layer) for layer in zip(*part)] for part in zip(*steps))
-        return LayerTimes([layer.name for layer in self._layers], forward, backward, [layer.nbytes for layer in self._layers])
+        names, nbytes, tensors = zip(*((layer.name, layer.nbytes, layer.tensors) for layer in self._layers))
+        return LayerTimes(list(names), forward, backward, list(nbytes), list(tensors))

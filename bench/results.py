@@ -54,7 +54,7 @@ def environment() -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)),
         "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
         "load_average": [round(load, 2) for load in os.getloadavg()],
-        "commit": _commit(),
+        "commit": commit(),
     }
 
 
@@ -89,7 +89,7 @@ def _processor() -> str:
     return names[0] if names else platform.machine()
 
 
-def _commit() -> str | None:
+def commit() -> str | None:
     """The commit of the working tree, with a ``+`` if files differ from it; None outside a repository."""
     try:
         sha = _git("rev-parse", "HEAD")

@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     outcome = run_job(job, __name__, {"rounds": args.rounds, "size": args.size, "slow_rank": args.slow_rank})
     row = {
         "transport": args.transport,
-        "lane": args.lane,
+        "lane": args.lane if args.transport == "ps" else None,
         "workers": args.workers,
         "servers": args.servers,
         "slow_rank": args.slow_rank,

@@ -45,6 +45,3 @@ class StartLine:
                     f"rank {self._session.rank} runs {core.config}, and not {config}, after {_SWITCH_SECONDS:g} s"
                 )
             self.meet()  # configurations change where a step begins
-
-    def release(self) -> None:
-        self._group.release()

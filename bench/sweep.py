@@ -1,7 +1,8 @@
 """``python -m bench sweep``: ``bench train`` over a product of options, cell by cell, in a file from which it can go on.
 
-Each finished cell is in the file before the next begins. Cells that are there already are not measured again, cells that
-failed are tried again, and cells that are there but not in this product stay as they are.
+Each finished cell is in the file before the next begins. Cells that are there already are not measured again, unless they
+are of another commit, machine or version; cells that failed are tried again, and cells that are there but not in this product
+stay as they are.
 """
 
 from __future__ import annotations
@@ -47,6 +48,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         text += "; 500mbit/250mbit/... gives each host its own" if name == "bandwidth" else ""
         swept.add_argument(f"--{name}", type=_values_of(name), default=(default,), metavar="A,...", help=text)
     parser.add_argument(
+        "--keep", action="store_true", help="also the cells that another commit, machine or version measured, as they are"
+    )
+    parser.add_argument(
         "--out", type=Path, required=True, metavar="FILE.jsonl", help="a line per finished cell; goes on from it"
     )
 
@@ -57,7 +61,7 @@ def run(args: argparse.Namespace, measure: Measure = train.measure_rows) -> int:
     options = cells_of(args)
     with SweepLog(args.out) as log:
         _check_options(args.out, log)
-        _sweep(options, log, measure)
+        _sweep(options, log, measure, args.keep)
         cells = [log.cells[identity(key_of(option))] for option in options]
     if args.json:
         _write_json(args.json, args.out, cells)
@@ -87,11 +91,19 @@ def _check_options(path: Path, log: SweepLog) -> None:
             )
 
 
-def _sweep(options: Sequence[TrainOptions], log: SweepLog, measure: Measure) -> None:
+def _sweep(options: Sequence[TrainOptions], log: SweepLog, measure: Measure, keep: bool) -> None:
     """Measure what ``log`` lacks. What ends this process leaves the finished cells in it."""
     from tqdm import tqdm
 
-    todo = [each for each in options if not _is_done(log, each)]
+    here = lasting(results.environment())
+    measured = [each for each in options if _is_measured(log, each)]
+    foreign = [each for each in measured if not keep and _environment(log, each) != here]
+    if foreign:
+        print(
+            f"{len(foreign)} cells are of another commit, machine or version, so they are measured again; --keep keeps them",
+            file=sys.stderr,
+        )
+    todo = [each for each in options if each not in measured or each in foreign]
     done = len(options) - len(todo)
     # No smoothing: cells differ in length, so that their mean tells best how long the rest takes.
     with tqdm(total=len(options), initial=done, unit="cell", smoothing=0, dynamic_ncols=True) as progress:
@@ -106,9 +118,13 @@ def _sweep(options: Sequence[TrainOptions], log: SweepLog, measure: Measure) -> 
             raise
 
 
-def _is_done(log: SweepLog, options: TrainOptions) -> bool:
+def _is_measured(log: SweepLog, options: TrainOptions) -> bool:
     cell = log.cells.get(identity(key_of(options)))
     return cell is not None and cell.error is None
+
+
+def _environment(log: SweepLog, options: TrainOptions) -> Mapping[str, Any]:
+    return lasting(log.cells[identity(key_of(options))].environment)
 
 
 def _measured(options: TrainOptions, log: SweepLog, measure: Measure) -> Cell:
@@ -151,7 +167,7 @@ def _write_json(path: Path, log_path: Path, cells: Sequence[Cell]) -> None:
 
 
 def _conclude(cells: Sequence[Cell], path: Path) -> int:
-    from .train_rows import wrong  # needs an engine
+    from .train_rows import disturbed, wrong  # need an engine
 
     failed = [cell for cell in cells if cell.error is not None]
     print(f"{len(cells) - len(failed)} of {len(cells)} cells are in {path}")
@@ -159,9 +175,10 @@ def _conclude(cells: Sequence[Cell], path: Path) -> int:
         print(f"failed: {_differing(cell.key, cells)}: {cell.error}", file=sys.stderr)
     if failed:
         print("the same command tries them again", file=sys.stderr)
-    mistakes = [f"{_differing(cell.key, cells)}: {mistake}" for cell in cells for mistake in wrong(list(map(dict, cell.rows)))]
-    for mistake in mistakes:
-        print(mistake, file=sys.stderr)
+    of_cells = [(f"{_differing(cell.key, cells)}: ", list(map(dict, cell.rows))) for cell in cells]
+    mistakes = [where + sentence for where, rows in of_cells for sentence in wrong(rows)]
+    for sentence in [*(where + sentence for where, rows in of_cells for sentence in disturbed(rows)), *mistakes]:
+        print(sentence, file=sys.stderr)
     return 1 if failed or mistakes else 0
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
-from commsched.core.config import parse_bytes, parse_rate, parse_seconds
+from commsched.core.config import Settings, parse_bytes, parse_rate, parse_seconds
 from commsched.core.errors import ConfigError
 
 from . import systems
@@ -17,7 +17,7 @@ from .collectives import check_settings
 from .job import Job, run_job
 from .nic_load import bytes_factor
 from .processes import JobFailed
-from .results import add_json_argument, write
+from .results import add_json_argument, commit, write
 from .scaling import Scaling, scale
 from .train_links import Links, why_not_shaped
 from .train_table import text
@@ -30,6 +30,9 @@ LEAST_SETTLE_STEPS = 2
 @dataclass(frozen=True)
 class TrainOptions:
     """What to measure. Texts are as on the command line, so that a record of them is one of the command.
+
+    EMULATED models have their bytes, times and rates scaled together. The CPU cost of messages and bytes is this machine's, and
+    not scaled: ``host_cores`` of a row says what it would be on the cluster that the row stands for.
 
     Args:
         model: a name of ``workloads.registry``, or a profile's ``.json`` file.
@@ -62,7 +65,7 @@ class TrainOptions:
     lane: str | None = None
     partition: str = "auto"
     credit: str = "auto"
-    timeout_seconds: float = 3600.0
+    timeout_seconds: float = 1200.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -124,11 +127,11 @@ def run(args: argparse.Namespace) -> int:
     print(f"{', '.join(options.systems)} take turns, {steps} steps each", flush=True)
     rows = measure_rows(options)
     print(text(rows))
-    if args.json:
-        write(args.json, rows)
     mistakes = wrong(rows)
     for sentence in [*disturbed(rows), *mistakes]:
         print(sentence, file=sys.stderr)
+    if args.json:
+        write(args.json, rows)
     return 1 if mistakes else 0
 
 
@@ -167,13 +170,15 @@ def measure_rows(options: TrainOptions) -> list[dict[str, Any]]:
     if links.rates is not None and missing is None and not outcome.link.endswith(" tbf"):
         raise JobFailed(f"links were to be shaped, and could be a moment before, but the link was {outcome.link}")
     header = Header(
-        model=options.model if scaling is None else scaling.real.model,
+        model=f"{options.model} (reduced)" if scaling is None else scaling.real.model,
         workers=options.workers,
         servers=servers,
         bandwidth_bps=None if links.rates is None else 8 * min(links.rates),
         link=outcome.link,
         emulated=scaling is not None,
         stands_for=None if scaling is None or links.rates is None else scaling.stands_for(min(links.rates)),
+        lane=Settings.load(_settings(options), {}).lane,
+        commit=commit(),
     )
     return make_rows(header, outcome.by_rank)
 

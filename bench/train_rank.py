@@ -56,7 +56,7 @@ class Assignment:
 
 @dataclass
 class _Found:
-    """What was measured of one system."""
+    """What was measured of one system; ``cpu_seconds`` are this rank's, and on rank 0 those of all servers too."""
 
     seconds: list[float] = field(default_factory=list)
     cpu_seconds: float = 0.0
@@ -96,18 +96,26 @@ def _choose(task: Assignment, network: Network, layers: Sequence[LayerTimes]) ->
 def _take_turns(
     task: Assignment, context: Context, compute: ComputeOnly, made: Mapping[str, System]
 ) -> tuple[list[LayerTimes], dict[str, _Found]]:
-    """All systems, and training without communication, again and again: all meet the same network and the same noise."""
+    """All systems, and training without communication, again and again: all meet the same network and the same noise. Another
+    one begins each time, so that none always follows the same."""
     found = {name: _Found() for name in made}
     wanted = plain_averaging(context.workload, task.settle + task.steps, context.session.world_size)
     for turn in range(task.rounds):
         layers = compute.measure(-(-task.steps // 2))
-        for name, system in made.items():
+        for name in rotated(list(made), turn):
+            system = made[name]
             _turn(system, task, context, found[name])
             difference = largest_difference(system.model, wanted, system.initial)
             found[name].max_difference = max(found[name].max_difference, difference)
             if turn == task.rounds - 1:
                 found[name].timeline = _timeline(system, layers[0])
     return layers, found
+
+
+def rotated(names: Sequence[str], turn: int) -> list[str]:
+    """``names``, from another one on in each turn."""
+    first = turn % len(names)
+    return [*names[first:], *names[:first]]
 
 
 def _turn(system: System, task: Assignment, context: Context, found: _Found) -> None:
@@ -117,13 +125,14 @@ def _turn(system: System, task: Assignment, context: Context, found: _Found) -> 
     for step in range(task.settle):
         system.update(system.forward(step))
     system.require_ready()
-    cpu_began, began = cpu_seconds(task.server_pids), perf_counter()
+    server_pids = task.server_pids if context.session.rank == 0 else []  # each server counts once
+    cpu_began, began = cpu_seconds(server_pids), perf_counter()
     for step in range(task.settle, task.settle + task.steps):
         system.update(system.forward(step))
         ended = perf_counter()
         found.seconds.append(ended - began)
         began = ended
-    found.cpu_seconds += cpu_seconds(task.server_pids) - cpu_began
+    found.cpu_seconds += cpu_seconds(server_pids) - cpu_began
     system.end()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any
 
 from commsched.core.manifest import Manifest, TensorSpec
@@ -12,19 +13,20 @@ from commsched.core.plan import cut
 from .arguments import FLOAT32_BYTES
 from .layer_times import LayerTimes
 from .lower_bound import lower_bound, partitioned_bound, wfbp
-from .measure import median_interval, slowest
+from .measure import TOLERATED_DIFFERENCE, median_interval, slowest
 from .network import Network
 from .nic_load import least_seconds_per_byte, seconds_per_byte
-
-#: A system whose weights differ by more than this, relative to what training changed, does not do what it is to do.
-TOLERATED_DIFFERENCE = 1e-4
 
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Header:
-    """What is the same in all rows of one run and was known before it; ``bandwidth_bps`` is the slowest link's."""
+    """What is the same in all rows of one run and was known before it.
+
+    ``bandwidth_bps`` is the slowest link's, ``lane`` what carries the parameter server's bytes, if there is one, and
+    ``commit`` that of the program.
+    """
 
     model: str
     workers: int
@@ -33,6 +35,8 @@ class Header:
     link: str
     emulated: bool
     stands_for: dict[str, Any] | None
+    lane: str | None = None
+    commit: str | None = None
 
 
 def make_rows(header: Header, by_rank: Sequence[Mapping[str, Any]]) -> list[Row]:
@@ -54,12 +58,22 @@ def make_rows(header: Header, by_rank: Sequence[Mapping[str, Any]]) -> list[Row]
 
 def wrong(rows: Sequence[Row]) -> list[str]:
     """A sentence for each system whose weights are not those of plain averaging."""
-    return [
+    return [_mistake(row) for row in rows if not _is_correct(row)]
+
+
+def _is_correct(row: Row) -> bool:
+    if "correct" in row:
+        return bool(row["correct"])
+    return bool(row["max_difference"] <= TOLERATED_DIFFERENCE)  # a row that a sweep kept from before there was the key
+
+
+def _mistake(row: Row) -> str:
+    if row["max_difference"] is None:
+        return f"{row['system']} is wrong: its weights are not finite, or there is nothing that they should have learnt"
+    return (
         f"{row['system']} is wrong: from plain averaging its weights differ by {row['max_difference']:.2g} of what they were "
         "trained"
-        for row in rows
-        if not row["max_difference"] <= TOLERATED_DIFFERENCE
-    ]
+    )
 
 
 def disturbed(rows: Sequence[Row]) -> list[str]:
@@ -83,6 +97,9 @@ def _row(
     samples = list(slowest([rank["seconds"] for rank in by_rank]))
     step_seconds = median_interval(samples)
     compute, comm = sum(map(sum, times)), per_byte * sum(layers.nbytes)
+    lane = header.lane if system["transport"] == "ps" else None
+    cpu = sum(rank["cpu_seconds"] / len(rank["seconds"]) for rank in by_rank) / len(by_rank)
+    difference = max(rank["max_difference"] for rank in by_rank)
     return {
         "system": name,
         "model": header.model,
@@ -92,7 +109,8 @@ def _row(
         "link": header.link,
         "emulated": header.emulated,
         "transport": system["transport"],
-        "config": system["words"],
+        "lane": lane,
+        "config": system["words"] if lane is None else f"{system['words']}, {lane} lane",
         "partition_bytes": system["partition_bytes"],
         "credit_bytes": system["credit_bytes"],
         "gradient_bytes": sum(layers.nbytes),
@@ -111,18 +129,33 @@ def _row(
         "speedup_vs_ddp_tuned": None,
         "possible_speedup_vs_ddp": None,
         "exposed_seconds": step_seconds["median"] - compute,
-        "cpu_seconds_per_step": sum(rank["cpu_seconds"] / len(rank["seconds"]) for rank in by_rank) / len(by_rank),
-        "max_difference": max(rank["max_difference"] for rank in by_rank),
-        "stands_for": header.stands_for,
+        "cpu_seconds_per_step": cpu,
+        "max_difference": difference if isfinite(difference) else None,
+        "correct": difference <= TOLERATED_DIFFERENCE,
+        "stands_for": _stands_for(header, cpu / step_seconds["median"]),
         "simulated_seconds": None,
+        "commit": header.commit,
         "layers": {
             "names": layers.names,
             "forward_seconds": layers.forward_seconds,
             "backward_seconds": layers.backward_seconds,
             "nbytes": layers.nbytes,
+            "tensors": layers.tensors,
         },
         "timeline": system["timeline"],
     }
+
+
+def _stands_for(header: Header, cores: float) -> dict[str, Any] | None:
+    """With ``host_cores``, the cores of each worker that averaging would keep busy on that cluster if a byte cost there what it
+    costs here: links are faster there by a factor, and so bytes come faster by it.
+
+    Args:
+        cores: that each worker kept busy here.
+    """
+    if header.stands_for is None or header.bandwidth_bps is None:
+        return header.stands_for
+    return {**header.stands_for, "host_cores": cores * header.stands_for["bandwidth_bps"] / header.bandwidth_bps}
 
 
 def _bound(by_rank: Sequence[LayerTimes], per_byte: float) -> tuple[float, LayerTimes]:
@@ -141,7 +174,8 @@ def _bound_with_overhead(layers: LayerTimes, per_byte: float, system: Mapping[st
     """``T*`` where partitions of this system's size cost what messages were found to cost; None if it has none."""
     if system["partition_bytes"] is None:
         return None
-    tensors = (TensorSpec(name, (size // FLOAT32_BYTES,), "float32") for name, size in zip(layers.names, layers.nbytes))
-    plan = cut(Manifest(tuple(tensors)), system["partition_bytes"], system["fusion_bytes"])
-    partitions = [(partition.tensors[0], per_byte * partition.nbytes) for partition in plan.partitions]
+    tensors = [(layer, size) for layer, sizes in enumerate(layers.tensors) for size in sizes]
+    specs = (TensorSpec(str(index), (size // FLOAT32_BYTES,), "float32") for index, (_, size) in enumerate(tensors))
+    plan = cut(Manifest(tuple(specs)), system["partition_bytes"], system["fusion_bytes"])
+    partitions = [(tensors[partition.tensors[0]][0], per_byte * partition.nbytes) for partition in plan.partitions]
     return partitioned_bound(layers.forward_seconds, layers.backward_seconds, partitions, system["message_seconds"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from .measure import interval_words
 from .results import table
 
 _COLUMNS = {
@@ -20,6 +21,7 @@ _COLUMNS = {
     "possible_speedup_vs_ddp": "possible",
     "exposed": "exposed",
     "cpu_seconds_per_step": "CPU s/step",
+    "host_cores": "cores there",
     "max_difference": "max diff",
 }
 
@@ -36,13 +38,15 @@ def _heading(row: Mapping[str, Any]) -> str:
         f"{kind} {row['model']}, {row['gradient_bytes'] / 1e6:.1f} MB of gradients, {row['workers']} workers, {where}, "
         f"link {row['link']}: {row['link_bytes_per_second'] / 1e6:.1f} MB/s of payload by plain TCP",
         f"compute {1000 * row['compute_seconds']:.0f} ms, communication {1000 * row['comm_seconds']:.0f} ms, "
-        f"rho {row['rho']:.2f}; T*: no schedule can be faster; ms/step with the 95 % interval of the median",
+        f"rho {row['rho']:.2f}; T*: no schedule can be faster; ms/step with the "
+        f"{interval_words(row['step_seconds']['count'])}",
     ]
     if row["stands_for"]:
         real = row["stands_for"]
         lines.append(
             f"stands for {real['gradient_bytes'] / 1e6:.1f} MB, {1000 * real['compute_seconds']:.0f} ms of computation and "
-            f"links of {real['bandwidth_bps'] / 1e9:.3g} Gbit/s"
+            f"links of {real['bandwidth_bps'] / 1e9:.3g} Gbit/s; the CPU cost of messages and bytes is this machine's, not "
+            "scaled: as many cores of each worker it would take there"
         )
     return "\n".join(lines)
 
@@ -52,6 +56,7 @@ def _shown(row: Mapping[str, Any]) -> Mapping[str, Any]:
     return {
         **row,
         **{key: 1000 * times[key] for key in ("median", "low", "high")},
+        "host_cores": (row["stands_for"] or {}).get("host_cores"),
         "bound": 1000 * row["bound_seconds"],
         "exposed": 1000 * row["exposed_seconds"],
     }

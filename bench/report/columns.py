@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from ..measure import LEAST_SAMPLES
 from .result import Result
 
 MISSING = "-"
@@ -26,16 +27,20 @@ def milliseconds(seconds: float | None) -> str:
 
 
 def step(result: Result) -> str:
-    """The median and its confidence interval."""
-    if result.low is None or result.high is None:
+    """The median and its confidence interval, or the range where there are too few steps for one."""
+    if result.low is None or result.high is None or len(result.samples) == 1:
         return milliseconds(result.median)
-    return f"{milliseconds(result.median)} [{milliseconds(result.low)}, {milliseconds(result.high)}]"
+    word = " range" if 0 < len(result.samples) < LEAST_SAMPLES else ""
+    return f"{milliseconds(result.median)} [{milliseconds(result.low)}, {milliseconds(result.high)}]{word}"
+
+
+def efficiency(result: Result) -> str:
+    return _fixed(result.efficiency, 3) + (" DISTURBED" if result.disturbed else "")
 
 
 def difference(result: Result) -> str:
-    if result.max_difference is None:
-        return MISSING
-    return f"{result.max_difference:.1e}{' WRONG' if result.wrong else ''}"
+    shown = MISSING if result.max_difference is None else f"{result.max_difference:.1e}"
+    return shown + (" WRONG" if result.wrong else "")
 
 
 def rate(bits_per_second: float | None) -> str:
@@ -54,7 +59,8 @@ def stands_for(result: Result) -> str:
     real = result.stands_for
     if real is None:
         return MISSING
-    return f"{real.gradient_bytes / 1e6:.4g} MB, {milliseconds(real.compute_seconds)} ms, {rate(real.bandwidth_bps)}"
+    cores = "" if real.host_cores is None else f", {real.host_cores:.2g} cores"
+    return f"{real.gradient_bytes / 1e6:.4g} MB, {milliseconds(real.compute_seconds)} ms, {rate(real.bandwidth_bps)}{cores}"
 
 
 def model(result: Result) -> str:
@@ -72,7 +78,7 @@ _WHERE = (
 )
 _STEP = Column("ms/step [low, high]", step)
 _BOUND = Column("T* ms", lambda r: milliseconds(r.bound))
-_EFFICIENCY = Column("efficiency", lambda r: _fixed(r.efficiency, 3))
+_EFFICIENCY = Column("efficiency", efficiency)
 _SPEEDUP = Column("speed-up vs DDP", lambda r: _fixed(r.speedup_vs_ddp, 2))
 _POSSIBLE = Column("possible", lambda r: _fixed(r.possible_speedup_vs_ddp, 2))
 _CPU = Column("CPU s/step", lambda r: _fixed(r.cpu, 3))

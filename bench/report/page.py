@@ -13,21 +13,23 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 
 from ..environments import lasting
+from ..measure import LEAST_SAMPLES, TOLERATED_DIFFERENCE, median_absolute_error
 from .columns import LONG
 from .distribution_figure import distribution_figure
 from .group import Group, groups
 from .inversions import SLACK_SECONDS
 from .read import Environment, Read
-from .result import MAX_DIFFERENCE, Result
+from .result import Result
 from .rho_figure import rho_figure
-from .simulation_figure import median_error, simulation_figure
+from .simulation_figure import compared, simulation_figure
 from .style import styled, to_svg
 from .timeline_figure import timeline_figure
 
 _CAPTIONS = (
     (
         rho_figure,
-        "Efficiency and speed-up against DDP; bars are 95 % confidence intervals of the median, systems stand side by side. "
+        "Efficiency and speed-up against DDP; bars are 95 % confidence intervals of the median, or "
+        f"the range of fewer than {LEAST_SAMPLES} steps; systems stand side by side. "
         "A line goes through the fastest setting of each system; faint points are its others.",
     ),
     (distribution_figure, "Every counted step is a point; the box spans the quartiles, its thick line is the median."),
@@ -78,7 +80,9 @@ def page(read: Read) -> str:
         columns=LONG,
         sections=sections,
         simulation=simulation_plot,
-        limit=MAX_DIFFERENCE,
+        limit=TOLERATED_DIFFERENCE,
+        least_samples=LEAST_SAMPLES,
+        disturbed=[result for result in read.results if result.disturbed],
         wrong=[result for result in read.results if result.wrong],
     )
 
@@ -105,7 +109,8 @@ def _plots(name: str, group: Group) -> list[Plot]:
 
 
 def _simulation_plot(figure: Figure, results: Sequence[Result]) -> Plot:
-    caption = f"The simulator is off by {median_error(results):.1%} of the measured time (median)."
+    off = median_absolute_error((result.median, simulated) for result, simulated in compared(results))
+    caption = f"The simulator is off by {off:.1%} of the measured time (median)."
     return Plot(Markup(to_svg(figure, "simulation")), caption, "measured against simulated step times")
 
 

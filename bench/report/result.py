@@ -7,10 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-TRACKS = ("forward", "backward", "network", "wait")
+from ..measure import TOLERATED_DIFFERENCE
 
-#: Weights may differ from plain averaging by rounding: relative to the largest change, by no more than this.
-MAX_DIFFERENCE = 1e-4
+TRACKS = ("forward", "backward", "network", "wait")
 
 
 @dataclass(frozen=True)
@@ -32,11 +31,12 @@ class StandsFor:
     gradient_bytes: float
     compute_seconds: float
     bandwidth_bps: float | None
+    host_cores: float | None
 
 
 @dataclass(frozen=True)
 class Result:
-    """Seconds per step unless the name says otherwise; ``low`` and ``high`` bound the median with 95 % confidence.
+    """Seconds per step unless the name says otherwise; ``low`` and ``high`` are those of ``measure.median_interval``.
 
     None is what was not measured.
     """
@@ -66,6 +66,7 @@ class Result:
     exposed: float | None
     cpu: float | None
     max_difference: float | None
+    correct: bool | None
     simulated_seconds: float | None
     stands_for: StandsFor | None
     timeline: tuple[Span, ...]
@@ -77,7 +78,12 @@ class Result:
 
     @property
     def wrong(self) -> bool:
-        return self.max_difference is not None and self.max_difference > MAX_DIFFERENCE
+        return self.correct is False or (self.max_difference is not None and self.max_difference > TOLERATED_DIFFERENCE)
+
+    @property
+    def disturbed(self) -> bool:
+        """Faster than any step can be: what the bound is from was measured badly."""
+        return not self.simulated and self.bound is not None and self.high is not None and self.high < self.bound
 
 
 def parse_result(row: object) -> Result:
@@ -115,6 +121,7 @@ def parse_result(row: object) -> Result:
         exposed=_number(row, "exposed_seconds"),
         cpu=_number(row, "cpu_seconds_per_step"),
         max_difference=_number(row, "max_difference"),
+        correct=None if row.get("correct") is None else _flag(row, "correct"),
         simulated_seconds=_number(row, "simulated_seconds"),
         stands_for=_stands_for(row),
         timeline=tuple(_span(each) for each in row.get("timeline") or ()),
@@ -125,7 +132,8 @@ def _stands_for(row: Mapping[str, Any]) -> StandsFor | None:
     if row.get("stands_for") is None:
         return None
     cluster = _mapping(row, "stands_for")
-    return StandsFor(_needed(cluster, "gradient_bytes"), _needed(cluster, "compute_seconds"), _number(cluster, "bandwidth_bps"))
+    needed = (_needed(cluster, key) for key in ("gradient_bytes", "compute_seconds"))
+    return StandsFor(*needed, *(_number(cluster, key) for key in ("bandwidth_bps", "host_cores")))
 
 
 def _span(entry: object) -> Span:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from statistics import median
 
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
@@ -46,8 +45,3 @@ def simulation_figure(results: Sequence[Result]) -> Figure | None:
 def compared(results: Sequence[Result]) -> list[tuple[Result, float]]:
     """The measured rows that were simulated too, with the simulated seconds."""
     return [(each, each.simulated_seconds) for each in results if each.simulated_seconds and not each.simulated]
-
-
-def median_error(results: Sequence[Result]) -> float:
-    """As a share of the measured time."""
-    return median(abs(simulated / result.median - 1) for result, simulated in compared(results))

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import replace
-from statistics import median
 from typing import Any
 
+from ..measure import median_absolute_error
 from ..workloads.profile import ITEMSIZE, Layer, Profile
 from .row import Case
 from .scenario import Rules
@@ -29,8 +29,15 @@ def simulated_seconds(row: Mapping[str, Any]) -> float:
     Raises:
         NotSimulated: the row does not say enough, or was measured on what is not modelled.
     """
+    if row.get("simulated"):
+        raise NotSimulated("it was simulated itself")
+    if "," in row["link"]:
+        raise NotSimulated("its links differ, and it tells the rate of the slowest only")
     if "cap" in row["link"]:
         raise NotSimulated("a cap in the transport lets one message pass at a time, which is not modelled")
+    rules = _rules(row)
+    if rules.config.fusion_bytes == 1 and "tensors" not in row["layers"]:
+        raise NotSimulated("it sends each tensor by itself, and the row does not tell the sizes of tensors")
     case = Case(
         _profile(row),
         row["workers"],
@@ -39,7 +46,7 @@ def simulated_seconds(row: Mapping[str, Any]) -> float:
         partition_seconds=row["per_message_seconds"] or 0.0,
         detailed=row["workers"] <= _DETAILED_WORKERS,
     )
-    return case.seconds(_rules(row))
+    return case.seconds(rules)
 
 
 def errors(rows: list[dict[str, Any]]) -> list[float]:
@@ -49,23 +56,20 @@ def errors(rows: list[dict[str, Any]]) -> list[float]:
     ]
 
 
-def median_absolute_error(rows: list[dict[str, Any]]) -> float | None:
-    """None if no row was simulated."""
-    found = errors(rows)
-    return median(map(abs, found)) if found else None
+def typical_error(rows: list[dict[str, Any]]) -> float | None:
+    """The median absolute one; None if no row was simulated."""
+    pairs = [(row["step_seconds"]["median"], row["simulated_seconds"]) for row in rows if row["simulated_seconds"] is not None]
+    return median_absolute_error(pairs) if pairs else None
 
 
 def _profile(row: Mapping[str, Any]) -> Profile:
     layers = row["layers"]
-    columns = layers["names"], layers["nbytes"], layers["forward_seconds"], layers["backward_seconds"]
-    found = [
-        Layer(name, ((nbytes // ITEMSIZE,),) if nbytes else (), forward, backward)
-        for name, nbytes, forward, backward in zip(*columns)
-    ]
-    # What the loop does between steps is no layer's; it begins the forward, and communication may go on behind it.
-    rest = row["compute_seconds"] - sum(layer.forward_seconds + layer.backward_seconds for layer in found)
-    if rest > 0:
-        found.insert(0, Layer("between steps", (), rest, 0.0))
+    tensors = layers.get("tensors") or [[nbytes] if nbytes else [] for nbytes in layers["nbytes"]]
+    columns = layers["names"], tensors, layers["forward_seconds"], layers["backward_seconds"]
+    found = (
+        Layer(name, tuple((nbytes // ITEMSIZE,) for nbytes in sizes), forward, backward)
+        for name, sizes, forward, backward in zip(*columns, strict=True)
+    )
     return Profile(row["model"], tuple(found), "measured")
 
 

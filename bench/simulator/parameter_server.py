@@ -21,8 +21,9 @@ class ParameterServers:
     """See ``ExchangeModel``.
 
     A partition lives on the shard that ``place`` says. Its push goes over the network unless the shard is the rank's own;
-    credit is back when the push has arrived and the answer to it, which weighs nothing, too. When all ranks' pushes are
-    there, each gets its reply.
+    credit is back when the push has arrived and the answer to it, which weighs nothing, too, as over gRPC; over TCP the library
+    has it back earlier, by two latencies and what the kernel holds, 64 KB, and that is not modelled. When all ranks' pushes
+    are there, each gets its reply.
     """
 
     def __init__(self, clock: VirtualClock, cluster: Cluster, rules: Rules, on_done: OnDone) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cached_property
+from math import prod
 from typing import Any, NamedTuple
 
 from ..lower_bound import lower_bound, partitioned_bound, wfbp
 from ..nic_load import bytes_factor
-from ..workloads.profile import Profile
+from ..workloads.profile import ITEMSIZE, Profile
 from .scenario import Cluster, Exchange, Rules, WorkerClass
 from .simulate import Outcome, simulate
 
@@ -96,6 +97,7 @@ def make_row(case: Case, system: str, rules: Rules) -> dict[str, Any]:
         "emulated": False,
         "simulated": True,
         "transport": "ps" if rules.exchange is Exchange.PARAMETER_SERVER else "collectives",
+        "lane": None,
         "config": describe(rules),
         "partition_bytes": rules.config.partition_bytes if cuts else None,
         "credit_bytes": rules.config.credit_bytes if cuts else None,
@@ -117,13 +119,16 @@ def make_row(case: Case, system: str, rules: Rules) -> dict[str, Any]:
         "exposed_seconds": seconds - profile.compute_seconds,
         "cpu_seconds_per_step": None,
         "max_difference": None,
+        "correct": None,
         "stands_for": None,
         "simulated_seconds": seconds,
+        "commit": None,
         "layers": {
             "names": [layer.name for layer in profile.layers],
             "forward_seconds": [layer.forward_seconds for layer in profile.layers],
             "backward_seconds": [layer.backward_seconds for layer in profile.layers],
             "nbytes": [layer.nbytes for layer in profile.layers],
+            "tensors": [[ITEMSIZE * prod(shape) for shape in layer.shapes] for layer in profile.layers],
         },
         "timeline": list(outcome.timeline),
     }

@@ -104,7 +104,9 @@ class Rules:
             so much, as DDP does; None: partitions of ``config``.
         first_bucket_bytes: the same for the bucket that is sent first; None: ``bucket_bytes``.
         pushes_first: on a worker that hosts a shard, replies leave with what its own pushes leave them of the NIC; else both
-            have equal shares.
+            have equal shares. The library lets no reply begin while a push is on its way, even one that its receiver holds up.
+            Modelled so, equal workers stall in step as real ones do not: of 24 equal layers on 4 workers the step was 8 %
+            too long with partitions of 0.33 MB, where this is 3 % too short; with 0.41 MB both are 2 % too short.
     """
 
     config: SchedulerConfig

@@ -21,8 +21,13 @@ from .profile import Layer, Profile
 #: So many different places of the shared random numbers at which a parameter's pattern can begin.
 _OFFSETS = 4096
 _STRIDE = 997  # from one parameter's to the next; coprime to _OFFSETS
-#: All layers together change what passes through them by less than a factor of exp(+-_FEEDBACK): nothing runs away.
-_FEEDBACK = 0.5
+#: All layers together change what passes through them by at most a factor of exp(+-_FEEDBACK): nothing runs away.
+_FEEDBACK = 1.5
+#: Radians of a gain's phase for each unit that weights have moved along their patterns; a step moves them by some 0.01.
+_PHASE = 64.0
+#: Two layers in three push one way and one the other. Were they all alike, the next steps would make up for most of what one
+#: stale layer changed; were they to cancel, nobody would see that all layers are stale.
+_SIGNS = (1, 1, -1)
 _INITIAL_SCALE = 0.1
 #: Who takes longer to read a layer's parameters has waited for them, or updated them.
 _READING_SECONDS = 200e-6
@@ -110,9 +115,10 @@ class EmulatedModel(nn.Module):
         self._device = Device(clock or WallClock())
         patterns = _patterns([shape for layer in profile.layers for shape in layer.shapes])
         chain = []
-        for layer in profile.layers:
+        for index, layer in enumerate(profile.layers):
             own = [patterns.pop(0) for _ in layer.shapes]
-            chain.append(EmulatedLayer(layer, own, _FEEDBACK / len(profile.layers), self._device))
+            feedback = _SIGNS[index % len(_SIGNS)] * _FEEDBACK / len(profile.layers)
+            chain.append(EmulatedLayer(layer, own, feedback, self._device))
             _place(self, layer.name, chain[-1])
         self._chain = chain  # a plain list: the modules are registered by name already
 
@@ -134,6 +140,7 @@ class EmulatedLayer(nn.Module):
         self.device = device
         self.feedback = feedback
         self.patterns = list(patterns)  # not buffers: nobody is to broadcast or save them
+        self._firsts = [pattern.flatten()[0].item() for pattern in patterns]
         for index, pattern in enumerate(patterns):
             self.register_parameter(f"weight{index}", nn.Parameter(_INITIAL_SCALE * pattern))
 
@@ -147,11 +154,13 @@ class EmulatedLayer(nn.Module):
         return apply(number, self, *weights)
 
     def gain(self, weights: Sequence[torch.Tensor]) -> float:
-        """The layer's factor, read off the first element of each weight."""
+        """The layer's factor, read off the first element of each weight: how far, on the mean, they have moved along their
+        patterns. The phase makes a single step count: who misses one in any layer trains other weights, by far more than
+        rounding."""
         if not weights:
             return 1.0
-        firsts = [math.tanh(weight.flatten()[0].item()) for weight in weights]
-        return math.exp(self.feedback * sum(firsts) / len(firsts))
+        moved = [weight.flatten()[0].item() / first - _INITIAL_SCALE for weight, first in zip(weights, self._firsts)]
+        return math.exp(self.feedback * math.sin(_PHASE * sum(moved) / len(moved)))
 
 
 class _EmulatedFunction(torch.autograd.Function):
@@ -177,10 +186,10 @@ class _EmulatedFunction(torch.autograd.Function):
 
 
 def _patterns(shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
-    """Fixed numbers in [-1, 1) for each shape; all are views of one tensor, each from a place of its own."""
+    """Fixed numbers in [-1, 1], never 0, for each shape; all are views of one tensor, each from a place of its own."""
     longest = max((math.prod(shape) for shape in shapes), default=0)
     generator = torch.Generator().manual_seed(0)
-    numbers = torch.rand(longest + _OFFSETS, generator=generator).mul_(2).sub_(1)
+    numbers = torch.rand(longest + _OFFSETS, generator=generator).mul_(2).sub_(1).add_(2**-25)  # half the least step
     places = [index * _STRIDE % _OFFSETS for index in range(len(shapes))]
     return [numbers[place : place + math.prod(shape)].view(shape) for place, shape in zip(places, shapes)]
 

@@ -3,7 +3,7 @@ from statistics import median
 
 import pytest
 
-from bench.measure import interval_rank, median_interval, slowest
+from bench.measure import interval_rank, interval_words, median_absolute_error, median_interval, slowest
 
 
 def test_a_median_and_its_interval():
@@ -35,6 +35,15 @@ def test_the_interval_is_the_narrowest_that_has_the_confidence(count, confidence
 
 def test_known_ranks():  # tables of the sign test: 95 %, two-sided
     assert [interval_rank(count, 0.95) for count in (6, 8, 9, 10, 20, 30)] == [0, 0, 1, 1, 5, 9]
+
+
+def test_what_the_interval_is():
+    assert interval_words(5) == "range of 5 steps"
+    assert interval_words(6) == "95 % interval of the median"
+
+
+def test_the_median_error_is_absolute_and_a_share():
+    assert median_absolute_error([(1.0, 0.9), (2.0, 2.04), (1.0, 1.3)]) == pytest.approx(0.1)
 
 
 def test_no_samples():

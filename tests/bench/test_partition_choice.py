@@ -4,7 +4,7 @@ from bench.layer_times import LayerTimes
 from bench.message_cost import MessageCost
 from bench.partition_choice import LEAST_BYTES, MOST_BYTES, choose
 
-LAYERS = LayerTimes(["a", "b"], [0.1, 0.1], [0.2, 0.2], [30_000_000, 30_000_000])
+LAYERS = LayerTimes(["a", "b"], [0.1, 0.1], [0.2, 0.2], [30_000_000, 30_000_000], [[30_000_000], [30_000_000]])
 COST = MessageCost(link_seconds=4e-5, cpu_seconds=6e-5)
 PER_BYTE = 1e-8  # 0.6 s for all: rho is 1
 
@@ -27,7 +27,7 @@ def test_auto_stays_within_bounds():
 
 
 def test_auto_is_the_median_of_what_suits_the_ranks():
-    small = LayerTimes(["a"], [0.1], [0.2], [1_000_000])
+    small = LayerTimes(["a"], [0.1], [0.2], [1_000_000], [[1_000_000]])
     assert choose("auto", "9MB", [small, LAYERS, LAYERS], PER_BYTE, COST, 2) == choose(
         "auto", "9MB", [LAYERS], PER_BYTE, COST, 2
     )

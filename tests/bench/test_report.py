@@ -6,12 +6,12 @@ import sys
 import pytest
 
 from bench import __main__ as bench_main
-from bench import report, results, sweep_log, train_rows
+from bench import report, results, sweep_log
 from bench.report.group import groups
 from bench.report.inversions import inversions, network_tasks
 from bench.report.markdown import markdown
 from bench.report.read import read_files
-from bench.report.result import MAX_DIFFERENCE, Span, parse_result
+from bench.report.result import Span, parse_result
 from bench.report.timeline_figure import _rows, timeline_figure
 from commsched.core.errors import ConfigError
 
@@ -197,7 +197,33 @@ def test_wrong_weights_are_an_alarm(tmp_path):
     assert "1 rows are WRONG" in page
     assert "5.0e-01 WRONG" in page
     assert "5.0e-01 WRONG" in table
-    assert MAX_DIFFERENCE == train_rows.TOLERATED_DIFFERENCE
+
+
+def test_weights_that_are_not_finite_are_an_alarm(tmp_path):
+    page, table = make(tmp_path, [row(max_difference=None, correct=False)])
+    assert "1 rows are WRONG" in page
+    assert "- WRONG |" in table
+
+
+def test_faster_than_the_bound_is_an_alarm(tmp_path):
+    page, table = make(tmp_path, [row(bound_seconds=0.2), row("ddp")])
+    assert "1 rows are DISTURBED: they were faster than T*" in page
+    assert "0.923 DISTURBED |" in table
+
+
+def test_few_steps_have_a_range_and_one_has_neither(tmp_path):
+    many = row("fifo", step_samples=[0.16] * 6)
+    table = make(tmp_path, [row("ddp"), many, row(step_samples=[0.13])])[1]
+    assert "| ddp | 200.0 [196.0, 204.0] range |" in table
+    assert "| fifo | 160.0 [156.8, 163.2] |" in table
+    assert "| commsched | 130.0 |" in table
+
+
+def test_the_cores_of_the_cluster_that_a_row_stands_for(tmp_path):
+    real = {"gradient_bytes": 5.5e8, "compute_seconds": 0.3, "bandwidth_bps": 1e10, "host_cores": 2.34}
+    page = make(tmp_path, [row(stands_for=real)])[0]
+    assert "550 MB, 300.0 ms, 10 Gbit/s, 2.3 cores" in page
+    assert "The CPU cost of messages and bytes is that of the\nmachine below, not scaled" in page
 
 
 def test_rows_without_ddp_say_so(tmp_path):
@@ -227,7 +253,7 @@ def test_the_markdown_table(made):
         "| possible | CPU s/step | max difference |"
     )
     assert lines[start + 9] == (
-        "| uniform (EMULATED) | 2 | 0 | 500mbit tbf | 1.00 | commsched | 130.0 [127.4, 132.6] | 120.0 | 0.923 | 1.54 "
+        "| uniform (EMULATED) | 2 | 0 | 500mbit tbf | 1.00 | commsched | 130.0 [127.4, 132.6] range | 120.0 | 0.923 | 1.54 "
         "| 1.67 | 0.020 | 2.0e-07 |"
     )
 

@@ -3,7 +3,7 @@ import json
 import pytest
 
 from bench import __main__ as bench_main
-from bench.simulator.check import NotSimulated, errors, median_absolute_error, simulated_seconds
+from bench.simulator.check import NotSimulated, errors, simulated_seconds, typical_error
 from bench.simulator.row import Case, compare_with_ddp, make_row
 from bench.simulator.systems import SYSTEMS, best_rules, ddp, partition_sizes, rules_of
 from bench.workloads.profile import Layer, Profile
@@ -12,11 +12,12 @@ PROFILE = Profile("small", tuple(Layer(f"l{i}", ((250_000,),), 0.01, 0.02) for i
 
 #: What a row of ``bench train`` has.
 KEYS = {
-    *("system", "model", "workers", "servers", "bandwidth_bps", "link", "emulated", "transport", "config"),
+    *("system", "model", "workers", "servers", "bandwidth_bps", "link", "emulated", "transport", "lane", "config"),
     *("partition_bytes", "credit_bytes", "gradient_bytes", "link_bytes_per_second", "per_message_seconds"),
     *("compute_seconds", "comm_seconds", "rho", "step_seconds", "step_samples", "bound_seconds", "bound_overhead_seconds"),
     *("fifo_bound_seconds", "efficiency", "speedup_vs_ddp", "speedup_vs_ddp_tuned", "possible_speedup_vs_ddp"),
-    *("exposed_seconds", "cpu_seconds_per_step", "max_difference", "stands_for", "simulated_seconds", "layers", "timeline"),
+    *("exposed_seconds", "cpu_seconds_per_step", "max_difference", "correct", "stands_for", "simulated_seconds"),
+    *("commit", "layers", "timeline"),
 }
 
 
@@ -98,7 +99,7 @@ def test_no_such_system():
 
 def measured(**more):
     row = rows_of(["commsched"], detailed=True)[0]
-    return {**row, "link": "400mbit tbf", "transport": "ps", "simulated_seconds": None, **more}
+    return {**row, "link": "400mbit tbf", "transport": "ps", "simulated": False, "simulated_seconds": None, **more}
 
 
 def test_a_row_simulated_from_itself_is_what_it_was():
@@ -116,26 +117,30 @@ def test_a_row_simulated_from_itself_is_what_it_was():
 )
 def test_ddps_buckets_are_in_its_configuration(config, bucket_bytes):
     row = rows_of(["ddp"], detailed=True)[0]
-    row = {**row, "link": "400mbit tbf", "config": config}
+    row = {**row, "link": "400mbit tbf", "simulated": False, "config": config}
     assert simulated_seconds(row) == pytest.approx(case(detailed=True).seconds(ddp(bucket_bytes)))
 
 
 def test_default_buckets_begin_with_a_small_one():
-    row = {**rows_of(["ddp"])[0], "link": "x", "config": "buckets 5 MiB (default, scaled)"}
+    row = {**rows_of(["ddp"])[0], "link": "x", "simulated": False, "config": "buckets 5 MiB (default, scaled)"}
     assert simulated_seconds(row) == pytest.approx(case().seconds(ddp(5 * 2**20, 2**20 // 5)))
 
 
-def test_what_lies_between_steps_delays_those_with_a_barrier():
-    row = {**rows_of(["ddp"])[0], "link": "x"}
-    longer = {**row, "compute_seconds": row["compute_seconds"] + 0.1}
-    assert simulated_seconds(longer) == pytest.approx(simulated_seconds(row) + 0.1)
-    hidden = measured()
-    assert simulated_seconds({**hidden, "compute_seconds": hidden["compute_seconds"] + 0.01}) < simulated_seconds(hidden) + 0.01
+def test_what_is_never_merged_has_a_message_for_each_tensor():
+    one, many = measured(system="tictac"), measured(system="tictac")
+    many["layers"] = {**many["layers"], "tensors": [[10_000] * 100] * 8}
+    assert simulated_seconds(many) > simulated_seconds(one)
+    del one["layers"]["tensors"]
+    with pytest.raises(NotSimulated, match="sends each tensor by itself, and the row does not tell the sizes of tensors"):
+        simulated_seconds(one)
+    assert simulated_seconds({**one, "system": "commsched"}) > 0
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"simulated": True}, "it was simulated itself"),
+        ({"link": "400mbit,1gbit tbf"}, "its links differ, and it tells the rate of the slowest only"),
         ({"link": "400mbit cap in the transport"}, "a cap in the transport lets one message pass at a time"),
         ({"system": "horovod"}, "no model of the system 'horovod'"),
         ({"partition_bytes": None}, "it does not tell partition and credit"),
@@ -150,8 +155,8 @@ def test_what_cannot_be_simulated_is_said(change, message):
 def test_errors_are_relative_and_the_median_absolute():
     rows = [{"simulated_seconds": seconds, "step_seconds": {"median": 1.0}} for seconds in (0.9, 1.02, None, 1.3)]
     assert errors(rows) == pytest.approx([-0.1, 0.02, 0.3])
-    assert median_absolute_error(rows) == pytest.approx(0.1)
-    assert median_absolute_error(rows[2:3]) is None
+    assert typical_error(rows) == pytest.approx(0.1)
+    assert typical_error(rows[2:3]) is None
 
 
 # --- the command ---
@@ -170,6 +175,7 @@ def test_the_command_predicts(profile_file, tmp_path, capsys):
     assert document["schema"] == 1
     assert len(cells) == len(document["rows"]) == 16
     assert (64, 64, 1e10, "commsched") in cells
+    assert {row["workers"] for row in document["rows"] if row["timeline"]} == {2}  # they would be most of the file
 
 
 def test_the_command_checks(tmp_path, capsys):

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from bench import __main__ as bench_main
-from bench import sweep
+from bench import results, sweep
 from bench.processes import JobFailed
 from bench.sweep_log import read_cells
 from commsched.core.errors import ConfigError
@@ -23,8 +23,10 @@ def row(options, system, difference=1e-7):
         "system": system,
         "workers": options.workers,
         "rho": options.rho,
-        "step_seconds": {"median": 1.0},
+        "step_seconds": {"median": 1.0, "high": 1.0},
+        "bound_seconds": 0.9,
         "max_difference": difference,
+        "correct": difference < 1e-4,
     }
 
 
@@ -117,6 +119,33 @@ def test_what_is_done_is_not_done_again(path, capsys):
     assert f"3 of 3 cells are in {path}" in capsys.readouterr().out
 
 
+@pytest.fixture
+def of_another_commit(path, monkeypatch):
+    here = results.environment()
+    monkeypatch.setattr(results, "environment", lambda: {**here, "commit": "old"})
+    run(path, Measure(), "--rho", "1,2")
+    monkeypatch.setattr(results, "environment", lambda: {**here, "commit": "new", "time": "later", "load_average": [9]})
+
+
+@pytest.mark.usefixtures("of_another_commit")
+def test_what_another_commit_measured_is_measured_again(path, capsys):
+    again = Measure()
+    assert run(path, again, "--rho", "1,2,4") == 0
+    assert again.seen == [(2, 1), (2, 2), (2, 4)]
+    assert "2 cells are of another commit, machine or version, so they are measured again; --keep" in capsys.readouterr().err
+    assert {cell.environment["commit"] for cell in read_cells(path)} == {"new"}
+    once_more = Measure()
+    assert run(path, once_more, "--rho", "1,2,4") == 0
+    assert once_more.seen == []
+
+
+@pytest.mark.usefixtures("of_another_commit")
+def test_it_is_kept_if_one_says_so(path):
+    again = Measure()
+    assert run(path, again, "--rho", "1,2,4", "--keep") == 0
+    assert again.seen == [(2, 4)]
+
+
 def test_other_cells_of_the_file_stay_and_do_not_count(path, tmp_path):
     run(path, Measure(), "--rho", "1")
     assert run(path, Measure(), "--rho", "2", "--json", str(tmp_path / "f")) == 0
@@ -167,6 +196,11 @@ def test_wrong_weights_make_the_exit_code_1(path, capsys):
     assert run(path, lambda options: [row(options, "p3", difference=0.5)]) == 1
     assert "p3 is wrong: from plain averaging its weights differ by 0.5" in capsys.readouterr().err
     assert read_cells(path)[0].error is None
+
+
+def test_what_was_faster_than_the_bound_is_said(path, capsys):
+    assert run(path, lambda options: [row(options, "p3") | {"bound_seconds": 1.1}]) == 0
+    assert "model=uniform: p3 was faster than T*, so layers or links were disturbed" in capsys.readouterr().err
 
 
 def test_an_interrupt_leaves_what_is_done(path, capsys):

@@ -34,6 +34,7 @@ class Ran:
         system = {"transport": "ps", "words": "partition 1 MB", "message_seconds": 1e-4, "cpu_seconds": 0.5, "timeline": []}
         sizes = {"partition_bytes": 1_000_000, "credit_bytes": 2_000_000, "fusion_bytes": None}
         layer = {"names": ["a"], "forward_seconds": [0.3], "backward_seconds": [0.7], "nbytes": [36_000_000]}
+        layer["tensors"] = [[36_000_000]]
         network = {"worker_rates": [60e6] * 2, "server_rates": [], "message_cost": {"link_seconds": 0.0, "cpu_seconds": 0.0}}
         self.by_rank = [
             {
@@ -46,7 +47,8 @@ class Ran:
 
     def __call__(self, job, module, arguments):
         self.job, self.module, self.arguments = job, module, arguments
-        return Outcome(self.by_rank, f"{job.bandwidth} tbf" if job.bandwidth else "loopback")
+        rates = job.bandwidth if job.bandwidth is None or isinstance(job.bandwidth, str) else ",".join(job.bandwidth.values())
+        return Outcome(self.by_rank, f"{rates} tbf" if rates else "loopback")
 
 
 @pytest.fixture
@@ -143,7 +145,7 @@ def test_unequal_links_are_not_had_without_shaping(monkeypatch):
 def test_what_the_ranks_are_told(ran):
     job = ran()
     measure_rows(TrainOptions(bandwidth="400mbit", servers="n", megabytes=36.0, systems=("fifo", "ddp")))
-    assert job.job == Job(2, 2, "400mbit", {"transport": "ps"}, 3600.0)
+    assert job.job == Job(2, 2, "400mbit", {"transport": "ps"}, 1200.0)
     assert job.module == "bench.train_rank"
     assert job.arguments["systems"] == ["fifo", "ddp"]
     assert job.arguments["bytes_scale"] == 0.5
@@ -156,8 +158,9 @@ def test_what_the_ranks_are_told(ran):
 def test_a_lane_is_passed_on_when_it_is_given(ran, monkeypatch):
     job = ran()
     monkeypatch.setattr(train, "check_settings", lambda settings: None)
-    measure_rows(TrainOptions(bandwidth="400mbit", lane="grpc", systems=("fifo",)))
+    (row,) = measure_rows(TrainOptions(bandwidth="400mbit", lane="grpc", systems=("fifo",)))
     assert job.job.settings == {"transport": "ps", "lane": "grpc"}
+    assert (row["lane"], row["config"]) == ("grpc", "partition 1 MB, grpc lane")
 
 
 def test_hosts_with_links_of_their_own(ran):
@@ -170,6 +173,7 @@ def test_hosts_with_links_of_their_own(ran):
 def test_a_real_model_is_not_scaled(ran):
     job = ran()
     (row,) = measure_rows(TrainOptions(real=True, systems=("fifo",)))
+    assert row["model"] == "uniform (reduced)"
     assert job.arguments["workload"] == {"kind": "real", "model": "uniform"}
     assert (job.arguments["nominal_rates"], job.arguments["bytes_scale"]) == (None, 1.0)
     assert (row["emulated"], row["stands_for"], row["bandwidth_bps"], row["link"]) == (False, None, None, "loopback")
@@ -190,12 +194,12 @@ def test_what_is_printed(ran, capsys):
         "fifo take turns, 21 steps each",
         "EMULATED uniform, 36.0 MB of gradients, 2 workers, a shard on every worker, link 500mbit tbf: 60.0 MB/s of payload by "
         "plain TCP",
-        "compute 1000 ms, communication 600 ms, rho 0.60; T*: no schedule can be faster; ms/step with the 95 % interval of the "
-        "median",
-        "stands for 72.0 MB, 1000 ms of computation and links of 0.576 Gbit/s",
+        "compute 1000 ms, communication 600 ms, rho 0.60; T*: no schedule can be faster; ms/step with the range of 3 steps",
+        "stands for 72.0 MB, 1000 ms of computation and links of 0.576 Gbit/s; the CPU cost of messages and bytes is this "
+        "machine's, not scaled: as many cores of each worker it would take there",
     ]
     assert lines[4].split("  ")[-1] == "max diff"
-    assert lines[5].split()[:4] == ["fifo", "partition", "1", "MB"]
+    assert lines[5].split()[:6] == ["fifo", "partition", "1", "MB,", "tcp", "lane"]
 
 
 def test_wrong_weights_fail_the_command_and_the_rows_are_written(ran, capsys, tmp_path):
@@ -206,6 +210,22 @@ def test_wrong_weights_fail_the_command_and_the_rows_are_written(ran, capsys, tm
         capsys.readouterr().err == "fifo is wrong: from plain averaging its weights differ by 0.5 of what they were trained\n"
     )
     assert json.loads(path.read_text())["rows"][0]["max_difference"] == 0.5
+
+
+def test_weights_that_are_not_finite_do_not_lose_the_rows(ran, capsys, tmp_path):
+    ran(differences=(0.0, float("inf")))
+    path = tmp_path / "out.json"
+    assert main(["train", "--bandwidth", "500mbit", "--systems", "fifo", "--json", str(path)]) == 1
+    assert "fifo is wrong: its weights are not finite, or there is nothing that they" in capsys.readouterr().err
+    (row,) = json.loads(path.read_text())["rows"]
+    assert (row["max_difference"], row["correct"]) == (None, False)
+
+
+def test_mistakes_are_said_even_if_the_rows_cannot_be_written(ran, capsys, tmp_path):
+    ran(differences=(0.0, 0.5))
+    with pytest.raises(FileNotFoundError):
+        main(["train", "--bandwidth", "500mbit", "--systems", "fifo", "--json", str(tmp_path / "no" / "out.json")])
+    assert "fifo is wrong" in capsys.readouterr().err
 
 
 def test_a_disturbed_measurement_is_said(ran, capsys):

@@ -1,5 +1,7 @@
 """What each rank's process does, with threads as ranks."""
 
+from time import perf_counter
+
 import pytest
 
 from bench import network, train_rank
@@ -72,6 +74,17 @@ def run_ranks(assignment, world_size=2, wrap_transport=None):
             session.abort("the test is over")
 
 
+def test_every_turn_begins_with_another_system():
+    assert [train_rank.rotated("ABC", turn) for turn in range(4)] == [list("ABC"), list("BCA"), list("CAB"), list("ABC")]
+
+
+def test_the_processor_time_of_a_server_counts_once(monkeypatch):
+    monkeypatch.setattr(train_rank, "cpu_seconds", lambda pids: len(pids) * perf_counter())
+    first, second = run_ranks({**ASSIGNMENT, "servers": 1, "server_pids": [1]})
+    assert first["systems"]["commsched"]["cpu_seconds"] > 0
+    assert second["systems"]["commsched"]["cpu_seconds"] == 0
+
+
 def test_every_system_on_commsched_trains_as_plain_averaging_does():
     names = sorted(ON_COMMSCHED)
     for found in run_ranks({**ASSIGNMENT, "systems": names}, world_size=3):
@@ -83,9 +96,9 @@ def test_every_system_on_commsched_trains_as_plain_averaging_does():
             assert system["cpu_seconds"] > 0, name
             assert {entry["track"] for entry in system["timeline"]} >= {"forward", "backward", "network"}, name
         sizes = {name: (system["partition_bytes"], system["credit_bytes"]) for name, system in found["systems"].items()}
-        assert sizes["commsched"] == sizes["fifo"] == sizes["wfbp"] == sizes["serial"] == (4000, 16_000)
+        assert sizes["commsched"] == sizes["fifo"] == sizes["wfbp"] == sizes["serial"] == (4000, 24_000)
         assert sizes["p3"] == (160_000, 160_000)
-        assert sizes["tictac"] == (256 * 2**20, 16_000)
+        assert sizes["tictac"] == (256 * 2**20, 24_000)
 
 
 def test_a_timeline_is_that_of_the_systems_own_configuration():
@@ -109,6 +122,7 @@ def test_the_network_and_the_layers_are_the_same_from_every_rank():
     assert first["layers"] == second["layers"]
     assert len(first["layers"]) == 2
     assert first["layers"][0]["nbytes"] == [layer.nbytes for layer in PROFILE.layers]
+    assert first["layers"][0]["tensors"] == [[layer.nbytes] for layer in PROFILE.layers]
     assert all(rate > 0 for rate in first["network"]["worker_rates"])
 
 

@@ -1,5 +1,7 @@
 """What each system asks of the scheduler or of DDP."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from bench import systems
@@ -32,10 +34,51 @@ def test_an_older_torch_scales_all_buckets_alike_and_says_so(monkeypatch):
     assert ddp.default_buckets(0.5) == ({"bucket_cap_mb": 12.5}, "buckets 12.5 MiB (default, scaled), the first too")
 
 
-def test_tuned_ddp_takes_the_fastest_of_its_trials(monkeypatch):
-    seconds, built = {4: 3.0, 2: 1.0, 1: 2.0}, []
-    monkeypatch.setattr(ddp_tuned, "_candidates", lambda context: [({"bucket_cap_mb": n}, f"buckets {n}") for n in seconds])
-    monkeypatch.setattr(ddp_tuned, "_trial_seconds", lambda context, arguments, words: seconds[arguments["bucket_cap_mb"]])
-    monkeypatch.setattr(ddp_tuned, "DdpSystem", lambda *arguments: built.append(arguments) or "system")
-    assert ddp_tuned.make_system("context") == "system"
-    assert built == [("context", {"bucket_cap_mb": 2}, "buckets 2; best of 3")]
+class Context:
+    """Of a model of 256 MiB; ``bytes_scale`` is what DDP's default buckets are scaled by."""
+
+    bytes_scale = 1.0
+
+    class workload:
+        @staticmethod
+        def make_model():
+            return Context
+
+    @staticmethod
+    def parameters():
+        return [SimpleNamespace(nbytes=2**28)]
+
+
+@pytest.fixture
+def tuned(monkeypatch):
+    """A function of what a step takes by MiB of buckets: the sizes in the order of their trials, and what was built."""
+
+    def tune(seconds):
+        tried = []
+
+        def trial(context, arguments, words):
+            size = arguments.get("bucket_cap_mb", 25)
+            tried.append(size)
+            return seconds(size, tried.count(size))
+
+        monkeypatch.setattr(ddp_tuned, "_trial", trial)
+        monkeypatch.setattr(ddp_tuned, "DdpSystem", lambda context, arguments, words: (arguments, words))
+        return tried, ddp_tuned.make_system(Context)
+
+    return tune
+
+
+def test_tuned_ddp_takes_the_fastest_and_candidates_take_turns(tuned):
+    """One slow step in each trial does not decide."""
+    tried, built = tuned(lambda size, turn: [abs(size - 32), 999.0, abs(size - 32)])
+    assert tried == [25, 256, 128, 64, 32, 16, 8] * 2
+    assert built == ({"bucket_cap_mb": 32.0}, "buckets 32 MiB; best of 7")
+
+
+def test_smaller_buckets_are_tried_while_the_smallest_is_the_best(tuned):
+    tried, built = tuned(lambda size, turn: [abs(size - 4)])
+    assert tried[14:] == [8, 4, 8, 4, 4, 2, 4, 2]
+    assert built == ({"bucket_cap_mb": 4.0}, "buckets 4 MiB; best of 9")
+    tried, built = tuned(lambda size, turn: [size])
+    assert min(tried) == 2
+    assert built == ({"bucket_cap_mb": 2.0}, "buckets 2 MiB; best of 9")
