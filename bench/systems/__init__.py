@@ -17,7 +17,7 @@ from commsched.core.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
-    from ..timeline import Recorder
+    from ..train.timeline import Recorder
     from .context import Context
 
 #: Modules of this package that systems share, and that are none themselves.

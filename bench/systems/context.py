@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ..start_line import StartLine
+from ..train.start_line import StartLine
 from ..workloads.workload import Workload
 
 if TYPE_CHECKING:

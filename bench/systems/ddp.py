@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from ..reference import LEARNING_RATE, put_weights, weights_of
-from ..timeline import Recorder
+from ..train.reference import LEARNING_RATE, put_weights, weights_of
+from ..train.timeline import Recorder
 from . import Setup, System
 from .context import Context
 from .gloo import GlooGroup

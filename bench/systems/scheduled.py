@@ -11,8 +11,8 @@ import commsched.plugins.torch as cs
 from commsched.core.config import SchedulerConfig
 from commsched.core.errors import TransportError
 
-from ..reference import LEARNING_RATE, put_weights, weights_of
-from ..timeline import Recorder
+from ..train.reference import LEARNING_RATE, put_weights, weights_of
+from ..train.timeline import Recorder
 from . import Setup
 from .context import Context
 

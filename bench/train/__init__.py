@@ -11,17 +11,17 @@ from typing import Any
 from commsched.core.config import Settings, parse_bytes, parse_rate, parse_seconds
 from commsched.core.errors import ConfigError
 
-from . import systems
-from .arguments import at_least, setting
-from .collectives import check_settings
-from .job import Job, run_job
-from .nic_load import bytes_factor
-from .processes import JobFailed
-from .results import add_json_argument, commit, write
+from .. import systems
+from ..arguments import at_least, setting
+from ..collectives import check_settings
+from ..job import Job, run_job
+from ..nic_load import bytes_factor
+from ..processes import JobFailed
+from ..results import add_json_argument, commit, write
+from ..workloads.registry import load_profile, real_model_names
+from .links import Links, why_not_shaped
 from .scaling import Scaling, scale
-from .train_links import Links, why_not_shaped
-from .train_table import text
-from .workloads.registry import load_profile, real_model_names
+from .table import text
 
 #: A configuration is changed between two steps, and the plan of partitions may follow a step later.
 LEAST_SETTLE_STEPS = 2
@@ -120,7 +120,7 @@ def options_of(args: argparse.Namespace) -> TrainOptions:
 
 
 def run(args: argparse.Namespace) -> int:
-    from .train_rows import disturbed, wrong
+    from .rows import disturbed, wrong
 
     options = options_of(args)
     steps = options.rounds * (options.settle + options.steps)
@@ -142,7 +142,7 @@ def measure_rows(options: TrainOptions) -> list[dict[str, Any]]:
         ConfigError: an option is wrong, or asks for what this machine cannot do; says what.
         JobFailed: a process failed or took too long.
     """
-    from .train_rows import Header, make_rows
+    from .rows import Header, make_rows
 
     if options.settle < LEAST_SETTLE_STEPS:
         raise ConfigError(
@@ -166,7 +166,7 @@ def measure_rows(options: TrainOptions) -> list[dict[str, Any]]:
         "capped": missing is not None,
     }
     job = Job(options.workers, servers, links.for_job(), _settings(options), options.timeout_seconds)
-    outcome = run_job(job, "bench.train_rank", arguments)
+    outcome = run_job(job, "bench.train.rank", arguments)
     if links.rates is not None and missing is None and not outcome.link.endswith(" tbf"):
         raise JobFailed(f"links were to be shaped, and could be a moment before, but the link was {outcome.link}")
     header = Header(

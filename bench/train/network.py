@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from .link import LEAST_BYTES, UNSHAPED_BYTES, measure_flows, payload_share
+from .link_rate import LEAST_BYTES, UNSHAPED_BYTES, measure_flows, payload_share
 from .message_cost import MessageCost, measure_message_cost
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ import numpy as np
 
 from commsched.core.config import SchedulerConfig
 
-from .collectives import average, register
-from .cpu_time import cpu_seconds
+from ..collectives import average, register
+from ..cpu_time import cpu_seconds
 from .start_line import StartLine
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from commsched.core.config import SchedulerConfig
 from commsched.core.errors import TransportError
 
-from .arguments import FLOAT32_BYTES
-from .collectives import average, register
+from ..arguments import FLOAT32_BYTES
+from ..collectives import average, register
 
 if TYPE_CHECKING:
     from commsched.session import Session

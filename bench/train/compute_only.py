@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .layer_times import LayerTimer, LayerTimes
+from ..layer_times import LayerTimer, LayerTimes
 from .reference import LEARNING_RATE
 
 if TYPE_CHECKING:
     from commsched.session import Session
 
+    from ..workloads.workload import Workload
     from .start_line import StartLine
-    from .workloads.workload import Workload
 
 _WARM_UP_STEPS = 1
 

@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import systems
+from .. import systems
+from ..cpu_time import cpu_seconds
+from ..layer_times import LayerTimes
+from ..nic_load import seconds_per_byte
+from ..systems import System
+from ..systems.context import Context
+from ..workloads.workload import make_workload
 from .compute_only import ComputeOnly
-from .cpu_time import cpu_seconds
-from .layer_times import LayerTimes
 from .network import Network, measure_network
-from .nic_load import seconds_per_byte
 from .partition_choice import choose
 from .reference import largest_difference, plain_averaging
 from .start_line import StartLine
-from .systems import System
-from .systems.context import Context
 from .timeline import Entry, Recorder
-from .workloads.workload import make_workload
 
 if TYPE_CHECKING:
     from commsched.session import Session

@@ -10,12 +10,12 @@ from typing import Any
 from commsched.core.manifest import Manifest, TensorSpec
 from commsched.core.plan import cut
 
-from .arguments import FLOAT32_BYTES
-from .layer_times import LayerTimes
-from .lower_bound import lower_bound, partitioned_bound, wfbp
-from .measure import TOLERATED_DIFFERENCE, median_interval, slowest
+from ..arguments import FLOAT32_BYTES
+from ..layer_times import LayerTimes
+from ..lower_bound import lower_bound, partitioned_bound, wfbp
+from ..measure import TOLERATED_DIFFERENCE, median_interval, slowest
+from ..nic_load import least_seconds_per_byte, seconds_per_byte
 from .network import Network
-from .nic_load import least_seconds_per_byte, seconds_per_byte
 
 Row = dict[str, Any]
 
@@ -40,7 +40,7 @@ class Header:
 
 
 def make_rows(header: Header, by_rank: Sequence[Mapping[str, Any]]) -> list[Row]:
-    """One row for each system; ``by_rank`` is what ``train_rank.rank_main`` returned on each rank."""
+    """One row for each system; ``by_rank`` is what ``rank.rank_main`` returned on each rank."""
     network = Network.from_record(by_rank[0]["network"])
     layers = [LayerTimes(**each) for each in by_rank[0]["layers"]]
     rows = [_row(header, network, layers, name, [rank["systems"][name] for rank in by_rank]) for name in by_rank[0]["systems"]]

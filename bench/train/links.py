@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from commsched.core.config import parse_rate
 from commsched.core.errors import ConfigError
 
-from . import systems
-from .cluster import Cluster, ClusterUnavailable
+from .. import systems
+from ..cluster import Cluster, ClusterUnavailable
 
 
 @dataclass(frozen=True)

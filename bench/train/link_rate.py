@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from commsched.core.errors import TransportError
 
-from .cluster import BURST_BYTES
+from ..cluster import BURST_BYTES
 
 if TYPE_CHECKING:
     from commsched.session import Session

@@ -1,8 +1,8 @@
 import pytest
 
-from bench import start_line
 from bench.collectives import average, register
-from bench.start_line import StartLine
+from bench.train import start_line
+from bench.train.start_line import StartLine
 from commsched.core.config import SchedulerConfig
 from commsched.core.errors import TransportError
 from commsched.session import local_sessions

@@ -1,7 +1,7 @@
 import pytest
 
-from bench.message_cost import measure_message_cost, slope
-from bench.start_line import StartLine
+from bench.train.message_cost import measure_message_cost, slope
+from bench.train.start_line import StartLine
 from commsched.session import local_sessions
 from commsched.testing.world import run_world
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from commsched.core.errors import ConfigError
 
-from .results import Row
+from ..results import Row
 
 #: Version of the layout of a line.
 SCHEMA = 1

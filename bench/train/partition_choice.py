@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from commsched.core.config import parse_bytes
 
-from .layer_times import LayerTimes
-from .lower_bound import best_partition
+from ..layer_times import LayerTimes
+from ..lower_bound import best_partition
 from .message_cost import MessageCost
 
 LEAST_BYTES = 64_000

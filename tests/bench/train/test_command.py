@@ -5,13 +5,14 @@ import json
 
 import pytest
 
-from bench import train, train_links
+from bench import train
 from bench.__main__ import main
 from bench.cluster import Cluster, ClusterUnavailable
 from bench.job import Job, Outcome, run_job
 from bench.processes import JobFailed
 from bench.train import TrainOptions, measure_rows, options_of
-from bench.train_links import Links
+from bench.train import links as train_links
+from bench.train.links import Links
 from commsched.core.errors import ConfigError
 
 pytestmark = pytest.mark.timeout(150)
@@ -146,7 +147,7 @@ def test_what_the_ranks_are_told(ran):
     job = ran()
     measure_rows(TrainOptions(bandwidth="400mbit", servers="n", megabytes=36.0, systems=("fifo", "ddp")))
     assert job.job == Job(2, 2, "400mbit", {"transport": "ps"}, 1200.0)
-    assert job.module == "bench.train_rank"
+    assert job.module == "bench.train.rank"
     assert job.arguments["systems"] == ["fifo", "ddp"]
     assert job.arguments["bytes_scale"] == 0.5
     assert job.arguments["nominal_rates"] == [50e6] * 4

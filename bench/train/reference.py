@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .workloads.workload import Workload
+from ..workloads.workload import Workload
 
 #: Of plain SGD, in every system.
 LEARNING_RATE = 0.01

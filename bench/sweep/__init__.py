@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any
 
 from commsched.core.errors import ConfigError
 
-from . import results, train
-from .environments import lasting
-from .extras import require_extra
-from .sweep_log import Cell, SweepLog, identity
-from .train import TrainOptions
+from .. import results, train
+from ..environments import lasting
+from ..extras import require_extra
+from ..train import TrainOptions
+from .log import Cell, SweepLog, identity
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -167,7 +167,7 @@ def _write_json(path: Path, log_path: Path, cells: Sequence[Cell]) -> None:
 
 
 def _conclude(cells: Sequence[Cell], path: Path) -> int:
-    from .train_rows import disturbed, wrong  # need an engine
+    from ..train.rows import disturbed, wrong  # need an engine
 
     failed = [cell for cell in cells if cell.error is not None]
     print(f"{len(cells) - len(failed)} of {len(cells)} cells are in {path}")

@@ -1,6 +1,6 @@
 import pytest
 
-from bench.scaling import scale
+from bench.train.scaling import scale
 from bench.workloads.profile import Layer, Profile
 from bench.workloads.uniform import make_profile
 

@@ -3,10 +3,10 @@ from dataclasses import asdict, replace
 import pytest
 
 from bench.layer_times import LayerTimes
-from bench.message_cost import MessageCost
-from bench.network import Network
 from bench.systems import Setup
-from bench.train_rows import Header, disturbed, make_rows, wrong
+from bench.train.message_cost import MessageCost
+from bench.train.network import Network
+from bench.train.rows import Header, disturbed, make_rows, wrong
 
 HEADER = Header("made up", 2, 0, 800e6, "800mbit tbf", True, None, "tcp", "abc")
 SLOW = LayerTimes(["a", "b"], [0.1, 0.1], [0.2, 0.2], [20_000_000, 40_000_000], [[20_000_000], [40_000_000]])

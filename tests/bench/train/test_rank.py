@@ -4,8 +4,9 @@ from time import perf_counter
 
 import pytest
 
-from bench import network, train_rank
 from bench.systems import ON_COMMSCHED
+from bench.train import network
+from bench.train import rank as train_rank
 from bench.workloads.uniform import make_profile
 from commsched.core.errors import TransportError
 from commsched.session import local_sessions
@@ -138,6 +139,6 @@ def test_wrong_averages_are_seen():
 
 
 def test_another_configuration_than_was_wanted_is_never_measured(monkeypatch):
-    monkeypatch.setattr("bench.start_line.StartLine.switch", lambda line, config: None)
+    monkeypatch.setattr("bench.train.start_line.StartLine.switch", lambda line, config: None)
     with pytest.raises(TransportError, match=r"rank \d runs SchedulerConfig\(.*, but SchedulerConfig\(.* was to be measured"):
         run_ranks(ASSIGNMENT)

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from bench import timeline
-from bench.timeline import Recorder
+from bench.train import timeline
+from bench.train.timeline import Recorder
 
 
 class Clock:

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from bench.measure import TOLERATED_DIFFERENCE
-from bench.reference import LEARNING_RATE, largest_difference, plain_averaging, put_weights, weights_of
+from bench.train.reference import LEARNING_RATE, largest_difference, plain_averaging, put_weights, weights_of
 from bench.workloads.emulated import EmulatedWorkload
 from bench.workloads.profile import Layer, Profile
 from bench.workloads.registry import load_profile

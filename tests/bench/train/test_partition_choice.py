@@ -1,8 +1,8 @@
 import pytest
 
 from bench.layer_times import LayerTimes
-from bench.message_cost import MessageCost
-from bench.partition_choice import LEAST_BYTES, MOST_BYTES, choose
+from bench.train.message_cost import MessageCost
+from bench.train.partition_choice import LEAST_BYTES, MOST_BYTES, choose
 
 LAYERS = LayerTimes(["a", "b"], [0.1, 0.1], [0.2, 0.2], [30_000_000, 30_000_000], [[30_000_000], [30_000_000]])
 COST = MessageCost(link_seconds=4e-5, cpu_seconds=6e-5)

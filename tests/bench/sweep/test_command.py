@@ -8,7 +8,7 @@ import pytest
 from bench import __main__ as bench_main
 from bench import results, sweep
 from bench.processes import JobFailed
-from bench.sweep_log import read_cells
+from bench.sweep.log import read_cells
 from commsched.core.errors import ConfigError
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .measure import interval_words
-from .results import table
+from ..measure import interval_words
+from ..results import table
 
 _COLUMNS = {
     "system": "system",

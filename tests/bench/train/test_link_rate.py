@@ -3,8 +3,8 @@ import threading
 
 import pytest
 
-from bench import link
-from bench.link import best_stretch, measure_flows, payload_share
+from bench.train import link_rate as link
+from bench.train.link_rate import best_stretch, measure_flows, payload_share
 from commsched.core.errors import TransportError
 from commsched.session import local_sessions
 from commsched.testing.world import run_world
