@@ -28,6 +28,9 @@ from .transports.context import TransportContext
 
 log = logging.getLogger("commsched")
 
+#: More than the control channel takes to say which failure counts, with or without rank 0.
+_VERDICT_SECONDS = 2.0
+
 
 class Control(Protocol):
     """The control channel as a session uses it; see ``control/client.py`` for what each call promises."""
@@ -94,7 +97,7 @@ class Session:
             if self._failure is not None:
                 self._core.fail(self._failure)
         except BaseException as error:
-            self.report(TransportError(f"rank {self.rank} could not start: {error}"))
+            self._report_and_wait(TransportError(f"rank {self.rank} could not start: {error}"))
             self._tear_down()
             raise
 
@@ -238,8 +241,15 @@ class Session:
         if self.closed or os.getpid() != self._pid:
             return
         if self._failure is None:
-            self._control.report(TransportError(f"rank {self.rank} ended: {reason}"))
+            self._report_and_wait(TransportError(f"rank {self.rank} ended: {reason}"))
         self._tear_down()
+
+    def _report_and_wait(self, error: CommschedError) -> None:
+        """Return when the job knows: else the others might hear of our closed connections first, and take them for the cause."""
+        decided = threading.Event()
+        self.when_failed(lambda _: decided.set())
+        self.report(error)
+        decided.wait(_VERDICT_SECONDS)
 
     def _tear_down(self, graceful: bool = False) -> None:
         self.closed = True

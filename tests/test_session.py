@@ -10,7 +10,9 @@ import pytest
 
 import commsched
 from commsched import SchedulerConfig, Session
+from commsched.core.errors import CommschedError
 from commsched.core.manifest import Manifest, TensorSpec
+from commsched.core.ports import Transport
 from commsched.session import local_sessions
 from commsched.testing.world import run_world
 
@@ -187,3 +189,25 @@ def test_a_process_without_launcher_is_one_rank(monkeypatch: pytest.MonkeyPatch)
     commsched.shutdown()
     with pytest.raises(commsched.ConfigError, match="partiton is not a setting; did you mean partition"):
         commsched.init(partiton="1MB")
+
+
+def test_a_rank_that_ends_keeps_its_connections_until_the_job_knows_why(monkeypatch) -> None:
+    """Else the others hear of the closed connections first, and take them for the cause."""
+    happened: list[str] = []
+
+    def recorded(transport: Transport) -> Transport:
+        monkeypatch.setattr(transport, "close", lambda graceful=True: happened.append("closed"))
+        return transport
+
+    [session] = local_sessions(1, wrap_transport=recorded)
+
+    def report(error: CommschedError) -> None:
+        def decide() -> None:
+            happened.append(str(error))
+            session.on_failure(error)
+
+        threading.Timer(0.1, decide).start()
+
+    monkeypatch.setattr(session._control, "report", report)
+    session.abort("boom")
+    assert happened == ["rank 0 ended: boom", "closed"]
