@@ -245,7 +245,7 @@ class Session:
         self._tear_down()
 
     def _report_and_wait(self, error: CommschedError) -> None:
-        """Return when the job knows: else the others might hear of our closed connections first, and take them for the cause."""
+        """Return when the job knows: else others might hear of our closed connections first, and take them for the cause."""
         decided = threading.Event()
         self.when_failed(lambda _: decided.set())
         self.report(error)
