@@ -15,21 +15,31 @@ MOST_BYTES = 4_000_000
 
 
 def choose(
-    partition: str, credit: str, layers: Sequence[LayerTimes], seconds_per_byte: float, cost: MessageCost, shards: int
+    partition: str,
+    credit: str,
+    layers: Sequence[LayerTimes],
+    seconds_per_byte: float,
+    cost: MessageCost,
+    workers: int,
+    servers: int,
 ) -> tuple[int, int]:
     """Partition and credit in bytes; each as given, or ``"auto"``.
 
     The best partition balances what messages cost against what cannot be called back (``lower_bound.best_partition``), from
-    64 KB to 4 MB. The credit is two partitions for each of ``shards``: none waits for another, nor for credit to come back.
+    64 KB to 4 MB. The credit is two partitions for each shard, or eight for each separate server, which nothing of a
+    worker's reaches without the network: none waits for another, nor for credit to come back.
 
     Args:
         layers: of each rank; the median of what suits them is taken.
         seconds_per_byte: of gradient, on the busiest link.
         cost: of a partition by itself.
+        servers: separate ones; 0: a shard on every worker.
     """
     partition_bytes = parse_bytes(partition, "partition") if partition != "auto" else 0
     if not partition_bytes:
-        messages = shards + 2  # on the way to each, one that comes next, and one that a server passes on
+        # On the way to each shard, one that comes next, and one that a server passes on. Lanes to separate servers share the
+        # links both ways: in each direction one is on its way on every lane, and one behind it is in the kernel.
+        messages = 4 * servers if servers else workers + 2
         sizes = sorted(
             best_partition(
                 each.forward_seconds,
@@ -43,4 +53,6 @@ def choose(
             for each in layers
         )
         partition_bytes = min(MOST_BYTES, max(LEAST_BYTES, round(sizes[len(sizes) // 2])))
-    return partition_bytes, parse_bytes(credit, "credit") if credit != "auto" else 2 * shards * partition_bytes
+    return partition_bytes, parse_bytes(credit, "credit") if credit != "auto" else (
+        8 * servers or 2 * workers
+    ) * partition_bytes

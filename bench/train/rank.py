@@ -89,8 +89,8 @@ def rank_main(session: Session, arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 def _choose(task: Assignment, network: Network, layers: Sequence[LayerTimes]) -> tuple[int, int]:
     per_byte = seconds_per_byte(network.worker_rates, network.server_rates)
-    shards = task.servers or len(network.worker_rates)
-    return choose(task.partition, task.credit, layers, per_byte, network.message_cost, shards)
+    workers = len(network.worker_rates)
+    return choose(task.partition, task.credit, layers, per_byte, network.message_cost, workers, task.servers)
 
 
 def _take_turns(
