@@ -23,8 +23,9 @@ from .links import Links, why_not_shaped
 from .scaling import Scaling, scale
 from .table import text
 
-#: A configuration is changed between two steps, and the plan of partitions may follow a step later.
-LEAST_SETTLE_STEPS = 2
+#: A configuration is changed between two steps, and the plan of partitions may follow a step later; the step after that still
+#: waits for what was sent before.
+LEAST_SETTLE_STEPS = 3
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class TrainOptions:
     systems: tuple[str, ...] = ("ddp", "fifo", "commsched")
     rounds: int = 3
     steps: int = 5
-    settle: int = 2
+    settle: int = 3
     transport: str = "ps"
     lane: str | None = None
     partition: str = "auto"
@@ -99,7 +100,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=at_least(1), default=default.rounds, metavar="N", help="turns of each (default: 3)")
     parser.add_argument("--steps", type=at_least(1), default=default.steps, metavar="N", help="counted in a turn (default: 5)")
     parser.add_argument(
-        "--settle", type=at_least(LEAST_SETTLE_STEPS), default=default.settle, metavar="N", help="before them (default: 2)"
+        "--settle", type=at_least(LEAST_SETTLE_STEPS), default=default.settle, metavar="N", help="before them (default: 3)"
     )
     parser.add_argument("--transport", default=default.transport, help="of commsched (default: ps)")
     parser.add_argument("--lane", help="of the parameter server")
@@ -146,7 +147,8 @@ def measure_rows(options: TrainOptions) -> list[dict[str, Any]]:
 
     if options.settle < LEAST_SETTLE_STEPS:
         raise ConfigError(
-            f"settle={options.settle}: the first {LEAST_SETTLE_STEPS} steps of a turn may have the settings before"
+            f"settle={options.settle}: the first {LEAST_SETTLE_STEPS} steps of a turn may have, or wait for, "
+            "what the settings before it left"
         )
     servers = options.workers if options.servers == "n" else int(options.servers)
     links = Links.of(options.workers, servers, options.bandwidth)

@@ -96,7 +96,7 @@ def test_options_of_a_command_line():
         (["--rho", "0"], "'0' is not a positive number"),
         (["--systems", "fifo,pigeon"], "systems: 'pigeon' is unknown; there are: commsched, ddp, ddp-tuned, fifo"),
         (["--systems", "fifo,p3,fifo"], "'fifo,p3,fifo' names a system twice"),
-        (["--settle", "1"], "'1' is not a number of at least 2"),
+        (["--settle", "1"], "'1' is not a number of at least 3"),
         (["--partition", "4XB"], "'4XB' is not a size; write it like 4MB, 512KiB or 65536"),
     ],
 )
@@ -115,7 +115,7 @@ def test_wrong_arguments_are_said(argv, message, capsys):
         ({"real": True, "model": "alexnet"}, "model=alexnet: real models are uniform, "),
         ({"real": True, "megabytes": 3.0}, "megabytes: a real model has the size that it has"),
         ({"bandwidth": "1gbit,2gbit"}, r"bandwidth=1gbit,2gbit: 2 rates, but there are 3 hosts, 2 workers and 1 servers"),
-        ({"bandwidth": "1gbit", "settle": 1}, "settle=1: the first 2 steps of a turn may have the settings before"),
+        ({"bandwidth": "1gbit", "settle": 2}, "settle=2: the first 3 steps of a turn may have, or wait for, what the settings"),
         ({"bandwidth": "1gbit", "transport": "pigeon"}, "transport='pigeon' is unknown"),
         ({"bandwidth": "1gbit", "systems": ("pigeon",)}, "systems: 'pigeon' is unknown"),
     ],
@@ -192,7 +192,7 @@ def test_what_is_printed(ran, capsys):
     assert main(["train", "--bandwidth", "500mbit", "--systems", "fifo", "--megabytes", "36"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[:4] == [
-        "fifo take turns, 21 steps each",
+        "fifo take turns, 24 steps each",
         "EMULATED uniform, 36.0 MB of gradients, 2 workers, a shard on every worker, link 500mbit tbf: 60.0 MB/s of payload by "
         "plain TCP",
         "compute 1000 ms, communication 600 ms, rho 0.60; T*: no schedule can be faster; ms/step with the range of 3 steps",
