@@ -27,7 +27,7 @@ from .arguments import FLOAT32_BYTES, at_least, float32_sizes, setting
 from .cluster import BURST_BYTES
 from .cpu_time import cpu_seconds
 from .job import Job, run_job
-from .lower_bound import bytes_factor
+from .nic_load import bytes_factor
 from .results import Row, add_json_argument, table, write
 
 if TYPE_CHECKING:

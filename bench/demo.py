@@ -23,7 +23,8 @@ from commsched.launch import run as launch
 
 from .arguments import at_least, setting
 from .demo_worker import BLOCK_STEPS
-from .lower_bound import bytes_factor, lower_bound, wfbp
+from .lower_bound import lower_bound, wfbp
+from .nic_load import bytes_factor
 from .processes import JobFailed
 from .results import Row, add_json_argument, write
 

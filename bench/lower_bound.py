@@ -17,8 +17,6 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal
 
-from .nic_load import bytes_factor as bytes_factor
-
 Term = Literal["compute", "input", "bandwidth", "interior"]
 
 

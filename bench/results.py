@@ -19,6 +19,7 @@ SCHEMA = 1
 
 Row = Mapping[str, Any]
 
+_OF_THE_MOMENT = frozenset({"time", "command", "load_average"})
 _PACKAGES = ("commsched", "numpy", "grpcio", "torch", "mpi4py")
 
 
@@ -56,6 +57,11 @@ def environment() -> dict[str, Any]:
         "load_average": [round(load, 2) for load in os.getloadavg()],
         "commit": commit(),
     }
+
+
+def lasting(environment: Mapping[str, Any]) -> dict[str, Any]:
+    """What of an :func:`environment` stays the same from one measurement to the next on one machine with one program."""
+    return {name: value for name, value in environment.items() if name not in _OF_THE_MOMENT}
 
 
 def table(rows: Sequence[Row], columns: Mapping[str, str]) -> str:

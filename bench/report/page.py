@@ -12,8 +12,8 @@ from jinja2 import FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
-from ..environments import lasting
 from ..measure import LEAST_SAMPLES, TOLERATED_DIFFERENCE, median_absolute_error
+from ..results import lasting
 from .columns import LONG
 from .distribution_figure import distribution_figure
 from .group import Group, groups

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 from commsched.core.errors import ConfigError
 
 from .. import results, train
-from ..environments import lasting
 from ..extras import require_extra
+from ..results import lasting
 from ..train import TrainOptions
 from .log import Cell, SweepLog, identity
 

@@ -414,6 +414,17 @@ def answer(kind=Kind.RESULT, step=0, partition=0, start=0, stop=256) -> Frame:
     return Frame(kind, 0, step, partition, "float32", start, stop, bytes(stop - start) if kind is Kind.RESULT else b"")
 
 
+def require_blamed(lane, answers, why):
+    """A worker that gets ``answers`` to its push fails, and says that it was the server, and why."""
+    server, failures = FakeServer(lane, *answers), Failures()
+    transport = connect(server.address, lane, failures)
+    transport.add_group(0, MANIFEST)
+    transport.start(make_task(), Ended())
+    assert str(failures.first()).startswith(f"server 0 at {server.address} {why}")
+    transport.close()
+    server.close()
+
+
 @pytest.mark.parametrize(
     ("answers", "why"),
     [
@@ -428,13 +439,7 @@ def answer(kind=Kind.RESULT, step=0, partition=0, start=0, stop=256) -> Frame:
     ],
 )
 def test_a_server_that_answers_wrongly_is_named(answers, why, lane):
-    server, failures = FakeServer(lane, *answers), Failures()
-    transport = connect(server.address, lane, failures)
-    transport.add_group(0, MANIFEST)
-    transport.start(make_task(), Ended())
-    assert str(failures.first()).startswith(f"server 0 at {server.address} {why}")
-    transport.close()
-    server.close()
+    require_blamed(lane, answers, why)
 
 
 @pytest.mark.parametrize(
@@ -445,10 +450,4 @@ def test_a_server_that_answers_wrongly_is_named(answers, why, lane):
     ],
 )
 def test_an_acknowledgement_that_is_not_due_is_refused(lane, why):
-    server, failures = FakeServer(lane, answer(Kind.ACK, partition=1)), Failures()
-    transport = connect(server.address, lane, failures)
-    transport.add_group(0, MANIFEST)
-    transport.start(make_task(), Ended())
-    assert str(failures.first()).startswith(f"server 0 at {server.address} {why}")
-    transport.close()
-    server.close()
+    require_blamed(lane, [answer(Kind.ACK, partition=1)], why)
