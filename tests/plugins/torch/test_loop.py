@@ -86,6 +86,17 @@ READERS: dict[str, Callable[[nn.Module], list[torch.Tensor]]] = {
 }
 
 
+def require_plain_result(loop: Loop) -> None:
+    """The weights that ``loop`` returns on every rank after three steps are those of plain training with all batches."""
+    model, optimizer = plain_model()
+    for step in range(3):
+        optimizer.zero_grad()
+        joint(model, 2, step).backward()
+        optimizer.step()
+    for read in run(loop):
+        assert all(close(a, b) for a, b in zip(read, model.parameters(), strict=True))
+
+
 @pytest.mark.parametrize("name", READERS)
 def test_parameters_read_after_step_are_updated(name: str) -> None:
     def loop(session: Session, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -400,13 +411,7 @@ def test_hooks_of_the_users_optimizer_may_read_the_model() -> None:
             optimizer.step()
         return [p.detach().clone() for p in model.parameters()]
 
-    model, optimizer = plain_model()
-    for step in range(3):
-        optimizer.zero_grad()
-        joint(model, 2, step).backward()
-        optimizer.step()
-    for read in run(loop):
-        assert all(close(a, b) for a, b in zip(read, model.parameters(), strict=True))
+    require_plain_result(loop)
 
 
 def test_a_second_thread_waits_for_an_update_that_the_first_is_making() -> None:
@@ -563,13 +568,7 @@ def test_evaluation_in_inference_mode_leaves_training_intact() -> None:
             model.train()
         return [p.detach().clone() for p in model.parameters()]
 
-    model, optimizer = plain_model()
-    for step in range(3):
-        optimizer.zero_grad()
-        joint(model, 2, step).backward()
-        optimizer.step()
-    for read in run(loop):
-        assert all(close(a, b) for a, b in zip(read, model.parameters(), strict=True))
+    require_plain_result(loop)
 
 
 def test_state_dict_is_that_of_the_plain_optimizer_and_resumes() -> None:
