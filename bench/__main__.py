@@ -15,11 +15,14 @@ COMMANDS = {
     "demo": "train a small model with and without the scheduler over a capped link",
     "collectives": "time, bandwidth, CPU and correctness of averaging one tensor, for a transport",
     "rounds": "many back-to-back rounds of one small tensor with a slow rank; counts wrong results",
+    "idle": "processor time of ranks that do nothing, and of ranks that wait for another",
+    "agreement": "time, processor time and messages of agreeing on the order of collectives, by credit",
     "profile": "time the layers of a full-size model on this machine's GPU or processor",
     "train": "one training step of several systems, in turn on one network, beside the bound",
     "sweep": "train over a product of options, cell by cell; goes on where it was stopped",
     "report": "one HTML page with plots, and a Markdown table, from the results of train, sweep and simulate",
     "simulate": "predict steps in virtual time, from one machine to thousands; or check what train measured",
+    "transports": "the tables of the guide to transports: each of them under the same benchmarks",
     "overhead": "microseconds of Python that core spends per partition",
 }
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
-from commsched.core.config import parse_bytes
+from commsched.core.config import Settings, parse_bytes
 from commsched.core.errors import ConfigError
+from commsched.transports import require_transport
 
 FLOAT32_BYTES = 4
 
@@ -60,3 +61,59 @@ def float32_sizes(text: str) -> list[int]:
         sizes.append(size)
         size *= factor
     return [*sizes, most]
+
+
+def add_transport_arguments(parser: argparse.ArgumentParser) -> None:
+    """How gradients travel, and between how many: for benchmarks of one transport."""
+    parser.add_argument("--transport", default="ps", help="the way gradients travel (default: ps)")
+    parser.add_argument("--lane", default="tcp", help="of the parameter server: tcp, grpc (default: tcp)")
+    parser.add_argument("--order", default="agreed", help="of collectives: agreed, static (default: agreed)")
+    parser.add_argument("--policy", default="priority", help="order of partitions; rsag: in two halves (default: priority)")
+    parser.add_argument(
+        "--wire", default="none", help="dtype that gradients travel as: none, bfloat16, float16 (default: none)"
+    )
+    parser.add_argument("--hierarchy", default="auto", help="ranks of a host first: auto, on, off (default: auto)")
+    parser.add_argument("--workers", type=at_least(2), default=2, metavar="N", help="ranks, a process each (default: 2)")
+    parser.add_argument(
+        "--servers", type=at_least(0), default=0, metavar="K", help="separate servers; 0: a shard on every rank"
+    )
+
+
+def transport_settings(args: argparse.Namespace) -> dict[str, str]:
+    """What ``add_transport_arguments`` was given that is a setting.
+
+    Raises:
+        ConfigError: one is wrong. It is said here, once, and before anything starts.
+    """
+    names = ("transport", "lane", "order", "policy", "wire", "hierarchy")
+    settings = {name: str(getattr(args, name)) for name in names}
+    check_settings(settings)
+    return settings
+
+
+def transport_words(args: argparse.Namespace) -> str:
+    """``ps over tcp``, ``gloo``; and what is not the default."""
+    words = f"{args.transport} over {args.lane}" if args.transport == "ps" else args.transport
+    extra = [
+        f"order {args.order}" if args.order != "agreed" else "",
+        f"policy {args.policy}" if args.policy != "priority" else "",
+    ]
+    extra += [f"wire {args.wire}" if args.wire != "none" else ""]
+    extra += [f"hierarchy {args.hierarchy}" if args.hierarchy != "auto" else ""]
+    return ", ".join([words, *filter(None, extra)])
+
+
+def check_settings(settings: Mapping[str, str]) -> None:
+    """Raise ConfigError for a mistake here, so that it is said once, and before anything starts."""
+    require_named(Settings.load(settings, {}).transport)
+
+
+def require_named(transport: str) -> str:
+    """``transport``, if there is one of that name; a benchmark has to say which it measured, so ``auto`` is none.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if transport == "auto":
+        raise ConfigError("transport='auto' does not say what is measured; name one")
+    return require_transport(transport)

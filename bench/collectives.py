@@ -1,12 +1,13 @@
 """Averages one tensor of each of several sizes, in one process per rank, and says how fast, how dear and how right.
 
 How long: from a common start to the last rank that has the average in place; the median over repetitions. How fast:
-``algbw`` is the tensor's bytes by that time, ``busbw`` is ``algbw`` times the bytes that the busiest NIC carries in each
-direction per byte of tensor, so that it compares with the link. How dear: CPU time of all processes, ranks and servers, by
-the bytes of payload that crossed the network, each counted once; a rank's own shard is no network.
+``algbw`` is the tensor's bytes by that time, ``busbw`` is ``algbw`` times the bytes that the busiest NIC really carries in each
+direction per byte of tensor, so that it compares with the link: half as many if they travel in 16 bits. How dear: CPU time of
+all processes, ranks and servers, by the bytes of gradient that have to cross the network, each counted once; a rank's own shard
+is no network. A byte of gradient is one of float32, and counts once for each host, however it travels: so what saves bytes
+compares with what does not.
 
-A shaped link lets a burst through before its rate counts, so what share of it was filled is said only of tensors of many
-bursts.
+A shaped link lets a burst through before its rate counts, so what share of it was filled is said only of many bursts.
 """
 
 from __future__ import annotations
@@ -19,23 +20,31 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from commsched.core.config import Settings, parse_bytes, parse_rate, parse_seconds
+from commsched.core.config import parse_bytes, parse_rate, parse_seconds
+from commsched.core.errors import ConfigError
 from commsched.core.manifest import Manifest, TensorSpec
-from commsched.transports import require_transport
 
-from .arguments import FLOAT32_BYTES, at_least, float32_sizes, setting
-from .cluster import BURST_BYTES
+from .arguments import (
+    FLOAT32_BYTES,
+    add_transport_arguments,
+    at_least,
+    float32_sizes,
+    setting,
+    transport_settings,
+    transport_words,
+)
 from .cpu_time import cpu_seconds
 from .job import Job, run_job
-from .nic_load import bytes_factor
 from .results import Row, add_json_argument, table, write
+from .route import Route, link_share
 
 if TYPE_CHECKING:
     from commsched.core.group import TensorGroup
     from commsched.session import Session
 
-#: The link's share is said of tensors at least so many bursts long.
-_BURSTS = 10
+#: Numbers repeat after so many elements: small whole ones, so that sums and their quotients by the number of ranks are exact
+#: in float32. For 16 bits see ``Route.short_periods``.
+_PERIOD = 8191
 
 _COLUMNS = {
     "size_bytes": "size (B)",
@@ -45,17 +54,15 @@ _COLUMNS = {
     "algbw_megabytes_per_second": "algbw (MB/s)",
     "busbw_megabytes_per_second": "busbw (MB/s)",
     "link_share": "of link",
-    "cpu_seconds_per_gigabyte": "CPU s/GB",
+    "cpu_seconds_per_gigabyte": "CPU s/GB of gradient",
     "wrong_elements": "#wrong",
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--transport", default="ps", help="the way gradients travel (default: ps)")
-    parser.add_argument("--lane", default="tcp", help="of the parameter server: tcp, grpc (default: tcp)")
-    parser.add_argument("--workers", type=at_least(2), default=2, metavar="N", help="ranks, a process each (default: 2)")
+    add_transport_arguments(parser)
     parser.add_argument(
-        "--servers", type=at_least(0), default=0, metavar="K", help="separate servers; 0: a shard on every rank"
+        "--ranks-per-host", type=at_least(1), default=1, metavar="R", help="with a bandwidth: that share a link (default: 1)"
     )
     parser.add_argument("--bandwidth", type=setting(parse_rate), metavar="RATE", help="of each link, as 1gbit; none: loopback")
     parser.add_argument(
@@ -73,47 +80,58 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    settings = {name: getattr(args, name) for name in ("transport", "lane", "partition", "credit")}
-    check_settings(settings)
-    job = Job(args.workers, args.servers, args.bandwidth, settings, parse_seconds(args.timeout))
-    arguments = {"sizes": args.sizes, "repetitions": args.repetitions, "warmup": args.warmup}
+    settings = {**transport_settings(args), "partition": args.partition, "credit": args.credit}
+    job = Job(args.workers, args.servers, args.bandwidth, settings, parse_seconds(args.timeout), args.ranks_per_host)
+    if args.workers % args.ranks_per_host or (
+        args.ranks_per_host > 1 and (args.bandwidth is None or args.workers == args.ranks_per_host)
+    ):
+        raise ConfigError(
+            f"ranks-per-host={args.ranks_per_host}: it divides workers={args.workers}, leaves several hosts, "
+            "and these have links of a bandwidth"
+        )
+    route = Route.of(args, args.ranks_per_host)
+    period = _PERIOD if args.wire == "none" else route.short_periods()[0]
+    arguments = {"sizes": args.sizes, "repetitions": args.repetitions, "warmup": args.warmup, "period": period}
     outcome = run_job(job, __name__, arguments)
-    rows = [_row(args, outcome.link, [rank[index] for rank in outcome.by_rank]) for index in range(len(args.sizes))]
-    print(_heading(args, outcome.link))
+    rows = [_row(args, route, outcome.link, [rank[index] for rank in outcome.by_rank]) for index in range(len(args.sizes))]
+    print(_heading(args, route, outcome.link))
     print(table(rows, _COLUMNS))
     if args.json:
         write(args.json, rows)
     return 1 if any(row["wrong_elements"] for row in rows) else 0
 
 
-def check_settings(settings: Mapping[str, str]) -> None:
-    """Raise ConfigError for a mistake here, so that it is said once, and before anything starts."""
-    require_transport(Settings.load(settings, {}).transport)
-
-
-def _heading(args: argparse.Namespace, link: str) -> str:
-    where = f"{args.servers} separate servers" if args.servers else "a shard on every rank"
+def _heading(args: argparse.Namespace, route: Route, link: str) -> str:
+    where = (
+        f"{args.servers} separate servers"
+        if args.servers
+        else "a shard on every rank"
+        if args.transport == "ps"
+        else "no servers"
+    )
+    per_host = f", {args.ranks_per_host} on each host" if args.ranks_per_host > 1 else ""
     return (
-        f"{args.transport} over {args.lane}: {args.workers} workers, {where}, link {link}, partition {args.partition}, "
+        f"{transport_words(args)}: {args.workers} workers{per_host}, {where}, link {link}, partition {args.partition}, "
         f"credit {args.credit}\n"
-        f"busbw = algbw x {bytes_factor(args.workers, args.servers):.4g}, the bytes that the busiest NIC carries in each "
-        "direction per byte of tensor\nCPU s: of all processes together, per GB of payload that crossed the network"
+        f"busbw = algbw x {route.nic_factor:.4g}, the bytes that the busiest NIC carries in each direction per byte of tensor\n"
+        "CPU s: of all processes together, per GB of float32 gradient that hosts have to exchange, however it travels"
     )
 
 
-def _row(args: argparse.Namespace, link: str, by_rank: Sequence[Mapping[str, Any]]) -> Row:
+def _row(args: argparse.Namespace, route: Route, link: str, by_rank: Sequence[Mapping[str, Any]]) -> Row:
     """One size's figures from those of every rank."""
     size = by_rank[0]["size_bytes"]
     seconds = [max(each) for each in zip(*(rank["seconds"] for rank in by_rank))]
     median = statistics.median(seconds)
-    factor = bytes_factor(args.workers, args.servers)
-    busbw = factor * size / median
-    # Of every tensor each worker pushes what it does not aggregate itself, and gets as much back.
-    carried = 2 * size * (args.workers if args.servers else args.workers - 1)
+    on_busiest_nic = route.nic_factor * size
+    cpu_seconds = sum(rank["cpu_seconds"] for rank in by_rank) / len(seconds)
+    gradient = route.least_factor * size  # 0: all ranks are on one host, and add up in memory
     return {
         "transport": args.transport,
         "lane": args.lane if args.transport == "ps" else None,
+        **{name: getattr(args, name) for name in ("order", "policy", "wire", "hierarchy")},
         "workers": args.workers,
+        "ranks_per_host": args.ranks_per_host,
         "servers": args.servers,
         "link": link,
         "partition": args.partition,
@@ -123,12 +141,12 @@ def _row(args: argparse.Namespace, link: str, by_rank: Sequence[Mapping[str, Any
         "milliseconds": 1e3 * median,
         "milliseconds_min": 1e3 * min(seconds),
         "milliseconds_max": 1e3 * max(seconds),
-        "bytes_factor": factor,
+        "bytes_factor": route.nic_factor,
         "algbw_megabytes_per_second": size / median / 1e6,
-        "busbw_megabytes_per_second": busbw / 1e6,
-        "link_share": busbw / parse_rate(args.bandwidth) if args.bandwidth and size >= _BURSTS * BURST_BYTES else None,
-        "network_bytes": carried,
-        "cpu_seconds_per_gigabyte": sum(rank["cpu_seconds"] for rank in by_rank) / len(seconds) / carried * 1e9,
+        "busbw_megabytes_per_second": on_busiest_nic / median / 1e6,
+        "link_share": link_share(on_busiest_nic, median, args.bandwidth),
+        "network_bytes": round(route.network_factor * size),
+        "cpu_seconds_per_gigabyte": cpu_seconds / gradient * 1e9 if gradient else None,
         "wrong_elements": sum(rank["wrong_elements"] for rank in by_rank),
     }
 
@@ -140,9 +158,7 @@ def rank_main(session: Session, arguments: Mapping[str, Any]) -> list[dict[str, 
     """What this rank measured for each of ``arguments["sizes"]``; rank 0 counts the servers' CPU time as its own."""
     pids = arguments["server_pids"] if session.rank == 0 else []
     start_line = register(session, "start line", FLOAT32_BYTES)[1]
-    return [
-        _measure(session, start_line, size, arguments["repetitions"], arguments["warmup"], pids) for size in arguments["sizes"]
-    ]
+    return [_measure(session, start_line, size, arguments, pids) for size in arguments["sizes"]]
 
 
 def register(session: Session, name: str, nbytes: int) -> tuple[np.ndarray, TensorGroup]:
@@ -160,14 +176,15 @@ def average(group: TensorGroup) -> None:
 
 
 def _measure(
-    session: Session, start_line: TensorGroup, size: int, repetitions: int, warmup: int, server_pids: Sequence[int]
+    session: Session, start_line: TensorGroup, size: int, arguments: Mapping[str, Any], server_pids: Sequence[int]
 ) -> dict[str, Any]:
+    repetitions, period = arguments["repetitions"], arguments["period"]
     buffer, group = register(session, f"{size} bytes", size)
-    # Small whole numbers: float32 holds their sum, and its quotient by the number of ranks, exactly.
-    pattern = (np.arange(buffer.size) % 8191).astype(np.float32)
+    pattern = (np.arange(buffer.size) % period).astype(np.float32)
     seconds, used, wrong = [], 0.0, 0
-    for repetition in range(-warmup, repetitions):
-        np.add(pattern, repetition % 64 + session.rank, out=buffer)
+    for repetition in range(-arguments["warmup"], repetitions):
+        shift = repetition % min(period, 64)
+        np.add(pattern, shift + session.rank, out=buffer)
         average(start_line)
         cpu_began, began = cpu_seconds(server_pids), time.monotonic()
         average(group)
@@ -176,6 +193,6 @@ def _measure(
         if repetition >= 0:
             seconds.append(ended - began)
             used += cpu_seconds(server_pids) - cpu_began
-        wrong += int(np.count_nonzero(buffer != pattern + (repetition % 64 + (session.world_size - 1) / 2)))
+        wrong += int(np.count_nonzero(buffer != pattern + (shift + (session.world_size - 1) / 2)))
     group.release()
     return {"size_bytes": size, "seconds": seconds, "cpu_seconds": used, "wrong_elements": wrong}

@@ -37,12 +37,17 @@ class _Immediate:
 
     rank = 0
     world_size = 1
+    verbs = frozenset({"all_reduce"})
+    ordered = False
+    channels = 1
 
     def add_group(self, group: int, manifest: Manifest) -> None: ...
 
     def start(self, task: CommTask, completion: Completion) -> None:
         completion.on_sent(task)
         completion.on_done(task)
+
+    def release(self, group: int) -> None: ...
 
     def leave(self, rank: int) -> None: ...
 

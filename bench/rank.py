@@ -1,4 +1,4 @@
-"""One rank of a job that :mod:`bench.job` started: ``python -m bench.rank MODULE OUTPUT ARGUMENTS``."""
+"""One rank of a job that :mod:`bench.job` started: ``python -m bench.rank MODULE DIRECTORY ARGUMENTS``."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from commsched.core.errors import CommschedError
 
 
 def main() -> int:
-    """0, and what the rank returned is in OUTPUT; or 1, and why is on stderr."""
-    module, output, arguments = sys.argv[1:]
+    """0, and what rank ``r`` returned is in DIRECTORY's ``rank<r>.json``; or 1, and why is on stderr."""
+    module, directory, arguments = sys.argv[1:]
     try:
         with commsched.init() as session:
             returned = import_module(module).rank_main(session, json.loads(arguments))
-        Path(output).write_text(json.dumps(returned))
+        Path(directory, f"rank{session.rank}.json").write_text(json.dumps(returned))
     except CommschedError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
@@ -29,9 +29,16 @@ def main() -> int:
     return 0
 
 
-if __name__ == "__main__":
-    code = main()
+def _end(code: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
+    if "mpi4py.MPI" in sys.modules:
+        if code:
+            sys.exit(code)  # how MPI ends after a failure, the transport has arranged
+        sys.modules["mpi4py.MPI"].Finalize()  # else mpiexec takes it for a crash
     # Everything is closed or written. What engines do at the interpreter's end is not waited for: gloo's now and then hangs.
     os._exit(code)
+
+
+if __name__ == "__main__":
+    _end(main())

@@ -71,6 +71,12 @@ def table(rows: Sequence[Row], columns: Mapping[str, str]) -> str:
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths)).rstrip() for line in cells)
 
 
+def markdown_table(rows: Sequence[Mapping[str, str]], headings: Sequence[str]) -> str:
+    """``rows`` by heading, as Markdown."""
+    lines = [headings, ["---"] * len(headings), *([row[heading] for heading in headings] for row in rows)]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
 def _cell(value: Any) -> str:
     if value is None:
         return "-"

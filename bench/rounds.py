@@ -17,13 +17,17 @@ import numpy as np
 from commsched.core.config import parse_bytes, parse_seconds
 from commsched.core.errors import ConfigError
 
-from .arguments import at_least, float32_bytes, setting
-from .collectives import average, check_settings, register
+from .arguments import add_transport_arguments, at_least, float32_bytes, setting, transport_settings
+from .collectives import average, register
 from .job import Job, run_job
 from .results import add_json_argument, table, write
+from .route import Route
 
 if TYPE_CHECKING:
     from commsched.session import Session
+
+#: Elements, and rounds, after which numbers repeat: averages are exact in float32. For 16 bits see ``Route.short_periods``.
+_PERIODS = (1021, 4093)
 
 _COLUMNS = {
     "workers": "workers",
@@ -36,12 +40,7 @@ _COLUMNS = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=at_least(1), default=100_000, metavar="N", help="how many (default: 100000)")
-    parser.add_argument("--transport", default="ps", help="the way gradients travel (default: ps)")
-    parser.add_argument("--lane", default="tcp", help="of the parameter server: tcp, grpc (default: tcp)")
-    parser.add_argument("--workers", type=at_least(2), default=2, metavar="N", help="ranks, a process each (default: 2)")
-    parser.add_argument(
-        "--servers", type=at_least(0), default=0, metavar="K", help="separate servers; 0: a shard on every rank"
-    )
+    add_transport_arguments(parser)
     parser.add_argument("--slow-rank", type=at_least(0), default=1, metavar="R", help="the rank that dawdles (default: 1)")
     parser.add_argument("--size", type=float32_bytes, default="64KB", help="of the tensor (default: 64KB)")
     parser.add_argument(
@@ -56,13 +55,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.slow_rank >= args.workers:
         raise ConfigError(f"slow-rank={args.slow_rank}, but the ranks are 0 to {args.workers - 1}")
-    settings = {"transport": args.transport, "lane": args.lane, "partition": args.partition}
-    check_settings(settings)
+    settings = {**transport_settings(args), "partition": args.partition}
     job = Job(args.workers, args.servers, None, settings, parse_seconds(args.timeout))
-    outcome = run_job(job, __name__, {"rounds": args.rounds, "size": args.size, "slow_rank": args.slow_rank})
+    periods = _PERIODS if args.wire == "none" else Route.of(args).short_periods()
+    arguments = {"rounds": args.rounds, "size": args.size, "slow_rank": args.slow_rank, "periods": periods}
+    outcome = run_job(job, __name__, arguments)
     row = {
         "transport": args.transport,
         "lane": args.lane if args.transport == "ps" else None,
+        **{name: getattr(args, name) for name in ("order", "policy", "wire", "hierarchy")},
         "workers": args.workers,
         "servers": args.servers,
         "slow_rank": args.slow_rank,
@@ -84,17 +85,18 @@ def run(args: argparse.Namespace) -> int:
 def rank_main(session: Session, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """How many rounds this rank saw a wrong number in, and the seconds that all took."""
     buffer, group = register(session, "round", arguments["size"])
-    pattern = (np.arange(buffer.size) % 1021).astype(np.float32)
+    elements, rounds = arguments["periods"]
+    pattern = (np.arange(buffer.size) % elements).astype(np.float32)
     slow = session.rank == arguments["slow_rank"]
     delays = random.Random(session.rank)
     wrong = 0
     began = time.monotonic()
     for number in range(arguments["rounds"]):
-        np.add(pattern, number % 4093 + session.rank, out=buffer)
+        np.add(pattern, number % rounds + session.rank, out=buffer)
         if slow and delays.random() < 0.1:
             time.sleep(delays.uniform(0, 2e-3))
         average(group)
         if slow and delays.random() < 0.1:
             time.sleep(delays.uniform(0, 2e-3))
-        wrong += bool(np.any(buffer != pattern + (number % 4093 + (session.world_size - 1) / 2)))
+        wrong += bool(np.any(buffer != pattern + (number % rounds + (session.world_size - 1) / 2)))
     return {"wrong_rounds": wrong, "seconds": time.monotonic() - began}

@@ -17,7 +17,21 @@ from .transports import require_transport
 from .version import __version__
 
 #: Settings that make sense as options of ``commsched run``; the others concern jobs across machines.
-_RUN_OPTIONS = ("transport", "lane", "partition", "credit", "fusion", "policy", "rate", "trace", "fail_after", "disable")
+_RUN_OPTIONS = (
+    "transport",
+    "lane",
+    "order",
+    "wire",
+    "hierarchy",
+    "partition",
+    "credit",
+    "fusion",
+    "policy",
+    "rate",
+    "trace",
+    "fail_after",
+    "disable",
+)
 #: Likewise of ``commsched server``.
 _SERVER_OPTIONS = ("lane",)
 

@@ -60,6 +60,12 @@ class _Listener:
     def on_end(self) -> None:
         """As for ``on_leave``."""
 
+    def on_told(self, rank: int, value: Any) -> None:
+        """Ranks tell rank 0 only."""
+
+    def on_announced(self, value: Any) -> None:
+        """Rank 0 announces to ranks only."""
+
     def hold_steps(self) -> dict[int, int]:
         """Partitions come with their range, so a change of configuration does not concern a server."""
         return {}

@@ -10,26 +10,33 @@ import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from importlib import import_module
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
+from .auto import transport_name
+from .core import process_exit
 from .core.config import SchedulerConfig, Settings
 from .core.core import Core
 from .core.errors import ClosedError, CommschedError, ConfigError, TransportError
 from .core.group import TensorGroup
 from .core.manifest import Manifest, TensorSpec, require_equal
 from .core.plan import cut
-from .core.ports import Transport
+from .core.ports import Sliceable, Transport
 from .core.world import World, detect_world
 from .rendezvous import Meeting, find, own_host, publish, rendezvous_path, where_to_listen
 from .trace import TraceObserver
 from .transports import require_transport
 from .transports.context import TransportContext
 
+if TYPE_CHECKING:
+    from .control.server import ControlServer  # which needs gRPC
+
 log = logging.getLogger("commsched")
 
 #: More than the control channel takes to say which failure counts, with or without rank 0.
 _VERDICT_SECONDS = 2.0
+
+#: Settings that all ranks must agree on, besides those of the scheduler.
+_SAME_ON_ALL_RANKS = ("transport", "lane", "servers", "order", "wire", "hierarchy", "fail_after")
 
 
 class Control(Protocol):
@@ -40,6 +47,10 @@ class Control(Protocol):
     def gather(self, tag: str, value: Any) -> list[Any]: ...
 
     def report(self, error: CommschedError) -> None: ...
+
+    def tell(self, value: Any) -> None: ...
+
+    def announce(self, value: Any) -> None: ...
 
     def propose(self, config: dict[str, Any]) -> None: ...
 
@@ -64,6 +75,7 @@ class Session:
         *,
         open_control: Callable[[Session], Control],
         open_transport: Callable[[Session], Transport],
+        order: str = "agreed",
         same_on_all_ranks: Mapping[str, Any] | None = None,
         trace_directory: str | None = None,
         warn_after_seconds: float = 10.0,
@@ -74,6 +86,8 @@ class Session:
         self._when_failed: list[Callable[[CommschedError], None]] = []
         self._failing = threading.Lock()
         self._core: Core | None = None
+        self._early: list[Callable[[Core], None]] = []  # what other ranks, that have opened, want of the core to come
+        self._opening = threading.Lock()  # guards both
         self._transport: Transport | None = None
         self._gathers = 0
         self._close_callbacks: list[Callable[[], None]] = []
@@ -87,18 +101,24 @@ class Session:
             if trace_directory is not None:
                 self.observer = TraceObserver(trace_directory, self.rank, self._control.clock_offset_seconds)
             self._transport = open_transport(self)
-            self._core = Core(
+            core = Core(
                 self._transport,
                 config,
                 observer=self.observer,
                 on_failure=self.report,
                 warn_after_seconds=warn_after_seconds,
+                messenger=self._control,
+                order=order,
             )
+            self._use(core)
             if self._failure is not None:
-                self._core.fail(self._failure)
+                core.fail(self._failure)
         except BaseException as error:
-            self._report_and_wait(TransportError(f"rank {self.rank} could not start: {error}"))
+            ours = TransportError(f"rank {self.rank} could not start: {error}")
+            self._report_and_wait(ours)
             self._tear_down()
+            if isinstance(error, TransportError) and self._failure is not None and str(self._failure) != str(ours):
+                raise self._failure from error  # of another rank, which then closed its connections
             raise
 
     @property
@@ -111,6 +131,22 @@ class Session:
         if self.closed or self._core is None:
             raise ClosedError("this session is closed")
         return self._core
+
+    @property
+    def transport(self) -> Transport:
+        """What this rank's gradients travel by.
+
+        Raises:
+            ClosedError: the session is closed.
+        """
+        if self.closed or self._transport is None:
+            raise ClosedError("this session is closed")
+        return self._transport
+
+    @property
+    def device(self) -> str:
+        """Where the flat buffers given to :meth:`register` must lie: "cpu", or a device as PyTorch names it."""
+        return str(getattr(self.transport, "device", "cpu"))
 
     # --- what plugins use ---
 
@@ -125,8 +161,8 @@ class Session:
         self._gathers += 1
         return self._control.gather(f"gather {self._gathers}", value)
 
-    def register(self, manifest: Manifest, buffers: Mapping[str, memoryview]) -> TensorGroup:
-        """Announce tensors, in forward order, and the flat buffer of each dtype (bytes, writable).
+    def register(self, manifest: Manifest, buffers: Mapping[str, Sliceable]) -> TensorGroup:
+        """Announce tensors, in forward order, and the flat buffer of each dtype (bytes, writable, on :attr:`device`).
 
         Raises:
             ManifestMismatch: ranks disagree; names the tensor and both values, on every rank, before any data moves.
@@ -134,17 +170,19 @@ class Session:
         # Ranks may be at different steps of other groups when the configuration changes: rank 0's counts for all.
         config = self.core.config
         sizes = {"partition_bytes": config.partition_bytes, "fusion_bytes": config.fusion_bytes}
-        records = self.gather({"manifest": manifest.to_record(), "sizes": sizes})
+        records = self.gather({"manifest": manifest.to_record(), "sizes": sizes, "policy": config.policy})
         require_equal([Manifest.from_record(record["manifest"]) for record in records])
         plan = cut(manifest, **records[0]["sizes"])
         if self.observer is not None:
             self.observer.add_group(self.core.group_count, manifest)
-        return self.core.add_group(plan, buffers)
+        return self.core.add_group(plan, buffers, records[0]["policy"])
 
-    def broadcast(self, name: str, data: memoryview, root: int = 0) -> None:
-        """Replace ``data`` (format ``B``) on every rank by that of ``root``, bit for bit, whatever type it holds.
+    def broadcast(self, name: str, data: Sliceable, root: int = 0) -> None:
+        """Replace ``data`` on every rank by that of ``root``, bit for bit, whatever type it holds.
 
-        It is a sum in which every other rank contributes zero bytes, so it needs nothing of a transport but its sum.
+        ``data`` is a ``memoryview`` of format ``B``; or uint8 on another :attr:`device`, then complete there, and zeros already
+        on every other rank. It is a sum to which every other rank contributes zero bytes, so it needs nothing of a transport
+        but its sum.
 
         Raises:
             ManifestMismatch: the sizes differ between ranks.
@@ -152,7 +190,7 @@ class Session:
         if len(data) == 0:
             self.gather(name)
             return
-        if self.rank != root:
+        if self.rank != root and isinstance(data, memoryview):
             data[:] = bytes(len(data))
         group = self.register(Manifest((TensorSpec(name, (len(data),), "uint8"),)), {"uint8": data})
         group.begin_step()
@@ -164,7 +202,12 @@ class Session:
         """Ask for another partition, credit or policy; all ranks switch at one agreed step. Returns before that.
 
         Meant for rank 0 (a tuner). Never blocks on other ranks.
+
+        Raises:
+            UnsupportedError: the transport cannot do it.
+            CommschedError: the job failed, or the session is closed.
         """
+        self.core.require_supported(config)
         self._control.propose(config.to_record())
 
     def on_close(self, callback: Callable[[], None]) -> Callable[[], None]:
@@ -198,8 +241,13 @@ class Session:
             self._core.fail(error)
 
     def on_leave(self, rank: int) -> None:
-        if self._transport is not None:
-            self._transport.leave(rank)
+        self._on_core(lambda core: core.leave(rank))
+
+    def on_told(self, rank: int, value: Any) -> None:
+        self._on_core(lambda core: core.on_told(rank, value))
+
+    def on_announced(self, value: Any) -> None:
+        self._on_core(lambda core: core.on_announced(value))
 
     def on_end(self) -> None:
         """For servers; a rank waits for it in ``close``."""
@@ -208,8 +256,22 @@ class Session:
         return self._core.hold_steps() if self._core is not None else {}
 
     def switch_at(self, config: dict[str, Any], steps: dict[int, int]) -> None:
-        if self._core is not None:
-            self._core.switch_at(SchedulerConfig(**config), steps)
+        self._on_core(lambda core: core.switch_at(SchedulerConfig(**config) if config else None, steps))
+
+    def _on_core(self, call: Callable[[Core], None]) -> None:
+        """Call, or have called when the core is there; in order, since one control thread does all this."""
+        with self._opening:
+            if self._core is None:
+                self._early.append(call)
+                return
+        call(self._core)
+
+    def _use(self, core: Core) -> None:
+        with self._opening:
+            for call in self._early:
+                call(core)
+            self._early.clear()
+            self._core = core
 
     # --- end ---
 
@@ -226,6 +288,7 @@ class Session:
             for callback in self._close_callbacks:
                 callback()
             self.core.drain()
+            self.core.farewell()
             if self.observer is not None:
                 self.observer.close()  # every rank's file is written before the last has left
             self._control.leave()
@@ -288,12 +351,13 @@ _lock = threading.Lock()
 _current: Session | None = None
 
 
-def init(**settings: Any) -> Session:
+def init(*, device: str = "cpu", **settings: Any) -> Session:
     """The session of this process; the first call joins the job and waits until every rank has.
 
     Rank and world size come from what launched the process (commsched run, torchrun, mpirun, srun). With one rank, or with
     ``disable``, a session that needs no network. ``settings`` are the fields of ``core.config.Settings``; each may also come
-    from ``COMMSCHED_<NAME>`` or a TOML file named by ``COMMSCHED_CONFIG``.
+    from ``COMMSCHED_<NAME>`` or a TOML file named by ``COMMSCHED_CONFIG``. ``device``: where the gradients lie ("cpu", or as
+    PyTorch names it), for ``transport=auto``; plugins say it.
 
     Raises:
         ConfigError: a setting is wrong or differs between ranks, or settings are given after the session was opened.
@@ -305,7 +369,7 @@ def init(**settings: Any) -> Session:
             if settings:
                 raise ConfigError(f"commsched is already initialised; give {', '.join(settings)} at the first call of init")
             return _current
-        _current = _open_session(detect_world(os.environ), Settings.load(settings, os.environ))
+        _current = open_session(detect_world(os.environ), Settings.load(settings, os.environ), device)
         atexit.unregister(_at_exit)
         atexit.register(_at_exit)
         return _current
@@ -324,37 +388,52 @@ def local_sessions(
     world_size: int,
     config: SchedulerConfig | None = None,
     *,
+    open_transport: Callable[[int, Session], Transport] | None = None,
     wrap_transport: Callable[[Transport], Transport] | None = None,
+    order: str = "agreed",
 ) -> list[Session]:
-    """One session per rank, all in this process: each is to be used, and closed, by a thread of its own."""
+    """One session per rank, all in this process: each is to be used, and closed, by a thread of its own.
+
+    ``open_transport(rank, session)``, in a thread per rank, gives another transport than the local one; ``wrap_transport`` one
+    around it.
+    """
     from .control.local import LocalControlWorld
     from .transports.local import LocalWorld
 
     controls, transports = LocalControlWorld(world_size), LocalWorld(world_size)
 
+    def open_local(rank: int, session: Session) -> Transport:
+        return transports.transport(rank, session.report)
+
     def open_rank(rank: int) -> Session:
-        def open_transport(session: Session) -> Transport:
-            transport = transports.transport(rank, session.report)
+        def open_and_wrap(session: Session) -> Transport:
+            transport = (open_transport or open_local)(rank, session)
             return wrap_transport(transport) if wrap_transport is not None else transport
 
         return Session(
             World(rank, world_size, rank, world_size, "threads"),
             config or SchedulerConfig(),
             open_control=lambda session: controls.join(rank, session),
-            open_transport=open_transport,
+            open_transport=open_and_wrap,
+            order=order,
         )
 
     with ThreadPoolExecutor(world_size) as pool:  # opening is collective
         return list(pool.map(open_rank, range(world_size)))
 
 
-def _open_session(world: World, settings: Settings) -> Session:
+def open_session(world: World, settings: Settings, device: str = "cpu") -> Session:
+    """A session besides that of this process, which :func:`init` opens; it has a control channel of its own. Collective.
+
+    Raises:
+        ConfigError, PeerTimeout: see ``init``.
+    """
     require_transport(settings.transport)
     if world.world_size == 1 or settings.disable:
         return local_sessions(1, settings.scheduler)[0]
     quiet_grpc()
     with ExitStack() as stack:
-        meeting = _meet(world, settings, stack)
+        meeting, server = _meet(world, settings, stack)
         host = own_host(world, settings, meeting.address)
 
         def open_control(session: Session) -> Control:
@@ -368,6 +447,7 @@ def _open_session(world: World, settings: Settings) -> Session:
                 session,
                 fail_after_seconds=settings.fail_after,
                 join_within_seconds=settings.join_within,
+                server=server,
             )
 
         def open_transport(session: Session) -> Transport:
@@ -381,15 +461,17 @@ def _open_session(world: World, settings: Settings) -> Session:
                 on_failure=session.report,
                 when_failed=session.when_failed,
             )
-            opened: Transport = import_module(f"commsched.transports.{settings.transport}").open_transport(context)
-            return opened
+            from .transports.opening import open_named  # with the shared parts of all transports: not for one rank alone
+
+            return open_named(context, transport_name(world, settings, device, session.gather))
 
         session = Session(
             world,
             settings.scheduler,
             open_control=open_control,
             open_transport=open_transport,
-            same_on_all_ranks={name: getattr(settings, name) for name in ("transport", "lane", "servers", "fail_after")},
+            order=settings.order,
+            same_on_all_ranks={name: getattr(settings, name) for name in _SAME_ON_ALL_RANKS},
             trace_directory=settings.trace,
             warn_after_seconds=settings.fail_after,
         )
@@ -402,11 +484,11 @@ def quiet_grpc() -> None:
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 
-def _meet(world: World, settings: Settings, stack: ExitStack) -> Meeting:
-    """Where the control channel is; on rank 0, open it. ``stack`` closes what was opened."""
+def _meet(world: World, settings: Settings, stack: ExitStack) -> tuple[Meeting, ControlServer | None]:
+    """Where the control channel is; on rank 0, open its server. ``stack`` closes what was opened."""
     path = rendezvous_path(settings, os.environ)
     if world.rank != 0:
-        return find(world, settings, path)
+        return find(world, settings, path), None
     from .control.server import ControlServer
 
     wanted = where_to_listen(world, settings)
@@ -422,7 +504,7 @@ def _meet(world: World, settings: Settings, stack: ExitStack) -> Meeting:
     if settings.control is None:
         publish(path, meeting)
         stack.callback(path.unlink, missing_ok=True)
-    return meeting
+    return meeting, server
 
 
 def _at_exit() -> None:
@@ -443,7 +525,7 @@ def _at_exit() -> None:
         logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(1)
+        process_exit.leave(1)
 
 
 def _describe(error: BaseException) -> str:

@@ -9,6 +9,7 @@ import pytest
 
 from commsched import launch, server
 from commsched.cli import main
+from commsched.transports import transport_names
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +33,16 @@ def test_a_lane_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize(
-    ("option", "value", "name"), [("--fusion", "1MB", "COMMSCHED_FUSION"), ("--lane", "grpc", "COMMSCHED_LANE")]
+    ("option", "value", "name"),
+    [
+        ("--transport", "auto", "COMMSCHED_TRANSPORT"),
+        ("--fusion", "1MB", "COMMSCHED_FUSION"),
+        ("--lane", "grpc", "COMMSCHED_LANE"),
+        ("--order", "static", "COMMSCHED_ORDER"),
+        ("--wire", "bfloat16", "COMMSCHED_WIRE"),
+        ("--hierarchy", "off", "COMMSCHED_HIERARCHY"),
+        ("--policy", "rsag", "COMMSCHED_POLICY"),
+    ],
 )
 def test_every_rank_has_the_settings_given(monkeypatch: pytest.MonkeyPatch, option: str, value: str, name: str) -> None:
     environs: list[dict[str, str]] = []
@@ -44,6 +54,13 @@ def test_every_rank_has_the_settings_given(monkeypatch: pytest.MonkeyPatch, opti
     monkeypatch.setattr(launch, "run", run)
     assert main(["run", "-n", "2", option, value, "--", sys.executable]) == 0
     assert environs[0][name] == value
+
+
+def test_a_transport_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "-n", "2", "--transport", "pigeon", "--", sys.executable]) == 2
+    assert capsys.readouterr().err == (
+        f"commsched: ConfigError: transport='pigeon' is unknown; there are: auto, {', '.join(transport_names())}\n"
+    )
 
 
 def test_a_wrong_fusion_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:

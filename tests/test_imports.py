@@ -88,7 +88,11 @@ def not_allowed(source: Source, *, ours: tuple[str, ...], others: tuple[str, ...
         ("commsched.tuner", ("commsched.core",), ("numpy", "skopt")),
         ("commsched.rpc", ("commsched.core",), ("grpc",)),
         ("commsched.control", ("commsched.core", "commsched.rpc", "commsched.version"), ("grpc",)),
-        ("commsched.transports", ("commsched.core", "commsched.rpc", "commsched.version"), ("grpc", "numpy")),
+        (
+            "commsched.transports",
+            ("commsched.core", "commsched.rpc", "commsched.version"),
+            ("grpc", "mpi4py", "numpy", "torch"),
+        ),
     ],
 )
 def test_each_part_imports_only_what_lies_below_it(part: str, ours: tuple[str, ...], others: tuple[str, ...]) -> None:
@@ -118,9 +122,9 @@ def attributes_of(source: Source, name: str) -> set[str]:
 
 
 def test_nothing_but_the_top_imports_the_session() -> None:
-    """``check_plugin`` stands above it: it opens whole worlds."""
+    """``check_plugin`` and ``check_transport`` stand above it: they open whole worlds."""
     importers = {name for name, source in sources().items() if "commsched.session" in imports(source)}
-    assert importers <= {"commsched", "commsched.cli", "commsched.testing.check_plugin"}
+    assert importers <= {"commsched", "commsched.cli", "commsched.testing.check_plugin", "commsched.testing.checked_world"}
 
 
 def test_modules_are_looked_up_by_name_only_where_a_name_is_a_setting() -> None:
@@ -129,7 +133,7 @@ def test_modules_are_looked_up_by_name_only_where_a_name_is_a_setting() -> None:
         for name, source in sources().items()
         if {call for call, _ in calls(source)} & {"importlib.import_module", "importlib.__import__", "__import__"}
     }
-    assert dynamic <= {"commsched.core.policies", "commsched.session", "commsched.cli"}
+    assert dynamic <= {"commsched.core.policies", "commsched.transports.opening", "commsched.cli"}
 
 
 # --- the environment ---

@@ -63,7 +63,7 @@ def look(system: str) -> Look:
         index = SYSTEMS.index(system)
         return Look(_COLOURS[index], _MARKERS[index], "-")
     number = sum(system.encode())
-    return Look(_OTHER_COLOURS[number % len(_OTHER_COLOURS)], "p8*d"[number % 4], ":")
+    return Look(_OTHER_COLOURS[number % 4], "p8*d"[number // 4 % 4], ":")
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from typing import Any
 from ..measure import median_absolute_error
 from ..workloads.profile import ITEMSIZE, Layer, Profile
 from .row import Case
-from .scenario import Rules
+from .scenario import Exchange, Rules
 from .systems import DDP_BUCKET_BYTES, DDP_FIRST_BUCKET_BYTES, SYSTEMS, ddp, rules_of
 
 #: Full detail up to so many workers: beyond, a rank's own shard matters little, and detail takes long.
@@ -74,7 +74,9 @@ def _profile(row: Mapping[str, Any]) -> Profile:
 
 
 def _rules(row: Mapping[str, Any]) -> Rules:
-    system = row["system"]
+    system, _, wanted = row["system"].partition(":")
+    if "+rsag" in wanted:
+        raise NotSimulated("there is no model of reduce-scatter and all-gather in order of priority")
     if system in ("ddp", "ddp-tuned"):
         match = _BUCKETS.search(row["config"])
         if match is None:
@@ -89,4 +91,6 @@ def _rules(row: Mapping[str, Any]) -> Rules:
         raise NotSimulated("it does not tell partition and credit")
     rules = rules_of(system, row["partition_bytes"], row["credit_bytes"])
     config = replace(rules.config, partition_bytes=row["partition_bytes"], credit_bytes=row["credit_bytes"])
-    return replace(rules, config=config)
+    # Whoever decides on the order, by whatever collectives: the model is one of a ring, or of what is as fast.
+    exchange = rules.exchange if row.get("transport", "ps") in ("ps", "local") else Exchange.ALL_REDUCE
+    return replace(rules, config=config, exchange=exchange)

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from .context import Context
 
 #: Modules of this package that systems share, and that are none themselves.
-_SHARED = frozenset({"context", "gloo", "scheduled"})
+_SHARED = frozenset({"context", "gloo", "scheduled", "spec"})
 
-#: Those whose gradients travel by a transport of commsched. Only they can be held to a rate where no link is shaped.
+#: Those whose gradients travel by a transport of commsched, which may be chosen for each (``spec.py``).
 ON_COMMSCHED = frozenset({"commsched", "fifo", "p3", "serial", "tictac", "wfbp"})
 
 

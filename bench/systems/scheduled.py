@@ -56,8 +56,8 @@ class ScheduledSystem:
         self.model = self._training.model
         self.initial = self._training.initial
         self.setup = Setup(
-            context.transport,
-            words or f"partition {megabytes(wanted.partition_bytes)}, credit {megabytes(wanted.credit_bytes)}",
+            context.way.transport,
+            _words(context, words or f"partition {megabytes(wanted.partition_bytes)}, credit {megabytes(wanted.credit_bytes)}"),
             context.message_seconds,
             wanted.partition_bytes,
             wanted.credit_bytes,
@@ -72,6 +72,10 @@ class ScheduledSystem:
         config = self._context.session.core.config
         if config != self._wanted:
             raise TransportError(f"rank {self._context.session.rank} runs {config}, but {self._wanted} was to be measured")
+        if self._context.way.order == "static" and not self._context.session.core.is_static:
+            raise TransportError(
+                f"rank {self._context.session.rank} launches in an agreed order, but a static one was to be measured"
+            )
 
     def forward(self, step: int) -> torch.Tensor:
         self._training.optimizer.zero_grad()
@@ -100,9 +104,15 @@ def commsched_config(context: Context) -> SchedulerConfig:
         current,
         partition_bytes=context.partition_bytes,
         credit_bytes=context.credit_bytes,
-        policy="priority",
+        policy=context.policy,
         fusion_bytes=None,
     )
+
+
+def _words(context: Context, sizes: str) -> str:
+    """For readers: of what is not the default, too."""
+    split = ", reduce-scatter and all-gather" if context.policy == "rsag" else ""
+    return sizes + split + (", static order" if context.way.order == "static" else "")
 
 
 def megabytes(nbytes: int) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -12,12 +12,12 @@ from commsched.core.config import Settings, parse_bytes, parse_rate, parse_secon
 from commsched.core.errors import ConfigError
 
 from .. import systems
-from ..arguments import at_least, setting
-from ..collectives import check_settings
+from ..arguments import at_least, check_settings, setting
 from ..job import Job, run_job
 from ..nic_load import bytes_factor
 from ..processes import JobFailed
 from ..results import add_json_argument, commit, write
+from ..systems.spec import SystemSpec, Way, parse, way_of_job
 from ..workloads.registry import load_profile, real_model_names
 from .links import Links, why_not_shaped
 from .scaling import Scaling, scale
@@ -26,6 +26,10 @@ from .table import text
 #: A configuration is changed between two steps, and the plan of partitions may follow a step later; the step after that still
 #: waits for what was sent before.
 LEAST_SETTLE_STEPS = 3
+
+
+#: Of the same model's order, besides those: it is frozen when it has repeated itself for some steps.
+STATIC_SETTLE_STEPS = 7
 
 
 @dataclass(frozen=True)
@@ -43,9 +47,11 @@ class TrainOptions:
         bandwidth: of every link (``"500mbit"``), or one for each host: workers first, then servers; None: loopback.
         rho: EMULATED: communication over computation at the nominal bandwidth.
         megabytes: EMULATED: gradients after scaling; None: uniform unscaled, other models 48.
-        systems: names of files in ``bench/systems``.
+        systems: names of files in ``bench/systems``, those on commsched also with what gradients travel by
+            (``systems.spec``): ``commsched:gloo+rsag``.
         rounds: turns of each system.
-        steps: counted in each turn, after ``settle``, at least 2, that are not.
+        steps: counted in each turn, after ``settle``, at least 3, that are not; with a static order there are 7 more.
+        transport: of systems on commsched that do not name one.
         lane: how the parameter server's bytes travel; None: its default.
         partition, credit: of commsched and fifo, as ``"1MB"``; ``"auto"``: chosen from what was measured.
         timeout_seconds: for the whole job.
@@ -94,15 +100,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--megabytes", type=_positive, metavar="M", help="EMULATED: of gradients (default: uniform 72, others 48)"
     )
-    parser.add_argument(
-        "--systems", type=_systems, default=default.systems, metavar="S,...", help=f"in turn: {', '.join(systems.names())}"
-    )
+    parser.add_argument("--systems", type=_systems, default=default.systems, metavar="S,...", help=_systems_help())
     parser.add_argument("--rounds", type=at_least(1), default=default.rounds, metavar="N", help="turns of each (default: 3)")
     parser.add_argument("--steps", type=at_least(1), default=default.steps, metavar="N", help="counted in a turn (default: 5)")
     parser.add_argument(
         "--settle", type=at_least(LEAST_SETTLE_STEPS), default=default.settle, metavar="N", help="before them (default: 3)"
     )
-    parser.add_argument("--transport", default=default.transport, help="of commsched (default: ps)")
+    parser.add_argument("--transport", default=default.transport, help="of systems that name none (default: ps)")
     parser.add_argument("--lane", help="of the parameter server")
     parser.add_argument(
         "--partition", type=size, default=default.partition, metavar="SIZE", help="of commsched (default: auto)"
@@ -124,7 +128,8 @@ def run(args: argparse.Namespace) -> int:
     from .rows import disturbed, wrong
 
     options = options_of(args)
-    steps = options.rounds * (options.settle + options.steps)
+    settle = _settle_steps(options, [parse(text) for text in options.systems])
+    steps = options.rounds * (settle + options.steps)
     print(f"{', '.join(options.systems)} take turns, {steps} steps each", flush=True)
     rows = measure_rows(options)
     print(text(rows))
@@ -152,22 +157,28 @@ def measure_rows(options: TrainOptions) -> list[dict[str, Any]]:
         )
     servers = options.workers if options.servers == "n" else int(options.servers)
     links = Links.of(options.workers, servers, options.bandwidth)
-    check_settings(_settings(options))
-    names = [systems.require(name) for name in options.systems]
-    missing = why_not_shaped(links, names)
+    specs = [parse(text) for text in options.systems]
+    own = way_of_job(specs, options.transport)
+    missing = why_not_shaped(links, [spec.text for spec in specs if not spec.caps_itself(own.transport)])
+    settings = _settings(options, own)
+    check_settings(settings)
     scaling = _scaling(options, links)
     arguments = {
         "workload": {"kind": "real", "model": options.model}
         if scaling is None
         else {"kind": "emulated", "profile": scaling.profile.to_record()},
-        "systems": names,
-        **{key: getattr(options, key) for key in ("rounds", "steps", "settle", "transport", "partition", "credit")},
+        "systems": [spec.text for spec in specs],
+        "transport": own.transport,
+        "order": own.order,
+        "settle": _settle_steps(options, specs),
+        **{key: getattr(options, key) for key in ("rounds", "steps", "partition", "credit")},
         "bytes_scale": 1.0 if scaling is None else scaling.bytes_scale,
         "servers": servers,
         "nominal_rates": links.rates,
         "capped": missing is not None,
     }
-    job = Job(options.workers, servers, links.for_job(), _settings(options), options.timeout_seconds)
+    mpi = any(spec.way is not None and spec.way.transport == "mpi" for spec in specs)
+    job = Job(options.workers, servers, links.for_job(), settings, options.timeout_seconds, mpi=mpi)
     outcome = run_job(job, "bench.train.rank", arguments)
     if links.rates is not None and missing is None and not outcome.link.endswith(" tbf"):
         raise JobFailed(f"links were to be shaped, and could be a moment before, but the link was {outcome.link}")
@@ -179,14 +190,23 @@ def measure_rows(options: TrainOptions) -> list[dict[str, Any]]:
         link=outcome.link,
         emulated=scaling is not None,
         stands_for=None if scaling is None or links.rates is None else scaling.stands_for(min(links.rates)),
-        lane=Settings.load(_settings(options), {}).lane,
+        lane=Settings.load(settings, {}).lane,
         commit=commit(),
     )
     return make_rows(header, outcome.by_rank)
 
 
-def _settings(options: TrainOptions) -> dict[str, str]:
-    return {"transport": options.transport, **({"lane": options.lane} if options.lane is not None else {})}
+def _settle_steps(options: TrainOptions, specs: Sequence[SystemSpec]) -> int:
+    static = any(spec.way is not None and spec.way.order == "static" for spec in specs)
+    return options.settle + (STATIC_SETTLE_STEPS if static else 0)
+
+
+def _settings(options: TrainOptions, own: Way) -> dict[str, str]:
+    """Of the ranks' own session; the others take them over but for their way."""
+    found = {"transport": own.transport}
+    if own.order != Way(own.transport).order:
+        found["order"] = own.order
+    return found if options.lane is None else {**found, "lane": options.lane}
 
 
 def _scaling(options: TrainOptions, links: Links) -> Scaling | None:
@@ -210,6 +230,13 @@ def _scaling(options: TrainOptions, links: Links) -> Scaling | None:
 # --- kinds of arguments ---
 
 
+def _systems_help() -> str:
+    return (
+        f"in turn: {', '.join(systems.names())}; those that run on commsched also as commsched:gloo, with +rsag for "
+        "reduce-scatter and all-gather, +static for an order that is not agreed on anew in each step"
+    )
+
+
 def _servers(text: str) -> str:
     return text if text == "n" else str(at_least(0)(text))
 
@@ -230,7 +257,7 @@ def _rates(text: str) -> str:
 
 def _systems(text: str) -> tuple[str, ...]:
     try:
-        chosen = tuple(systems.require(name) for name in text.split(","))
+        chosen = tuple(parse(each).text for each in text.split(","))
     except ConfigError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
     if len(set(chosen)) < len(chosen):

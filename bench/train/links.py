@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from commsched.core.config import parse_rate
 from commsched.core.errors import ConfigError
 
-from .. import systems
 from ..cluster import Cluster, ClusterUnavailable
 
 
@@ -56,8 +55,11 @@ class Links:
         return dict(zip(hosts, self.texts, strict=True))
 
 
-def why_not_shaped(links: Links, wanted: Sequence[str]) -> str | None:
-    """Why this machine cannot shape links, if they are to be shaped and it cannot; ``wanted`` are names of systems.
+def why_not_shaped(links: Links, uncapped: Sequence[str]) -> str | None:
+    """Why this machine cannot shape links, if they are to be shaped and it cannot.
+
+    Args:
+        uncapped: names of the systems that would use all of the network then.
 
     Raises:
         ConfigError: then nothing else will do for what is asked.
@@ -71,10 +73,9 @@ def why_not_shaped(links: Links, wanted: Sequence[str]) -> str | None:
         reason = str(error)
     if not links.equal:
         raise ConfigError(f"bandwidth={links}: links can differ only where they are shaped, but {reason}")
-    for name in wanted:
-        if name not in systems.ON_COMMSCHED:
-            raise ConfigError(
-                f"systems: {name} would use the whole network while commsched's transport caps itself at "
-                f"{links}, so their times could not be compared; links have to be shaped, but {reason}"
-            )
+    for name in uncapped:
+        raise ConfigError(
+            f"systems: {name} would use the whole network while commsched's transport caps itself at "
+            f"{links}, so their times could not be compared; links have to be shaped, but {reason}"
+        )
     return reason

@@ -31,7 +31,7 @@ class MessageCost:
     cpu_seconds: float
 
 
-def measure_message_cost(session: Session, line: StartLine, total_bytes: int) -> MessageCost:
+def measure_message_cost(session: Session, line: StartLine, total_bytes: int, policy: str = "priority") -> MessageCost:
     """Average the same ``total_bytes`` in few and in many partitions, and see what they cost each. Collective.
 
     The configuration is another one afterwards.
@@ -39,7 +39,7 @@ def measure_message_cost(session: Session, line: StartLine, total_bytes: int) ->
     _, group = register(session, "message cost", total_bytes)
     wall, cpu = {}, {}
     for partitions in _PARTITIONS:
-        line.switch(SchedulerConfig(-(-total_bytes // partitions), total_bytes))
+        line.switch(SchedulerConfig(-(-total_bytes // partitions), total_bytes, policy))
         average(group)  # may be in the partitions before
         line.meet()
         seconds, used = [], []

@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from .link_rate import LEAST_BYTES, UNSHAPED_BYTES, measure_flows, payload_share
-from .message_cost import MessageCost, measure_message_cost
 
 if TYPE_CHECKING:
     from commsched.session import Session
-
-    from .start_line import StartLine
 
 _LINK_SECONDS = 0.5
 _MESSAGE_SECONDS = 0.05  # of bytes, to learn what messages cost
@@ -22,24 +19,22 @@ _MESSAGE_BYTES = (1_000_000, 16_000_000)
 
 @dataclass(frozen=True)
 class Network:
-    """The same on every rank. Rates are bytes of payload per second of each host's link.
+    """The same on every rank. Rates are bytes of payload per second of each host's link, whatever uses it.
 
     Separate servers take no part in measuring: theirs are what the workers' say of links that were made alike.
     """
 
     worker_rates: list[float]
     server_rates: list[float]
-    message_cost: MessageCost
 
-    @classmethod
-    def from_record(cls, record: dict[str, Any]) -> Network:
-        """The inverse of ``dataclasses.asdict``."""
-        return cls(record["worker_rates"], record["server_rates"], MessageCost(**record["message_cost"]))
+    @property
+    def message_bytes(self) -> int:
+        """So many are sent to learn what messages cost."""
+        least, most = _MESSAGE_BYTES
+        return max(least, min(most, round(_MESSAGE_SECONDS * min(self.worker_rates + self.server_rates))))
 
 
-def measure_network(
-    session: Session, line: StartLine, host: str, nominal_rates: Sequence[float] | None, servers: int, capped: bool
-) -> Network:
+def measure_network(session: Session, host: str, nominal_rates: Sequence[float] | None, servers: int, capped: bool) -> Network:
     """Collective.
 
     Args:
@@ -51,9 +46,7 @@ def measure_network(
         rates = list(nominal_rates)
     else:
         rates = _host_rates(session, host, nominal_rates, servers)
-    least, most = _MESSAGE_BYTES
-    cost = measure_message_cost(session, line, max(least, min(most, round(_MESSAGE_SECONDS * min(rates)))))
-    return Network(rates[: session.world_size], rates[session.world_size :], cost)
+    return Network(rates[: session.world_size], rates[session.world_size :])
 
 
 def _host_rates(session: Session, host: str, nominal: Sequence[float] | None, servers: int) -> list[float]:

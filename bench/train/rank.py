@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from commsched.core.config import Settings
+from commsched.core.world import detect_world
+from commsched.rendezvous import own_host
 
 from .. import systems
 from ..cpu_time import cpu_seconds
@@ -16,13 +21,15 @@ from ..layer_times import LayerTimes
 from ..nic_load import seconds_per_byte
 from ..systems import System
 from ..systems.context import Context
-from ..workloads.workload import make_workload
+from ..systems.spec import UNORDERED, SystemSpec, Way, parse
+from ..workloads.workload import Workload, make_workload
 from .compute_only import ComputeOnly
+from .message_cost import measure_message_cost
 from .network import Network, measure_network
 from .partition_choice import choose
 from .reference import largest_difference, plain_averaging
-from .start_line import StartLine
 from .timeline import Entry, Recorder
+from .ways import OpenWay, open_ways
 
 if TYPE_CHECKING:
     from commsched.session import Session
@@ -35,7 +42,8 @@ _LAYER_STEPS = 3
 class Assignment:
     """What the ranks are to do, as JSON. See ``train.TrainOptions``.
 
-    ``workload`` is that of ``make_workload``; ``nominal_rates`` are bytes per second of each host's link, workers before
+    ``workload`` is that of ``make_workload``; ``systems`` are texts that ``systems.spec`` takes, and ``transport`` and
+    ``order`` those of the ranks' own session. ``nominal_rates`` are bytes per second of each host's link, workers before
     servers, None where they are not shaped; ``capped`` says that the transport itself keeps to them.
     """
 
@@ -45,6 +53,7 @@ class Assignment:
     steps: int
     settle: int
     transport: str
+    order: str
     partition: str
     credit: str
     bytes_scale: float
@@ -68,18 +77,26 @@ def rank_main(session: Session, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """What was measured: ``network`` and ``layers`` (of each rank), the same from every rank, and ``systems`` on this one."""
     torch.set_num_threads(1)
     task = Assignment(**arguments)
+    specs = [parse(text) for text in task.systems]
+    own = Way(task.transport, task.order)
+    with ExitStack() as stack:
+        ways = open_ways(session, own, [spec.way for spec in specs if spec.way], stack)
+        return _measure(task, specs, own, ways)
+
+
+def _measure(task: Assignment, specs: Sequence[SystemSpec], own: Way, ways: Mapping[Way, OpenWay]) -> dict[str, Any]:
+    session, line = ways[own].session, ways[own].line
     workload = make_workload(task.workload, session.world_size)
-    line = StartLine(session)
-    host = os.environ["COMMSCHED_HOST"]
-    network = measure_network(session, line, host, task.nominal_rates, task.servers, task.capped)
+    host = _own_host()
+    network = measure_network(session, host, task.nominal_rates, task.servers, task.capped)
     compute = ComputeOnly(session, line, workload)
     layers = compute.measure(_LAYER_STEPS)
-    sizes = _choose(task, network, layers)
-    context = Context(
-        session, line, workload, host, task.transport, task.bytes_scale, *sizes, network.message_cost.link_seconds
-    )
-    made = {name: systems.make(name, context) for name in task.systems}
-    layers, found = _take_turns(task, context, compute, made)
+    contexts = {
+        (way, policy): _context(task, way, policy, ways[way], workload, host, network, layers)
+        for way, policy in dict.fromkeys((spec.way or own, spec.policy) for spec in specs)
+    }
+    made = {spec.text: systems.make(spec.base, contexts[spec.way or own, spec.policy]) for spec in specs}
+    layers, found = _take_turns(task, ways[own], workload, compute, made)
     return {
         "network": asdict(network),
         "layers": [asdict(each) for each in layers],
@@ -87,24 +104,44 @@ def rank_main(session: Session, arguments: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _choose(task: Assignment, network: Network, layers: Sequence[LayerTimes]) -> tuple[int, int]:
-    per_byte = seconds_per_byte(network.worker_rates, network.server_rates)
-    workers = len(network.worker_rates)
-    return choose(task.partition, task.credit, layers, per_byte, network.message_cost, workers, task.servers)
+def _own_host() -> str:
+    """The address at which the other ranks reach this one."""
+    job = Settings.load({}, os.environ)
+    return "127.0.0.1" if job.control is None else own_host(detect_world(os.environ), job, job.control)
+
+
+def _context(
+    task: Assignment,
+    way: Way,
+    policy: str,
+    opened: OpenWay,
+    workload: Workload,
+    host: str,
+    network: Network,
+    layers: Sequence[LayerTimes],
+) -> Context:
+    """Measures what a partition costs there. Collective."""
+    session, line = opened.session, opened.line
+    cost = measure_message_cost(session, line, network.message_bytes, policy)
+    collective = way.transport not in UNORDERED
+    servers = [] if collective else network.server_rates
+    per_byte = seconds_per_byte(network.worker_rates, servers)
+    sizes = choose(task.partition, task.credit, layers, per_byte, cost, session.world_size, len(servers), collective)
+    return Context(session, line, workload, host, way, policy, task.bytes_scale, *sizes, cost.link_seconds, opened.shared)
 
 
 def _take_turns(
-    task: Assignment, context: Context, compute: ComputeOnly, made: Mapping[str, System]
+    task: Assignment, opened: OpenWay, workload: Workload, compute: ComputeOnly, made: Mapping[str, System]
 ) -> tuple[list[LayerTimes], dict[str, _Found]]:
     """All systems, and training without communication, again and again: all meet the same network and the same noise. Another
     one begins each time, so that none always follows the same."""
     found = {name: _Found() for name in made}
-    wanted = plain_averaging(context.workload, task.settle + task.steps, context.session.world_size)
+    wanted = plain_averaging(workload, task.settle + task.steps, opened.session.world_size)
     for turn in range(task.rounds):
         layers = compute.measure(-(-task.steps // 2))
         for name in rotated(list(made), turn):
             system = made[name]
-            _turn(system, task, context, found[name])
+            _turn(system, task, opened, found[name])
             difference = largest_difference(system.model, wanted, system.initial)
             found[name].max_difference = max(found[name].max_difference, difference)
             if turn == task.rounds - 1:
@@ -118,14 +155,14 @@ def rotated(names: Sequence[str], turn: int) -> list[str]:
     return [*names[first:], *names[:first]]
 
 
-def _turn(system: System, task: Assignment, context: Context, found: _Found) -> None:
+def _turn(system: System, task: Assignment, opened: OpenWay, found: _Found) -> None:
     """A step lasts from the beginning of a forward to that of the next: whatever is left for later is in a later step."""
     system.begin()
-    context.line.meet()
+    opened.line.meet()
     for step in range(task.settle):
         system.update(system.forward(step))
     system.require_ready()
-    server_pids = task.server_pids if context.session.rank == 0 else []  # each server counts once
+    server_pids = task.server_pids if opened.session.rank == 0 else []  # each server counts once
     cpu_began, began = cpu_seconds(server_pids), perf_counter()
     for step in range(task.settle, task.settle + task.steps):
         system.update(system.forward(step))

@@ -41,7 +41,7 @@ class Header:
 
 def make_rows(header: Header, by_rank: Sequence[Mapping[str, Any]]) -> list[Row]:
     """One row for each system; ``by_rank`` is what ``rank.rank_main`` returned on each rank."""
-    network = Network.from_record(by_rank[0]["network"])
+    network = Network(**by_rank[0]["network"])
     layers = [LayerTimes(**each) for each in by_rank[0]["layers"]]
     rows = [_row(header, network, layers, name, [rank["systems"][name] for rank in by_rank]) for name in by_rank[0]["systems"]]
     medians = {row["system"]: row["step_seconds"]["median"] for row in rows}
@@ -90,7 +90,7 @@ def _row(
 ) -> Row:
     system = by_rank[0]
     # Collectives run among the workers alone, servers or not.
-    server_rates = network.server_rates if system["partition_bytes"] is not None else []
+    server_rates = network.server_rates if system["transport"] == "ps" else []
     per_byte = seconds_per_byte(network.worker_rates, server_rates)
     bound, layers = _bound(layers_by_rank, least_seconds_per_byte(network.worker_rates, server_rates))
     times = layers.forward_seconds, layers.backward_seconds

@@ -28,11 +28,14 @@ _COLUMNS = {
 
 def text(rows: Sequence[Mapping[str, Any]]) -> str:
     """The conditions, which are those of every row, and a table."""
-    return f"{_heading(rows[0])}\n{table([_shown(row) for row in rows], _COLUMNS)}"
+    return f"{_heading(rows)}\n{table([_shown(row) for row in rows], _COLUMNS)}"
 
 
-def _heading(row: Mapping[str, Any]) -> str:
+def _heading(rows: Sequence[Mapping[str, Any]]) -> str:
+    row = rows[0]
     where = f"{row['servers']} separate servers" if row["servers"] else "a shard on every worker"
+    if all(each["transport"] != "ps" for each in rows):
+        where = "collectives"
     kind = "EMULATED" if row["emulated"] else "REAL"
     lines = [
         f"{kind} {row['model']}, {row['gradient_bytes'] / 1e6:.1f} MB of gradients, {row['workers']} workers, {where}, "

@@ -25,12 +25,15 @@ from ..core.errors import (
 from ..version import __version__
 from .callbacks import CallbackThread
 from .clock import ClockOffset
+from .direct_stream import DirectStream
 from .listener import Listener
 from .liveness import Liveness, tick_seconds, too_silent
 from .member import Member
 from .messages import (
     MAX_MESSAGE_BYTES,
     PROTOCOL,
+    Announce,
+    Announced,
     Beat,
     Bye,
     End,
@@ -49,10 +52,13 @@ from .messages import (
     Ready,
     Report,
     SwitchAt,
+    Tell,
+    Told,
     Welcome,
     decode,
     encode,
 )
+from .server import ControlServer
 from .stream import Stream, refusal
 
 __all__ = ["ControlClient", "Member"]
@@ -62,7 +68,11 @@ log = logging.getLogger("commsched")
 _ROUND_TRIPS = 8  # to estimate the clock offset from
 _VERDICT_SECONDS = 1.0  # how long to wait for the server to say which failure was the first
 _WARN_AFTER_SECONDS = 10.0
+_COMPACT = (",", ":")  # JSON without spaces
 _MOST_OF_AN_ERROR = 10_000  # characters of a failure's message that travel
+
+
+_WAITED_FOR_BY_NOBODY = Beat | Told | Announced
 
 
 class ControlClient:
@@ -78,6 +88,7 @@ class ControlClient:
         listener: told what happens, unless the constructor raises; in a control thread, one call at a time.
         fail_after_seconds: silence after which rank 0 is given up; the same on every member.
         join_within_seconds: how long joining may take.
+        server: for rank 0, whose process hosts it: messages to it and from it pass through no socket.
 
     Raises:
         ConfigError: the token is wrong, the world's size differs from rank 0's, or another process claims the same rank.
@@ -95,6 +106,7 @@ class ControlClient:
         *,
         fail_after_seconds: float,
         join_within_seconds: float,
+        server: ControlServer | None = None,
     ) -> None:
         self._address = address
         self._member = member
@@ -119,8 +131,11 @@ class ControlClient:
 
         self._callbacks = CallbackThread(self.report)
         self._watch = threading.Thread(target=self._tick, name="commsched-control-watch", daemon=True)
-        self._stream = Stream(
-            address, token, fail_after_seconds, hello=self._hello, on_data=self._received, on_end=self._stream_ended
+        events: Any = {"hello": self._hello, "on_data": self._received, "on_end": self._stream_ended}
+        self._stream = (
+            Stream(address, token, fail_after_seconds, **events)
+            if server is None
+            else DirectStream(server, fail_after_seconds, **events)
         )
         self._watch.start()
         self._stream.start()
@@ -147,12 +162,7 @@ class ControlClient:
             UnsupportedError: ``value`` is longer than the control channel takes.
             CommschedError: the job failed meanwhile, or the client is closed.
         """
-        data = encode(Give(tag, json.dumps(value)))
-        if len(data) > MAX_MESSAGE_BYTES:
-            raise UnsupportedError(
-                f"'{tag}' would gather {len(data)} bytes from {self._member}; the control channel takes at most "
-                f"{MAX_MESSAGE_BYTES // 2**20} MiB of each rank"
-            )
+        data = self._encode(Give(tag, json.dumps(value)), f"'{tag}' would gather")
         with self._changed:
             self._check()
             if self._has_left:
@@ -209,6 +219,36 @@ class ControlClient:
             self._check()
             self._stream.put(encode(Propose(config)))
 
+    def tell(self, value: Any) -> None:
+        """Send the JSON ``value`` to rank 0, whose ``listener.on_told`` gets it; for the other ranks. Never blocks; what one
+        rank tells arrives in order.
+
+        Raises:
+            UnsupportedError: ``value`` is longer than the control channel takes.
+            CommschedError: this rank has left, the job failed, or the client is closed.
+        """
+        data = self._encode(Tell(json.dumps(value, separators=_COMPACT)), "to tell rank 0 would be")
+        with self._changed:
+            self._check()
+            if self._has_left:
+                raise ClosedError(f"{self._member} has left and cannot tell rank 0 anything")
+            self._stream.put(data)
+
+    def announce(self, value: Any) -> None:
+        """Send the JSON ``value`` to every other rank that has not left, whose ``listener.on_announced`` gets it; for rank 0,
+        even after it has left. Never blocks; what is announced arrives in order.
+
+        Raises:
+            UnsupportedError: ``value`` is longer than the control channel takes.
+            CommschedError: the job failed, or the client is closed.
+        """
+        data = self._encode(Announce(json.dumps(value, separators=_COMPACT)), "to announce would be")
+        with self._changed:
+            if self._ended and not self._closed:
+                return  # all have left
+            self._check()
+            self._stream.put(data)
+
     def close(self) -> None:
         """End threads and connection; the listener is not called afterwards. Idempotent; the listener may call it too.
 
@@ -222,6 +262,15 @@ class ControlClient:
         self._stream.close()
         self._watch.join()
         self._callbacks.close()
+
+    def _encode(self, message: Message, what: str) -> bytes:
+        data = encode(message)
+        if len(data) > MAX_MESSAGE_BYTES:
+            raise UnsupportedError(
+                f"{what} {len(data)} bytes from {self._member}; the control channel takes at most "
+                f"{MAX_MESSAGE_BYTES // 2**20} MiB of each rank"
+            )
+        return data
 
     # --- joining ---
 
@@ -259,7 +308,7 @@ class ControlClient:
             if self._rank_0 is not None:
                 self._liveness.heard(self._rank_0)
             self._handle(message, now)
-            if not isinstance(message, Beat):
+            if not isinstance(message, _WAITED_FOR_BY_NOBODY):
                 self._changed.notify_all()
 
     def _handle(self, message: Message, now: float) -> None:
@@ -281,6 +330,10 @@ class ControlClient:
             case Left(rank):
                 self._left.add(rank)
                 self._callbacks.put(lambda: self._listener.on_leave(rank))
+            case Told(rank, value):
+                self._callbacks.put(lambda: self._listener.on_told(rank, json.loads(value)))
+            case Announced(value):
+                self._callbacks.put(lambda: self._listener.on_announced(json.loads(value)))
             case Hold():
                 self._callbacks.put(self._answer_hold)
             case SwitchAt(config, steps):

@@ -23,6 +23,14 @@ class Listener(Protocol):
         """For servers: every rank has left."""
         ...
 
+    def on_told(self, rank: int, value: Any) -> None:
+        """For rank 0: ``rank`` told it ``value``. All that a rank told comes before its ``on_leave``."""
+        ...
+
+    def on_announced(self, value: Any) -> None:
+        """For the other ranks: rank 0 announced ``value``; it may do so even after it has left."""
+        ...
+
     def hold_steps(self) -> dict[int, int]:
         """For ranks: for each group, the first step that will not begin before ``switch_at``."""
         ...

@@ -16,7 +16,7 @@ from ..version import __version__
 from .member import ROLES, Member
 
 #: Raised whenever a message changes. Members of different protocols or versions refuse each other.
-PROTOCOL = 1
+PROTOCOL = 2
 
 #: The gRPC method whose one stream per member carries the messages.
 SERVICE, METHOD = "commsched.Control", "Join"
@@ -85,6 +85,20 @@ class Propose(Message):
 
 
 @dataclass(frozen=True, slots=True)
+class Tell(Message):
+    """For rank 0, as JSON text that the server need not read."""
+
+    value: str
+
+
+@dataclass(frozen=True, slots=True)
+class Announce(Message):
+    """From rank 0, for all other ranks, as JSON text that the server need not read."""
+
+    value: str
+
+
+@dataclass(frozen=True, slots=True)
 class Held(Message):
     """Answer to :class:`Hold`: for each group, the first step not yet promised."""
 
@@ -133,6 +147,21 @@ class Given(Message):
 
 
 @dataclass(frozen=True, slots=True)
+class Told(Message):
+    """To rank 0: what ``rank`` told it."""
+
+    rank: int
+    value: str
+
+
+@dataclass(frozen=True, slots=True)
+class Announced(Message):
+    """To all other ranks: what rank 0 announced."""
+
+    value: str
+
+
+@dataclass(frozen=True, slots=True)
 class Failed(Message):
     """The job failed; the last message of a stream."""
 
@@ -170,12 +199,16 @@ _KINDS: dict[str, type[Message]] = {
         Leave,
         Bye,
         Propose,
+        Tell,
+        Announce,
         Held,
         Beat,
         Welcome,
         Ready,
         Pong,
         Given,
+        Told,
+        Announced,
         Failed,
         Left,
         End,

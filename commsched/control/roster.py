@@ -1,7 +1,8 @@
 """What rank 0's control server decides. Pure: messages in, messages out; no thread, lock, clock or I/O.
 
-Life of a job: members join until every rank is there (Ready); values are gathered, steps are agreed on; ranks leave until the
-last has (End). Or it fails: the first failure counts and is told to every member (Failed). Nothing comes after either.
+Life of a job: members join until every rank is there (Ready); values are gathered, ranks tell rank 0 and it announces, steps
+are agreed on; ranks leave until the last has (End). Or it fails: the first failure counts and is told to every member
+(Failed). Nothing comes after either.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from ..version import __version__
 from .liveness import Liveness, too_silent
 from .member import Member
 from .messages import (
+    Announce,
+    Announced,
     Beat,
     Bye,
     End,
@@ -34,6 +37,8 @@ from .messages import (
     Ready,
     Report,
     SwitchAt,
+    Tell,
+    Told,
     Welcome,
 )
 
@@ -239,6 +244,26 @@ class Roster:
     def _all_but(self, connection: int) -> tuple[int, ...]:
         return tuple(other for other in self.members if other != connection)
 
+    # --- to rank 0 and from it ---
+
+    def _tell(self, connection: int, message: Tell) -> list[Send]:
+        rank = self.members[connection].index
+        if rank == 0:
+            return self.fail(ProtocolError(f"{self.members[connection]} told itself something"))
+        if rank in self.left:
+            return self.fail(ProtocolError(f"{self.members[connection]} told rank 0 something after it left"))
+        return [Send((self._ranks()[0],), Told(rank, message.value))]  # even if rank 0 has left: it is there until the end
+
+    def _announce(self, connection: int, message: Announce) -> list[Send]:
+        if self.members[connection].index != 0:
+            return self.fail(ProtocolError(f"{self.members[connection]} announced something; only rank 0 may"))
+        others = tuple(other for other in self._present() if other != connection)
+        return [Send(others, Announced(message.value))] if others else []
+
+    def _present(self) -> tuple[int, ...]:
+        """The connections of the ranks that have not left, in rank order."""
+        return tuple(connection for rank, connection in sorted(self._ranks().items()) if rank not in self.left)
+
     # --- agreeing on a step ---
 
     def _propose(self, connection: int, message: Propose) -> list[Send]:
@@ -249,7 +274,7 @@ class Roster:
         """Take up the next proposal, unless one is being handled."""
         if self._held is not None or not self._proposals:
             return []
-        present = tuple(connection for rank, connection in self._ranks().items() if rank not in self.left)
+        present = self._present()
         self._held = dict.fromkeys(present)
         return [Send(present, Hold())]
 
@@ -291,5 +316,7 @@ _OF_RANKS: dict[type[Message], _Handler] = {
     Give: Roster._give,
     Leave: Roster._leave,
     Propose: Roster._propose,
+    Tell: Roster._tell,
+    Announce: Roster._announce,
     Held: Roster._answer,
 }

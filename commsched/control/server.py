@@ -75,29 +75,33 @@ class ControlServer:
         self._executor.shutdown()
         self._watch.join()
 
+    def connect(self) -> Connection:
+        """A new connection, of a member in this process or at the other end of a stream."""
+        outbox = Outbox(self._heartbeat_seconds)
+        with self._changed:
+            number = next(self._numbers)
+            self._outboxes[number] = outbox
+        return Connection(self, number, outbox)
+
     # --- a stream: one thread takes from its outbox, another reads ---
 
     def _serve(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
-        outbox = Outbox(self._heartbeat_seconds)
-        with self._changed:
-            connection = next(self._numbers)
-            self._outboxes[connection] = outbox
-        if context.add_callback(lambda: self._stream_ended(connection)):
+        connection = self.connect()
+        if context.add_callback(connection.ended):
             self._executor.submit(self._read, connection, requests)
         else:  # it ended before we came to it
-            self._stream_ended(connection)
-        return outbox
+            connection.ended()
+        return connection.outbox
 
-    def _read(self, connection: int, requests: Iterator[bytes]) -> None:
+    def _read(self, connection: Connection, requests: Iterator[bytes]) -> None:
         try:
             for data in requests:
-                self._received(connection, data)
+                connection.received(data)
         except grpc.RpcError:
             pass  # a broken connection; it may as well look like the end of the iterator
-        with self._changed:
-            self._send(self._roster.disconnected(connection))
-            if connection in self._outboxes:
-                self._outboxes[connection].close()
+        connection.finish()
+
+    # --- a connection; any thread ---
 
     def _received(self, connection: int, data: bytes) -> None:
         now = time.monotonic()
@@ -109,7 +113,13 @@ class ControlServer:
         else:
             self._decide(lambda: self._roster.received(connection, message, now))
 
-    def _stream_ended(self, connection: int) -> None:
+    def _finished(self, connection: int) -> None:
+        with self._changed:
+            self._send(self._roster.disconnected(connection))
+            if connection in self._outboxes:
+                self._outboxes[connection].close()
+
+    def _ended(self, connection: int) -> None:
         with self._changed:
             self._outboxes.pop(connection).discard()
             self._changed.notify_all()
@@ -139,3 +149,27 @@ class ControlServer:
                     outbox.close(last=data)
                 else:
                     outbox.put(data)
+
+
+class Connection:
+    """The server's end of the way to one member. What goes to the member is taken from ``outbox``. Any thread; never blocks."""
+
+    def __init__(self, server: ControlServer, number: int, outbox: Outbox) -> None:
+        self.outbox = outbox
+        self._server = server
+        self._number = number
+        self._finished = False
+
+    def received(self, data: bytes) -> None:
+        """The member sent ``data``; nothing happens after :meth:`finish`."""
+        if not self._finished:
+            self._server._received(self._number, data)
+
+    def finish(self) -> None:
+        """The member will send nothing more; ``outbox`` ends after what is in it. Idempotent."""
+        self._finished = True
+        self._server._finished(self._number)
+
+    def ended(self) -> None:
+        """Nobody takes from ``outbox`` any more."""
+        self._server._ended(self._number)

@@ -104,10 +104,13 @@ def _policy(value: object, key: str) -> str:
     return str(value)
 
 
-def _lane(value: object, key: str) -> str:
-    if value not in ("tcp", "grpc"):
-        raise ConfigError(f"{key}={value!r} is unknown; there are: tcp, grpc")
-    return str(value)
+def _one_of(*words: str) -> Callable[[object, str], str]:
+    def parse(value: object, key: str) -> str:
+        if value not in words:
+            raise ConfigError(f"{key}={value!r} is unknown; there are: {', '.join(words)}")
+        return str(value)
+
+    return parse
 
 
 def _text(value: object, key: str) -> str:
@@ -156,13 +159,28 @@ class Settings:
     """Everything a user may set. Each field is the keyword of ``commsched.init`` and, as ``COMMSCHED_<NAME>``, the
     environment variable and, in lower case, the key in the TOML file that ``COMMSCHED_CONFIG`` names."""
 
-    transport: str = _setting(_text, "ps", "the way gradients travel: ps, local")
+    transport: str = _setting(_text, "auto", "the way gradients travel: auto, ps, gloo, mpi, nccl")
     servers: tuple[str, ...] = _setting(_addresses, (), "parameter servers, host:port,...; none: every rank hosts a shard")
-    lane: str = _setting(_lane, "tcp", "what carries gradients to parameter servers: tcp, grpc")
+    lane: str = _setting(_one_of("tcp", "grpc"), "tcp", "what carries gradients to parameter servers: tcp, grpc")
+    order: str = _setting(
+        _one_of("agreed", "static"),
+        "agreed",
+        "order of collectives: agreed (in every step), static (without messages, once it repeats itself)",
+    )
+    wire: str = _setting(
+        _one_of("none", "bfloat16", "float16"),
+        "none",
+        "dtype that float32 gradients travel as: none, bfloat16, float16 (a host's sum above 65504 becomes infinite)",
+    )
+    hierarchy: str = _setting(
+        _one_of("auto", "on", "off"),
+        "auto",
+        "sum over the ranks of a host first, and let one of them use the network: auto (if there are several hosts), on, off",
+    )
     partition: int = _setting(_partition, 4_000_000, "largest partition, such as 4MB")
     credit: int = _setting(parse_bytes, 16_000_000, "bytes committed to the network at a time, such as 16MB")
     fusion: int | None = _setting(parse_bytes, None, "small neighbours are merged up to this; none: up to the partition")
-    policy: str = _setting(_policy, "priority", "order of ready partitions: priority, fifo")
+    policy: str = _setting(_policy, "priority", "order of ready partitions: priority, fifo, rsag")
     rate: float | None = _setting(parse_rate, None, "most that a rank may send, such as 200mbit; none: no cap")
     trace: str | None = _setting(_text, None, "directory for a timeline of every task; none: no timeline")
     fail_after: float = _setting(parse_seconds, 10.0, "seconds of silence after which a rank or server is given up")

@@ -1,7 +1,7 @@
 """Every error commsched raises, sorted by whose fault it is.
 
 The setting is wrong: :class:`ConfigError`. The engine, dtype or device cannot do it: :class:`UnsupportedError`. The ranks
-disagree: :class:`ManifestMismatch`. The bytes are not ours: :class:`ProtocolError`. The world broke:
+disagree: :class:`ManifestMismatch`, :class:`OrderMismatch`. The bytes are not ours: :class:`ProtocolError`. The world broke:
 :class:`TransportError`. It was used after close: :class:`ClosedError`.
 """
 
@@ -22,6 +22,11 @@ class UnsupportedError(CommschedError):
 
 class ManifestMismatch(CommschedError):
     """Ranks disagree about the tensors; the message names the tensor and both values. Raised before data moves."""
+
+
+class OrderMismatch(CommschedError):
+    """Ranks would have launched, or launched, different collectives at one place of the agreed order; the message names both
+    tensors. Collectives carry no identity: nothing else would show it but wrong numbers."""
 
 
 class ProtocolError(CommschedError):
@@ -50,6 +55,7 @@ _BY_NAME: dict[str, type[CommschedError]] = {
         ConfigError,
         UnsupportedError,
         ManifestMismatch,
+        OrderMismatch,
         ProtocolError,
         TransportError,
         PeerLost,

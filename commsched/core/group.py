@@ -9,7 +9,7 @@ from .manifest import Manifest
 from .plan import Plan
 from .ports import Sliceable
 from .proxy import DependencyProxy
-from .task import CommTask, State
+from .task import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, CommTask, State
 
 if TYPE_CHECKING:
     from .core import Core
@@ -26,9 +26,10 @@ class TensorGroup:
     Made by ``Core.add_group``; the methods may be called by one engine thread at a time.
     """
 
-    def __init__(self, core: Core, index: int, plan: Plan, buffers: Mapping[str, Sliceable]) -> None:
+    def __init__(self, core: Core, index: int, plan: Plan, buffers: Mapping[str, Sliceable], splits: bool = False) -> None:
         self.index = index
         self.plan = plan
+        self.splits = splits
         self.proxies = tuple(DependencyProxy(core, spec.name) for spec in plan.manifest.tensors)
         self.buffers = buffers
         self.next_step = 0
@@ -68,6 +69,7 @@ class TensorGroup:
         """Let go of the buffers after the last step; no further step may begin."""
         self.buffers = {}
         self.tasks = ()
+        self._core.release(self)
 
     # What follows is called by Core with its lock held.
 
@@ -75,8 +77,9 @@ class TensorGroup:
         step = self.next_step
         self.next_step += 1
         self.notified.clear()
+        verb = REDUCE_SCATTER if self.splits else ALL_REDUCE
         self.tasks = tuple(
-            CommTask(self.index, step, partition, self.buffers[partition.dtype][partition.start : partition.stop])
+            CommTask(self.index, step, partition, self.buffers[partition.dtype][partition.start : partition.stop], verb)
             for partition in self.plan.partitions
         )
         self.unfinished = len(self.tasks)
@@ -99,6 +102,13 @@ class TensorGroup:
                 ready.append(task)
         self.active += len(ready)
         return ready
+
+    def scattered(self, task: CommTask) -> CommTask:
+        """The all-gather, ready, that takes the place of a reduce-scatter that is done."""
+        gather = CommTask(task.group, task.step, task.partition, task.data, ALL_GATHER)
+        gather.missing = 0
+        gather.advance("notify_ready")
+        return gather
 
     def task_done(self, task: CommTask) -> bool:
         """True when a proxy opened by it or the step is done, so that a waiting engine may go on."""

@@ -19,6 +19,8 @@ class Sliceable(Protocol):
 
     def __getitem__(self, span: slice, /) -> Any: ...
 
+    def __len__(self) -> int: ...
+
 
 class Completion(Protocol):
     """Whom a transport tells about a started task. Thread-safe; called without any lock of the transport held."""
@@ -33,10 +35,18 @@ class Completion(Protocol):
 
 
 class Transport(Protocol):
-    """A way to average partitions over all ranks. Errors during operation go to the ``OnFailure`` given when it was made."""
+    """A way to average partitions over all ranks. Errors during operation go to the ``OnFailure`` given when it was made.
+
+    ``verbs`` are what its tasks may be, see ``CommTask``: ``all_reduce``, and ``reduce_scatter`` with ``all_gather`` or
+    neither. ``ordered``: what it sends carries no identity, so every rank must start the same tasks in the same order on each
+    of its ``channels``; ``Core`` sees to it (``core/order``). A transport that is not ordered has one channel.
+    """
 
     rank: int
     world_size: int
+    verbs: frozenset[str]
+    ordered: bool
+    channels: int
 
     def add_group(self, group: int, manifest: Manifest) -> None:
         """Announce a group of tensors before its first task. All ranks add equal groups in the same order."""
@@ -45,16 +55,40 @@ class Transport(Protocol):
     def start(self, task: CommTask, completion: Completion) -> None:
         """Begin to average ``task.data`` over all ranks, in place; must not wait for other ranks.
 
-        Called by the dispatcher thread only. Ranks may start different partitions of one step in different orders.
+        Called by the dispatcher thread only. Unless ``ordered``, ranks may start different partitions of one step in different
+        orders. If it is, every rank has the task ready by the time it starts on the first.
         """
         ...
 
+    def release(self, group: int) -> None:
+        """No step of ``group`` follows, and nothing of it is outstanding on this rank; other ranks may be a little behind.
+        An engine's thread; after ``close`` too."""
+        ...
+
     def leave(self, rank: int) -> None:
-        """``rank`` will send nothing more: what still needs it must fail with PeerLost and not wait. Any thread."""
+        """``rank``, which may be this one, will send nothing more, and got all it waited for: what still needs it must fail
+        with PeerLost and not wait. Any thread; never blocks."""
         ...
 
     def close(self, graceful: bool = True) -> None:
         """Give back every thread, port and buffer; unless ``graceful``, without waiting for peers to take leave. Idempotent."""
+        ...
+
+
+class Messenger(Protocol):
+    """The control channel as ``Core`` uses it to agree on an order. Values are JSON. Never blocks; what one rank sends arrives
+    in order, at ``Core.on_told`` of rank 0 and ``Core.on_announced`` of all others."""
+
+    def tell(self, value: Any) -> None:
+        """To rank 0, from another."""
+        ...
+
+    def announce(self, value: Any) -> None:
+        """To all others, from rank 0."""
+        ...
+
+    def propose(self, config: dict[str, Any]) -> None:
+        """Ask that all ranks switch to ``config`` at one agreed step."""
         ...
 
 

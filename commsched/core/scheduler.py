@@ -25,7 +25,12 @@ T = TypeVar("T", bound=Schedulable)
 
 
 class Policy(Protocol):
-    """The order in which ready tasks start. One file in ``core/policies`` each."""
+    """The order in which ready tasks start. One file in ``core/policies`` each.
+
+    ``splits``: an average is made by a reduce-scatter and an all-gather, each a task of its own, and not by an all-reduce.
+    """
+
+    splits: bool
 
     def key(self, task: Schedulable) -> int:
         """Smaller starts earlier; equal keys start in order of arrival. Must not change while a task waits.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum
-from typing import Any
+from typing import Any, Final
 
 from .plan import Partition
 
@@ -27,15 +27,29 @@ TRANSITIONS: dict[tuple[State, str], State] = {
 }
 
 
+#: What a task does with its partition. One that all-reduces may be done as two: a reduce-scatter, then an all-gather.
+ALL_REDUCE: Final = "all_reduce"
+REDUCE_SCATTER: Final = "reduce_scatter"
+ALL_GATHER: Final = "all_gather"
+
+
 class CommTask:
     """One partition in one step (the SubCommTask of ByteScheduler, SOSP'19, section 4).
 
     ``data`` is the partition's slice of the flat buffer, bytes long: a writable ``memoryview`` of format ``B`` for memory
     of the host. The transport reads the gradient from it and puts the average into it. From ``start`` to ``done`` nobody
     else writes there. The ``*_at`` times are seconds of the core's clock, for observers.
+
+    ``verb``: an ``all_reduce`` leaves the average in all of ``data``. A ``reduce_scatter`` leaves it in this rank's chunk, and
+    the ``all_gather`` of the same partition, a later task over the same bytes, spreads the chunks; of ``numel`` elements rank
+    ``r``'s are those from ``numel * r // world_size`` to ``numel * (r + 1) // world_size``.
+
+    ``channel`` and ``sequence`` are set when a task starts on an ordered transport: the ``sequence``-th start of that channel,
+    the same task on every rank.
     """
 
     __slots__ = (
+        "channel",
         "data",
         "done_at",
         "group",
@@ -45,16 +59,21 @@ class CommTask:
         "partition",
         "ready_at",
         "sent_at",
+        "sequence",
         "started_at",
         "state",
         "step",
+        "verb",
     )
 
-    def __init__(self, group: int, step: int, partition: Partition, data: Any) -> None:
+    def __init__(self, group: int, step: int, partition: Partition, data: Any, verb: str = ALL_REDUCE) -> None:
         self.group = group
         self.step = step
         self.partition = partition
         self.data = data
+        self.verb = verb
+        self.channel = 0
+        self.sequence = -1
         self.nbytes = partition.nbytes
         self.order = 0  # the policy's key: smaller is sent earlier, by every queue on the way
         self.state = State.PENDING
@@ -71,4 +90,4 @@ class CommTask:
         self.state = TRANSITIONS[self.state, event]
 
     def __repr__(self) -> str:
-        return f"<CommTask step {self.step} partition {self.partition.index} {self.nbytes} B {self.state.value}>"
+        return f"<CommTask {self.verb} step {self.step} partition {self.partition.index} {self.nbytes} B {self.state.value}>"

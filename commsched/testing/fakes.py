@@ -11,7 +11,7 @@ from time import monotonic
 
 from ..core.manifest import Manifest
 from ..core.ports import Completion, Transport
-from ..core.task import CommTask
+from ..core.task import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, CommTask
 
 
 class VirtualClock:
@@ -41,14 +41,20 @@ class VirtualClock:
 class RecordingTransport:
     """Starts nothing: it records, and the test says through :meth:`sent` and :meth:`done` what the network did.
 
-    ``started`` holds every task in order of start, ``groups`` every manifest, ``left`` every rank that left.
+    ``started`` holds every task in order of start, ``groups`` every manifest, ``released`` every group that was released,
+    ``left`` every rank that left.
     """
 
-    def __init__(self, rank: int = 0, world_size: int = 2) -> None:
+    verbs = frozenset({ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER})
+
+    def __init__(self, rank: int = 0, world_size: int = 2, *, ordered: bool = False, channels: int = 1) -> None:
+        self.ordered = ordered
+        self.channels = channels
         self.rank = rank
         self.world_size = world_size
         self.groups: dict[int, Manifest] = {}
         self.started: list[CommTask] = []
+        self.released: list[int] = []
         self.left: list[int] = []
         self.closed = False
         self._completions: dict[CommTask, Completion] = {}
@@ -62,6 +68,9 @@ class RecordingTransport:
             self._completions[task] = completion
             self.started.append(task)
             self._changed.notify_all()
+
+    def release(self, group: int) -> None:
+        self.released.append(group)
 
     def leave(self, rank: int) -> None:
         self.left.append(rank)
@@ -102,6 +111,9 @@ class Delayed:
     def __init__(self, transport: Transport, seed: int, most_seconds: float) -> None:
         self.rank = transport.rank
         self.world_size = transport.world_size
+        self.verbs = transport.verbs
+        self.ordered = transport.ordered
+        self.channels = transport.channels
         self._transport = transport
         self._random = random.Random(seed)
         self._most_seconds = most_seconds
@@ -117,12 +129,16 @@ class Delayed:
         self._transport.add_group(group, manifest)
 
     def start(self, task: CommTask, completion: Completion) -> None:
-        copy = CommTask(task.group, task.step, task.partition, memoryview(bytearray(task.data)))
+        copy = CommTask(task.group, task.step, task.partition, memoryview(bytearray(task.data)), task.verb)
+        copy.channel, copy.sequence = task.channel, task.sequence
         task.data[:] = b"\xff" * task.nbytes
         with self._changed:
             self._originals[copy] = (task, completion)
         self._pause()
         self._transport.start(copy, self)
+
+    def release(self, group: int) -> None:
+        self._transport.release(group)
 
     def leave(self, rank: int) -> None:
         self._transport.leave(rank)

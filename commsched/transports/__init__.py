@@ -11,7 +11,22 @@ import pkgutil
 from ..core.errors import ConfigError
 
 #: Modules of this package that transports share, and that are none themselves.
-_SHARED = frozenset({"aggregator", "buffers", "context", "reduce"})
+_SHARED = frozenset(
+    {
+        "aggregator",
+        "buffers",
+        "choice",
+        "collective",
+        "context",
+        "contributions",
+        "host",
+        "opening",
+        "recast",
+        "reduce",
+        "stuck",
+        "wire",
+    }
+)
 
 
 def transport_names() -> list[str]:
@@ -20,11 +35,12 @@ def transport_names() -> list[str]:
 
 
 def require_transport(name: str) -> str:
-    """``name``, if there is a transport of that name.
+    """``name``, if it is ``auto`` or there is a transport of that name.
 
     Raises:
         ConfigError: there is none; the message lists those there are.
     """
-    if name not in transport_names():
-        raise ConfigError(f"transport={name!r} is unknown; there are: {', '.join(transport_names())}")
+    names = ["auto", *transport_names()]
+    if name not in names:
+        raise ConfigError(f"transport={name!r} is unknown; there are: {', '.join(names)}")
     return name

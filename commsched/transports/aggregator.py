@@ -1,73 +1,20 @@
-"""Aggregator: the state of a parameter server, without network or threads of its own.
+"""Aggregator: the averages of a parameter server, without network or threads of its own.
 
-Everything is keyed by (group, step, partition). Each rank contributes once to a key; when the last contribution is in,
-the thread that brought it makes the average and hands the same read-only bytes to every rank's reply. Nothing is ever
-written into a buffer that somebody else may still read: a key's result lies in memory that nobody else refers to, and that
-is used again when the last reply has let go of it, so the next step of a fast rank cannot reach what a slow rank is still
-being sent.
-
-A rank begins the next step of a group only when every partition of the step before is in place (``Core`` sees to it).
-So at most one step of a group is unfinished, memory is bounded by the manifest, and a rank that breaks the rule can be
-named at once.
+When the last contribution to a key is in, the thread that brought it makes the average and hands the same read-only bytes to
+every rank's reply. Nothing is ever written into a buffer that somebody else may still read: a key's result lies in memory that
+nobody else refers to, and that is used again when the last reply has let go of it, so the next step of a fast rank cannot reach
+what a slow rank is still being sent.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections.abc import Sequence
 
-from ..core.errors import ManifestMismatch, PeerLost, ProtocolError
-from ..core.manifest import ITEMSIZE, Manifest
+from ..core.manifest import Manifest
 from ..core.ports import OnFailure
 from .buffers import BufferPool
+from .contributions import Contributions, Key, Reply
 from .reduce import Bytes, average
-
-
-class Key(NamedTuple):
-    """What one average is known by on every rank."""
-
-    group: int
-    step: int
-    partition: int
-
-
-#: How a rank gets the average of a key: read-only bytes, the same for all ranks. Called once, without a lock.
-Reply = Callable[[memoryview], None]
-
-
-class _Range(NamedTuple):
-    """Where in a group's buffers a partition lies; equal on all ranks for one key."""
-
-    dtype: str
-    start: int
-    stop: int
-
-    def __str__(self) -> str:
-        return f"{self.dtype} bytes {self.start} to {self.stop}"
-
-
-@dataclass(slots=True)
-class _Entry:
-    """One key that some ranks have contributed to. Payloads and replies are dropped when the average is made."""
-
-    range: _Range
-    payloads: dict[int, Bytes] = field(default_factory=dict)
-    replies: dict[int, Reply] = field(default_factory=dict)
-    result: memoryview | None = None  # where the average may be made; None: in memory of its own
-    finished: bool = False
-
-
-@dataclass(slots=True)
-class _Group:
-    """One manifest, and the entries of the steps that some rank may still be in."""
-
-    manifest: Manifest
-    ranks: set[int]
-    latest: list[int]  # by rank: the step it pushed last; -1 before the first
-    steps: dict[int, dict[int, _Entry]] = field(default_factory=dict)  # step -> partition -> entry
-    unfinished: dict[Key, _Entry] = field(default_factory=dict)
 
 
 class Aggregator:
@@ -76,44 +23,31 @@ class Aggregator:
     Args:
         world_size: how many contributions make an average.
         on_failure: told of errors that concern other ranks than the caller's; called without the lock held.
+        members: how messages call each rank; None: by its number.
+        divisor: what sums are divided by; None: ``world_size``. See ``TransportContext``.
     """
 
-    def __init__(self, world_size: int, on_failure: OnFailure) -> None:
+    def __init__(
+        self, world_size: int, on_failure: OnFailure, members: Sequence[int] | None = None, divisor: int | None = None
+    ) -> None:
         self.world_size = world_size
+        self.divisor = world_size if divisor is None else divisor
         #: Where averages lie; contributions that have no memory of their own may too.
         self.buffers = BufferPool()
-        self._on_failure = on_failure
-        self._lock = threading.Lock()
-        self._groups: dict[int, _Group] = {}
-        self._left: set[int] = set()
-        self._closed = False
+        self._contributions = Contributions(range(world_size) if members is None else members, on_failure)
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """How messages call each rank."""
+        return self._contributions.members
 
     def add_group(self, rank: int, group: int, manifest: Manifest) -> None:
-        """``rank`` announces the tensors of ``group`` before its first push.
-
-        Raises:
-            ManifestMismatch: another rank announced other tensors; names the tensor and both ranks.
-            ProtocolError: ``rank`` announced this group before.
-        """
-        with self._lock:
-            known = self._groups.get(group)
-            if known is None:
-                self._groups[group] = _Group(manifest, {rank}, [-1] * self.world_size)
-                return
-            if rank in known.ranks:
-                raise ProtocolError(f"rank {rank} announced group {group} twice")
-            _require_same(known.manifest, min(known.ranks), manifest, rank)
-            known.ranks.add(rank)
+        """See ``Contributions``."""
+        self._contributions.add_group(rank, group, manifest)
 
     def require_fitting(self, rank: int, key: Key, dtype: str, start: int, stop: int) -> None:
-        """Check that ``rank`` may push such a range, before there is any memory for it.
-
-        Raises:
-            ProtocolError: the range is outside the manifest; names rank, tensor and step.
-        """
-        with self._lock:
-            if not self._closed:
-                self._group_of(rank, key, _Range(dtype, start, stop))
+        """See ``Contributions``."""
+        self._contributions.require_fitting(rank, key, dtype, start, stop)
 
     def push(
         self,
@@ -134,155 +68,26 @@ class Aggregator:
         called before this returns.
 
         Raises:
-            ProtocolError: the range is outside the manifest or differs from another rank's, the rank pushed this key
-                before, or pushes out of step; names rank, tensor and step.
-            PeerLost: a rank whose contribution is needed has left.
+            CommschedError: see ``Contributions.push``.
         """
-        range_ = _Range(dtype, start, stop)
-        with self._lock:
-            if self._closed:
-                return
-            group = self._group_of(rank, key, range_)
-            _require_size(group, rank, key, range_, payload)
-            entry = self._entry(group, rank, key, range_)
-            self._require_present(group, key, entry, adding=rank)
-            entry.payloads[rank] = payload
-            entry.replies[rank] = reply
-            if given and rank < 2:  # where ``average`` may put its result
-                entry.result = memoryview(payload)
-            if len(entry.payloads) < self.world_size:
-                return
-            entry.finished = True
-            del group.unfinished[key]
-            payloads, entry.payloads = entry.payloads, {}
-            replies, entry.replies = entry.replies, {}
-            result, entry.result = entry.result, None
-        if result is None:
-            result = self.buffers.take(stop - start)
-        average([payloads.pop(rank) for rank in range(self.world_size)], dtype, result)
+        complete = self._contributions.push(rank, key, dtype, start, stop, payload, reply, given=given)
+        if complete is None:
+            return
+        result = self.buffers.take(stop - start) if complete.given is None else complete.given
+        average(complete.payloads, dtype, result, self.divisor)
+        complete.payloads.clear()
         shared = result.toreadonly()
-        for each in replies.values():
+        for each in complete.replies:
             each(shared)
 
     def leave(self, rank: int) -> None:
         """``rank`` will push nothing more; ``on_failure`` gets a PeerLost if something waits for it. Idempotent."""
-        with self._lock:
-            self._left.add(rank)
-            waiting = [
-                (group, key, entry)
-                for group in self._groups.values()
-                for key, entry in group.unfinished.items()
-                if rank not in entry.payloads
-            ]
-            error = _left_behind(*waiting[0], rank) if waiting else None
-        if error is not None:
-            self._on_failure(error)
+        self._contributions.leave(rank)
 
     def abandon(self, rank: int) -> None:
         """``rank`` is gone with its memory: what it pushed to unfinished keys is not read any more. Else like ``leave``."""
-        with self._lock:
-            for group in self._groups.values():
-                for entry in group.unfinished.values():
-                    if entry.payloads.pop(rank, None) is not None:
-                        entry.result = None
-                    entry.replies.pop(rank, None)
-        self.leave(rank)
+        self._contributions.abandon(rank)
 
     def close(self) -> None:
         """Let go of everything; later pushes are ignored, and replies that did not come yet never come."""
-        with self._lock:
-            self._closed = True
-            self._groups.clear()
-
-    # --- what follows is called with the lock held ---
-
-    def _group_of(self, rank: int, key: Key, range_: _Range) -> _Group:
-        """The group of ``key``, once the range is known to fit its manifest."""
-        group = self._groups.get(key.group)
-        if group is None or rank not in group.ranks:
-            raise ProtocolError(f"rank {rank} pushed step {key.step} of group {key.group} without announcing the group")
-        size = group.manifest.buffer_bytes.get(range_.dtype, 0)
-        if not 0 <= range_.start < range_.stop <= size:
-            raise ProtocolError(f"rank {rank} pushed {range_} of step {key.step}, but that buffer has {size} bytes")
-        if range_.start % ITEMSIZE[range_.dtype] or range_.stop % ITEMSIZE[range_.dtype]:
-            raise ProtocolError(f"{_pushed(group, rank, key, range_)} not on element borders")
-        return group
-
-    def _entry(self, group: _Group, rank: int, key: Key, range_: _Range) -> _Entry:
-        """The entry that ``rank`` may contribute to now."""
-        if key.step > group.latest[rank]:
-            self._begin_step(group, rank, key.step)
-        partitions = group.steps.get(key.step, {})
-        entry = partitions.get(key.partition)
-        if entry is None:
-            self._require_first_push_in_step(group, rank, key, range_)
-            entry = partitions[key.partition] = group.unfinished[key] = _Entry(range_)
-            group.steps[key.step] = partitions
-        elif entry.range != range_:
-            raise ProtocolError(
-                f"partition {key.partition} of step {key.step}, tensor {_names(group, entry.range)}, is {entry.range} on "
-                f"another rank but {range_} on rank {rank}"
-            )
-        elif entry.finished or rank in entry.payloads:
-            raise ProtocolError(f"rank {rank} pushed {_name(group, key, range_)} twice")
-        return entry
-
-    def _begin_step(self, group: _Group, rank: int, step: int) -> None:
-        """``rank`` goes on to ``step``: the steps before it must be over, and those that all ranks left are forgotten."""
-        for key, entry in group.unfinished.items():
-            if key.step < step and rank not in entry.payloads:
-                raise ProtocolError(f"rank {rank} pushed step {step} but skipped {_name(group, key, entry.range)}")
-            if key.step < step:
-                raise ProtocolError(f"rank {rank} pushed step {step} before {_name(group, key, entry.range)} was averaged")
-        group.latest[rank] = step
-        oldest = min(group.latest)
-        for passed in [step for step in group.steps if step < oldest]:
-            del group.steps[passed]
-
-    def _require_first_push_in_step(self, group: _Group, rank: int, key: Key, range_: _Range) -> None:
-        """``key`` is new here, so no rank may have gone beyond its step."""
-        name = _name(group, key, range_)
-        if group.latest[rank] > key.step:
-            raise ProtocolError(f"rank {rank} pushed {name} after step {group.latest[rank]}: that step is finished")
-        for other, latest in enumerate(group.latest):
-            if latest > key.step:
-                raise ProtocolError(f"rank {other} pushed step {latest} but skipped {name} which rank {rank} pushed")
-
-    def _require_present(self, group: _Group, key: Key, entry: _Entry, adding: int) -> None:
-        """No rank that ``key`` still needs has left."""
-        gone = self._left - entry.payloads.keys() - {adding}
-        if gone:
-            raise _left_behind(group, key, entry, min(gone))
-
-
-def _names(group: _Group, range_: _Range) -> str:
-    return group.manifest.names_in(*range_)
-
-
-def _name(group: _Group, key: Key, range_: _Range) -> str:
-    return f"partition {key.partition} of step {key.step}, tensor {_names(group, range_)},"
-
-
-def _pushed(group: _Group, rank: int, key: Key, range_: _Range) -> str:
-    return f"rank {rank} pushed {range_} of step {key.step}, tensor {_names(group, range_)},"
-
-
-def _require_size(group: _Group, rank: int, key: Key, range_: _Range, payload: Bytes) -> None:
-    nbytes = memoryview(payload).nbytes
-    if nbytes != range_.stop - range_.start:
-        raise ProtocolError(f"{_pushed(group, rank, key, range_)} with {nbytes} bytes of payload")
-
-
-def _left_behind(group: _Group, key: Key, entry: _Entry, rank: int) -> PeerLost:
-    last = group.latest[rank]
-    when = f"after step {last}" if last >= 0 else "before its first step"
-    return PeerLost(f"rank {rank} left {when}; tensor {_names(group, entry.range)} of step {key.step} waits for it")
-
-
-def _require_same(known: Manifest, known_rank: int, manifest: Manifest, rank: int) -> None:
-    if known.fingerprint == manifest.fingerprint:
-        return
-    for index, (a, b) in enumerate(zip(known.tensors, manifest.tensors)):
-        if a != b:
-            raise ManifestMismatch(f"tensor {index} is {a} on rank {known_rank} but {b} on rank {rank}")
-    raise ManifestMismatch(f"rank {known_rank} has {len(known.tensors)} tensors, rank {rank} has {len(manifest.tensors)}")
+        self._contributions.close()

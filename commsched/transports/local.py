@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 
 import numpy as np
 
 from ..core.errors import ClosedError, CommschedError, ConfigError
 from ..core.manifest import Manifest
 from ..core.ports import Completion, OnFailure
-from ..core.task import CommTask
-from .aggregator import Aggregator, Key
+from ..core.task import ALL_REDUCE, CommTask
+from .aggregator import Aggregator
 from .context import TransportContext
+from .contributions import Key
 
 
 class LocalWorld:
-    """Where the ranks of one process meet. A failure, whoever caused it, is told to every rank that has not left."""
+    """Where the ranks of one process meet. A failure, whoever caused it, is told to every rank that has not left. For
+    ``members`` and ``divisor`` see ``TransportContext``."""
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, members: Sequence[int] | None = None, divisor: int | None = None) -> None:
         self.world_size = world_size
-        self.aggregator = Aggregator(world_size, self.fail)
+        self.aggregator = Aggregator(world_size, self.fail, members, divisor)
         self._lock = threading.Lock()
         self._listeners: dict[int, OnFailure] = {}
 
@@ -56,6 +59,10 @@ class LocalWorld:
 class LocalTransport:
     """One rank of a :class:`LocalWorld`. Contributions are read where they lie: ``task.data`` is the transport's until done."""
 
+    verbs = frozenset({ALL_REDUCE})
+    ordered = False
+    channels = 1
+
     def __init__(self, world: LocalWorld, rank: int) -> None:
         self.rank = rank
         self.world_size = world.world_size
@@ -88,6 +95,9 @@ class LocalTransport:
             self._world.aggregator.push(self.rank, key, at.dtype, at.start, at.stop, task.data, reply)
         except CommschedError as error:
             self._world.fail(error)
+
+    def release(self, group: int) -> None:
+        """Nothing to do: a group has no memory of its own here."""
 
     def leave(self, rank: int) -> None:
         self._world.leave(rank)

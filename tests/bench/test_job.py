@@ -78,3 +78,82 @@ def test_settings_of_the_caller_do_not_leak_in(tmp_path, monkeypatch):
     monkeypatch.setenv("COMMSCHED_TRANSPORT", "pigeon")
     monkeypatch.setenv("COMMSCHED_RANK", "7")
     assert collectives(tmp_path)[0]["wrong_elements"] == 0
+
+
+def test_idle(tmp_path, capsys):
+    path = tmp_path / "results.json"
+    argv = ["idle", "--seconds", "0.1", "--size", "4KB", "--timeout", "60", "--json", str(path)]
+    assert main([*argv, "--most", "100"]) == 0
+    rows = json.loads(path.read_text())["rows"]
+    assert [(row["rank"], row["transport"], row["lane"], row["seconds"]) for row in rows] == [
+        (r, "ps", "tcp", 0.1) for r in (0, 1)
+    ]
+    assert capsys.readouterr().out.startswith("ps over tcp: 2 workers; the last rank is the one that the others wait for\n")
+    assert main([*argv, "--most", "0"]) == 1
+    assert "of a core is more than 0 %" in capsys.readouterr().err
+
+
+def test_agreement(tmp_path, capsys):
+    path = tmp_path / "results.json"
+    argv = ["--partition", "4KB", "--partitions", "8", "--credits", "1", "8", "--repetitions", "2", "--timeout", "100"]
+    assert main(["agreement", *argv, "--json", str(path)]) == 0
+    rows = json.loads(path.read_text())["rows"]
+    assert [(row["order"], row["credit_partitions"]) for row in rows] == [
+        ("agreed", 1),
+        ("agreed", 8),
+        ("static", 1),
+        ("static", 8),
+    ]
+    agreed, _, static, _ = (row["messages_per_launch"] for row in rows)
+    assert agreed > 0.9  # one announcement for each, and at least one message that says what is ready
+    assert static < 0.2  # one at the end of each step
+    assert all(row["cpu_microseconds_per_launch"] > 0 and row["link_share"] is None for row in rows)
+    assert capsys.readouterr().out.startswith("gloo: 2 workers, link loopback, 8 partitions of 4000 bytes, all ready at once")
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["agreement", "--transport", "ps"], "transport='ps' has nothing to agree on: its messages carry their identity"),
+        (["idle", "--transport", "auto"], "transport='auto' does not say what is measured; name one"),
+        (
+            ["collectives", "--workers", "32", "--ranks-per-host", "16", "--bandwidth", "1gbit", "--wire", "bfloat16"],
+            "wire='bfloat16' rounds sums of 16 ranks per host of 32, so that results could not be checked; take fewer of them",
+        ),
+        (["idle", "--order", "any"], "order='any' is unknown; there are: agreed, static"),
+        (["collectives", "--workers", "4", "--ranks-per-host", "2"], "ranks-per-host=2: it divides workers=4, leaves several"),
+        (
+            ["collectives", "--workers", "3", "--ranks-per-host", "2", "--bandwidth", "1gbit"],
+            "ranks-per-host=2: it divides workers=3",
+        ),
+    ],
+)
+def test_what_cannot_be_measured_is_said_before_anything_starts(argv, message, capsys):
+    assert main(argv) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_collectives_do_not_cap_themselves(monkeypatch):
+    def refuse(hosts, rate):
+        raise ClusterUnavailable("shaped links need root")
+
+    monkeypatch.setattr(job_module, "Cluster", refuse)
+    for settings in ({"transport": "gloo"}, {"hierarchy": "on"}):
+        with pytest.raises(ClusterUnavailable, match="shaped links need root"):
+            run_job(Job(2, bandwidth="4mbit", settings=settings), "bench.collectives", {})
+
+
+def test_ranks_that_share_hosts(tmp_path):
+    try:
+        with Cluster(["probe"], "1gbit"):
+            pass
+    except ClusterUnavailable as error:
+        pytest.skip(str(error))
+    rows = collectives(tmp_path, "--workers", "4", "--ranks-per-host", "2", "--bandwidth", "1gbit", "--wire", "bfloat16")
+    assert [(row["wrong_elements"], row["bytes_factor"], row["ranks_per_host"]) for row in rows] == [(0, 0.5, 2)] * 2
+
+
+def test_ranks_that_mpiexec_starts(tmp_path):
+    pytest.importorskip("mpi4py")
+    rows = collectives(tmp_path, "--transport", "mpi")
+    assert [(row["transport"], row["wrong_elements"]) for row in rows] == [("mpi", 0)] * 2

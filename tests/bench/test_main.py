@@ -9,6 +9,7 @@ import pytest
 from bench import __main__ as bench_main
 from bench import collectives
 from bench.arguments import at_least, float32_bytes, float32_sizes
+from bench.route import Route
 
 ROOT = Path(__file__).parents[2]
 
@@ -104,13 +105,13 @@ def test_help_lists_every_command_and_imports_no_engine():
     assert all(command in done.stdout for command in bench_main.COMMANDS)
 
 
-def row(servers=0, bandwidth=None, wrong=(0, 0), size=10_000_000):
-    args = parse("collectives", "--servers", str(servers), *(["--bandwidth", bandwidth] if bandwidth else []))
+def row(*argv, servers=0, bandwidth=None, wrong=(0, 0), size=10_000_000):
+    args = parse("collectives", *argv, "--servers", str(servers), *(["--bandwidth", bandwidth] if bandwidth else []))
     by_rank = [
         {"size_bytes": size, "seconds": [0.010, 0.020, 0.5], "cpu_seconds": 0.003, "wrong_elements": wrong[0]},
         {"size_bytes": size, "seconds": [0.016, 0.012, 0.5], "cpu_seconds": 0.003, "wrong_elements": wrong[1]},
     ]
-    return collectives._row(args, "here", by_rank)
+    return collectives._row(args, Route.of(args, args.ranks_per_host), "here", by_rank)
 
 
 def test_a_row_takes_the_slowest_rank_of_each_repetition_and_their_median():
@@ -127,6 +128,19 @@ def test_a_row_counts_the_bytes_of_each_topology():
     assert colocated["cpu_seconds_per_gigabyte"] == pytest.approx(0.1)  # 2 ms a repetition for 20 MB
     assert separate["busbw_megabytes_per_second"] == pytest.approx(1000)
     assert separate["link_share"] == pytest.approx(0.8)
+
+
+def test_a_row_counts_the_bytes_that_travel_and_the_cost_of_the_gradient():
+    whole, half = row(bandwidth="10gbit"), row("--wire", "bfloat16", bandwidth="10gbit")
+    assert (half["bytes_factor"], half["network_bytes"]) == (0.5, 10_000_000)
+    assert half["algbw_megabytes_per_second"] == whole["algbw_megabytes_per_second"]
+    assert half["link_share"] == whole["link_share"] / 2 == pytest.approx(0.2)
+    assert half["cpu_seconds_per_gigabyte"] == whole["cpu_seconds_per_gigabyte"]
+
+
+def test_a_row_of_ranks_that_add_up_in_memory_crosses_no_network():
+    found = row("--hierarchy", "on")
+    assert (found["busbw_megabytes_per_second"], found["network_bytes"], found["cpu_seconds_per_gigabyte"]) == (0, 0, None)
 
 
 def test_a_tensor_of_few_bursts_says_nothing_of_the_link():

@@ -43,8 +43,8 @@ def run_ranks(world_size, benchmark, arguments, wrap_transport=None):
         return list(pool.map(rank, local_sessions(world_size, wrap_transport=wrap_transport)))
 
 
-COLLECTIVES = {"sizes": [4, 40_000], "repetitions": 3, "warmup": 2, "server_pids": []}
-ROUNDS = {"rounds": 20, "size": 4000, "slow_rank": 1}
+COLLECTIVES = {"sizes": [4, 40_000], "repetitions": 3, "warmup": 2, "period": 8191, "server_pids": []}
+ROUNDS = {"rounds": 20, "size": 4000, "slow_rank": 1, "periods": [1021, 4093]}
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

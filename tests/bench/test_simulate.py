@@ -225,3 +225,12 @@ def test_wrong_arguments_are_said(argv, message, capsys):
         bench_main.main(["simulate", *argv])
     assert end.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_collectives_are_simulated_as_such():
+    row = measured(system="commsched:gloo", transport="gloo")
+    by_server = simulated_seconds(measured(system="commsched:ps", transport="ps"))
+    assert simulated_seconds(row) == simulated_seconds({**row, "system": "commsched:mpi+static", "transport": "mpi"})
+    assert simulated_seconds(row) != by_server
+    with pytest.raises(NotSimulated, match="there is no model of reduce-scatter and all-gather in order of priority"):
+        simulated_seconds({**row, "system": "commsched:gloo+rsag"})

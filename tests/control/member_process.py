@@ -3,7 +3,8 @@
     python -m tests.control.member_process ADDRESS RANK WORLD_SIZE FAIL_AFTER_SECONDS [HOW]
 
 ADDRESS "serve": host the server too, at any port. HOW "wait" (default): until told of a failure; "exit": end the script,
-after a gather, without closing anything; "raise": the same by an exception.
+after a gather, without closing anything; "raise": the same by an exception; "tell": tell rank 0 the numbers below 300, and
+leave when as many were announced; "announce": what only rank 0 may, and then wait.
 """
 
 from __future__ import annotations
@@ -31,6 +32,15 @@ class Teller(Recorder):
         say(failure=type(error).__name__, message=str(error))
         over.set()
 
+    def leave_after(self, client: ControlClient, count: int) -> None:
+        for number in range(count):
+            client.tell(number)
+        announced = [self.next("announced") for _ in range(count)]
+        client.leave()
+        client.wait_until_all_left()
+        say(announced=announced)
+        over.set()
+
 
 def main() -> None:
     address, rank, world_size, fail_after = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])
@@ -41,7 +51,8 @@ def main() -> None:
         server = ControlServer("127.0.0.1:0", TOKEN, world_size, **timing)
         address = server.address
         say(address=address)
-    client = ControlClient(address, TOKEN, Member.rank(rank, world_size), Teller(), **timing)
+    listener = Teller()
+    client = ControlClient(address, TOKEN, Member.rank(rank, world_size), listener, **timing, server=server)
     say(joined=rank)
     if how != "wait":
         client.gather("all have joined", None)
@@ -49,6 +60,10 @@ def main() -> None:
         return
     if how == "raise":
         raise ValueError("boom")
+    if how == "announce":
+        client.announce("me too")
+    if how == "tell":
+        listener.leave_after(client, 300)
     over.wait()
     client.close()
     if server is not None:

@@ -144,7 +144,7 @@ def test_versions_differ(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_protocols_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client_module, "PROTOCOL", messages.PROTOCOL + 1)
     with joining(2) as job:
-        with pytest.raises(ProtocolError, match=r"\(control protocol 2\), but rank 0 runs commsched .* \(control protocol 1\)"):
+        with pytest.raises(ProtocolError, match=r"\(control protocol 3\), but rank 0 runs .* \(control protocol 2\)"):
             job.join_rank(1)
 
 

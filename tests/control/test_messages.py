@@ -33,6 +33,10 @@ every_message = st.one_of(
     st.builds(messages.Bye),
     st.builds(messages.Propose, configs),
     st.builds(messages.Held, steps),
+    st.builds(messages.Tell, text),
+    st.builds(messages.Announce, text),
+    st.builds(messages.Told, counts, text),
+    st.builds(messages.Announced, text),
     st.builds(messages.Beat),
     st.builds(messages.Welcome, text, counts),
     st.builds(messages.Ready),
@@ -66,6 +70,10 @@ def _one_of_each() -> list[Message]:
         messages.Bye(),
         messages.Propose({}),
         messages.Held({}),
+        messages.Tell("1"),
+        messages.Announce("1"),
+        messages.Told(0, "1"),
+        messages.Announced("1"),
         messages.Beat(),
         messages.Welcome("h", 1),
         messages.Ready(),
@@ -140,6 +148,6 @@ def test_what_is_refused(data: bytes) -> None:
 
 
 def test_the_hello_of_another_protocol_names_both_versions_whatever_else_is_in_it() -> None:
-    data = json.dumps({"message": "Hello", "version": "9.9.9", "protocol": 2, "new_field": []}).encode()
-    with pytest.raises(ProtocolError, match=r"hello of commsched 9\.9\.9 \(control protocol 2\), but rank 0 runs commsched"):
+    data = json.dumps({"message": "Hello", "version": "9.9.9", "protocol": 99, "new_field": []}).encode()
+    with pytest.raises(ProtocolError, match=r"hello of commsched 9\.9\.9 \(control protocol 99\), but rank 0 runs commsched"):
         decode(data)

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from commsched.control.client import ControlClient, Member
-from commsched.core.errors import PeerLost, PeerTimeout
+from commsched.core.errors import PeerLost, PeerTimeout, ProtocolError
 
 from .world import PATIENCE_SECONDS, TOKEN, Job, Recorder, joining
 
@@ -191,3 +191,34 @@ def test_a_rank_0_that_ends_without_closing_ends_at_once_and_is_lost(start: Star
     assert zero.popen.wait(PATIENCE_SECONDS) == 0
     assert "rank 0 (host " in str(listener.next("failure"))
     client.close()
+
+
+def test_two_processes_tell_and_hear_everything_in_order(start: Start) -> None:
+    with joining(3, direct=True) as job:
+        processes = [start(job.server.address, rank, 3, 30.0, "tell") for rank in (1, 2)]
+        client = join_beside(job, processes)
+        client.gather("all have joined", None)
+        numbers: dict[int, list[int]] = {1: [], 2: []}
+        for count in range(600):
+            rank, number = job.listeners[0].next("told")
+            numbers[rank].append(number)
+            if count % 2:
+                client.announce(count)
+        assert numbers == {1: list(range(300)), 2: list(range(300))}
+        client.leave()
+        client.wait_until_all_left()
+        for process in processes:
+            assert process.says() == {"announced": list(range(1, 600, 2))}
+            assert process.says() == {"threads": []}
+            assert process.popen.wait(PATIENCE_SECONDS) == 0
+
+
+def test_a_process_that_announces_as_rank_1_fails_the_job_by_name(start: Start) -> None:
+    with joining(2, direct=True) as job:
+        process = start(job.server.address, 1, 2, 30.0, "announce")
+        client = join_beside(job, [process])
+        client.gather("all have joined", None)
+        error = job.listeners[0].next("failure")
+        assert isinstance(error, ProtocolError)
+        assert str(error).endswith(f", pid {process.pid}) announced something; only rank 0 may")
+        assert process.says() == {"failure": "ProtocolError", "message": str(error)}

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from commsched.control.member import Member
 from commsched.control.messages import (
     PROTOCOL,
+    Announce,
+    Announced,
     Beat,
     Bye,
     End,
@@ -29,6 +31,8 @@ from commsched.control.messages import (
     Ready,
     Report,
     SwitchAt,
+    Tell,
+    Told,
     Welcome,
 )
 from commsched.control.roster import Roster, Send, first_common_steps
@@ -190,7 +194,7 @@ def test_a_member_that_sends_what_is_not_its_to_send_fails_the_job(message: Mess
     assert told(roster.received(1, message, 0.0)).startswith("rank 1 (host h1, pid 71) ")
 
 
-@pytest.mark.parametrize("message", [Give("t", "1"), Leave(), Propose({}), Held({})])
+@pytest.mark.parametrize("message", [Give("t", "1"), Leave(), Propose({}), Tell("1"), Announce("1"), Held({})])
 def test_a_server_cannot_act_as_a_rank_nor_a_rank_before_all_are_there(message: Message) -> None:
     expected = f"sent {type(message).__name__}, which is not its to send now"
     roster = joined(1)
@@ -249,6 +253,48 @@ def test_when_the_last_leaves_all_are_told_the_end() -> None:
     assert roster.received(0, Leave(), 0.0) == [Send((1, 8), Left(0)), Send((0, 1, 8), End())]
     assert roster.ended
     assert roster.disconnected(1) == []
+
+
+# --- to rank 0 and from it ---
+
+
+def test_what_a_rank_tells_goes_to_rank_0_only_with_its_sender() -> None:
+    roster = joined(3)
+    roster.received(8, hello(Member.server(0)), 0.0)
+    assert roster.received(2, Tell("[1]"), 0.0) == [Send((0,), Told(2, "[1]"))]
+
+
+def test_what_rank_0_announces_goes_to_all_other_ranks_that_have_not_left() -> None:
+    roster = new_roster(4)
+    for rank in (2, 0, 3, 1):
+        roster.received(10 + rank, hello(member(rank, 4)), 0.0)
+    roster.received(8, hello(Member.server(0)), 0.0)
+    assert roster.received(10, Announce("[1]"), 0.0) == [Send((11, 12, 13), Announced("[1]"))]
+    roster.received(12, Leave(), 0.0)
+    assert roster.received(10, Announce("[2]"), 0.0) == [Send((11, 13), Announced("[2]"))]
+    assert joined(1).received(0, Announce("[1]"), 0.0) == []
+
+
+def test_rank_0_is_told_and_announces_even_after_it_left() -> None:
+    roster = joined(2)
+    roster.received(0, Leave(), 0.0)
+    assert roster.received(1, Tell("1"), 0.0) == [Send((0,), Told(1, "1"))]
+    assert roster.received(0, Announce("1"), 0.0) == [Send((1,), Announced("1"))]
+
+
+@pytest.mark.parametrize(
+    ("rank", "leave_first", "sent", "expected"),
+    [
+        (1, False, Announce("1"), "rank 1 (host h1, pid 71) announced something; only rank 0 may"),
+        (0, False, Tell("1"), "rank 0 (host h0, pid 70) told itself something"),
+        (1, True, Tell("1"), "rank 1 (host h1, pid 71) told rank 0 something after it left"),
+    ],
+)
+def test_who_may_not_tell_or_announce_fails_the_job(rank: int, leave_first: bool, sent: Message, expected: str) -> None:
+    roster = joined(2)
+    if leave_first:
+        roster.received(rank, Leave(), 0.0)
+    assert told(roster.received(rank, sent, 0.0)) == expected
 
 
 # --- agreeing on a step ---

@@ -34,6 +34,12 @@ class Recorder:
     def on_end(self) -> None:
         self.calls.put(("end", None))
 
+    def on_told(self, rank: int, value: Any) -> None:
+        self.calls.put(("told", (rank, value)))
+
+    def on_announced(self, value: Any) -> None:
+        self.calls.put(("announced", value))
+
     def hold_steps(self) -> dict[int, int]:
         self.calls.put(("hold", None))
         return self.steps
@@ -58,8 +64,11 @@ class Recorder:
 class Job:
     """A server, and the ranks that have joined it."""
 
-    def __init__(self, world_size: int, fail_after_seconds: float, join_within_seconds: float, stack: ExitStack) -> None:
+    def __init__(
+        self, world_size: int, fail_after_seconds: float, join_within_seconds: float, direct: bool, stack: ExitStack
+    ) -> None:
         self.world_size = world_size
+        self.direct = direct
         self.timing = {"fail_after_seconds": fail_after_seconds, "join_within_seconds": join_within_seconds}
         self.server = ControlServer("127.0.0.1:0", TOKEN, world_size, **self.timing)
         self.listeners = [Recorder() for _ in range(world_size)]
@@ -70,7 +79,8 @@ class Job:
         stack.callback(self.server.close)
 
     def join(self, member: Member, listener: Any = None, token: str = TOKEN) -> ControlClient:
-        client = ControlClient(self.server.address, token, member, listener or Recorder(), **self.timing)
+        server = self.server if self.direct and member.is_rank and member.index == 0 else None
+        client = ControlClient(self.server.address, token, member, listener or Recorder(), **self.timing, server=server)
         self._stack.callback(client.close)
         return client
 
@@ -100,16 +110,18 @@ def results(futures: list[Future[Any]]) -> list[Any]:
 
 
 @contextmanager
-def joining(world_size: int, *, fail_after_seconds: float = 10.0, join_within_seconds: float = 30.0) -> Iterator[Job]:
-    """A job that nobody has joined yet."""
+def joining(
+    world_size: int, *, fail_after_seconds: float = 10.0, join_within_seconds: float = 30.0, direct: bool = False
+) -> Iterator[Job]:
+    """A job that nobody has joined yet. ``direct``: rank 0 will use no socket, as in a session."""
     with ExitStack() as stack:
-        yield Job(world_size, fail_after_seconds, join_within_seconds, stack)
+        yield Job(world_size, fail_after_seconds, join_within_seconds, direct, stack)
 
 
 @contextmanager
-def running(world_size: int, *, fail_after_seconds: float = 10.0) -> Iterator[Job]:
+def running(world_size: int, *, fail_after_seconds: float = 10.0, direct: bool = False) -> Iterator[Job]:
     """A job that all ranks have joined."""
-    with joining(world_size, fail_after_seconds=fail_after_seconds) as job:
+    with joining(world_size, fail_after_seconds=fail_after_seconds, direct=direct) as job:
         job.clients = job.on_all(job.join_rank)
         yield job
 

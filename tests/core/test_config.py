@@ -149,7 +149,7 @@ def refused(environ: dict[str, str] | None = None, **keywords: Any) -> str:
 def test_the_defaults() -> None:
     assert load() == Settings()
     assert load().scheduler == SchedulerConfig(4_000_000, 16_000_000, "priority")
-    assert load().transport == "ps"
+    assert (load().transport, load().order, load().wire, load().hierarchy) == ("auto", "agreed", "none", "auto")
 
 
 def test_keywords_go_before_the_environment_before_the_file_before_defaults(tmp_path: Path) -> None:
@@ -199,6 +199,9 @@ def test_what_is_like_nothing_is_answered_with_all_there_is() -> None:
     [
         ("servers", "10.0.0.1"),
         ("lane", "pigeon"),
+        ("order", "any"),
+        ("wire", "float8"),
+        ("hierarchy", "maybe"),
         ("partition", "4XB"),
         ("credit", "0"),
         ("policy", "lifo"),
@@ -223,7 +226,11 @@ def test_a_partition_has_an_upper_bound() -> None:
 
 
 def test_an_unknown_policy_is_answered_with_those_there_are() -> None:
-    assert refused(policy="lifo") == "policy='lifo' is unknown; there are: fifo, priority"
+    assert refused(policy="lifo") == "policy='lifo' is unknown; there are: fifo, priority, rsag"
+
+
+def test_a_word_that_is_not_one_of_them_is_answered_with_all() -> None:
+    assert refused(wire="float8") == "wire='float8' is unknown; there are: none, bfloat16, float16"
 
 
 def test_a_file_that_is_not_there_or_not_toml_is_named(tmp_path: Path) -> None:

@@ -395,6 +395,16 @@ def test_a_released_group_promises_nothing(world: World) -> None:
     assert world.core.hold_steps() == {group.index: 1}
 
 
+def test_a_released_group_is_released_by_the_transport_unless_something_of_it_is_outstanding(world: World) -> None:
+    done, broken_off = world.add_group(), world.add_group()
+    run_step(world, done)
+    broken_off.begin_step()
+    broken_off.notify_ready(0)
+    for group in (done, broken_off):
+        group.release()
+    assert world.transport.released == [done.index]
+
+
 # --- failure and end ---
 
 
@@ -455,7 +465,7 @@ def test_an_error_of_ours_from_the_transport_is_the_failure(world: World) -> Non
 def test_any_other_error_of_the_transport_is_a_failure_that_names_it(world: World, caplog: pytest.LogCaptureFixture) -> None:
     world.transport = RaisingTransport(OSError("no route"))
     group_of_raising(world).notify_ready(0)
-    said = "the transport raised OSError: no route at <CommTask step 0 partition 0 10 B started>"
+    said = "the transport raised OSError: no route at <CommTask all_reduce step 0 partition 0 10 B started>"
     error = in_thread(world.core.drain).exception(10)
     assert type(error) is TransportError
     assert str(error) == said

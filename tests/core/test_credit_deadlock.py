@@ -74,7 +74,7 @@ class Rank:
     def stands_still(self) -> bool:
         """One task is ready and cannot start: only a completion could move this rank."""
         with self.core._lock:
-            return len(self.core._scheduler) == 1 and self.core._scheduler.next() is None
+            return len(self.core._order) == 1 and self.core._order.next() is None
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ def test_the_hierarchy() -> None:
         "ConfigError": "CommschedError",
         "UnsupportedError": "CommschedError",
         "ManifestMismatch": "CommschedError",
+        "OrderMismatch": "CommschedError",
         "ProtocolError": "CommschedError",
         "TransportError": "CommschedError",
         "PeerLost": "TransportError",

@@ -43,4 +43,4 @@ def test_every_other_transition_raises_and_changes_nothing(state: State, event: 
 def test_a_task_takes_size_and_priority_from_its_partition() -> None:
     task = make_task()
     assert (task.nbytes, task.priority, task.missing) == (16, 3, 2)
-    assert repr(task) == "<CommTask step 7 partition 3 16 B pending>"
+    assert repr(task) == "<CommTask all_reduce step 7 partition 3 16 B pending>"

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from commsched.transports import transport_names
 
 from .job import WORKER, clean_environ, run_job, worker
 
@@ -19,8 +22,41 @@ pytestmark = pytest.mark.timeout(90)
 )
 def test_jobs_run_to_their_end(arguments: list[str]) -> None:
     code, out, err = run_job(*arguments, *worker("20"))
-    assert (code, err) == (0, "")
+    assert code == 0, err
     assert out.count("finished") == int(arguments[1])
+    ranks, chosen = int(arguments[1]), r"^commsched: transport=auto: ps \(.*servers.*\)\n$"
+    assert re.match(chosen if ranks > 1 else "^$", err), err
+
+
+def test_a_transport_that_is_named_is_not_spoken_of() -> None:
+    code, out, err = run_job("-n", "2", "--transport", "ps", *worker("20"))
+    assert (code, err) == (0, "")
+    assert out.count("finished") == 2
+
+
+def test_a_line_that_logging_is_set_up_for_goes_there() -> None:
+    logged = (
+        f"import logging, runpy, sys; logging.basicConfig(level='INFO', format='LOGGED %(message)s'); sys.argv[1:] = ['5']; \
+runpy.run_path({str(WORKER)!r}, run_name='__main__')"
+    )
+    code, _, err = run_job("-n", "2", "--", sys.executable, "-c", logged)
+    assert code == 0, err
+    assert err.startswith("LOGGED transport=auto: ps (")
+    assert err.count("\n") == 1
+
+
+def test_one_rank_may_have_any_policy() -> None:
+    code, out, err = run_job("-n", "1", "--policy", "rsag", *worker("5"))
+    assert (code, err) == (0, "")
+    assert "rank 0 finished" in out
+
+
+def test_a_policy_that_the_transport_cannot_follow_is_said_by_all_ranks() -> None:
+    code, out, err = run_job("-n", "2", "--transport", "ps", "--policy", "rsag", *worker("5"))
+    assert code == 1
+    assert "pid" not in out  # no rank came past init
+    assert "UnsupportedError: policy='rsag' averages by reduce-scatter and all-gather, which PsTransport does" in err
+    assert err.count("policy='rsag' averages by reduce-scatter and all-gather") == 2, err  # whoever finds it first
 
 
 def test_disabled_ranks_are_worlds_of_their_own() -> None:
@@ -34,8 +70,11 @@ def test_disabled_ranks_are_worlds_of_their_own() -> None:
     [
         (["--partition", "4XB"], "ConfigError: partition='4XB' is not a size; write it like 4MB, 512KiB or 65536"),
         (["--rate", "fast"], "ConfigError: rate='fast' is not a rate; write it like 200mbit or 1gbit"),
-        (["--transport", "carrier-pigeon"], "ConfigError: transport='carrier-pigeon' is unknown; there are: local, ps"),
-        (["--policy", "lifo"], "ConfigError: policy='lifo' is unknown; there are: fifo, priority"),
+        (
+            ["--transport", "carrier-pigeon"],
+            f"ConfigError: transport='carrier-pigeon' is unknown; there are: auto, {', '.join(transport_names())}",
+        ),
+        (["--policy", "lifo"], "ConfigError: policy='lifo' is unknown; there are: fifo, priority, rsag"),
         (["--fail-after", "-1"], "ConfigError: fail_after='-1' is not a time; write it in seconds, like 10 or 2.5"),
     ],
 )

@@ -336,9 +336,11 @@ class HoldsBackLateLayers:
 
     def __init__(self, transport: Transport) -> None:
         self.rank, self.world_size = transport.rank, transport.world_size
+        self.verbs, self.ordered, self.channels = transport.verbs, transport.ordered, transport.channels
         self.transport = transport
         self.late: list[tuple[CommTask, Completion]] = []
-        self.add_group, self.leave, self.close = transport.add_group, transport.leave, transport.close
+        self.add_group, self.release = transport.add_group, transport.release
+        self.leave, self.close = transport.leave, transport.close
 
     def start(self, task: CommTask, completion: Completion) -> None:
         if task.partition.dtype == "float64" and task.partition.tensors[0] >= 4:  # the last Linear

@@ -59,6 +59,8 @@ def test_a_recording_transport_does_what_the_test_says() -> None:
     transport.add_group(0, manifest)
     transport.start(task, told)
     transport.leave(2)
+    transport.release(0)
+    assert transport.released == [0]
     assert transport.wait_started(1) == [task]
     assert (transport.rank, transport.world_size, transport.groups, transport.left) == (1, 3, {0: manifest}, [2])
     assert told.sent == told.done == []
@@ -103,6 +105,8 @@ def test_a_delayed_transport_passes_on_the_rest_and_leaves_no_thread() -> None:
     delayed = Delayed(inner, seed=1, most_seconds=1000.0)
     delayed.add_group(0, Manifest(()))
     delayed.leave(3)
+    delayed.release(0)
+    assert inner.released == [0]
     assert (delayed.rank, delayed.world_size, inner.groups, inner.left) == (1, 4, {0: Manifest(())}, [3])
     delayed.close()
     delayed.close()

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from commsched.core.errors import CommschedError, ManifestMismatch, PeerLost, ProtocolError
 from commsched.core.manifest import Manifest, TensorSpec
 from commsched.testing.world import run_world
-from commsched.transports.aggregator import Aggregator, Key
+from commsched.transports.aggregator import Aggregator
+from commsched.transports.contributions import Key
 
 MANIFEST = Manifest((TensorSpec("embedding", (4,), "float32"), TensorSpec("head", (4,), "float32")))
 FRONT = ("float32", 0, 16)
@@ -99,7 +100,7 @@ def test_memory_given_by_a_rank_that_is_gone_is_not_used():
     given = aggregator.buffers.take(16)
     aggregator.push(1, Key(0, 0, 0), *FRONT, given, pytest.fail, given=True)
     aggregator.abandon(1)
-    assert aggregator._groups[0].unfinished[Key(0, 0, 0)].result is None
+    assert aggregator._contributions._groups[0].unfinished[Key(0, 0, 0)].given is None
 
 
 def test_a_second_push_of_one_rank_is_refused():
@@ -362,3 +363,21 @@ def test_memory_does_not_grow_with_the_number_of_rounds():
         assert tracemalloc.get_traced_memory()[0] - before < 20_000
     finally:
         tracemalloc.stop()
+
+
+def test_ranks_are_called_by_their_place_in_the_job_and_sums_divided_by_its_size():
+    failures: list[CommschedError] = []
+    results: list[memoryview] = []
+    aggregator = Aggregator(2, failures.append, members=(3, 7), divisor=8)
+    aggregator.add_group(0, 0, MANIFEST)
+    with pytest.raises(ProtocolError, match="rank 7 pushed step 0 of group 0 without announcing the group"):
+        aggregator.push(1, Key(0, 0, 0), *FRONT, bytes(16), results.append)
+    with pytest.raises(ManifestMismatch, match=r"rank 3 has 2 tensors, rank 7 has 0"):
+        aggregator.add_group(1, 0, Manifest(()))
+    aggregator.add_group(1, 0, MANIFEST)
+    for rank in range(2):
+        aggregator.push(rank, Key(0, 0, 0), *FRONT, np.full(4, 12.0, np.float32).tobytes(), results.append)
+    assert np.frombuffer(results[0], np.float32).tolist() == [3.0] * 4
+    aggregator.push(0, Key(0, 1, 0), *FRONT, bytes(16), results.append)
+    aggregator.leave(1)
+    assert str(failures[0]) == "rank 7 left after step 0; tensor 'embedding' of step 1 waits for it"

@@ -8,6 +8,7 @@ from commsched.core.manifest import Manifest, TensorSpec
 from commsched.core.plan import Partition
 from commsched.core.task import CommTask
 from commsched.testing.check_transport import check_back_to_back, check_transport
+from commsched.testing.checked_world import Threads
 from commsched.transports.local import LocalTransport, LocalWorld
 
 from .worlds import local_world
@@ -44,7 +45,7 @@ def test_conformance():
 
 
 def test_many_rounds_with_a_slow_rank():
-    check_back_to_back(local_world, 10_000, world_size=3)
+    check_back_to_back(lambda: Threads(local_world, 3), 10_000)
 
 
 def test_credit_comes_back_before_the_other_rank_has_started():

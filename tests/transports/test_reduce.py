@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_numpy
 
 from commsched.core.manifest import ITEMSIZE
-from commsched.transports.reduce import average
+from commsched.transports.reduce import average, total
+from commsched.transports.reduce import widen as widen_bytes
 
 
 def averaged(contributions: list[bytes], dtype: str) -> bytes:
@@ -138,3 +139,40 @@ def test_the_average_may_be_made_in_the_first_or_second_contribution(dtype, rank
     expected = averaged([bytes(each) for each in contributions], dtype)
     average(contributions, dtype, contributions[place])
     assert contributions[place] == expected
+
+
+@pytest.mark.parametrize("dtype", [dtype for dtype in ITEMSIZE if dtype != "uint8"])
+@pytest.mark.parametrize("split", [(1, 3), (2, 2), (3, 1)])
+def test_averages_of_sums_divided_by_the_number_of_ranks_are_those_of_all_ranks(dtype, split):
+    """As hosts of different sizes make them; small integers, so that every order of summing gives the same bits."""
+    wide = {"float16": "float32", "bfloat16": "float32"}.get(dtype, dtype)
+    rows = [np.arange(70_000) % 13 + 4 * rank for rank in range(4)]
+    stored = [to_bytes(row, dtype) for row in rows]
+    sums = []
+    for members in (stored[: split[0]], stored[split[0] :]):
+        sums.append(bytearray(rows[0].size * ITEMSIZE[wide]))
+        total(members, dtype, sums[-1])
+    out = bytearray(len(sums[0]))
+    average(sums, wide, out, 4)
+    assert np.frombuffer(out, wide).tolist() == (np.sum(rows, axis=0) / 4).tolist()
+
+
+def to_bytes(values: np.ndarray, dtype: str) -> bytes:
+    if dtype == "bfloat16":
+        return (values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16).tobytes()
+    return values.astype(dtype).tobytes()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_widening_is_exact(dtype):
+    bits = np.arange(2**16, dtype=np.uint16)
+    out = np.empty(2**16, np.float32)
+    widen_bytes(bits.data, dtype, out.data)
+    expected = bits.view(np.float16).astype(np.float32) if dtype == "float16" else widen(bits)
+    np.testing.assert_array_equal(out, expected)
+
+
+def test_a_single_contribution_is_divided_if_it_is_a_sum():
+    out = bytearray(8)
+    average([np.array([6.0, 9.0], np.float32).tobytes()], "float32", out, 3)
+    assert np.frombuffer(out, np.float32).tolist() == [2.0, 3.0]

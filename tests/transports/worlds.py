@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
 
+import pytest
+
+from commsched.core.config import Settings
 from commsched.core.ports import OnFailure, Transport
+from commsched.core.world import World
 from commsched.testing.world import run_world
+from commsched.transports.context import TransportContext
 from commsched.transports.local import LocalWorld
 from commsched.transports.ps.pacer import Pacer
 from commsched.transports.ps.shard import Shard
@@ -78,6 +87,48 @@ def separate_world(listeners: Sequence[OnFailure], *, lane: str = "tcp", servers
         transports = run_world(size, connect)
         stack.callback(close_together, transports)
         yield transports
+
+
+@contextmanager
+def gloo_world(listeners: Sequence[OnFailure]) -> Iterator[Sequence[Transport]]:
+    """All-reduce over gloo, over a real network; skipped without PyTorch."""
+    pytest.importorskip("torch.distributed")
+    from commsched.transports.gloo import open_transport
+
+    size, meeting = len(listeners), Meeting(len(listeners))
+    transports = run_world(size, lambda rank: open_transport(meeting.context(rank, listeners[rank])))
+    try:
+        yield transports
+    finally:
+        close_together(transports)
+
+
+class Meeting:
+    """What ranks that are threads know of each other: stands in for the control channel while a transport opens."""
+
+    def __init__(self, world_size: int) -> None:
+        self._world_size = world_size
+        self._values: list[Any] = [None] * world_size
+        self._barrier = threading.Barrier(world_size)
+
+    def context(self, rank: int, on_failure: OnFailure, **settings: Any) -> TransportContext:
+        return TransportContext(
+            world=World(rank, self._world_size, rank, self._world_size, "threads"),
+            settings=Settings(**settings),
+            host="127.0.0.1",
+            token=TOKEN,
+            control_address="127.0.0.1:1",
+            gather=partial(self._gather, rank),
+            on_failure=on_failure,
+            when_failed=lambda callback: None,
+        )
+
+    def _gather(self, rank: int, value: Any) -> list[Any]:
+        self._values[rank] = json.dumps(value)  # as the control channel would
+        self._barrier.wait(30.0)
+        values = [json.loads(each) for each in self._values]
+        self._barrier.wait(30.0)
+        return values
 
 
 def close_together(transports: Sequence[Transport]) -> None:

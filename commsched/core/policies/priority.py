@@ -10,6 +10,8 @@ from ..scheduler import Policy, Schedulable
 
 
 class Priority:
+    splits = False
+
     def key(self, task: Schedulable) -> int:
         return task.priority
 

@@ -7,6 +7,8 @@ in ``step()``, or when its gradients were dropped (an overflow step that ``GradS
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 from time import monotonic
 from weakref import WeakValueDictionary
 
@@ -17,6 +19,7 @@ import commsched
 from ...core.errors import ConfigError, TransportError, UnsupportedError
 from ...core.group import TensorGroup
 from ...core.manifest import ITEMSIZE, Manifest, TensorSpec, require_equal
+from .device import Device, open_device
 from .guard import address, guard, release
 
 _DTYPES = {getattr(torch, name): name for name in ("float16", "bfloat16", "float32", "float64")}
@@ -49,8 +52,6 @@ class Slot:
                 f"parameter '{self.name}' is {parameter.dtype}, {parameter.layout}; only dense gradients of "
                 f"{', '.join(map(str, _DTYPES))} can be averaged"
             )
-        if parameter.device.type != "cpu":
-            raise UnsupportedError(f"parameter '{self.name}' is on {parameter.device}; this version averages on the CPU only")
         return TensorSpec(self.name, tuple(parameter.shape), _DTYPES[parameter.dtype])
 
 
@@ -76,6 +77,7 @@ class GradientExchange:
         self._last_gradient_at = 0.0
         # The model as it is registered; every rank's must be equal before anything else is exchanged.
         manifest = Manifest(tuple(slot.spec() for slot in slots))
+        self._device = open_device(session, [(slot.name, slot.parameter) for slot in slots])
         require_equal([Manifest.from_record(record) for record in session.gather(manifest.to_record())])
         for slot in self.slots:
             if id(slot.parameter) in _exchanges:
@@ -93,6 +95,7 @@ class GradientExchange:
 
     def detach(self) -> None:
         """Remove the hooks and let go of the buffers; nothing may be outstanding."""
+        self.settle()
         for handle in self._handles:
             handle.remove()
         for slot in self.slots:
@@ -101,10 +104,15 @@ class GradientExchange:
             release(slot.parameter)
         if self._buffers is not None:
             self._buffers.release()
+        self._device.close()
+
+    def settle(self) -> None:
+        """Return when every gradient that was handed over is ready for the network, also one that no step uses."""
+        self._device.settle()
 
     def record_first_use(self) -> None:
         """From now on, note which parameter is used first, second, ..."""
-        self._use_order = _FirstUse(self.slots)
+        self._use_order = _FirstUse(self.slots, self._device)
 
     @property
     def buffers(self) -> _Buffers:
@@ -113,7 +121,7 @@ class GradientExchange:
             order = self._session.gather(self._use_order.finish())[0]
             by_name = {slot.name: slot for slot in self.slots}
             self.slots = [by_name[name] for name in order]
-            self._buffers = _Buffers(self._session, self.slots)
+            self._buffers = _Buffers(self._session, self.slots, self._device)
         return self._buffers
 
     # --- one round ---
@@ -173,7 +181,7 @@ class GradientExchange:
                 slot.parameter.grad = slot.view
         if gradient is not None:
             guard(slot.view, lambda: self.wait(slot))
-        self.buffers.gradients.notify_ready(slot.tensor)
+        self._device.when_written(partial(self.buffers.gradients.notify_ready, slot.tensor))
 
     def _complete_round(self, drop: bool = False) -> None:
         """Hand over what backward did not produce (zeros, unless it was accumulated before), and say what it was."""
@@ -243,6 +251,10 @@ class GradientExchange:
                     f"on rank {self._session.rank}: the ranks would part"
                 )
 
+    def updating(self) -> AbstractContextManager[object]:
+        """Around an update: who reads the parameters after it reads them updated."""
+        return self._device.updating()
+
     def is_there(self, slot: Slot) -> bool:
         """Whether :meth:`wait` and :meth:`kept_by_any_rank` would return at once."""
         return self.buffers.gradients.proxies[slot.tensor].is_open and self.buffers.flags_are_there()
@@ -273,12 +285,14 @@ class _Buffers:
     first gradients.
     """
 
-    def __init__(self, session: commsched.Session, slots: Sequence[Slot]) -> None:
-        views, self.gradients = _register(session, [slot.spec() for slot in slots])
+    def __init__(self, session: commsched.Session, slots: Sequence[Slot], device: Device) -> None:
+        self._device = device
+        views, self.gradients = _register(session, device, [slot.spec() for slot in slots])
         for tensor, (slot, view) in enumerate(zip(slots, views)):
             slot.tensor, slot.view, slot.address = tensor, view, view.data_ptr()
-        (self._used,), self._used_group = _register(session, [TensorSpec("commsched.used", (len(slots),), "float32")])
-        (self._kept,), self._kept_group = _register(session, [TensorSpec("commsched.kept", (1 + len(slots),), "float32")])
+        (self._used,), self._used_group = _register(session, device, [TensorSpec("commsched.used", (len(slots),), "float32")])
+        kept = TensorSpec("commsched.kept", (1 + len(slots),), "float32")
+        (self._kept,), self._kept_group = _register(session, device, [kept])
         self._all_used: list[bool] | None = None  # of this round, once read
         self._all_kept: tuple[bool, list[bool]] | None = None
 
@@ -292,12 +306,14 @@ class _Buffers:
 
     def offer_used(self, used: list[bool]) -> None:
         self._all_used = None
-        self._used.copy_(torch.tensor(used))
+        with self._device.aside():
+            self._used.copy_(torch.tensor(used))
         self._used_group.notify_ready(0)
 
     def offer_committed(self, committed: bool, kept: list[bool]) -> None:
         self._all_kept = None
-        self._kept.copy_(torch.tensor([committed, *kept]))
+        with self._device.aside():
+            self._kept.copy_(torch.tensor([committed, *kept]))
         self._kept_group.notify_ready(0)
 
     def flags_are_there(self) -> bool:
@@ -307,34 +323,41 @@ class _Buffers:
         """For each slot, whether any rank had a gradient of it after backward; waits for the flags of all ranks."""
         if self._all_used is None:
             self._used_group.proxies[0].wait()
-            self._all_used = [share > 0 for share in self._used.tolist()]
+            with self._device.aside():
+                self._all_used = [share > 0 for share in self._used.tolist()]
         return self._all_used
 
     def committed(self) -> tuple[bool, list[bool]]:
         """Whether all ranks called ``step()``, and for each slot whether any rank still had a gradient of it then; waits."""
         if self._all_kept is None:
             self._kept_group.proxies[0].wait()
-            committed, *kept = self._kept.tolist()
+            with self._device.aside():
+                committed, *kept = self._kept.tolist()
             self._all_kept = committed == 1.0, [share > 0 for share in kept]
         return self._all_kept
 
 
-def _register(session: commsched.Session, specs: Sequence[TensorSpec]) -> tuple[list[torch.Tensor], TensorGroup]:
+def _register(
+    session: commsched.Session, device: Device, specs: Sequence[TensorSpec]
+) -> tuple[list[torch.Tensor], TensorGroup]:
     """Flat buffers for tensors in forward order, and each tensor's view of them."""
     manifest = Manifest(tuple(specs))
-    flat = {dtype: torch.zeros(nbytes, dtype=torch.uint8) for dtype, nbytes in manifest.buffer_bytes.items()}
+    flat = {
+        dtype: torch.zeros(nbytes, dtype=torch.uint8, device=session.device) for dtype, nbytes in manifest.buffer_bytes.items()
+    }
     views = []
     for tensor, spec in enumerate(manifest.tensors):
         start = manifest.offset(tensor) // ITEMSIZE[spec.dtype]
         views.append(flat[spec.dtype].view(getattr(torch, spec.dtype))[start : start + spec.numel].view(spec.shape))
-    return views, session.register(manifest, {dtype: buffer.numpy().data for dtype, buffer in flat.items()})
+    return views, session.register(manifest, {dtype: device.bytes_of(buffer) for dtype, buffer in flat.items()})
 
 
 class _FirstUse:
     """In which order the parameters are first used. Parameters never used come last, as registered."""
 
-    def __init__(self, slots: Sequence[Slot]) -> None:
+    def __init__(self, slots: Sequence[Slot], device: Device) -> None:
         self._slots = slots
+        self._device = device
         self._order: list[str] = []
         for slot in slots:
             guard(slot.parameter, self._make_recorder(slot))
@@ -342,6 +365,7 @@ class _FirstUse:
     def _make_recorder(self, slot: Slot) -> Callable[[], None]:
         def record() -> None:
             release(slot.parameter)
+            self._device.read()
             self._order.append(slot.name)
 
         return record

@@ -126,13 +126,15 @@ def _adopt_state(optimizer: torch.optim.Optimizer, described: list[list[Any]], i
 def _broadcast(session: commsched.Session, name: str, tensors: list[torch.Tensor]) -> None:
     """In one flat buffer of bytes."""
     sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
-    flat = torch.empty(sum(sizes), dtype=torch.uint8)
+    flat = torch.zeros(sum(sizes), dtype=torch.uint8, device=session.device)
     pieces = torch.split(flat, sizes) if sizes else ()
     with torch.no_grad():
         if session.rank == 0:
             for piece, tensor in zip(pieces, tensors):
                 piece.copy_(tensor.contiguous().reshape(-1).view(torch.uint8))
-        session.broadcast(name, flat.numpy().data)
+        if flat.is_cuda:
+            torch.cuda.current_stream(flat.device).synchronize()
+        session.broadcast(name, flat if flat.is_cuda else flat.numpy().data)
         if session.rank != 0:
             for piece, tensor in zip(pieces, tensors):
                 tensor.copy_(piece.clone().view(tensor.dtype).reshape(tensor.shape))

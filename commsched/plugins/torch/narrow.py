@@ -60,7 +60,8 @@ def step_some(
     every_group = optimizer.param_groups
     optimizer.param_groups = narrowed
     try:
-        with torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False):
+        device = narrowed[0]["params"][0].device.type  # of all: see device_of
+        with torch.inference_mode(False), torch.no_grad(), torch.autocast(device, enabled=False):
             optimizer.step()
     finally:
         optimizer.param_groups = every_group

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 import commsched
 
 from ...core.errors import ClosedError, ConfigError, TransportError, UnsupportedError
+from .device import init_for
 from .exchange import GradientExchange, Slot
 from .guard import guard, release
 from .initial_state import broadcast_model, broadcast_optimizer
@@ -72,7 +73,7 @@ class ScheduledOptimizer(Optimizer):
         self._pending: OrderedDict[int, Slot] = OrderedDict()  # by tensor index, front layers first
         self._lock = threading.RLock()
         self._pid = os.getpid()
-        session = session or commsched.init()
+        session = session or init_for(optimizer)
         if session.world_size == 1:
             return
         require_supported(optimizer)
@@ -89,7 +90,7 @@ class ScheduledOptimizer(Optimizer):
         self._exchange.record_first_use()
         if session.observer is not None:
             trace_forward(model, session.observer, self._exchange.forward_began)
-        self._forget = session.on_close(self.synchronize)
+        self._forget = session.on_close(self._finish)
 
     # --- the training loop ---
 
@@ -125,7 +126,8 @@ class ScheduledOptimizer(Optimizer):
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    parameter.grad = None if set_to_none else torch.zeros(parameter.shape, dtype=parameter.dtype)
+                    shape, dtype, device = parameter.shape, parameter.dtype, parameter.device
+                    parameter.grad = None if set_to_none else torch.zeros(shape, dtype=dtype, device=device)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -149,6 +151,11 @@ class ScheduledOptimizer(Optimizer):
         with self._lock:
             while self._pending:
                 self._put_in_place(next(iter(self._pending.values())))
+
+    def _finish(self) -> None:
+        self.synchronize()
+        if self._exchange is not None:
+            self._exchange.settle()
 
     def detach(self) -> None:
         """Put every update in place and let the model go: from now on, this is the user's optimizer, on this rank alone.
@@ -205,7 +212,8 @@ class ScheduledOptimizer(Optimizer):
                 del self._pending[slot.tensor]
                 release(slot.view)
             try:
-                self._update(used)
+                with exchange.updating():
+                    self._update(used)
             finally:
                 for slot in batch:
                     release(slot.parameter)

@@ -18,6 +18,7 @@ def open_transport(context: TransportContext) -> PsTransport:
         PeerTimeout: a server did not answer in time; names it.
     """
     settings, rank = context.settings, context.world.rank
+    members, divisor = context.members, context.divisor
     host = f"[{context.host}]" if ":" in context.host else context.host  # as IPv6 is written before a port
     pacer = Pacer(settings.rate) if settings.rate is not None else None
     shard: Shard | None = None
@@ -30,9 +31,11 @@ def open_transport(context: TransportContext) -> PsTransport:
                 context.world.world_size,
                 lane=settings.lane,
                 on_failure=context.on_failure,
-                name=f"rank {rank}'s shard",
+                name=f"rank {members[rank]}'s shard",
                 pacer=pacer,
                 fail_after_seconds=settings.fail_after,
+                members=members,
+                divisor=divisor,
             )
             addresses = context.gather(shard.address)
         return PsTransport(
@@ -48,6 +51,8 @@ def open_transport(context: TransportContext) -> PsTransport:
             fail_after_seconds=settings.fail_after,
             connect_within_seconds=settings.join_within,
             when_failed=context.when_failed,
+            members=members,
+            divisor=divisor,
         )
     except BaseException:
         for part in (shard, pacer):

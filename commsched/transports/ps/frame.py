@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from ...core.config import MAX_PARTITION_BYTES
 from ...core.errors import ProtocolError
 from ...core.manifest import ITEMSIZE
-from ..aggregator import Key
+from ..contributions import Key
 from ..reduce import Bytes
 
 MAGIC = b"CSPS"
@@ -24,8 +24,11 @@ VERSION = 2
 _HEADER = struct.Struct("<4sBBBxHxxIIIQQQ")
 HEADER_BYTES = _HEADER.size
 
+#: The most bytes of gradients: behind a hierarchy the sums of 16-bit partitions have 32.
+MAX_RAW_BYTES = 2 * MAX_PARTITION_BYTES
+
 #: Nothing larger is read.
-MAX_MESSAGE_BYTES = HEADER_BYTES + MAX_PARTITION_BYTES
+MAX_MESSAGE_BYTES = HEADER_BYTES + MAX_RAW_BYTES
 
 #: The most bytes of a payload that is not gradients: room for a manifest of 100,000 tensors.
 MAX_JSON_BYTES = 16 * 2**20
@@ -120,7 +123,7 @@ def decode_header(header: Bytes) -> tuple[Frame, int]:
     except LookupError:
         raise ProtocolError(f"a message has kind {kind_code} and dtype {dtype_code}; one of them is unknown") from None
     if kind in RAW:
-        if not (dtype and start < stop and stop - start == nbytes <= MAX_PARTITION_BYTES):
+        if not (dtype and start < stop and stop - start == nbytes <= MAX_RAW_BYTES):
             raise ProtocolError(f"a {kind.name} of {dtype or 'no dtype'} bytes {start} to {stop} has {nbytes} bytes")
     elif nbytes > (most := MAX_JSON_BYTES if kind in _JSON else 0):
         raise ProtocolError(f"a {kind.name} has {nbytes} bytes of payload; it has at most {most}")

@@ -8,7 +8,7 @@ import grpc
 
 from ...core.errors import CommschedError, ConfigError, ProtocolError, TransportError
 from ...rpc import make_channel, token_metadata
-from ..aggregator import Key
+from ..contributions import Key
 from .frame import MAX_MESSAGE_BYTES, Frame, Kind, decode, encode
 from .outbox import Outbox
 from .stream import Place, StreamBroken

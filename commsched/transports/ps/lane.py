@@ -7,7 +7,7 @@ from typing import Protocol
 from ...core.errors import CommschedError
 from ...core.manifest import Manifest
 from ...core.task import CommTask
-from ..aggregator import Key
+from ..contributions import Key
 from .frame import Frame
 
 

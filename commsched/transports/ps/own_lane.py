@@ -5,7 +5,7 @@ from __future__ import annotations
 from ...core.errors import ClosedError, CommschedError
 from ...core.manifest import Manifest
 from ...core.task import CommTask
-from ..aggregator import Key
+from ..contributions import Key
 from .frame import Frame, Kind
 from .lane import LaneListener
 from .service import Service

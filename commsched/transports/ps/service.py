@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ...core.errors import CommschedError, ConfigError, PeerLost, ProtocolError, TransportError, to_record
 from ...core.manifest import Manifest
 from ...core.ports import OnFailure
-from ..aggregator import Aggregator, Reply
+from ..aggregator import Aggregator
+from ..contributions import Reply
 from .frame import Frame, Kind, json_frame
 from .hello import Hello
 from .right_of_way import RightOfWay
@@ -25,9 +26,10 @@ class _Worker:
 
     stream: Stream
     rank: int | None = None
+    member: int | None = None  # what messages call it
 
     def __str__(self) -> str:
-        return self.stream.peer if self.rank is None else f"rank {self.rank} ({self.stream.peer})"
+        return self.stream.peer if self.rank is None else f"rank {self.member} ({self.stream.peer})"
 
 
 class Service:
@@ -35,8 +37,9 @@ class Service:
 
     Args:
         name: what messages call this server.
-        world_size: how many ranks there are; None: as many as the first hello says.
+        world_size: how many ranks there are; None: as many as the first hello says, which says the next two too.
         on_failure: told of the first failure, from any thread.
+        members, divisor: see ``Aggregator``.
         on_first_hello: told once, by the thread of the stream that said it. No hello is answered before it has returned.
         on_all_left: told when every rank has said goodbye.
     """
@@ -48,6 +51,8 @@ class Service:
         on_failure: OnFailure,
         on_first_hello: Callable[[Hello], None] = lambda hello: None,
         on_all_left: Callable[[], None] = lambda: None,
+        members: Sequence[int] | None = None,
+        divisor: int | None = None,
     ) -> None:
         #: Replies give way to who takes it: the pushes of a rank in the same process.
         self.right_of_way = RightOfWay()
@@ -57,7 +62,7 @@ class Service:
         self._on_all_left = on_all_left
         self._lock = threading.Lock()
         self._welcoming = threading.Event()  # hellos are answered
-        self._aggregator = None if world_size is None else self._make_aggregator(world_size)
+        self._aggregator = None if world_size is None else Aggregator(world_size, self.fail, members, divisor)
         self._workers: list[_Worker] = []
         self._greeted: set[int] = set()  # ranks that have or had a stream
         self._left: set[int] = set()
@@ -136,7 +141,7 @@ class Service:
         except StreamBroken:
             pass  # what that means is the same as an end without goodbye
         if worker.rank is not None:
-            raise PeerLost(f"rank {worker.rank} is gone: its connection to {self._name} broke")
+            raise PeerLost(f"rank {worker.member} is gone: its connection to {self._name} broke")
 
     def _place(self, worker: _Worker, frame: Frame) -> memoryview:
         if worker.rank is None or frame.kind is not Kind.PUSH:
@@ -173,14 +178,20 @@ class Service:
                 raise self._failure
             first = not self._greeted
             if self._aggregator is None:
-                self._aggregator = self._make_aggregator(hello.world_size)
-            world_size = self._aggregator.world_size
+                self._aggregator = Aggregator(hello.world_size, self.fail, hello.members, hello.divisor)
+            aggregator, world_size = self._aggregator, self._aggregator.world_size
             if hello.world_size != world_size:
-                raise ConfigError(f"rank {hello.rank} says there are {hello.world_size} ranks; this job has {world_size}")
+                raise ConfigError(f"rank {hello.member} says there are {hello.world_size} ranks; this job has {world_size}")
+            asked = (hello.members or tuple(range(world_size)), hello.divisor or world_size)
+            if asked != (aggregator.members, aggregator.divisor):
+                raise ConfigError(
+                    f"rank {hello.member} says that the members are {asked[0]} of {asked[1]}; they are {aggregator.members} "
+                    f"of {aggregator.divisor}"
+                )
             if hello.rank in self._greeted:
-                raise ConfigError(f"rank {hello.rank} is connected already; two processes claim to be it")
+                raise ConfigError(f"rank {hello.member} is connected already; two processes claim to be it")
             self._greeted.add(hello.rank)
-            worker.rank = hello.rank
+            worker.rank, worker.member = hello.rank, aggregator.members[hello.rank]
         if first:
             self._on_first_hello(hello)
             self._welcoming.set()
@@ -194,9 +205,6 @@ class Service:
             all_left = len(self._left) == self.aggregator.world_size
         if all_left:
             self._on_all_left()
-
-    def _make_aggregator(self, world_size: int) -> Aggregator:
-        return Aggregator(world_size, self.fail)
 
 
 def _out_of_turn(worker: _Worker, frame: Frame) -> ProtocolError:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from ...core.ports import OnFailure
 from .carriers import open_port
@@ -17,7 +17,7 @@ class Shard:
     Args:
         address: ``host:port`` to listen at; port 0: any free one.
         token: what everyone who connects must show.
-        world_size, on_failure, on_first_hello, on_all_left: see :class:`Service`.
+        world_size, on_failure, on_first_hello, on_all_left, members, divisor: see :class:`Service`.
         lane: what carries messages, a name in ``carriers``; that of the workers.
         name: what messages call this server; the address is added.
         pacer: caps what is sent, if given.
@@ -40,12 +40,16 @@ class Shard:
         fail_after_seconds: float = 10.0,
         on_first_hello: Callable[[Hello], None] = lambda hello: None,
         on_all_left: Callable[[], None] = lambda: None,
+        members: Sequence[int] | None = None,
+        divisor: int | None = None,
     ) -> None:
         self._port = open_port(lane, address, token, pacer, fail_after_seconds)
         #: ``host:port`` as bound.
         self.address = self._port.address
         #: What this server does with its messages; a rank in the same process calls it.
-        self.service = Service(f"{name} at {self.address}", world_size, on_failure, on_first_hello, on_all_left)
+        self.service = Service(
+            f"{name} at {self.address}", world_size, on_failure, on_first_hello, on_all_left, members, divisor
+        )
         self._port.serve(self.service.serve)
 
     def close(self, graceful: bool = True) -> None:

@@ -12,8 +12,8 @@ import numpy as np
 from ...core.errors import ClosedError, CommschedError, ConfigError, PeerLost, ProtocolError
 from ...core.manifest import Manifest
 from ...core.ports import Completion, OnFailure
-from ...core.task import CommTask
-from ..aggregator import Key
+from ...core.task import ALL_REDUCE, CommTask
+from ..contributions import Key
 from .carriers import open_stream
 from .frame import Frame
 from .hello import Hello
@@ -51,11 +51,16 @@ class PsTransport:
         control_address: where rank 0's control channel listens, for servers that no rank started.
         fail_after_seconds: bounds how long a frozen connection lives; the same for all processes of a job.
         connect_within_seconds: how long a server may take to come up.
+        members, divisor: see ``TransportContext``; those of ``own_shard``. None: the ranks are those of the job.
 
     Raises:
         PeerTimeout: a server did not answer in time; names it.
         ConfigError: a server has another token or another job; names it.
     """
+
+    verbs = frozenset({ALL_REDUCE})
+    ordered = False
+    channels = 1
 
     def __init__(
         self,
@@ -72,6 +77,8 @@ class PsTransport:
         fail_after_seconds: float = 10.0,
         connect_within_seconds: float = 60.0,
         when_failed: Callable[[OnFailure], None] = lambda callback: None,
+        members: Sequence[int] | None = None,
+        divisor: int | None = None,
     ) -> None:
         self.rank = rank
         self.world_size = world_size
@@ -83,7 +90,10 @@ class PsTransport:
         self._closed = False
         # Single operations on a dict are atomic; a key is added by the dispatcher and removed by its lane's reader.
         self._pending: dict[Key, _Started] = {}
-        self._peers = [f"rank {k}'s shard at {a}" if own_shard else f"server {k} at {a}" for k, a in enumerate(servers)]
+        self._peers = [
+            f"rank {members[k] if members else k}'s shard at {a}" if own_shard else f"server {k} at {a}"
+            for k, a in enumerate(servers)
+        ]
         self._lanes: list[Lane] = []
         connecting: list[RemoteLane] = []
         try:
@@ -91,7 +101,7 @@ class PsTransport:
                 if own_shard is not None and index == rank:
                     self._lanes.append(OwnLane(rank, own_shard.service, self))
                     continue
-                hello = Hello(rank, world_size, index, control_address)
+                hello = Hello(rank, world_size, index, control_address, tuple(members) if members else None, divisor)
                 stream = open_stream(lane, self._peers[index], address, token, Outbox(pacer), fail_after_seconds)
                 connecting.append(RemoteLane(stream, hello, self))
                 self._lanes.append(connecting[-1])
@@ -132,6 +142,9 @@ class PsTransport:
         if self._way is not None and lane is not self._lanes[self.rank]:
             self._way.take()
         lane.push(task)
+
+    def release(self, group: int) -> None:
+        """Nothing to do: servers keep its manifest, by which they name a rank that breaks the rules."""
 
     def leave(self, rank: int) -> None:
         # Told to every server by every rank: the leaver's own shard, or a separate server, may hear it from nobody else.

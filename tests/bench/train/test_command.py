@@ -36,7 +36,7 @@ class Ran:
         sizes = {"partition_bytes": 1_000_000, "credit_bytes": 2_000_000, "fusion_bytes": None}
         layer = {"names": ["a"], "forward_seconds": [0.3], "backward_seconds": [0.7], "nbytes": [36_000_000]}
         layer["tensors"] = [[36_000_000]]
-        network = {"worker_rates": [60e6] * 2, "server_rates": [], "message_cost": {"link_seconds": 0.0, "cpu_seconds": 0.0}}
+        network = {"worker_rates": [60e6] * 2, "server_rates": []}
         self.by_rank = [
             {
                 "network": network,
@@ -57,7 +57,7 @@ def ran(monkeypatch):
     def install(**measured):
         ran = Ran(**measured)
         monkeypatch.setattr(train, "run_job", ran)
-        monkeypatch.setattr(train, "why_not_shaped", lambda links, systems: None)
+        monkeypatch.setattr(train, "why_not_shaped", lambda links, uncapped: None)
         return ran
 
     return install
@@ -96,6 +96,7 @@ def test_options_of_a_command_line():
         (["--rho", "0"], "'0' is not a positive number"),
         (["--systems", "fifo,pigeon"], "systems: 'pigeon' is unknown; there are: commsched, ddp, ddp-tuned, fifo"),
         (["--systems", "fifo,p3,fifo"], "'fifo,p3,fifo' names a system twice"),
+        (["--systems", "fifo:gloo+rsag"], "systems: 'fifo:gloo+rsag': rsag puts front layers first, and fifo does not"),
         (["--settle", "1"], "'1' is not a number of at least 3"),
         (["--partition", "4XB"], "'4XB' is not a size; write it like 4MB, 512KiB or 65536"),
     ],
@@ -164,6 +165,19 @@ def test_a_lane_is_passed_on_when_it_is_given(ran, monkeypatch):
     assert (row["lane"], row["config"]) == ("grpc", "partition 1 MB, grpc lane")
 
 
+def test_a_way_of_their_own(ran):
+    job = ran()
+    measure_rows(TrainOptions(bandwidth="400mbit", systems=("commsched:gloo+static", "commsched:mpi")))
+    assert job.job.settings == {"transport": "gloo", "order": "static"}
+    assert job.job.by_mpiexec
+    assert job.arguments["systems"] == ["commsched:gloo+static", "commsched:mpi"]
+    assert (job.arguments["transport"], job.arguments["order"]) == ("gloo", "static")
+    assert job.arguments["settle"] == 3 + 7  # until the order is static
+    measure_rows(TrainOptions(bandwidth="400mbit", systems=("ddp", "commsched:gloo")))
+    assert (job.job.settings, job.job.by_mpiexec) == ({"transport": "ps"}, False)
+    assert job.arguments["settle"] == 3
+
+
 def test_hosts_with_links_of_their_own(ran):
     job = ran()
     (row,) = measure_rows(TrainOptions(bandwidth="400mbit,800mbit,1gbit", servers="1", systems=("fifo",)))
@@ -201,6 +215,14 @@ def test_what_is_printed(ran, capsys):
     ]
     assert lines[4].split("  ")[-1] == "max diff"
     assert lines[5].split()[:6] == ["fifo", "partition", "1", "MB,", "tcp", "lane"]
+
+
+def test_no_shards_are_spoken_of_where_there_are_none(ran, capsys):
+    job = ran()
+    for rank in job.by_rank:
+        rank["systems"]["fifo"]["transport"] = "gloo"
+    assert main(["train", "--bandwidth", "500mbit", "--systems", "fifo:gloo", "--megabytes", "36"]) == 0
+    assert ", 2 workers, collectives, link 500mbit tbf: " in capsys.readouterr().out
 
 
 def test_wrong_weights_fail_the_command_and_the_rows_are_written(ran, capsys, tmp_path):
@@ -265,6 +287,15 @@ def test_a_real_model_on_loopback(tmp_path):
         ("ddp", "gloo", False),
         ("commsched", "ps", False),
     ]
+
+
+def test_several_transports_in_one_job(tmp_path):
+    rows = measured(tmp_path, "--real", "--model", "uniform", "--systems", "commsched:ps,commsched:gloo+rsag")
+    assert [(row["system"], row["transport"], row["lane"]) for row in rows] == [
+        ("commsched:ps", "ps", "tcp"),
+        ("commsched:gloo+rsag", "gloo", None),
+    ]
+    assert rows[1]["config"].endswith(", reduce-scatter and all-gather")
 
 
 def test_an_emulated_model_in_namespaces(tmp_path):

@@ -38,3 +38,11 @@ def test_separate_servers_get_smaller_partitions_and_more_credit():
     partition, credit = choose("auto", "auto", [LAYERS], PER_BYTE, COST, 2, 2)
     assert partition == pytest.approx(embedded / 2**0.5, abs=1)  # twice as many are on their way
     assert credit == 16 * partition
+
+
+def test_collectives_are_few_at_a_time_whatever_the_number_of_ranks():
+    two = choose("auto", "auto", [LAYERS], PER_BYTE, COST, 2, 0, True)
+    assert two == choose("auto", "auto", [LAYERS], PER_BYTE, COST, 8, 0, True)
+    partition, credit = two
+    assert credit == 4 * partition
+    assert choose("1MB", "auto", [LAYERS], PER_BYTE, COST, 8, 0, True) == (1_000_000, 4_000_000)

@@ -22,6 +22,7 @@ ASSIGNMENT = {
     "steps": 3,
     "settle": 2,
     "transport": "local",
+    "order": "agreed",
     "partition": "4KB",
     "credit": "auto",
     "bytes_scale": 1.0,
@@ -57,7 +58,6 @@ class _Damage:
 
 @pytest.fixture(autouse=True)
 def _small_and_here(monkeypatch):
-    monkeypatch.setenv("COMMSCHED_HOST", "127.0.0.1")
     monkeypatch.setattr(network, "UNSHAPED_BYTES", 300_000)
 
 

@@ -4,14 +4,13 @@ import pytest
 
 from bench.layer_times import LayerTimes
 from bench.systems import Setup
-from bench.train.message_cost import MessageCost
 from bench.train.network import Network
 from bench.train.rows import Header, disturbed, make_rows, wrong
 
 HEADER = Header("made up", 2, 0, 800e6, "800mbit tbf", True, None, "tcp", "abc")
 SLOW = LayerTimes(["a", "b"], [0.1, 0.1], [0.2, 0.2], [20_000_000, 40_000_000], [[20_000_000], [40_000_000]])
 FAST = LayerTimes(["a", "b"], [0.05, 0.05], [0.1, 0.1], [20_000_000, 40_000_000], [[20_000_000], [40_000_000]])
-NETWORK = Network([100e6, 100e6], [], MessageCost(1e-3, 2e-3))
+NETWORK = Network([100e6, 100e6], [])
 
 COMMSCHED = Setup("ps", "partition 10 MB, credit 20 MB", 1e-3, 10_000_000, 20_000_000, None)
 DDP = Setup("gloo", "buckets 25 MiB (default)", 3e-4)
@@ -91,14 +90,14 @@ def test_a_tensor_that_is_never_merged_is_a_message():
 
 
 def test_collectives_do_not_use_the_servers():
-    network = Network([100e6] * 2, [100e6], MessageCost(0.0, 0.0))
+    network = Network([100e6] * 2, [100e6])
     commsched, ddp = two_ranks(network, Header("made up", 2, 1, 800e6, "800mbit tbf", True, None))
     assert commsched["comm_seconds"] == pytest.approx(1.2)
     assert ddp["comm_seconds"] == pytest.approx(0.6)
 
 
 def test_with_unequal_links_the_bound_is_that_of_the_best_placement():
-    network = Network([100e6, 100e6, 50e6], [], MessageCost(0.0, 0.0))
+    network = Network([100e6, 100e6, 50e6], [])
     row = two_ranks(network)[0]
     assert row["comm_seconds"] == pytest.approx(60 * 4 / 3 / 50)
     assert row["bound_seconds"] == pytest.approx(0.2 + 60 / 50 + 0.1)  # each worker carries each byte at least once

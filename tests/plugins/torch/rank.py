@@ -1,4 +1,4 @@
-"""One rank of a training in a real job: rank.py SYSTEM TASK OUT. Saves its weights as OUT.<rank>.
+"""One rank of a training in a real job: rank.py SYSTEM TASK OUT, or by ``bench.job``. Saves its weights as OUT.<rank>.
 
 SYSTEM is ``commsched``, ``plain`` (no wrapping at all), or ``ddp`` (torch's DistributedDataParallel over gloo, which meets in
 the file OUT.store).
@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from commsched import Session
+from commsched.core.world import detect_world
 from commsched.plugins.torch import ScheduledOptimizer
 from tests.plugins.torch.test_equality import MODELS, OPTIMIZERS
 from tests.plugins.torch.training import MLP, ROWS, STEPS, Task, loss_of, numbers, scheduler_of
@@ -28,7 +31,19 @@ TASKS = {**MODELS, "MLP": MLP, "BatchNorm": Task(batch_norm, numbers(1, 6, 6))}
 
 def main() -> None:
     system, name, out = sys.argv[1:]
-    rank, world_size = int(os.environ["COMMSCHED_RANK"]), int(os.environ["COMMSCHED_WORLD_SIZE"])
+    world = detect_world(os.environ)
+    train(system, name, out, world.rank, world.world_size)
+    if system == "ddp":
+        dist.barrier()
+        os._exit(0)  # gloo's threads now and then keep the interpreter from ending
+
+
+def rank_main(session: Session, arguments: dict[str, Any]) -> None:
+    """What ``bench.job`` calls; ``arguments`` are the task and where to save."""
+    train("commsched", arguments["task"], arguments["out"], session.rank, session.world_size)
+
+
+def train(system: str, name: str, out: str, rank: int, world_size: int) -> None:
     torch.set_num_threads(1)
     task = TASKS[name]
     model = task.model(seed=0 if system == "plain" else rank)
@@ -49,9 +64,6 @@ def main() -> None:
         optimizer.step()
         scheduler.step()
     torch.save(model.state_dict(), f"{out}.{rank}")
-    if system == "ddp":
-        dist.barrier()
-        os._exit(0)  # gloo's threads now and then keep the interpreter from ending
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Training in real processes, over the real parameter server."""
+"""Training in real processes, over real transports."""
 
 from __future__ import annotations
 
@@ -35,6 +35,28 @@ SMALL = ("--partition", "600", "--credit", "1200")
 def test_the_parameter_server_equals_plain_training(task: str, ranks: int, servers: int, tmp_path: Path) -> None:
     by_rank = train(tmp_path / "w", "commsched", task, "--servers", str(servers), *SMALL, ranks=ranks)
     require_equal(by_rank, train_alone(TASKS[task], OPTIMIZERS["SGD nesterov"], ranks), TASKS[task].tolerance)
+
+
+@pytest.mark.parametrize(
+    ("task", "ranks", "arguments"),
+    [
+        ("MLP", 2, ()),
+        ("LSTM", 3, ("--policy", "rsag")),
+        ("TransformerEncoderLayer", 2, ("--order", "static")),
+        ("tied", 4, ("--policy", "rsag", "--order", "static")),
+        ("MLP", 3, ("--policy", "fifo", "--hierarchy", "on")),
+    ],
+)
+def test_gloo_equals_plain_training(task: str, ranks: int, arguments: tuple[str, ...], tmp_path: Path) -> None:
+    by_rank = train(tmp_path / "w", "commsched", task, "--transport", "gloo", *arguments, *SMALL, ranks=ranks)
+    require_equal(by_rank, train_alone(TASKS[task], OPTIMIZERS["SGD nesterov"], ranks), TASKS[task].tolerance)
+
+
+def test_over_gloo_two_ranks_get_the_bits_of_the_parameter_server(tmp_path: Path) -> None:
+    """A sum of two has one order only."""
+    ours = [train(tmp_path / name, "commsched", "MLP", "--transport", name, *SMALL) for name in ("ps", "gloo")]
+    for name, weights in ours[0][0].items():
+        assert torch.equal(weights, ours[1][0][name]), name
 
 
 def test_batch_normalisation_keeps_statistics_local_as_ddp_does(tmp_path: Path) -> None:

@@ -7,12 +7,14 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from commsched.core.config import MAX_PARTITION_BYTES
 from commsched.core.errors import ConfigError, ProtocolError
 from commsched.core.manifest import ITEMSIZE
 from commsched.transports.ps.frame import (
     HEADER_BYTES,
     MAGIC,
     MAX_JSON_BYTES,
+    MAX_MESSAGE_BYTES,
     VERSION,
     Frame,
     Kind,
@@ -128,6 +130,14 @@ def test_what_is_wrong_is_said(message, why):
         decode(message)
 
 
+def test_the_largest_partition_of_a_16_bit_type_may_come_as_sums_of_32_bits():
+    largest = 2 * MAX_PARTITION_BYTES
+    assert decode_header(header(stop=largest, nbytes=largest))[1] == largest
+    assert largest + HEADER_BYTES == MAX_MESSAGE_BYTES
+    with pytest.raises(ProtocolError, match=f"has {largest + 4} bytes"):
+        decode_header(header(stop=largest + 4, nbytes=largest + 4))
+
+
 @pytest.mark.parametrize("payload", [b"{", b"\xff\xfe", b"[" * 100_000, b"1" * 5000])
 def test_json_that_is_none_is_a_protocol_error(payload):
     with pytest.raises(ProtocolError, match="a GROUP message does not hold JSON"):
@@ -139,9 +149,10 @@ def test_a_number_that_does_not_fit_is_not_sent():
         encode(Frame(Kind.ACK, group=2**16))
 
 
-@given(st.integers(0, 50), st.integers(0, 50), st.integers(0, 9), st.none() | st.text())
-def test_a_hello_comes_back_as_it_was(rank, more, server, address):
-    hello = Hello(rank, rank + more + 1, server, address)
+@given(st.integers(0, 50), st.integers(0, 50), st.integers(0, 9), st.none() | st.text(), st.none() | st.integers(1, 99))
+def test_a_hello_comes_back_as_it_was(rank, more, server, address, divisor):
+    members = tuple(range(rank + more + 1)) if divisor else None
+    hello = Hello(rank, rank + more + 1, server, address, members, divisor)
     assert Hello.from_record(json.loads(json.dumps(hello.to_record()))) == hello
 
 
@@ -151,8 +162,8 @@ def test_a_hello_comes_back_as_it_was(rank, more, server, address):
     | st.lists(st.integers())
     | st.fixed_dictionaries(
         {
-            name: st.none() | st.integers() | st.booleans() | st.text()
-            for name in ("rank", "world_size", "server", "control_address")
+            name: st.none() | st.integers() | st.booleans() | st.text() | st.lists(st.integers())
+            for name in ("rank", "world_size", "server", "control_address", "members", "divisor")
         }
     )
 )
@@ -167,3 +178,9 @@ def test_any_record_is_a_hello_or_refused(record):
 def test_a_rank_outside_its_world_is_refused():
     with pytest.raises(ConfigError, match="rank 2 is not below its world size of 2"):
         Hello.from_record(Hello(2, 2, 0).to_record())
+
+
+@pytest.mark.parametrize(("members", "divisor"), [((4,), 2), ((4, 6, 8), 2), ((4, 6), 0)])
+def test_members_that_are_not_of_that_world_are_refused(members, divisor):
+    with pytest.raises(ConfigError, match=r"rank 1 says that its world of 2 ranks has the members \(4.*\) and divisor [02]"):
+        Hello.from_record(Hello(1, 2, 0, None, members, divisor).to_record())

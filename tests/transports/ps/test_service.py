@@ -162,6 +162,10 @@ def test_no_memory_is_held_while_nothing_comes():
     [
         (hello(0, 3), "ConfigError: rank 0 says there are 3 ranks; this job has 2"),
         (hello(2, 2), "ConfigError: rank 2 is not below its world size of 2"),
+        (
+            json_frame(Kind.HELLO, Hello(0, 2, 1, None, (0, 4), 5).to_record()),
+            "ConfigError: rank 0 says that the members are (0, 4) of 5; they are (0, 1) of 2",
+        ),
         (hello(1), "ConfigError: rank 1 is connected already; two processes claim to be it"),
     ],
 )
@@ -170,6 +174,24 @@ def test_a_worker_of_another_job_is_refused_and_this_job_goes_on(world, greeting
     assert the_error(Peer(world.service).send_last(greeting)) == why
     mine.send(push(0))
     assert world.failures == []
+
+
+@pytest.mark.parametrize(
+    ("greeting", "why"),
+    [
+        (Hello(0, 3, 1, None, (4, 6, 8), 9), "ConfigError: rank 4 says there are 3 ranks; this job has 2"),
+        (Hello(0, 2, 1, None, (4, 7), 5), "ConfigError: rank 4 says that the members are (4, 7) of 5; they are (4, 6) of 5"),
+        (Hello(1, 2, 1, None, (4, 6), 5), "ConfigError: rank 6 is connected already; two processes claim to be it"),
+    ],
+)
+def test_a_host_is_called_by_the_rank_that_leads_it(greeting, why):
+    service = Service("server 1", 2, pytest.fail, members=(4, 6), divisor=5)
+    mine = Peer(service)
+    mine.send(json_frame(Kind.HELLO, Hello(1, 2, 1, None, (4, 6), 5).to_record()))
+    assert the_error(Peer(service).send_last(json_frame(Kind.HELLO, greeting.to_record()))) == why
+    service.close()
+    mine.end()
+    mine.thread.join(20)
 
 
 @pytest.mark.parametrize(
@@ -258,6 +280,23 @@ def test_the_first_hello_says_how_many_ranks_there_are():
     assert world.hellos == [Hello(2, 3, 1, "10.0.0.1:29600")]
     why = the_error(Peer(world.service).send_last(hello(1, 2)))
     assert why == "ConfigError: rank 1 says there are 2 ranks; this job has 3"
+    world.close()
+
+
+def test_ranks_are_named_by_what_the_first_hello_says_they_are():
+    world = World(world_size=None)
+    peers = []
+    for rank in range(2):
+        peers.append(Peer(world.service))
+        world.peers.append(peers[-1])
+        greeting = json_frame(Kind.HELLO, Hello(rank, 2, 1, None, (3, 7), 8).to_record())
+        peers[-1].send(greeting, json_frame(Kind.GROUP, MANIFEST.to_record()))
+    peers[0].send(push(0, value=8.0))
+    peers[1].send(push(0, value=16.0))
+    assert peers[0].receive().kind is Kind.HELLO
+    assert np.frombuffer(peers[0].receive().payload, np.float32)[0] == 3.0
+    peers[1].end()
+    assert str(world.failures[0]) == "rank 7 is gone: its connection to server 1 broke"
     world.close()
 
 

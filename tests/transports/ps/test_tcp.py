@@ -594,7 +594,7 @@ def test_a_result_before_its_push_has_left_is_refused(listening):
     transport = connect(address_of(listening), "tcp", failures)
     task = make_task(data=memoryview(bytearray(2**26)), dtype="uint8")
     transport.start(task, done)
-    assert "broke the protocol: an average of <CommTask step 0 partition 0" in str(failures.first())
+    assert "broke the protocol: an average of <CommTask all_reduce step 0 partition 0" in str(failures.first())
     assert "came before that was sent" in str(failures.first())
     ended.set()
     thread.join(20)

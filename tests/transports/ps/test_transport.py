@@ -14,6 +14,7 @@ from commsched.core.plan import Partition
 from commsched.core.task import CommTask
 from commsched.rpc import make_channel, token_metadata
 from commsched.testing.check_transport import check_averages, check_back_to_back, check_transport
+from commsched.testing.checked_world import Threads
 from commsched.transports.ps import grpc_port
 from commsched.transports.ps import transport as ps_transport
 from commsched.transports.ps.carriers import open_port, open_stream
@@ -108,12 +109,12 @@ def test_conformance_with_a_separate_server_over_grpc():
 
 
 def test_averages_over_a_capped_link(lane):
-    check_averages(partial(embedded_world, lane=lane, rate_bytes_per_second=20e6), 3)
+    check_averages(lambda: Threads(partial(embedded_world, lane=lane, rate_bytes_per_second=20e6), 3))
 
 
 @pytest.mark.parametrize("world", [embedded_world, separate_world])
 def test_many_rounds_with_a_slow_rank(world):
-    check_back_to_back(world, 2000, world_size=3, timeout_seconds=50)
+    check_back_to_back(lambda: Threads(world, 3, 50.0), 2000)
 
 
 def test_a_capped_link_is_not_faster_than_its_rate(lane):
@@ -276,7 +277,9 @@ def test_a_server_that_closes_while_a_rank_waits_is_lost(server, lane):
     assert ended.sent.wait(20)
     server.close()
     assert isinstance(failures.first(), PeerLost)
-    assert str(failures.first()).startswith(f"server 0 at {server.address} closed while <CommTask step 3 partition 0")
+    assert str(failures.first()).startswith(
+        f"server 0 at {server.address} closed while <CommTask all_reduce step 3 partition 0"
+    )
     transport.close()
 
 
@@ -428,7 +431,10 @@ def require_blamed(lane, answers, why):
 @pytest.mark.parametrize(
     ("answers", "why"),
     [
-        ([answer(start=256, stop=512)], "broke the protocol: float32 bytes 256 to 512 are no average of <CommTask step 0"),
+        (
+            [answer(start=256, stop=512)],
+            "broke the protocol: float32 bytes 256 to 512 are no average of <CommTask all_reduce step 0",
+        ),
         ([answer(step=1)], "broke the protocol: an answer to step 1, partition 0, which waits for none there"),
         ([answer(), answer()], "broke the protocol: an answer to step 0, partition 0, which waits for none there"),
         ([json_frame(Kind.HELLO, {})], "broke the protocol: HELLO out of turn"),

@@ -1,0 +1,164 @@
+"""What it costs that ranks agree on the order of collectives: time, CPU time and messages of each launch, by order and credit.
+
+One tensor of many partitions, all ready at once, is averaged again and again. Every launch is announced by rank 0, after the
+others told it that they are ready; with a credit of one partition each of these messages is waited for, with more of them they
+travel while others are on their way. In a static order there are none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+from commsched.core.config import SchedulerConfig, parse_rate, parse_seconds
+from commsched.core.errors import ConfigError
+
+from .arguments import add_transport_arguments, at_least, float32_bytes, setting, transport_settings, transport_words
+from .collectives import average, register
+from .cpu_time import cpu_seconds
+from .job import Job, run_job
+from .results import Row, add_json_argument, table, write
+from .route import Route, link_share
+from .systems.spec import UNORDERED, Way
+
+if TYPE_CHECKING:
+    from commsched.session import Session
+
+_ORDERS = ("agreed", "static")
+
+#: Until a static order is one: that of a new configuration is frozen when it has repeated itself for some steps.
+_WARM_UP_STEPS = 9
+
+_COLUMNS = {
+    "order": "order",
+    "credit_partitions": "credit (partitions)",
+    "milliseconds": "ms/step",
+    "link_share": "of link",
+    "microseconds_per_launch": "us/launch",
+    "cpu_microseconds_per_launch": "CPU us/launch",
+    "messages_per_launch": "messages/launch",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_transport_arguments(parser)
+    parser.set_defaults(transport="gloo")
+    parser.add_argument("--bandwidth", type=setting(parse_rate), metavar="RATE", help="of each link, as 1gbit; none: loopback")
+    parser.add_argument("--partition", type=float32_bytes, default="256KB", metavar="SIZE", help="of each (default: 256KB)")
+    parser.add_argument("--partitions", type=at_least(1), default=64, metavar="N", help="in a step (default: 64)")
+    parser.add_argument(
+        "--credits", type=at_least(1), nargs="+", default=[1, 2, 4, 8, 16], metavar="N", help="in partitions (default: 1 .. 16)"
+    )
+    parser.add_argument("--repetitions", type=at_least(1), default=9, metavar="N", help="steps timed of each (default: 9)")
+    parser.add_argument(
+        "--timeout", type=setting(parse_seconds), default="600", metavar="SECONDS", help="for all (default: 600)"
+    )
+    add_json_argument(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    settings = transport_settings(args)
+    if args.transport in UNORDERED:
+        raise ConfigError(f"transport={args.transport!r} has nothing to agree on: its messages carry their identity")
+    job = Job(args.workers, args.servers, args.bandwidth, {**settings, "order": _ORDERS[0]}, parse_seconds(args.timeout))
+    names = ("transport", "policy", "partition", "partitions", "credits", "repetitions")
+    outcome = run_job(job, __name__, {name: getattr(args, name) for name in names})
+    cells = product(_ORDERS, args.credits)
+    rows = [_row(args, outcome.link, *cell, found) for cell, found in zip(cells, zip(*outcome.by_rank), strict=True)]
+    print(
+        f"{transport_words(args)}: {args.workers} workers, link {outcome.link}, {args.partitions} partitions of "
+        f"{args.partition} bytes, all ready at once; CPU and messages: of all ranks together"
+    )
+    print(table(rows, _COLUMNS))
+    if args.json:
+        write(args.json, rows)
+    return 0
+
+
+def _row(args: argparse.Namespace, link: str, order: str, credit: int, by_rank: Sequence[Mapping[str, Any]]) -> Row:
+    steps = [max(each) for each in zip(*(rank["seconds"] for rank in by_rank))]
+    seconds = statistics.median(steps)
+    launches = args.partitions * (2 if args.policy == "rsag" else 1)
+    size = args.partition * args.partitions
+    return {
+        "transport": args.transport,
+        **{name: getattr(args, name) for name in ("policy", "wire", "hierarchy", "workers")},
+        "link": link,
+        "order": order,
+        "partition_bytes": args.partition,
+        "partitions": args.partitions,
+        "credit_partitions": credit,
+        "repetitions": len(steps),
+        "milliseconds": 1e3 * seconds,
+        "link_share": link_share(Route.of(args).nic_factor * size, seconds, args.bandwidth),
+        "microseconds_per_launch": 1e6 * seconds / launches,
+        "cpu_microseconds_per_launch": 1e6 * sum(rank["cpu_seconds"] for rank in by_rank) / len(steps) / launches,
+        "messages_per_launch": sum(rank["messages"] for rank in by_rank) / len(steps) / launches,
+    }
+
+
+# --- in each rank's process ---
+
+
+def rank_main(session: Session, arguments: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """What this rank measured with each order and credit, in that order."""
+    from .train.ways import open_ways
+
+    ways = [Way(arguments["transport"], order) for order in _ORDERS]
+    with ExitStack() as stack:
+        messages = stack.enter_context(_counted_messages())
+        opened = open_ways(session, ways[0], ways, stack)
+        found = []
+        for way in ways:
+            each, line = opened[way].session, opened[way].line
+            _, group = register(each, f"{way.order} order", arguments["partition"] * arguments["partitions"])
+            for credit in arguments["credits"]:
+                line.switch(SchedulerConfig(arguments["partition"], credit * arguments["partition"], arguments["policy"]))
+                step = functools.partial(average, group)
+                found.append(_measure(each, step, arguments["repetitions"], messages))
+        return found
+
+
+def _measure(session: Session, step: Callable[[], None], repetitions: int, messages: Callable[[], int]) -> dict[str, Any]:
+    for _ in range(_WARM_UP_STEPS):
+        step()
+    session.gather("begin")
+    cpu_began, messages_began, seconds = cpu_seconds(), messages(), []
+    for _ in range(repetitions):
+        began = time.perf_counter()
+        step()
+        seconds.append(time.perf_counter() - began)
+    counted = messages() - messages_began
+    session.gather("end")  # what serves the other ranks belongs to the cost too
+    return {"seconds": seconds, "cpu_seconds": cpu_seconds() - cpu_began, "messages": counted}
+
+
+@contextmanager
+def _counted_messages() -> Iterator[Callable[[], int]]:
+    """How many messages about the order this process has sent so far."""
+    from commsched.control.client import ControlClient
+
+    count = 0
+
+    def counting(send: Callable[[ControlClient, Any], None]) -> Callable[[ControlClient, Any], None]:
+        def counted(client: ControlClient, value: Any) -> None:
+            nonlocal count  # only one dispatcher sends at a time: the other session of this process is idle
+            count += 1
+            send(client, value)
+
+        return counted
+
+    tell, announce = ControlClient.tell, ControlClient.announce
+    setattr(ControlClient, "tell", counting(tell))  # noqa: B010 - mypy takes an assignment for a redefinition
+    setattr(ControlClient, "announce", counting(announce))  # noqa: B010
+    try:
+        yield lambda: count
+    finally:
+        setattr(ControlClient, "tell", tell)  # noqa: B010
+        setattr(ControlClient, "announce", announce)  # noqa: B010

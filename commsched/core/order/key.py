@@ -1,0 +1,58 @@
+"""What a launch is known by on every rank, and a rolling digest of launches."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from ..plan import Partition
+from ..task import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, CommTask
+
+_VERBS = (ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER)
+
+
+class Key(NamedTuple):
+    """One task, whichever rank it is on."""
+
+    group: int
+    step: int
+    partition: int
+    verb: str
+
+    @classmethod
+    def of(cls, task: CommTask) -> Key:
+        return cls(task.group, task.step, task.partition.index, task.verb)
+
+    def to_record(self) -> list[int]:
+        return [self.group, self.step, self.partition, _VERBS.index(self.verb)]
+
+    @classmethod
+    def from_record(cls, record: Sequence[Any]) -> Key:
+        """The inverse of :meth:`to_record`.
+
+        Raises:
+            ValueError: it made no such record.
+        """
+        group, step, partition, verb = (int(number) for number in record)
+        if not 0 <= verb < len(_VERBS):
+            raise ValueError(f"verb {verb}")
+        return cls(group, step, partition, _VERBS[verb])
+
+
+#: The digest of no launches.
+EMPTY = ""
+
+
+def roll(digest: str, task: CommTask) -> str:
+    """The digest of the launches that ``digest`` is of, and then of ``task``, which bytes it covers included."""
+    return roll_text(digest, f"{task.group} {task.step} {task.verb} {range_of(task.partition)}")
+
+
+def roll_text(digest: str, text: str) -> str:
+    return hashlib.blake2b(f"{digest} {text}".encode(), digest_size=8).hexdigest()
+
+
+def range_of(partition: Partition) -> str:
+    """The bytes of a partition, for digests and messages."""
+    return f"{partition.dtype} {partition.start} {partition.stop}"

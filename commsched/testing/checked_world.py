@@ -1,0 +1,151 @@
+"""Where the checks of ``check_transport`` run: ranks as threads of one process, or this process's rank of a real job."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
+
+from ..core.config import SchedulerConfig
+from ..core.core import Core
+from ..core.errors import CommschedError
+from ..core.ports import OnFailure, Transport
+from ..core.task import REDUCE_SCATTER
+from ..session import Session
+from .ordered import Switchboard
+from .world import run_world
+
+#: Opens a transport for every rank, in one process: the n-th is rank n, and tells its failures to the n-th callback.
+#: Closes them at the end. The number of callbacks is the world size.
+OpenWorld = Callable[[Sequence[OnFailure]], AbstractContextManager[Sequence[Transport]]]
+
+#: Opens the session of this process, with this configuration and order (``agreed`` or ``static``); every rank's alike.
+OpenSession = Callable[[SchedulerConfig, str], Session]
+
+
+class CheckedWorld(Protocol):
+    """``splits``: there is reduce-scatter and all-gather. ``freezes``: an order may become static."""
+
+    size: int
+    splits: bool
+    freezes: bool
+
+    def run(self, body: Callable[[CheckedWorld, int], None]) -> None:
+        """Call ``body(world, rank)`` for every rank that is here."""
+        ...
+
+    def core(self, rank: int, config: SchedulerConfig, order: str = "agreed") -> AbstractContextManager[Core]:
+        """The Core of a rank; at most one each. All ranks open theirs alike."""
+        ...
+
+    def gather(self, rank: int, value: Any) -> list[Any]:
+        """The JSON value of every rank, for every rank. While its Core is open."""
+        ...
+
+
+#: A world that is opened for one check.
+OpenRanks = Callable[[], AbstractContextManager[CheckedWorld]]
+
+
+class Threads:
+    """Ranks as threads, with a Core each; a failure that one tells ends the waits of all."""
+
+    def __init__(
+        self, open_world: OpenWorld, size: int, timeout_seconds: float = 60.0, switchboard: Switchboard | None = None
+    ) -> None:
+        self.size = size
+        self.failures: list[CommschedError] = []
+        self.failures_expected = False
+        self.transports: Sequence[Transport] = ()
+        self.switchboard = switchboard or Switchboard()
+        self._timeout_seconds = timeout_seconds
+        self._cores: list[Core | None] = [None] * size
+        self._failing = threading.Lock()
+        self._barrier = threading.Barrier(size)
+        self._gathered: list[Any] = [None] * size
+        self._opened = open_world([self._listener(rank) for rank in range(size)])
+
+    def __enter__(self) -> Threads:
+        self.transports = self._opened.__enter__()
+        assert [transport.rank for transport in self.transports] == list(range(self.size)), "ranks are not in order"
+        assert {transport.world_size for transport in self.transports} == {self.size}, "a world_size is wrong"
+        assert len({transport.verbs for transport in self.transports}) == 1, "ranks have different verbs"
+        self.splits = REDUCE_SCATTER in self.transports[0].verbs
+        self.freezes = self.transports[0].ordered and self.transports[0].channels > 1
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._opened.__exit__(*exception)
+
+    def run(self, body: Callable[[CheckedWorld, int], None]) -> None:
+        run_world(self.size, lambda rank: body(self, rank), timeout_seconds=self._timeout_seconds)
+        assert self.failures_expected or not self.failures, f"a failure was told though all went well: {self.failures[0]}"
+
+    @contextmanager
+    def core(self, rank: int, config: SchedulerConfig, order: str = "agreed") -> Iterator[Core]:
+        transport = self.transports[rank]
+        messenger = self.switchboard.messenger(rank, self.size) if transport.ordered else None
+        core = Core(transport, config, on_failure=self._tell, messenger=messenger, order=order)
+        self._cores[rank] = core
+        self.switchboard.join(rank, core)
+        try:
+            yield core
+        finally:
+            core.close()
+
+    def gather(self, rank: int, value: Any) -> list[Any]:
+        self._gathered[rank] = value
+        self._barrier.wait(self._timeout_seconds)
+        gathered = list(self._gathered)
+        self._barrier.wait(self._timeout_seconds)
+        return gathered
+
+    def _listener(self, rank: int) -> OnFailure:
+        def on_failure(error: CommschedError) -> None:
+            self._tell(error)
+
+        return on_failure
+
+    def _tell(self, error: CommschedError) -> None:
+        """All ranks hear of it, as through a control channel; the first counts."""
+        with self._failing:
+            first = not self.failures
+            self.failures.append(error)
+        if not first:
+            return
+        for core in self._cores:
+            if core is not None:
+                core.fail(error)
+
+
+class Job:
+    """This process is one rank of a job; each Core is that of a session of its own."""
+
+    def __init__(self, open_session: OpenSession, size: int) -> None:
+        self.size = size
+        self._open_session = open_session
+        self._session: Session | None = None
+        with open_session(SchedulerConfig(), "agreed") as session:
+            transport = session.transport
+            self.splits = REDUCE_SCATTER in transport.verbs
+            self.freezes = transport.ordered and transport.channels > 1
+            self.rank = session.rank
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        pass
+
+    def run(self, body: Callable[[CheckedWorld, int], None]) -> None:
+        body(self, self.rank)
+
+    @contextmanager
+    def core(self, rank: int, config: SchedulerConfig, order: str = "agreed") -> Iterator[Core]:
+        with self._open_session(config, order) as self._session:
+            yield self._session.core
+
+    def gather(self, rank: int, value: Any) -> list[Any]:
+        assert self._session is not None
+        return self._session.gather(value)

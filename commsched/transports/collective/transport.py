@@ -1,0 +1,206 @@
+"""CollectiveTransport: averages over collectives, whatever backend makes them."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import numpy as np
+
+from ...core.errors import ClosedError, CommschedError, PeerLost, TransportError
+from ...core.manifest import ITEMSIZE, Manifest
+from ...core.ports import Completion
+from ...core.task import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, CommTask
+from ..buffers import BufferPool
+from ..context import TransportContext
+from ..reduce import average
+from .channel import MOST_TAGS, CannotBegin, Channel, Done
+from .chunks import chunks_of
+from .launches import Launches
+from .verdict import Verdict
+
+log = logging.getLogger("commsched")
+
+#: With so many ranks or fewer, every chunk is sent straight to who sums it, which gives the same bits as a parameter server.
+#: MPI's non-blocking all-reduces take longer: they cut nothing into pieces (MPICH, of ranks no power of two) or send all of it
+#: up and down a tree (Open MPI, in place); so do gloo's on shaped links. With more ranks the messages become too small.
+EXCHANGE_UP_TO = 16
+
+#: What follows when an operation has succeeded.
+_Then = Callable[[], None]
+
+
+class CollectiveTransport:
+    """See ``ports.Transport``; ordered, with the sequence of each of ``channels`` checked.
+
+    Every rank gets all contributions to its chunk from the other ranks, sums them in rank order (16-bit floats in 32 bits), and
+    sends the average to all others: the bytes on the wire are those of a ring. Of more than ``EXCHANGE_UP_TO`` ranks, a dtype
+    that the channel sums by itself is all-reduced by it, and divided here, unless reduce-scatter and all-gather are tasks of
+    their own.
+
+    Args:
+        context: whose ``on_failure`` is told of an operation that failed, from any thread, if the job's verdict does not come
+            first.
+        channels: at least one, of the ranks of ``context.world``; closed with the transport.
+    """
+
+    ordered = True
+    verbs = frozenset({ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER})
+
+    def __init__(self, context: TransportContext, channels: Sequence[Channel]) -> None:
+        self.rank = context.world.rank
+        self.world_size = context.world.world_size
+        self.channels = len(channels)
+        self._channels = channels
+        self._divisor = context.divisor
+        self._who = f"rank {context.members[self.rank]}"
+        self._verdict = Verdict(context.on_failure, context.when_failed)
+        self._launches = Launches(self._who, len(channels))
+        self._buffers = BufferPool()
+        self._lock = threading.Lock()
+        self._under_way = 0
+        self._closed = False
+
+    # --- ports.Transport ---
+
+    def add_group(self, group: int, manifest: Manifest) -> None:
+        self._launches.add_group(group, manifest)
+
+    def start(self, task: CommTask, completion: Completion) -> None:
+        """See ``ports.Transport``.
+
+        Raises:
+            OrderMismatch: it is not the next of its channel; names its tensor and that of the last.
+            ClosedError: after ``close``.
+        """
+        with self._lock:
+            if self._closed:
+                raise ClosedError("this transport is closed")
+            self._under_way += 1
+        self._launches.add(task)
+        then = partial(self._complete, task, completion)
+        self._attempt(task, partial(self._begin, task, then))
+
+    def release(self, group: int) -> None:
+        """Nothing to do: a group has no memory of its own here, and messages may still name its tensors."""
+
+    def leave(self, rank: int) -> None:
+        """Nothing to do: what one rank will not take part in is not launched on any."""
+
+    def close(self, graceful: bool = True) -> None:
+        """See ``ports.Transport``. Operations that are under way end in nothing, whether ``graceful`` or not."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            idle = self._under_way == 0
+        self._verdict.close()
+        for channel in self._channels:
+            channel.close(graceful and idle)
+
+    # --- one task ---
+
+    def _begin(self, task: CommTask, then: _Then) -> None:
+        channel = self._channels[task.channel]
+        dtype = task.partition.dtype
+        if task.verb == ALL_REDUCE and dtype in channel.native and self.world_size > EXCHANGE_UP_TO:
+            self._operate(partial(channel.all_reduce, task.data, dtype), self._next(task, partial(self._divide, task, then)))
+        elif task.verb == ALL_REDUCE:
+            self._reduce_scatter(task, partial(self._all_gather, task, then))
+        elif task.verb == REDUCE_SCATTER:
+            self._reduce_scatter(task, then)
+        else:
+            self._all_gather(task, then)
+
+    def _divide(self, task: CommTask, then: _Then) -> None:
+        dtype = task.partition.dtype
+        if dtype != "uint8":  # sums of bytes move bytes: see ``reduce.average``
+            values = np.frombuffer(task.data, dtype)
+            with np.errstate(all="ignore"):
+                np.divide(values, values.dtype.type(self._divisor), out=values)
+        then()
+
+    def _reduce_scatter(self, task: CommTask, then: _Then) -> None:
+        """Leave the average of this rank's chunk in place."""
+        chunks = self._chunks(task)
+        own = chunks[self.rank]
+        contributions = [
+            own if peer == self.rank or len(own) == 0 else self._buffers.take(len(own)) for peer in range(self.world_size)
+        ]
+        self._exchange(task, 0, chunks, contributions, partial(self._average, task, contributions, then))
+
+    def _average(self, task: CommTask, contributions: list[memoryview], then: _Then) -> None:
+        own = contributions[self.rank]
+        if len(own) > 0:
+            # The average may be made in one of the first two contributions only: see ``average``.
+            out = own if self.rank < 2 else contributions[0]
+            average(contributions, task.partition.dtype, out, self._divisor)
+            if out is not own:
+                np.copyto(np.frombuffer(own, np.uint8), np.frombuffer(out, np.uint8))
+        then()
+
+    def _all_gather(self, task: CommTask, then: _Then) -> None:
+        """Spread the chunks' averages."""
+        chunks = self._chunks(task)
+        self._exchange(task, 1, [chunks[self.rank]] * self.world_size, chunks, then)
+
+    def _exchange(
+        self, task: CommTask, phase: int, outgoing: Sequence[memoryview], incoming: Sequence[memoryview], then: _Then
+    ) -> None:
+        """``outgoing[r]`` to rank ``r``, and what it sends into ``incoming[r]``."""
+        sends = [(peer, data) for peer, data in self._peers(outgoing) if len(data)]
+        receives = [(peer, data) for peer, data in self._peers(incoming) if len(data)]
+        if not sends and not receives:
+            return then()
+        tag = (2 * task.sequence + phase) % MOST_TAGS
+        self._operate(partial(self._channels[task.channel].exchange, tag, sends, receives), self._next(task, then))
+
+    def _peers(self, data: Sequence[memoryview]) -> list[tuple[int, memoryview]]:
+        """In the order that spreads them best: not all ranks send to rank 0 first."""
+        after = [(self.rank + distance) % self.world_size for distance in range(1, self.world_size)]
+        return [(peer, data[peer]) for peer in after]
+
+    def _chunks(self, task: CommTask) -> list[memoryview]:
+        return chunks_of(task.data, ITEMSIZE[task.partition.dtype], self.world_size)
+
+    # --- how it ends ---
+
+    def _operate(self, operation: Callable[[Done], None], done: Done) -> None:
+        try:
+            operation(done)
+        except Exception as error:
+            done(CannotBegin(f"{type(error).__name__}: {error}"))
+
+    def _next(self, task: CommTask, then: _Then) -> Done:
+        """A ``Done`` that goes on with ``then``, which runs in the backend's thread and may raise."""
+
+        def done(error: BaseException | None) -> None:
+            if isinstance(error, CannotBegin):
+                self._fail(TransportError(f"{self._who} failed to {self._launches.name(task)}: {error}"))
+            elif error is not None:
+                what = self._launches.name(task)
+                self._fail(PeerLost(f"{self._who} lost touch with another rank while it was to {what}: {error}"))
+            elif not self._closed:
+                self._attempt(task, then)
+
+        return done
+
+    def _attempt(self, task: CommTask, action: _Then) -> None:
+        try:
+            action()
+        except Exception as error:
+            what = self._launches.name(task)
+            log.exception("%s failed to %s", self._who, what)
+            self._fail(TransportError(f"{self._who} failed to {what}: {type(error).__name__}: {error}"))
+
+    def _complete(self, task: CommTask, completion: Completion) -> None:
+        with self._lock:
+            self._under_way -= 1
+        completion.on_done(task)
+
+    def _fail(self, error: CommschedError) -> None:
+        # Its task stays under way: what the backend has left of it, close is to end.
+        if not self._closed:
+            self._verdict.report(error)

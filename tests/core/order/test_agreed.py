@@ -1,0 +1,466 @@
+"""AgreedOrder: whatever becomes ready when, however messages are delayed, all ranks launch the same, once, and never stop."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from commsched.core.errors import OrderMismatch, PeerLost, ProtocolError
+from commsched.core.order.agreed import AGREED, STATIC
+from commsched.core.order.key import Key
+from commsched.core.order.pattern import STABLE_STEPS
+from commsched.core.policies import make_policy
+from commsched.core.task import ALL_GATHER, REDUCE_SCATTER, CommTask
+
+from .ranks import NBYTES, Ranks, make_task
+
+TASKS = 5
+
+
+class Step:
+    """All ranks' tasks of one step of one group, in an order of readiness each."""
+
+    def __init__(self, ranks: Ranks, step: int, tasks: int = TASKS, group: int = 0) -> None:
+        self.ranks = ranks
+        self.tasks = [[make_task(step, partition, group=group) for partition in range(tasks)] for _ in range(ranks.size)]
+
+    def run(self, orders: list[list[int]] | None = None) -> None:
+        """Everything becomes ready, is launched and ends, as fast as it goes."""
+        ranks = self.ranks
+        for rank, tasks in enumerate(self.tasks):
+            for partition in orders[rank] if orders else reversed(range(len(tasks))):
+                ranks.add(rank, tasks[partition])
+        self.finish()
+
+    def finish(self) -> None:
+        ranks, done = self.ranks, [0] * self.ranks.size
+        everything = [task for tasks in self.tasks for task in tasks]
+        while True:
+            ranks.deliver_all()
+            places = [(rank, task) for rank in range(ranks.size) for task in ranks.started[rank] if task in everything]
+            if len(places) == sum(done):
+                break
+            for rank in range(ranks.size):
+                mine = [task for r, task in places if r == rank]
+                for task in mine[done[rank] :]:
+                    ranks.sent(rank, task)
+                done[rank] = len(mine)
+        assert sum(done) == len(everything), f"of {len(everything)} tasks {sum(done)} were launched"
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_all_ranks_launch_the_same_whatever_the_delays(data: st.DataObject) -> None:
+    size = data.draw(st.integers(1, 4), "ranks")
+    ranks = Ranks(
+        size, credit_bytes=data.draw(st.sampled_from([1, NBYTES, 3 * NBYTES]), "credit"), freeze=data.draw(st.booleans())
+    )
+    steps, groups = data.draw(st.integers(1, 9), "steps"), data.draw(st.integers(1, 2), "groups")
+    shuffled = data.draw(st.booleans(), "every step in another order")
+    usual = data.draw(st.permutations(range(TASKS)))
+    at = [[0] * groups for _ in range(size)]  # the next step of each rank and group
+    waiting: list[list[CommTask]] = [[] for _ in range(size)]  # to become ready
+    done: list[int] = [0] * size
+
+    def finished(rank: int, group: int, step: int) -> bool:
+        return step < 0 or all(
+            sum(t.group == group and t.step == step for t in ranks.started[other][: done[other]]) == TASKS
+            for other in range(size)
+        )
+
+    total = size * groups * steps * TASKS
+    while sum(done) < total:
+        events: list[tuple[str, int, int]] = [("deliver", *wire) for wire in ranks.busy]
+        for rank in range(size):
+            if waiting[rank]:
+                events.append(("ready", rank, 0))
+            # An average is in place when every rank has launched it.
+            if done[rank] < len(ranks.started[rank]):
+                task = ranks.started[rank][done[rank]]
+                if all(any(Key.of(t) == Key.of(task) for t in ranks.started[other]) for other in range(size)):
+                    events.append(("done", rank, 0))
+            for group in range(groups):
+                if at[rank][group] < steps and finished(rank, group, at[rank][group] - 1):
+                    events.append(("begin", rank, group))
+        assert events, f"deadlock: {[ranks.launched(rank, AGREED) for rank in range(size)]}"
+        what, rank, other = data.draw(st.sampled_from(events))
+        if what == "deliver":
+            ranks.deliver((rank, other))
+        elif what == "ready":
+            ranks.add(rank, waiting[rank].pop(0))
+        elif what == "done":
+            done[rank] += 1
+            ranks.sent(rank, ranks.started[rank][done[rank] - 1])
+        else:
+            order = data.draw(st.permutations(range(TASKS))) if shuffled else usual
+            waiting[rank] += [make_task(at[rank][other], partition, group=other) for partition in order]
+            at[rank][other] += 1
+    for channel in (AGREED, STATIC):
+        assert all(ranks.launched(rank, channel) == ranks.launched(0, channel) for rank in range(size))
+        for rank in range(size):
+            assert [t.sequence for t in ranks.started[rank] if t.channel == channel] == list(
+                range(len(ranks.launched(0, channel)))
+            )
+    assert len(set(ranks.launched(0, AGREED) + ranks.launched(0, STATIC))) == groups * steps * TASKS
+
+
+def test_a_task_waits_until_all_ranks_are_ready_and_others_do_not_wait_for_it() -> None:
+    ranks = Ranks(2, credit_bytes=10 * NBYTES)
+    front, late = (make_task(0, 0), make_task(0, 0)), (make_task(0, 1), make_task(0, 1))
+    ranks.add(0, front[0])
+    ranks.add(0, late[0])
+    ranks.add(1, late[1])
+    ranks.deliver_all()
+    assert ranks.started == [[late[0]], [late[1]]]
+    ranks.add(1, front[1])
+    ranks.deliver_all()
+    assert ranks.started == [[late[0], front[0]], [late[1], front[1]]]
+
+
+def test_the_policy_orders_what_is_ready_on_all_ranks() -> None:
+    ranks = Ranks(2, credit_bytes=1)
+    Step(ranks, 0).run()
+    assert [key.partition for key in ranks.launched(1, AGREED)] == [4, 0, 1, 2, 3]
+
+
+def test_what_becomes_ready_together_is_one_message() -> None:
+    ranks = Ranks(2, credit_bytes=10 * NBYTES)
+    for partition in range(TASKS):
+        ranks.orders[1].add(make_task(0, partition))
+    ranks.settle(1)
+    assert len(ranks.wires[1, 0]) == 1
+
+
+def test_two_tensors_that_rank_0_announces_in_another_order_are_named_and_not_launched() -> None:
+    ranks = Ranks(2, credit_bytes=10 * NBYTES)
+
+    def swap(to: int, message: dict) -> dict:
+        return {**message, "launch": message["launch"][::-1]}
+
+    ranks.tamper = swap
+    for partition in (2, 1):
+        ranks.orders[1].add(make_task(0, partition))
+    ranks.settle(1)
+    for partition in (2, 1):
+        ranks.add(0, make_task(0, partition))
+    with pytest.raises(
+        OrderMismatch, match=r"^rank 1 launched tensor 'layer1' \(step 0\) where rank 0 launched tensor 'layer2' \(step"
+    ):
+        ranks.deliver_all()
+    assert ranks.started[1] == []
+
+
+def test_a_plan_that_is_cut_differently_is_named_and_not_launched() -> None:
+    ranks = Ranks(2)
+    ranks.add(0, make_task(0, 3))
+    ranks.add(1, make_task(0, 3, start=8))
+    with pytest.raises(
+        OrderMismatch, match=r"rank 1 cannot launch tensor 'layer3' \(step 0\) as rank 0 does: .* cut its tensors diff"
+    ):
+        ranks.deliver_all()
+    assert ranks.started[1] == []
+
+
+def test_a_rank_that_launched_something_else_is_found_by_what_it_reports() -> None:
+    ranks = Ranks(2, credit_bytes=10 * NBYTES)
+    Step(ranks, 0).run()
+    wrong = {"ready": [], "freezes": 0, "first": 0, "launched": [[0, 0, 4, 0], [0, 0, 1, 0]], "digest": "x"}
+    with pytest.raises(
+        OrderMismatch, match=r"rank 1 launched tensor 'layer1' \(step 0\) where rank 0 launched tensor 'layer3' \(step"
+    ):
+        ranks.orders[0].told(1, wrong)
+
+
+def test_reports_follow_what_was_launched() -> None:
+    ranks = Ranks(3, credit_bytes=2 * NBYTES)
+    for step in range(30):
+        Step(ranks, step).run()
+    assert len(ranks.orders[0]._decider._history) <= 3 * TASKS  # confirmed by every rank, and forgotten
+
+
+def test_steps_that_are_alike_need_no_messages_until_the_plan_changes() -> None:
+    ranks = Ranks(3, credit_bytes=2 * NBYTES, freeze=True)
+    frozen_from = STABLE_STEPS + 1
+    for step in range(frozen_from + 1):
+        Step(ranks, step).run()
+    ranks.messages = 0
+    Step(ranks, frozen_from + 1).run()
+    assert ranks.messages == 2  # each rank's digest
+    assert {key.step for key in ranks.launched(1, STATIC)} == {frozen_from, frozen_from + 1}
+    for order in ranks.orders:
+        order.recut(0)
+    Step(ranks, frozen_from + 2).run()
+    assert {key.step for key in ranks.launched(1, AGREED)} == {*range(frozen_from), frozen_from + 2}
+
+
+def run_until_frozen(ranks: Ranks) -> int:
+    """The next step."""
+    for step in range(STABLE_STEPS + 2):
+        Step(ranks, step).run()
+    return STABLE_STEPS + 2
+
+
+def frozen(size: int = 2) -> tuple[Ranks, int]:
+    """Ranks with a static order, and the next step."""
+    ranks = Ranks(size, credit_bytes=2 * NBYTES, freeze=True)
+    return ranks, run_until_frozen(ranks)
+
+
+def test_a_rank_that_ends_the_static_order_before_rank_0_is_not_forgotten() -> None:
+    ranks, step = frozen()
+    ranks.orders[1].recut(0)
+    ours, theirs = make_task(step, 0), make_task(step, 0)
+    ranks.add(1, theirs)
+    ranks.deliver_all()
+    ranks.orders[0].recut(0)
+    ranks.add(0, ours)
+    ranks.deliver_all()
+    assert ranks.started[0][-1] is ours
+    assert ranks.started[1][-1] is theirs
+    assert (ours.channel, theirs.channel) == (AGREED, AGREED)
+
+
+def test_another_group_is_agreed_on_while_one_is_static() -> None:
+    ranks, step = frozen()
+    Step(ranks, 0, tasks=1, group=1).run()
+    assert ranks.launched(1, AGREED)[-1] == Key(1, 0, 0, "all_reduce")
+    Step(ranks, step).run()
+
+
+def test_a_released_group_makes_room_for_another() -> None:
+    ranks, step = frozen()
+    for order in ranks.orders:
+        order.release(0)
+    for step in range(STABLE_STEPS + 2):
+        Step(ranks, step, group=1).run()
+    assert [order.is_static for order in ranks.orders] == [True, True]
+    assert ranks.launched(1, STATIC)[-1].group == 1
+
+
+def test_what_ends_after_its_order_is_no_more_does_no_harm() -> None:
+    ranks, step = frozen()
+    last = Step(ranks, step)
+    for rank in range(2):
+        for task in reversed(last.tasks[rank]):
+            ranks.orders[rank].add(task)
+        ranks.settle(rank)
+    ranks.orders[1].release(0)
+    for task in ranks.started[1][-TASKS:]:
+        ranks.sent(1, task)
+
+
+def test_only_the_largest_group_is_frozen() -> None:
+    ranks = Ranks(2, credit_bytes=2 * NBYTES, freeze=True)
+    for step in range(STABLE_STEPS + 2):
+        Step(ranks, step, group=1).run()
+    assert not any(order.is_static for order in ranks.orders)
+
+
+def test_one_that_is_larger_and_comes_later_is_agreed_on() -> None:
+    ranks, step = frozen()
+    for order in ranks.orders:
+        order.add_group(2, 100 * NBYTES)
+    for other in range(STABLE_STEPS + 2):
+        Step(ranks, other, group=2).run()
+    Step(ranks, step).run()
+    assert not any(order.wants_change() for order in ranks.orders)
+    assert ranks.launched(1, STATIC)[-1] == (0, step, ranks.launched(1, STATIC)[-1].partition, "all_reduce")
+
+
+def test_an_offer_that_is_heard_after_the_order_it_did_not_know_of_is_dropped() -> None:
+    ranks, step = frozen(3)
+    old = {"ready": [[0, step - 1, 0, 0]], "freezes": 0, "first": 0, "launched": [], "digest": ""}
+    old["first"] = ranks.orders[0]._decider.decided
+    old["digest"] = ranks.orders[0]._decider.digest
+    for order in ranks.orders:
+        order.recut(0)
+    ranks.orders[0].told(1, old)
+    ranks.orders[0].leave(2)
+
+
+def test_a_static_order_that_changes_on_its_way_is_refused_and_both_tensors_are_named() -> None:
+    ranks = Ranks(2, credit_bytes=2 * NBYTES, freeze=True)
+
+    def swap(to: int, message: dict) -> dict:
+        if "freeze" in message:
+            message["freeze"][1:3] = message["freeze"][2:0:-1]
+        return message
+
+    ranks.tamper = swap
+    with pytest.raises(
+        OrderMismatch, match=r"rank 1 would launch tensor 'layer\d' .* where the static order of rank 0 has tensor 'l"
+    ):
+        run_until_frozen(ranks)
+    assert ranks.launched(1, STATIC) == []
+
+
+def test_a_static_order_of_another_plan_is_refused() -> None:
+    ranks = Ranks(2, credit_bytes=2 * NBYTES, freeze=True)
+    ranks.orders[1]._locate = lambda key: "other bytes"
+    with pytest.raises(OrderMismatch, match=r"rank 1 has cut its tensors differently from rank 0: tensor 'layer\d'"):
+        run_until_frozen(ranks)
+    assert ranks.launched(1, STATIC) == []
+
+
+def test_what_stands_behind_a_task_that_is_not_ready_is_stuck() -> None:
+    ranks, step = frozen()
+    for rank in range(2):
+        ranks.add(rank, make_task(step, 0))
+    assert [order.stuck(0) for order in ranks.orders] == [1, 1]
+    assert ranks.orders[0].stuck(1) == 0
+    for partition in range(1, TASKS):
+        assert [order.stuck(0) for order in ranks.orders] != [0, 0]
+        for rank in range(2):
+            ranks.add(rank, make_task(step, partition))
+    assert [order.stuck(0) for order in ranks.orders] == [0, 0]
+
+
+def test_steps_of_another_pattern_end_a_static_order() -> None:
+    ranks, step = frozen()
+    other = [list(range(TASKS))] * 2
+    for unusual in range(STABLE_STEPS):
+        assert not any(order.wants_change() for order in ranks.orders)
+        Step(ranks, step + unusual).run(other)
+    assert [order.wants_change() for order in ranks.orders] == [True, True]
+    Step(ranks, step + STABLE_STEPS).run(other)
+    assert not ranks.orders[0].wants_change()
+
+
+def test_another_static_digest_is_an_error() -> None:
+    ranks, step = frozen()
+    Step(ranks, step).run()
+    ranks.orders[0]._confirm_static(0, step + 1, "a")
+    with pytest.raises(
+        OrderMismatch, match=r"ranks 0 and 1 launched different tasks in the static order that begins with tensor 'layer"
+    ):
+        ranks.orders[0]._confirm_static(1, step + 1, "b")
+
+
+def test_splitting_orders_both_phases() -> None:
+    ranks = Ranks(2, credit_bytes=1, policy="rsag")
+    scatter = [make_task(0, 1, verb=REDUCE_SCATTER) for _ in range(2)]
+    for rank in range(2):
+        ranks.add(rank, scatter[rank])
+        ranks.add(rank, make_task(0, 2, verb=REDUCE_SCATTER))
+    ranks.deliver_all()
+    for rank in range(2):
+        ranks.add(rank, make_task(0, 1, verb=ALL_GATHER))
+    ranks.deliver_all()
+    ranks.sent(0, scatter[0])
+    ranks.deliver_all()
+    assert [(key.partition, key.verb) for key in ranks.launched(1, AGREED)] == [(1, REDUCE_SCATTER), (1, ALL_GATHER)]
+
+
+# --- leaving ---
+
+
+def test_who_left_is_named_with_what_waits_for_it() -> None:
+    ranks = Ranks(3)
+    Step(ranks, 0).run()
+    ranks.orders[0].leave(1)
+    ranks.orders[2].leave(1)
+    ranks.add(2, make_task(1, 4))
+    with pytest.raises(PeerLost, match=r"^rank 1 left; tensor 'layer4' \(step 1\) waits for it$"):
+        ranks.deliver_all()
+
+
+def test_what_waits_already_fails_when_a_rank_leaves() -> None:
+    ranks = Ranks(2)
+    ranks.add(0, make_task(0, 2))
+    with pytest.raises(PeerLost, match=r"^rank 1 left; tensor 'layer2' \(step 0\) waits for it$"):
+        ranks.orders[0].leave(1)
+
+
+def test_rank_0_left() -> None:
+    ranks = Ranks(2)
+    ranks.orders[1].leave(0)
+    with pytest.raises(PeerLost, match=r"^rank 0 left; tensor 'layer2' \(step 0\) waits for it$"):
+        ranks.add(1, make_task(0, 2))
+
+
+@pytest.mark.parametrize("leaver", [0, 1])
+@pytest.mark.parametrize("early", [True, False])
+def test_who_leaves_a_static_order_is_named(leaver: int, early: bool) -> None:
+    ranks, step = frozen(3)
+    waiting = 2
+    if early:
+        ranks.add(waiting, make_task(step, 4))
+    ranks.orders[leaver].farewell({0: step})
+    ranks.settle(leaver)
+    ranks.deliver_all()
+    if not early:
+        assert ranks.orders[waiting].in_vain() is None
+        ranks.add(waiting, make_task(step, 4))
+    assert str(ranks.orders[waiting].in_vain()) == f"rank {leaver} left; tensor 'layer4' (step {step}) waits for it"
+
+
+def test_who_leaves_after_its_last_step_is_not_missed() -> None:
+    ranks, step = frozen()
+    last = Step(ranks, step)
+    for rank in range(2):
+        for task in reversed(last.tasks[rank]):
+            ranks.orders[rank].add(task)
+    for rank in range(2):
+        ranks.settle(rank)
+    ranks.orders[1].farewell({0: step + 1})
+    last.finish()
+
+
+def test_who_leaves_within_a_step_is_missed_by_what_it_did_not_launch() -> None:
+    ranks, step = frozen()
+    first, second = ranks.launched(0, STATIC)[:2]
+    for rank in range(2):
+        ranks.add(rank, make_task(step, first.partition))
+    ranks.orders[1].farewell({0: step})
+    ranks.settle(1)
+    ranks.deliver_all()
+    assert ranks.orders[0].in_vain() is None  # that was launched on both
+    ranks.add(0, make_task(step, second.partition))
+    assert f"rank 1 left; tensor 'layer{second.partition}'" in str(ranks.orders[0].in_vain())
+
+
+# --- what is not a message ---
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {},
+        {"first": 0},
+        {"first": "x", "launch": [], "digest": ""},
+        {"first": 0, "launch": [[0, 0, 0, 9]], "digest": ""},
+        {"first": 0, "launch": 7, "digest": ""},
+        {"freeze": [0], "digest": ""},
+        {"leaves": 1, "steps": [[1, 2]]},
+    ],
+)
+def test_what_is_no_announcement(message: dict) -> None:
+    with pytest.raises(ProtocolError, match="rank 0 announced what is no message of an order"):
+        Ranks(2).orders[1].announced(message)
+
+
+@pytest.mark.parametrize(
+    "message", [{}, {"ready": [[0]], "freezes": 0, "first": 0, "launched": [], "digest": ""}, {"static": "x", "digest": ""}]
+)
+def test_what_no_rank_tells(message: dict) -> None:
+    with pytest.raises(ProtocolError, match="rank 1 told rank 0 what is no message of an order"):
+        Ranks(2).orders[0].told(1, message)
+
+
+def test_only_rank_0_is_told() -> None:
+    with pytest.raises(ProtocolError, match="rank 0 told rank 1 what only rank 0 is told"):
+        Ranks(2).orders[1].told(0, {})
+
+
+def test_another_policy_and_credit_count_for_what_waits() -> None:
+    ranks = Ranks(2, credit_bytes=1, policy="fifo")
+    for rank in range(2):
+        for partition in (4, 3, 2, 1):
+            ranks.add(rank, make_task(0, partition))
+    ranks.deliver_all()
+    for order in ranks.orders:
+        order.reconfigure(make_policy("priority"), 2 * NBYTES)
+    ranks.settle(0)
+    ranks.deliver_all()
+    assert [key.partition for key in ranks.launched(1, AGREED)] == [4, 1]

@@ -1,0 +1,100 @@
+"""Steps that are broken off, over real Cores: a static order ends as an agreed one does, and never in a wait without end."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from commsched.core.config import SchedulerConfig
+from commsched.core.core import Core
+from commsched.core.errors import PeerLost
+from commsched.core.manifest import Manifest, TensorSpec
+from commsched.core.order.pattern import STABLE_STEPS
+from commsched.testing.check_transport import _Tensors
+from commsched.testing.checked_world import CheckedWorld, Threads
+from tests.transports.test_ordered import ordered_world
+
+pytestmark = pytest.mark.timeout(60)
+MANIFEST = Manifest(tuple(TensorSpec(f"layer{i}", (300,), "float32") for i in range(6)))
+CONFIG = SchedulerConfig(1200, 2400)
+
+
+def trained(core: Core, world: CheckedWorld, rank: int) -> _Tensors:
+    """After so many steps that a static order is frozen, if it may be."""
+    tensors = _Tensors(core, MANIFEST, world.size)
+    for _ in range(STABLE_STEPS + 3):
+        tensors.average(rank, range(5, -1, -1))
+    return tensors
+
+
+@pytest.mark.parametrize("order", ["agreed", "static"])
+@pytest.mark.parametrize("ready", [[5, 4], [0, 1], [5, 0, 3]])
+def test_a_last_step_that_all_break_off_is_no_hindrance_to_closing(order: str, ready: list[int]) -> None:
+    def body(world: CheckedWorld, rank: int) -> None:
+        with world.core(rank, CONFIG, order) as core:
+            tensors = trained(core, world, rank)
+            assert core.is_static == (order == "static")
+            tensors.begin(rank, ready)
+            core.drain()
+            core.farewell()
+
+    with Threads(ordered_world, 3, 20.0) as world:
+        world.run(body)
+
+
+@pytest.mark.parametrize("order", ["agreed", "static"])
+@pytest.mark.parametrize("notified", [0, 1, 3])
+def test_who_waits_for_what_one_rank_has_broken_off_is_told_so(order: str, notified: int) -> None:
+    quitter, closed = 1, threading.Event()
+
+    def body(world: CheckedWorld, rank: int) -> None:
+        with world.core(rank, CONFIG, order) as core:
+            tensors = trained(core, world, rank)
+            if rank == quitter:
+                tensors.begin(rank, range(5, 5 - notified, -1))
+                core.drain()
+                core.farewell()
+                closed.set()
+                return
+            tensors.begin(rank, range(5, -1, -1))
+            assert closed.wait(20)
+            core.leave(quitter)
+            with pytest.raises(PeerLost, match=r"rank 1 left; tensor 'layer\d' \(partition \d of step \d+, all_reduce\) waits"):
+                tensors.compare(rank)
+
+    with Threads(ordered_world, 2, 20.0) as world:
+        world.failures_expected = True
+        world.run(body)
+
+
+def test_a_change_that_is_wanted_by_a_static_order_does_not_undo_another() -> None:
+    wanted = SchedulerConfig(1200, 4800)
+
+    def body(world: CheckedWorld, rank: int) -> None:
+        with world.core(rank, CONFIG, "static") as core:
+            tensors = trained(core, world, rank)
+            for step in range(3 * STABLE_STEPS):
+                if rank == 0 and step == STABLE_STEPS - 1:
+                    core._messenger.propose(wanted.to_record())
+                tensors.average(rank, range(6))  # not the usual order
+            assert core.config == wanted
+
+    with Threads(ordered_world, 2, 20.0) as world:
+        world.run(body)
+
+
+def test_a_group_that_rests_keeps_one_change_in_waiting() -> None:
+    def body(world: CheckedWorld, rank: int) -> None:
+        with world.core(rank, CONFIG) as core:
+            tensors, resting = _Tensors(core, MANIFEST, world.size), _Tensors(core, MANIFEST, world.size)
+            for step in range(1, 9):
+                tensors.average(rank, range(6))
+                core.switch_at(SchedulerConfig(100 * step, 1000), {tensors.group.index: step, resting.group.index: 1})
+            assert len(core._switches) <= 2
+            resting.average(rank, range(6))
+            resting.average(rank, range(6))
+            assert resting.group.plan.partitions[0].nbytes <= 800
+
+    with Threads(ordered_world, 2, 20.0) as world:
+        world.run(body)

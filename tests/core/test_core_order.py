@@ -1,0 +1,201 @@
+"""Core on transports that need an order, and averages in two tasks."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from commsched.core.config import SchedulerConfig
+from commsched.core.core import Core
+from commsched.core.errors import ClosedError, OrderMismatch, UnsupportedError
+from commsched.core.group import TensorGroup
+from commsched.core.manifest import Manifest, TensorSpec
+from commsched.core.plan import cut
+from commsched.core.task import ALL_GATHER, REDUCE_SCATTER
+from commsched.testing.fakes import RecordingTransport
+
+pytestmark = pytest.mark.timeout(30)
+
+MANIFEST = Manifest(tuple(TensorSpec(f"layer{index}", (10,), "uint8") for index in range(3)))
+WHOLE = SchedulerConfig(partition_bytes=10, credit_bytes=1000)
+SPLIT = SchedulerConfig(partition_bytes=10, credit_bytes=10, policy="rsag")
+
+
+class Sent:
+    """A Messenger that keeps what is sent, and can be waited for."""
+
+    def __init__(self) -> None:
+        self.messages: list[tuple[str, Any]] = []
+        self._changed = threading.Condition()
+
+    def _put(self, kind: str, value: Any) -> None:
+        with self._changed:
+            self.messages.append((kind, value))
+            self._changed.notify_all()
+
+    def tell(self, value: Any) -> None:
+        self._put("tell", value)
+
+    def announce(self, value: Any) -> None:
+        self._put("announce", value)
+
+    def propose(self, config: dict[str, Any]) -> None:
+        self._put("propose", config)
+
+    def wait(self, count: int) -> list[tuple[str, Any]]:
+        with self._changed:
+            assert self._changed.wait_for(lambda: len(self.messages) >= count, 10), self.messages
+            return list(self.messages)
+
+
+class Rank:
+    def __init__(self, rank: int, config: SchedulerConfig = WHOLE, ordered: bool = True) -> None:
+        self.transport = RecordingTransport(rank, 2, ordered=ordered)
+        self.sent = Sent()
+        self.failures: list[Exception] = []
+        self.core = Core(self.transport, config, messenger=self.sent, on_failure=self.failures.append)
+        plan = cut(MANIFEST, config.partition_bytes)
+        self.group: TensorGroup = self.core.add_group(plan, {"uint8": memoryview(bytearray(30))})
+        self.group.begin_step()
+
+
+@pytest.fixture
+def leader() -> Iterator[Rank]:
+    rank = Rank(0)
+    yield rank
+    rank.core.close()
+
+
+@pytest.fixture
+def follower() -> Iterator[Rank]:
+    rank = Rank(1)
+    yield rank
+    rank.core.close()
+
+
+def test_a_follower_tells_what_is_ready_and_starts_what_is_announced(follower: Rank) -> None:
+    follower.group.notify_ready(2)
+    ((kind, message),) = follower.sent.wait(1)
+    assert (kind, message["ready"], message["launched"]) == ("tell", [[0, 0, 2, 0]], [])
+    assert follower.transport.started == []
+    follower.core.on_announced({"first": 0, "launch": message["ready"], "digest": digest_of(2)})
+    (task,) = follower.transport.wait_started(1)
+    assert (task.partition.index, task.channel, task.sequence) == (2, 0, 0)
+
+
+def digest_of(partition: int) -> str:
+    """As rank 0 makes it."""
+    leader = Rank(0)
+    try:
+        leader.group.notify_ready(partition)
+        leader.core.on_told(1, ready(partition))
+        ((_, message),) = leader.sent.wait(1)
+        digest: str = message["digest"]
+        return digest
+    finally:
+        leader.core.close()
+
+
+def ready(partition: int) -> dict[str, Any]:
+    return {"ready": [[0, 0, partition, 0]], "freezes": 0, "first": 0, "launched": [], "digest": ""}
+
+
+def test_rank_0_announces_before_it_starts_what_all_have_ready(leader: Rank) -> None:
+    leader.group.notify_ready(1)
+    leader.core.on_told(1, ready(1))
+    (task,) = leader.transport.wait_started(1)
+    assert task.partition.index == 1
+    assert [kind for kind, _ in leader.sent.messages] == ["announce"]
+
+
+def test_a_mismatch_is_a_failure_of_the_core(leader: Rank) -> None:
+    leader.group.notify_ready(1)
+    leader.core.on_told(1, {**ready(1), "launched": [[0, 0, 2, 0]]})
+    with pytest.raises(
+        OrderMismatch, match=r"rank 1 launched tensor 'layer2' \(partition 2 of step 0, all_reduce\) where rank 0"
+    ):
+        leader.group.proxies[1].wait()
+    assert len(leader.failures) == 1
+    assert leader.transport.started == []
+
+
+def test_a_farewell_is_sent_when_it_returns(follower: Rank) -> None:
+    follower.core.farewell()
+    assert follower.sent.messages == [("tell", {"leaves": 1, "steps": [[0, 0, 0]]})]
+    assert follower.transport.left == [1]  # itself
+
+
+def test_a_farewell_after_close_is_an_error(follower: Rank) -> None:
+    follower.core.close()
+    with pytest.raises(ClosedError):
+        follower.core.farewell()
+
+
+def test_who_leaves_is_told_to_the_transport_too(leader: Rank) -> None:
+    leader.group.notify_ready(0)
+    leader.core.leave(1)
+    with pytest.raises(Exception, match=r"rank 1 left; tensor 'layer0' \(partition 0 of step 0, all_reduce\) waits for it"):
+        leader.group.proxies[0].wait()
+    assert leader.transport.left == [1]
+
+
+def test_an_ordered_transport_needs_a_messenger() -> None:
+    with pytest.raises(ValueError, match="an ordered transport needs a messenger"):
+        Core(RecordingTransport(ordered=True), WHOLE)
+
+
+# --- reduce-scatter and all-gather ---
+
+
+def test_an_average_in_two_tasks_opens_its_proxy_after_the_second() -> None:
+    rank = Rank(0, SPLIT, ordered=False)
+    try:
+        rank.group.notify_ready(2)
+        (late,) = rank.transport.wait_started(1)
+        rank.group.notify_ready(0)
+        assert (late.partition.index, late.verb) == (2, REDUCE_SCATTER)
+        rank.transport.done(late)
+        (_, front) = rank.transport.wait_started(2)
+        assert (front.partition.index, front.verb) == (0, REDUCE_SCATTER)  # it goes before the other's all-gather
+        rank.transport.done(front)
+        (*_, gather) = rank.transport.wait_started(3)
+        assert (gather.partition.index, gather.verb, gather.data) == (0, ALL_GATHER, front.data)
+        assert not rank.group.proxies[0].is_open
+        rank.transport.done(gather)
+        rank.group.proxies[0].wait()
+        assert not rank.group.proxies[2].is_open
+        assert rank.group.active == 1
+    finally:
+        rank.core.close()
+
+
+def test_whether_averages_are_split_changes_with_the_configuration() -> None:
+    rank = Rank(0, WHOLE, ordered=False)
+    try:
+        rank.core.switch_at(SPLIT, {0: 1})
+        for tensor in range(3):
+            rank.group.notify_ready(tensor)
+        for task in rank.transport.wait_started(3):
+            assert task.verb == "all_reduce"
+            rank.transport.done(task)
+        rank.group.begin_step()
+        rank.group.notify_ready(0)
+        assert rank.transport.wait_started(4)[-1].verb == REDUCE_SCATTER
+    finally:
+        rank.core.close()
+
+
+def test_what_a_transport_cannot_do_is_said_before_anything_begins() -> None:
+    transport = RecordingTransport(ordered=True, channels=1)
+    with pytest.raises(
+        UnsupportedError, match="order='static' needs two channels, and RecordingTransport has one; use order=agreed"
+    ):
+        Core(transport, WHOLE, messenger=Sent(), order="static")
+    transport.verbs = frozenset({"all_reduce"})
+    with pytest.raises(
+        UnsupportedError, match="policy='rsag' averages by reduce-scatter and all-gather, which RecordingTransport"
+    ):
+        Core(transport, SPLIT, messenger=Sent())

@@ -1,0 +1,35 @@
+"""Training on CUDA devices over NCCL, one device per rank."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.jobs.job import run_job
+
+from .test_equality import OPTIMIZERS
+from .training import MLP, require_equal, train_alone
+
+pytestmark = [
+    pytest.mark.timeout(180),
+    pytest.mark.skipif(
+        not (torch.cuda.is_available() and torch.distributed.is_nccl_available() and torch.cuda.device_count() > 1),
+        reason="needs two CUDA devices and NCCL",
+    ),
+]
+
+
+@pytest.mark.parametrize("policy", ["priority", "fifo", "rsag"])
+def test_nccl_equals_plain_training(policy: str, tmp_path: Path) -> None:
+    ranks = 2
+    out = tmp_path / "w"
+    command = [sys.executable, "-m", "tests.plugins.torch.cuda_rank", str(out)]
+    options = ("--policy", policy, "--partition", "600", "--credit", "1200", "--transport", "auto")
+    code, _, err = run_job("-n", str(ranks), *options, "--", *command, timeout_seconds=150)
+    assert code == 0, err
+    assert "transport=auto: nccl (CUDA tensors, and PyTorch has NCCL)" in err
+    by_rank = [torch.load(f"{out}.{rank}") for rank in range(ranks)]
+    require_equal(by_rank, train_alone(MLP, OPTIMIZERS["AdamW"], ranks), MLP.tolerance)

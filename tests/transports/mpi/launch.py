@@ -1,0 +1,99 @@
+"""Jobs that mpiexec starts, with each MPI that is installed, for the tests of this folder."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tests.jobs.job import ROOT, clean_environ
+
+
+class Mpi(NamedTuple):
+    """An environment's Python, with the MPI beside it."""
+
+    python: Path
+    options: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return "openmpi" if self.options else "mpich"
+
+    def require(self) -> None:
+        """Skip the test if it is not installed."""
+        if not (self.python.parent / "mpiexec").exists():
+            pytest.skip(f"{self} is not installed beside {self.python}")
+
+
+MPICH = Mpi(Path(sys.executable))
+OPEN_MPI = Mpi(ROOT / ".venv-openmpi" / "bin" / "python", ("--oversubscribe", "--mca", "btl", "tcp,self"))
+BOTH = pytest.mark.parametrize("mpi", [MPICH, OPEN_MPI], ids=str)
+
+
+class MpiJob:
+    """``mpiexec -n RANKS python ARGUMENTS`` in the background. Ends, with everything it started, when the block is left."""
+
+    def __init__(self, mpi: Mpi, ranks: int, *arguments: str, **environ: str) -> None:
+        mpi.require()
+        self._directory = tempfile.TemporaryDirectory(prefix="commsched-test-")
+        self._command = [str(mpi.python.parent / "mpiexec"), *mpi.options, "-n", str(ranks), str(mpi.python), *arguments]
+        defaults = {
+            "COMMSCHED_TRANSPORT": "mpi",
+            "COMMSCHED_HIERARCHY": "off",  # else ranks of one host meet in memory
+            "COMMSCHED_RENDEZVOUS": f"{self._directory.name}/control.json",
+            "OMP_NUM_THREADS": "1",
+            "OMPI_ALLOW_RUN_AS_ROOT": "1",
+            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        }
+        self._environ = clean_environ(**{**defaults, **environ})
+
+    def __enter__(self) -> MpiJob:
+        self.process = subprocess.Popen(
+            self._command,
+            env=self._environ,
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            try:
+                self.process.wait(10)
+            finally:
+                self._kill()
+        for pipe in (self.process.stdout, self.process.stderr):
+            assert pipe is not None
+            pipe.close()
+        self._directory.cleanup()
+
+    def _kill(self) -> None:
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+
+    def lines(self, count: int) -> list[str]:
+        """The next ``count`` lines of its stdout."""
+        assert self.process.stdout is not None
+        return [self.process.stdout.readline().strip() for _ in range(count)]
+
+    def end(self, timeout_seconds: float = 45.0) -> tuple[int, str, str]:
+        """Exit code, stdout and stderr, once it has ended."""
+        out, err = self.process.communicate(timeout=timeout_seconds)
+        return self.process.returncode, out, err
+
+
+def run(mpi: Mpi, ranks: int, *arguments: str, timeout_seconds: float = 80.0, **environ: str) -> tuple[int, str, str]:
+    """Run a job to its end: exit code, stdout and stderr."""
+    with MpiJob(mpi, ranks, *arguments, **environ) as job:
+        return job.end(timeout_seconds)
