@@ -433,14 +433,15 @@ def open_session(world: World, settings: Settings, device: str = "cpu") -> Sessi
         return local_sessions(1, settings.scheduler)[0]
     quiet_grpc()
     with ExitStack() as stack:
-        meeting, server = _meet(world, settings, stack)
+        withdraw = stack.enter_context(ExitStack())
+        meeting, server = _meet(world, settings, stack, withdraw)
         host = own_host(world, settings, meeting.address)
 
         def open_control(session: Session) -> Control:
             from .control.client import ControlClient, Member
 
             member = Member.rank(world.rank, world.world_size, host)
-            return ControlClient(
+            control = ControlClient(
                 meeting.address,
                 meeting.token,
                 member,
@@ -449,6 +450,8 @@ def open_session(world: World, settings: Settings, device: str = "cpu") -> Sessi
                 join_within_seconds=settings.join_within,
                 server=server,
             )
+            withdraw.close()  # all have joined: a rank that opens another session soon, as this one failed, is not to find it
+            return control
 
         def open_transport(session: Session) -> Transport:
             context = TransportContext(
@@ -484,8 +487,8 @@ def quiet_grpc() -> None:
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 
-def _meet(world: World, settings: Settings, stack: ExitStack) -> tuple[Meeting, ControlServer | None]:
-    """Where the control channel is; on rank 0, open its server. ``stack`` closes what was opened."""
+def _meet(world: World, settings: Settings, stack: ExitStack, withdraw: ExitStack) -> tuple[Meeting, ControlServer | None]:
+    """Where the control channel is; on rank 0, open its server. ``stack`` closes it, ``withdraw`` what was published."""
     path = rendezvous_path(settings, os.environ)
     if world.rank != 0:
         return find(world, settings, path), None
@@ -503,7 +506,7 @@ def _meet(world: World, settings: Settings, stack: ExitStack) -> tuple[Meeting, 
     meeting = Meeting(server.address, wanted.token)
     if settings.control is None:
         publish(path, meeting)
-        stack.callback(path.unlink, missing_ok=True)
+        withdraw.callback(path.unlink, missing_ok=True)
     return meeting, server
 
 

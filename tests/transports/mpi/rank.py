@@ -22,6 +22,7 @@ from commsched.session import Session, open_session
 from commsched.testing.check_transport import check_averages, check_equal_bits, check_job, check_random_rounds
 from commsched.testing.checked_world import Job, OpenSession
 from commsched.transports.collective import transport as collective
+from tests.jobs.worker import say
 
 
 def checked(check: Callable[[OpenSession, int], None]) -> None:
@@ -43,7 +44,7 @@ def checked(check: Callable[[OpenSession, int], None]) -> None:
     check(open_one, world.world_size)
     left = [thread.name for thread in threading.enumerate() if thread.name.startswith("commsched")]
     assert left == [], left
-    print(f"rank {world.rank} passed", flush=True)
+    say(1, f"rank {world.rank} passed")
 
 
 def check(rounds: str) -> None:
@@ -75,7 +76,7 @@ def fall_back() -> None:
         averaging = Averaging(transport="ps")
     averaging.step()
     commsched.shutdown()
-    print(f"rank {averaging.session.rank} passed", flush=True)
+    say(1, f"rank {averaging.session.rank} passed")
 
 
 class Averaging:
@@ -97,7 +98,7 @@ class Averaging:
     def announce(self) -> None:
         """Say who this process is, once everything works."""
         self.step()
-        print(f"rank {self.session.rank} pid {os.getpid()}", flush=True)
+        say(1, f"rank {self.session.rank} pid {os.getpid()}")
 
 
 def average_for_ever() -> None:
@@ -151,7 +152,7 @@ def use_mpi_beside() -> None:
         assert total[0] == step * MPI.COMM_WORLD.size
         average.join()
     commsched.shutdown()
-    print(f"rank {MPI.COMM_WORLD.rank} passed", flush=True)
+    say(1, f"rank {MPI.COMM_WORLD.rank} passed")
 
 
 def idle(seconds: str) -> None:
@@ -160,7 +161,7 @@ def idle(seconds: str) -> None:
     averaging.step()
     before = time.process_time()
     time.sleep(float(seconds))
-    print(f"rank {averaging.session.rank} used {(time.process_time() - before) / float(seconds):.4f} of a core", flush=True)
+    say(1, f"rank {averaging.session.rank} used {(time.process_time() - before) / float(seconds):.4f} of a core")
 
 
 if __name__ == "__main__":

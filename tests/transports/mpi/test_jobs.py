@@ -94,7 +94,8 @@ def test_a_rank_that_is_stopped_is_named_and_ends_all(mpi: Mpi) -> None:
         os.kill(processes[1], signal.SIGSTOP)
         code, _, err = job.end()
     assert code == 1
-    assert len(re.findall(rf"PeerTimeout: rank 1 \(.*pid {processes[1]}\) has been silent for", err)) == 2
+    said = len(re.findall(rf"PeerTimeout: rank 1 \(.*pid {processes[1]}\) has been silent for", err))
+    assert said >= 2  # rank 1 hears of it too if the launcher wakes it before it ends it
     assert all(gone(pid) for pid in processes)
 
 
