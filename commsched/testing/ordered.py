@@ -20,6 +20,7 @@ from ..core.errors import ClosedError, TransportError
 from ..core.manifest import ITEMSIZE, Manifest
 from ..core.ports import Completion, OnFailure
 from ..core.task import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, CommTask
+from ..transports.collective.chunks import chunks_of
 from ..transports.reduce import average
 
 
@@ -86,28 +87,20 @@ class OrderedTransport:
         self._closed = True
 
 
-def chunk(task: CommTask, rank: int, world_size: int) -> slice:
-    """The bytes of a partition that belong to ``rank``; see ``CommTask``."""
-    size = ITEMSIZE[task.partition.dtype]
-    numel = task.nbytes // size
-    return slice(numel * rank // world_size * size, numel * (rank + 1) // world_size * size)
-
-
 def _carry_out(tasks: list[CommTask]) -> None:
     """On the verb of rank 0's."""
-    world_size, dtype = len(tasks), tasks[0].partition.dtype
-    for rank in range(world_size):
-        part = chunk(tasks[0], rank, world_size)
-        if part.start == part.stop:
+    dtype = tasks[0].partition.dtype
+    by_rank = [chunks_of(task.data, ITEMSIZE[dtype], len(tasks)) for task in tasks]
+    for rank, chunks in enumerate(zip(*by_rank)):
+        if len(chunks[rank]) == 0:
             continue
         if tasks[0].verb == ALL_GATHER:
-            result = np.frombuffer(tasks[rank].data, np.uint8)[part].copy()
+            result = np.frombuffer(chunks[rank], np.uint8).copy()
         else:
-            result = np.empty(part.stop - part.start, np.uint8)
-            average([task.data[part] for task in tasks], dtype, result.data)
-        receivers = [tasks[rank]] if tasks[0].verb == REDUCE_SCATTER else tasks
-        for task in receivers:
-            task.data[part] = result.data
+            result = np.empty(len(chunks[rank]), np.uint8)
+            average(chunks, dtype, result.data)
+        for receiver in [chunks[rank]] if tasks[0].verb == REDUCE_SCATTER else chunks:
+            receiver[:] = result.data
 
 
 class Switchboard:

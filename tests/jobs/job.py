@@ -45,10 +45,16 @@ class Job:
             try:
                 self.process.wait(10)
             finally:
-                self.process.kill()
+                self._kill()
         for pipe in (self.process.stdout, self.process.stderr):
             assert pipe is not None
             pipe.close()
+
+    def _kill(self) -> None:
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
 
     def lines(self, count: int) -> list[str]:
         """The next ``count`` lines of its stdout."""

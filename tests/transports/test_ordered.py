@@ -15,18 +15,9 @@ from commsched.core.manifest import Manifest, TensorSpec
 from commsched.core.ports import OnFailure, Transport
 from commsched.testing.check_transport import _Tensors, check_transport
 from commsched.testing.checked_world import CheckedWorld, Threads
-from commsched.testing.ordered import OrderedWorld, Switchboard
+from commsched.testing.ordered import Switchboard
 
-
-@contextmanager
-def ordered_world(listeners: Sequence[OnFailure]) -> Iterator[Sequence[Transport]]:
-    world = OrderedWorld(len(listeners))
-    transports = [world.transport(rank, on_failure) for rank, on_failure in enumerate(listeners)]
-    try:
-        yield transports
-    finally:
-        for transport in transports:
-            transport.close()
+from .worlds import ordered_world
 
 
 def test_conformance() -> None:

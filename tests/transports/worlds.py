@@ -14,6 +14,7 @@ import pytest
 from commsched.core.config import Settings
 from commsched.core.ports import OnFailure, Transport
 from commsched.core.world import World
+from commsched.testing.ordered import OrderedWorld
 from commsched.testing.world import run_world
 from commsched.transports.context import TransportContext
 from commsched.transports.local import LocalWorld
@@ -25,14 +26,19 @@ TOKEN = "a secret of the tests"
 
 
 @contextmanager
-def local_world(listeners: Sequence[OnFailure]) -> Iterator[Sequence[Transport]]:
-    world = LocalWorld(len(listeners))
+def in_memory_world(make_world: Any, listeners: Sequence[OnFailure]) -> Iterator[Sequence[Transport]]:
+    world = make_world(len(listeners))
     transports = [world.transport(rank, on_failure) for rank, on_failure in enumerate(listeners)]
     try:
         yield transports
     finally:
         for transport in transports:
             transport.close()
+
+
+#: A parameter server in memory, and collectives without identity.
+local_world = partial(in_memory_world, LocalWorld)
+ordered_world = partial(in_memory_world, OrderedWorld)
 
 
 @contextmanager

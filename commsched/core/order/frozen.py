@@ -98,6 +98,8 @@ class Frozen:
     def in_vain(self, stuck_too: bool) -> PeerLost | None:
         """Why who waits for what is outstanding here waits for ever; None if no rank is missing. ``stuck_too``: also for what
         waits for a task that is not ready here."""
+        if not self._missing:
+            return None  # asked whenever a wait wakes, with the core's lock held
         stuck = self._ready.keys() if self.stuck() and not stuck_too else ()
         for key in sorted(self._outstanding.difference(stuck)):
             for rank, (step, launched) in self._missing.items():

@@ -13,7 +13,7 @@ from commsched.core.manifest import Manifest, TensorSpec
 from commsched.core.order.pattern import STABLE_STEPS
 from commsched.testing.check_transport import _Tensors
 from commsched.testing.checked_world import CheckedWorld, Threads
-from tests.transports.test_ordered import ordered_world
+from tests.transports.worlds import ordered_world
 
 pytestmark = pytest.mark.timeout(60)
 MANIFEST = Manifest(tuple(TensorSpec(f"layer{i}", (300,), "float32") for i in range(6)))

