@@ -44,8 +44,9 @@ class Hosts(Protocol):
         """The address at which other hosts reach ``host``."""
         ...
 
-    def start(self, host: str, name: str, argv: Sequence[str], environ: Mapping[str, str]) -> Process:
-        """Start ``argv`` on ``host``; ``name`` is for messages. It is killed, with its children, when the block ends."""
+    def start(self, host: str, name: str, argv: Sequence[str], environ: Mapping[str, str], says_line: bool = False) -> Process:
+        """Start ``argv`` on ``host``, as :meth:`Processes.start` does; ``name`` is for messages. It is killed, with its children,
+        when the block ends."""
         ...
 
     @property
@@ -62,8 +63,8 @@ class Loopback:
     def address(self, host: str) -> str:
         return "127.0.0.1"
 
-    def start(self, host: str, name: str, argv: Sequence[str], environ: Mapping[str, str]) -> Process:
-        return self.processes.start(name, argv, environ)
+    def start(self, host: str, name: str, argv: Sequence[str], environ: Mapping[str, str], says_line: bool = False) -> Process:
+        return self.processes.start(name, argv, environ, says_line)
 
     def __enter__(self) -> Loopback:
         self._stack.enter_context(termination.handled())
@@ -104,8 +105,8 @@ class Cluster:
         """The name of its network namespace, for ``ip netns``."""
         return f"{self._prefix}-host-{host}"
 
-    def start(self, host: str, name: str, argv: Sequence[str], environ: Mapping[str, str]) -> Process:
-        return self.processes.start(name, ["ip", "netns", "exec", self.namespace(host), *argv], environ)
+    def start(self, host: str, name: str, argv: Sequence[str], environ: Mapping[str, str], says_line: bool = False) -> Process:
+        return self.processes.start(name, ["ip", "netns", "exec", self.namespace(host), *argv], environ, says_line)
 
     def __enter__(self) -> Cluster:
         with ExitStack() as stack:

@@ -156,5 +156,5 @@ def _start_servers(hosts: Hosts, job: Job, environ: Mapping[str, str]) -> dict[i
     for index in range(job.servers):
         host = f"server{index}"
         argv = [sys.executable, "-m", "commsched.cli", "server", "--bind", f"{hosts.address(host)}:0"]
-        started.append(hosts.start(host, f"server {index}", argv, environ))
+        started.append(hosts.start(host, f"server {index}", argv, environ, says_line=True))
     return {server.pid: server.first_line(_START_SECONDS).rpartition(" ")[2] for server in started}

@@ -42,7 +42,7 @@ class Process:
         Raises:
             JobFailed: it ended, or ``timeout_seconds`` passed, without one.
         """
-        assert self.popen.stdout is not None
+        assert self.popen.stdout is not None, "started without says_line"
         line = b""
         deadline = time.monotonic() + timeout_seconds
         while not line.endswith(b"\n"):
@@ -55,7 +55,7 @@ class Process:
         return line.decode(errors="replace").rstrip("\n")
 
     def tail(self) -> str:
-        """What it printed on stderr last, to be put at the end of a message."""
+        """What it printed last, to be put at the end of a message."""
         self.errors.seek(0)
         text = self.errors.read()[-_TAIL_BYTES:].decode(errors="replace").strip()
         return f":\n{text}" if text else ""
@@ -70,15 +70,16 @@ class Processes:
     def __init__(self) -> None:
         self._all: list[Process] = []
 
-    def start(self, name: str, argv: Sequence[str], environ: Mapping[str, str]) -> Process:
-        """Start ``argv`` with its stdout in a pipe, for :meth:`Process.first_line`, and its stderr kept for messages."""
+    def start(self, name: str, argv: Sequence[str], environ: Mapping[str, str], says_line: bool = False) -> Process:
+        """Start ``argv``; what it prints is kept for messages, but for its stdout where that ``says_line``: see
+        :meth:`Process.first_line`."""
         errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed by stop()
         with termination.deferred():
             popen = subprocess.Popen(
                 argv,
                 env=dict(environ),
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
+                stdout=subprocess.PIPE if says_line else errors,
                 stderr=errors,
                 start_new_session=True,
             )
@@ -114,8 +115,8 @@ class Processes:
                 os.killpg(process.pid, signal.SIGKILL)
         for process in self._all:
             process.popen.wait()
-            assert process.popen.stdout is not None
-            process.popen.stdout.close()
+            if process.popen.stdout is not None:
+                process.popen.stdout.close()
             process.errors.close()
             os.close(process.pidfd)
         self._all.clear()

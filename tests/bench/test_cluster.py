@@ -1,4 +1,5 @@
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -39,7 +40,7 @@ def links():
 
 
 def run(cluster, host, *argv):
-    process = cluster.start(host, f"{argv[0]} on {host}", argv, os.environ)
+    process = cluster.start(host, f"{argv[0]} on {host}", argv, os.environ, says_line=True)
     cluster.processes.wait([process], 30)
     return process.popen.stdout.read().decode()
 
@@ -65,7 +66,7 @@ def test_hosts_reach_each_other_and_nothing_shows_outside():
     with Cluster(["a", "b"], "1gbit") as cluster:
         assert links() == before
         assert len(namespaces(os.getpid())) == 3
-        server = cluster.start("a", "server", [sys.executable, "-c", SERVE, cluster.address("a")], os.environ)
+        server = cluster.start("a", "server", [sys.executable, "-c", SERVE, cluster.address("a")], os.environ, says_line=True)
         assert server.first_line(30) == "ready"
         client = cluster.start("b", "client", [sys.executable, "-c", SEND, cluster.address("a")], os.environ)
         cluster.processes.wait([client, server], 30)
@@ -80,8 +81,8 @@ def test_each_link_has_its_rate_in_both_directions():
         assert "rate 200Mbit" in run(cluster, "slow", "tc", "qdisc", "show", "dev", "eth0")
         bridge = cluster.namespace("x").replace("host-x", "bridge")
         ports = subprocess.run(["tc", "-n", bridge, "qdisc"], capture_output=True, text=True, check=True).stdout
-        assert "dev port1 root refcnt 3 rate 10Gbit" in ports
-        assert "dev port2 root refcnt 3 rate 200Mbit" in ports
+        assert re.search(r"dev port1 root .*rate 10Gbit", ports)
+        assert re.search(r"dev port2 root .*rate 200Mbit", ports)
 
 
 def test_without_a_rate_links_are_not_shaped():
@@ -134,6 +135,7 @@ def test_a_process_that_left_its_session_is_killed_as_well(ended):
 
 HOLD = """
 import os
+import re
 from bench.cluster import Cluster
 with Cluster(["a", "b"], "1gbit") as cluster:
     sleeper = cluster.start("a", "sleeper", ["sleep", "600"], os.environ)

@@ -34,8 +34,10 @@ def test_wait_returns_when_all_wanted_have_ended():
 def test_a_failure_names_the_process_and_quotes_it():
     with Processes() as processes:
         sleeps = processes.start("worker 0", python("import time; time.sleep(600)"), os.environ)
-        fails = processes.start("worker 1", python("import sys; sys.exit('no such tensor')"), os.environ)
-        with pytest.raises(JobFailed, match=r"^worker 1 ended with code 1:\nno such tensor$"):
+        fails = processes.start(
+            "worker 1", python("import sys; print('step 3', flush=True); sys.exit('no such tensor')"), os.environ
+        )
+        with pytest.raises(JobFailed, match=r"^worker 1 ended with code 1:\nstep 3\nno such tensor$"):
             processes.wait([sleeps, fails], 30)
 
 
@@ -55,12 +57,14 @@ def test_a_process_that_takes_too_long_is_named():
 
 def test_first_line():
     with Processes() as processes:
-        says = processes.start("server 0", python("print('listening on a:1', flush=True); print('more')"), os.environ)
+        says = processes.start(
+            "server 0", python("print('listening on a:1', flush=True); print('more')"), os.environ, says_line=True
+        )
         assert says.first_line(30) == "listening on a:1"
-        silent = processes.start("server 1", python("import sys; sys.exit('port taken')"), os.environ)
+        silent = processes.start("server 1", python("import sys; sys.exit('port taken')"), os.environ, says_line=True)
         with pytest.raises(JobFailed, match=r"^server 1 ended without printing a line:\nport taken$"):
             silent.first_line(30)
-        hangs = processes.start("server 2", python("import time; time.sleep(600)"), os.environ)
+        hangs = processes.start("server 2", python("import time; time.sleep(600)"), os.environ, says_line=True)
         with pytest.raises(JobFailed, match=r"^server 2 printed no line within 0.05 s$"):
             hangs.first_line(0.05)
 
@@ -68,7 +72,7 @@ def test_first_line():
 def test_children_end_too(ended):
     code = "import subprocess, sys; c = subprocess.Popen(['sleep', '600']); print(c.pid, flush=True); c.wait()"
     with Processes() as processes:
-        child = os.pidfd_open(int(processes.start("parent", python(code), os.environ).first_line(30)))
+        child = os.pidfd_open(int(processes.start("parent", python(code), os.environ, says_line=True).first_line(30)))
     assert ended(child)
 
 

@@ -65,7 +65,7 @@ def by_servers(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Weights:
     return weights
 
 
-@pytest.mark.parametrize("transport", ["gloo"])
+@pytest.mark.parametrize("transport", ["gloo", "mpi"])
 def test_collectives_give_the_bits_of_the_parameter_server(
     transport: str, data: Path, by_servers: Weights, tmp_path: Path
 ) -> None:
