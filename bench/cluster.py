@@ -45,8 +45,7 @@ class Hosts(Protocol):
         ...
 
     def start(self, host: str, name: str, argv: Sequence[str], environ: Mapping[str, str], says_line: bool = False) -> Process:
-        """Start ``argv`` on ``host``, as :meth:`Processes.start` does; ``name`` is for messages. It is killed, with its children,
-        when the block ends."""
+        """Start ``argv`` on ``host``, as :meth:`Processes.start` does. It is killed, with its children, when this ends."""
         ...
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import sys
@@ -35,7 +36,10 @@ def _end(code: int) -> None:
     if "mpi4py.MPI" in sys.modules:
         if code:
             sys.exit(code)  # how MPI ends after a failure, the transport has arranged
-        sys.modules["mpi4py.MPI"].Finalize()  # else mpiexec takes it for a crash
+        sys.modules["mpi4py.MPI"].Finalize()
+        # MPICH takes leave of mpiexec in a handler of C's exit. Where that is left out, mpiexec sees a crash, and kills the
+        # ranks that are still in Finalize.
+        ctypes.PyDLL(None).exit(code)
     # Everything is closed or written. What engines do at the interpreter's end is not waited for: gloo's now and then hangs.
     os._exit(code)
 

@@ -98,6 +98,12 @@ class Recorder:
 
     # --- what happens ---
 
+    def on_step(self, group: int, step: int, at: float) -> None:
+        """See ``ports.Observer``."""
+
+    def on_ready(self, group: int, tensor: int, at: float) -> None:
+        """See ``ports.Observer``."""
+
     def on_task(self, task: CommTask) -> None:
         """See ``ports.Observer``."""
         partition = task.partition
