@@ -61,6 +61,23 @@ class Control(Protocol):
     def close(self) -> None: ...
 
 
+class Tuner(Protocol):
+    """What a session tells who changes its configuration while training runs; see ``tuner/online.py``. Called from a control
+    thread; never blocks."""
+
+    def on_switch(self, window: Any, steps: Mapping[int, int]) -> None:
+        """All ranks will use what was proposed with ``window`` from ``steps[group]`` of each group on; none has begun them."""
+        ...
+
+    def on_told(self, rank: int, value: Any) -> None:
+        """For rank 0: what ``rank`` passed to :meth:`Session.tell_tuner`."""
+        ...
+
+    def close(self) -> None:
+        """The session closes: propose nothing more. From the thread that closes it."""
+        ...
+
+
 class Session:
     """One rank's membership in a job. Plugins get it from :func:`init`; ``core``, ``rank`` and ``world_size`` are public.
 
@@ -91,6 +108,7 @@ class Session:
         self._transport: Transport | None = None
         self._gathers = 0
         self._close_callbacks: list[Callable[[], None]] = []
+        self._tuner: Tuner | None = None
         self.closed = False
         self.cleanup = ExitStack()  # closed last: what was opened before the session
         self._pid = os.getpid()
@@ -198,17 +216,32 @@ class Session:
         group.proxies[0].wait()
         group.release()
 
-    def reconfigure(self, config: SchedulerConfig) -> None:
+    def reconfigure(self, config: SchedulerConfig, window: Any = None) -> None:
         """Ask for another partition, credit or policy; all ranks switch at one agreed step. Returns before that.
 
-        Meant for rank 0 (a tuner). Never blocks on other ranks.
+        Meant for rank 0 (a tuner); ``window`` is passed on to every rank's ``Tuner.on_switch``. Never blocks on other ranks.
 
         Raises:
             UnsupportedError: the transport cannot do it.
             CommschedError: the job failed, or the session is closed.
         """
         self.core.require_supported(config)
-        self._control.propose(config.to_record())
+        self._control.propose({**config.to_record(), **({} if window is None else {"window": window})})
+
+    def use_tuner(self, tuner: Tuner) -> None:
+        """Have ``tuner`` told of what concerns it. Once, by whoever opens the session, on every rank."""
+        self._tuner = tuner
+
+    def tell_tuner(self, value: Any) -> None:
+        """Send the JSON ``value`` to the tuner of rank 0. Any thread; never blocks; what one rank tells arrives in order.
+
+        Raises:
+            CommschedError: the job failed, or the session is closed.
+        """
+        if self.rank == 0:
+            self.on_told(0, {"tuner": value})
+        else:
+            self._control.tell({"tuner": value})
 
     def on_close(self, callback: Callable[[], None]) -> Callable[[], None]:
         """Call ``callback`` first when the session closes in good order: to put last updates in place. What is returned takes
@@ -244,6 +277,10 @@ class Session:
         self._on_core(lambda core: core.leave(rank))
 
     def on_told(self, rank: int, value: Any) -> None:
+        if "tuner" in value:
+            if self._tuner is not None:
+                self._tuner.on_told(rank, value["tuner"])
+            return
         self._on_core(lambda core: core.on_told(rank, value))
 
     def on_announced(self, value: Any) -> None:
@@ -256,6 +293,9 @@ class Session:
         return self._core.hold_steps() if self._core is not None else {}
 
     def switch_at(self, config: dict[str, Any], steps: dict[int, int]) -> None:
+        window = config.pop("window", None)
+        if window is not None and self._tuner is not None:
+            self._tuner.on_switch(window, steps)
         self._on_core(lambda core: core.switch_at(SchedulerConfig(**config) if config else None, steps))
 
     def _on_core(self, call: Callable[[Core], None]) -> None:
@@ -285,6 +325,7 @@ class Session:
             return
         graceful = False
         try:
+            self._stop_tuner()
             for callback in self._close_callbacks:
                 callback()
             self.core.drain()
@@ -316,6 +357,7 @@ class Session:
 
     def _tear_down(self, graceful: bool = False) -> None:
         self.closed = True
+        self._stop_tuner()
         if self._core is not None:
             self._core.close()
         if self._transport is not None:
@@ -324,6 +366,11 @@ class Session:
         if self.observer is not None:
             self.observer.close()
         self.cleanup.close()
+
+    def _stop_tuner(self) -> None:
+        tuner, self._tuner = self._tuner, None
+        if tuner is not None:
+            tuner.close()
 
     def _require_same(self, settings: Mapping[str, Any]) -> None:
         records = self.gather(settings)
@@ -474,7 +521,7 @@ def open_session(world: World, settings: Settings, device: str = "cpu") -> Sessi
             open_control=open_control,
             open_transport=open_transport,
             order=settings.order,
-            same_on_all_ranks={name: getattr(settings, name) for name in _SAME_ON_ALL_RANKS},
+            same_on_all_ranks={**{name: getattr(settings, name) for name in _SAME_ON_ALL_RANKS}, "tune": str(settings.tune)},
             trace_directory=settings.trace,
             warn_after_seconds=settings.fail_after,
         )

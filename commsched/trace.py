@@ -90,6 +90,12 @@ class TraceObserver:
         """Tell the names of the tensors of a group before its first task is done."""
         self._names[index] = [_shown(spec.name) for spec in manifest.tensors]
 
+    def on_step(self, group: int, step: int, at: float) -> None:
+        """Not in the picture: every task names its step."""
+
+    def on_ready(self, group: int, tensor: int, at: float) -> None:
+        """Not in the picture: every task has a moment from which it is ready."""
+
     def on_task(self, task: CommTask) -> None:
         times = task.ready_at, task.started_at, task.sent_at, task.done_at
         self._keep(self._tasks, _Task(task.group, task.step, task.partition, task.priority, *times))

@@ -118,6 +118,47 @@ def _text(value: object, key: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
+class Budget:
+    """How long tuning may take, whichever comes first; it may end earlier. None: no limit of that kind."""
+
+    trials: int | None = None
+    steps: int | None = None
+    seconds: float | None = None
+
+
+#: Of ``tune=1``: what the searcher needs on most models, and the comparison at the end.
+DEFAULT_BUDGET = Budget(trials=12)
+
+
+def _budget(value: object, key: str) -> Budget | None:
+    """On or off, or ``"90s"``, ``"500 steps"``, ``"20 trials"``."""
+    if isinstance(value, Budget):
+        return value
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|steps|trials)", str(value).strip())
+    if match is None:
+        try:
+            return DEFAULT_BUDGET if parse_switch(value, key) else None
+        except ConfigError:
+            pass
+    elif match[2] == "s":
+        return Budget(seconds=parse_seconds(match[1], key))
+    elif match[1].isdecimal() and int(match[1]) > 0:
+        return Budget(**{match[2]: int(match[1])})
+    raise ConfigError(f"{key}={value!r} is no budget; write 1, 0, or how long to tune, like 90s, 500steps or 20trials")
+
+
+def _policies(value: object, key: str) -> tuple[str, ...]:
+    parts = value if isinstance(value, list | tuple) else str(value).split(",")
+    return tuple(_policy(str(part).strip(), key) for part in parts)
+
+
+def _tuned(value: object, key: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{key}={value!r} is not the table that commsched tune writes")
+    return dict(value)
+
+
+@dataclass(frozen=True, slots=True)
 class SchedulerConfig:
     """What may change while training runs; swapped whole, at a step number all ranks agreed on."""
 
@@ -185,12 +226,21 @@ class Settings:
     trace: str | None = _setting(_text, None, "directory for a timeline of every task; none: no timeline")
     fail_after: float = _setting(parse_seconds, 10.0, "seconds of silence after which a rank or server is given up")
     join_within: float = _setting(parse_seconds, 60.0, "seconds within which all ranks must have joined")
+    tune: Budget | None = _setting(  # noqa: RUF009 - Budget is frozen
+        _budget, None, "look for a better partition and credit in training: 1, or for 90s, 500steps, 20trials"
+    )
+    tune_out: str | None = _setting(_text, None, "file for what tuning found, such as tuned.toml; none: it is only logged")
+    tune_by: str = _setting(_text, "bayes", "how to search: bayes, grid, random, sgd")
+    tune_policies: tuple[str, ...] = _setting(_policies, (), "policies to choose from in tuning; none: the one that is set")
+    tuned: Mapping[str, Any] | None = _setting(_tuned, None, "the jobs that a tuned file is for: in the file only")
     disable: bool = _setting(parse_switch, False, "1: train exactly as without commsched")
     control: str | None = _setting(parse_address, None, "host:port where rank 0 listens; needed across machines")
     host: str | None = _setting(_text, None, "address other machines reach this rank at; none: found by itself")
     token: str | None = _setting(_text, None, "the job's secret; needed across machines")
     token_file: str | None = _setting(_text, None, "a file of mode 0600 that holds the token")
     rendezvous: str | None = _setting(_text, None, "file where rank 0 tells its address to ranks of the same machine")
+    #: Names of those that somebody set, which tuning leaves as they are. A tuned file's are a place to begin.
+    given: frozenset[str] = frozenset()
 
     @property
     def scheduler(self) -> SchedulerConfig:
@@ -203,8 +253,9 @@ class Settings:
         Raises:
             ConfigError: names the key, where it came from, the value and what is allowed.
         """
-        known = {f.name: f for f in fields(cls)}
+        known = {f.name: f for f in fields(cls) if f.metadata}
         values: dict[str, Any] = {}
+        given: set[str] = set()
         environment = {key: value for key, value in environ.items() if key.startswith("COMMSCHED_") and key not in NOT_SETTINGS}
         config = environ.get("COMMSCHED_CONFIG")
         sources: list[tuple[Callable[[str], str], Mapping[str, Any]]] = [
@@ -212,7 +263,7 @@ class Settings:
             (lambda key: f"COMMSCHED_{key.upper()}", {key[10:].lower(): value for key, value in environment.items()}),
             (lambda key: key, {key: value for key, value in keywords.items() if value is not None}),
         ]
-        for label, source in sources:
+        for place, (label, source) in enumerate(sources):
             for key, value in source.items():
                 if key not in known:
                     close = difflib.get_close_matches(key, known, 1)
@@ -220,7 +271,9 @@ class Settings:
                     raise ConfigError(f"{label(key)} is not a setting; {hint}")
                 if value != "":
                     values[key] = known[key].metadata["parse"](value, label(key))
-        return cls(**values)
+                    if place > 0 or "tuned" not in source:
+                        given.add(key)
+        return cls(**values, given=frozenset(given))
 
 
 #: Variables of ours that are not settings: the world (see ``world.py``), and the name of the file.

@@ -174,7 +174,10 @@ class Core:
                 lambda: f"to begin step {group.next_step}",
             )
             self._apply_switches(group)
-            return group.open_step()
+            step = group.open_step()
+        if self.observer is not None:
+            self.observer.on_step(group.index, step, monotonic())
+        return step
 
     def notify_ready(self, group: TensorGroup, tensor: int) -> None:
         now = monotonic()
@@ -182,6 +185,8 @@ class Core:
             self._check()
             for task in group.gradient_written(tensor):
                 self._add(task, now)
+        if self.observer is not None:
+            self.observer.on_ready(group.index, tensor, now)
 
     def _add(self, task: CommTask, now: float) -> None:
         """Called with the lock held."""

@@ -95,6 +95,14 @@ class Messenger(Protocol):
 class Observer(Protocol):
     """Sees what happens, with times in seconds of ``time.monotonic``. Called from any thread; must not block or raise."""
 
+    def on_step(self, group: int, step: int, at: float) -> None:
+        """The engine began ``step`` of ``group``."""
+        ...
+
+    def on_ready(self, group: int, tensor: int, at: float) -> None:
+        """The engine has written the gradient of ``tensor`` (its index in the manifest) in the step begun last."""
+        ...
+
     def on_task(self, task: CommTask) -> None:
         """A task is done; its ``*_at`` fields hold its life."""
         ...

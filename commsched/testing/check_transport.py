@@ -259,6 +259,12 @@ class _Channels:
     def __init__(self) -> None:
         self.static_steps: set[int] = set()
 
+    def on_step(self, group: int, step: int, at: float) -> None:
+        pass
+
+    def on_ready(self, group: int, tensor: int, at: float) -> None:
+        pass
+
     def on_task(self, task: CommTask) -> None:
         if task.channel == STATIC:
             self.static_steps.add(task.step)

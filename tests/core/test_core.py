@@ -91,6 +91,12 @@ class World:
             else:
                 self.transport.done(task)
 
+    def on_step(self, group: int, step: int, at: float) -> None:
+        pass
+
+    def on_ready(self, group: int, tensor: int, at: float) -> None:
+        pass
+
     def on_task(self, task: CommTask) -> None:
         self.tasks.append(task)
         self.observed.set()

@@ -1,0 +1,59 @@
+"""What a search asks for, and what a trial of it found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from ..core.config import SchedulerConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Consecutive training steps with one configuration, as the slowest rank saw them.
+
+    ``seconds`` is the median of its undisturbed steps, ``error_seconds`` that median's standard error. ``steps`` were counted,
+    ``rejected`` left out as disturbed; both without those before the configuration had settled.
+    """
+
+    seconds: float
+    error_seconds: float
+    steps: int
+    rejected: int = 0
+
+
+class TrialFailed(Exception):
+    """One trial came to nothing; says why. Training goes on, and so may the search."""
+
+
+class Stopped(Exception):
+    """Training has ended, or is about to: no trial can be made any more."""
+
+
+#: Trains with a configuration until a window is full. Raises TrialFailed or Stopped. Blocks: only the tuner's thread calls it.
+Measure = Callable[[SchedulerConfig], Window]
+
+#: A model's step time in seconds; any thread.
+Predict = Callable[[SchedulerConfig], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """``expected_gain`` is by what part the searcher expects it to be faster than the best so far (its expected improvement:
+    0.01 is 1 %); None: it has no opinion."""
+
+    config: SchedulerConfig
+    expected_gain: float | None = None
+
+
+class Searcher(Protocol):
+    """Proposes configurations to try; ask and tell. Not thread-safe; waits for nothing."""
+
+    def ask(self) -> Candidate | None:
+        """What to try next; None: there is nothing left worth trying."""
+        ...
+
+    def tell(self, config: SchedulerConfig, window: Window | None) -> None:
+        """What a trial found; None: it failed. Also of configurations that were not asked for: they may teach something."""
+        ...
