@@ -20,11 +20,11 @@ from typing import Any
 from commsched.core.config import parse_bytes, parse_rate
 from commsched.core.errors import ConfigError
 from commsched.launch import run as launch
+from commsched.simulator.bytes_factor import bytes_factor
 
 from .arguments import at_least, setting
 from .demo_worker import BLOCK_STEPS
 from .lower_bound import lower_bound, wfbp
-from .nic_load import bytes_factor
 from .processes import JobFailed
 from .results import Row, add_json_argument, write
 

@@ -13,12 +13,12 @@ from pathlib import Path
 import torch
 
 from commsched.core.errors import ConfigError
+from commsched.simulator.profile import Layer, Profile
 
 from .arguments import at_least
 from .layer_times import Clock, LayerTimer, WallClock
 from .workloads.derive import to_json
 from .workloads.full_size import FULL_SIZE, FullSize
-from .workloads.profile import Layer, Profile
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

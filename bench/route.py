@@ -9,10 +9,10 @@ from itertools import pairwise
 from commsched.core.config import parse_rate
 from commsched.core.errors import ConfigError
 from commsched.core.policies import make_policy
+from commsched.simulator.bytes_factor import bytes_factor
 from commsched.transports.host.layout import Layout, Seat, is_wanted
 
 from .cluster import BURST_BYTES
-from .nic_load import bytes_factor
 
 #: The link's share is said of what is at least so many bursts long.
 _BURSTS = 10

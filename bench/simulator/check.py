@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from commsched.simulator.profile import ITEMSIZE, Layer, Profile
+from commsched.simulator.scenario import Exchange, Rules
+
 from ..measure import median_absolute_error
-from ..workloads.profile import ITEMSIZE, Layer, Profile
 from .row import Case
-from .scenario import Exchange, Rules
 from .systems import DDP_BUCKET_BYTES, DDP_FIRST_BUCKET_BYTES, SYSTEMS, ddp, rules_of
 
 #: Full detail up to so many workers: beyond, a rank's own shard matters little, and detail takes long.

@@ -7,11 +7,12 @@ from functools import cached_property
 from math import prod
 from typing import Any, NamedTuple
 
+from commsched.simulator.bytes_factor import bytes_factor
+from commsched.simulator.profile import ITEMSIZE, Profile
+from commsched.simulator.scenario import Cluster, Exchange, Rules, WorkerClass
+from commsched.simulator.simulate import Outcome, simulate
+
 from ..lower_bound import lower_bound, partitioned_bound, wfbp
-from ..nic_load import bytes_factor
-from ..workloads.profile import ITEMSIZE, Profile
-from .scenario import Cluster, Exchange, Rules, WorkerClass
-from .simulate import Outcome, simulate
 
 _STRAGGLER_STEPS = 6  # after a few, steps are alike
 

@@ -7,8 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 from commsched.core.config import MAX_PARTITION_BYTES, SchedulerConfig
-
-from .scenario import Exchange, Rules
+from commsched.simulator.scenario import Exchange, Rules
 
 #: DDP's buckets unless told otherwise: the one sent first, and the others.
 DDP_FIRST_BUCKET_BYTES = 2**20

@@ -10,11 +10,11 @@ from typing import Any
 
 from commsched.core.config import Settings, parse_bytes, parse_rate, parse_seconds
 from commsched.core.errors import ConfigError
+from commsched.simulator.bytes_factor import bytes_factor
 
 from .. import systems
 from ..arguments import at_least, check_settings, setting
 from ..job import Job, run_job
-from ..nic_load import bytes_factor
 from ..processes import JobFailed
 from ..results import add_json_argument, commit, write
 from ..systems.spec import SystemSpec, Way, parse, way_of_job

@@ -87,7 +87,7 @@ def rank_main(session: Session, arguments: Mapping[str, Any]) -> dict[str, Any]:
 def _measure(task: Assignment, specs: Sequence[SystemSpec], own: Way, ways: Mapping[Way, OpenWay]) -> dict[str, Any]:
     session, line = ways[own].session, ways[own].line
     workload = make_workload(task.workload, session.world_size)
-    host = _own_host()
+    host = own_address()
     network = measure_network(session, host, task.nominal_rates, task.servers, task.capped)
     compute = ComputeOnly(session, line, workload)
     layers = compute.measure(_LAYER_STEPS)
@@ -104,7 +104,7 @@ def _measure(task: Assignment, specs: Sequence[SystemSpec], own: Way, ways: Mapp
     }
 
 
-def _own_host() -> str:
+def own_address() -> str:
     """The address at which the other ranks reach this one."""
     job = Settings.load({}, os.environ)
     return "127.0.0.1" if job.control is None else own_host(detect_world(os.environ), job, job.control)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ..workloads.profile import Profile
+from commsched.simulator.profile import Profile
 
 #: Gradients of an EMULATED model where no size is asked for: enough for many partitions, little enough for many steps.
 DEFAULT_MEGABYTES = 48.0

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 
+from commsched.simulator.profile import Profile
+
 from .flops import profile_of
 from .full_size import FULL_SIZE
-from .profile import Profile
 from .registry import PROFILES
 
 _CHART = "ByteScheduler's published charts (8 V100, 32 images each, 10000 classes)"

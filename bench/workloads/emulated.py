@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from .profile import Layer, Profile
+from commsched.simulator.profile import Layer, Profile
 
 #: So many different places of the shared random numbers at which a parameter's pattern can begin.
 _OFFSETS = 4096

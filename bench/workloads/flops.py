@@ -15,9 +15,10 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from commsched.simulator.profile import Layer, Profile
+
 from ..layer_times import parameter_layers
 from .full_size import FullSize
-from .profile import Layer, Profile
 
 _DECIMALS = 9  # nanoseconds: the files stay readable, and equal wherever they are made
 

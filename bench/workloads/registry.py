@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from commsched.core.errors import ConfigError
+from commsched.simulator.profile import Profile, read_profile
 
 from . import uniform
-from .profile import Profile, read_profile
 
 PROFILES = Path(__file__).parent / "profiles"
 _DERIVED = ("vgg16", "resnet50", "bert-base", "gpt2-small")

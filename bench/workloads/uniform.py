@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .profile import Layer, Profile
+from commsched.simulator.profile import Layer, Profile
 
 _LAYERS = 24
 _ELEMENTS = 750_000

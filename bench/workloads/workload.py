@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
-from .profile import Profile
+from commsched.simulator.profile import Profile
 
 
 class Workload(Protocol):

@@ -1,4 +1,4 @@
-"""Fakes for tests: a clock that is moved by hand, a transport under the test's control, and one that delays another."""
+"""Fakes for tests: the simulator's clock, a transport under the test's control, and one that delays another."""
 
 from __future__ import annotations
 
@@ -6,36 +6,14 @@ import heapq
 import itertools
 import random
 import threading
-from collections.abc import Callable
 from time import monotonic
 
 from ..core.manifest import Manifest
 from ..core.ports import Completion, Transport
 from ..core.task import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, CommTask
+from ..simulator.clock import VirtualClock
 
-
-class VirtualClock:
-    """Time that passes only from event to event. Not thread-safe.
-
-    Events of one moment happen in the order in which they were asked for.
-    """
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        self._events: list[tuple[float, int, Callable[[], None]]] = []
-        self._order = itertools.count()
-
-    def call_at(self, time: float, event: Callable[[], None]) -> None:
-        """Let ``event`` happen at ``time``, in seconds, not before :attr:`now`."""
-        if time < self.now:
-            raise ValueError(f"an event at {time} s was asked for at {self.now} s")
-        heapq.heappush(self._events, (time, next(self._order), event))
-
-    def run(self) -> None:
-        """Let all events happen, also those that events ask for; returns when none is left."""
-        while self._events:
-            self.now, _, event = heapq.heappop(self._events)
-            event()
+__all__ = ["Delayed", "RecordingTransport", "VirtualClock"]
 
 
 class RecordingTransport:

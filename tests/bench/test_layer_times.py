@@ -8,8 +8,8 @@ from torch import nn
 
 from bench.layer_times import LayerTimer
 from bench.workloads.emulated import EmulatedModel, EmulatedWorkload
-from bench.workloads.profile import Layer, Profile
 from bench.workloads.registry import load_profile
+from commsched.simulator.profile import Layer, Profile
 from tests.bench.workloads.clock import FakeClock
 
 

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.nic_load import bytes_factor, least_seconds_per_byte, seconds_per_byte
+from bench.nic_load import least_seconds_per_byte, seconds_per_byte
+from commsched.simulator.bytes_factor import bytes_factor
 
 rates = st.integers(1, 40)
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from ...core.errors import ClosedError, CommschedError, ConfigError, PeerLost, ProtocolError
 from ...core.manifest import Manifest
+from ...core.placement import place
 from ...core.ports import Completion, OnFailure
 from ...core.task import ALL_REDUCE, CommTask
 from ..contributions import Key
@@ -21,7 +22,6 @@ from .lane import Lane
 from .outbox import Outbox
 from .own_lane import OwnLane
 from .pacer import Pacer
-from .placement import place
 from .remote_lane import RemoteLane
 from .shard import Shard
 

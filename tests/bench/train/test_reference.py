@@ -4,8 +4,8 @@ import torch
 from bench.measure import TOLERATED_DIFFERENCE
 from bench.train.reference import LEARNING_RATE, largest_difference, plain_averaging, put_weights, weights_of
 from bench.workloads.emulated import EmulatedWorkload
-from bench.workloads.profile import Layer, Profile
 from bench.workloads.registry import load_profile
+from commsched.simulator.profile import Layer, Profile
 
 WORKLOAD = EmulatedWorkload(Profile("tiny", (Layer("a", ((3, 2),), 9.0, 9.0), Layer("b", ((5,),), 9.0, 9.0)), "made up"))
 

@@ -1,8 +1,8 @@
 import pytest
 
 from bench.train.scaling import scale
-from bench.workloads.profile import Layer, Profile
 from bench.workloads.uniform import make_profile
+from commsched.simulator.profile import Layer, Profile
 
 OTHER = Profile("other", (Layer("a", ((1000, 6000),), 0.1, 0.2), Layer("b", ((6_000_000,),), 0.1, 0.2)), "made up")
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from bench.workloads.emulated import EmulatedModel, EmulatedWorkload, batch_value
-from bench.workloads.profile import Layer, Profile
 from bench.workloads.registry import load_profile
+from commsched.simulator.profile import Layer, Profile
 
 from .clock import FakeClock
 

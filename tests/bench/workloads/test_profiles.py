@@ -15,9 +15,9 @@ from bench.lower_bound import lower_bound, wfbp
 from bench.workloads.derive import derive, to_json
 from bench.workloads.flops import forward_flops, profile_of
 from bench.workloads.full_size import FULL_SIZE, FullSize
-from bench.workloads.profile import Profile
 from bench.workloads.registry import PROFILES, load_profile, model_names, real_model_names
 from commsched.core.errors import ConfigError
+from commsched.simulator.profile import Profile
 
 ROOT = Path(__file__).parents[3]
 

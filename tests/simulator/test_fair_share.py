@@ -3,9 +3,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.simulator.fair_share import fair_rates
-from bench.simulator.nics import Connections, Hosts, SharedNics
-from bench.simulator.scenario import Cluster, WorkerClass, equal_workers
+from commsched.simulator.fair_share import fair_rates
+from commsched.simulator.nics import Connections, Hosts, SharedNics
+from commsched.simulator.scenario import Cluster, WorkerClass, equal_workers
 
 
 class Matrix:

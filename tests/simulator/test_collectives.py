@@ -5,11 +5,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.lower_bound import bucketed_wfbp, dear, lower_bound, partitioned_bound, serial, wfbp, window_bound
-from bench.simulator import Exchange, Rules, equal_workers, simulate
-from bench.simulator.collectives import hops
-from bench.workloads.profile import ITEMSIZE
 from commsched.core.config import SchedulerConfig
 from commsched.core.policies import policy_names
+from commsched.simulator import Exchange, Rules, equal_workers, simulate
+from commsched.simulator.collectives import hops
+from commsched.simulator.profile import ITEMSIZE
 
 from .models import RATE, model, models, times
 

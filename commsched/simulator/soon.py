@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from commsched.testing.fakes import VirtualClock
+from .clock import VirtualClock
 
 
 class Soon:

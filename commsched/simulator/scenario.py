@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from commsched.core.config import SchedulerConfig
+from ..core.config import SchedulerConfig
 
 
 @dataclass(frozen=True)

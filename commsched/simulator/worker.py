@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from commsched.core.task import CommTask
-from commsched.testing.fakes import VirtualClock
-
-from ..workloads.profile import Profile
+from ..core.task import CommTask
+from .clock import VirtualClock
 from .exchange import ExchangeModel
+from .profile import Profile
 from .scenario import Rules
 from .tensors import Grouping
 

@@ -104,8 +104,9 @@ class SharedNics:
         return np.where(self._has_others, by_class, 0.0), as_member, as_shard
 
     def users(self, resources: Flags) -> Flags:
-        cuts = np.cumsum([self._classes, self._classes, self._hosts])
-        class_egress, class_ingress, host_egress, host_ingress = np.split(resources, cuts)
+        of_classes, of_hosts = resources[: 2 * self._classes], resources[2 * self._classes :]
+        class_egress, class_ingress = of_classes[: self._classes], of_classes[self._classes :]
+        host_egress, host_ingress = of_hosts[: self._hosts], of_hosts[self._hosts :]
         push = self._users(class_egress & self._has_others, host_egress, host_ingress)
         reply = self._users(class_ingress & self._has_others, host_ingress, host_egress)
         return np.where(self._is_push, push, reply)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from commsched.core.task import CommTask
+from ..core.task import CommTask
 
 #: Told that the average of a partition is in place at a worker class: its index, the step, the partition's index.
 OnDone = Callable[[int, int, int], None]

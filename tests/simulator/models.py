@@ -2,7 +2,7 @@
 
 from hypothesis import strategies as st
 
-from bench.workloads.profile import ITEMSIZE, Layer, Profile
+from commsched.simulator.profile import ITEMSIZE, Layer, Profile
 
 RATE = float(ITEMSIZE)
 

@@ -1,7 +1,7 @@
-from bench.simulator.scenario import Rules
-from bench.simulator.tensors import Grouping, Tensors, fill_buckets
-from bench.workloads.profile import Layer, Profile
 from commsched.core.config import SchedulerConfig
+from commsched.simulator.profile import Layer, Profile
+from commsched.simulator.scenario import Rules
+from commsched.simulator.tensors import Grouping, Tensors, fill_buckets
 
 PROFILE = Profile(
     "two",

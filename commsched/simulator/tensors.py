@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from commsched.core.manifest import Manifest, TensorSpec
-from commsched.core.plan import Partition, Plan, cut
-
-from ..workloads.profile import Profile
+from ..core.manifest import Manifest, TensorSpec
+from ..core.plan import Partition, Plan, cut
+from .profile import Profile
 from .scenario import Rules
 
 

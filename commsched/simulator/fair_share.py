@@ -42,16 +42,17 @@ def fair_rates(connections: int, resources: Resources) -> Floats:
         ValueError: a connection uses no resource, so its rate has no limit.
     """
     rates = np.zeros(connections)
+    used = resources.used(rates)
     unstopped = np.ones(connections, bool)
     while unstopped.any():
         growing = unstopped & ~resources.held(unstopped)
         demand = resources.used(growing.astype(float))
-        used = resources.used(rates)
         left = np.where(used < resources.capacities * (1 - _FULL), resources.capacities - used, 0.0)
         room = np.divide(left, demand, out=np.full_like(left, np.inf), where=demand > 0.5)  # every use weighs at least 1
         least = room.min(initial=np.inf)
         if least == np.inf:
             raise ValueError("a connection uses no resource")
         rates[growing] += least
+        used += least * demand
         unstopped &= ~(growing & resources.users(room <= least * (1 + _FULL)))
     return rates

@@ -7,13 +7,12 @@ from collections import Counter, deque
 from collections.abc import Callable
 from functools import partial
 
-from commsched.core.config import SchedulerConfig
-from commsched.core.policies import make_policy
-from commsched.core.scheduler import Scheduler
-from commsched.core.task import CommTask
-from commsched.testing.fakes import VirtualClock
-
-from ..nic_load import bytes_factor
+from ..core.config import SchedulerConfig
+from ..core.policies import make_policy
+from ..core.scheduler import Scheduler
+from ..core.task import CommTask
+from .bytes_factor import bytes_factor
+from .clock import VirtualClock
 from .exchange import OnDone
 from .scenario import Cluster
 from .soon import Soon

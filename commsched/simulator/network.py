@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from commsched.core.policies import make_policy
-from commsched.core.scheduler import Scheduler
-from commsched.testing.fakes import VirtualClock
-
-from .fair_share import Floats, fair_rates
-from .nics import Connections, Hosts, SharedNics
+from ..core.policies import make_policy
+from ..core.scheduler import Scheduler
+from .clock import VirtualClock
+from .fair_share import Floats
+from .nics import Connections
 from .scenario import Cluster
+from .shares import Shares
 from .soon import Soon
 
 
@@ -34,11 +34,9 @@ def _one_at_a_time() -> Scheduler[_Message]:
 
 @dataclass(slots=True, eq=False)
 class _Connection:
-    """One direction between each of a worker class and one shard."""
+    """One direction between each of a worker class and one shard; ``key`` is worker, shard and whether it carries pushes."""
 
-    worker: int
-    shard: int
-    is_push: bool
+    key: tuple[int, int, bool]
     waiting: Scheduler[_Message] = field(default_factory=_one_at_a_time)
     current: _Message | None = None
 
@@ -60,15 +58,15 @@ class Network:
     """Carries messages between the worker classes of ``cluster`` and its shards. Between two events all rates are constant.
 
     Args:
-        pushes_first: see ``Rules``.
+        shares: of the NICs of ``cluster``.
     """
 
-    def __init__(self, clock: VirtualClock, cluster: Cluster, pushes_first: bool) -> None:
+    def __init__(self, clock: VirtualClock, cluster: Cluster, shares: Shares) -> None:
         self._clock = clock
-        self._pushes_first = pushes_first
+        self._shares = shares
         self._latency_seconds = cluster.latency_seconds
         self._message_seconds = cluster.message_seconds
-        self._hosts = Hosts(cluster)
+        self._hosts = shares.hosts
         self._connections: dict[tuple[int, int, bool], _Connection] = {}
         self._idle: list[_Connection] = []  # may have a message to begin
         # Those under way, and of each the bytes left at the last plan, the arrival foreseen and the rate.
@@ -100,7 +98,7 @@ class Network:
         key = worker, shard, is_push
         connection = self._connections.get(key)
         if connection is None:
-            connection = self._connections[key] = _Connection(*key)
+            connection = self._connections[key] = _Connection(key)
         connection.waiting.add(message)
         if connection.current is None:
             self._idle.append(connection)
@@ -118,7 +116,7 @@ class Network:
         self._left = np.concatenate([self._left, [self._load_bytes(connection) for connection in begun]])
         self._plans += 1
         if self._active:
-            self._rates = fair_rates(len(self._left), SharedNics(self._arrays, self._hosts, self._pushes_first))
+            self._rates = self._shares.rates([each.key for each in self._active], self._arrays)
             seconds = np.full_like(self._left, np.inf)
             self._arrival = now + np.divide(self._left, self._rates, out=seconds, where=self._rates > 0)
             plan = self._plans
@@ -141,12 +139,13 @@ class Network:
     def _load_bytes(self, connection: _Connection) -> float:
         """A message's bytes, and as many more as the path carries while it is held besides."""
         assert connection.current is not None
-        return connection.current.nbytes + self._message_seconds * self._hosts.path_rate(connection.worker, connection.shard)
+        return connection.current.nbytes + self._message_seconds * self._hosts.path_rate(*connection.key[:2])
 
     def _to_arrays(self, connections: list[_Connection]) -> Connections:
+        keys = [each.key for each in connections]
         return Connections(
-            np.array([each.worker for each in connections], np.int64),
-            np.array([each.shard for each in connections], np.int64),
-            np.array([each.is_push for each in connections], bool),
-            np.array([self.members_across(each.worker, each.shard) for each in connections], np.int64),
+            np.array([worker for worker, _, _ in keys], np.int64),
+            np.array([shard for _, shard, _ in keys], np.int64),
+            np.array([is_push for _, _, is_push in keys], bool),
+            np.array([self.members_across(worker, shard) for worker, shard, _ in keys], np.int64),
         )

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from commsched.core.policies import make_policy
-from commsched.core.scheduler import Scheduler
-from commsched.core.task import CommTask
-from commsched.testing.fakes import VirtualClock
-from commsched.transports.ps.placement import place
-
+from ..core.config import SchedulerConfig
+from ..core.placement import place
+from ..core.policies import make_policy
+from ..core.scheduler import Scheduler
+from ..core.task import CommTask
+from .clock import VirtualClock
 from .exchange import OnDone
 from .network import Network
-from .scenario import Cluster, Rules
+from .scenario import Cluster
+from .shares import Shares
 from .soon import Soon
 
 
@@ -26,14 +27,14 @@ class ParameterServers:
     are there, each gets its reply.
     """
 
-    def __init__(self, clock: VirtualClock, cluster: Cluster, rules: Rules, on_done: OnDone) -> None:
+    def __init__(self, clock: VirtualClock, cluster: Cluster, shares: Shares, config: SchedulerConfig, on_done: OnDone) -> None:
         self._clock = clock
         self._cluster = cluster
         self._on_done = on_done
-        self._network = Network(clock, cluster, rules.pushes_first)
+        self._network = Network(clock, cluster, shares)
         workers = range(len(cluster.workers))
         self._schedulers: Sequence[Scheduler[CommTask]] = [
-            Scheduler(make_policy(rules.config.policy), rules.config.credit_bytes) for _ in workers
+            Scheduler(make_policy(config.policy), config.credit_bytes) for _ in workers
         ]
         self._start_soon = [Soon(clock, partial(self._start, worker)) for worker in workers]
         self._pushed: dict[tuple[int, int], list[CommTask | None]] = {}  # (step, partition) -> the push of each class
