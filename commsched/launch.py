@@ -12,11 +12,11 @@ import threading
 from collections.abc import Mapping, Sequence
 from types import FrameType
 
+from . import guard
 from .core.errors import TransportError
 
 #: After the first failure the others may end by themselves, naming its cause, before they are terminated and then killed.
 GRACE_SECONDS = 5.0
-KILL_SECONDS = 2.0
 
 
 def run(ranks: int, servers: int, command: Sequence[str], environ: Mapping[str, str]) -> int:
@@ -32,7 +32,7 @@ def run(ranks: int, servers: int, command: Sequence[str], environ: Mapping[str, 
             "COMMSCHED_TOKEN": secrets.token_hex(32),
             "COMMSCHED_RENDEZVOUS": f"{directory}/control.json",
         }
-        job = _Job()
+        job = _Job(directory)
         try:
             if servers:
                 environ["COMMSCHED_SERVERS"] = ",".join(job.start_server(environ) for _ in range(servers))
@@ -46,14 +46,23 @@ def run(ranks: int, servers: int, command: Sequence[str], environ: Mapping[str, 
 
 
 class _Job:
-    """The processes of one job, each in a session of its own so that its children end with it."""
+    """The processes of one job, each in a session of its own so that its children end with it. ``directory`` is removed by
+    their guard, should this process be killed."""
 
-    def __init__(self) -> None:
+    def __init__(self, directory: str) -> None:
         self._processes: dict[int, subprocess.Popen[str]] = {}
         self._sessions: list[int] = []  # of all processes ever started: what they started may outlive them
         self._ranks: set[int] = set()
         self._timers: list[threading.Timer] = []
         self._interrupted = 0
+        # Without site packages and environment: it is to be there at once, whatever the job's Python is like.
+        self._guard = subprocess.Popen(
+            [sys.executable, "-IS", guard.__file__, directory],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            text=True,
+            start_new_session=True,
+        )
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, self._pass_on)
 
@@ -81,6 +90,7 @@ class _Job:
         process = subprocess.Popen(command, env=environ, stdout=stdout, text=True, start_new_session=True)
         self._processes[process.pid] = process
         self._sessions.append(process.pid)
+        self._tell_guard(process.pid)
         return process
 
     def wait(self) -> int:
@@ -105,7 +115,7 @@ class _Job:
 
     def _end_soon(self) -> None:
         if not self._timers:
-            for seconds, number in ((GRACE_SECONDS, signal.SIGTERM), (GRACE_SECONDS + KILL_SECONDS, signal.SIGKILL)):
+            for seconds, number in ((GRACE_SECONDS, signal.SIGTERM), (GRACE_SECONDS + guard.KILL_SECONDS, signal.SIGKILL)):
                 timer = threading.Timer(seconds, self._signal, [number])
                 timer.daemon = True
                 timer.start()
@@ -119,6 +129,15 @@ class _Job:
             _kill_group(process_group, signal.SIGKILL)
         for process in self._processes.values():
             process.wait()
+        self._tell_guard("done")
+        self._guard.wait()
+
+    def _tell_guard(self, line: object) -> None:
+        assert self._guard.stdin is not None
+        try:
+            print(line, file=self._guard.stdin, flush=True)
+        except BrokenPipeError:
+            pass  # somebody killed it: this process ends the job as long as it lives itself
 
     def _require_not_interrupted(self) -> None:
         if self._interrupted:

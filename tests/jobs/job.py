@@ -22,10 +22,11 @@ def clean_environ(**more: str) -> dict[str, str]:
 
 
 class Job:
-    """``commsched run ...`` in the background. Ends, with everything it started, when the block is left."""
+    """``commsched run ...``, or another ``subcommand``, in the background. Ends, with everything it started, when the block is
+    left."""
 
-    def __init__(self, *arguments: str, environ: Mapping[str, str] | None = None) -> None:
-        self._command = [sys.executable, "-m", "commsched", "run", *arguments]
+    def __init__(self, *arguments: str, environ: Mapping[str, str] | None = None, subcommand: str = "run") -> None:
+        self._command = [sys.executable, "-m", "commsched", subcommand, *arguments]
         self._environ = clean_environ(**(environ or {}))
 
     def __enter__(self) -> Job:
@@ -67,9 +68,11 @@ class Job:
         return self.process.returncode, out, err
 
 
-def run_job(*arguments: str, environ: Mapping[str, str] | None = None, timeout_seconds: float = 50.0) -> tuple[int, str, str]:
+def run_job(
+    *arguments: str, environ: Mapping[str, str] | None = None, timeout_seconds: float = 50.0, subcommand: str = "run"
+) -> tuple[int, str, str]:
     """Run a job to its end."""
-    with Job(*arguments, environ=environ) as job:
+    with Job(*arguments, environ=environ, subcommand=subcommand) as job:
         return job.end(timeout_seconds)
 
 
@@ -85,7 +88,7 @@ def gone(pid: int, timeout_seconds: float = 10.0) -> bool:
         try:
             if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
                 return True
-        except FileNotFoundError:
+        except (FileNotFoundError, ProcessLookupError):
             return True
         time.sleep(0.02)  # somebody else's process: nothing could tell us
     return False

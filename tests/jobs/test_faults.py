@@ -156,6 +156,22 @@ def test_a_launcher_that_is_ended_ends_its_processes(number: signal.Signals) -> 
     assert code == 128 + number
 
 
+def test_a_launcher_that_is_killed_takes_its_job_along() -> None:
+    with Job("-n", "2", "--servers", "1", *worker(FOR_EVER)) as job:
+        pids = [*started(job, 2).values(), *server_pids(job)]
+        assert len(pids) == 3
+        job.process.kill()
+        assert all(gone(pid, 5.0) for pid in pids)
+
+
+def test_what_does_not_end_by_sigterm_is_killed_after_its_launcher() -> None:
+    stubborn = "trap '' TERM; sleep 1000 & echo x x $$; echo x x $!; while true; do wait; done"
+    with Job("-n", "1", "--", "sh", "-c", stubborn) as job:
+        pids = [int(line.split()[-1]) for line in job.lines(2)]
+        job.process.kill()
+        assert all(gone(pid, 10.0) for pid in pids)
+
+
 def test_what_a_rank_leaves_running_ends_with_the_job() -> None:
     with Job("-n", "1", "--", "sh", "-c", "sleep 1000 & echo x x $!") as job:
         (pid,) = (int(line.split()[-1]) for line in job.lines(1))
