@@ -31,8 +31,9 @@ class Stopped(Exception):
     """Training has ended, or is about to: no trial can be made any more."""
 
 
-#: Trains with a configuration until a window is full. Raises TrialFailed or Stopped. Blocks: only the tuner's thread calls it.
-Measure = Callable[[SchedulerConfig], Window]
+#: ``measure(config, steps)`` trains with a configuration until a window of so many undisturbed steps is full. Raises
+#: TrialFailed or Stopped. Blocks: only the tuner's thread calls it.
+Measure = Callable[[SchedulerConfig, int], Window]
 
 #: A model's step time in seconds; any thread.
 Predict = Callable[[SchedulerConfig], float]
@@ -56,4 +57,8 @@ class Searcher(Protocol):
 
     def tell(self, config: SchedulerConfig, window: Window | None) -> None:
         """What a trial found; None: it failed. Also of configurations that were not asked for: they may teach something."""
+        ...
+
+    def best(self) -> SchedulerConfig | None:
+        """The fastest of those tried, as far as it can tell through the noise; None: no trial has succeeded yet."""
         ...

@@ -1,0 +1,177 @@
+"""The trials of a search, kept in a file so that a job that is started again goes on where it was.
+
+JSON lines, each flushed to the disk before the next trial begins::
+
+    {"schema": 1, "key": {...}, "phase": "search", "trial": 3, "config": {...}, "status": "ok", "seconds": 0.41,
+     "error_seconds": 0.004, "steps": 10, "rejected": 0, "took_seconds": 5.4, "why": null}
+
+``phase`` is "search", or "compare" for the windows of the comparison at the end; a failed trial has the status "failed", says
+``why``, and has no seconds. ``trial`` counts all lines. Once tuning has ended a line of the phase "verdict" holds the fields
+of ``verdict.Verdict`` and its ``sentence``.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Literal
+
+from ..core.config import SchedulerConfig
+from ..core.errors import ConfigError
+from .trial import Window
+from .verdict import Verdict
+
+SCHEMA = 1
+_BEGINNING = b'{"schema": '
+
+Phase = Literal["search", "compare"]
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One window, or why there is none. ``took_seconds``: since the trial before, with steps that were left out."""
+
+    phase: Phase
+    config: SchedulerConfig
+    window: Window | None
+    took_seconds: float
+    why: str | None = None
+
+    def to_record(self) -> dict[str, Any]:
+        window = self.window
+        return {
+            "phase": self.phase,
+            "config": self.config.to_record(),
+            "status": "ok" if window is not None else "failed",
+            "seconds": window and window.seconds,
+            "error_seconds": window and window.error_seconds,
+            "steps": window and window.steps,
+            "rejected": window and window.rejected,
+            "took_seconds": self.took_seconds,
+            "why": self.why,
+        }
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> Trial:
+        window = None
+        if record["status"] == "ok":
+            window = Window(record["seconds"], record["error_seconds"], record["steps"], record["rejected"])
+        return cls(record["phase"], SchedulerConfig(**record["config"]), window, record["took_seconds"], record["why"])
+
+
+class Journal:
+    """Opens or makes the file ``path``; :attr:`trials` and :attr:`verdict` are what it holds already.
+
+    ``key`` says which search this is, in JSON values: the job it is for (``tuned.Key``), and what was asked for. A last line
+    that was torn by the end of its process is dropped. Not thread-safe.
+
+    Raises:
+        ConfigError: the file is of a search with another key (names what differs), is no journal, is in use by another
+            job, or cannot be written.
+    """
+
+    def __init__(self, path: str | Path, key: Mapping[str, Any]) -> None:
+        self.path = Path(path)
+        self._key = json.loads(json.dumps(key))  # as it comes back from the file
+        self.trials: list[Trial] = []
+        self.verdict: Verdict | None = None
+        self._lines = 0
+        try:
+            self._file: IO[bytes] = open(self.path, "ab+", buffering=0)  # noqa: SIM115 - closed in close
+        except OSError as error:
+            raise ConfigError(f"the journal of tuning {str(self.path)!r} cannot be written: {error.strerror}") from error
+        try:
+            self._lock()
+            self._read()
+        except BaseException:
+            self._file.close()
+            raise
+
+    def _lock(self) -> None:
+        try:
+            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # of this process: what it forks has no share in it
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                raise ConfigError(f"the journal of tuning {str(self.path)!r} is in use by another job") from error
+            # A file system without locks.
+
+    def _read(self) -> None:
+        self._file.seek(0)
+        whole, end, torn = self._file.read().rpartition(b"\n")
+        for number, line in enumerate(whole.splitlines(), 1):
+            self._read_line(number, line)
+        if torn and torn[: len(_BEGINNING)] != _BEGINNING[: len(torn)]:
+            raise self._foreign(whole.count(b"\n") + 1 + bool(end), "not whole")
+        self._file.truncate(len(whole + end))
+        self._lines = len(self.trials)
+
+    def _read_line(self, number: int, line: bytes) -> None:
+        try:
+            record = json.loads(line)
+            if record["schema"] != SCHEMA:
+                raise ValueError(f"schema {record['schema']!r} instead of {SCHEMA}")
+            self._require_same(record["key"])
+            if record["phase"] == "verdict":
+                self.verdict = Verdict.from_record(record)
+            else:
+                self.trials.append(Trial.from_record(record))
+        except ConfigError:
+            raise
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise self._foreign(number, f"{type(error).__name__}: {error}") from error
+
+    def _foreign(self, number: int, why: str) -> ConfigError:
+        return ConfigError(
+            f"{str(self.path)!r}, line {number}, is no line of a journal of tuning ({why}); remove the file to search anew"
+        )
+
+    def _require_same(self, key: Mapping[str, Any]) -> None:
+        for name in dict.fromkeys((*self._key, *key)):
+            if key.get(name) != self._key.get(name):
+                raise ConfigError(
+                    f"the journal {str(self.path)!r} is of another search: {name} is {key.get(name)!r} there and "
+                    f"{self._key.get(name)!r} here; remove it to search anew, or name another file"
+                )
+
+    def add(self, trial: Trial) -> None:
+        """Keep ``trial``; returns when it is on the disk.
+
+        Raises:
+            OSError: it could not be written.
+        """
+        self._write({**trial.to_record(), "trial": self._lines})
+        self._lines += 1
+        self.trials.append(trial)
+
+    def end(self, verdict: Verdict) -> None:
+        """Keep how it ended; returns when that is on the disk.
+
+        Raises:
+            OSError: it could not be written.
+        """
+        self._write({"phase": "verdict", **verdict.to_record(), "sentence": verdict.sentence()})
+        self.verdict = verdict
+
+    def start_over(self) -> None:
+        """Forget everything: what was measured no longer holds.
+
+        Raises:
+            OSError: it could not be written.
+        """
+        self._file.truncate(0)
+        self.trials, self.verdict, self._lines = [], None, 0
+
+    def _write(self, record: Mapping[str, Any]) -> None:
+        line = json.dumps({"schema": SCHEMA, "key": self._key, **record}, allow_nan=False).encode() + b"\n"
+        while line:
+            line = line[self._file.write(line) :]
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._file.close()

@@ -1,0 +1,44 @@
+"""Searchers, found by name: ``commsched.tuner.searchers.<name>`` defines ``make_searcher``, as here without the name."""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Sequence
+from importlib import import_module
+
+from ...core.config import SchedulerConfig
+from ...core.errors import ConfigError
+from ..space import Space
+from ..trial import Predict, Searcher
+
+
+def searcher_names() -> list[str]:
+    """Names of all searchers there are, sorted."""
+    return sorted(module.name for module in pkgutil.iter_modules(__path__))
+
+
+def make_searcher(
+    name: str,
+    space: Space,
+    *,
+    seeds: Sequence[SchedulerConfig] = (),
+    predict: Predict | None = None,
+    random_seed: int = 0,
+) -> Searcher:
+    """A new searcher of that name; equal arguments and answers make equal questions.
+
+    All of them ask for the incumbent first, unless they were told of it, and never twice for one configuration: what noise
+    makes doubtful, a comparison at the end decides. Without a ``tell`` in between, ``ask`` repeats itself.
+
+    Args:
+        seeds: configurations worth trying early, best first. Only ``bayes`` uses them, and ``predict``.
+        predict: a model's step time; each configuration is asked for once. Where it is not a positive number, the
+            configuration counts as slow as the slowest that it is one for.
+
+    Raises:
+        ConfigError: there is none of that name, or what it is made with is not installed; the message says what to do.
+    """
+    if name not in searcher_names():
+        raise ConfigError(f"tune_by={name!r} is unknown; there are: {', '.join(searcher_names())}")
+    searcher: Searcher = import_module(f"{__name__}.{name}").make_searcher(space, seeds, predict, random_seed)
+    return searcher

@@ -1,0 +1,41 @@
+"""Configurations drawn at random, uniform in the space."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+
+from ...core.config import SchedulerConfig
+from ..space import Space
+from ..trial import Candidate, Predict, Searcher, Window
+from ..tried import Tried
+
+#: Draws of what was tried already, after which there is nothing left.
+_MOST_DRAWS = 1000
+
+
+class RandomSearch:
+    """The incumbent, then one draw after the other."""
+
+    def __init__(self, space: Space, random_seed: int) -> None:
+        self._space = space
+        self._random = Random(random_seed)
+        self._tried = Tried()
+        self._next = space.incumbent
+
+    def ask(self) -> Candidate | None:
+        for _ in range(_MOST_DRAWS):
+            if self._next not in self._tried:
+                return Candidate(self._next)
+            self._next = self._space.from_point([self._random.random() for _ in range(self._space.dimensions)])
+        return None
+
+    def tell(self, config: SchedulerConfig, window: Window | None) -> None:
+        self._tried.add(config, window)
+
+    def best(self) -> SchedulerConfig | None:
+        return self._tried.best()
+
+
+def make_searcher(space: Space, seeds: Sequence[SchedulerConfig], predict: Predict | None, random_seed: int) -> Searcher:
+    return RandomSearch(space, random_seed)

@@ -1,0 +1,271 @@
+"""The search for a better configuration, from the first trial to its honest end; over anything that can measure.
+
+The configuration in use (the incumbent) is measured first, then what a searcher asks for. The best of that is then compared
+with the incumbent, in windows of its own, and is kept only if it is faster beyond doubt; see compare.py. So tuning can cost
+its trials, but does not leave training slower than it was.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+
+from ..core.config import Budget, SchedulerConfig
+from .compare import LEAST_PAIRS, MOST_PAIRS, Comparison, compare
+from .journal import Journal, Phase, Trial
+from .trial import Measure, Searcher, Stopped, TrialFailed, Window
+from .verdict import Reason, Verdict, describe, milliseconds
+
+#: So many failures in a row are borne; one more ends tuning.
+BORNE_FAILURES = 3
+
+#: So many candidates in a row that promise less than a window's noise end the search.
+POOR_CANDIDATES = 2
+
+#: Relative standard error of a window's median: above it, windows become longer.
+WANTED_ERROR = 0.02
+LONGER_AT_MOST = 4
+
+#: A budget of steps or seconds is to hold so many windows, so that longer ones do not use it up in a few trials.
+LEAST_WINDOWS = 20
+
+
+class Tuning:
+    """One search, to be run once, by a thread that may block.
+
+    Args:
+        incumbent: the configuration in use.
+        measure: see ``trial.Measure``.
+        budget: of trials, counted without the comparison; steps and seconds are for both, and may be exceeded by a part of it
+            where trials took longer than those before.
+        apply: have a configuration used from now on; may raise Stopped. Called once, with what is kept.
+        say: takes lines for the log.
+        journal: what it holds is told to the searcher and not measured again. If it holds the end of a finished search, that
+            is the verdict, and nothing is measured.
+        steps: undisturbed steps per window, up to four times as many where single steps vary much.
+        settle_steps: what ``measure`` leaves out at the beginning of a window, so that the budget counts it.
+        clock: seconds.
+    """
+
+    def __init__(
+        self,
+        incumbent: SchedulerConfig,
+        searcher: Searcher,
+        measure: Measure,
+        budget: Budget,
+        *,
+        apply: Callable[[SchedulerConfig], None],
+        say: Callable[[str], None],
+        journal: Journal | None = None,
+        steps: int = 10,
+        settle_steps: int = 3,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._incumbent = incumbent
+        self._searcher = searcher
+        self._measure = measure
+        self._budget = budget
+        self._apply = apply
+        self._say = say
+        self._journal = journal
+        self._steps = steps
+        self._settle_steps = settle_steps
+        self._clock = clock
+        self._trials = 0  # of the search
+        self._windows = 0
+        self._steps_spent = 0
+        self._seconds_spent = 0.0
+        self._failures = 0  # in a row
+        self._last = 0.0  # when the trial before was over
+        self._errors: list[float] = []  # of windows, relative
+        self._incumbent_seconds = 0.0  # per step
+
+    def run(self) -> Verdict:
+        """Search, compare, and leave with what is kept in place. "unfinished" if training ends first.
+
+        Raises:
+            Exception: what ``measure``, the searcher or the journal raised; the incumbent is applied before.
+        """
+        self._last = self._clock()
+        try:
+            verdict = self._recorded() or self._find()
+        except BaseException:
+            with suppress(Stopped):
+                self._apply(self._incumbent)
+            raise
+        if verdict.reason != "unfinished":
+            with suppress(Stopped):
+                self._apply(verdict.kept)
+        self._say(verdict.sentence())
+        return verdict
+
+    def _recorded(self) -> Verdict | None:
+        """Of a search that came to its end before."""
+        if self._journal is None or self._journal.verdict is None or not self._journal.verdict.finished:
+            return None
+        self._say(f"tuning: done before, says {self._journal.path}; remove that file to search anew")
+        return self._journal.verdict
+
+    def _find(self) -> Verdict:
+        try:
+            verdict = self._decide()
+        except Stopped:
+            verdict = self._verdict("unfinished")
+        if self._journal is not None:
+            self._journal.end(verdict)
+        return verdict
+
+    def _decide(self) -> Verdict:
+        try:
+            baseline = self._recall() or self._measure_until_good(self._incumbent, "search")
+            self._incumbent_seconds = baseline.seconds
+            self._choose_steps(baseline)
+            self._search()
+            winner = self._searcher.best() or self._incumbent
+            if winner == self._incumbent:
+                return self._verdict("no gain")
+            pairs = int(min(max(self._windows_left() / 2, LEAST_PAIRS), MOST_PAIRS))
+            compared = compare(lambda: self._compared(self._incumbent), lambda: self._compared(winner), pairs)
+            return self._verdict("kept" if compared.better else "not confirmed", winner, compared)
+        except TrialFailed:  # once too often
+            return self._verdict("failed")
+
+    # --- the search ---
+
+    def _recall(self) -> Window | None:
+        """Tell the searcher what the journal holds; the incumbent's window if that is in it."""
+        baseline = None
+        for trial in self._journal.trials if self._journal is not None else ():
+            self._count(trial)
+            if trial.phase == "search":
+                self._searcher.tell(trial.config, trial.window)
+                if trial.config == self._incumbent:
+                    baseline = trial.window or baseline
+        if self._trials:
+            self._say(f"tuning: goes on after {self._trials} trials")
+        return baseline
+
+    def _search(self) -> None:
+        if self._trials == 1 and not self._may_try():
+            steps = (2 + 2 * LEAST_PAIRS) * self._steps_per_window
+            self._say(f"tuning: the budget is too small; to try anything and confirm it takes 2 trials and {steps} steps")
+        poor = 0
+        while self._may_try():
+            candidate = self._searcher.ask()
+            if candidate is None:
+                return
+            noise = statistics.median(self._errors)
+            poor = poor + 1 if candidate.expected_gain is not None and candidate.expected_gain < noise else 0
+            if poor == POOR_CANDIDATES:
+                self._say(f"tuning: stopped early, nothing promises more than the noise of {noise:.1%}")
+                return
+            self._try(candidate.config, "search")
+
+    def _compared(self, config: SchedulerConfig) -> float:
+        return self._measure_until_good(config, "compare").seconds
+
+    def _measure_until_good(self, config: SchedulerConfig, phase: Phase) -> Window:
+        while True:
+            window = self._try(config, phase)
+            if window is not None:
+                return window
+
+    def _try(self, config: SchedulerConfig, phase: Phase) -> Window | None:
+        """One window of ``config``; None: it failed. TrialFailed: once too often in a row."""
+        window = why = None
+        try:
+            measured = self._measure(config, self._steps)
+            why = _defect(measured)
+            window = measured if why is None else None
+        except TrialFailed as error:
+            why = str(error)
+        before, self._last = self._last, self._clock()
+        trial = Trial(phase, config, window, self._last - before, why)
+        if self._journal is not None:
+            self._journal.add(trial)
+        self._count(trial)
+        if phase == "search":
+            self._searcher.tell(config, window)
+        if phase == "search" or window is None:
+            found = f"failed, {why}"
+            if window is not None:
+                found = f"{milliseconds(window.seconds)} +- {milliseconds(window.error_seconds)}"
+            what = f"trial {self._trials - 1}" if phase == "search" else "comparison"  # as in the journal: 0 is the incumbent's
+            self._say(f"tuning: {what}: {describe(config, self._incumbent)}: {found}")
+        self._failures = self._failures + 1 if window is None else 0
+        if self._failures > BORNE_FAILURES:
+            raise TrialFailed(f"{self._failures} trials in a row failed; the last: {why}")
+        return window
+
+    # --- the budget ---
+
+    def _count(self, trial: Trial) -> None:
+        self._trials += trial.phase == "search"
+        counted = trial.window.steps + trial.window.rejected if trial.window is not None else self._steps
+        self._steps_spent += self._settle_steps + counted
+        self._seconds_spent += trial.took_seconds
+        self._windows += 1
+        if trial.window is not None:
+            self._errors.append(trial.window.error_seconds / trial.window.seconds)
+
+    @property
+    def _steps_per_window(self) -> int:
+        return self._settle_steps + self._steps
+
+    def _windows_left(self) -> float:
+        left = math.inf
+        if self._budget.steps is not None:
+            left = (self._budget.steps - self._steps_spent) / self._steps_per_window
+        if self._budget.seconds is not None and self._seconds_spent > 0:
+            seconds_per_window = self._seconds_spent / self._steps_spent * self._steps_per_window
+            left = min(left, (self._budget.seconds - self._seconds_spent) / seconds_per_window)
+        return left
+
+    def _may_try(self) -> bool:
+        """Whether there is room for one more window; the comparison is to have a third of them."""
+        left = self._windows_left()
+        pairs = min(max((self._windows + left) / 6, LEAST_PAIRS), MOST_PAIRS)
+        return left >= 1 + 2 * pairs and (self._budget.trials is None or self._trials < self._budget.trials)
+
+    def _choose_steps(self, baseline: Window) -> None:
+        wanted = (baseline.error_seconds / baseline.seconds / WANTED_ERROR) ** 2
+        longer = min(wanted, LONGER_AT_MOST, self._windows_left() / LEAST_WINDOWS)
+        self._steps = math.ceil(self._steps * max(longer, 1))
+
+    def _verdict(self, reason: Reason, winner: SchedulerConfig | None = None, compared: Comparison | None = None) -> Verdict:
+        winner = winner or self._incumbent
+        verdict = Verdict(
+            reason,
+            kept=winner if reason == "kept" else self._incumbent,
+            incumbent=self._incumbent,
+            winner=winner,
+            trials=self._trials,
+            steps=self._steps_spent,
+            seconds=self._seconds_spent,
+            incumbent_seconds=self._incumbent_seconds,
+            winner_seconds=self._incumbent_seconds,
+        )
+        if compared is None:
+            return verdict
+        return replace(
+            verdict,
+            gain=compared.gain,
+            low=compared.low,
+            high=compared.high,
+            pairs=compared.pairs,
+            incumbent_seconds=compared.incumbent_seconds,
+            winner_seconds=compared.winner_seconds,
+        )
+
+
+def _defect(window: Window) -> str | None:
+    """Why it is no measurement."""
+    if not (math.isfinite(window.seconds) and window.seconds > 0):
+        return f"{window.seconds} seconds per step"
+    if not (math.isfinite(window.error_seconds) and window.error_seconds >= 0):
+        return f"an error of {window.error_seconds} seconds"
+    return None

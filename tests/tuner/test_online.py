@@ -1,0 +1,500 @@
+"""Tuning while training runs: the weights are those of training without it, and it ends as it would have ended."""
+
+from __future__ import annotations
+
+import logging
+import random
+import sys
+import threading
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import commsched
+from commsched.core.config import Budget, SchedulerConfig, Settings
+from commsched.core.manifest import Manifest
+from commsched.core.ports import Transport
+from commsched.core.task import CommTask
+from commsched.core.world import World
+from commsched.session import Session, open_session
+from commsched.tuner import search as search_module
+from commsched.tuner.drift import Drift
+from commsched.tuner.meter import Meter
+from commsched.tuner.online import OnlineTuner
+from commsched.tuner.search import Search
+from commsched.tuner.searchers import make_searcher
+from commsched.tuner.space import Space
+from commsched.tuner.trial import Candidate, Window
+from commsched.tuner.trials import Trials
+from commsched.tuner.tuning import Tuning
+from commsched.tuner.verdict import Verdict
+from tests.jobs.job import run_job, worker
+from tests.test_session import Ordered
+
+from .test_meter import Engine, manifest
+from .training import WIDE, Training, Weights, require_same_weights, tuned
+
+TRIALS = Settings(tune=Budget(trials=4), tune_by="random")
+
+
+def tuner_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name == "commsched-tuner"]
+
+
+@pytest.fixture(autouse=True)
+def no_tuner_is_left() -> Any:
+    yield
+    assert tuner_threads() == []
+
+
+# --- changes of configuration ---
+
+
+class Borders:
+    """An observer: the partitions of each step of a rank, as they were averaged."""
+
+    def __init__(self) -> None:
+        self.of_step: dict[int, dict[str, set[tuple[int, int]]]] = defaultdict(lambda: defaultdict(set))
+        self._lock = threading.Lock()
+
+    def on_task(self, task: CommTask) -> None:
+        with self._lock:
+            self.of_step[task.step][task.verb].add((task.partition.start, task.partition.stop))
+
+    def on_step(self, group: int, step: int, at: float) -> None: ...
+    def on_ready(self, group: int, tensor: int, at: float) -> None: ...
+    def on_span(self, track: str, name: str, start: float, stop: float) -> None: ...
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("order", [None, "agreed", "static"])
+def test_training_through_many_changes_is_training_without_any(world_size: int, order: str | None) -> None:
+    """Delays at every send and reply, during which gradients are NaN, show a gate that is missing."""
+    steps, spread = 90, random.Random(1)
+    seen: dict[int, Borders] = {}
+
+    def watch(session: Session) -> None:
+        seen[session.rank] = Borders()
+        session.observe(seen[session.rank])
+
+    def change(session: Session, step: int) -> None:
+        # A static order comes about only between changes.
+        if session.rank == 0 and step % (2 if order != "static" else 15) == 0:
+            partition_bytes = spread.choice([100, 300, 400, 1000, 5000, 10**6])
+            credit_bytes = round(partition_bytes * spread.choice([0.5, 1, 2, 8]))
+            session.reconfigure(SchedulerConfig(partition_bytes, credit_bytes, spread.choice(["priority", "fifo"])))
+
+    wrap: Callable[[Transport], Transport] | None = Ordered if order is not None else None
+    common: dict[str, Any] = {"world_size": world_size, "steps": steps, "wrap_transport": wrap, "order": order or "agreed"}
+    plain = Training(**common).run()
+    # Ordered checks the order of starts, so that it must be inside of what delays them.
+    changed = Training(**common, before_step=change, open_rank=watch, delay_seconds=0.0003).run()
+    require_same_weights(plain, plain[0])
+    require_same_weights(changed, plain[0])
+    first = seen[0].of_step
+    changes = sum(first[step] != first[step + 1] for step in range(1, steps - 1))
+    assert changes >= (20 if order != "static" else 3)
+    for rank in range(1, world_size):
+        assert seen[rank].of_step == first
+
+
+# --- tuning ---
+
+
+@pytest.mark.parametrize("by", ["random", "bayes"])
+def test_weights_are_those_of_training_that_is_not_tuned(by: str) -> None:
+    lines: list[str] = []
+    ended = threading.Event()
+
+    def say(line: str) -> None:
+        lines.append(line)
+        if sum("trial" in line for line in lines) == 4:
+            ended.set()
+
+    settings = replace(TRIALS, tune_by=by, tune_policies=("fifo", "priority"))
+    training = Training(steps=5000, width=WIDE, config=SchedulerConfig(), open_rank=tuned(settings, say), until=ended)
+    by_rank = training.run()
+    plain = Training(steps=training.taken, width=WIDE, config=SchedulerConfig()).run()
+    require_same_weights(by_rank, plain[0])
+    assert len({line.partition(": partition")[2].rpartition(":")[0] for line in lines if "trial" in line}) > 2, lines
+    assert not [line for line in lines if "failed" in line], lines
+
+
+def test_delays_at_every_gate_change_nothing() -> None:
+    plain = Training(world_size=3, steps=120, width=WIDE, config=SchedulerConfig()).run()
+    training = Training(
+        world_size=3, steps=120, width=WIDE, config=SchedulerConfig(), open_rank=tuned(TRIALS), delay_seconds=0.0003
+    )
+    require_same_weights(training.run(), plain[0])
+
+
+def test_what_is_kept_is_in_use_on_all_ranks_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last windows of the comparison may be of the other one."""
+    verdicts: list[Verdict] = []
+    done = threading.Event()
+
+    class Recorded(Tuning):
+        def run(self) -> Verdict:
+            verdicts.append(super().run())
+            done.set()
+            return verdicts[0]
+
+    class Rigged(Trials):
+        """Measures what it measures, and says that smaller partitions are faster."""
+
+        def measure(self, config: SchedulerConfig, steps: int = 10) -> Window:
+            window = super().measure(config, steps)
+            seconds = config.partition_bytes / 1e6
+            return replace(window, seconds=seconds, error_seconds=seconds / 100)
+
+    monkeypatch.setattr(search_module, "Tuning", Recorded)
+    monkeypatch.setattr("commsched.tuner.online.Trials", Rigged)
+    ended = threading.Event()
+    configs: dict[int, SchedulerConfig] = {}
+
+    def note(session: Session, step: int) -> None:
+        configs[session.rank] = session.core.config
+        if done.is_set() and configs == dict.fromkeys(range(2), verdicts[0].kept):
+            ended.set()
+
+    training = Training(
+        steps=5000, width=WIDE, config=SchedulerConfig(), open_rank=tuned(TRIALS), before_step=note, until=ended
+    )
+    training.run()
+    assert ended.is_set()
+    assert verdicts[0].reason == "kept"
+    assert verdicts[0].kept.partition_bytes < 4_000_000
+    assert configs == dict.fromkeys(range(2), verdicts[0].kept)
+
+
+def test_a_search_that_breaks_leaves_training_as_it_was(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Broken:
+        def __init__(self, space: Space) -> None:
+            self._searcher = make_searcher("random", space)
+            self.tell, self.best = self._searcher.tell, self._searcher.best
+            self._asked = 0
+
+        def ask(self) -> Candidate | None:
+            self._asked += 1
+            if self._asked == 3:
+                raise ZeroDivisionError("a bug")
+            return self._searcher.ask()
+
+    monkeypatch.setattr(search_module, "make_searcher", lambda name, space, **_: Broken(space))
+    incumbent, ended = SchedulerConfig(70_000, 70_000), threading.Event()
+    configs: dict[tuple[int, int], SchedulerConfig] = {}
+
+    def note(session: Session, step: int) -> None:
+        configs[session.rank, step] = session.core.config
+        if step > 20 and session.rank == 0 and not tuner_threads() and session.core.config == incumbent:
+            ended.set()
+
+    def train(**how: Any) -> tuple[list[Weights], int]:
+        training = Training(width=WIDE, config=incumbent, **how)
+        return training.run(), training.taken
+
+    with caplog.at_level(logging.ERROR, "commsched"):
+        by_rank, taken = train(steps=5000, open_rank=tuned(TRIALS), before_step=note, until=ended)
+    require_same_weights(by_rank, train(steps=taken)[0][0])
+    [record] = caplog.records
+    assert record.getMessage() == "the tuner broke; training goes on as before"
+    assert record.exc_info is not None
+    assert record.exc_info[0] is ZeroDivisionError
+    assert len({configs[0, step] for step in range(taken)}) > 1
+    assert taken < 5000  # it came back to what it was
+    assert configs[0, taken - 1] == configs[1, taken - 1] == incumbent
+
+
+@pytest.mark.parametrize("steps", [1, 4, 9, 15, 25, 40])
+def test_training_that_ends_in_the_middle_ends_at_once(steps: int) -> None:
+    lines: list[str] = []
+    settings = Settings(tune=Budget(trials=100), tune_by="random")
+    training = Training(steps=steps, width=WIDE, config=SchedulerConfig(), open_rank=tuned(settings, lines.append))
+    require_same_weights(training.run(20), Training(steps=steps, width=WIDE, config=SchedulerConfig()).run()[0])
+    assert not [line for line in lines if "ended first" not in line and "trial" not in line], lines
+    if steps == 40:
+        assert "training ended first; partition 4.0 MB, credit 16.0 MB kept" in lines[-1]
+
+
+def test_a_job_that_fails_while_it_is_tuned_ends_with_the_cause() -> None:
+    told: dict[int, str] = {}
+
+    def boom(session: Session, step: int) -> None:
+        if step == 30 and session.rank == 1:
+            raise ValueError("boom")
+
+    def listen(session: Session) -> None:
+        session.when_failed(lambda error: told.update({session.rank: f"{type(error).__name__}: {error}"}))
+        tuned(TRIALS)(session)
+
+    training = Training(world_size=3, steps=5000, width=WIDE, config=SchedulerConfig(), open_rank=listen, before_step=boom)
+    with pytest.raises((ValueError, commsched.TransportError), match="boom"):
+        training.run()
+    assert told == dict.fromkeys(range(3), "TransportError: rank 1 ended: ValueError: boom")
+
+
+def test_a_rank_that_leaves_early_is_named_as_ever() -> None:
+    class Enough(Exception):
+        pass
+
+    def leave(session: Session, step: int) -> None:
+        if step == 30 and session.rank == 1:
+            session.close()
+            raise Enough
+
+    training = Training(steps=5000, width=WIDE, config=SchedulerConfig(), open_rank=tuned(TRIALS), before_step=leave)
+    with pytest.raises(commsched.PeerLost, match=r"rank 1 left"):
+        training.run()
+
+
+# --- what is asked for ---
+
+
+def starting(settings: Settings, **how: Any) -> list[str]:
+    """What each rank says that refuses to start."""
+    errors: list[str] = []
+
+    def open_rank(session: Session) -> None:
+        try:
+            tuned(settings)(session)
+        except commsched.CommschedError as error:
+            errors.append(f"{type(error).__name__}: {error}")
+
+    Training(world_size=3, steps=1, open_rank=open_rank, **how).run()
+    return errors
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (replace(TRIALS, tune_by="magic"), "ConfigError: tune_by='magic' is unknown; there are: bayes, grid, random, sgd"),
+        (
+            replace(TRIALS, tune_out="/nowhere/tuned.toml"),
+            "ConfigError: tune_out='/nowhere/tuned.toml': there is no such directory",
+        ),
+        (replace(TRIALS, tune_out="tuned.jsonl"), "ConfigError: tune_out='tuned.jsonl' is the name of its journal; write it"),
+        (replace(TRIALS, tune_policies=("rsag",)), "UnsupportedError: policy='rsag' averages by reduce-scatter and all-gather"),
+    ],
+)
+def test_what_cannot_be_tuned_is_said_by_all_ranks_before_training(settings: Settings, message: str) -> None:
+    errors = starting(settings)
+    assert len(errors) == 3
+    assert errors[0].startswith(message)
+    assert len(set(errors)) == 1
+
+
+def test_a_missing_library_is_said_by_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == "skopt"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "skopt", None)
+    errors = starting(replace(TRIALS, tune_by="bayes"))
+    assert len(errors) == 3
+    assert 'pip install "commsched[tune]"' in errors[0]
+    assert len(set(errors)) == 1
+
+
+def test_what_a_user_has_set_is_not_chosen() -> None:
+    lines: list[str] = []
+    settings = replace(TRIALS, given=frozenset({"partition", "credit", "transport"}))
+    Training(steps=20, width=WIDE, config=SchedulerConfig(), open_rank=tuned(settings, lines.append)).run()
+    assert lines == ["tuning: nothing is left to choose; partition, credit and policy are given, or the model is too small"]
+    assert search_module.fixed_by(replace(settings, given=frozenset({"policy"}))) == {"policy"}
+    assert search_module.fixed_by(replace(settings, given=frozenset({"policy"}), tune_policies=("fifo",))) == set()
+
+
+@pytest.mark.parametrize(("world_size", "disable", "why"), [(1, False, "one rank"), (2, True, "disable=1")])
+def test_one_rank_has_nothing_to_tune(
+    world_size: int, disable: bool, why: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr("commsched.session.say", said.append)
+    with open_session(World(0, world_size, 0, world_size, "threads"), replace(TRIALS, disable=disable)) as session:
+        assert session.world_size == 1
+    assert said == [f"there is nothing to tune with {why}"]
+
+
+@pytest.mark.parametrize("order", ["agreed", "static"])
+def test_a_static_order_has_time_to_come_back(order: str) -> None:
+    proposed: list[dict[str, int]] = []
+
+    def spy(session: Session) -> None:
+        tuned(replace(TRIALS, order=order))(session)
+        if session.rank == 0:
+            propose = session.reconfigure
+
+            def reconfigure(config: SchedulerConfig, window: Any = None) -> None:
+                proposed.append(window)
+                propose(config, window)
+
+            session.reconfigure = reconfigure  # type: ignore[method-assign]
+
+    training = Training(steps=60, width=WIDE, config=SchedulerConfig(), open_rank=spy, wrap_transport=Ordered, order=order)
+    training.run()
+    assert proposed[0]["settle"] == (10 if order == "static" else 3)
+    assert proposed[0]["steps"] == 10
+    assert [window["trial"] for window in proposed if window] == list(range(len([each for each in proposed if each])))
+
+
+# --- files ---
+
+
+def train_until_tuned(out: Path, config: SchedulerConfig | None = None) -> tuple[list[Weights], list[str]]:
+    """The weights, and what was said."""
+    lines: list[str] = []
+    ended = threading.Event()
+
+    def end(session: Session, step: int) -> None:
+        if step > 20 and session.rank == 0 and (out.exists() or not tuner_threads()):
+            ended.set()
+
+    settings = Settings(tune=Budget(trials=3), tune_by="grid", tune_out=str(out))
+    training = Training(
+        steps=5000,
+        width=WIDE,
+        config=config or SchedulerConfig(),
+        open_rank=tuned(settings, lines.append),
+        before_step=end,
+        until=ended,
+    )
+    return training.run(), lines
+
+
+def test_the_result_is_written_and_the_next_start_measures_nothing(tmp_path: Path) -> None:
+    out = tmp_path / "tuned.toml"
+    _, lines = train_until_tuned(out)
+    assert len([line for line in lines if ": trial " in line]) == 3, lines
+    journal = (tmp_path / "tuned.jsonl").read_bytes()
+    settings = Settings.load({}, {"COMMSCHED_CONFIG": str(out)})
+    assert settings.tuned is not None
+    assert settings.tuned["transport"] == "local"
+    assert settings.tuned["link"] == "loopback"
+    assert settings.tuned["hosts"] == 1
+    out.unlink()
+    _, lines = train_until_tuned(out)
+    assert not [line for line in lines if ": trial " in line]
+    assert out.exists()
+    assert (tmp_path / "tuned.jsonl").read_bytes() == journal
+
+
+def test_a_journal_of_another_search_is_left_alone_and_so_is_training(tmp_path: Path) -> None:
+    out = tmp_path / "tuned.toml"
+    train_until_tuned(out)
+    out.unlink()
+    journal = (tmp_path / "tuned.jsonl").read_bytes()
+    by_rank, lines = train_until_tuned(out, SchedulerConfig(65_000, 130_000))
+    assert len(lines) == 1
+    assert "is of another search: from is" in lines[0]
+    assert (tmp_path / "tuned.jsonl").read_bytes() == journal
+    require_same_weights(by_rank, by_rank[0])
+
+
+# --- the model ---
+
+
+def asked_with(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What a searcher was made with."""
+    found: dict[str, Any] = {}
+    made = threading.Event()
+
+    def spy(name: str, space: Space, **how: Any) -> Any:
+        if how:
+            found.update(how, space=space)
+            made.set()
+        return make_searcher(name, space, **how)
+
+    monkeypatch.setattr(search_module, "make_searcher", spy)
+    training = Training(steps=5000, width=WIDE, config=SchedulerConfig(), open_rank=tuned(TRIALS), until=made)
+    training.run()
+    return found
+
+
+def test_a_searcher_is_given_what_some_steps_have_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = asked_with(monkeypatch)
+    assert 1 <= len(found["seeds"]) <= 2
+    times = [found["predict"](config) for config in found["space"].lattice()]
+    assert all(0 < seconds < 60 for seconds in times)
+
+
+def test_without_a_model_it_is_tuned_all_the_same(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def broken(*_: Any, **__: Any) -> Any:
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr("commsched.tuner.model.Model", broken)
+    found = asked_with(monkeypatch)
+    assert (found["seeds"], found["predict"]) == ([], None)
+    assert [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING] == [
+        "tuning does without a model: ZeroDivisionError: a bug"
+    ]
+
+
+# --- after tuning ---
+
+
+class Counted(Search):
+    """Says at once that nothing is to be gained, and remembers how it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[int, bool]] = []
+        self.verdicts = ["no gain", "kept", "failed"]
+        self.called = threading.Semaphore(0)
+
+    def run(self, group: int, manifest: Manifest, *, again: bool = False) -> Verdict | None:
+        self.asked.append((group, again))
+        self.called.release()
+        config = SchedulerConfig()
+        return Verdict(self.verdicts[len(self.asked) - 1], config, config, config, 3, 100, 1.0)  # type: ignore[arg-type]
+
+
+def test_steps_that_have_become_slower_to_stay_are_tuned_again() -> None:
+    meter, lines, search = Meter(lambda report: None), [], Counted()
+    meter.add_group(0, manifest(5))
+    drifts: list[Drift] = []
+
+    rests: list[int] = []
+
+    def make_drift(rest_steps: int) -> Drift:
+        rests.append(rest_steps)
+        drifts.append(Drift(window_steps=2, windows=3))
+        return drifts[-1]
+
+    class NoSession:
+        world_size = 2
+
+        def reconfigure(self, config: SchedulerConfig, window: Any = None) -> None:
+            raise AssertionError("nothing is proposed")
+
+    tuner = OnlineTuner(meter, Trials(NoSession(), meter.main_group, 3), search, lines.append, make_drift)
+    tuner.start()
+    engine = Engine(meter)
+    engine.steps(*[1.0] * 5)
+    for now in (1.0, 2.0):
+        assert search.called.acquire(timeout=10)
+        while not drifts or drifts[-1].before_seconds == 0.0:  # until it watches, nothing is told
+            engine.steps(now)
+        engine.steps(*[2 * now] * 10)
+    assert search.called.acquire(timeout=10)
+    tuner.close()
+    assert search.asked == [(0, False), (0, True), (0, True)]
+    assert rests == [1000, 2000]
+    assert lines == [
+        "tuning: steps take 2e+03 ms now, and took 1e+03 ms when tuning had ended: once more",
+        "tuning: steps take 4e+03 ms now, and took 2e+03 ms when tuning had ended: once more",
+    ]
+
+
+# --- real processes ---
+
+
+def test_a_searcher_that_is_not_there_ends_the_start_of_a_real_job() -> None:
+    code, out, err = run_job(
+        "-n", "2", "--transport", "ps", *worker("5"), environ={"COMMSCHED_TUNE": "1", "COMMSCHED_TUNE_BY": "magic"}
+    )
+    assert code == 1
+    assert "pid" not in out
+    assert err.count("ConfigError: tune_by='magic' is unknown; there are: bayes, grid, random, sgd") == 2, err
