@@ -33,12 +33,12 @@ def transport_name(world: World, settings: Settings, device: str, gather: Callab
                 f"transport=auto is {name_on_0} on rank 0 ({reason_on_0}) but {name} on rank {rank} ({reason}); set transport"
             )
     if world.rank == 0:
-        _say(str(choice))
+        say(str(choice))
     return choice.name
 
 
-def _say(line: str) -> None:
-    """By logging if the script has set that up, else on stderr: what was not asked for is to be seen once."""
+def say(line: str) -> None:
+    """Tell the user: by logging if the script has set that up, else on stderr: what was not asked for is to be seen once."""
     if log.hasHandlers() and log.isEnabledFor(logging.INFO):
         log.info("%s", line)
     else:

@@ -1,12 +1,13 @@
-"""``commsched run`` and ``commsched server``."""
+"""``commsched run``, ``commsched tune`` and ``commsched server``."""
 
 from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 
 from .core.config import Settings, parse_address
@@ -32,6 +33,8 @@ _RUN_OPTIONS = (
     "fail_after",
     "disable",
 )
+#: Options of ``commsched tune`` that are settings of another name, and those.
+_TUNE_OPTIONS = {"budget": "tune", "out": "tune_out", "by": "tune_by", "policies": "tune_policies"}
 #: Likewise of ``commsched server``.
 _SERVER_OPTIONS = ("lane",)
 
@@ -42,6 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"commsched {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_run(commands.add_parser("run", help="start the ranks of a job on this machine"))
+    _add_tune(commands.add_parser("tune", help="start the ranks likewise, and look for the best partition and credit"))
     _add_server(commands.add_parser("server", help="serve one job as a parameter server"))
     arguments = parser.parse_args(argv)
     try:
@@ -55,12 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _add_run(parser: argparse.ArgumentParser) -> None:
     parser.usage = "commsched run -n N [--servers K] [options] -- COMMAND ..."
-    parser.add_argument("-n", "--ranks", type=_positive, required=True, metavar="N", help="number of ranks (workers)")
-    parser.add_argument(
-        "--servers", type=_not_negative, default=0, metavar="K", help="parameter servers; 0: every rank hosts a shard"
-    )
-    _add_settings(parser, _RUN_OPTIONS)
-    parser.add_argument("command", nargs="+", metavar="COMMAND", help="what every rank runs, after --")
+    _add_job(parser)
     parser.set_defaults(function=_run)
 
 
@@ -68,12 +67,44 @@ def _run(arguments: argparse.Namespace) -> int:
     from .launch import run
 
     options = _given(arguments, _RUN_OPTIONS)
-    # Here, so that a mistake is said once, and before anything starts.
-    require_transport(Settings.load(options, os.environ).transport)
-    if shutil.which(arguments.command[0]) is None:
-        raise ConfigError(f"command {arguments.command[0]!r} is not found")
-    environ = {**os.environ, **{f"COMMSCHED_{name.upper()}": value for name, value in options.items()}}
-    return run(arguments.ranks, arguments.servers, arguments.command, environ)
+    _checked(options, arguments.command)
+    return run(arguments.ranks, arguments.servers, arguments.command, _environ(options))
+
+
+def _add_tune(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "commsched tune -n N --out FILE [--budget 12trials] [--by bayes] [options] -- COMMAND ..."
+    settings = {f.name: f for f in fields(Settings)}
+    parser.add_argument(
+        "--out", required=True, metavar="FILE", help="for what is found, such as tuned.toml; its trials go to tuned.jsonl"
+    )
+    parser.add_argument(
+        "--budget", metavar="VALUE", help="how long to tune at most: 90s, 500steps, 20trials; default: 12trials"
+    )
+    for option in ("by", "policies"):
+        parser.add_argument(f"--{option}", metavar="VALUE", help=settings[_TUNE_OPTIONS[option]].metadata["help"])
+    parser.add_argument("--then-stop", action="store_true", help="end training once tuning has ended; else it goes on")
+    _add_job(parser)
+    parser.set_defaults(function=_tune)
+
+
+def _tune(arguments: argparse.Namespace) -> int:
+    from .tune_command import require_tunable, tune
+
+    given = _given(arguments, _RUN_OPTIONS)
+    tuning = {
+        name: getattr(arguments, option) for option, name in _TUNE_OPTIONS.items() if getattr(arguments, option) is not None
+    }
+    options = {**given, **tuning}
+    settings = _checked(options, arguments.command)
+    if settings.tune is None and arguments.budget is None:
+        options["tune"] = "1"
+        settings = _checked(options, arguments.command)
+    require_tunable(arguments.ranks, settings)
+    ranks, servers, command = arguments.ranks, arguments.servers, arguments.command
+    run = ["commsched", "run", "-n", str(ranks), *(["--servers", str(servers)] if servers else [])]
+    run += [word for name, value in given.items() for word in (f"--{name.replace('_', '-')}", value)]
+    use = f"COMMSCHED_CONFIG={shlex.quote(arguments.out)} {shlex.join([*run, '--', *command])}"
+    return tune(ranks, servers, command, _environ(options), settings, then_stop=arguments.then_stop, use=use)
 
 
 def _add_server(parser: argparse.ArgumentParser) -> None:
@@ -91,6 +122,28 @@ def _serve(arguments: argparse.Namespace) -> int:
     if token is None:
         raise ConfigError("a server needs the job's token: set COMMSCHED_TOKEN or COMMSCHED_TOKEN_FILE")
     return serve(parse_address(arguments.bind, "--bind"), token, settings)
+
+
+def _add_job(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("-n", "--ranks", type=_positive, required=True, metavar="N", help="number of ranks (workers)")
+    parser.add_argument(
+        "--servers", type=_not_negative, default=0, metavar="K", help="parameter servers; 0: every rank hosts a shard"
+    )
+    _add_settings(parser, _RUN_OPTIONS)
+    parser.add_argument("command", nargs="+", metavar="COMMAND", help="what every rank runs, after --")
+
+
+def _checked(options: Mapping[str, str], command: Sequence[str]) -> Settings:
+    """The settings of the ranks to come: so that a mistake is said once, and before anything starts."""
+    settings = Settings.load(options, os.environ)
+    require_transport(settings.transport)
+    if shutil.which(command[0]) is None:
+        raise ConfigError(f"command {command[0]!r} is not found")
+    return settings
+
+
+def _environ(options: Mapping[str, str]) -> dict[str, str]:
+    return {**os.environ, **{f"COMMSCHED_{name.upper()}": value for name, value in options.items()}}
 
 
 def _add_settings(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:

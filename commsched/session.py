@@ -7,20 +7,21 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Protocol
 
-from .auto import transport_name
+from .auto import say, transport_name
 from .core import process_exit
 from .core.config import SchedulerConfig, Settings
 from .core.core import Core
 from .core.errors import ClosedError, CommschedError, ConfigError, TransportError
 from .core.group import TensorGroup
 from .core.manifest import Manifest, TensorSpec, require_equal
+from .core.observers import Observers
 from .core.plan import cut
-from .core.ports import Sliceable, Transport
+from .core.ports import Observer, Sliceable, Transport
 from .core.world import World, detect_world
 from .rendezvous import Meeting, find, own_host, publish, rendezvous_path, where_to_listen
 from .trace import TraceObserver
@@ -73,6 +74,10 @@ class Tuner(Protocol):
         """For rank 0: what ``rank`` passed to :meth:`Session.tell_tuner`."""
         ...
 
+    def on_leave(self, rank: int) -> None:
+        """``rank``, another one, has begun its last step."""
+        ...
+
     def close(self) -> None:
         """The session closes: propose nothing more. From the thread that closes it."""
         ...
@@ -108,16 +113,19 @@ class Session:
         self._transport: Transport | None = None
         self._gathers = 0
         self._close_callbacks: list[Callable[[], None]] = []
+        self._register_callbacks: list[Callable[[int, Manifest], None]] = []
         self._tuner: Tuner | None = None
         self.closed = False
         self.cleanup = ExitStack()  # closed last: what was opened before the session
         self._pid = os.getpid()
         self._control = open_control(self)
         self.observer: TraceObserver | None = None
+        self._observers: tuple[Observer, ...] = ()
         try:
             self._require_same({**(same_on_all_ranks or {}), **config.to_record()})
             if trace_directory is not None:
                 self.observer = TraceObserver(trace_directory, self.rank, self._control.clock_offset_seconds)
+                self._observers = (self.observer,)
             self._transport = open_transport(self)
             core = Core(
                 self._transport,
@@ -185,12 +193,19 @@ class Session:
         Raises:
             ManifestMismatch: ranks disagree; names the tensor and both values, on every rank, before any data moves.
         """
+        return self._register(manifest, buffers, self._register_callbacks)
+
+    def _register(
+        self, manifest: Manifest, buffers: Mapping[str, Sliceable], callbacks: Sequence[Callable[[int, Manifest], None]] = ()
+    ) -> TensorGroup:
         # Ranks may be at different steps of other groups when the configuration changes: rank 0's counts for all.
         config = self.core.config
         sizes = {"partition_bytes": config.partition_bytes, "fusion_bytes": config.fusion_bytes}
         records = self.gather({"manifest": manifest.to_record(), "sizes": sizes, "policy": config.policy})
         require_equal([Manifest.from_record(record["manifest"]) for record in records])
         plan = cut(manifest, **records[0]["sizes"])
+        for callback in callbacks:
+            callback(self.core.group_count, manifest)
         if self.observer is not None:
             self.observer.add_group(self.core.group_count, manifest)
         return self.core.add_group(plan, buffers, records[0]["policy"])
@@ -210,7 +225,7 @@ class Session:
             return
         if self.rank != root and isinstance(data, memoryview):
             data[:] = bytes(len(data))
-        group = self.register(Manifest((TensorSpec(name, (len(data),), "uint8"),)), {"uint8": data})
+        group = self._register(Manifest((TensorSpec(name, (len(data),), "uint8"),)), {"uint8": data})
         group.begin_step()
         group.notify_ready(0)
         group.proxies[0].wait()
@@ -249,6 +264,23 @@ class Session:
         self._close_callbacks.append(callback)
         return lambda: self._close_callbacks.remove(callback)
 
+    def on_register(self, callback: Callable[[int, Manifest], None]) -> None:
+        """Call ``callback`` with the index and the tensors of each group that :meth:`register` is about to add, once all ranks
+        agree on them. What it raises ends the registration; it must raise it on every rank."""
+        self._register_callbacks.append(callback)
+
+    def observe(self, observer: Observer) -> Callable[[], None]:
+        """Have ``observer`` told of tasks and steps, beside those that are already. What is returned takes that back."""
+        core = self.core
+        self._observers = (*self._observers, observer)
+        core.observer = Observers(*self._observers)
+
+        def forget() -> None:
+            self._observers = tuple(each for each in self._observers if each is not observer)
+            core.observer = Observers(*self._observers)  # of none too: threads may be about to call what they find
+
+        return forget
+
     def when_failed(self, callback: Callable[[CommschedError], None]) -> None:
         """Call ``callback`` once with the first failure, from a control thread; at once if there was one."""
         with self._failing:
@@ -274,12 +306,14 @@ class Session:
             self._core.fail(error)
 
     def on_leave(self, rank: int) -> None:
+        if (tuner := self._tuner) is not None:
+            tuner.on_leave(rank)
         self._on_core(lambda core: core.leave(rank))
 
     def on_told(self, rank: int, value: Any) -> None:
         if "tuner" in value:
-            if self._tuner is not None:
-                self._tuner.on_told(rank, value["tuner"])
+            if (tuner := self._tuner) is not None:
+                tuner.on_told(rank, value["tuner"])
             return
         self._on_core(lambda core: core.on_told(rank, value))
 
@@ -294,8 +328,8 @@ class Session:
 
     def switch_at(self, config: dict[str, Any], steps: dict[int, int]) -> None:
         window = config.pop("window", None)
-        if window is not None and self._tuner is not None:
-            self._tuner.on_switch(window, steps)
+        if window is not None and (tuner := self._tuner) is not None:
+            tuner.on_switch(window, steps)
         self._on_core(lambda core: core.switch_at(SchedulerConfig(**config) if config else None, steps))
 
     def _on_core(self, call: Callable[[Core], None]) -> None:
@@ -477,12 +511,15 @@ def open_session(world: World, settings: Settings, device: str = "cpu") -> Sessi
     """
     require_transport(settings.transport)
     if world.world_size == 1 or settings.disable:
+        if settings.tune is not None and world.rank == 0:
+            say(f"there is nothing to tune with {'disable=1' if settings.disable else 'one rank'}")
         return local_sessions(1, settings.scheduler)[0]
     quiet_grpc()
     with ExitStack() as stack:
         withdraw = stack.enter_context(ExitStack())
         meeting, server = _meet(world, settings, stack, withdraw)
         host = own_host(world, settings, meeting.address)
+        transport = settings.transport
 
         def open_control(session: Session) -> Control:
             from .control.client import ControlClient, Member
@@ -513,7 +550,11 @@ def open_session(world: World, settings: Settings, device: str = "cpu") -> Sessi
             )
             from .transports.opening import open_named  # with the shared parts of all transports: not for one rank alone
 
-            return open_named(context, transport_name(world, settings, device, session.gather))
+            nonlocal transport
+            transport = transport_name(world, settings, device, session.gather)
+            if settings.tuned is not None:
+                _require_fitting(session, settings, settings.tuned, transport, host)
+            return open_named(context, transport)
 
         session = Session(
             world,
@@ -526,7 +567,26 @@ def open_session(world: World, settings: Settings, device: str = "cpu") -> Sessi
             warn_after_seconds=settings.fail_after,
         )
         session.cleanup = stack.pop_all()
-        return session
+    if settings.tune is not None:
+        from .transports.host.leader import LeaderTransport
+        from .tuner.online import start_tuning
+
+        try:
+            start_tuning(session, settings, transport, host, say, leads_host=isinstance(session.transport, LeaderTransport))
+        except BaseException as error:
+            session.abort(_describe(error))
+            raise
+    return session
+
+
+def _require_fitting(session: Session, settings: Settings, tuned: Mapping[str, Any], transport: str, host: str) -> None:
+    """Refuse settings that were tuned for another job: now, or when its tensors are registered."""
+    from .tuner.link import describe_link
+    from .tuner.tuned import check_tuned, check_tuned_model, describe_transport
+
+    if session.rank == 0:
+        check_tuned(tuned, session.world_size, describe_transport(transport, settings), describe_link(host, settings.rate))
+    session.on_register(lambda _, manifest: check_tuned_model(tuned, manifest))
 
 
 def quiet_grpc() -> None:

@@ -123,6 +123,92 @@ def test_reconfigure_switches_all_ranks_at_the_same_step() -> None:
     assert sorted(set(first)) in ([1, 2, 4, 5, 8], [2, 4, 5, 8])
 
 
+class Seen:
+    """An observer and a tuner; what it was told."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[int, int]] = []
+        self.switches: list[tuple[Any, dict[int, int]]] = []
+        self.told: list[tuple[int, Any]] = []
+        self.heard = threading.Semaphore(0)
+        self.closed = 0
+
+    def on_step(self, group: int, step: int, at: float) -> None:
+        self.steps.append((group, step))
+
+    def on_switch(self, window: Any, steps: dict[int, int]) -> None:
+        self.switches.append((window, dict(steps)))
+
+    def on_told(self, rank: int, value: Any) -> None:
+        self.told.append((rank, value))
+        self.heard.release()
+
+    def close(self) -> None:
+        self.closed += 1
+
+    def on_leave(self, rank: int) -> None: ...
+    def on_ready(self, group: int, tensor: int, at: float) -> None: ...
+    def on_task(self, task: CommTask) -> None: ...
+    def on_span(self, track: str, name: str, start: float, stop: float) -> None: ...
+
+
+def test_observers_come_and_go() -> None:
+    def main(session: Session) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+        described = manifest(10)
+        group = session.register(described, buffers(described))
+        first, second = Seen(), Seen()
+        forget = session.observe(first)
+        step(session, group, 1.0)
+        session.observe(second)
+        step(session, group, 1.0)
+        forget()
+        step(session, group, 1.0)
+        return first.steps, second.steps
+
+    assert ranks(2, main) == [([(0, 0), (0, 1)], [(0, 1), (0, 2)])] * 2
+
+
+def test_who_asks_is_told_of_groups_but_not_of_broadcasts() -> None:
+    def main(session: Session) -> list[tuple[int, Manifest]]:
+        groups: list[tuple[int, Manifest]] = []
+        session.on_register(lambda group, described: groups.append((group, described)))
+        session.broadcast("something", memoryview(bytearray(5)))
+        for size in (10, 20):
+            session.register(manifest(size), buffers(manifest(size)))
+        return groups
+
+    assert ranks(2, main) == [[(1, manifest(10)), (2, manifest(20))]] * 2
+
+
+def test_tuners_are_told_of_switches_and_rank_0s_of_reports() -> None:
+    tuners = [Seen() for _ in range(3)]
+    here = threading.Barrier(3)
+
+    def main(session: Session) -> None:
+        session.use_tuner(tuners[session.rank])
+        described = manifest(10)
+        group = session.register(described, buffers(described))
+        here.wait(10)
+        if session.rank == 0:
+            session.reconfigure(SchedulerConfig(8, 8), {"trial": 3})
+            session.reconfigure(SchedulerConfig(16, 16))  # nothing to be measured
+        while session.core.config != SchedulerConfig(16, 16) or group.step < 10:
+            step(session, group, 1.0)
+            session.gather(1)  # else a rank might see the change a step before another, and end
+        session.tell_tuner({"rank": session.rank})
+        if session.rank == 0:
+            assert all(tuners[0].heard.acquire(timeout=10) for _ in range(3))
+
+    ranks(3, main)
+    [switch] = tuners[0].switches
+    assert switch[0] == {"trial": 3}
+    assert switch[1][0] >= 1
+    assert all(tuner.switches == [switch] for tuner in tuners)
+    assert sorted(tuners[0].told, key=lambda told: told[0]) == [(rank, {"rank": rank}) for rank in range(3)]
+    assert tuners[1].told == tuners[2].told == []
+    assert [tuner.closed for tuner in tuners] == [1, 1, 1]
+
+
 def test_an_exception_in_one_rank_reaches_the_others_by_name() -> None:
     raised: dict[int, BaseException] = {}
 

@@ -7,7 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from commsched.core.config import (
+    DEFAULT_BUDGET,
     MAX_PARTITION_BYTES,
+    Budget,
     SchedulerConfig,
     Settings,
     parse_address,
@@ -208,6 +210,9 @@ def test_what_is_like_nothing_is_answered_with_all_there_is() -> None:
         ("rate", "200"),
         ("fail_after", "soon"),
         ("join_within", "-1"),
+        ("tune", "for ever"),
+        ("tune_policies", "lifo"),
+        ("tuned", "4MB"),
         ("disable", "perhaps"),
         ("control", "nowhere"),
     ],
@@ -241,6 +246,81 @@ def test_a_file_that_is_not_there_or_not_toml_is_named(tmp_path: Path) -> None:
     assert refused({"COMMSCHED_CONFIG": str(broken)}).startswith(f"COMMSCHED_CONFIG={str(broken)!r} cannot be read: ")
     broken.write_text("partition 4MB")
     assert refused({"COMMSCHED_CONFIG": str(broken)}).startswith(f"COMMSCHED_CONFIG={str(broken)!r} cannot be read: ")
+
+
+# --- tuning ---
+
+
+@pytest.mark.parametrize(
+    ("value", "budget"),
+    [
+        (1, DEFAULT_BUDGET),
+        (True, DEFAULT_BUDGET),
+        ("on", DEFAULT_BUDGET),
+        ("0", None),
+        (False, None),
+        ("90s", Budget(seconds=90.0)),
+        ("2.5 s", Budget(seconds=2.5)),
+        ("500steps", Budget(steps=500)),
+        (" 20 trials ", Budget(trials=20)),
+        (Budget(trials=3, seconds=60.0), Budget(trials=3, seconds=60.0)),
+    ],
+)
+def test_a_budget_is_a_switch_or_how_long_to_tune(value: object, budget: Budget | None) -> None:
+    assert load(tune=value).tune == budget
+
+
+@pytest.mark.parametrize("value", ["60", "5 minutes", "0trials", "1.5steps", "-3trials", "trials", "nan s", 2])
+def test_what_is_no_budget(value: object) -> None:
+    said = f"tune={value!r} is no budget; write 1, 0, or how long to tune, like 90s, 500steps or 20trials"
+    assert refused(tune=value) == said
+
+
+def test_a_budget_in_seconds_is_a_time() -> None:
+    assert refused(tune="0s") == "tune='0' is not a time; write it in seconds, like 10 or 2.5"
+
+
+def test_tuning_is_off_unless_it_is_asked_for() -> None:
+    settings = load()
+    assert (settings.tune, settings.tune_out, settings.tune_by, settings.tune_policies, settings.tuned) == (
+        None,
+        None,
+        "bayes",
+        (),
+        None,
+    )
+
+
+def test_tuning_by_the_environment() -> None:
+    environ = {
+        "COMMSCHED_TUNE": "1",
+        "COMMSCHED_TUNE_OUT": "tuned.toml",
+        "COMMSCHED_TUNE_BY": "grid",
+        "COMMSCHED_TUNE_POLICIES": "priority, rsag",
+    }
+    settings = load(environ)
+    assert settings.tune == Budget(trials=12)
+    assert (settings.tune_out, settings.tune_by, settings.tune_policies) == ("tuned.toml", "grid", ("priority", "rsag"))
+
+
+def test_policies_to_choose_from_must_exist() -> None:
+    assert refused(tune_policies=["priority", "lifo"]) == "tune_policies='lifo' is unknown; there are: fifo, priority, rsag"
+
+
+def test_what_somebody_set_is_known_to_be_given() -> None:
+    assert load().given == frozenset()
+    assert load({"COMMSCHED_PARTITION": "1MB"}, credit="2MB", policy=None).given == {"partition", "credit"}
+    assert load({"COMMSCHED_PARTITION": ""}).given == frozenset()
+
+
+def test_a_plain_file_gives_and_a_tuned_one_suggests(tmp_path: Path) -> None:
+    file = tmp_path / "commsched.toml"
+    file.write_text('partition = "1MB"\n')
+    assert load({"COMMSCHED_CONFIG": str(file)}).given == {"partition"}
+    file.write_text("partition = 1000000\ncredit = 2000000\n[tuned]\nworld_size = 4\n")
+    settings = load({"COMMSCHED_CONFIG": str(file), "COMMSCHED_CREDIT": "3MB"})
+    assert (settings.partition, settings.credit, settings.tuned) == (1_000_000, 3_000_000, {"world_size": 4})
+    assert settings.given == {"credit"}
 
 
 def test_scheduler_config_parses_what_users_write_and_travels_as_a_record() -> None:

@@ -1,0 +1,177 @@
+"""``commsched tune``: a job that tunes itself, with its trials as lines on stderr while it trains."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from . import launch
+from .core.config import Budget, Settings
+from .core.errors import ConfigError
+from .tuner.search import fixed_by, journal_path
+from .tuner.searchers import make_searcher
+from .tuner.space import Space
+from .tuner.table import HEADER, Table
+from .tuner.verdict import Verdict
+
+#: The exit code of a job that ended well, but left no tuned file.
+UNFINISHED = 3
+
+#: What rank 0 has to say comes in a file, since it is to outlive the job; and a file tells nobody that it has grown.
+LOOK_SECONDS = 0.5
+
+
+def require_tunable(ranks: int, settings: Settings) -> None:
+    """Find out, before anything starts, what would keep the job from being tuned.
+
+    Raises:
+        ConfigError: says what it is.
+    """
+    if ranks == 1:
+        raise ConfigError("there is nothing to tune with -n 1: one rank sends nothing")
+    if settings.disable:
+        raise ConfigError("there is nothing to tune with disable=1: commsched sends nothing then")
+    if settings.tune is None:
+        raise ConfigError("with --budget 0 nothing is tuned; write how long it may take, like 90s, 500steps or 20trials")
+    fixed = fixed_by(settings)
+    space = Space(settings.scheduler, sys.maxsize, fixed, settings.tune_policies)
+    if space.dimensions == 0:
+        raise ConfigError(f"{' and '.join(sorted(fixed))} are set, which leaves nothing to tune")
+    make_searcher(settings.tune_by, space)  # there may be none of that name, or a library of it be missing
+    if not settings.tune_out:
+        raise ConfigError("--out names no file")
+    result = _Result(settings)
+    if result.path.suffix != ".toml":
+        raise ConfigError(f"--out {result.path}: name it like tuned.toml; the journal is then tuned.jsonl, beside it")
+    if not result.path.parent.is_dir():
+        raise ConfigError(f"--out {result.path}: there is no directory {result.path.parent}")
+    result.read()
+    if result.verdict is not None and result.verdict.finished and result.path.exists():
+        raise ConfigError(
+            f"{result.path} is there already, from {result.journal}: {result.verdict.sentence()}; remove both to search anew"
+        )
+
+
+def tune(
+    ranks: int,
+    servers: int,
+    command: Sequence[str],
+    environ: Mapping[str, str],
+    settings: Settings,
+    *,
+    then_stop: bool,
+    use: str,
+) -> int:
+    """Run the job as ``launch.run`` does, show its trials, and say how to ``use`` the result, which is a command. ``environ``
+    has what ``settings`` say of tuning. ``then_stop``: end the job once tuning has ended. Main thread only.
+
+    Returns:
+        The exit code of the job, 0 if it was stopped; 3 instead of 0 if no tuned file was written.
+    """
+    result = _Result(settings)
+    result.read()
+    before = result.table.trials
+    if before:
+        _say(f"commsched: {result.journal} has {before} trials of an earlier start: tuning goes on after them")
+    if result.verdict is not None and not result.verdict.finished:
+        result.verdict = None  # that start's
+    ended, stopped = threading.Event(), threading.Event()
+    main_thread = threading.get_ident()
+
+    def follow() -> None:
+        _say(HEADER)
+        while not ended.wait(LOOK_SECONDS):
+            for line in result.read():
+                _say(line)
+            if then_stop and result.is_over and not stopped.is_set():
+                stopped.set()
+                signal.pthread_kill(main_thread, signal.SIGTERM)  # as if from outside
+
+    follower = threading.Thread(target=follow, name="commsched-follow", daemon=True)
+    follower.start()
+    try:
+        code = launch.run(ranks, servers, command, environ)
+    finally:
+        ended.set()
+        follower.join()
+    for line in result.read():
+        _say(line)
+    if stopped.is_set() and code == 128 + signal.SIGTERM:
+        code = 0
+    if result.verdict is not None:
+        _say(result.verdict.sentence())
+    if result.is_written:
+        _say(f"commsched: {result.path} is written; use it: {use}")
+        return code
+    again = f"; the same command again goes on after {result.table.trials} trials" if result.table.trials > before else ""
+    _say(f"commsched: {result.path} is not written{again}")
+    return code or UNFINISHED
+
+
+class _Result:
+    """The tuned file and the journal beside it, as rank 0 writes them. One thread at a time."""
+
+    def __init__(self, settings: Settings) -> None:
+        assert settings.tune_out is not None
+        self.path = Path(settings.tune_out)
+        self.journal = journal_path(settings.tune_out)
+        self.verdict: Verdict | None = None
+        self._budget = settings.tune or Budget()
+        self.table = Table(self._budget)
+        self._before = self._stamp()
+        self._offset = 0  # of the journal: what is before it was read
+
+    @property
+    def is_over(self) -> bool:
+        """Whether tuning came to its end: it writes the tuned file last, or has nothing to write."""
+        return self.is_written or (self.verdict is not None and self.verdict.reason == "failed")
+
+    @property
+    def is_written(self) -> bool:
+        """Whether the tuned file was written since this object was made."""
+        return self._stamp() not in (None, self._before)
+
+    def read(self) -> list[str]:
+        """A line of the table for each new trial in the journal. A line that is still being written waits for the next time.
+
+        Raises:
+            ConfigError: it is no journal.
+        """
+        try:
+            with self.journal.open("rb") as file:
+                if file.seek(0, 2) < self._offset:  # tuning begins anew
+                    self._offset, self.table = 0, Table(self._budget)
+                file.seek(self._offset)
+                whole, newline, _ = file.read().rpartition(b"\n")
+        except FileNotFoundError:
+            return []
+        self._offset += len(whole) + len(newline)
+        lines = []
+        for text in whole.splitlines():
+            try:
+                record = json.loads(text)
+                if record["phase"] == "verdict":
+                    self.verdict = Verdict.from_record(record)
+                else:
+                    lines.append(self.table.line(record))
+            except (ValueError, KeyError, TypeError) as error:
+                raise ConfigError(f"{self.journal} is no journal of tuning; remove it, or name another --out") from error
+        return lines
+
+    def _stamp(self) -> tuple[int, int] | None:
+        """Another one after each writing, as that puts a new file in the old one's place."""
+        try:
+            status = self.path.stat()
+        except FileNotFoundError:
+            return None
+        return status.st_ino, status.st_mtime_ns
+
+
+def _say(line: str) -> None:
+    """In one write, so that it does not mix with what ranks say."""
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()

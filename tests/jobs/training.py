@@ -1,0 +1,56 @@
+"""A rank of the tests' jobs: trains a small numpy network, so that there is something to tune, and prints what became of it.
+
+training.py STEPS [--width N]
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import sys
+from itertools import pairwise
+
+import numpy as np
+
+import commsched
+from commsched.plugins.numpy import SGD, Linear, Network, ReLU, ScheduledOptimizer, softmax_cross_entropy
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("steps", type=int)
+    parser.add_argument("--width", type=int, default=160)
+    args = parser.parse_args()
+
+    session = commsched.init()
+    rng = np.random.default_rng(0)
+    widths = [64, args.width, args.width, 10]
+    layers = [layer for pair in pairwise(widths) for layer in (Linear(*pair, rng, np.float32), ReLU())]
+    network = Network(layers[:-1])
+    optimizer = ScheduledOptimizer(SGD(network, learning_rate=0.001, momentum=0.9))
+    say(1, f"rank {session.rank} of {session.world_size} pid {os.getpid()}")
+    data = np.random.default_rng(1 + session.rank)
+    for _ in range(args.steps):
+        labels = data.integers(0, 10, 8)
+        inputs = data.standard_normal((8, 64), np.float32)
+        _, gradient = softmax_cross_entropy(network.forward(inputs), labels)
+        network.backward(gradient)
+        optimizer.step()
+    optimizer.synchronize()
+    weights = b"".join(value.tobytes() for layer in network.layers for value in layer.parameters.values())
+    assert np.isfinite(np.frombuffer(weights, np.float32)).all()
+    say(1, f"rank {session.rank} weights {hashlib.sha256(weights).hexdigest()}")
+
+
+def say(descriptor: int, line: str) -> None:
+    """In one write, so that the lines of several ranks do not mix."""
+    os.write(descriptor, f"{line}\n".encode())
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except commsched.CommschedError as error:
+        say(2, f"{type(error).__name__}: {error}")
+        sys.exit(1)
