@@ -1,0 +1,141 @@
+"""Searchers side by side over one grid that was measured, as rows."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf
+from statistics import median, median_high
+from typing import Any
+
+from commsched.core.config import DEFAULT_BUDGET
+from commsched.tuner.searchers import make_searcher
+from commsched.tuner.trial import Searcher
+from commsched.tuner.verdict import Verdict
+
+from . import paper
+from .case import Case
+from .grid import Row, case_of, surface_of
+from .prediction import Prediction
+from .replay import Cost, Point, reached, search, tune
+from .surface import Surface
+
+#: After a searcher's name: with seeds and predictions of the simulator, fed with what was measured.
+MODEL = "+model"
+#: The published search.
+PAPER = "paper"
+#: So long searches are followed.
+TRIALS = 24
+#: What tuning has online if it is told nothing.
+BUDGET_TRIALS = DEFAULT_BUDGET.trials or TRIALS
+#: Regrets that count as good enough, as parts.
+WITHIN = (0.03, 0.02)
+
+
+@dataclass(frozen=True)
+class Searching:
+    """``searchers`` are names, with :data:`MODEL` or without; ``seeds`` replays of each; ``paper``: the published one too."""
+
+    searchers: tuple[str, ...]
+    seeds: int
+    paper: bool
+
+
+def replayed_rows(row: Row, searching: Searching) -> list[Row]:
+    """One row for each searcher.
+
+    Args:
+        row: of the grid, see ``grid.measure``.
+
+    Raises:
+        ConfigError: a searcher needs what is not installed.
+    """
+    case, surface = case_of(row), surface_of(row)
+    prediction = Prediction.of(row) if any(name.endswith(MODEL) for name in searching.searchers) else None
+    rows = [_replayed(row, case, surface, name, searching.seeds, prediction) for name in searching.searchers]
+    return [*rows, _paper(row, case, surface, searching.seeds)] if searching.paper else rows
+
+
+def _replayed(row: Row, case: Case, surface: Surface, name: str, seeds: int, prediction: Prediction | None) -> Row:
+    cost = Cost(row["settle"], row["steps"])
+
+    def make(seed: int) -> Searcher:
+        if name.endswith(MODEL) and prediction is not None:
+            base = name.removesuffix(MODEL)
+            return make_searcher(base, case.space, seeds=prediction.seeds, predict=prediction.predict, random_seed=seed)
+        return make_searcher(name, case.space, random_seed=seed)
+
+    curves = [search(surface, make(seed), TRIALS, cost, seed) for seed in range(seeds)]
+    verdicts = [tune(surface, make(seed), case.space.incumbent, DEFAULT_BUDGET, cost.settle, seed) for seed in range(seeds)]
+    model = {"model_error": prediction.error(surface)} if name.endswith(MODEL) and prediction is not None else {}
+    return {**_row(row, name, cost, curves), **model, "tuning": _tuning(surface, verdicts)}
+
+
+def _paper(row: Row, case: Case, surface: Surface, seeds: int) -> Row:
+    cost = Cost(paper.SETTLE, paper.STEPS)
+    curves = [search(surface, paper.PaperSearch(case.space, seed), paper.POINTS, cost, seed) for seed in range(seeds)]
+    return {**_row(row, PAPER, cost, curves), "tuning": None}
+
+
+def _row(row: Row, name: str, cost: Cost, curves: Sequence[Sequence[Point]]) -> Row:
+    after = [curve[min(BUDGET_TRIALS, len(curve)) - 1] for curve in curves]
+    return {
+        "kind": "replayed",
+        "title": str(case_of(row)),
+        **{key: row[key] for key in ("model", "workers", "bandwidth_bps", "link", "emulated", "transport")},
+        "searcher": name,
+        "seeds": len(curves),
+        "settle": cost.settle,
+        "steps": cost.steps,
+        "budget_trials": BUDGET_TRIALS,
+        "reached": [_reached(curves, within) for within in WITHIN],
+        "after_budget": {
+            "regret": median(point.regret for point in after),
+            "worst_regret": max(point.regret for point in after),
+            "seconds": median(point.seconds for point in after),
+        },
+        "in_the_end": {
+            "trials": median(len(curve) for curve in curves),
+            "seconds": median(curve[-1].seconds for curve in curves),
+            "regret": median(curve[-1].regret for curve in curves),
+            "worst_regret": max(curve[-1].regret for curve in curves),
+        },
+        "curves": [[_record(point) for point in curve] for curve in curves],
+    }
+
+
+def _reached(curves: Sequence[Sequence[Point]], within: float) -> dict[str, Any]:
+    """Medians over seeds, in which one that did not get there took for ever; None: for ever."""
+    found = [reached(curve, within) for curve in curves]
+    trials = median_high([inf if point is None else point.trial for point in found])
+    seconds = median_high([inf if point is None else point.seconds for point in found])
+    return {
+        "within": within,
+        "seeds": sum(point is not None for point in found),
+        "trials": None if trials == inf else trials,
+        "seconds": None if seconds == inf else seconds,
+    }
+
+
+def _tuning(surface: Surface, verdicts: Sequence[Verdict]) -> dict[str, Any]:
+    """The whole of tuning, comparison included: what it keeps."""
+    regrets = [surface.regret(verdict.kept) for verdict in verdicts]
+    return {
+        "regret": median(regrets),
+        "worst_regret": max(regrets),
+        "trials": median(verdict.trials for verdict in verdicts),
+        "steps": median(verdict.steps for verdict in verdicts),
+        "seconds": median(verdict.seconds for verdict in verdicts),
+        "reasons": dict(Counter(verdict.reason for verdict in verdicts)),
+    }
+
+
+def _record(point: Point) -> dict[str, Any]:
+    return {
+        "trial": point.trial,
+        "seconds": point.seconds,
+        "partition_bytes": point.named.partition_bytes,
+        "credit_bytes": point.named.credit_bytes,
+        "regret": point.regret,
+    }

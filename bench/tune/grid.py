@@ -1,0 +1,143 @@
+"""The measured part: every configuration of a grid, in one job, as a row; and the surface that a row is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from commsched.core.config import SchedulerConfig, Settings
+from commsched.core.errors import ConfigError
+from commsched.simulator.bytes_factor import bytes_factor
+
+from ..job import Job, run_job
+from ..lower_bound import lower_bound
+from ..measure import TOLERATED_DIFFERENCE, slowest
+from ..processes import JobFailed
+from ..results import commit
+from ..systems.spec import Way
+from ..train.links import why_not_shaped
+from .case import Case
+from .progress import relayed_lines
+from .surface import Surface
+
+Row = dict[str, Any]
+
+
+def measure(case: Case, *, passes: int, settle: int, steps: int, timeout_seconds: float) -> Row:
+    """Train with every configuration of the case's grid, ``passes`` times.
+
+    Raises:
+        JobFailed: a process failed or took too long, links could not be shaped, or weights are not those of plain averaging.
+    """
+    missing = why_not_shaped(case.links, [])
+    way = Way(case.transport)
+    job = Job(case.workers, 0, case.bandwidth, {"transport": case.transport}, timeout_seconds, mpi=case.transport == "mpi")
+    with relayed_lines() as progress:
+        outcome = run_job(
+            job,
+            "bench.tune.rank",
+            {
+                "workload": {"kind": "emulated", "profile": case.scaling.profile.to_record()},
+                "incumbent": case.space.incumbent.to_record(),
+                "configs": [config.to_record() for config in case.grid],
+                "orders": case.orders(passes),
+                "settle": settle,
+                "steps": steps,
+                "transport": case.transport,
+                "order": way.order,
+                "bytes_scale": case.scaling.bytes_scale,
+                "nominal_rates": case.links.rates,
+                "capped": missing is not None,
+                "progress": progress,
+            },
+        )
+    if missing is None and not outcome.link.endswith(" tbf"):
+        raise JobFailed(f"links were to be shaped, and could be a moment before, but the link was {outcome.link}")
+    difference = max(rank["max_difference"] for rank in outcome.by_rank)
+    if not difference <= TOLERATED_DIFFERENCE:
+        raise JobFailed(f"{case}: weights differ by {difference:.2g} of what was trained from those of plain averaging")
+    if outcome.by_rank[0]["profiled"] is None:
+        raise JobFailed(f"{case}: the tuner's profiler saw no whole step")
+    return _row(case, outcome.link, settle, outcome.by_rank, difference)
+
+
+def _row(case: Case, link: str, settle: int, by_rank: Sequence[Mapping[str, Any]], difference: float) -> Row:
+    from ..layer_times import LayerTimes  # which needs an engine
+
+    measured = by_rank[0]
+    layers = [LayerTimes(**each) for each in measured["layers"]]
+    rate = min(measured["network"]["worker_rates"])
+    per_byte = bytes_factor(case.workers) / rate
+    bound, slowest_layers = max(
+        (
+            (lower_bound(each.forward_seconds, each.backward_seconds, [per_byte * size for size in each.nbytes]), each)
+            for each in layers
+        ),
+        key=lambda found: found[0],
+    )
+    windows = [
+        [list(slowest([rank["passes"][number][place] for rank in by_rank])) for number in range(len(measured["passes"]))]
+        for place in range(len(case.grid))
+    ]
+    surface = Surface(dict(zip(case.grid, windows, strict=True)))
+    incumbent = case.space.incumbent
+    return {
+        "kind": "grid",
+        "model": case.model,
+        "workers": case.workers,
+        "bandwidth_bps": 8 * case.rate_bytes_per_second,
+        "link": link,
+        "emulated": True,
+        "transport": case.transport,
+        "lane": Settings.load({"transport": case.transport}, {}).lane if case.transport == "ps" else None,
+        "gradient_bytes": case.scaling.profile.nbytes,
+        "link_bytes_per_second": rate,
+        "per_message_seconds": measured["message_seconds"],
+        "compute_seconds": sum(slowest_layers.forward_seconds) + sum(slowest_layers.backward_seconds),
+        "comm_seconds": per_byte * sum(slowest_layers.nbytes),
+        "bound_seconds": bound,
+        "settle": settle,
+        "steps": len(windows[0][0]),
+        "passes": len(windows[0]),
+        "case": {name: getattr(case, name) for name in Case.__dataclass_fields__},
+        "incumbent": incumbent.to_record(),
+        "incumbent_seconds": surface.seconds[incumbent],
+        "best": surface.best.to_record(),
+        "best_seconds": surface.seconds[surface.best],
+        "noise": surface.noise,
+        "configs": [
+            {**config.to_record(), "step_seconds": surface.seconds[config], "windows": surface.passes[config]}
+            for config in case.grid
+        ],
+        "profiled": measured["profiled"],
+        "layers": {
+            "names": slowest_layers.names,
+            "forward_seconds": slowest_layers.forward_seconds,
+            "backward_seconds": slowest_layers.backward_seconds,
+            "nbytes": slowest_layers.nbytes,
+            "tensors": slowest_layers.tensors,
+        },
+        "stands_for": case.scaling.stands_for(case.rate_bytes_per_second),
+        "max_difference": difference,
+        "commit": commit(),
+    }
+
+
+def surface_of(row: Mapping[str, Any]) -> Surface:
+    """The steps that ``row`` has kept."""
+    names = SchedulerConfig().to_record()
+    return Surface(
+        {SchedulerConfig(**{name: each[name] for name in names}): each["windows"] for each in row["configs"]},
+    )
+
+
+def case_of(row: Mapping[str, Any]) -> Case:
+    """Where ``row`` was measured.
+
+    Raises:
+        ConfigError: it is no row of a grid.
+    """
+    try:
+        return Case(**row["case"])
+    except (KeyError, TypeError) as error:
+        raise ConfigError(f"not a row of a grid that bench tune measured: {type(error).__name__}: {error}") from error

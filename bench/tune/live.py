@@ -1,0 +1,116 @@
+"""The tuner as users have it, in training jobs of its own: what it keeps, against a grid that was measured before."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from commsched.core.errors import CommschedError
+from commsched.tuner.search import journal_path
+from commsched.tuner.verdict import Verdict
+
+from ..job import Job, run_job
+from ..measure import TOLERATED_DIFFERENCE
+from ..processes import JobFailed
+from .case import Case
+from .grid import Row, surface_of
+
+if TYPE_CHECKING:
+    from commsched.session import Session
+
+#: Ranks ask each other this often whether tuning has ended.
+_ASK_STEPS = 10
+#: Tuning takes fewer: twelve trials, and twelve pairs of windows, four times as long where steps vary.
+_MOST_STEPS = 2000
+_START_SECONDS = 300.0
+_PATIENCE = 2.0
+
+
+def live_rows(case: Case, grid: Row, tune_by: Sequence[str], runs: int, budget: str = "1") -> list[Row]:
+    """One row for each searcher and run; ``grid``: see ``grid.measure``.
+
+    Args:
+        budget: as of the setting ``tune``.
+
+    Raises:
+        JobFailed: a job failed or took too long, or weights are not those of plain averaging.
+    """
+    return [_live(case, grid, name, run, budget) for name in tune_by for run in range(runs)]
+
+
+def _live(case: Case, grid: Row, tune_by: str, run: int, budget: str) -> Row:
+    surface = surface_of(grid)
+    with tempfile.TemporaryDirectory(prefix="commsched-tune-") as directory:
+        out = str(Path(directory, "tuned.toml"))
+        settings = {"transport": case.transport, "tune": budget, "tune_by": tune_by, "tune_out": out}
+        slowest = max(surface.seconds.values())
+        job = Job(
+            case.workers,
+            0,
+            case.bandwidth,
+            settings,
+            _START_SECONDS + _PATIENCE * _MOST_STEPS * slowest,
+            mpi=case.transport == "mpi",
+        )
+        workload = {"kind": "emulated", "profile": case.scaling.profile.to_record()}
+        outcome = run_job(job, __name__, {"workload": workload, "journal": str(journal_path(out))})
+    difference = max(rank["max_difference"] for rank in outcome.by_rank)
+    if not difference <= TOLERATED_DIFFERENCE:
+        raise JobFailed(f"{case}: weights differ by {difference:.2g} of what was trained from those of plain averaging")
+    record = outcome.by_rank[-1]["verdict"]
+    return {
+        "kind": "live",
+        "title": str(case),
+        **{key: grid[key] for key in ("model", "workers", "bandwidth_bps", "emulated", "transport")},
+        "link": outcome.link,
+        "searcher": tune_by,
+        "run": run,
+        "verdict": record,
+        "regret": surface.regret(Verdict.from_record(record).kept),
+        "max_difference": difference,
+    }
+
+
+# --- in each rank's process ---
+
+
+def rank_main(session: Session, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Train until tuning has ended: ``verdict``, on the last rank, and how far the weights are from plain averaging's."""
+    import torch
+
+    import commsched.plugins.torch as cs
+
+    from ..train.reference import LEARNING_RATE, largest_difference, plain_averaging, weights_of
+    from ..workloads.workload import make_workload
+
+    torch.set_num_threads(1)
+    workload = make_workload(arguments["workload"], session.world_size)
+    model = workload.make_model()
+    initial = weights_of(model)
+    optimizer = cs.ScheduledOptimizer(torch.optim.SGD(model.parameters(), lr=LEARNING_RATE), model, session=session)
+    # Not rank 0, which writes the file: closing it there a second time would give up its lock.
+    reads = session.rank == session.world_size - 1
+    verdict = None
+    for step in range(_MOST_STEPS):
+        optimizer.zero_grad()
+        workload.loss(model, step, session.rank).backward()
+        optimizer.step()
+        if step % _ASK_STEPS == _ASK_STEPS - 1:
+            verdict = _verdict(Path(arguments["journal"])) if reads else None
+            if any(session.gather(verdict is not None)):
+                optimizer.synchronize()
+                wanted = plain_averaging(workload, step + 1, session.world_size)
+                return {"verdict": verdict, "max_difference": largest_difference(model, wanted, initial)}
+    raise CommschedError(f"tuning had not ended after {_MOST_STEPS} steps: it is slow, or broke, which rank 0 logs")
+
+
+def _verdict(journal: Path) -> dict[str, Any] | None:
+    """What tuning has come to, if it has ended."""
+    if not journal.exists():
+        return None
+    whole = journal.read_text().rpartition("\n")[0].splitlines()
+    records = [json.loads(line) for line in whole[-1:]]
+    return next((record for record in records if record["phase"] == "verdict"), None)

@@ -1,0 +1,38 @@
+"""The simulator's predictions for a grid, from what the tuner's own profiler saw in its job."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from commsched.core.config import SchedulerConfig
+from commsched.simulator.profile import Profile
+from commsched.tuner.model import Model
+from commsched.tuner.profiler import Link
+from commsched.tuner.seeds import seeds
+from commsched.tuner.trial import Predict
+
+from ..measure import median_absolute_error
+from .grid import Row
+from .surface import Surface
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a searcher is given. ``predict`` keeps what it has simulated: not thread-safe."""
+
+    seeds: list[SchedulerConfig]
+    predict: Predict
+
+    @classmethod
+    def of(cls, row: Row) -> Prediction:
+        """As the tuner makes it online (``commsched.tuner.search``). ``row``: of a grid, see ``grid.measure``."""
+        profiled, incumbent = row["profiled"], SchedulerConfig(**row["incumbent"])
+        profile, link = Profile.from_record(profiled["profile"]), Link(**profiled["link"])
+        collective = row["transport"] != "ps"
+        model = Model(profile, link, row["workers"], collective=collective, anchor_bytes=incumbent.partition_bytes)
+        likely = seeds(profile, link, row["workers"], collective=collective, policy=incumbent.policy)
+        return cls(likely, model.calibrate([(incumbent, profiled["step_seconds"])]).predict)
+
+    def error(self, surface: Surface) -> float:
+        """The median absolute one over the grid, as a part."""
+        return median_absolute_error((seconds, self.predict(config)) for config, seconds in surface.seconds.items())

@@ -1,0 +1,42 @@
+"""Lines that a rank's process has printed here while its job runs."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def relayed_lines() -> Iterator[str]:
+    """The path of a pipe, in this block; each line that a process writes into it is printed."""
+    with tempfile.TemporaryDirectory(prefix="commsched-tune-") as directory:
+        path = Path(directory, "progress")
+        os.mkfifo(path)
+        # Open for writing too, so that opening waits for nobody and the end comes when this block says so.
+        pipe = os.open(path, os.O_RDWR)
+        with open(pipe) as lines:
+            reader = threading.Thread(target=_relay, args=(lines,), name="commsched-bench-progress", daemon=True)
+            reader.start()
+            try:
+                yield str(path)
+            finally:
+                os.write(pipe, b"\0\n")
+                reader.join()
+
+
+def _relay(lines: Iterator[str]) -> None:
+    for line in lines:
+        if line.endswith("\0\n"):
+            print(line[:-2], end="\n" if line[:-2] else "", flush=True)  # of a process that was killed in its midst
+            return
+        print(line, end="", flush=True)
+
+
+def say(path: str, line: str) -> None:
+    """In a rank's process: print ``line`` over there."""
+    with open(path, "w") as pipe:
+        pipe.write(f"{line}\n")

@@ -1,0 +1,145 @@
+"""One rank of ``python -m bench tune``: trains with every configuration of a grid in turn, pass after pass."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from commsched.core.config import SchedulerConfig
+from commsched.core.manifest import Manifest
+from commsched.tuner.profiler import Profiler
+from commsched.tuner.search import PROFILE_STEPS
+
+from ..systems.context import Context
+from ..systems.scheduled import ScheduledSystem
+from ..systems.spec import Way
+from ..train.compute_only import ComputeOnly
+from ..train.message_cost import measure_message_cost
+from ..train.network import measure_network
+from ..train.rank import own_address
+from ..train.reference import largest_difference, plain_averaging
+from ..train.start_line import StartLine
+from ..workloads.workload import make_workload
+from .progress import say
+
+if TYPE_CHECKING:
+    from commsched.session import Session
+
+_LAYER_STEPS = 5
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """What the ranks are to do, as JSON. See ``tune.TuneOptions``.
+
+    ``configs`` are those of the grid, ``orders`` the places in it in the order in which each pass takes them. ``progress`` is a
+    path for ``progress.say``.
+    """
+
+    workload: dict[str, Any]
+    incumbent: dict[str, Any]
+    configs: list[dict[str, Any]]
+    orders: list[list[int]]
+    settle: int
+    steps: int
+    transport: str
+    order: str
+    bytes_scale: float
+    nominal_rates: list[float]
+    capped: bool
+    progress: str
+    server_pids: list[int] = field(default_factory=list)
+
+
+def rank_main(session: Session, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """``network``, ``layers`` of each rank and ``message_seconds``, the same from every rank; ``profiled``: what the tuner
+    would know of training; ``passes``: of each pass and configuration the seconds of its steps; ``max_difference``: of the
+    weights, to those of plain averaging."""
+    torch.set_num_threads(1)
+    task = Assignment(**arguments)
+    line = StartLine(session)
+    workload = make_workload(task.workload, session.world_size)
+    host = own_address()
+    network = measure_network(session, host, task.nominal_rates, 0, task.capped)
+    layers = ComputeOnly(session, line, workload).measure(_LAYER_STEPS)
+    configs = [SchedulerConfig(**record) for record in task.configs]
+    cost = measure_message_cost(session, line, network.message_bytes, configs[0].policy)
+    context = Context(
+        session,
+        line,
+        workload,
+        host,
+        Way(task.transport, task.order),
+        configs[0].policy,
+        task.bytes_scale,
+        configs[0].partition_bytes,
+        configs[0].credit_bytes,
+        cost.link_seconds,
+        {},
+    )
+    systems = [ScheduledSystem(context, config) for config in configs]
+    wanted = plain_averaging(workload, task.settle + task.steps, session.world_size)
+    profiled = _profile(session, ScheduledSystem(context, SchedulerConfig(**task.incumbent)), task, line)
+    passes, largest = [], 0.0
+    for number, order in enumerate(task.orders, 1):
+        began = perf_counter()
+        windows: list[list[float]] = [[] for _ in systems]
+        for place in order:
+            windows[place] = _window(systems[place], task, line)
+            difference = largest_difference(systems[place].model, wanted, systems[place].initial)
+            largest = max(largest, difference)
+        passes.append(windows)
+        if session.rank == 0:
+            done = f"pass {number} of {len(task.orders)}: {len(order)} configurations in {perf_counter() - began:.0f} s"
+            say(task.progress, done)
+    return {
+        "network": asdict(network),
+        "layers": [asdict(each) for each in layers],
+        "message_seconds": cost.link_seconds,
+        "profiled": profiled,
+        "passes": passes,
+        "max_difference": largest,
+    }
+
+
+def _profile(session: Session, system: ScheduledSystem, task: Assignment, line: StartLine) -> dict[str, Any] | None:
+    """What the tuner's own profiler sees of a few steps, with the configuration that it would see them with."""
+    groups: dict[int, Manifest] = {}
+    session.on_register(groups.__setitem__)
+    _window(system, task, line)  # its first steps measure the order of layers
+    main = max(groups, key=lambda group: sum(groups[group].buffer_bytes.values()))
+    profiler = Profiler(main, PROFILE_STEPS)
+    forget = session.observe(profiler)
+    _window(system, task, line)
+    profiler.stop()
+    forget()
+    measured = profiler.result(groups[main], collective=task.transport != "ps")
+    if measured is None:
+        return None
+    return {
+        "profile": measured.profile.to_record(),
+        "link": asdict(measured.link),
+        "step_seconds": measured.step_seconds,
+    }
+
+
+def _window(system: ScheduledSystem, task: Assignment, line: StartLine) -> list[float]:
+    """The seconds of each counted step, from the beginning of a forward to that of the next."""
+    system.begin()
+    line.meet()
+    for step in range(task.settle):
+        system.update(system.forward(step))
+    system.require_ready()
+    seconds = []
+    began = perf_counter()
+    for step in range(task.settle, task.settle + task.steps):
+        system.update(system.forward(step))
+        ended = perf_counter()
+        seconds.append(ended - began)
+        began = ended
+    system.end()
+    return seconds

@@ -1,0 +1,119 @@
+"""The rows of ``python -m bench tune`` as text. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from commsched.core.config import SchedulerConfig
+from commsched.tuner.verdict import describe
+
+from ..results import table
+
+Row = Mapping[str, Any]
+
+_COLUMNS = {
+    "searcher": "searcher",
+    "reached 0": "trials to 3 %",
+    "seconds 0": "s to 3 %",
+    "reached 1": "trials to 2 %",
+    "seconds 1": "s to 2 %",
+    "after": "regret %",
+    "worst": "worst %",
+    "spent": "s",
+    "kept": "kept %",
+    "kept worst": "worst kept %",
+    "kept seconds": "s with comparison",
+    "reasons": "verdicts",
+}
+
+_LIVE_COLUMNS = {
+    "searcher": "searcher",
+    "run": "run",
+    "kept": "kept",
+    "regret": "regret %",
+    "gain": "gain %",
+    "interval": "95 %",
+    "trials": "trials",
+    "steps": "steps",
+    "seconds": "s",
+    "reason": "verdict",
+}
+
+
+def text(grid: Row, replayed: Sequence[Row]) -> str:
+    """What was measured, and a table of the searches over it, of which there is at least one."""
+    seeds, budget = replayed[0]["seeds"], replayed[0]["budget_trials"]
+    errors = [row["model_error"] for row in replayed if "model_error" in row]
+    model = [f"the simulator's predictions are typically {errors[0]:.1%} off the grid's step times"] if errors else []
+    return "\n".join(
+        [
+            _heading(grid),
+            *model,
+            f"REPLAYED over measured windows, {seeds} seeds, medians: a trial draws one of its configuration's windows, "
+            f"and costs {grid['settle']} + {grid['steps']} steps.",
+            "Trials and seconds of training until what the search would name stays within 3 % and 2 % of the grid's best "
+            "(k/n: in so many seeds only; -: not in most);",
+            f"regret: how much slower that is after {budget} trials, which take s; kept: the same for the whole of tuning, "
+            "with windows of 10 steps, comparison and early end",
+            table([_shown(row) for row in replayed], _COLUMNS),
+        ]
+    )
+
+
+def live_text(rows: Sequence[Row]) -> str:
+    """What the tuner itself came to."""
+    return "LIVE: the tuner in training jobs of its own; regret is against the grid that was measured before\n" + table(
+        [_live_shown(row) for row in rows], _LIVE_COLUMNS
+    )
+
+
+def _heading(row: Row) -> str:
+    best, incumbent = (SchedulerConfig(**row[key]) for key in ("best", "incumbent"))
+    slowest = max(each["step_seconds"] for each in row["configs"])
+    default = row["incumbent_seconds"] / row["best_seconds"] - 1
+    return (
+        f"EMULATED {row['model']}, {row['gradient_bytes'] / 1e6:.1f} MB of gradients, {row['workers']} workers, "
+        f"{row['transport']}, link {row['link']}: compute {1e3 * row['compute_seconds']:.0f} ms, communication "
+        f"{1e3 * row['comm_seconds']:.0f} ms, T* {1e3 * row['bound_seconds']:.0f} ms\n"
+        f"grid of {len(row['configs'])}, {row['passes']} windows of {row['steps']} steps each: best {describe(best)}: "
+        f"{1e3 * row['best_seconds']:.0f} ms; default {describe(incumbent)}: {1e3 * row['incumbent_seconds']:.0f} ms "
+        f"({default:+.1%}); slowest {1e3 * slowest:.0f} ms; a window is typically {row['noise']:.1%} off"
+    )
+
+
+def _shown(row: Row) -> dict[str, Any]:
+    shown: dict[str, Any] = {"searcher": row["searcher"]}
+    for place, found in enumerate(row["reached"]):
+        all_of_them = found["seeds"] == row["seeds"]
+        count = "" if all_of_them else f" ({found['seeds']}/{row['seeds']})"
+        shown[f"reached {place}"] = f"{'-' if found['trials'] is None else found['trials']}{count}"
+        shown[f"seconds {place}"] = None if found["seconds"] is None else f"{found['seconds']:.0f}"
+    after = row["after_budget"] if row["tuning"] is not None else row["in_the_end"]
+    shown |= {
+        "after": f"{100 * after['regret']:.1f}",
+        "worst": f"{100 * after['worst_regret']:.1f}",
+        "spent": f"{after['seconds']:.0f}",
+    }
+    if row["tuning"] is not None:
+        tuning = row["tuning"]
+        shown |= {
+            "kept": f"{100 * tuning['regret']:.1f}",
+            "kept worst": f"{100 * tuning['worst_regret']:.1f}",
+            "kept seconds": f"{tuning['seconds']:.0f}",
+            "reasons": ", ".join(f"{count} {reason}" for reason, count in sorted(tuning["reasons"].items())),
+        }
+    return shown
+
+
+def _live_shown(row: Row) -> dict[str, Any]:
+    verdict = row["verdict"]
+    return {
+        **{key: row[key] for key in ("searcher", "run")},
+        **{key: verdict[key] for key in ("trials", "steps", "reason")},
+        "kept": describe(SchedulerConfig(**verdict["kept"])),
+        "regret": f"{100 * row['regret']:.1f}",
+        "gain": f"{100 * verdict['gain']:.1f}",
+        "interval": f"{100 * verdict['low']:.1f} to {100 * verdict['high']:.1f}",
+        "seconds": f"{verdict['seconds']:.0f}",
+    }
