@@ -190,7 +190,7 @@ class Tuning:
         self._count(trial)
         if phase == "search":
             self._searcher.tell(config, window)
-        if phase == "search" or window is None:
+        if self._journal is None and (phase == "search" or window is None):  # else who wants to know reads it there
             found = f"failed, {why}"
             if window is not None:
                 found = f"{milliseconds(window.seconds)} +- {milliseconds(window.error_seconds)}"

@@ -368,8 +368,8 @@ def train_until_tuned(out: Path, config: SchedulerConfig | None = None) -> tuple
 def test_the_result_is_written_and_the_next_start_measures_nothing(tmp_path: Path) -> None:
     out = tmp_path / "tuned.toml"
     _, lines = train_until_tuned(out)
-    assert len([line for line in lines if ": trial " in line]) == 3, lines
     journal = (tmp_path / "tuned.jsonl").read_bytes()
+    assert journal.count(b'"phase": "search"') == 3, lines
     settings = Settings.load({}, {"COMMSCHED_CONFIG": str(out)})
     assert settings.tuned is not None
     assert settings.tuned["transport"] == "local"
@@ -377,7 +377,6 @@ def test_the_result_is_written_and_the_next_start_measures_nothing(tmp_path: Pat
     assert settings.tuned["hosts"] == 1
     out.unlink()
     _, lines = train_until_tuned(out)
-    assert not [line for line in lines if ": trial " in line]
     assert out.exists()
     assert (tmp_path / "tuned.jsonl").read_bytes() == journal
 
