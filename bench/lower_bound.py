@@ -6,7 +6,8 @@ the first layer to the last, and each layer waits for its own average. Compute i
 and cost nothing by themselves; ``partitioned_bound`` and ``window_bound`` are for those of a real cut.
 
 In every function index 0 is the layer at the input side, the sequences have one item per layer, and times are seconds.
-``comm_seconds[h]`` is ``bytes_factor(...) * bytes of layer h / bytes per second of a NIC``; see ``nic_load`` for that factor.
+``comm_seconds[h]`` is ``bytes_factor(...) * bytes of layer h / bytes per second of a NIC``; that factor is in
+``commsched.simulator.bytes_factor``.
 """
 
 from __future__ import annotations

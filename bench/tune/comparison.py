@@ -63,7 +63,7 @@ def _replayed(row: Row, case: Case, surface: Surface, name: str, seeds: int, pre
     def make(seed: int) -> Searcher:
         if name.endswith(MODEL) and prediction is not None:
             base = name.removesuffix(MODEL)
-            return make_searcher(base, case.space, seeds=prediction.seeds, predict=prediction.predict, random_seed=seed)
+            return make_searcher(base, case.space, seeds=prediction.seeds, model=prediction.model, random_seed=seed)
         return make_searcher(name, case.space, random_seed=seed)
 
     curves = [search(surface, make(seed), TRIALS, cost, seed) for seed in range(seeds)]

@@ -9,7 +9,6 @@ from commsched.simulator.profile import Profile
 from commsched.tuner.model import Model
 from commsched.tuner.profiler import Link
 from commsched.tuner.seeds import seeds
-from commsched.tuner.trial import Predict
 
 from ..measure import median_absolute_error
 from .grid import Row
@@ -18,10 +17,10 @@ from .surface import Surface
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a searcher is given. ``predict`` keeps what it has simulated: not thread-safe."""
+    """What a searcher is given. ``model`` keeps what it has simulated: not thread-safe."""
 
     seeds: list[SchedulerConfig]
-    predict: Predict
+    model: Model
 
     @classmethod
     def of(cls, row: Row) -> Prediction:
@@ -31,8 +30,8 @@ class Prediction:
         collective = row["transport"] != "ps"
         model = Model(profile, link, row["workers"], collective=collective, anchor_bytes=incumbent.partition_bytes)
         likely = seeds(profile, link, row["workers"], collective=collective, policy=incumbent.policy)
-        return cls(likely, model.calibrate([(incumbent, profiled["step_seconds"])]).predict)
+        return cls(likely, model.calibrate([(incumbent, profiled["step_seconds"])]))
 
     def error(self, surface: Surface) -> float:
         """The median absolute one over the grid, as a part."""
-        return median_absolute_error((seconds, self.predict(config)) for config, seconds in surface.seconds.items())
+        return median_absolute_error((seconds, self.model.predict(config)) for config, seconds in surface.seconds.items())

@@ -20,7 +20,7 @@ from .link import describe_link
 from .meter import Meter
 from .searchers import make_searcher
 from .space import CHOICES, Space
-from .trial import Predict
+from .trial import StepModel
 from .trials import Trials
 from .tuned import Key, describe_transport, write_tuned
 from .tuning import Tuning
@@ -101,10 +101,10 @@ class Search:
         with self._open_journal(key, space) as journal:
             if again and journal is not None:
                 journal.start_over()
-            seeds, predict = self._learn(group, manifest, incumbent)
+            seeds, model = self._learn(group, manifest, incumbent)
             verdict = Tuning(
                 incumbent,
-                make_searcher(settings.tune_by, space, seeds=seeds, predict=predict),
+                make_searcher(settings.tune_by, space, seeds=seeds, model=model),
                 self._trials.measure,
                 settings.tune,
                 apply=self._trials.apply,
@@ -121,7 +121,7 @@ class Search:
 
     def _learn(
         self, group: int, manifest: Manifest, incumbent: SchedulerConfig
-    ) -> tuple[list[SchedulerConfig], Predict | None]:
+    ) -> tuple[list[SchedulerConfig], StepModel | None]:
         """Configurations worth trying first, and a model's step times, from a profile of the next steps. The search does
         without them if that cannot be had."""
         from .model import Model
@@ -148,7 +148,7 @@ class Search:
                 collective=job.collective,
                 anchor_bytes=incumbent.partition_bytes,
             )
-            return first, model.calibrate([(incumbent, measured.step_seconds)]).predict
+            return first, model.calibrate([(incumbent, measured.step_seconds)])
         except ClosedError:
             raise
         except Exception as error:  # a model is a help, and no more

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -35,8 +35,17 @@ class Stopped(Exception):
 #: TrialFailed or Stopped. Blocks: only the tuner's thread calls it.
 Measure = Callable[[SchedulerConfig, int], Window]
 
-#: A model's step time in seconds; any thread.
-Predict = Callable[[SchedulerConfig], float]
+
+class StepModel(Protocol):
+    """Says beforehand how long steps take."""
+
+    def predict(self, config: SchedulerConfig) -> float:
+        """Seconds of a step with ``config``. Where it is not a positive number, the model cannot tell."""
+        ...
+
+    def calibrate(self, trials: Sequence[tuple[SchedulerConfig, float]]) -> StepModel:
+        """The model that it becomes with what was measured: ``(config, seconds)``."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -416,7 +416,7 @@ def asked_with(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 def test_a_searcher_is_given_what_some_steps_have_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     found = asked_with(monkeypatch)
     assert 1 <= len(found["seeds"]) <= 2
-    times = [found["predict"](config) for config in found["space"].lattice()]
+    times = [found["model"].predict(config) for config in found["space"].lattice()]
     assert all(0 < seconds < 60 for seconds in times)
 
 
@@ -426,7 +426,7 @@ def test_without_a_model_it_is_tuned_all_the_same(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr("commsched.tuner.model.Model", broken)
     found = asked_with(monkeypatch)
-    assert (found["seeds"], found["predict"]) == ([], None)
+    assert (found["seeds"], found["model"]) == ([], None)
     assert [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING] == [
         "tuning does without a model: ZeroDivisionError: a bug"
     ]

@@ -9,7 +9,7 @@ from importlib import import_module
 from ...core.config import SchedulerConfig
 from ...core.errors import ConfigError
 from ..space import Space
-from ..trial import Predict, Searcher
+from ..trial import Searcher, StepModel
 
 
 def searcher_names() -> list[str]:
@@ -22,7 +22,7 @@ def make_searcher(
     space: Space,
     *,
     seeds: Sequence[SchedulerConfig] = (),
-    predict: Predict | None = None,
+    model: StepModel | None = None,
     random_seed: int = 0,
 ) -> Searcher:
     """A new searcher of that name; equal arguments and answers make equal questions.
@@ -31,14 +31,14 @@ def make_searcher(
     makes doubtful, a comparison at the end decides. Without a ``tell`` in between, ``ask`` repeats itself.
 
     Args:
-        seeds: configurations worth trying early, best first. Only ``bayes`` uses them, and ``predict``.
-        predict: a model's step time; each configuration is asked for once. Where it is not a positive number, the
-            configuration counts as slow as the slowest that it is one for.
+        seeds: configurations worth trying early, best first. Only ``bayes`` uses them, and ``model``.
+        model: is asked for each configuration once, and once more after the first few trials, which calibrate it. What it
+            cannot tell of counts as slow as the slowest that it can.
 
     Raises:
         ConfigError: there is none of that name, or what it is made with is not installed; the message says what to do.
     """
     if name not in searcher_names():
         raise ConfigError(f"tune_by={name!r} is unknown; there are: {', '.join(searcher_names())}")
-    searcher: Searcher = import_module(f"{__name__}.{name}").make_searcher(space, seeds, predict, random_seed)
+    searcher: Searcher = import_module(f"{__name__}.{name}").make_searcher(space, seeds, model, random_seed)
     return searcher

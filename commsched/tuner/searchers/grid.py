@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ...core.config import SchedulerConfig
 from ..space import Space
-from ..trial import Candidate, Predict, Searcher, Window
+from ..trial import Candidate, Searcher, StepModel, Window
 from ..tried import Tried
 
 
@@ -56,5 +56,5 @@ def _levels(values: Sequence[int]) -> dict[int, int]:
     return levels
 
 
-def make_searcher(space: Space, seeds: Sequence[SchedulerConfig], predict: Predict | None, random_seed: int) -> Searcher:
+def make_searcher(space: Space, seeds: Sequence[SchedulerConfig], model: StepModel | None, random_seed: int) -> Searcher:
     return Grid(space)

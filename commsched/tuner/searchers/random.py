@@ -7,7 +7,7 @@ from random import Random
 
 from ...core.config import SchedulerConfig
 from ..space import Space
-from ..trial import Candidate, Predict, Searcher, Window
+from ..trial import Candidate, Searcher, StepModel, Window
 from ..tried import Tried
 
 #: Draws of what was tried already, after which there is nothing left.
@@ -37,5 +37,5 @@ class RandomSearch:
         return self._tried.best()
 
 
-def make_searcher(space: Space, seeds: Sequence[SchedulerConfig], predict: Predict | None, random_seed: int) -> Searcher:
+def make_searcher(space: Space, seeds: Sequence[SchedulerConfig], model: StepModel | None, random_seed: int) -> Searcher:
     return RandomSearch(space, random_seed)

@@ -7,7 +7,7 @@ from collections.abc import Generator, Sequence
 
 from ...core.config import SchedulerConfig
 from ..space import Space
-from ..trial import Candidate, Predict, Searcher, Window
+from ..trial import Candidate, Searcher, StepModel, Window
 from ..tried import Tried
 
 #: Distance in the unit cube over which a slope is measured: about an octave of the partition, half an octave of the credit.
@@ -71,5 +71,5 @@ class GradientDescent:
             at = yield self._space.from_point(point)
 
 
-def make_searcher(space: Space, seeds: Sequence[SchedulerConfig], predict: Predict | None, random_seed: int) -> Searcher:
+def make_searcher(space: Space, seeds: Sequence[SchedulerConfig], model: StepModel | None, random_seed: int) -> Searcher:
     return GradientDescent(space)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from commsched.core.config import SchedulerConfig
 from commsched.tuner.space import Space
-from commsched.tuner.trial import Predict, Searcher, Window
+from commsched.tuner.trial import Searcher, Window
 
 
 @dataclass(frozen=True)
@@ -43,14 +43,24 @@ FAST_NETWORK = Surface(500_000_000, 1.25e9, 3e-4, 0.35, 1e-3)
 LONG_ROUND_TRIP = Surface(200_000_000, 2.5e9, 2e-3, 0.08, 1e-2)
 
 
-def tilted(surface: Surface) -> Predict:
+@dataclass(frozen=True)
+class Fixed:
+    """A model that measurements do not change."""
+
+    predict: Callable[[SchedulerConfig], float]
+
+    def calibrate(self, trials: Sequence[tuple[SchedulerConfig, float]]) -> Fixed:
+        return self
+
+
+def tilted(surface: Surface) -> Fixed:
     """Wrong by a factor that doubles from one end of the space to the other, and by a constant one."""
 
     def predict(config: SchedulerConfig) -> float:
         partition, credit = surface.space.to_point(config)
         return 3 * surface(config) * 2.0 ** (partition - credit / 2)
 
-    return predict
+    return Fixed(predict)
 
 
 def search(

@@ -1,20 +1,21 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import pytest
 
 from commsched.core.config import SchedulerConfig
 from commsched.tuner.searchers import make_searcher
 from commsched.tuner.space import Space
-from commsched.tuner.trial import Predict, Window
+from commsched.tuner.trial import StepModel, Window
 
-from .surfaces import FAST_NETWORK, LONG_ROUND_TRIP, SLOW_NETWORK, Surface, search, tilted
+from .surfaces import FAST_NETWORK, LONG_ROUND_TRIP, SLOW_NETWORK, Fixed, Surface, search, tilted
 
 
-def loss(surface: Surface, predict: Predict | None, *, noise: float, random_seed: int) -> float:
+def loss(surface: Surface, model: StepModel | None, *, noise: float, random_seed: int) -> float:
     """By what part the configuration found in 12 trials is truly slower than the best there is."""
-    searcher = make_searcher("bayes", surface.space, predict=predict, random_seed=random_seed)
+    searcher = make_searcher("bayes", surface.space, model=model, random_seed=random_seed)
     search(searcher, surface, trials=12, noise=noise, random_seed=random_seed)
     best = searcher.best()
     assert best is not None
@@ -22,31 +23,31 @@ def loss(surface: Surface, predict: Predict | None, *, noise: float, random_seed
 
 
 @pytest.mark.parametrize(
-    ("surface", "predict"),
+    ("surface", "model"),
     [
         (SLOW_NETWORK, None),
         (FAST_NETWORK, None),
         (LONG_ROUND_TRIP, None),
-        (LONG_ROUND_TRIP, LONG_ROUND_TRIP),
+        (LONG_ROUND_TRIP, Fixed(LONG_ROUND_TRIP)),
         (FAST_NETWORK, tilted(FAST_NETWORK)),
         (LONG_ROUND_TRIP, tilted(LONG_ROUND_TRIP)),
     ],
     ids=["slow", "fast", "far", "far, right model", "fast, tilted model", "far, tilted model"],
 )
-def test_twelve_trials_find_what_is_within_three_percent_of_the_best(surface: Surface, predict: Predict | None) -> None:
-    losses = [loss(surface, predict, noise=0.01, random_seed=seed) for seed in range(2)]
+def test_twelve_trials_find_what_is_within_three_percent_of_the_best(surface: Surface, model: StepModel | None) -> None:
+    losses = [loss(surface, model, noise=0.01, random_seed=seed) for seed in range(2)]
     assert min(losses) < 0.03, losses
     assert max(losses) < 0.05, losses
 
 
 def test_a_model_of_the_opposite_is_not_believed_for_long() -> None:
-    assert loss(SLOW_NETWORK, lambda config: 1 / SLOW_NETWORK(config), noise=0.01, random_seed=0) < 0.05
+    assert loss(SLOW_NETWORK, Fixed(lambda config: 1 / SLOW_NETWORK(config)), noise=0.01, random_seed=0) < 0.05
 
 
 def test_seeds_come_after_the_incumbent_then_the_models_best_then_what_promises_most() -> None:
     space = SLOW_NETWORK.space
     seeds = [SchedulerConfig(1_000_000, 2_000_000), space.incumbent, SchedulerConfig(10, 10), SchedulerConfig(64_000, 64_000)]
-    searcher = make_searcher("bayes", space, seeds=seeds, predict=SLOW_NETWORK)
+    searcher = make_searcher("bayes", space, seeds=seeds, model=Fixed(SLOW_NETWORK))
     asked = search(searcher, SLOW_NETWORK, trials=4)
     assert asked == [
         space.incumbent,
@@ -114,23 +115,42 @@ def test_what_a_model_cannot_tell_counts_as_slow_and_is_asked_for_once() -> None
         asked.append(config)
         return math.nan if config.partition_bytes < 1_000_000 else SLOW_NETWORK(config)
 
-    searcher = make_searcher("bayes", space, predict=predict)
-    tried = search(searcher, SLOW_NETWORK, trials=6)
+    searcher = make_searcher("bayes", space, model=Fixed(predict))
+    tried = search(searcher, SLOW_NETWORK, trials=3)
     told = [config for config in space.lattice(per_octave=2) if config.partition_bytes >= 1_000_000]
     assert SLOW_NETWORK(tried[1]) < 1.002 * min(map(SLOW_NETWORK, told))
     assert searcher.best() is not None
     assert len(asked) == len(set(asked))
 
 
+def test_a_model_is_calibrated_once_by_the_first_trials() -> None:
+    """It takes the network for ten times as fast as it is, until then."""
+    space, told = SLOW_NETWORK.space, []
+
+    class Hopeful:
+        def predict(self, config: SchedulerConfig) -> float:
+            return LONG_ROUND_TRIP(config)
+
+        def calibrate(self, trials: Sequence[tuple[SchedulerConfig, float]]) -> Fixed:
+            told.append(list(trials))
+            return Fixed(SLOW_NETWORK)
+
+    searcher = make_searcher("bayes", space, model=Hopeful())
+    searcher.tell(SchedulerConfig(1, 1), None)  # failed: it says nothing of the network
+    tried = search(searcher, SLOW_NETWORK, trials=8)
+    assert told == [[(config, SLOW_NETWORK(config)) for config in tried[:4]]]
+    assert SLOW_NETWORK(tried[4]) < 1.002 * SLOW_NETWORK.lowest
+
+
 def test_a_model_that_can_tell_nothing_is_none() -> None:
     space = SLOW_NETWORK.space
-    asked = search(make_searcher("bayes", space, predict=lambda config: math.inf), SLOW_NETWORK, trials=4)
+    asked = search(make_searcher("bayes", space, model=Fixed(lambda config: math.inf)), SLOW_NETWORK, trials=4)
     assert asked == search(make_searcher("bayes", space), SLOW_NETWORK, trials=4)
 
 
 def test_a_model_to_which_all_is_the_same_is_no_reason_to_begin_at_the_bounds() -> None:
     space = SLOW_NETWORK.space
-    asked = search(make_searcher("bayes", space, predict=lambda config: 0.3), SLOW_NETWORK, trials=4)
+    asked = search(make_searcher("bayes", space, model=Fixed(lambda config: 0.3)), SLOW_NETWORK, trials=4)
     assert all(0.15 <= x <= 0.85 for config in asked[1:] for x in space.to_point(config))
 
 
