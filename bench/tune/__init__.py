@@ -18,6 +18,7 @@ from typing import Any
 from commsched.core.config import parse_rate
 from commsched.core.errors import ConfigError
 from commsched.tuner.searchers import searcher_names
+from commsched.tuner.tuning import LONGER_AT_MOST
 
 from ..arguments import at_least, check_settings, require_named, setting
 from ..extras import require_extra
@@ -25,15 +26,12 @@ from ..results import SCHEMA, add_json_argument, write
 from ..train import LEAST_SETTLE_STEPS
 from .case import Case
 from .comparison import MODEL, Searching, replayed_rows
-from .grid import Row, case_of, measure
-from .table import live_text, text
+from .grid import Row, case_of, measure, read_again
+from .table import live_text, summary_text, text
 
 #: Of a job: what starting and ending it takes, and how many times as long as expected its steps may last.
 _START_SECONDS = 300.0
 _PATIENCE = 6.0
-
-#: Of a job that is tuned: twelve trials, and twelve pairs of windows.
-_LIVE_STEPS = 36 * 13
 
 #: Besides the steps of its grid: starting, measuring links and layers.
 _OVERHEAD_SECONDS = 20.0
@@ -51,7 +49,8 @@ class TuneOptions:
         megabytes: of gradients after scaling.
         transport: that gradients travel by.
         grid: ``"fine"``: whole octaves of partition and credit; ``"coarse"``: every other.
-        passes: over the grid, in another order each; one window of ``steps`` per configuration and pass.
+        passes: over the grid, in another order each; one window of ``steps`` per configuration and pass. Two at least: how far
+            they are apart says how much windows differ.
         settle: steps at the beginning of a window that do not count.
         seeds: replays of each searcher.
         searchers: names; ``bayes+model`` has seeds and predictions of the simulator.
@@ -104,7 +103,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=default.grid,
         help="fine: whole octaves of partition and credit; coarse: every other (default: fine)",
     )
-    parser.add_argument("--passes", type=at_least(1), default=default.passes, metavar="N", help="over the grid (default: 3)")
+    parser.add_argument("--passes", type=at_least(2), default=default.passes, metavar="N", help="over the grid (default: 3)")
     parser.add_argument(
         "--steps", type=at_least(2), default=default.steps, metavar="N", help="counted in a window (default: 5)"
     )
@@ -162,8 +161,10 @@ def run(args: argparse.Namespace) -> int:
             print(live_text(live), flush=True)
             rows += live
             _keep(args.json, rows)
+    replayed = [row for row in rows if row["kind"] == "replayed"]
+    print(summary_text(replayed), flush=True)
     if args.out is not None:
-        _draw(args.out, [row for row in rows if row["kind"] == "replayed"])
+        _draw(args.out, replayed)
     return 0
 
 
@@ -182,9 +183,14 @@ def _announce(cases: Sequence[Case], options: TuneOptions) -> None:
     if len(cases) > 1:
         print(f"all: about {sum(_expected_seconds(case, options) for case in cases) / 60:.0f} min")
     if options.live:
+        from .live import STEADY_STEPS
+
         jobs = len(_live_searchers(options)) * options.seeds
-        seconds = sum(jobs * (_OVERHEAD_SECONDS + _LIVE_STEPS * case.expected_step_seconds()) for case in cases)
-        print(f"live: {jobs} jobs in each case, at most about {seconds / 60:.0f} min more")
+        seconds = sum(jobs * (_OVERHEAD_SECONDS + STEADY_STEPS * case.expected_step_seconds()) for case in cases)
+        print(
+            f"live: {jobs} jobs in each case, about {seconds / 60:.0f} min more; "
+            f"up to {LONGER_AT_MOST} times as long where steps vary much"
+        )
     print(end="", flush=True)
 
 
@@ -218,9 +224,7 @@ def _read(path: Path) -> list[Row]:
         grids = [dict(row) for row in document["rows"] if row.get("kind") == "grid"]
         if not grids:
             raise ConfigError("there is no grid in it")
-        for row in grids:
-            case_of(row)
-        return grids
+        return [read_again(row) for row in grids]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ConfigError) as error:
         raise ConfigError(f"replay={path}: {error}") from error
 

@@ -10,6 +10,7 @@ from statistics import median, median_high
 from typing import Any
 
 from commsched.core.config import DEFAULT_BUDGET
+from commsched.tuner.search import PROFILE_STEPS
 from commsched.tuner.searchers import make_searcher
 from commsched.tuner.trial import Searcher
 from commsched.tuner.verdict import Verdict
@@ -29,6 +30,8 @@ PAPER = "paper"
 TRIALS = 24
 #: What tuning has online if it is told nothing.
 BUDGET_TRIALS = DEFAULT_BUDGET.trials or TRIALS
+#: What a profile online waits for: its steps, the one under way when it begins, and the begin of the one after.
+_BEFOREHAND = PROFILE_STEPS + 2
 #: Regrets that count as good enough, as parts.
 WITHIN = (0.03, 0.02)
 
@@ -58,7 +61,9 @@ def replayed_rows(row: Row, searching: Searching) -> list[Row]:
 
 
 def _replayed(row: Row, case: Case, surface: Surface, name: str, seeds: int, prediction: Prediction | None) -> Row:
-    cost = Cost(row["settle"], row["steps"])
+    with_model = name.endswith(MODEL) and prediction is not None
+    cost = Cost(row["settle"], row["steps"], _BEFOREHAND if with_model else 0)
+    incumbent = case.space.incumbent
 
     def make(seed: int) -> Searcher:
         if name.endswith(MODEL) and prediction is not None:
@@ -66,15 +71,19 @@ def _replayed(row: Row, case: Case, surface: Surface, name: str, seeds: int, pre
             return make_searcher(base, case.space, seeds=prediction.seeds, model=prediction.model, random_seed=seed)
         return make_searcher(name, case.space, random_seed=seed)
 
-    curves = [search(surface, make(seed), TRIALS, cost, seed) for seed in range(seeds)]
-    verdicts = [tune(surface, make(seed), case.space.incumbent, DEFAULT_BUDGET, cost.settle, seed) for seed in range(seeds)]
+    curves = [search(surface, make(seed), incumbent, TRIALS, cost, seed) for seed in range(seeds)]
+    verdicts = [tune(surface, make(seed), incumbent, DEFAULT_BUDGET, cost, seed) for seed in range(seeds)]
+    beforehand_seconds = cost.beforehand_seconds(surface, incumbent)
     model = {"model_error": prediction.error(surface)} if name.endswith(MODEL) and prediction is not None else {}
-    return {**_row(row, name, cost, curves), **model, "tuning": _tuning(surface, verdicts)}
+    return {**_row(row, name, cost, curves), **model, "tuning": _tuning(surface, verdicts, beforehand_seconds)}
 
 
 def _paper(row: Row, case: Case, surface: Surface, seeds: int) -> Row:
     cost = Cost(paper.SETTLE, paper.STEPS)
-    curves = [search(surface, paper.PaperSearch(case.space, seed), paper.POINTS, cost, seed) for seed in range(seeds)]
+    incumbent = case.space.incumbent
+    curves = [
+        search(surface, paper.PaperSearch(case.space, seed), incumbent, paper.POINTS, cost, seed) for seed in range(seeds)
+    ]
     return {**_row(row, PAPER, cost, curves), "tuning": None}
 
 
@@ -88,6 +97,7 @@ def _row(row: Row, name: str, cost: Cost, curves: Sequence[Sequence[Point]]) -> 
         "seeds": len(curves),
         "settle": cost.settle,
         "steps": cost.steps,
+        "beforehand_steps": cost.beforehand,
         "budget_trials": BUDGET_TRIALS,
         "reached": [_reached(curves, within) for within in WITHIN],
         "after_budget": {
@@ -118,15 +128,15 @@ def _reached(curves: Sequence[Sequence[Point]], within: float) -> dict[str, Any]
     }
 
 
-def _tuning(surface: Surface, verdicts: Sequence[Verdict]) -> dict[str, Any]:
-    """The whole of tuning, comparison included: what it keeps."""
+def _tuning(surface: Surface, verdicts: Sequence[Verdict], beforehand_seconds: float) -> dict[str, Any]:
+    """The whole of tuning, comparison included: what it keeps. The seconds are of training, those beforehand included."""
     regrets = [surface.regret(verdict.kept) for verdict in verdicts]
     return {
         "regret": median(regrets),
         "worst_regret": max(regrets),
         "trials": median(verdict.trials for verdict in verdicts),
         "steps": median(verdict.steps for verdict in verdicts),
-        "seconds": median(verdict.seconds for verdict in verdicts),
+        "seconds": beforehand_seconds + median(verdict.seconds for verdict in verdicts),
         "reasons": dict(Counter(verdict.reason for verdict in verdicts)),
     }
 

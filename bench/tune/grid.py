@@ -24,7 +24,7 @@ Row = dict[str, Any]
 
 
 def measure(case: Case, *, passes: int, settle: int, steps: int, timeout_seconds: float) -> Row:
-    """Train with every configuration of the case's grid, ``passes`` times.
+    """Train with every configuration of the case's grid, ``passes`` times, two at least.
 
     Raises:
         JobFailed: a process failed or took too long, links could not be shaped, or weights are not those of plain averaging.
@@ -80,7 +80,6 @@ def _row(case: Case, link: str, settle: int, by_rank: Sequence[Mapping[str, Any]
         for place in range(len(case.grid))
     ]
     surface = Surface(dict(zip(case.grid, windows, strict=True)))
-    incumbent = case.space.incumbent
     return {
         "kind": "grid",
         "model": case.model,
@@ -100,15 +99,8 @@ def _row(case: Case, link: str, settle: int, by_rank: Sequence[Mapping[str, Any]
         "steps": len(windows[0][0]),
         "passes": len(windows[0]),
         "case": {name: getattr(case, name) for name in Case.__dataclass_fields__},
-        "incumbent": incumbent.to_record(),
-        "incumbent_seconds": surface.seconds[incumbent],
-        "best": surface.best.to_record(),
-        "best_seconds": surface.seconds[surface.best],
-        "noise": surface.noise,
-        "configs": [
-            {**config.to_record(), "step_seconds": surface.seconds[config], "windows": surface.passes[config]}
-            for config in case.grid
-        ],
+        "incumbent": case.space.incumbent.to_record(),
+        **_found(surface, case.space.incumbent),
         "profiled": measured["profiled"],
         "layers": {
             "names": slowest_layers.names,
@@ -121,6 +113,33 @@ def _row(case: Case, link: str, settle: int, by_rank: Sequence[Mapping[str, Any]
         "max_difference": difference,
         "commit": commit(),
     }
+
+
+def _found(surface: Surface, incumbent: SchedulerConfig) -> Row:
+    """What follows from the steps."""
+    return {
+        "incumbent_seconds": surface.seconds[incumbent],
+        "best": surface.best.to_record(),
+        "best_seconds": surface.seconds[surface.best],
+        "window_deviation": surface.window_deviation,
+        "configs": [
+            {**config.to_record(), "step_seconds": surface.seconds[config], "windows": surface.passes[config]}
+            for config in surface.passes
+        ],
+    }
+
+
+def read_again(row: Row) -> Row:
+    """``row`` of an earlier file, with all that follows from its steps as it is reckoned today.
+
+    Raises:
+        ConfigError: it is no row of a grid, or none that can be replayed.
+    """
+    case = case_of(row)
+    try:
+        return {**row, **_found(surface_of(row), SchedulerConfig(**row["incumbent"]))}
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"{case}: {type(error).__name__}: {error}") from error
 
 
 def surface_of(row: Mapping[str, Any]) -> Surface:

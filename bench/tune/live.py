@@ -8,8 +8,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from commsched.core.config import DEFAULT_BUDGET
 from commsched.core.errors import CommschedError
-from commsched.tuner.search import journal_path
+from commsched.tuner.compare import MOST_PAIRS, STATED_PAIRS
+from commsched.tuner.online import SETTLE_STEPS, WARM_UP_STEPS
+from commsched.tuner.search import PROFILE_STEPS, journal_path
+from commsched.tuner.tuning import LONGER_AT_MOST
 from commsched.tuner.verdict import Verdict
 
 from ..job import Job, run_job
@@ -23,8 +27,15 @@ if TYPE_CHECKING:
 
 #: Ranks ask each other this often whether tuning has ended.
 _ASK_STEPS = 10
-#: Tuning takes fewer: twelve trials, and twelve pairs of windows, four times as long where steps vary.
-_MOST_STEPS = 2000
+#: Windows of tuning that nothing cuts short: its trials, and pairs that decide and that state the gain; and steps of each.
+_MOST_WINDOWS = (DEFAULT_BUDGET.trials or 0) + 2 * (MOST_PAIRS + STATED_PAIRS)
+_WINDOW_STEPS = 10
+#: Before the first of them.
+_BEFOREHAND_STEPS = WARM_UP_STEPS + PROFILE_STEPS + 2
+#: What tuning takes where steps vary little; at most.
+STEADY_STEPS = _BEFOREHAND_STEPS + _MOST_WINDOWS * (SETTLE_STEPS + _WINDOW_STEPS)
+#: Where they vary much, its windows are longer, and are full at the latest when as many steps were rejected as count.
+_MOST_STEPS = _BEFOREHAND_STEPS + _MOST_WINDOWS * (SETTLE_STEPS + 2 * LONGER_AT_MOST * _WINDOW_STEPS)
 _START_SECONDS = 300.0
 _PATIENCE = 2.0
 

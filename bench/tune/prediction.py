@@ -17,7 +17,8 @@ from .surface import Surface
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a searcher is given. ``model`` keeps what it has simulated: not thread-safe."""
+    """What a searcher is given. ``model`` keeps what it has simulated: not thread-safe. Searchers that calibrate it get another
+    one by that, so all of them begin with the same."""
 
     seeds: list[SchedulerConfig]
     model: Model
@@ -26,7 +27,8 @@ class Prediction:
     def of(cls, row: Row) -> Prediction:
         """As the tuner makes it online (``commsched.tuner.search``). ``row``: of a grid, see ``grid.measure``."""
         profiled, incumbent = row["profiled"], SchedulerConfig(**row["incumbent"])
-        profile, link = Profile.from_record(profiled["profile"]), Link(**profiled["link"])
+        profile, times = Profile.from_record(profiled["profile"]), profiled["link"]
+        link = Link(times["seconds_per_byte"], times["partition_seconds"])
         collective = row["transport"] != "ps"
         model = Model(profile, link, row["workers"], collective=collective, anchor_bytes=incumbent.partition_bytes)
         likely = seeds(profile, link, row["workers"], collective=collective, policy=incumbent.policy)

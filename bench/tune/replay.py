@@ -1,4 +1,4 @@
-"""Searches over what was measured before: each trial draws a window of its configuration, and nothing is trained. Pure."""
+"""Searches over what was measured before: each trial draws a window for its configuration, and nothing is trained. Pure."""
 
 from __future__ import annotations
 
@@ -16,10 +16,16 @@ from .surface import Surface
 
 @dataclass(frozen=True)
 class Cost:
-    """``settle`` steps go by uncounted after each change of configuration; then ``steps`` are one trial's."""
+    """``settle`` steps go by uncounted after each change of configuration; then ``steps`` are one trial's. Before the first
+    trial ``beforehand`` steps of the default configuration are needed."""
 
     settle: int
     steps: int
+    beforehand: int = 0
+
+    def beforehand_seconds(self, surface: Surface, incumbent: SchedulerConfig) -> float:
+        """Of training, before the first trial."""
+        return self.beforehand * surface.seconds[surface.nearest(incumbent)]
 
 
 @dataclass(frozen=True)
@@ -33,7 +39,7 @@ class Point:
     regret: float
 
 
-def search(surface: Surface, searcher: Searcher, trials: int, cost: Cost, seed: int) -> list[Point]:
+def search(surface: Surface, searcher: Searcher, incumbent: SchedulerConfig, trials: int, cost: Cost, seed: int) -> list[Point]:
     """One point for each trial. Fewer than ``trials`` if the searcher ends by itself: what it names then stays.
 
     Raises:
@@ -41,7 +47,7 @@ def search(surface: Surface, searcher: Searcher, trials: int, cost: Cost, seed: 
     """
     chance = random.Random(seed)
     points: list[Point] = []
-    seconds = 0.0
+    seconds = cost.beforehand_seconds(surface, incumbent)
     while len(points) < trials and (candidate := searcher.ask()) is not None:
         window = surface.draw(candidate.config, cost.steps, chance)
         searcher.tell(candidate.config, window)
@@ -65,16 +71,16 @@ def reached(points: Sequence[Point], within: float) -> Point | None:
     return found
 
 
-def tune(surface: Surface, searcher: Searcher, incumbent: SchedulerConfig, budget: Budget, settle: int, seed: int) -> Verdict:
-    """The whole of tuning as it is done online, with windows as long as there, early end and comparison. Its seconds are of
-    training."""
+def tune(surface: Surface, searcher: Searcher, incumbent: SchedulerConfig, budget: Budget, cost: Cost, seed: int) -> Verdict:
+    """The whole of tuning as it is done online, with windows as long as there (``cost.steps`` does not count), early end and
+    comparison. Its seconds are of training, without those beforehand."""
     chance = random.Random(seed)
     clock = 0.0
 
     def measure(config: SchedulerConfig, steps: int) -> Window:
         nonlocal clock
         window = surface.draw(config, steps, chance)
-        clock += (settle + steps) * window.seconds
+        clock += (cost.settle + steps) * window.seconds
         return window
 
     tuning = Tuning(
@@ -84,7 +90,7 @@ def tune(surface: Surface, searcher: Searcher, incumbent: SchedulerConfig, budge
         budget,
         apply=lambda config: None,
         say=lambda sentence: None,
-        settle_steps=settle,
+        settle_steps=cost.settle,
         clock=lambda: clock,
     )
     return tuning.run()

@@ -7,6 +7,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain, combinations
 from statistics import median
 
 from commsched.core.config import SchedulerConfig
@@ -43,19 +44,29 @@ class Surface:
 
     @cached_property
     def seconds(self) -> dict[SchedulerConfig, float]:
-        """What counts as a configuration's step time: the median over passes of its windows' medians."""
-        return {config: median(map(median, windows)) for config, windows in self.passes.items()}
+        """What counts as a configuration's step time, the truth of replays: the median of all its steps."""
+        return {config: median(chain.from_iterable(windows)) for config, windows in self.passes.items()}
 
     @cached_property
     def best(self) -> SchedulerConfig:
         return min(self.seconds, key=lambda config: self.seconds[config])
 
     @cached_property
-    def noise(self) -> float:
-        """By what part one window's median is typically off its configuration's step time."""
-        return median(
-            abs(median(window) / self.seconds[config] - 1) for config, windows in self.passes.items() for window in windows
-        )
+    def window_deviation(self) -> float:
+        """Standard deviation of the logarithm of what all steps of a window have in common, and another window of the same
+        configuration has not: as the passes differ, over the whole grid, less what windows differ by as their steps vary.
+
+        Raises:
+            ValueError: there is one pass only.
+        """
+        windows = [window_of(samples) for own in self.passes.values() for samples in own]
+        pairs = [pair for own in self.passes.values() for pair in combinations(map(median, own), 2)]
+        if not pairs:
+            raise ValueError("how much windows differ cannot be told from one pass")
+        # Median absolute deviation, about 0: a few disturbed windows do not count; a drift from pass to pass does.
+        variance = (1.4826 * median(abs(math.log(a / b)) for a, b in pairs)) ** 2 / 2
+        own_variance = median((window.error_seconds / window.seconds) ** 2 for window in windows)
+        return math.sqrt(max(variance - own_variance, 0.0))
 
     def regret(self, config: SchedulerConfig) -> float:
         """By what part the nearest configuration of the grid is slower than the best one; 0 of the best."""
@@ -69,14 +80,16 @@ class Surface:
         return min(self.passes, key=lambda each: math.dist(octaves(each), wanted))
 
     def draw(self, config: SchedulerConfig, steps: int, chance: random.Random) -> Window:
-        """As if so many steps were made with the nearest configuration: those of one measured window, of several where it takes
-        more, and of all again and again where they do not suffice."""
-        windows = list(self.passes[self.nearest(config)])
-        samples: list[float] = []
-        while len(samples) < steps:
-            chance.shuffle(windows)
-            samples += [sample for window in windows for sample in window]
-        return window_of(samples[:steps])
+        """A window of so many steps, as if they were made with the nearest configuration: drawn, with replacement, from one of
+        its measured windows, and all multiplied by one random factor, since a window is off as a whole more than its steps say
+        (:attr:`window_deviation`).
+
+        Raises:
+            ValueError: there is one pass only.
+        """
+        measured = chance.choice(self.passes[self.nearest(config)])
+        factor = math.exp(chance.gauss(0.0, self.window_deviation))
+        return window_of([factor * sample for sample in chance.choices(measured, k=steps)])
 
 
 def octaves(config: SchedulerConfig) -> tuple[float, float]:

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import inf
+from statistics import median, median_high
 from typing import Any
 
 from commsched.core.config import SchedulerConfig
 from commsched.tuner.verdict import describe
 
 from ..results import table
+from .comparison import WITHIN
 
 Row = Mapping[str, Any]
+
+#: After the name of a search that is not shown after the trials that tuning has by default.
+_OWN_BUDGET = "*"
 
 _COLUMNS = {
     "searcher": "searcher",
@@ -25,6 +31,16 @@ _COLUMNS = {
     "kept worst": "worst kept %",
     "kept seconds": "s with comparison",
     "reasons": "verdicts",
+}
+
+_SUMMARY_COLUMNS = {
+    "searcher": "searcher",
+    "workers": "workers",
+    "cases": "cases within 3 %",
+    "regret": "regret %",
+    "worst": "worst %",
+    "trials": "trials to 3 %",
+    "seconds": "s to 3 %",
 }
 
 _LIVE_COLUMNS = {
@@ -50,15 +66,76 @@ def text(grid: Row, replayed: Sequence[Row]) -> str:
         [
             _heading(grid),
             *model,
-            f"REPLAYED over measured windows, {seeds} seeds, medians: a trial draws one of its configuration's windows, "
-            f"and costs {grid['settle']} + {grid['steps']} steps.",
+            f"REPLAYED over measured windows, {seeds} seeds, medians: a trial draws steps from a window of its configuration, "
+            f"all off by one factor as windows differ, and costs {grid['settle']} + {grid['steps']} steps.",
             "Trials and seconds of training until what the search would name stays within 3 % and 2 % of the grid's best "
             "(k/n: in so many seeds only; -: not in most);",
             f"regret: how much slower that is after {budget} trials, which take s; kept: the same for the whole of tuning, "
             "with windows of 10 steps, comparison and early end",
+            *_notes(replayed),
             table([_shown(row) for row in replayed], _COLUMNS),
         ]
     )
+
+
+def summary_text(replayed: Sequence[Row]) -> str:
+    """Each searcher over all cases with as many workers. ``replayed``: the rows of all grids, at least one."""
+    groups: dict[tuple[int, str], list[Row]] = {}
+    for row in replayed:
+        groups.setdefault((row["workers"], _name(row)), []).append(row)
+    budget = replayed[0]["budget_trials"]
+    return "\n".join(
+        [
+            f"ALL CASES, REPLAYED: in how many (model x rate) the median regret after {budget} trials is at most 3 %;",
+            "regret: the median over cases of that; worst: of any seed in any case; trials and s to 3 %: medians over cases "
+            "(-: not in most)",
+            *_notes(replayed),
+            table([_summed(*key, groups[key]) for key in sorted(groups, key=lambda key: key[0])], _SUMMARY_COLUMNS),
+        ]
+    )
+
+
+def _summed(workers: int, name: str, rows: Sequence[Row]) -> dict[str, Any]:
+    at_end = [_at_end(row) for row in rows]
+    within = WITHIN[0]
+    trials, seconds = (
+        median_high(inf if (found := row["reached"][0][key]) is None else found for row in rows)
+        for key in ("trials", "seconds")
+    )
+    return {
+        "searcher": name,
+        "workers": workers,
+        "cases": f"{sum(each['regret'] <= within for each in at_end)}/{len(rows)}",
+        "regret": f"{100 * median(each['regret'] for each in at_end):.1f}",
+        "worst": f"{100 * max(each['worst_regret'] for each in at_end):.1f}",
+        "trials": None if trials == inf else trials,
+        "seconds": None if seconds == inf else f"{seconds:.0f}",
+    }
+
+
+def _at_end(row: Row) -> Row:
+    """After the trials that tuning has by default; of the published search, which has no such budget, after its own."""
+    found: Row = row["after_budget"] if row["tuning"] is not None else row["in_the_end"]
+    return found
+
+
+def _name(row: Row) -> str:
+    return f"{row['searcher']}{_OWN_BUDGET if row['tuning'] is None else ''}"
+
+
+def _notes(replayed: Sequence[Row]) -> list[str]:
+    """What a reader of the lines of some searchers must know."""
+    notes = []
+    if own := next((row for row in replayed if row["tuning"] is None), None):
+        trials, per_trial = own["in_the_end"]["trials"], f"{own['settle']} + {own['steps']}"
+        notes.append(f"{_OWN_BUDGET}: after its own {trials:.0f} trials of {per_trial} steps each, not {own['budget_trials']}")
+    if modelled := next((row for row in replayed if row["beforehand_steps"]), None):
+        steps = modelled["beforehand_steps"]
+        notes.append(
+            f"{modelled['searcher']}: its seconds begin with a profile, {steps} steps of the default configuration; "
+            "the simulator's processor time is not in them"
+        )
+    return notes
 
 
 def live_text(rows: Sequence[Row]) -> str:
@@ -78,18 +155,19 @@ def _heading(row: Row) -> str:
         f"{1e3 * row['comm_seconds']:.0f} ms, T* {1e3 * row['bound_seconds']:.0f} ms\n"
         f"grid of {len(row['configs'])}, {row['passes']} windows of {row['steps']} steps each: best {describe(best)}: "
         f"{1e3 * row['best_seconds']:.0f} ms; default {describe(incumbent)}: {1e3 * row['incumbent_seconds']:.0f} ms "
-        f"({default:+.1%}); slowest {1e3 * slowest:.0f} ms; a window is typically {row['noise']:.1%} off"
+        f"({default:+.1%}); slowest {1e3 * slowest:.0f} ms; windows of one configuration differ "
+        f"by {row['window_deviation']:.1%} (standard deviation) more than their steps say"
     )
 
 
 def _shown(row: Row) -> dict[str, Any]:
-    shown: dict[str, Any] = {"searcher": row["searcher"]}
+    shown: dict[str, Any] = {"searcher": _name(row)}
     for place, found in enumerate(row["reached"]):
         all_of_them = found["seeds"] == row["seeds"]
         count = "" if all_of_them else f" ({found['seeds']}/{row['seeds']})"
         shown[f"reached {place}"] = f"{'-' if found['trials'] is None else found['trials']}{count}"
         shown[f"seconds {place}"] = None if found["seconds"] is None else f"{found['seconds']:.0f}"
-    after = row["after_budget"] if row["tuning"] is not None else row["in_the_end"]
+    after = _at_end(row)
     shown |= {
         "after": f"{100 * after['regret']:.1f}",
         "worst": f"{100 * after['worst_regret']:.1f}",

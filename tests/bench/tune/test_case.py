@@ -18,7 +18,7 @@ def case(**changed):
 def test_the_fine_grid_is_the_lattice_that_searches_know():
     grid = case(coarse=False).grid
     assert grid[0] == SchedulerConfig()
-    assert set(grid) < {*case(coarse=False).space.lattice(), SchedulerConfig()}
+    assert set(grid) <= {*case(coarse=False).space.lattice(), SchedulerConfig()}
     assert {config.partition_bytes for config in grid} == {125_000 * 2**octave for octave in range(8)}
     assert [config.credit_bytes for config in grid if config.partition_bytes == 500_000] == [500_000 * 2**n for n in range(6)]
 

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 
 import pytest
 
@@ -62,6 +63,7 @@ def test_options_of_a_command_line():
         (["--workers", "2,2"], "'2,2' names one twice"),
         (["--workers", "1"], "'1' is not a number of at least 2"),
         (["--bandwidth", "500mbit,fast"], "'fast' is not a rate"),
+        (["--passes", "1"], "'1' is not a number of at least 2"),
         (["--settle", "2"], "'2' is not a number of at least 3"),
         (["--megabytes", "-1"], "'-1' is not a positive number"),
         (["--grid", "finer"], "invalid choice: 'finer'"),
@@ -109,6 +111,19 @@ def test_what_cannot_be_replayed_is_named(text, message, tmp_path, capsys):
     assert message in error
 
 
+def test_a_grid_of_one_pass_cannot_be_replayed(measured, tmp_path, capsys):
+    measured()
+    row = tune_grid.measure(SMALL, passes=2, settle=3, steps=3, timeout_seconds=60)
+    for config in row["configs"]:
+        del config["windows"][1:]
+    path = tmp_path / "grids.json"
+    path.write_text(json.dumps({"schema": 1, "rows": [row]}))
+    assert main(["tune", "--replay", str(path)]) == 1
+    error = capsys.readouterr().err
+    assert f"replay={path}: uniform, 2 workers, 200mbit, ps: " in error
+    assert "how much windows differ cannot be told from one pass" in error
+
+
 def by_rank(difference):
     """What two ranks of ``SMALL`` would return; the second is slower in the second pass."""
     layer = {"names": ["a"], "forward_seconds": [0.02], "backward_seconds": [0.02], "nbytes": [10**6], "tensors": [[10**6]]}
@@ -152,6 +167,9 @@ def test_a_step_is_as_slow_as_the_slowest_rank(measured):
     assert list(surface.passes) == SMALL.grid
     assert surface.passes[SMALL.grid[2]] == [[0.1] * 3, [0.22] * 3]
     assert (row["best_seconds"], row["incumbent_seconds"]) == (pytest.approx(0.15), pytest.approx(0.15))
+    assert row["window_deviation"] == pytest.approx(
+        1.4826 * math.log((0.2 + 0.01 * (len(SMALL.grid) - 1) / 2) / 0.1) / 2**0.5, rel=0.01
+    )
     assert row["bound_seconds"] == pytest.approx(1e6 / 23e6 + 0.04)
     assert case_of(json.loads(json.dumps(row))) == SMALL
 
@@ -181,6 +199,7 @@ def test_a_small_grid_is_measured_and_searched(tmp_path, capsys):
     assert "uniform, 2 workers, 200mbit, ps: 4 configurations, 2 passes, 3 + 2 steps of about 0.06 s" in printed
     assert "pass 1 of 2: 4 configurations in " in printed
     assert "REPLAYED over measured windows, 1 seeds" in printed
+    assert printed.index("ALL CASES, REPLAYED: ") > printed.index("REPLAYED over measured windows, 1 seeds")
     svg = (tmp_path / "figures" / "regret.svg").read_text()
     assert "bayes+model" in svg
     document = json.loads(path.read_text())
@@ -202,7 +221,7 @@ def test_a_small_grid_is_measured_and_searched(tmp_path, capsys):
     assert 0 < rows[0]["model_error"] < 1
 
     assert main(["tune", "--replay", str(path), "--seeds", "1", "--searchers", "random", "--paper", "--json", str(again)]) == 0
-    capsys.readouterr()
+    assert "ALL CASES, REPLAYED: " in capsys.readouterr().out
     same, random, paper = json.loads(again.read_text())["rows"]
     assert same == grid
     assert random["curves"] == rows[1]["curves"]

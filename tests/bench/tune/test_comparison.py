@@ -7,7 +7,8 @@ import pytest
 from bench.tune.case import Case
 from bench.tune.comparison import Searching, replayed_rows
 from bench.tune.grid import surface_of
-from bench.tune.table import text
+from bench.tune.table import summary_text, text
+from commsched.simulator.profile import Layer, Profile
 
 CASE = {"model": "uniform", "workers": 2, "bandwidth": "500mbit", "rho": 1.0, "megabytes": 16.0, "transport": "ps"}
 
@@ -34,7 +35,7 @@ def grid(space, surface):
         "incumbent_seconds": surface.seconds[space.incumbent],
         "best": surface.best.to_record(),
         "best_seconds": surface.seconds[surface.best],
-        "noise": surface.noise,
+        "window_deviation": surface.window_deviation,
         "configs": [
             {**config.to_record(), "step_seconds": surface.seconds[config], "windows": windows}
             for config, windows in surface.passes.items()
@@ -68,6 +69,62 @@ def test_rows_say_when_each_search_was_near_enough_and_what_it_cost(grid, surfac
     assert paper["tuning"] is None
 
 
+@pytest.fixture
+def profiled(grid, surface, space):
+    """``grid`` with what a profiler would have seen: layers of 4 MB each, on a link that is taken for too fast."""
+    layers = tuple(Layer(f"layer {place}", ((1_000_000,),), 0.02, 0.04) for place in range(4))
+    link = {"seconds_per_byte": 1.2e-8, "partition_seconds": 1e-4, "what_it_had_once": 0.0}
+    profile = Profile("uniform", layers, "measured").to_record()
+    seconds = surface.seconds[space.incumbent]
+    return {**grid, "profiled": {"profile": profile, "link": link, "step_seconds": seconds}}
+
+
+def test_each_replay_has_an_uncalibrated_model_and_pays_for_the_profile(profiled, surface, space):
+    with_model, again, without = replayed_rows(profiled, Searching(("bayes+model", "bayes+model", "bayes"), 1, False))
+    assert len(with_model["curves"][0]) > 6  # more than what calibrates it
+    assert with_model == again
+    assert (with_model["beforehand_steps"], without["beforehand_steps"]) == (7, 0)
+    first, at_once = (row["curves"][0][0]["seconds"] for row in (with_model, without))
+    assert first == pytest.approx(at_once + 7 * surface.seconds[space.incumbent])  # both begin with the same trial
+    lines = text(profiled, [with_model, without]).splitlines()
+    assert "bayes+model: its seconds begin with a profile, 7 steps of the default configuration; " in lines[6]
+
+
+def summarised(searcher, workers, regret, worst, trials, seconds, own_budget=False):
+    at_end = {"regret": regret, "worst_regret": worst, "seconds": 50.0, "trials": 15}
+    return {
+        "searcher": searcher,
+        "workers": workers,
+        "settle": 10 if own_budget else 3,
+        "steps": 100 if own_budget else 5,
+        "beforehand_steps": 0,
+        "budget_trials": 12,
+        "reached": [{"within": 0.03, "trials": trials, "seconds": seconds}],
+        "after_budget": {"regret": 9.0, "worst_regret": 9.0, "seconds": 1.0} if own_budget else at_end,
+        "in_the_end": at_end,
+        "tuning": None if own_budget else {},
+    }
+
+
+def test_the_summary_counts_the_cases_of_each_searcher_and_number_of_workers():
+    rows = [
+        summarised("bayes", 4, 0.01, 0.02, 3, 7.0),
+        summarised("bayes", 2, 0.01, 0.02, 3, 7.0),
+        summarised("paper", 2, 0.5, 0.6, None, None, own_budget=True),
+        summarised("bayes", 2, 0.03, 0.031, 5, 30.0),
+        summarised("bayes", 2, 0.04, 0.08, None, None),
+    ]
+    lines = [line.split() for line in summary_text(rows).splitlines()]
+    assert lines[-4][0] == "searcher"
+    assert lines[-3:] == [
+        ["bayes", "2", "2/3", "3.0", "8.0", "5", "30"],
+        ["paper*", "2", "0/1", "50.0", "60.0", "-", "-"],
+        ["bayes", "4", "1/1", "1.0", "2.0", "3", "7"],
+    ]
+    assert "*: after its own 15 trials of 10 + 100 steps each, not 12" in summary_text(rows)
+    assert "*" not in summary_text(rows[:2])
+
+
 def test_the_table_says_what_is_emulated_and_what_is_replayed(grid):
     rows = replayed_rows(grid, Searching(("random",), 3, True))
     rows[0]["reached"][1].update(trials=None, seconds=None, seeds=1)
@@ -75,9 +132,10 @@ def test_the_table_says_what_is_emulated_and_what_is_replayed(grid):
     assert lines[0].startswith("EMULATED uniform, 16.0 MB of gradients, 2 workers, ps, link 500mbit tbf: compute 250 ms, ")
     assert lines[1].startswith(f"grid of {len(grid['configs'])}, 3 windows of 5 steps each: best partition ")
     assert lines[2].startswith("REPLAYED over measured windows, 3 seeds, medians: ")
-    assert lines[5].split()[0] == "searcher"
-    assert "- (1/3)" in lines[6]
-    assert lines[7].split()[0] == "paper"
+    assert lines[5] == "*: after its own 15 trials of 10 + 100 steps each, not 12"
+    assert lines[6].split()[0] == "searcher"
+    assert "- (1/3)" in lines[7]
+    assert lines[8].split()[0] == "paper*"
     assert "simulator" not in "".join(lines)
     rows[0]["model_error"] = 0.034
     assert text(grid, rows).splitlines()[2] == "the simulator's predictions are typically 3.4% off the grid's step times"
