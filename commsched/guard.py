@@ -27,8 +27,8 @@ def main(directory: str) -> None:
         for process_group in process_groups:
             try:
                 os.killpg(process_group, number)
-            except ProcessLookupError:
-                pass
+            except (ProcessLookupError, PermissionError):
+                pass  # it is gone, and its number may be somebody else's by now
         time.sleep(seconds)  # their parent is gone: there is nothing to wait for them by
     shutil.rmtree(directory, ignore_errors=True)
 

@@ -23,7 +23,8 @@ def run(ranks: int, servers: int, command: Sequence[str], environ: Mapping[str, 
     """Run ``command`` once per rank and return the exit code: 0, or that of the first process that failed.
 
     ``environ`` is the environment of every process, to which those variables are added that make it one of the job. Installs
-    handlers that pass SIGINT, SIGTERM and SIGHUP on to every process, so it must be called from the main thread.
+    handlers that pass SIGINT, SIGTERM and SIGHUP on to every process, so it must be called from the main thread; a SIGINT or
+    SIGHUP that is ignored stays so.
     """
     with tempfile.TemporaryDirectory(prefix="commsched-") as directory:
         environ = {
@@ -64,7 +65,8 @@ class _Job:
             start_new_session=True,
         )
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, self._pass_on)
+            if number == signal.SIGTERM or signal.getsignal(number) is not signal.SIG_IGN:  # as nohup, or a shell's & set it
+                signal.signal(number, self._pass_on)
 
     def start_server(self, environ: Mapping[str, str]) -> str:
         command = [sys.executable, "-m", "commsched", "server", "--bind", "127.0.0.1:0"]
@@ -160,5 +162,5 @@ class _Interrupted(Exception):
 def _kill_group(process_group: int, number: int) -> None:
     try:
         os.killpg(process_group, number)
-    except ProcessLookupError:
-        pass
+    except (ProcessLookupError, PermissionError):
+        pass  # it is gone, and its number may be somebody else's by now

@@ -156,6 +156,18 @@ def test_a_launcher_that_is_ended_ends_its_processes(number: signal.Signals) -> 
     assert code == 128 + number
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_what_a_launcher_was_told_to_ignore_it_ignores(number: signal.Signals) -> None:
+    """As ``nohup``, and ``&`` in a script, ask for."""
+    with Job("-n", "1", *worker(FOR_EVER), ignored=[number.name.removeprefix("SIG")]) as job:
+        [pid] = started(job, 1).values()
+        job.process.send_signal(number)
+        job.process.send_signal(signal.SIGTERM)
+        code, _, _ = job.end()
+        assert gone(pid, 1.0)
+    assert code == 128 + signal.SIGTERM  # the first that it took notice of
+
+
 def test_a_launcher_that_is_killed_takes_its_job_along() -> None:
     with Job("-n", "2", "--servers", "1", *worker(FOR_EVER)) as job:
         pids = [*started(job, 2).values(), *server_pids(job)]
