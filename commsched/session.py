@@ -78,8 +78,9 @@ class Tuner(Protocol):
         """``rank``, another one, has begun its last step."""
         ...
 
-    def close(self) -> None:
-        """The session closes: propose nothing more. From the thread that closes it."""
+    def close(self, wait: bool) -> None:
+        """The session closes: propose nothing more. From the thread that closes it. ``wait``: it has time, a few seconds, for
+        what is under way."""
         ...
 
 
@@ -359,7 +360,7 @@ class Session:
             return
         graceful = False
         try:
-            self._stop_tuner()
+            self._stop_tuner(wait=True)
             for callback in self._close_callbacks:
                 callback()
             self.core.drain()
@@ -391,7 +392,7 @@ class Session:
 
     def _tear_down(self, graceful: bool = False) -> None:
         self.closed = True
-        self._stop_tuner()
+        self._stop_tuner(wait=False)
         if self._core is not None:
             self._core.close()
         if self._transport is not None:
@@ -401,10 +402,10 @@ class Session:
             self.observer.close()
         self.cleanup.close()
 
-    def _stop_tuner(self) -> None:
+    def _stop_tuner(self, wait: bool) -> None:
         tuner, self._tuner = self._tuner, None
         if tuner is not None:
-            tuner.close()
+            tuner.close(wait)
 
     def _require_same(self, settings: Mapping[str, Any]) -> None:
         records = self.gather(settings)
@@ -562,7 +563,11 @@ def open_session(world: World, settings: Settings, device: str = "cpu") -> Sessi
             open_control=open_control,
             open_transport=open_transport,
             order=settings.order,
-            same_on_all_ranks={**{name: getattr(settings, name) for name in _SAME_ON_ALL_RANKS}, "tune": str(settings.tune)},
+            same_on_all_ranks={
+                **{name: getattr(settings, name) for name in _SAME_ON_ALL_RANKS},
+                "tune": str(settings.tune),
+                "whether there is a tuned file": settings.tuned is not None,
+            },
             trace_directory=settings.trace,
             warn_after_seconds=settings.fail_after,
         )
@@ -580,13 +585,15 @@ def open_session(world: World, settings: Settings, device: str = "cpu") -> Sessi
 
 
 def _require_fitting(session: Session, settings: Settings, tuned: Mapping[str, Any], transport: str, host: str) -> None:
-    """Refuse settings that were tuned for another job: now, or when its tensors are registered."""
+    """Refuse settings that were tuned for another job: now, or when its tensors are registered. Collective."""
     from .tuner.link import describe_link
-    from .tuner.tuned import check_tuned, check_tuned_model, describe_transport
+    from .tuner.tuned import ModelCheck, check_tuned, describe_transport
 
+    hosts = len(set(session.gather(host)))
     if session.rank == 0:
-        check_tuned(tuned, session.world_size, describe_transport(transport, settings), describe_link(host, settings.rate))
-    session.on_register(lambda _, manifest: check_tuned_model(tuned, manifest))
+        transport = describe_transport(transport, settings)
+        check_tuned(tuned, session.world_size, hosts, transport, describe_link(host, settings.rate))
+    session.on_register(ModelCheck(tuned, warn=session.rank == 0).on_register)
 
 
 def quiet_grpc() -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
+import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import IO
 
 from . import launch
 from .core.config import Budget, Settings
@@ -72,13 +75,33 @@ def tune(
     Returns:
         The exit code of the job, 0 if it was stopped; 3 instead of 0 if no tuned file was written.
     """
-    result = _Result(settings)
-    result.read()
-    before = result.table.trials
-    if before:
-        _say(f"commsched: {result.journal} has {before} trials of an earlier start: tuning goes on after them")
-    if result.verdict is not None and not result.verdict.finished:
-        result.verdict = None  # that start's
+    with tempfile.TemporaryFile(buffering=0) as end:
+        # Without a name, so that nothing is left whichever way this process ends.
+        environ = {**environ, "COMMSCHED_TUNE_END": f"/proc/{os.getpid()}/fd/{end.fileno()}"}
+        result = _Result(settings, end)
+        result.read()
+        before = result.table.trials
+        if before:
+            _say(f"commsched: {result.journal} has {before} trials of an earlier start: tuning goes on after them")
+        if result.verdict is not None and not result.verdict.finished:
+            result.verdict = None  # that start's
+        code = _run(ranks, servers, command, environ, result, then_stop)
+        for line in result.read():
+            _say(line)
+        why = result.end()
+    if result.verdict is not None:
+        _say(result.verdict.sentence())
+    if result.is_written:
+        _say(f"commsched: {result.path} is written; use it: {use}")
+        return code
+    because = "" if why is None or result.verdict is not None else f": {why}"
+    again = f"; the same command again goes on after {result.table.trials} trials" if result.table.trials > before else ""
+    _say(f"commsched: {result.path} is not written{because}{again}")
+    return code or UNFINISHED
+
+
+def _run(ranks: int, servers: int, command: Sequence[str], environ: Mapping[str, str], result: _Result, then_stop: bool) -> int:
+    """The job, with a line for each of its trials; its exit code, 0 if it was stopped."""
     ended, stopped = threading.Event(), threading.Event()
     main_thread = threading.get_ident()
 
@@ -87,7 +110,7 @@ def tune(
         while not ended.wait(LOOK_SECONDS):
             for line in result.read():
                 _say(line)
-            if then_stop and result.is_over and not stopped.is_set():
+            if then_stop and not stopped.is_set() and (result.is_written or result.end() is not None):
                 stopped.set()
                 signal.pthread_kill(main_thread, signal.SIGTERM)  # as if from outside
 
@@ -98,24 +121,14 @@ def tune(
     finally:
         ended.set()
         follower.join()
-    for line in result.read():
-        _say(line)
-    if stopped.is_set() and code == 128 + signal.SIGTERM:
-        code = 0
-    if result.verdict is not None:
-        _say(result.verdict.sentence())
-    if result.is_written:
-        _say(f"commsched: {result.path} is written; use it: {use}")
-        return code
-    again = f"; the same command again goes on after {result.table.trials} trials" if result.table.trials > before else ""
-    _say(f"commsched: {result.path} is not written{again}")
-    return code or UNFINISHED
+    return 0 if stopped.is_set() and code == 128 + signal.SIGTERM else code
 
 
 class _Result:
-    """The tuned file and the journal beside it, as rank 0 writes them. One thread at a time."""
+    """The tuned file and the journal beside it, as rank 0 writes them, and ``end``, the file of the setting ``tune_end``. One
+    thread at a time."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, end: IO[bytes] | None = None) -> None:
         assert settings.tune_out is not None
         self.path = Path(settings.tune_out)
         self.journal = journal_path(settings.tune_out)
@@ -124,11 +137,15 @@ class _Result:
         self.table = Table(self._budget)
         self._before = self._stamp()
         self._offset = 0  # of the journal: what is before it was read
+        self._key: object = None  # of its last line
+        self._end = end
 
-    @property
-    def is_over(self) -> bool:
-        """Whether tuning came to its end: it writes the tuned file last, or has nothing to write."""
-        return self.is_written or (self.verdict is not None and self.verdict.reason == "failed")
+    def end(self) -> str | None:
+        """Why tuning has ended without a result; None: it has not."""
+        assert self._end is not None
+        self._end.seek(0)
+        whole = self._end.read().decode(errors="replace").rpartition("\n")[0]
+        return whole.splitlines()[-1] if whole else None
 
     @property
     def is_written(self) -> bool:
@@ -143,8 +160,6 @@ class _Result:
         """
         try:
             with self.journal.open("rb") as file:
-                if file.seek(0, 2) < self._offset:  # tuning begins anew
-                    self._offset, self.table = 0, Table(self._budget)
                 file.seek(self._offset)
                 whole, newline, _ = file.read().rpartition(b"\n")
         except FileNotFoundError:
@@ -154,6 +169,10 @@ class _Result:
         for text in whole.splitlines():
             try:
                 record = json.loads(text)
+                if record["phase"] == "restart" or record.get("key") != self._key:
+                    self._key, self.table, self.verdict = record.get("key"), Table(self._budget), None
+                if record["phase"] == "restart":
+                    continue
                 if record["phase"] == "verdict":
                     self.verdict = Verdict.from_record(record)
                 else:

@@ -131,7 +131,7 @@ class Seen:
         self.switches: list[tuple[Any, dict[int, int]]] = []
         self.told: list[tuple[int, Any]] = []
         self.heard = threading.Semaphore(0)
-        self.closed = 0
+        self.closed: list[bool] = []
 
     def on_step(self, group: int, step: int, at: float) -> None:
         self.steps.append((group, step))
@@ -143,8 +143,8 @@ class Seen:
         self.told.append((rank, value))
         self.heard.release()
 
-    def close(self) -> None:
-        self.closed += 1
+    def close(self, wait: bool) -> None:
+        self.closed.append(wait)
 
     def on_leave(self, rank: int) -> None: ...
     def on_ready(self, group: int, tensor: int, at: float) -> None: ...
@@ -206,7 +206,19 @@ def test_tuners_are_told_of_switches_and_rank_0s_of_reports() -> None:
     assert all(tuner.switches == [switch] for tuner in tuners)
     assert sorted(tuners[0].told, key=lambda told: told[0]) == [(rank, {"rank": rank}) for rank in range(3)]
     assert tuners[1].told == tuners[2].told == []
-    assert [tuner.closed for tuner in tuners] == [1, 1, 1]
+    assert [tuner.closed for tuner in tuners] == [[True]] * 3
+
+
+def test_a_tuner_is_not_waited_for_when_a_rank_ends_by_an_exception() -> None:
+    tuners = [Seen() for _ in range(2)]
+
+    def main(session: Session) -> None:
+        session.use_tuner(tuners[session.rank])
+        raise ValueError("boom")
+
+    with pytest.raises((ValueError, CommschedError), match="boom"):
+        ranks(2, main)
+    assert [tuner.closed for tuner in tuners] == [[False]] * 2
 
 
 def test_an_exception_in_one_rank_reaches_the_others_by_name() -> None:

@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,11 +22,11 @@ from commsched.tuner.trial import Window
 from commsched.tuner.verdict import Verdict
 
 DEFAULT, WINNER = SchedulerConfig(4_000_000, 16_000_000), SchedulerConfig(1_000_000, 8_000_000)
-KEPT = Verdict("kept", WINNER, DEFAULT, WINNER, 2, 40, 9.0, 0.2, 0.19, 0.21, 4, 0.4, 0.32)
-UNFINISHED = Verdict("unfinished", DEFAULT, DEFAULT, DEFAULT, 2, 40, 9.0)
+KEPT = Verdict("kept", WINNER, DEFAULT, WINNER, 2, 1, 40, 9.0, 0.2, 0.19, 0.21, 4, 0.4, 0.32)
+UNFINISHED = Verdict("unfinished", DEFAULT, DEFAULT, DEFAULT, 2, 1, 40, 9.0)
 TRIALS = (
-    Trial("search", DEFAULT, Window(0.4, 0.001, 10), 5.0),
-    Trial("search", WINNER, Window(0.32, 0.001, 10), 4.0),
+    Trial("search", DEFAULT, Window(0.4, 0.001, 10), 5.0, 13),
+    Trial("search", WINNER, Window(0.32, 0.001, 10), 4.0, 13),
 )
 
 RunJob = Callable[[Callable[[dict[str, str]], int]], None]
@@ -81,12 +82,13 @@ def test_the_trials_the_verdict_and_how_to_use_it(run_job: RunJob, capsys: pytes
     use = f"COMMSCHED_CONFIG=tuned.toml commsched run -n 2 --servers 1 --rate 200mbit -- {sys.executable} train.py"
     assert err.splitlines() == [
         HEADER,
-        "          1    4.00 MB   16.00 MB  priority     400.0 +- 1.0    400.0  85 s",
-        "          2    1.00 MB    8.00 MB  priority     320.0 +- 1.0    320.0  81 s",
+        "          0     4.0 MB    16.0 MB  priority     400.0 +- 1.0    400.0  85 s",
+        "          1     1.0 MB     8.0 MB  priority     320.0 +- 1.0    320.0  81 s",
         KEPT.sentence(),
         f"commsched: tuned.toml is written; use it: {use}",
     ]
     tuning = {name: value for name, value in environs[0].items() if name.startswith("COMMSCHED_")}
+    assert tuning.pop("COMMSCHED_TUNE_END").startswith("/proc/")
     assert tuning == {
         "COMMSCHED_RATE": "200mbit",
         "COMMSCHED_TUNE": "90s",
@@ -118,7 +120,7 @@ def test_the_budget_is_the_first_that_is_given(
 
 def test_trials_are_shown_while_the_job_runs(run_job: RunJob, monkeypatch: pytest.MonkeyPatch) -> None:
     shown = threading.Event()
-    monkeypatch.setattr(tune_command, "_say", lambda line: shown.set() if line.lstrip().startswith("2 ") else None)
+    monkeypatch.setattr(tune_command, "_say", lambda line: shown.set() if line.lstrip().startswith("1 ") else None)
 
     def job(_: dict[str, str]) -> int:
         write(None)
@@ -150,13 +152,13 @@ def test_a_job_that_fails_has_its_own_code(run_job: RunJob, capsys: pytest.Captu
 
 def test_a_second_start_goes_on(run_job: RunJob, capsys: pytest.CaptureFixture[str]) -> None:
     write(UNFINISHED)
-    more = Trial("search", replace(WINNER, credit_bytes=4_000_000), Window(0.5, 0.001, 10), 4.0)
+    more = Trial("search", replace(WINNER, credit_bytes=4_000_000), Window(0.5, 0.001, 10), 4.0, 13)
     run_job(lambda _: write(KEPT, (more,), tuned=True) or 0)
     assert commsched_tune() == 0
     assert capsys.readouterr().err.splitlines()[:3] == [
         "commsched: tuned.jsonl has 2 trials of an earlier start: tuning goes on after them",
         HEADER,
-        "          3    1.00 MB    4.00 MB  priority     500.0 +- 1.0    320.0  9 trials",
+        "          2     1.0 MB     4.0 MB  priority     500.0 +- 1.0    320.0  9 trials",
     ]
 
 
@@ -166,19 +168,20 @@ def test_a_line_that_is_being_written_waits(run_job: RunJob, capsys: pytest.Capt
         file.write('{"schema": 1, "ph')
     run_job(lambda _: write(KEPT, TRIALS[1:], tuned=True) or 0)  # opening the journal drops it
     assert commsched_tune() == 0
-    assert "\n          2    1.00 MB    8.00 MB" in capsys.readouterr().err
+    assert "\n          1     1.0 MB     8.0 MB" in capsys.readouterr().err
 
 
 def test_a_search_made_anew_begins_the_table_anew(run_job: RunJob, capsys: pytest.CaptureFixture[str]) -> None:
     def job(_: dict[str, str]) -> int:
-        os.truncate("tuned.jsonl", 0)  # what Journal.start_over does when step times have changed
+        with closing(Journal("tuned.jsonl", {"model": "m"})) as journal:
+            journal.start_over()
         write(None, TRIALS[1:], tuned=True)
         return 0
 
     write(KEPT)
     run_job(job)
     assert commsched_tune() == 0
-    assert "\n          1    1.00 MB    8.00 MB  priority     320.0 +- 1.0    320.0  11 trials\n" in capsys.readouterr().err
+    assert "\n          0     1.0 MB     8.0 MB  priority     320.0 +- 1.0    320.0  11 trials\n" in capsys.readouterr().err
 
 
 def test_then_stop_ends_the_job_once_the_file_is_there(run_job: RunJob, capsys: pytest.CaptureFixture[str]) -> None:
@@ -199,13 +202,17 @@ def test_then_stop_ends_the_job_once_the_file_is_there(run_job: RunJob, capsys: 
     assert "tuned.toml is written; use it" in capsys.readouterr().err
 
 
-def test_then_stop_ends_a_job_whose_trials_all_fail(run_job: RunJob, capsys: pytest.CaptureFixture[str]) -> None:
+def test_then_stop_ends_a_job_whose_tuning_ends_without_a_file(run_job: RunJob, capsys: pytest.CaptureFixture[str]) -> None:
     got, before = threading.Event(), signal.signal(signal.SIGTERM, lambda *_: got.set())
     failed = replace(UNFINISHED, reason="failed")
 
-    def job(_: dict[str, str]) -> int:
+    def job(environ: dict[str, str]) -> int:
         assert not got.wait(0.1)  # for what an earlier start came to
-        write(failed, ())
+        with open(environ["COMMSCHED_TUNE_END"], "a") as file:
+            file.write("half a line")
+            file.flush()
+            assert not got.wait(0.1)
+            file.write(", and the rest\n")
         assert got.wait(10)
         return 128 + signal.SIGTERM
 
@@ -215,7 +222,7 @@ def test_then_stop_ends_a_job_whose_trials_all_fail(run_job: RunJob, capsys: pyt
         assert commsched_tune("--then-stop") == 3
     finally:
         signal.signal(signal.SIGTERM, before)
-    assert failed.sentence() in capsys.readouterr().err
+    assert "commsched: tuned.toml is not written: half a line, and the rest\n" in capsys.readouterr().err
 
 
 def test_a_verdict_whose_file_is_gone_is_written_again(run_job: RunJob, capsys: pytest.CaptureFixture[str]) -> None:

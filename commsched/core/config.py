@@ -232,6 +232,7 @@ class Settings:
     tune_out: str | None = _setting(_text, None, "file for what tuning found, such as tuned.toml; none: it is only logged")
     tune_by: str = _setting(_text, "bayes", "how to search: bayes, grid, random, sgd")
     tune_policies: tuple[str, ...] = _setting(_policies, (), "policies to choose from in tuning; none: the one that is set")
+    tune_end: str | None = _setting(_text, None, "file for why tuning ended without a result; commsched tune sets it")
     tuned: Mapping[str, Any] | None = _setting(_tuned, None, "the jobs that a tuned file is for: in the file only")
     disable: bool = _setting(parse_switch, False, "1: train exactly as without commsched")
     control: str | None = _setting(parse_address, None, "host:port where rank 0 listens; needed across machines")

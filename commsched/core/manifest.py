@@ -81,6 +81,11 @@ class Manifest:
         """SHA-256 over every name, shape and dtype in order: equal if and only if the manifests are."""
         return hashlib.sha256(json.dumps(self.to_record()).encode()).hexdigest()
 
+    @cached_property
+    def model_fingerprint(self) -> str:
+        """Likewise, whatever the order: where a forward leaves layers out at random, each start measures another one."""
+        return hashlib.sha256(json.dumps(sorted(self.to_record())).encode()).hexdigest()
+
     def to_record(self) -> list[Any]:
         """As JSON values, for the control channel and the servers."""
         return [[spec.name, list(spec.shape), spec.dtype] for spec in self.tensors]

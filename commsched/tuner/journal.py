@@ -3,11 +3,13 @@
 JSON lines, each flushed to the disk before the next trial begins::
 
     {"schema": 1, "key": {...}, "phase": "search", "trial": 3, "config": {...}, "status": "ok", "seconds": 0.41,
-     "error_seconds": 0.004, "steps": 10, "rejected": 0, "took_seconds": 5.4, "why": null}
+     "error_seconds": 0.004, "steps": 10, "rejected": 0, "took_seconds": 5.4, "spent_steps": 13,
+     "why": null}
 
 ``phase`` is "search", or "compare" for the windows of the comparison at the end; a failed trial has the status "failed", says
 ``why``, and has no seconds. ``trial`` counts all lines. Once tuning has ended a line of the phase "verdict" holds the fields
-of ``verdict.Verdict`` and its ``sentence``.
+of ``verdict.Verdict`` and its ``sentence``. A line of the phase "restart" says that what is before it holds no longer. Where a
+job trains one model after the other, their lines, which have other keys, are in one file.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import errno
 import fcntl
 import json
 import os
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,17 +32,22 @@ from .verdict import Verdict
 SCHEMA = 1
 _BEGINNING = b'{"schema": '
 
+_open_here: set[str] = set()  # paths of journals: the lock keeps only other processes out
+_open_here_lock = threading.Lock()
+
 Phase = Literal["search", "compare"]
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One window, or why there is none. ``took_seconds``: since the trial before, with steps that were left out."""
+    """One window, or why there is none. ``took_seconds``: since the trial before. ``spent_steps``: of a budget, with those
+    that were left out."""
 
     phase: Phase
     config: SchedulerConfig
     window: Window | None
     took_seconds: float
+    spent_steps: int
     why: str | None = None
 
     def to_record(self) -> dict[str, Any]:
@@ -53,6 +61,7 @@ class Trial:
             "steps": window and window.steps,
             "rejected": window and window.rejected,
             "took_seconds": self.took_seconds,
+            "spent_steps": self.spent_steps,
             "why": self.why,
         }
 
@@ -61,7 +70,8 @@ class Trial:
         window = None
         if record["status"] == "ok":
             window = Window(record["seconds"], record["error_seconds"], record["steps"], record["rejected"])
-        return cls(record["phase"], SchedulerConfig(**record["config"]), window, record["took_seconds"], record["why"])
+        config = SchedulerConfig(**record["config"])
+        return cls(record["phase"], config, window, record["took_seconds"], record["spent_steps"], record["why"])
 
 
 class Journal:
@@ -70,17 +80,33 @@ class Journal:
     ``key`` says which search this is, in JSON values: the job it is for (``tuned.Key``), and what was asked for. A last line
     that was torn by the end of its process is dropped. Not thread-safe.
 
+    Args:
+        beside_others: the file may hold other searches alone, which stay. Else this one must be among them.
+
     Raises:
         ConfigError: the file is of a search with another key (names what differs), is no journal, is in use by another
             job, or cannot be written.
     """
 
-    def __init__(self, path: str | Path, key: Mapping[str, Any]) -> None:
+    def __init__(self, path: str | Path, key: Mapping[str, Any], *, beside_others: bool = False) -> None:
         self.path = Path(path)
+        self._beside_others = beside_others
         self._key = json.loads(json.dumps(key))  # as it comes back from the file
         self.trials: list[Trial] = []
         self.verdict: Verdict | None = None
         self._lines = 0
+        self._real_path = os.path.realpath(self.path)
+        with _open_here_lock:
+            if self._real_path in _open_here:
+                raise ConfigError(f"the journal of tuning {str(self.path)!r} is in use by another session of this process")
+            _open_here.add(self._real_path)
+        try:
+            self._open()
+        except BaseException:
+            self._forget()
+            raise
+
+    def _open(self) -> None:
         try:
             self._file: IO[bytes] = open(self.path, "ab+", buffering=0)  # noqa: SIM115 - closed in close
         except OSError as error:
@@ -91,6 +117,11 @@ class Journal:
         except BaseException:
             self._file.close()
             raise
+
+    @property
+    def result(self) -> Verdict | None:
+        """Of a search that came to its end."""
+        return self.verdict if self.verdict is not None and self.verdict.finished else None
 
     def _lock(self) -> None:
         try:
@@ -103,25 +134,30 @@ class Journal:
     def _read(self) -> None:
         self._file.seek(0)
         whole, end, torn = self._file.read().rpartition(b"\n")
-        for number, line in enumerate(whole.splitlines(), 1):
-            self._read_line(number, line)
+        keys = [self._read_line(number, line) for number, line in enumerate(whole.splitlines(), 1)]
+        if keys and self._key not in keys and not self._beside_others:
+            self._refuse(keys[0])
         if torn and torn[: len(_BEGINNING)] != _BEGINNING[: len(torn)]:
             raise self._foreign(whole.count(b"\n") + 1 + bool(end), "not whole")
         self._file.truncate(len(whole + end))
         self._lines = len(self.trials)
 
-    def _read_line(self, number: int, line: bytes) -> None:
+    def _read_line(self, number: int, line: bytes) -> Mapping[str, Any]:
+        """The key that is in it."""
         try:
             record = json.loads(line)
             if record["schema"] != SCHEMA:
                 raise ValueError(f"schema {record['schema']!r} instead of {SCHEMA}")
-            self._require_same(record["key"])
-            if record["phase"] == "verdict":
+            key: Mapping[str, Any] = dict(record["key"])
+            if key != self._key:
+                return key
+            if record["phase"] == "restart":
+                self.trials, self.verdict = [], None
+            elif record["phase"] == "verdict":
                 self.verdict = Verdict.from_record(record)
             else:
                 self.trials.append(Trial.from_record(record))
-        except ConfigError:
-            raise
+            return key
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise self._foreign(number, f"{type(error).__name__}: {error}") from error
 
@@ -130,7 +166,7 @@ class Journal:
             f"{str(self.path)!r}, line {number}, is no line of a journal of tuning ({why}); remove the file to search anew"
         )
 
-    def _require_same(self, key: Mapping[str, Any]) -> None:
+    def _refuse(self, key: Mapping[str, Any]) -> None:
         for name in dict.fromkeys((*self._key, *key)):
             if key.get(name) != self._key.get(name):
                 raise ConfigError(
@@ -158,12 +194,12 @@ class Journal:
         self.verdict = verdict
 
     def start_over(self) -> None:
-        """Forget everything: what was measured no longer holds.
+        """What was measured no longer holds; it stays in the file.
 
         Raises:
             OSError: it could not be written.
         """
-        self._file.truncate(0)
+        self._write({"phase": "restart"})
         self.trials, self.verdict, self._lines = [], None, 0
 
     def _write(self, record: Mapping[str, Any]) -> None:
@@ -174,4 +210,10 @@ class Journal:
 
     def close(self) -> None:
         """Idempotent."""
-        self._file.close()
+        if not self._file.closed:
+            self._file.close()
+            self._forget()
+
+    def _forget(self) -> None:
+        with _open_here_lock:
+            _open_here.discard(self._real_path)

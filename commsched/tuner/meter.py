@@ -6,7 +6,7 @@ import logging
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from statistics import median
+from statistics import fmean, median, stdev
 from typing import Any
 
 from ..core.errors import CommschedError
@@ -19,6 +19,10 @@ log = logging.getLogger("commsched")
 #: An interval that is so many times the median is not a step's alone: an evaluation or a checkpoint lies in it.
 DISTURBED = 2.0
 
+#: Of a window's intervals, so many at most. More are part of what steps are: of a configuration under which single ones are
+#: slow, or of training that does something else at every fifth.
+MOST_DISTURBED = 0.1
+
 #: A group that has had no step while the others had so many has probably had its last.
 _IDLE_STEPS = 500
 
@@ -29,6 +33,7 @@ class _Group:
     steps: int = 0  # begun
     last_at: float = 0.0  # when the last of them began
     last_place: int = 0  # of that among the steps of all groups
+    ended: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -38,7 +43,7 @@ class _Group:
 @dataclass
 class WindowUnderWay:
     """From step ``first_step`` of a group on, ``settle`` intervals from one step's beginning to the next are left out, then
-    counted until ``steps`` are undisturbed."""
+    counted until :func:`summary` is content."""
 
     trial: int
     group: int
@@ -55,27 +60,31 @@ class WindowUnderWay:
         began, self.last_at = self.last_at, at
         if step > self.first_step + self.settle:
             self.intervals.append(at - began)
-        return self._report()
+        found = summary(self.intervals, self.steps)
+        return None if found is None else {"trial": self.trial, **found}
 
     def failed(self, why: str) -> dict[str, Any]:
         return {"trial": self.trial, "failed": why}
 
-    def _report(self) -> dict[str, Any] | None:
-        """At least half of them are undisturbed, so that there is one after twice ``steps`` at the latest."""
-        if len(self.intervals) < self.steps:
-            return None
-        most = DISTURBED * median(self.intervals)
-        undisturbed = [interval for interval in self.intervals if interval <= most]
-        if len(undisturbed) < self.steps:
-            return None
-        seconds = median(undisturbed)
-        return {
-            "trial": self.trial,
-            "seconds": seconds,
-            "error": standard_error(undisturbed, seconds),
-            "steps": len(undisturbed),
-            "rejected": len(self.intervals) - len(undisturbed),
-        }
+
+def summary(intervals: list[float], steps: int) -> dict[str, Any] | None:
+    """What the ``intervals`` of a window say of a step; None: more are wanted, until ``steps`` are undisturbed.
+
+    The median of the undisturbed ones, as long as no more than :data:`MOST_DISTURBED` are not. Else none is left out, and it is
+    the mean, in which slow steps count as much as they cost. There is an answer after ``1.12 * steps`` intervals.
+    """
+    if len(intervals) < steps:
+        return None
+    most = DISTURBED * median(intervals)
+    undisturbed = [interval for interval in intervals if interval <= most]
+    rejected = len(intervals) - len(undisturbed)
+    if rejected > MOST_DISTURBED * len(intervals):
+        error = stdev(intervals) / len(intervals) ** 0.5
+        return {"seconds": fmean(intervals), "error": error, "steps": len(intervals), "rejected": 0}
+    if len(undisturbed) < steps:
+        return None
+    seconds = median(undisturbed)
+    return {"seconds": seconds, "error": standard_error(undisturbed, seconds), "steps": len(undisturbed), "rejected": rejected}
 
 
 def standard_error(values: list[float], middle: float) -> float:
@@ -99,7 +108,6 @@ class Meter:
         self._groups: dict[int, _Group] = {}
         self._steps = 0  # of all groups
         self._window: WindowUnderWay | None = None
-        self._window_began = 0  # after so many steps of all groups
         self._drift: tuple[int, Drift] | None = None
         self._awaited: Callable[[], bool] | None = None  # by rank 0's tuner
         self._closed = False
@@ -119,7 +127,8 @@ class Meter:
         with self._changed:
             gone = under_way.first_step < 0
             self._window = None if gone else under_way
-            self._window_began = self._steps
+            if gone and group in self._groups:
+                self._groups[group].ended = True
         if gone:
             self._report(under_way.failed(f"group {group} has no steps any more"))
 
@@ -129,7 +138,7 @@ class Meter:
     def on_leave(self, rank: int) -> None:
         """Nothing to do: rank 0's tuner ends the trial."""
 
-    def close(self) -> None:
+    def close(self, wait: bool = False) -> None:
         with self._changed:
             self._closed = True
             self._window = None
@@ -160,8 +169,8 @@ class Meter:
     def _measure(self, window: WindowUnderWay, group: int, step: int, at: float) -> dict[str, Any] | None:
         if group == window.group:
             return window.on_step(step, at)
-        if self._steps - max(self._window_began, self._groups[window.group].last_place) > _IDLE_STEPS:
-            return window.failed(f"group {window.group} has had no step for long")
+        if self._main_group() != window.group:
+            return window.failed(f"group {window.group} is not the main one any more")
         return None
 
     def _report(self, report: dict[str, Any]) -> None:
@@ -182,7 +191,7 @@ class Meter:
     # --- rank 0's tuner ---
 
     def main_group(self) -> int | None:
-        """The group of most bytes of those that are in use; None: training has not begun."""
+        """The group of most bytes of those that are in use; None: training has not begun, or its last group has ended."""
         with self._changed:
             return self._main_group()
 
@@ -204,26 +213,30 @@ class Meter:
             return None if self._closed or main is None else (main, self._groups[main].manifest)
 
     def wait_for_steps(self, group: int, steps: int) -> bool:
-        """Return when ``group`` has begun so many more steps. False: closed before."""
+        """Return when ``group`` has begun so many more steps. False: closed before, or another is the main group."""
         with self._changed:
             known = self._groups[group]
             last = known.steps + steps
-            self._wait_until(lambda: known.steps >= last)
-            return not self._closed
+            self._wait_until(lambda: known.steps >= last or self._is_another(group))
+            return known.steps >= last
 
-    def wait_for_drift(self, group: int, drift: Drift) -> bool:
-        """Tell ``drift`` of each step of ``group``; return when it is found. False: closed before."""
+    def wait_for_change(self, group: int, drift: Drift | None) -> bool:
+        """Tell ``drift`` of each step of ``group``; return when it is found, or another is the main group. False: closed
+        before."""
         with self._changed:
-            self._drift = (group, drift)
-            self._wait_until(lambda: drift.found)
+            self._drift = None if drift is None else (group, drift)
+            self._wait_until(lambda: (drift is not None and drift.found) or self._is_another(group))
             self._drift = None
             return not self._closed
+
+    def _is_another(self, group: int) -> bool:
+        return self._main_group() not in (group, None)
 
     def _main_group(self) -> int | None:
         used = {
             index: group.nbytes
             for index, group in self._groups.items()
-            if group.steps > 1 and self._steps - group.last_place <= _IDLE_STEPS
+            if group.steps > 1 and not group.ended and self._steps - group.last_place <= _IDLE_STEPS
         }
         return max(used, key=used.__getitem__) if used else None
 

@@ -11,9 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..core.config import SchedulerConfig
+from ..core.manifest import Manifest
+from ..core.plan import cut
 from ..simulator import Cluster, Exchange, Rules, Shares, equal_workers, simulate
 from ..simulator.bytes_factor import bytes_factor
-from ..simulator.profile import Profile
+from ..simulator.profile import ITEMSIZE, Layer, Profile
+from ..simulator.tensors import Tensors
 from .profiler import Link
 from .space import MAX_PARTITION_BYTES, MAX_RATIO, MIN_PARTITION_BYTES
 
@@ -22,6 +25,9 @@ from .space import MAX_PARTITION_BYTES, MAX_RATIO, MIN_PARTITION_BYTES
 #: 47 % with separate servers.
 _MOST_MESSAGES = 1600
 _COARSE_MESSAGES = 600
+
+#: Of more layers some are merged with their neighbours.
+_MOST_LAYERS = 500
 
 #: Up to so many workers each is simulated by itself; beyond, all as one, which is off by 12 % at times but takes no longer.
 _DETAILED_WORKERS = 4
@@ -47,7 +53,7 @@ class Model:
 
     A step is simulated on a lattice: partitions of ``anchor_bytes`` times powers of two, credit of a power of two of them; what
     lies between is interpolated, in logarithms. Each point is simulated once, when it is first needed. What has very many
-    messages is simulated with fewer, larger ones that cost as much together.
+    messages, or layers, is simulated with fewer, larger ones that cost as much together.
 
     ``rsag`` is simulated as ``priority``: there is no model of its halves. A straggler, and hosts that are short of
     processor time, are not modelled either.
@@ -76,6 +82,9 @@ class Model:
             raise ValueError(f"{workers} workers, {profile.nbytes} bytes: nothing goes over the network")
         self.link = link
         self._profile = profile
+        self._manifest = Tensors.of(profile).manifest
+        self._merged = _merge(profile)
+        self._merged_manifest = Tensors.of(self._merged).manifest
         self._workers = workers
         self._servers = 0 if collective else servers
         self._collective = collective
@@ -158,7 +167,7 @@ class Model:
 
     @cached_property
     def _shares(self) -> Shares:
-        return Shares(self._cluster(0.0, 0.0))
+        return Shares(self._cluster(0.0))
 
     def _at(self, octave: int, multiple: int, like: SchedulerConfig) -> float:
         size = round(self._anchor_bytes * 2.0**octave)
@@ -168,37 +177,26 @@ class Model:
         return self._known[config]
 
     def _simulate(self, config: SchedulerConfig, link: Link) -> float:
-        messages = self._profile.nbytes / config.partition_bytes * self._messages_per_partition
-        coarser = messages / _COARSE_MESSAGES if messages > _MOST_MESSAGES else 1.0
         policy = "priority" if config.policy == "rsag" else config.policy
         credit_bytes = max(config.credit_bytes, (1 if self._collective else _LEAST_PUSHES) * config.partition_bytes)
-        rules = Rules(
-            replace(
-                config,
-                partition_bytes=round(coarser * config.partition_bytes),
-                credit_bytes=round(coarser * credit_bytes),
-                policy=policy,
-            ),
-            Exchange.ALL_REDUCE if self._collective else Exchange.PARAMETER_SERVER,
-        )
+        exchange = Exchange.ALL_REDUCE if self._collective else Exchange.PARAMETER_SERVER
+        rules = Rules(replace(config, credit_bytes=credit_bytes, policy=policy), exchange)
+        count = _partitions(self._manifest, rules.config)
+        messages = count * self._messages_per_partition
+        if messages > _MOST_MESSAGES:
+            rules = replace(rules, config=_coarser(rules.config, messages / _COARSE_MESSAGES, self._profile.nbytes / count))
+        coarser = count / _partitions(self._merged_manifest, rules.config)
         # In units of what a NIC takes for one byte, so that NICs are the same whatever the link is.
         unit = link.seconds_per_byte / self._factor
         partition_seconds = link.partition_seconds * coarser / unit
         if not self._collective:
             partition_seconds /= self._factor  # a partition is so many messages on the busiest NIC in each direction
-        cluster = self._cluster(partition_seconds, link.latency_seconds * coarser / unit)
         shares = None if self._collective else self._shares
-        return unit * simulate(self._profile.scaled(seconds=1 / unit), cluster, rules, shares=shares).step_seconds[0]
+        cluster = self._cluster(partition_seconds)
+        return unit * simulate(self._merged.scaled(seconds=1 / unit), cluster, rules, shares=shares).step_seconds[0]
 
-    def _cluster(self, message_seconds: float, latency_seconds: float) -> Cluster:
-        return equal_workers(
-            self._workers,
-            1.0,
-            self._servers,
-            latency_seconds=latency_seconds,
-            message_seconds=message_seconds,
-            detailed=self._is_detailed,
-        )
+    def _cluster(self, message_seconds: float) -> Cluster:
+        return equal_workers(self._workers, 1.0, self._servers, message_seconds=message_seconds, detailed=self._is_detailed)
 
     @property
     def _is_detailed(self) -> bool:
@@ -211,6 +209,36 @@ class Model:
         if not self._is_detailed:
             return 2
         return 2 * (self._workers if self._servers else self._workers - 1)  # to a worker's own shard none goes
+
+
+def _partitions(manifest: Manifest, config: SchedulerConfig) -> int:
+    return len(cut(manifest, config.partition_bytes, config.fusion_bytes).partitions)
+
+
+def _coarser(config: SchedulerConfig, factor: float, mean_bytes: float) -> SchedulerConfig:
+    """With about so many times fewer partitions, which have ``mean_bytes`` now. ``fusion_bytes`` may be below any tensor, and
+    would then merge none however often it was doubled."""
+    fusion_bytes = config.fusion_bytes
+    return replace(
+        config,
+        partition_bytes=round(factor * config.partition_bytes),
+        credit_bytes=round(factor * config.credit_bytes),
+        fusion_bytes=None if fusion_bytes is None else round(factor * max(fusion_bytes, mean_bytes)),
+    )
+
+
+def _merge(profile: Profile) -> Profile:
+    """Neighbours merged into one layer of one tensor, as many into each, so that there are at most so many layers."""
+    if len(profile.layers) <= _MOST_LAYERS:
+        return profile
+    layers = []
+    each = math.ceil(len(profile.layers) / _MOST_LAYERS)
+    for first in range(0, len(profile.layers), each):
+        merged = profile.layers[first : first + each]
+        elements = sum(layer.nbytes for layer in merged) // ITEMSIZE
+        times = sum(layer.forward_seconds for layer in merged), sum(layer.backward_seconds for layer in merged)
+        layers.append(Layer(merged[0].name, ((elements,),) if elements else (), *times))
+    return replace(profile, layers=tuple(layers))
 
 
 def _between(x: float) -> list[tuple[int, float]]:

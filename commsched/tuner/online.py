@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..core.config import SchedulerConfig, Settings
@@ -15,7 +17,10 @@ from ..core.order.pattern import SLACK, STABLE_STEPS
 from ..core.ports import Observer, Transport
 from .drift import Drift
 from .meter import Meter
+from .text import milliseconds
+from .trial import Stopped
 from .trials import Trials
+from .verdict import Verdict
 
 if TYPE_CHECKING:
     from .search import Search  # which needs what searchers need
@@ -31,8 +36,12 @@ SETTLE_STEPS = 3
 #: Before it is tuned for a second time; then twice as many each time, so that step times that are never the same cost little.
 REST_STEPS = 1000
 
-#: What a searcher or a model computes is not interrupted; it takes a few seconds at most.
-_END_SECONDS = 30.0
+#: For the tuner's thread, when the session closes. What a searcher or a model computes is not interrupted and may take longer;
+#: it is of no use then, and can do nothing with it.
+_END_SECONDS = 2.0
+
+#: Searches that end because another group is trained, after which that group is tuned no more: training goes to and fro.
+_MOST_CUT_OFF = 3
 
 
 class Session(Protocol):
@@ -64,9 +73,12 @@ class Session(Protocol):
 
 class OnlineTuner:
     """Rank 0's tuner (``session.Tuner``): a thread that waits for training to be under way, searches, and then watches whether
-    step times stay what they were. Whatever happens in it, training goes on.
+    step times stay what they were, and whether it is still the same tensors that are trained. Whatever happens in it, training
+    goes on.
 
     Args:
+        say: takes lines for the user.
+        end: is told why nothing more is searched for, where that left no result.
         make_drift: given the steps that must pass in any case, what tells that it is time to tune again.
     """
 
@@ -76,13 +88,21 @@ class OnlineTuner:
         trials: Trials,
         search: Search,
         say: Callable[[str], None],
+        end: Callable[[str], None] = lambda why: None,
         make_drift: Callable[[int], Drift] = lambda rest_steps: Drift(rest_steps=rest_steps),
     ) -> None:
         self._meter = meter
         self._trials = trials
         self._search = search
         self._say = say
+        self._end = end
         self._make_drift = make_drift
+        self._rest_steps = REST_STEPS
+        self._before: SchedulerConfig | None = None  # what was in use before any search
+        self._kept: dict[int, SchedulerConfig] = {}  # by group: what a search has ended with
+        self._drifted: int | None = None  # a group whose steps have become slower, or faster, since
+        self._left_alone: set[int] = set()  # groups that there is nothing to choose for, or that come and go
+        self._cut_off: Counter[int] = Counter()  # searches, by group
         self._thread = threading.Thread(target=self._run, name="commsched-tuner", daemon=True)
 
     def start(self) -> None:
@@ -103,11 +123,10 @@ class OnlineTuner:
         """The job failed."""
         self._stop(str(error))
 
-    def close(self) -> None:
+    def close(self, wait: bool) -> None:
         self._stop("the session closes")
-        self._thread.join(_END_SECONDS)
-        if self._thread.is_alive():
-            log.warning("the tuner has not ended within %g s; it is left behind", _END_SECONDS)
+        if wait:
+            self._thread.join(_END_SECONDS)
 
     def _stop(self, why: str) -> None:
         self._trials.stop(why)
@@ -116,33 +135,74 @@ class OnlineTuner:
     # --- the thread ---
 
     def _run(self) -> None:
-        main = self._meter.wait_until_training(WARM_UP_STEPS)
-        again, rest_steps = False, REST_STEPS
-        while main is not None:
-            try:
-                verdict = self._search.run(*main, again=again)
-            except Exception as error:
-                self._give_up(error)
-                return
-            if verdict is None or verdict.reason in ("failed", "unfinished"):
-                return
-            again, drift = True, self._make_drift(rest_steps)
-            rest_steps *= 2
-            if not self._meter.wait_for_drift(main[0], drift):
-                return
-            self._say(
-                f"tuning: steps take {drift.now_seconds * 1e3:.3g} ms now, and took {drift.before_seconds * 1e3:.3g} ms when "
-                "tuning had ended: once more"
-            )
+        try:
+            while (main := self._meter.wait_until_training(WARM_UP_STEPS)) is not None:
+                group, manifest = main
+                if group not in self._left_alone and (group not in self._kept or group == self._drifted):
+                    verdict = self._search.run(group, manifest, again=group == self._drifted)
+                    if not self._goes_on(group, verdict):
+                        return
+                    if verdict is not None and not verdict.finished:
+                        continue  # with whatever is trained now
+                self._drifted = None
+                if not self._watch(group):
+                    return
+        except Exception as error:
+            self._give_up(error)
+
+    def _goes_on(self, group: int, verdict: Verdict | None) -> bool:
+        """After a search: whether there may be another."""
+        if verdict is None:
+            self._left_alone.add(group)
+            self._end("nothing is left to choose")
+            return True
+        self._before = self._before or verdict.incumbent
+        if verdict.finished:
+            self._kept[group] = verdict.kept
+            return True
+        if self._trials.stopped is not None:
+            return False
+        if verdict.reason != "unfinished":  # nor would the next one come to anything
+            self._end(verdict.sentence().removeprefix("tuning: "))
+            return False
+        self._cut_off[group] += 1
+        if self._cut_off[group] == _MOST_CUT_OFF:
+            self._left_alone.add(group)
+        self._on_other_group()
+        return True
+
+    def _watch(self, group: int) -> bool:
+        """Until there is a reason to tune again. False: the session closes."""
+        drift = self._make_drift(self._rest_steps) if group in self._kept and group not in self._left_alone else None
+        if not self._meter.wait_for_change(group, drift):
+            return False
+        if drift is not None and drift.found:
+            self._drifted = group
+            self._rest_steps *= 2
+            now, before = milliseconds(drift.now_seconds), milliseconds(drift.before_seconds)
+            self._say(f"tuning: steps take {now} ms now, and took {before} ms when tuning had ended: once more")
+        else:
+            self._on_other_group()
+        return True
+
+    def _on_other_group(self) -> None:
+        """What was found for one group is not known to be good for another."""
+        main = self._meter.main_group()
+        self._say("tuning: other tensors are trained now")
+        config = self._before if main is None else self._kept.get(main, self._before)
+        if config is not None:
+            self._trials.apply(config)
 
     def _give_up(self, error: Exception) -> None:
         """The configuration that was there before the search is in use again, or soon will be."""
-        if self._trials.stopped is not None or isinstance(error, ClosedError):
+        if self._trials.stopped is not None or isinstance(error, (ClosedError, Stopped)):
             log.debug("the tuner ended with the session", exc_info=error)
-        elif isinstance(error, CommschedError):
+            return
+        if isinstance(error, CommschedError):
             self._say(f"tuning: not possible: {error}")
         else:
             log.error("the tuner broke; training goes on as before", exc_info=error)
+        self._end(f"{type(error).__name__}: {error}")
 
 
 def start_tuning(
@@ -183,11 +243,23 @@ def start_tuning(
     hosts = len({answer["host"] for answer in answers})
     workers = hosts if leads_host else session.world_size
     job = Job(session.world_size, transport, session.transport.ordered, host, hosts, workers)
-    search = Search(settings, job, meter, trials, lambda: session.core.config, session.observe, say)
-    tuner = OnlineTuner(meter, trials, search, say)
+    # What was applied may not be in use yet.
+    search = Search(settings, job, meter, trials, lambda: trials.applied or session.core.config, session.observe, say)
+    tuner = OnlineTuner(meter, trials, search, say, partial(_tell_end, settings.tune_end))
     session.use_tuner(tuner)
     session.when_failed(tuner.on_failure)
     tuner.start()
+
+
+def _tell_end(path: str | None, why: str) -> None:
+    """In one line of the file ``path``, for who waits for a tuned file: there is none, and none comes."""
+    if path is None:
+        return
+    try:
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(" ".join(why.split()) + "\n")
+    except OSError as error:
+        log.warning("who started this job is not told that tuning has ended: %s", error)
 
 
 def _refusal(settings: Settings, core: Core) -> dict[str, str] | None:

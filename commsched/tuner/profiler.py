@@ -34,16 +34,14 @@ class Link:
     Args:
         seconds_per_byte: of gradient, from a rank's memory to the average in place, when many follow each other.
         partition_seconds: what each partition holds the link besides.
-        latency_seconds: of a message; it holds nothing.
     """
 
     seconds_per_byte: float
     partition_seconds: float
-    latency_seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        times = self.seconds_per_byte, self.partition_seconds, self.latency_seconds
-        if not (all(map(math.isfinite, times)) and self.seconds_per_byte > 0 and min(times) >= 0):
+        times = self.seconds_per_byte, self.partition_seconds
+        if not (all(map(math.isfinite, times)) and self.seconds_per_byte > 0 and self.partition_seconds >= 0):
             raise ValueError(f"not the times of a link: {self}")
 
 

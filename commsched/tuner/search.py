@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from contextlib import closing, nullcontext
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +19,8 @@ from ..version import __version__
 from .journal import Journal
 from .link import describe_link
 from .meter import Meter
-from .searchers import make_searcher
-from .space import CHOICES, Space
+from .searchers import make_searcher, uses_model
+from .space import CHOICES, MAX_PARTITION_BYTES, MAX_RATIO, Space
 from .trial import StepModel
 from .trials import Trials
 from .tuned import Key, describe_transport, write_tuned
@@ -77,7 +78,7 @@ class Search:
         self._current = current
         self._watch = watch
         self._say = say
-        self._journal_key: dict[str, Any] = {}
+        self._journal_keys: dict[str, dict[str, Any]] = {}  # by model
 
     def run(self, group: int, manifest: Manifest, *, again: bool = False) -> Verdict | None:
         """Tune for ``manifest``, the tensors of ``group``, and write down what came of it. ``again``: what the journal holds
@@ -92,45 +93,47 @@ class Search:
             self._say("tuning: nothing is left to choose; partition, credit and policy are given, or the model is too small")
             return None
         key = Key(
-            manifest.fingerprint,
+            manifest.model_fingerprint,
             self._job.world_size,
+            self._job.hosts,
             describe_transport(self._job.transport, settings),
             describe_link(self._job.host, settings.rate),
         )
         assert settings.tune is not None
-        with self._open_journal(key, space) as journal:
+        with self._open_journal(key, space) as journal, ExitStack() as stack:
             if again and journal is not None:
                 journal.start_over()
-            seeds, model = self._learn(group, manifest, incumbent)
+            seeds, model = list[SchedulerConfig](), None
+            if uses_model(settings.tune_by) and self._job.workers > 1 and (journal is None or journal.result is None):
+                seeds, model = self._learn(group, manifest, incumbent, stack)
             verdict = Tuning(
                 incumbent,
                 make_searcher(settings.tune_by, space, seeds=seeds, model=model),
-                self._trials.measure,
+                partial(self._trials.measure, group=group),
                 settings.tune,
                 apply=self._trials.apply,
                 say=self._say,
+                also=[settings.scheduler] if again else (),  # the incumbent is what a search before this one has found
                 journal=journal,
                 settle_steps=self._trials.settle_steps,
             ).run()
             if settings.tune_out is not None and verdict.finished:
                 groups = self._meter.manifests()
-                write_tuned(
-                    settings.tune_out, verdict, key, manifest, groups=groups, hosts=self._job.hosts, version=__version__
-                )
+                write_tuned(settings.tune_out, verdict, key, manifest, groups=groups, version=__version__)
         return verdict
 
     def _learn(
-        self, group: int, manifest: Manifest, incumbent: SchedulerConfig
+        self, group: int, manifest: Manifest, incumbent: SchedulerConfig, stack: ExitStack
     ) -> tuple[list[SchedulerConfig], StepModel | None]:
         """Configurations worth trying first, and a model's step times, from a profile of the next steps. The search does
-        without them if that cannot be had."""
-        from .model import Model
+        without them if that cannot be had. ``stack`` ends the model."""
+        from .model_process import ModelProcess
         from .seeds import seeds
 
         job, servers = self._job, len(self._settings.servers)
         try:
             measured = self._profile(group, manifest)
-            if measured is None or job.workers < 2:
+            if measured is None:
                 return [], None
             first = seeds(
                 measured.profile,
@@ -140,7 +143,7 @@ class Search:
                 collective=job.collective,
                 policy=incumbent.policy,
             )
-            model = Model(
+            process = ModelProcess(
                 measured.profile,
                 measured.link,
                 job.workers,
@@ -148,6 +151,7 @@ class Search:
                 collective=job.collective,
                 anchor_bytes=incumbent.partition_bytes,
             )
+            model = stack.enter_context(process)
             return first, model.calibrate([(incumbent, measured.step_seconds)])
         except ClosedError:
             raise
@@ -172,14 +176,18 @@ class Search:
         """What was asked for belongs to the key too: as it was at first, since a search again begins elsewhere."""
         if self._settings.tune_out is None:
             return nullcontext()
-        self._journal_key = self._journal_key or {
-            **key.to_record(),
-            "from": space.incumbent.to_record(),
-            "policies": list(space.choices),
-            "given": sorted(space.fixed),
-            "by": self._settings.tune_by,
-        }
-        return closing(Journal(journal_path(self._settings.tune_out), self._journal_key))
+        is_first = not self._journal_keys  # what it holds of other models is of this job's other stages only after that
+        journal_key = self._journal_keys.setdefault(
+            key.model,
+            {
+                **key.to_record(),
+                "from": space.incumbent.to_record(),
+                "policies": list(space.choices),
+                "given": sorted(space.fixed),
+                "by": self._settings.tune_by,
+            },
+        )
+        return closing(Journal(journal_path(self._settings.tune_out), journal_key, beside_others=not is_first))
 
 
 def journal_path(tune_out: str) -> Path:
@@ -196,12 +204,14 @@ def require_possible(settings: Settings, core: Core) -> None:
     """Check, before training begins, all that can be known of a search by then.
 
     Raises:
-        ConfigError: there is no such searcher, what it needs is not installed, or the result cannot be written there.
+        ConfigError: there is no such searcher, what it needs is not installed, it cannot search for what is left to choose, or
+            the result cannot be written there.
         UnsupportedError: a policy to choose from is one that the transport cannot follow.
     """
     for policy in settings.tune_policies:
         core.require_supported(replace(core.config, policy=policy))
-    make_searcher(settings.tune_by, Space(core.config, core.config.credit_bytes, fixed_by(settings), settings.tune_policies))
+    large = MAX_RATIO * MAX_PARTITION_BYTES  # a model that leaves free what is not given
+    make_searcher(settings.tune_by, Space(core.config, large, fixed_by(settings), settings.tune_policies))
     if settings.tune_out is None:
         return
     if not Path(settings.tune_out).absolute().parent.is_dir():

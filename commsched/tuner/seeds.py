@@ -23,11 +23,12 @@ def seeds(
     gradient. They are what depends on ``delta`` in the bound ``T*(with theta) + W * c + N_W * theta`` on what priority order
     takes with a window of ``W`` bytes in ``N_W`` messages (``window_bound`` in ``bench/lower_bound.py``). Both together are
     least at ``delta* = sqrt(theta * S / (m * c))``, as long as the same bytes remain critical. Often they do not, since
-    overhead alone can make more layers critical, so the least is looked for among sizes. A credit of ``W = delta + RTT / c``,
-    and at least two partitions, keeps a link busy; ``m = W / delta``, and one more that a parameter server passes on.
+    overhead alone can make more layers critical, so the least is looked for among sizes. A credit of two partitions keeps a
+    link busy on which messages travel for less time than a partition takes; ``m`` is how many it holds, and one more that a
+    parameter server passes on.
 
     The first seed has credit for two partitions on the way to each shard (eight to each separate server), which share a link
-    and so do not wait for each other; of collectives for four. The second has the least credit by the formula.
+    and so do not wait for each other; of collectives for four. The second has credit for two.
 
     Args:
         workers: that meet in the network; with a hierarchy, hosts.
@@ -45,8 +46,7 @@ def seeds(
     size = best_partition(profile, link, lanes if collective else lanes / 2 + passed_on)
     found = [SchedulerConfig(size, lanes * size, policy)]
     size = best_partition(profile, link, 2 + passed_on)
-    window = size + 2 * link.latency_seconds / link.seconds_per_byte
-    found.append(SchedulerConfig(size, max(2 * size, math.ceil(window)), policy))
+    found.append(SchedulerConfig(size, 2 * size, policy))
     return list(dict.fromkeys(found))
 
 

@@ -18,8 +18,14 @@ MAX_RATIO = 32
 
 CHOICES = frozenset({"partition", "credit", "policy"})
 
-#: Steps within an octave of the lattice: round multiples, since whole partitions are what fits a credit.
+#: Steps within an octave of the lattice.
 _FACTORS = {1: (1.0,), 2: (1.0, 1.5)}
+
+#: Credits of the lattice, in partitions: whole ones, since these are what fits.
+_RATIOS = {1: (1, 2, 4, 8, 16, 32), 2: (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)}
+
+#: A credit that the model's size limits is not in the lattice where it is by no more than this above one of these.
+_ALIKE = 1.1
 
 
 @dataclass(frozen=True)
@@ -28,7 +34,8 @@ class Space:
 
     A point has one coordinate for each of these that is free: the logarithm of the partition, the logarithm of credit over
     partition (credit below one partition means the same as one partition), and the policy where several are asked for.
-    What is in ``fixed`` stays as it is in the incumbent, and so do all other fields.
+    What is in ``fixed`` stays as it is in the incumbent, and so do all other fields; and so, within the bounds, does a size
+    whose bounds are less than an octave apart, since the model is small.
 
     The incumbent is the configuration in use. It is a legal answer even where it lies outside these bounds, or has a policy
     that was not asked for; its point is then the nearest.
@@ -127,15 +134,14 @@ class Space:
             sizes = [round(near.partition_bytes * 2.0**octave * factor) for octave in octaves for factor in factors]
             partitions = [size for size in sizes if low <= size <= high]
         if self._credit_is_free:
-            multiples = [2**octave * factor for octave in range(math.ceil(math.log2(MAX_RATIO)) + 1) for factor in factors]
-            ratios = [ratio for ratio in multiples if ratio <= MAX_RATIO and ratio == int(ratio)]
+            ratios = list(_RATIOS[per_octave])
         found = [
             self._within(SchedulerConfig(partition_bytes, round(partition_bytes * ratio), policy))
             for policy in self.choices
             for partition_bytes in partitions
             for ratio in ratios
         ]
-        return list(dict.fromkeys(found))
+        return [config for config in dict.fromkeys(found) if not (self._credit_is_free and _is_beside_another(config))]
 
     def clip(self, config: SchedulerConfig) -> SchedulerConfig:
         """The incumbent as it is; any other within the bounds, with what is fixed as in the incumbent."""
@@ -148,14 +154,17 @@ class Space:
             partition_bytes = min(max(config.partition_bytes, low), high)
         if "credit" not in self.fixed:
             most = min(MAX_RATIO * partition_bytes, max(self.total_bytes, partition_bytes))
-            credit_bytes = min(max(config.credit_bytes, partition_bytes), most)
+            wanted = config.credit_bytes if self._credit_is_free else self.incumbent.credit_bytes
+            credit_bytes = min(max(wanted, partition_bytes), most)
         policy = config.policy if config.policy in self.choices else self.choices[0]
         return replace(self.incumbent, partition_bytes=partition_bytes, credit_bytes=credit_bytes, policy=policy)
 
     @property
     def _partition_bounds(self) -> tuple[int, int]:
-        high = min(MAX_PARTITION_BYTES, max(self.total_bytes, MIN_PARTITION_BYTES))
-        return MIN_PARTITION_BYTES, high
+        low, high = MIN_PARTITION_BYTES, min(MAX_PARTITION_BYTES, max(self.total_bytes, MIN_PARTITION_BYTES))
+        if high < 2 * low:
+            low = high = min(max(self.incumbent.partition_bytes, low), high)
+        return low, high
 
     @property
     def _partition_is_free(self) -> bool:
@@ -165,7 +174,7 @@ class Space:
     @property
     def _credit_is_free(self) -> bool:
         smallest = self.incumbent.partition_bytes if "partition" in self.fixed else MIN_PARTITION_BYTES
-        return "credit" not in self.fixed and smallest < self.total_bytes
+        return "credit" not in self.fixed and 2 * smallest <= self.total_bytes
 
     @property
     def _policy_is_free(self) -> bool:
@@ -175,3 +184,8 @@ class Space:
     def _places(self) -> tuple[str, ...]:
         """Policies that have a place of their own on the coordinate: an incumbent's that was not asked for has one too."""
         return tuple(dict.fromkeys((self.incumbent.policy, *self.choices)))
+
+
+def _is_beside_another(config: SchedulerConfig) -> bool:
+    ratio = config.credit_bytes / config.partition_bytes
+    return any(multiple < ratio < _ALIKE * multiple for multiple in _RATIOS[2])

@@ -28,9 +28,10 @@ class Surrogate:
     """Fitted to trials; then tells mean, deviation and expected improvement anywhere.
 
     log(seconds) = a constant + trust * log(model's seconds) + a process (Matern 5/2, a length for each coordinate) + noise,
-    where trust is 1, 1/2 or 0, weighted by how well each explains the trials: a model that is right saves trials, one that is
-    wrong is soon not listened to. Kernels are scikit-optimize's; its regressor is not used, as that starts BLAS threads for
-    matrices of a dozen rows, which then spin for a while beside the training.
+    where trust is 1, 1/2 or 0, weighted by how well each explains the trials: a model that is right saves trials, one whose
+    shape the trials contradict loses its weight, as fast as their number and noise let that be told. Kernels are
+    scikit-optimize's; its regressor is not used, as that starts BLAS threads for matrices of a dozen rows, which then spin for
+    a while beside the training.
 
     Args:
         points: trials' places in the unit cube, shape (trials, dimensions).

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..core.config import Budget
+from .text import milliseconds, size
 
 _COLUMNS = "{:>11} {:>10} {:>10}  {:8} {:>16} {:>8}  {}"
 
@@ -20,53 +21,45 @@ class Table:
         self.trials = 0  # of the search
         self.best_seconds: float | None = None  # per step, in the search
         self._budget = budget
+        self._counted = 0  # of them, those that did not fail
         self._windows = 0  # of the comparison
         self._steps = 0
         self._seconds = 0.0
 
     def line(self, record: Mapping[str, Any]) -> str:
-        """The line of ``record``, a trial as ``journal.py`` writes it. Those of the comparison do not count as best: there are
-        only two configurations in it, and the verdict has their times."""
+        """The line of ``record``, a trial as ``journal.py`` writes it, with the number that it has there. Those of the
+        comparison do not count as best: there are only two configurations in it, and the verdict has their times."""
         searching, seconds = record["phase"] == "search", record["seconds"]
         self._seconds += record["took_seconds"]
+        self._steps += record["spent_steps"]
         if searching:
             self.trials += 1
         else:
             self._windows += 1
         if record["status"] == "ok":
-            self._steps += record["steps"] + record["rejected"]
             if searching:
+                self._counted += 1
                 self.best_seconds = min(seconds, self.best_seconds or seconds)
-            measured = f"{_milliseconds(seconds)} +- {_milliseconds(record['error_seconds'], like=seconds)}"
+            measured = f"{milliseconds(seconds)} +- {milliseconds(record['error_seconds'], like=seconds)}"
         else:
             measured = f"failed: {record['why']}"
         config = record["config"]
         return _COLUMNS.format(
-            self.trials if searching else f"compared {self._windows}",
-            _size(config["partition_bytes"]),
-            _size(config["credit_bytes"]),
+            record["trial"] if searching else f"compared {self._windows}",
+            size(config["partition_bytes"]),
+            size(config["credit_bytes"]),
             config["policy"],
             measured,
-            "" if self.best_seconds is None else _milliseconds(self.best_seconds),
+            "" if self.best_seconds is None else milliseconds(self.best_seconds),
             self._left(searching),
         ).rstrip()
 
     def _left(self, searching: bool) -> str:
-        """Of what is limited. Trials are those of the search; steps and seconds are for the comparison too, which keeps some
-        back, so that the search leaves a part of them."""
+        """Of what is limited, as ``Tuning`` counts it. Trials are those of the search that did not fail; steps and seconds are
+        for the comparison too, which keeps some back, so that the search leaves a part of them."""
         limits = (
-            (self._budget.trials if searching else None, self.trials, "trials"),
+            (self._budget.trials if searching else None, self._counted, "trials"),
             (self._budget.steps, self._steps, "steps"),
             (self._budget.seconds, self._seconds, "s"),
         )
         return ", ".join(f"{max(0, round(limit - spent))} {unit}" for limit, spent, unit in limits if limit is not None)
-
-
-def _milliseconds(seconds: float, like: float | None = None) -> str:
-    """With as many decimals as give at least three digits to ``like``, or to itself."""
-    like = like or seconds
-    return f"{seconds * 1e3:.{0 if like >= 1 else 1 if like >= 0.01 else 2}f}"
-
-
-def _size(nbytes: int) -> str:
-    return f"{nbytes / 1e6:.2f} MB" if nbytes >= 1_000_000 else f"{nbytes / 1e3:.0f} KB"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -13,14 +14,23 @@ from ..core.config import SchedulerConfig
 class Window:
     """Consecutive training steps with one configuration, as the slowest rank saw them.
 
-    ``seconds`` is the median of its undisturbed steps, ``error_seconds`` that median's standard error. ``steps`` were counted,
-    ``rejected`` left out as disturbed; both without those before the configuration had settled.
+    ``seconds`` is the median of its undisturbed steps, or the mean of all where many are disturbed (``meter.summary``), and
+    ``error_seconds`` its standard error. ``steps`` were counted, ``rejected`` left out as disturbed; both without those before
+    the configuration had settled.
     """
 
     seconds: float
     error_seconds: float
     steps: int
     rejected: int = 0
+
+    def defect(self) -> str | None:
+        """Why it is no measurement; None: it is one."""
+        if not (math.isfinite(self.seconds) and self.seconds > 0):
+            return f"{self.seconds} seconds per step"
+        if not (math.isfinite(self.error_seconds) and self.error_seconds >= 0):
+            return f"an error of {self.error_seconds} seconds"
+        return None
 
 
 class TrialFailed(Exception):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -20,6 +19,10 @@ class Reconfigurable(Protocol):
     def reconfigure(self, config: SchedulerConfig, window: Any = None) -> None: ...
 
 
+class MainGroupChanged(Stopped):
+    """Another group of tensors is trained now than the one that is tuned for."""
+
+
 class Trials:
     """Has all ranks train with a configuration, and waits for what each of them measured.
 
@@ -29,7 +32,7 @@ class Trials:
         main_group: the group whose steps count at this moment; None: there is none.
         settle_steps: left out at the beginning of each window.
 
-    ``stopped`` says why no trial can be made any more; None: they can.
+    ``stopped`` says why no trial can be made any more; None: they can. ``applied`` is the configuration that was applied last.
     """
 
     def __init__(self, session: Reconfigurable, main_group: Callable[[], int | None], settle_steps: int) -> None:
@@ -40,18 +43,18 @@ class Trials:
         self._trial = -1  # that reports are waited for of
         self._reports: dict[int, Any] = {}  # by rank
         self.stopped: str | None = None
+        self.applied: SchedulerConfig | None = None
 
-    def measure(self, config: SchedulerConfig, steps: int = 10) -> Window:
-        """Train with ``config`` until every rank has a window of ``steps`` undisturbed steps; that of the slowest. Without a
+    def measure(self, config: SchedulerConfig, steps: int = 10, *, group: int) -> Window:
+        """Train with ``config`` until every rank has a window of ``steps`` steps of ``group``; that of the slowest. Without a
         time limit: a user may pause training for as long as he likes.
 
         Raises:
             TrialFailed: the transport cannot do it, or a rank has no such window.
+            MainGroupChanged: ``group`` is not the main one any more.
             Stopped: training ends, or the job failed.
         """
-        group = self._main_group()
-        if group is None:
-            raise TrialFailed("no group of tensors is in use")
+        self._require_main(group)
         with self._changed:
             self._check()
             self._trial += 1
@@ -63,7 +66,11 @@ class Trials:
                 self._check()
                 self._changed.wait()
             reports = dict(self._reports)
-        return _slowest(reports)
+        try:
+            return _slowest(reports)
+        except TrialFailed:
+            self._require_main(group)
+            raise
 
     def apply(self, config: SchedulerConfig) -> None:
         """Have all ranks use ``config`` from some step soon.
@@ -75,6 +82,7 @@ class Trials:
         with self._changed:
             self._check()
         self._propose(config, None)
+        self.applied = config
 
     def on_told(self, rank: int, report: Any) -> None:
         """What the meter of ``rank`` reports. One of an earlier trial counts no more."""
@@ -88,6 +96,10 @@ class Trials:
         with self._changed:
             self.stopped = self.stopped or why
             self._changed.notify()
+
+    def _require_main(self, group: int) -> None:
+        if (main := self._main_group()) != group:
+            raise MainGroupChanged(f"group {group} of tensors is not trained any more, or is not the largest; that is {main}")
 
     def _propose(self, config: SchedulerConfig, window: dict[str, int] | None) -> None:
         try:
@@ -118,7 +130,7 @@ def _slowest(reports: dict[int, Any]) -> Window:
             )
         except (KeyError, TypeError, ValueError) as error:
             raise TrialFailed(f"rank {rank} reported {report}, which is no window: {error!r}") from error
-        if not (0 < window.seconds < math.inf and 0 <= window.error_seconds < math.inf):
-            raise TrialFailed(f"rank {rank} measured {window.seconds} +- {window.error_seconds} s per step")
+        if (defect := window.defect()) is not None:
+            raise TrialFailed(f"rank {rank} measured {defect}")
         windows.append(window)
     return max(windows, key=lambda window: window.seconds)

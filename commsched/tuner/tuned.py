@@ -7,6 +7,7 @@ sign; so a job that it was not made for refuses it.
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
@@ -18,14 +19,17 @@ from ..core.errors import ConfigError
 from ..core.manifest import Manifest
 from .verdict import Verdict
 
+log = logging.getLogger("commsched")
+
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """What a result of tuning is for: the tensors of the largest group (``Manifest.fingerprint``), and the job as
-    ``describe_transport`` and ``link.describe_link`` of rank 0 put it."""
+    """What a result of tuning is for: the tensors of the group that it was tuned for (``Manifest.model_fingerprint``), and the
+    job as ``describe_transport`` and ``link.describe_link`` of rank 0 put it. ``hosts``: number of machines."""
 
     model: str
     world_size: int
+    hosts: int
     transport: str
     link: str
 
@@ -55,7 +59,6 @@ def write_tuned(
     manifest: Manifest,
     *,
     groups: Iterable[Manifest] = (),
-    hosts: int,
     version: str,
 ) -> None:
     """Replace the file ``path``, at once and whole, by what is kept; also where that is what was set before, so that the next
@@ -63,9 +66,9 @@ def write_tuned(
 
     Args:
         verdict: a finished one.
-        manifest: the tensors of the largest group, which ``key`` names.
+        manifest: the tensors that ``key`` names.
         groups: those of all other groups that plugins have registered.
-        hosts: number of machines; version: of commsched. Only to be read by people.
+        version: of commsched; only to be read by people.
 
     Raises:
         ValueError: the verdict is not finished.
@@ -79,10 +82,9 @@ def write_tuned(
         settings["fusion"] = kept.fusion_bytes
     table = {
         **key.to_record(),
-        "groups": sorted({group.fingerprint for group in (manifest, *groups)}),
+        "groups": sorted({group.model_fingerprint for group in (manifest, *groups)}),
         "tensors": len(manifest.tensors),
         "bytes": manifest.nbytes,
-        "hosts": hosts,
         "version": version,
         "reason": verdict.reason,
         "step_seconds_before": verdict.incumbent_seconds,
@@ -113,13 +115,14 @@ def why_not(made_for: Key, job: Key) -> str | None:
 
 _FIT = {
     "world_size": ("{} ranks", "has {}"),
+    "hosts": ("{} hosts", "has {}"),
     "transport": ("transport {}", "uses {}"),
     "link": ("the link '{}'", "has '{}'"),
     "model": ("another model", "trains one with other tensors"),
 }
 
 
-def check_tuned(tuned: Mapping[str, Any], world_size: int, transport: str, link: str) -> None:
+def check_tuned(tuned: Mapping[str, Any], world_size: int, hosts: int, transport: str, link: str) -> None:
     """Check the table ``tuned`` of a settings file against what is known of a job when its session opens. On rank 0: other
     machines may name their links differently.
 
@@ -127,29 +130,53 @@ def check_tuned(tuned: Mapping[str, Any], world_size: int, transport: str, link:
         ConfigError: names what differs, or what is missing in the table.
     """
     made_for = _key(tuned)
-    _refuse_if(why_not(made_for, Key(made_for.model, world_size, transport, link)))
+    _refuse_if(why_not(made_for, Key(made_for.model, world_size, hosts, transport, link)))
 
 
-def check_tuned_model(tuned: Mapping[str, Any], manifest: Manifest) -> None:
-    """Check the table ``tuned`` against a group of tensors that a plugin registers.
+class ModelCheck:
+    """Checks the table ``tuned`` against the groups of tensors that plugins register, in their order, on every rank.
+
+    A job whose first group was not there when the file was made is another job. One that has had a group of it is not: what
+    else it trains later, or trained only after it was tuned, is no reason to end it in the middle.
+
+    Args:
+        warn: say so once, in a warning, when there is such a group.
 
     Raises:
-        ConfigError: the job that the file is for had no such group; or something is missing in the table.
+        ConfigError: something is missing in the table.
     """
-    made_for = _key(tuned)
-    groups = tuned.get("groups")
-    if not isinstance(groups, list):
-        raise ConfigError("the tuned file is not complete: there is no list groups in its table [tuned]; tune again")
-    if manifest.fingerprint in groups:
-        return
-    reason = why_not(made_for, replace(made_for, model=manifest.fingerprint))
-    has = f"{len(manifest.tensors)} tensors, {manifest.nbytes} bytes"
-    _refuse_if(reason and f"{reason} ({has}, instead of {tuned.get('tensors')} tensors, {tuned.get('bytes')} bytes)")
+
+    def __init__(self, tuned: Mapping[str, Any], *, warn: bool) -> None:
+        self._tuned = tuned
+        self._made_for = _key(tuned)
+        groups = tuned.get("groups")
+        if not isinstance(groups, list):
+            raise ConfigError("the tuned file is not complete: there is no list groups in its table [tuned]; tune again")
+        self._groups = groups
+        self._fits = False
+        self._warn = warn
+
+    def on_register(self, _: int, manifest: Manifest) -> None:
+        """
+        Raises:
+            ConfigError: the job that the file is for had no such group, and this one has registered none yet that it had.
+        """
+        if manifest.model_fingerprint in self._groups:
+            self._fits = True
+            return
+        has = f"{len(manifest.tensors)} tensors, {manifest.nbytes} bytes"
+        if not self._fits:
+            reason = why_not(self._made_for, replace(self._made_for, model=manifest.model_fingerprint))
+            had = f"{self._tuned.get('tensors')} tensors, {self._tuned.get('bytes')} bytes"
+            _refuse_if(reason and f"{reason} ({has}, instead of {had})")
+        if self._warn:
+            self._warn = False
+            log.warning("a group of tensors (%s) was not there when the tuned file was made; it is used all the same", has)
 
 
 def _key(tuned: Mapping[str, Any]) -> Key:
     for field in fields(Key):
-        if type(tuned.get(field.name)) is not (int if field.name == "world_size" else str):
+        if type(tuned.get(field.name)) is not (int if field.name in ("world_size", "hosts") else str):
             raise ConfigError(
                 f"the tuned file is not complete: {field.name}={tuned.get(field.name)!r} in its table [tuned]; tune again"
             )

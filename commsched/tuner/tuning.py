@@ -10,20 +10,21 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
 from ..core.config import Budget, SchedulerConfig
-from .compare import LEAST_PAIRS, MOST_PAIRS, Comparison, compare
+from .compare import LEAST_PAIRS, MOST_PAIRS, STATED_PAIRS, Comparison, compare
 from .journal import Journal, Phase, Trial
-from .trial import Measure, Searcher, Stopped, TrialFailed, Window
-from .verdict import Reason, Verdict, describe, milliseconds
+from .text import milliseconds
+from .trial import Candidate, Measure, Searcher, Stopped, TrialFailed, Window
+from .verdict import Reason, Verdict, describe
 
 #: So many failures in a row are borne; one more ends tuning.
 BORNE_FAILURES = 3
 
-#: So many candidates in a row that promise less than a window's noise end the search.
+#: So many candidates in a row that promise less than a comparison could see end the search.
 POOR_CANDIDATES = 2
 
 #: Relative standard error of a window's median: above it, windows become longer.
@@ -31,7 +32,7 @@ WANTED_ERROR = 0.02
 LONGER_AT_MOST = 4
 
 #: A budget of steps or seconds is to hold so many windows, so that longer ones do not use it up in a few trials.
-LEAST_WINDOWS = 20
+LEAST_WINDOWS = 28
 
 
 class Tuning:
@@ -40,12 +41,13 @@ class Tuning:
     Args:
         incumbent: the configuration in use.
         measure: see ``trial.Measure``.
-        budget: of trials, counted without the comparison; steps and seconds are for both, and may be exceeded by a part of it
-            where trials took longer than those before.
+        budget: of trials, counted without failed ones and the comparison; steps and seconds are for all, and may be exceeded
+            by a part of the comparison where trials took longer than those before.
         apply: have a configuration used from now on; may raise Stopped. Called once, with what is kept.
         say: takes lines for the log.
-        journal: what it holds is told to the searcher and not measured again. If it holds the end of a finished search, that
-            is the verdict, and nothing is measured.
+        also: what is tried right after the incumbent, whatever the searcher asks for.
+        journal: the windows it holds are told to the searcher and not measured again; what failed may be tried again. If it
+            holds the end of a finished search, that is the verdict, and nothing is measured.
         steps: undisturbed steps per window, up to four times as many where single steps vary much.
         settle_steps: what ``measure`` leaves out at the beginning of a window, so that the budget counts it.
         clock: seconds.
@@ -60,6 +62,7 @@ class Tuning:
         *,
         apply: Callable[[SchedulerConfig], None],
         say: Callable[[str], None],
+        also: Sequence[SchedulerConfig] = (),
         journal: Journal | None = None,
         steps: int = 10,
         settle_steps: int = 3,
@@ -71,11 +74,13 @@ class Tuning:
         self._budget = budget
         self._apply = apply
         self._say = say
+        self._also = list(dict.fromkeys(also))
         self._journal = journal
         self._steps = steps
         self._settle_steps = settle_steps
         self._clock = clock
         self._trials = 0  # of the search
+        self._tried: list[SchedulerConfig] = []  # with a window in it, in their order
         self._windows = 0
         self._steps_spent = 0
         self._seconds_spent = 0.0
@@ -105,10 +110,10 @@ class Tuning:
 
     def _recorded(self) -> Verdict | None:
         """Of a search that came to its end before."""
-        if self._journal is None or self._journal.verdict is None or not self._journal.verdict.finished:
+        if self._journal is None or self._journal.result is None:
             return None
         self._say(f"tuning: done before, says {self._journal.path}; remove that file to search anew")
-        return self._journal.verdict
+        return self._journal.result
 
     def _find(self) -> Verdict:
         try:
@@ -124,11 +129,13 @@ class Tuning:
             baseline = self._recall() or self._measure_until_good(self._incumbent, "search")
             self._incumbent_seconds = baseline.seconds
             self._choose_steps(baseline)
-            self._search()
+            failed = self._search()
+            if failed and not self._others:
+                return self._verdict("failed")
             winner = self._searcher.best() or self._incumbent
             if winner == self._incumbent:
                 return self._verdict("no gain")
-            pairs = int(min(max(self._windows_left() / 2, LEAST_PAIRS), MOST_PAIRS))
+            pairs = int(min(max(self._windows_left() / 2 - STATED_PAIRS, LEAST_PAIRS), MOST_PAIRS))
             compared = compare(lambda: self._compared(self._incumbent), lambda: self._compared(winner), pairs)
             return self._verdict("kept" if compared.better else "not confirmed", winner, compared)
         except TrialFailed:  # once too often
@@ -141,29 +148,38 @@ class Tuning:
         baseline = None
         for trial in self._journal.trials if self._journal is not None else ():
             self._count(trial)
-            if trial.phase == "search":
+            if trial.phase == "search" and trial.window is not None:
                 self._searcher.tell(trial.config, trial.window)
                 if trial.config == self._incumbent:
-                    baseline = trial.window or baseline
+                    baseline = trial.window
         if self._trials:
             self._say(f"tuning: goes on after {self._trials} trials")
         return baseline
 
-    def _search(self) -> None:
-        if self._trials == 1 and not self._may_try():
-            steps = (2 + 2 * LEAST_PAIRS) * self._steps_per_window
+    def _search(self) -> bool:
+        """Whether a trial has failed."""
+        if not self._others and not self._may_try():
+            steps = (2 + 2 * (LEAST_PAIRS + STATED_PAIRS)) * self._steps_per_window
             self._say(f"tuning: the budget is too small; to try anything and confirm it takes 2 trials and {steps} steps")
-        poor = 0
+        poor, failed = 0, False
         while self._may_try():
-            candidate = self._searcher.ask()
+            candidate = self._next()
             if candidate is None:
-                return
-            noise = statistics.median(self._errors)
-            poor = poor + 1 if candidate.expected_gain is not None and candidate.expected_gain < noise else 0
+                break
+            least = statistics.median(self._errors) / math.sqrt(LEAST_PAIRS)  # about what a comparison can see
+            poor = poor + 1 if candidate.expected_gain is not None and candidate.expected_gain < least else 0
             if poor == POOR_CANDIDATES:
-                self._say(f"tuning: stopped early, nothing promises more than the noise of {noise:.1%}")
-                return
-            self._try(candidate.config, "search")
+                self._say(f"tuning: stopped early, nothing promises more than the {least:.1%} that noise hides")
+                break
+            failed |= self._try(candidate.config, "search") is None
+        return failed
+
+    def _next(self) -> Candidate | None:
+        while self._also:
+            config = self._also.pop(0)
+            if config != self._incumbent and config not in self._tried:
+                return Candidate(config)
+        return self._searcher.ask()
 
     def _compared(self, config: SchedulerConfig) -> float:
         return self._measure_until_good(config, "compare").seconds
@@ -179,12 +195,13 @@ class Tuning:
         window = why = None
         try:
             measured = self._measure(config, self._steps)
-            why = _defect(measured)
+            why = measured.defect()
             window = measured if why is None else None
         except TrialFailed as error:
             why = str(error)
         before, self._last = self._last, self._clock()
-        trial = Trial(phase, config, window, self._last - before, why)
+        counted = self._steps if window is None else window.steps + window.rejected
+        trial = Trial(phase, config, window, self._last - before, self._settle_steps + counted, why)
         if self._journal is not None:
             self._journal.add(trial)
         self._count(trial)
@@ -193,7 +210,7 @@ class Tuning:
         if self._journal is None and (phase == "search" or window is None):  # else who wants to know reads it there
             found = f"failed, {why}"
             if window is not None:
-                found = f"{milliseconds(window.seconds)} +- {milliseconds(window.error_seconds)}"
+                found = f"{milliseconds(window.seconds)} +- {milliseconds(window.error_seconds, like=window.seconds)} ms"
             what = f"trial {self._trials - 1}" if phase == "search" else "comparison"  # as in the journal: 0 is the incumbent's
             self._say(f"tuning: {what}: {describe(config, self._incumbent)}: {found}")
         self._failures = self._failures + 1 if window is None else 0
@@ -205,12 +222,17 @@ class Tuning:
 
     def _count(self, trial: Trial) -> None:
         self._trials += trial.phase == "search"
-        counted = trial.window.steps + trial.window.rejected if trial.window is not None else self._steps
-        self._steps_spent += self._settle_steps + counted
+        self._steps_spent += trial.spent_steps
         self._seconds_spent += trial.took_seconds
         self._windows += 1
         if trial.window is not None:
+            if trial.phase == "search":
+                self._tried.append(trial.config)
             self._errors.append(trial.window.error_seconds / trial.window.seconds)
+
+    @property
+    def _others(self) -> int:
+        return sum(config != self._incumbent for config in self._tried)
 
     @property
     def _steps_per_window(self) -> int:
@@ -228,8 +250,8 @@ class Tuning:
     def _may_try(self) -> bool:
         """Whether there is room for one more window; the comparison is to have a third of them."""
         left = self._windows_left()
-        pairs = min(max((self._windows + left) / 6, LEAST_PAIRS), MOST_PAIRS)
-        return left >= 1 + 2 * pairs and (self._budget.trials is None or self._trials < self._budget.trials)
+        pairs = min(max((self._windows + left) / 6, LEAST_PAIRS + STATED_PAIRS), MOST_PAIRS + STATED_PAIRS)
+        return left >= 1 + 2 * pairs and (self._budget.trials is None or len(self._tried) < self._budget.trials)
 
     def _choose_steps(self, baseline: Window) -> None:
         wanted = (baseline.error_seconds / baseline.seconds / WANTED_ERROR) ** 2
@@ -244,6 +266,7 @@ class Tuning:
             incumbent=self._incumbent,
             winner=winner,
             trials=self._trials,
+            others=self._others,
             steps=self._steps_spent,
             seconds=self._seconds_spent,
             incumbent_seconds=self._incumbent_seconds,
@@ -260,12 +283,3 @@ class Tuning:
             incumbent_seconds=compared.incumbent_seconds,
             winner_seconds=compared.winner_seconds,
         )
-
-
-def _defect(window: Window) -> str | None:
-    """Why it is no measurement."""
-    if not (math.isfinite(window.seconds) and window.seconds > 0):
-        return f"{window.seconds} seconds per step"
-    if not (math.isfinite(window.error_seconds) and window.error_seconds >= 0):
-        return f"an error of {window.error_seconds} seconds"
-    return None

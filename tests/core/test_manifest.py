@@ -70,6 +70,12 @@ def test_the_order_counts_in_the_fingerprint() -> None:
     assert Manifest((WEIGHT, BIAS)).fingerprint != Manifest((BIAS, WEIGHT)).fingerprint
 
 
+def test_the_order_does_not_count_in_the_model_s() -> None:
+    assert Manifest((WEIGHT, BIAS)).model_fingerprint == Manifest((BIAS, WEIGHT)).model_fingerprint
+    assert Manifest((WEIGHT, BIAS)).model_fingerprint != Manifest((WEIGHT,)).model_fingerprint
+    assert Manifest((WEIGHT,)).model_fingerprint != Manifest((TensorSpec("weight", (6,), "float32"),)).model_fingerprint
+
+
 @given(manifests())
 def test_a_record_survives_json(manifest: Manifest) -> None:
     assert Manifest.from_record(json.loads(json.dumps(manifest.to_record()))) == manifest

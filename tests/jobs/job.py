@@ -23,10 +23,17 @@ def clean_environ(**more: str) -> dict[str, str]:
 
 class Job:
     """``commsched run ...``, or another ``subcommand``, in the background. Ends, with everything it started, when the block is
-    left."""
+    left. ``ignored``: signals that it is to find ignored, and no others, whatever started these tests."""
 
-    def __init__(self, *arguments: str, environ: Mapping[str, str] | None = None, subcommand: str = "run") -> None:
-        self._command = [sys.executable, "-m", "commsched", subcommand, *arguments]
+    def __init__(
+        self,
+        *arguments: str,
+        environ: Mapping[str, str] | None = None,
+        subcommand: str = "run",
+        ignored: Sequence[str] = (),
+    ) -> None:
+        signals = ["--default-signal=HUP,INT,TERM", *(f"--ignore-signal={name}" for name in ignored)]
+        self._command = ["env", *signals, sys.executable, "-m", "commsched", subcommand, *arguments]
         self._environ = clean_environ(**(environ or {}))
 
     def __enter__(self) -> Job:

@@ -57,7 +57,7 @@ def test_what_is_found_serves_the_same_job_and_no_other(tmp_path: Path) -> None:
     out = tmp_path / "tuned.toml"
     code, _, err = run_job(*tuning(out), "--then-stop", *training(FOR_EVER), subcommand="tune")
     assert code == 0, err
-    assert re.search(r"^ +3 .* 0 trials$", err, re.MULTILINE), err
+    assert re.search(r"^ +2 .* 0 trials$", err, re.MULTILINE), err
     assert re.search(r"^tuning: 3 trials, \d+ s: ", err, re.MULTILINE), err
     assert f"use it: COMMSCHED_CONFIG={out} commsched run -n 2 --transport ps --rate 200mbit -- " in err
     assert records(tmp_path / "tuned.jsonl")[-1]["phase"] == "verdict"
@@ -74,16 +74,24 @@ def test_what_is_found_serves_the_same_job_and_no_other(tmp_path: Path) -> None:
     assert code == 1
     assert err.count("ConfigError: the tuned file is for another model, but this job trains one with other tensors") == 2, err
 
+    code, said, err = run_job("-n", "2", *LINK, *training("10", "--width", "160", "200"), environ=config)
+    assert (code, len(weights(said))) == (0, 4)  # another model, after that which it is for
+    assert err.startswith("a group of tensors (6 tensors, 220840 bytes) was not there when the tuned file was made"), err
+    assert err.count("\n") == 1
+
     code, _, err = run_job(*tuning(out), *training(FOR_EVER), subcommand="tune")
     assert code == 2
     assert "remove both to search anew" in err
 
 
-def test_weights_are_those_of_training_that_is_not_tuned(tmp_path: Path) -> None:
-    steps = "200"
+@pytest.mark.parametrize("also", [[], ["--hierarchy", "on", "--trace", "traces"]])
+def test_weights_are_those_of_training_that_is_not_tuned(tmp_path: Path, also: list[str]) -> None:
+    steps, traces = "200", tmp_path / "traces"
+    also = [str(traces) if word == "traces" else word for word in also]
     _, plain, _ = run_job("-n", "2", *LINK, *training(steps))
-    code, tuned, err = run_job(*tuning(tmp_path / "tuned.toml", "100trials"), *training(steps), subcommand="tune")
+    code, tuned, err = run_job(*tuning(tmp_path / "tuned.toml", "100trials"), *also, *training(steps), subcommand="tune")
     assert code == 3, err
+    assert traces.exists() == bool(also)
     assert len({json.dumps(record["config"]) for record in records(tmp_path / "tuned.jsonl")[:-1]}) >= 2
     assert len(weights(plain)) == len(weights(tuned)) == 2
     assert len({*weights(plain), *weights(tuned)}) == 1
@@ -101,6 +109,32 @@ def test_training_that_ends_first_is_said_and_tuning_goes_on_later(tmp_path: Pat
         counts.append(sum(record["phase"] == "search" for record in records(tmp_path / "tuned.jsonl")))
         assert f"tuned.toml is not written; the same command again goes on after {counts[-1]} trials" in err
     assert 0 < counts[0] < counts[1]
+
+
+@pytest.mark.parametrize(
+    ("budget", "width", "why"),
+    [
+        ("30steps", "160", "no gain, nothing was tried"),
+        ("3trials", "16", "nothing is left to choose"),
+    ],
+)
+def test_then_stop_ends_a_job_that_cannot_be_tuned(tmp_path: Path, budget: str, width: str, why: str) -> None:
+    command = [*tuning(tmp_path / "tuned.toml", budget), "--then-stop", *training(FOR_EVER, "--width", width)]
+    code, _, err = run_job(*command, subcommand="tune")
+    assert code == 3, err
+    assert why in err
+    assert "tuned.toml is not written" in err
+
+
+def test_then_stop_ends_a_job_that_finds_the_journal_of_another(tmp_path: Path) -> None:
+    out = tmp_path / "tuned.toml"
+    run_job(*tuning(out, "100trials"), *training("60"), subcommand="tune")
+    before = records(tmp_path / "tuned.jsonl")
+    command = [*tuning(out), "--then-stop", *training(FOR_EVER, "--width", "200")]
+    code, _, err = run_job(*command, subcommand="tune")
+    assert code == 3, err
+    assert re.search(r"tuned.toml is not written: ConfigError: the journal .* is of another search: model is", err), err
+    assert records(tmp_path / "tuned.jsonl") == before
 
 
 def test_a_job_that_is_killed_goes_on_with_the_next_trial(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """A rank of the tests' jobs: trains a small numpy network, so that there is something to tune, and prints what became of it.
 
-training.py STEPS [--width N]
+training.py STEPS [--width N ...]: a network of each width after the other, STEPS steps each
 """
 
 from __future__ import annotations
@@ -20,18 +20,23 @@ from commsched.plugins.numpy import SGD, Linear, Network, ReLU, ScheduledOptimiz
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("steps", type=int)
-    parser.add_argument("--width", type=int, default=160)
+    parser.add_argument("--width", type=int, nargs="+", default=[160])
     args = parser.parse_args()
 
     session = commsched.init()
+    say(1, f"rank {session.rank} of {session.world_size} pid {os.getpid()}")
+    for width in args.width:
+        train(session, width, args.steps)
+
+
+def train(session: commsched.Session, width: int, steps: int) -> None:
     rng = np.random.default_rng(0)
-    widths = [64, args.width, args.width, 10]
+    widths = [64, width, width, 10]
     layers = [layer for pair in pairwise(widths) for layer in (Linear(*pair, rng, np.float32), ReLU())]
     network = Network(layers[:-1])
     optimizer = ScheduledOptimizer(SGD(network, learning_rate=0.001, momentum=0.9))
-    say(1, f"rank {session.rank} of {session.world_size} pid {os.getpid()}")
     data = np.random.default_rng(1 + session.rank)
-    for _ in range(args.steps):
+    for _ in range(steps):
         labels = data.integers(0, 10, 8)
         inputs = data.standard_normal((8, 64), np.float32)
         _, gradient = softmax_cross_entropy(network.forward(inputs), labels)

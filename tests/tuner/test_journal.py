@@ -18,12 +18,12 @@ from commsched.tuner.verdict import Verdict
 
 KEY = {"model": "abc", "world_size": 4, "policies": ["priority"], "from": SchedulerConfig().to_record()}
 TRIALS = [
-    Trial("search", SchedulerConfig(), Window(0.4, 0.01, 10), 5.0),
-    Trial("search", SchedulerConfig(1_000_000), None, 1.5, "rank 1: 12 of 20 steps were disturbed"),
-    Trial("search", SchedulerConfig(2_000_000, 8_000_000, "rsag", 500_000), Window(0.3, 0.02, 20, 3), 6.25),
-    Trial("compare", SchedulerConfig(), Window(0.41, 0.01, 10), 5.5),
+    Trial("search", SchedulerConfig(), Window(0.4, 0.01, 10), 5.0, 13),
+    Trial("search", SchedulerConfig(1_000_000), None, 1.5, 13, "rank 1: 12 of 20 steps were disturbed"),
+    Trial("search", SchedulerConfig(2_000_000, 8_000_000, "rsag", 500_000), Window(0.3, 0.02, 20, 3), 6.25, 26),
+    Trial("compare", SchedulerConfig(), Window(0.41, 0.01, 10), 5.5, 13),
 ]
-VERDICT = Verdict("kept", TRIALS[2].config, SchedulerConfig(), TRIALS[2].config, 3, 60, 18.25, 0.2, 0.1, 0.3, 4, 0.41, 0.3)
+VERDICT = Verdict("kept", TRIALS[2].config, SchedulerConfig(), TRIALS[2].config, 3, 1, 60, 18.25, 0.2, 0.1, 0.3, 4, 0.41, 0.3)
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -105,6 +105,7 @@ def test_wherever_a_write_was_cut_off_whole_lines_remain_and_more_can_be_added(p
 def test_another_search_is_refused_by_what_differs(path: Path, open_journal: Open) -> None:
     journal = open_journal()
     journal.add(TRIALS[0])
+    journal.close()
     before = path.read_bytes()
     with pytest.raises(ConfigError, match=r"tuned.jsonl' is of another search: world_size is 4 there and 2 here; remove it"):
         Journal(path, {**KEY, "world_size": 2})
@@ -151,8 +152,25 @@ def test_it_can_start_over(path: Path, open_journal: Open) -> None:
     journal.start_over()
     assert (journal.trials, journal.verdict) == ([], None)
     journal.add(TRIALS[1])
-    assert [record["trial"] for record in lines(path)] == [0]
-    assert open_journal().trials == TRIALS[1:2]
+    assert [record["phase"] for record in lines(path)] == ["search", "verdict", "restart", "search"]  # nothing is lost
+    assert lines(path)[-1]["trial"] == 0
+    again = open_journal()
+    assert (again.trials, again.verdict) == (TRIALS[1:2], None)
+
+
+def test_searches_for_several_models_of_one_job_may_stand_side_by_side(path: Path) -> None:
+    other = {**KEY, "model": "xyz"}
+    with closing(Journal(path, KEY)) as journal:
+        journal.add(TRIALS[0])
+    with closing(Journal(path, other, beside_others=True)) as journal:
+        assert journal.trials == []
+        journal.add(TRIALS[1])
+        journal.add(TRIALS[2])
+    for key, trials in ((KEY, TRIALS[:1]), (other, TRIALS[1:3])):
+        with closing(Journal(path, key)) as journal:
+            assert journal.trials == trials
+    with pytest.raises(ConfigError, match="is of another search: model is 'abc' there and 'pqr' here"):
+        Journal(path, {**KEY, "model": "pqr"})
 
 
 def test_where_it_cannot_be_written_says_so(tmp_path: Path) -> None:
@@ -180,6 +198,16 @@ journal = Journal(sys.argv[1], {})
 print("open", flush=True)
 sys.stdin.read()
 """
+
+
+def test_two_sessions_of_a_process_cannot_write_one_journal(path: Path) -> None:
+    """The lock is the process's: closing the second would also give up the first one's."""
+    with closing(Journal(path, KEY)):
+        (path.parent / "link.jsonl").symlink_to(path)
+        for name in (path, path.parent / "link.jsonl"):
+            with pytest.raises(ConfigError, match="is in use by another session of this process"):
+                Journal(name, KEY)
+    Journal(path, KEY).close()
 
 
 def test_two_jobs_cannot_write_one_journal(path: Path) -> None:

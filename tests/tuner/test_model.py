@@ -1,6 +1,7 @@
 """The model against the simulator itself, against real steps of a link of known rate, and how much it costs."""
 
 import time
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -30,14 +31,13 @@ def config(partition, ratio, policy="priority"):
     ("workers", "servers", "collective"), [(2, 0, False), (4, 0, False), (2, 2, False), (8, 0, False), (4, 0, True)]
 )
 def test_it_says_what_the_simulator_says(workers, servers, collective):
-    profile, link = uniform(), Link(0.3 / (48 * MB), 2e-4, 1e-5)
+    profile, link = uniform(), Link(0.3 / (48 * MB), 2e-4)
     model = Model(profile, link, workers, servers=servers, collective=collective)
     factor = bytes_factor(workers, servers)
     cluster = equal_workers(
         workers,
         factor / link.seconds_per_byte,
         servers,
-        latency_seconds=1e-5,
         message_seconds=2e-4 / (1 if collective else factor),
         detailed=not collective and workers <= 4,
     )
@@ -75,6 +75,31 @@ def test_what_is_out_of_bounds_is_as_at_the_bound():
     assert model.predict(config(8, 1)) == model.predict(config(200, 1))
     assert model.predict(SchedulerConfig(MB, 1)) == model.predict(SchedulerConfig(MB, MB))
     assert model.predict(config(1, 1000)) == model.predict(config(1, 32))
+
+
+def link_of(messages=1e-3):
+    return Link(0.3 / (48 * MB), messages)
+
+
+def test_small_tensors_that_are_not_merged_are_so_many_partitions():
+    """Whatever the partition size is: 300 tensors are as many."""
+    profile, small = uniform(layers=300), SchedulerConfig(4 * MB, 16 * MB, fusion_bytes=1)
+    for workers in (2, 4):  # simulated as they are, and fewer of them
+        model = Model(profile, link_of(), workers)
+        merged, apart = model.predict(replace(small, fusion_bytes=None)), model.predict(small)
+        assert merged < 0.7
+        assert apart == pytest.approx(0.3 + 300 * 1e-3, rel=0.25)
+        assert apart > merged
+
+
+@pytest.mark.parametrize("fusion_bytes", [None, 1])
+def test_a_model_of_many_layers_takes_as_long_as_one_of_fewer(fusion_bytes):
+    """Which has as many partitions."""
+    tried = replace(config(1, 4), fusion_bytes=fusion_bytes)
+    many = Model(uniform(1500), link_of(1e-4), 2).predict(tried)
+    cost = 1e-4 * (0 if fusion_bytes is None else 1500 - 48)
+    few = Model(uniform(400), Link((0.3 + cost) / (48 * MB), 1e-4), 2).predict(config(1, 4))
+    assert many == pytest.approx(few, rel=0.05)
 
 
 def test_policies():
@@ -144,10 +169,20 @@ def test_nothing_to_send():
         Model(Profile("empty", (Layer("a", (), 1.0, 1.0),), "made up"), Link(1e-8, 1e-4), 2)
 
 
+def test_a_step_of_thousands_of_tensors_costs_no_more():
+    """About 0.1 s of CPU each, wherever; the limit is for busy machines."""
+    model = Model(uniform(3000, 400), Link(0.3 / (400 * MB), 1e-4), 4, anchor_bytes=4 * MB)
+    tried = [config(partition, ratio) for partition in (0.0625, 1, 32) for ratio in (1, 32)]
+    began = time.thread_time()
+    for fusion_bytes in (None, 1):
+        assert all(0.29 < model.predict(replace(each, fusion_bytes=fusion_bytes)) < 30 for each in tried)
+    assert time.thread_time() - began < 5
+
+
 def test_a_whole_lattice_costs_little():
     """Of a large model. It takes less than 2 s of CPU; the limit is for busy machines."""
     profile = uniform(150, 400)
-    model = Model(profile, Link(0.3 / (400 * MB), 1e-4, 1e-5), 2, anchor_bytes=4 * MB)
+    model = Model(profile, Link(0.3 / (400 * MB), 1e-4), 2, anchor_bytes=4 * MB)
     lattice = Space(config(4, 4), 400 * MB).lattice(per_octave=2)
     began = time.thread_time()
     seconds = [model.predict(each) for each in lattice]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import random
 import sys
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,6 +23,7 @@ from commsched.core.ports import Transport
 from commsched.core.task import CommTask
 from commsched.core.world import World
 from commsched.session import Session, open_session
+from commsched.tuner import online
 from commsched.tuner import search as search_module
 from commsched.tuner.drift import Drift
 from commsched.tuner.meter import Meter
@@ -28,10 +31,10 @@ from commsched.tuner.online import OnlineTuner
 from commsched.tuner.search import Search
 from commsched.tuner.searchers import make_searcher
 from commsched.tuner.space import Space
-from commsched.tuner.trial import Candidate, Window
+from commsched.tuner.trial import Candidate, Stopped, Window
 from commsched.tuner.trials import Trials
 from commsched.tuner.tuning import Tuning
-from commsched.tuner.verdict import Verdict
+from commsched.tuner.verdict import Reason, Verdict
 from tests.jobs.job import run_job, worker
 from tests.test_session import Ordered
 
@@ -47,7 +50,11 @@ def tuner_threads() -> list[str]:
 
 @pytest.fixture(autouse=True)
 def no_tuner_is_left() -> Any:
+    """A session that is aborted does not wait for its tuner."""
     yield
+    for thread in threading.enumerate():
+        if thread.name == "commsched-tuner":
+            thread.join(10)
     assert tuner_threads() == []
 
 
@@ -146,8 +153,8 @@ def test_what_is_kept_is_in_use_on_all_ranks_in_the_end(monkeypatch: pytest.Monk
     class Rigged(Trials):
         """Measures what it measures, and says that smaller partitions are faster."""
 
-        def measure(self, config: SchedulerConfig, steps: int = 10) -> Window:
-            window = super().measure(config, steps)
+        def measure(self, config: SchedulerConfig, steps: int = 10, *, group: int) -> Window:
+            window = super().measure(config, steps, group=group)
             seconds = config.partition_bytes / 1e6
             return replace(window, seconds=seconds, error_seconds=seconds / 100)
 
@@ -278,6 +285,10 @@ def starting(settings: Settings, **how: Any) -> list[str]:
             replace(TRIALS, tune_out="/nowhere/tuned.toml"),
             "ConfigError: tune_out='/nowhere/tuned.toml': there is no such directory",
         ),
+        (
+            replace(TRIALS, tune_by="sgd", tune_policies=("fifo", "priority"), given=frozenset({"partition", "credit"})),
+            "ConfigError: tune_by='sgd' follows slopes, and policies have none; only the policy is free",
+        ),
         (replace(TRIALS, tune_out="tuned.jsonl"), "ConfigError: tune_out='tuned.jsonl' is the name of its journal; write it"),
         (replace(TRIALS, tune_policies=("rsag",)), "UnsupportedError: policy='rsag' averages by reduce-scatter and all-gather"),
     ],
@@ -321,24 +332,43 @@ def test_one_rank_has_nothing_to_tune(
 
 @pytest.mark.parametrize("order", ["agreed", "static"])
 def test_a_static_order_has_time_to_come_back(order: str) -> None:
-    proposed: list[dict[str, int]] = []
+    windows: list[dict[str, int]] = []
+    static: list[bool] = []  # before each step of rank 0
 
     def spy(session: Session) -> None:
         tuned(replace(TRIALS, order=order))(session)
         if session.rank == 0:
-            propose = session.reconfigure
+            switch_at = session.switch_at
 
-            def reconfigure(config: SchedulerConfig, window: Any = None) -> None:
-                proposed.append(window)
-                propose(config, window)
+            def note(config: dict[str, Any], steps: dict[int, int]) -> None:
+                if "window" in config:
+                    windows.append({**config["window"], "first": steps[config["window"]["group"]]})
+                switch_at(config, steps)
 
-            session.reconfigure = reconfigure  # type: ignore[method-assign]
+            session.switch_at = note  # type: ignore[method-assign]
 
-    training = Training(steps=60, width=WIDE, config=SchedulerConfig(), open_rank=spy, wrap_transport=Ordered, order=order)
+    def note(session: Session, step: int) -> None:
+        if session.rank == 0:
+            static.append(session.core.is_static)
+
+    training = Training(
+        steps=80,
+        width=WIDE,
+        config=SchedulerConfig(),
+        open_rank=spy,
+        before_step=note,
+        wrap_transport=Ordered,
+        order=order,
+    )
     training.run()
-    assert proposed[0]["settle"] == (10 if order == "static" else 3)
-    assert proposed[0]["steps"] == 10
-    assert [window["trial"] for window in proposed if window] == list(range(len([each for each in proposed if each])))
+    assert windows[0]["settle"] == (10 if order == "static" else 3)
+    assert windows[0]["steps"] == 10
+    assert len(windows) >= 2
+    assert [window["trial"] for window in windows] == list(range(len(windows)))
+    for window in windows:
+        begin = window["first"] + window["settle"]
+        counted = static[begin + 1 : begin + 1 + window["steps"]]
+        assert counted == [order == "static"] * len(counted)
 
 
 # --- files ---
@@ -403,12 +433,15 @@ def asked_with(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
     def spy(name: str, space: Space, **how: Any) -> Any:
         if how:
-            found.update(how, space=space)
+            found.update(how)
+            if how["model"] is not None:  # it ends with the search
+                found["times"] = [how["model"].predict(config) for config in space.lattice()]
             made.set()
         return make_searcher(name, space, **how)
 
     monkeypatch.setattr(search_module, "make_searcher", spy)
-    training = Training(steps=5000, width=WIDE, config=SchedulerConfig(), open_rank=tuned(TRIALS), until=made)
+    settings = replace(TRIALS, tune_by="bayes")
+    training = Training(steps=5000, width=WIDE, config=SchedulerConfig(), open_rank=tuned(settings), until=made)
     training.run()
     return found
 
@@ -416,15 +449,14 @@ def asked_with(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 def test_a_searcher_is_given_what_some_steps_have_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     found = asked_with(monkeypatch)
     assert 1 <= len(found["seeds"]) <= 2
-    times = [found["model"].predict(config) for config in found["space"].lattice()]
-    assert all(0 < seconds < 60 for seconds in times)
+    assert all(0 < seconds < 60 for seconds in found["times"])
 
 
 def test_without_a_model_it_is_tuned_all_the_same(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     def broken(*_: Any, **__: Any) -> Any:
         raise ZeroDivisionError("a bug")
 
-    monkeypatch.setattr("commsched.tuner.model.Model", broken)
+    monkeypatch.setattr("commsched.tuner.model_process.ModelProcess", broken)
     found = asked_with(monkeypatch)
     assert (found["seeds"], found["model"]) == ([], None)
     assert [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING] == [
@@ -436,55 +468,225 @@ def test_without_a_model_it_is_tuned_all_the_same(monkeypatch: pytest.MonkeyPatc
 
 
 class Counted(Search):
-    """Says at once that nothing is to be gained, and remembers how it was asked."""
+    """Ends at once with one of these verdicts after the other, and remembers how it was asked."""
 
-    def __init__(self) -> None:
+    def __init__(self, *reasons: Reason | None) -> None:
         self.asked: list[tuple[int, bool]] = []
-        self.verdicts = ["no gain", "kept", "failed"]
+        self.reasons = reasons
         self.called = threading.Semaphore(0)
 
     def run(self, group: int, manifest: Manifest, *, again: bool = False) -> Verdict | None:
         self.asked.append((group, again))
+        reason = self.reasons[len(self.asked) - 1]
         self.called.release()
-        config = SchedulerConfig()
-        return Verdict(self.verdicts[len(self.asked) - 1], config, config, config, 3, 100, 1.0)  # type: ignore[arg-type]
+        kept = SchedulerConfig(1_000_000 * len(self.asked)) if reason == "kept" else BEFORE
+        return None if reason is None else Verdict(reason, kept, BEFORE, kept, 3, 2, 100, 1.0)
+
+
+BEFORE = SchedulerConfig()
+
+
+class Watched:
+    """A tuner on two groups, the second larger, with steps that the test makes."""
+
+    def __init__(self, *reasons: Reason | None) -> None:
+        self.meter, self.search = Meter(lambda report: None), Counted(*reasons)
+        self.lines: list[str] = []
+        self.ends: list[str] = []
+        self.applied: list[SchedulerConfig] = []
+        self.drifts: list[Drift] = []
+        self.rests: list[int] = []
+        self.meter.add_group(0, manifest(5))
+        self.meter.add_group(1, manifest(500))
+        self.trials = Trials(self, self.meter.main_group, 3)
+        self.tuner = OnlineTuner(
+            self.meter, self.trials, self.search, self.lines.append, self.ends.append, make_drift=self._make_drift
+        )
+        self.tuner.start()
+
+    world_size = 2
+
+    def reconfigure(self, config: SchedulerConfig, window: Any = None) -> None:
+        assert window is None  # trials are not these tests'
+        self.applied.append(config)
+
+    def _make_drift(self, rest_steps: int) -> Drift:
+        self.rests.append(rest_steps)
+        self.drifts.append(Drift(window_steps=2, windows=3))
+        return self.drifts[-1]
+
+    def begin(self, group: int) -> Engine:
+        engine = Engine(self.meter, group)
+        engine.steps(*[1.0] * 5)
+        return engine
+
+    def require_searched(self) -> None:
+        assert self.search.called.acquire(timeout=10)
+
+    def end(self) -> None:
+        self.tuner.close(wait=True)
+        assert tuner_threads() == []
 
 
 def test_steps_that_have_become_slower_to_stay_are_tuned_again() -> None:
-    meter, lines, search = Meter(lambda report: None), [], Counted()
-    meter.add_group(0, manifest(5))
-    drifts: list[Drift] = []
-
-    rests: list[int] = []
-
-    def make_drift(rest_steps: int) -> Drift:
-        rests.append(rest_steps)
-        drifts.append(Drift(window_steps=2, windows=3))
-        return drifts[-1]
-
-    class NoSession:
-        world_size = 2
-
-        def reconfigure(self, config: SchedulerConfig, window: Any = None) -> None:
-            raise AssertionError("nothing is proposed")
-
-    tuner = OnlineTuner(meter, Trials(NoSession(), meter.main_group, 3), search, lines.append, make_drift)
-    tuner.start()
-    engine = Engine(meter)
-    engine.steps(*[1.0] * 5)
+    watched = Watched("no gain", "kept", "failed")
+    engine, drifts = watched.begin(0), watched.drifts
     for now in (1.0, 2.0):
-        assert search.called.acquire(timeout=10)
+        watched.require_searched()
         while not drifts or drifts[-1].before_seconds == 0.0:  # until it watches, nothing is told
             engine.steps(now)
         engine.steps(*[2 * now] * 10)
-    assert search.called.acquire(timeout=10)
-    tuner.close()
-    assert search.asked == [(0, False), (0, True), (0, True)]
-    assert rests == [1000, 2000]
-    assert lines == [
-        "tuning: steps take 2e+03 ms now, and took 1e+03 ms when tuning had ended: once more",
-        "tuning: steps take 4e+03 ms now, and took 2e+03 ms when tuning had ended: once more",
+    watched.require_searched()
+    watched.end()
+    assert watched.search.asked == [(0, False), (0, True), (0, True)]
+    assert watched.rests == [1000, 2000]
+    assert watched.lines == [
+        "tuning: steps take 2000 ms now, and took 1000 ms when tuning had ended: once more",
+        "tuning: steps take 4000 ms now, and took 2000 ms when tuning had ended: once more",
     ]
+    assert len(watched.ends) == 1
+    assert "too many trials in a row failed" in watched.ends[0]
+
+
+def test_each_stage_of_a_job_is_tuned_with_what_was_there_before() -> None:
+    watched = Watched("kept", "kept")
+    watched.begin(0)
+    watched.require_searched()
+    engine = watched.begin(1)  # larger, so that the first is not waited for
+    watched.require_searched()
+    engine.steps(*[1.0] * 10)
+    watched.end()
+    assert watched.search.asked == [(0, False), (1, False)]
+    assert watched.applied == [BEFORE]
+    assert watched.lines == ["tuning: other tensors are trained now"]
+    assert watched.ends == []
+
+
+def test_a_stage_that_comes_back_has_what_was_found_for_it() -> None:
+    watched = Watched("kept", "kept")
+    large = watched.begin(1)
+    watched.require_searched()
+    small = watched.begin(0)
+    small.steps(*[1.0] * 500)  # the large one has had its last step, it seems
+    watched.require_searched()
+    large.steps(1.0)
+    wait_until(lambda: len(watched.applied) == 2)
+    watched.end()
+    assert watched.search.asked == [(1, False), (0, False)]
+    assert watched.applied == [BEFORE, SchedulerConfig(1_000_000)]
+
+
+def test_where_there_is_nothing_to_choose_a_later_stage_is_waited_for() -> None:
+    watched = Watched(None, "kept")
+    watched.begin(0)
+    watched.require_searched()
+    wait_until(lambda: watched.ends == ["nothing is left to choose"])
+    watched.begin(1)
+    watched.require_searched()
+    watched.end()
+    assert watched.search.asked == [(0, False), (1, False)]
+
+
+def test_a_group_that_comes_and_goes_in_the_middle_of_its_searches_is_left_alone() -> None:
+    watched = Watched(*["unfinished"] * 3, "kept")
+    watched.begin(0)
+    for _ in range(3):
+        watched.require_searched()
+    watched.begin(1)
+    watched.require_searched()
+    watched.end()
+    assert watched.search.asked == [(0, False)] * 3 + [(1, False)]
+    assert watched.applied == [BEFORE] * 4
+    assert watched.ends == []
+
+
+def test_a_search_that_tried_nothing_is_not_made_again() -> None:
+    watched = Watched("no gain")
+    watched.search.run = lambda group, manifest, again=False: Verdict(  # type: ignore[method-assign]
+        "no gain", BEFORE, BEFORE, BEFORE, 1, 0, 13, 1.0
+    )
+    watched.begin(0)
+    wait_until(lambda: not tuner_threads())
+    watched.end()
+    assert watched.ends == ["1 trials, 1 s: no gain, nothing was tried; partition 4.0 MB, credit 16.0 MB kept"]
+
+
+def test_a_search_that_is_not_possible_is_told_to_who_waits_for_its_end(tmp_path: Path) -> None:
+    settings = replace(TRIALS, tune_out=str(tmp_path / "tuned.toml"), tune_end=str(tmp_path / "end"))
+    (tmp_path / "tuned.jsonl").write_text("# notes\n")
+    ended, lines = threading.Event(), list[str]()
+
+    def say(line: str) -> None:
+        lines.append(line)
+        ended.set()
+
+    Training(steps=5000, width=WIDE, config=SchedulerConfig(), open_rank=tuned(settings, say), until=ended).run()
+    [line] = lines
+    assert "line 1, is no line of a journal of tuning" in line
+    assert (tmp_path / "end").read_text() == f"ConfigError: {line.removeprefix('tuning: not possible: ')}\n"
+
+
+def test_a_job_of_two_stages_is_tuned_for_both(tmp_path: Path) -> None:
+    out, first, second = tmp_path / "tuned.toml", threading.Event(), threading.Event()
+    lines: list[str] = []
+
+    def say(line: str) -> None:
+        lines.append(line)
+        if ": partition" in line or ": no gain" in line:  # a verdict; the journal has the trials
+            (second if first.is_set() else first).set()
+
+    settings = Settings(tune=Budget(trials=2), tune_by="random", tune_out=str(out))
+    training = Training(
+        steps=5000,
+        width=WIDE,
+        config=SchedulerConfig(),
+        open_rank=tuned(settings, say),
+        until=first,
+        later=((2 * WIDE, second),),
+    )
+    by_rank = training.run()
+    assert second.is_set(), lines
+    assert "tuning: other tensors are trained now" in lines
+    require_same_weights(by_rank, by_rank[0])
+    verdicts = [
+        record
+        for record in map(json.loads, (tmp_path / "tuned.jsonl").read_text().splitlines())
+        if record["phase"] == "verdict"
+    ]
+    assert [verdict["incumbent"] for verdict in verdicts] == [SchedulerConfig().to_record()] * 2
+    table = Settings.load({}, {"COMMSCHED_CONFIG": str(out)}).tuned
+    assert table is not None
+    assert table["model"] == verdicts[1]["key"]["model"] != verdicts[0]["key"]["model"]
+    assert len(table["groups"]) == 2
+
+
+@pytest.mark.parametrize("wait", [False, True])
+def test_a_searcher_that_takes_long_does_not_hold_up_the_end(wait: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(online, "_END_SECONDS", 0.05)
+    computed = threading.Event()
+
+    class Slow(Counted):
+        def run(self, group: int, manifest: Manifest, *, again: bool = False) -> Verdict | None:
+            self.called.release()
+            computed.wait(20)
+            raise Stopped("the session closes")  # as at its next trial
+
+    watched = Watched()
+    watched.search.__class__ = Slow
+    watched.begin(0)
+    watched.require_searched()
+    watched.tuner.close(wait)
+    assert tuner_threads()
+    computed.set()
+    watched.end()
+    assert (watched.lines, watched.ends) == ([], [])
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)  # the tuner's thread tells nobody that it waits
 
 
 # --- real processes ---

@@ -57,12 +57,6 @@ def test_credit_is_for_all_lanes_or_for_one_link(workers, more, ratios):
     assert {config.policy for config in found} == {"rsag"}
 
 
-def test_a_long_way_needs_more_credit():
-    near, far = (seeds(uniform(), Link(1e-8, 1e-4, latency), 2)[1] for latency in (0.0, 0.05))
-    assert near.partition_bytes == far.partition_bytes
-    assert far.credit_bytes - far.partition_bytes == pytest.approx(2 * 0.05 / 1e-8)
-
-
 def test_only_the_critical_bytes_count():
     # Heavy last layers hide behind backward: the first one binds, as its gradient comes last.
     few = tuple(Layer(f"{i}", ((10_000 if i == 0 else 10_000_000,),), 10.0, 20.0) for i in range(5))
@@ -73,7 +67,7 @@ def test_only_the_critical_bytes_count():
 @settings(deadline=None)
 @given(st.floats(1e-11, 1e-5), st.floats(0, 1e-2), st.integers(2, 64), st.integers(0, 8), st.booleans())
 def test_seeds_are_within_bounds(per_byte, overhead, workers, servers, collective):
-    for config in seeds(uniform(), Link(per_byte, overhead, 1e-4), workers, servers=servers, collective=collective):
+    for config in seeds(uniform(), Link(per_byte, overhead), workers, servers=servers, collective=collective):
         assert MIN_PARTITION_BYTES <= config.partition_bytes <= MAX_PARTITION_BYTES
         assert config.credit_bytes >= 2 * config.partition_bytes
         assert isinstance(config, SchedulerConfig)
@@ -84,7 +78,7 @@ def test_one_worker_has_nothing_to_tune():
         seeds(uniform(), Link(1e-8, 1e-4), 1)
 
 
-@pytest.mark.parametrize("times", [(0.0, 1e-4), (-1e-8, 1e-4), (1e-8, -1e-4), (float("nan"), 0.0), (1e-8, 0.0, float("inf"))])
+@pytest.mark.parametrize("times", [(0.0, 1e-4), (-1e-8, 1e-4), (1e-8, -1e-4), (float("nan"), 0.0), (1e-8, float("inf"))])
 def test_a_link_has_times(times):
     with pytest.raises(ValueError, match="not the times of a link"):
         Link(*times)

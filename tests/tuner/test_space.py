@@ -134,6 +134,30 @@ def test_what_is_fixed_takes_no_coordinate() -> None:
     assert Space(incumbent, 1000).dimensions == 0
 
 
+def test_a_size_with_less_than_an_octave_between_its_bounds_is_not_free() -> None:
+    policies = frozenset({"policy"})
+    for total_bytes, dimensions in ((127_000, 0), (128_000, 2), (64_000, 0)):
+        assert Space(SchedulerConfig(), total_bytes, policies).dimensions == dimensions
+    small = Space(SchedulerConfig(100_000, 110_000), 127_000)
+    assert small.lattice(2) == [SchedulerConfig(100_000, 110_000)]
+    assert small.clip(SchedulerConfig(64_000, 64_000)) == SchedulerConfig(100_000, 110_000)
+    assert Space(SchedulerConfig(4_000_000), 7_000_000, frozenset({"partition"})).dimensions == 0
+
+
+@pytest.mark.parametrize(
+    ("total_bytes", "credits"),
+    [
+        (16_000_032, [4, 8, 12, 16]),  # 32 bytes more are no other credit
+        (17_500_000, [4, 8, 12, 16]),
+        (18_000_000, [4, 8, 12, 16, 18]),
+        (16_000_000, [4, 8, 12, 16]),
+    ],
+)
+def test_the_lattice_has_no_two_credits_that_are_hardly_different(total_bytes: int, credits: list[int]) -> None:
+    lattice = Space(SchedulerConfig(), total_bytes).lattice(2)
+    assert [config.credit_bytes / 1e6 for config in lattice if config.partition_bytes == 4_000_000] == credits
+
+
 def test_policies_have_places_of_their_own_even_that_of_an_incumbent_which_was_not_asked_for() -> None:
     space = Space(SchedulerConfig(policy="priority"), 10**9, policies=("fifo", "priority", "fifo"))
     assert space.choices == ("priority", "fifo")

@@ -13,15 +13,14 @@ DEFAULT = SchedulerConfig(4_000_000, 16_000_000)
 SMALL = SchedulerConfig(500_000, 64_000, "rsag")
 
 
-def record(
-    phase: Any, config: SchedulerConfig, window: Window | None, took_seconds: float = 5.0, why: str | None = None
-) -> Any:
+def record(phase: Any, config: SchedulerConfig, window: Window | None, why: str | None = None) -> Any:
     """As it comes from a journal."""
-    return {"schema": 1, "key": {}, "trial": 0, **Trial(phase, config, window, took_seconds, why).to_record()}
+    spent_steps = 3 + (10 if window is None else window.steps + window.rejected)
+    return {"schema": 1, "key": {}, "trial": 0, **Trial(phase, config, window, 5.0, spent_steps, why).to_record()}
 
 
 def lines(table: Table, *records: Any) -> list[str]:
-    return [HEADER, *(table.line(each) for each in records)]
+    return [HEADER, *(table.line({**each, "trial": number}) for number, each in enumerate(records))]
 
 
 def test_a_search_and_its_comparison() -> None:
@@ -36,12 +35,12 @@ def test_a_search_and_its_comparison() -> None:
         record("compare", SchedulerConfig(1_000_000, 8_000_000), Window(0.3, 0.001, 10)),
     ) == [
         "      trial  partition     credit  policy        ms per step     best  budget left",
-        "          1    4.00 MB   16.00 MB  priority     412.3 +- 2.1    412.3  2 trials",
-        "          2     500 KB      64 KB  rsag     failed: rank 1: 6 of 15 steps were disturbed    412.3  1 trials",
-        "          3    1.00 MB    8.00 MB  priority     337.0 +- 1.3    337.0  0 trials",
-        "          4    4.00 MB   16.00 MB  priority     350.0 +- 1.3    337.0  0 trials",
-        " compared 1    4.00 MB   16.00 MB  priority     410.0 +- 1.0    337.0",
-        " compared 2    1.00 MB    8.00 MB  priority     300.0 +- 1.0    337.0",
+        "          0     4.0 MB    16.0 MB  priority     412.3 +- 2.1    412.3  2 trials",
+        "          1     500 KB      64 KB  rsag     failed: rank 1: 6 of 15 steps were disturbed    412.3  2 trials",
+        "          2     1.0 MB     8.0 MB  priority     337.0 +- 1.3    337.0  1 trials",
+        "          3     4.0 MB    16.0 MB  priority     350.0 +- 1.3    337.0  0 trials",
+        " compared 1     4.0 MB    16.0 MB  priority     410.0 +- 1.0    337.0",
+        " compared 2     1.0 MB     8.0 MB  priority     300.0 +- 1.0    337.0",
     ]
     assert (table.trials, table.best_seconds) == (4, 0.337)
 
@@ -49,9 +48,9 @@ def test_a_search_and_its_comparison() -> None:
 @pytest.mark.parametrize(
     ("budget", "left"),
     [
-        (Budget(steps=100), ["88 steps", "78 steps"]),
+        (Budget(steps=100), ["85 steps", "72 steps"]),
         (Budget(seconds=60.0), ["55 s", "50 s"]),
-        (Budget(trials=5, steps=20, seconds=7.0), ["4 trials, 8 steps, 2 s", "0 steps, 0 s"]),
+        (Budget(trials=5, steps=20, seconds=7.0), ["4 trials, 5 steps, 2 s", "0 steps, 0 s"]),
         (Budget(), ["", ""]),
     ],
 )
@@ -69,5 +68,5 @@ def test_times_of_any_size_are_told_apart(seconds: float, text: str) -> None:
 
 def test_nothing_is_best_before_a_trial_has_succeeded() -> None:
     table = Table(Budget(trials=12))
-    assert table.line(record("search", DEFAULT, None, why="boom")).endswith("failed: boom           11 trials")
+    assert table.line(record("search", DEFAULT, None, why="boom")).endswith("failed: boom           12 trials")
     assert table.best_seconds is None

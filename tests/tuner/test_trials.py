@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from commsched.core.config import SchedulerConfig
 from commsched.core.errors import ClosedError, CommschedError, UnsupportedError
 from commsched.tuner.trial import Stopped, TrialFailed, Window
-from commsched.tuner.trials import Trials
+from commsched.tuner.trials import MainGroupChanged, Trials
 
 CONFIG = SchedulerConfig(1000, 2000)
 
@@ -53,8 +54,8 @@ def answered(*reports: dict[str, Any]) -> tuple[Trials, FakeSession]:
 
 def test_the_slowest_rank_counts_with_its_own_error() -> None:
     trials, session = answered(report(0, 1.0), report(0, 1.5, error=0.7, rejected=2), report(0, 1.2))
-    assert trials.measure(CONFIG) == Window(1.5, 0.7, 10, 2)
-    assert trials.measure(CONFIG, 25) == Window(1.5, 0.7, 10, 2)
+    assert trials.measure(CONFIG, group=4) == Window(1.5, 0.7, 10, 2)
+    assert trials.measure(CONFIG, 25, group=4) == Window(1.5, 0.7, 10, 2)
     assert session.proposed == [
         (CONFIG, {"trial": 0, "group": 4, "settle": 3, "steps": 10}),
         (CONFIG, {"trial": 1, "group": 4, "settle": 3, "steps": 25}),
@@ -64,12 +65,12 @@ def test_the_slowest_rank_counts_with_its_own_error() -> None:
 @pytest.mark.parametrize(
     ("last", "message"),
     [
-        ({"failed": "6 of 15 steps were disturbed"}, "rank 2: 6 of 15 steps were disturbed"),
-        (report(0, math.nan), r"rank 2 measured nan \+- 0.1 s per step"),
-        (report(0, math.inf), "rank 2 measured inf"),
-        (report(0, 0.0), r"rank 2 measured 0.0 \+-"),
-        (report(0, -1.0), r"rank 2 measured -1.0 \+-"),
-        (report(0, error=math.nan), r"rank 2 measured 1.0 \+- nan"),
+        ({"failed": "group 4 is not the main one any more"}, "rank 2: group 4 is not the main one any more"),
+        (report(0, math.nan), "rank 2 measured nan seconds per step"),
+        (report(0, math.inf), "rank 2 measured inf seconds per step"),
+        (report(0, 0.0), "rank 2 measured 0.0 seconds per step"),
+        (report(0, -1.0), "rank 2 measured -1.0 seconds per step"),
+        (report(0, error=math.nan), "rank 2 measured an error of nan seconds"),
         ({"seconds": 1.0}, "rank 2 reported .* which is no window: KeyError"),
         (report(0, seconds="soon"), "rank 2 reported .* which is no window: ValueError"),  # type: ignore[arg-type]
     ],
@@ -77,21 +78,21 @@ def test_the_slowest_rank_counts_with_its_own_error() -> None:
 def test_what_is_no_measurement_fails_the_trial_and_not_the_next(last: dict[str, Any], message: str) -> None:
     trials, session = answered(report(0), report(0), last)
     with pytest.raises(TrialFailed, match=message):
-        trials.measure(CONFIG)
+        trials.measure(CONFIG, group=4)
     session.then = lambda window: [trials.on_told(rank, report(window["trial"])) for rank in range(3)] and None
-    assert trials.measure(CONFIG).seconds == 1.0
+    assert trials.measure(CONFIG, group=4).seconds == 1.0
 
 
 def test_a_rank_that_fails_is_not_waited_with() -> None:
     trials, _ = answered({"failed": "group 4 has no steps any more"})
     with pytest.raises(TrialFailed, match="rank 0: group 4 has no steps any more"):
-        trials.measure(CONFIG)
+        trials.measure(CONFIG, group=4)
 
 
 def test_reports_of_an_earlier_trial_count_no_more() -> None:
     trials, session = answered(report(0), {"failed": "disturbed"})
     with pytest.raises(TrialFailed):
-        trials.measure(CONFIG)
+        trials.measure(CONFIG, group=4)
 
     def late(window: dict[str, int]) -> None:
         trials.on_told(2, report(window["trial"] - 1, 50.0))
@@ -102,29 +103,43 @@ def test_reports_of_an_earlier_trial_count_no_more() -> None:
             trials.on_told(rank, report(window["trial"] - 1, 50.0))
 
     session.then = late
-    assert trials.measure(CONFIG).seconds == 2.0
+    assert trials.measure(CONFIG, group=4).seconds == 2.0
 
 
 def test_what_the_transport_cannot_do_fails_the_trial() -> None:
     trials, session = answered(report(0))
     session.error = UnsupportedError("policy='rsag' averages by ...")
     with pytest.raises(TrialFailed, match="policy='rsag'"):
-        trials.measure(CONFIG)
+        trials.measure(CONFIG, group=4)
 
 
 def test_a_closed_session_or_a_failed_job_stops() -> None:
     trials, session = answered(report(0))
     session.error = ClosedError("this session is closed")
-    for call in (trials.measure, trials.apply):
+    for call in (partial(trials.measure, group=4), trials.apply):
         with pytest.raises(Stopped, match="this session is closed"):
             call(CONFIG)
 
 
-def test_without_a_group_nothing_is_proposed() -> None:
+@pytest.mark.parametrize("main", [None, 5])
+def test_a_group_that_is_not_the_main_one_is_not_measured(main: int | None) -> None:
     session = FakeSession()
-    with pytest.raises(TrialFailed, match="no group of tensors is in use"):
-        Trials(session, lambda: None, 3).measure(CONFIG)
+    with pytest.raises(MainGroupChanged, match=f"group 4 of tensors is not trained any more, .* that is {main}"):
+        Trials(session, lambda: main, 3).measure(CONFIG, group=4)
     assert session.proposed == []
+
+
+def test_a_group_that_is_trained_no_more_in_the_middle_of_a_trial_is_no_failed_trial() -> None:
+    main = 4
+
+    def answer(window: dict[str, int]) -> None:
+        nonlocal main
+        main = 5
+        trials.on_told(1, {"trial": window["trial"], "failed": "group 4 is not the main one any more"})
+
+    trials = Trials(FakeSession(answer), lambda: main, 3)
+    with pytest.raises(MainGroupChanged):
+        trials.measure(CONFIG, group=4)
 
 
 def test_stopping_ends_a_wait_and_all_that_comes_later() -> None:
@@ -135,7 +150,7 @@ def test_stopping_ends_a_wait_and_all_that_comes_later() -> None:
 
     def measure() -> None:
         try:
-            trials.measure(CONFIG)
+            trials.measure(CONFIG, group=0)
         except Stopped as error:
             why.append(str(error))
 
@@ -146,7 +161,7 @@ def test_stopping_ends_a_wait_and_all_that_comes_later() -> None:
     trials.stop("the session closes")
     thread.join(10)
     assert why == ["rank 1 has left"]
-    for call in (trials.measure, trials.apply):
+    for call in (partial(trials.measure, group=0), trials.apply):
         with pytest.raises(Stopped, match="rank 1 has left"):
             call(CONFIG)
     assert len(session.proposed) == 1
@@ -156,3 +171,4 @@ def test_applying_asks_for_no_window() -> None:
     trials, session = answered(report(0))
     trials.apply(CONFIG)
     assert session.proposed == [(CONFIG, None)]
+    assert trials.applied == CONFIG

@@ -12,19 +12,19 @@ from hypothesis import strategies as st
 from commsched.core.config import SchedulerConfig, Settings
 from commsched.core.errors import ConfigError
 from commsched.core.manifest import Manifest, TensorSpec
-from commsched.tuner.tuned import Key, _toml, check_tuned, check_tuned_model, describe_transport, why_not, write_tuned
+from commsched.tuner.tuned import Key, ModelCheck, _toml, check_tuned, describe_transport, why_not, write_tuned
 from commsched.tuner.verdict import Verdict
 
 MODEL = Manifest((TensorSpec("weight", (1000, 100), "float32"), TensorSpec("bias", (100,), "float32")))
 FLAGS = Manifest((TensorSpec("flags", (2,), "float32"),))
 OTHER = Manifest((TensorSpec("weight", (10, 10), "float32"),))
-KEY = Key(MODEL.fingerprint, 4, "ps over tcp", "eth0, 10000 Mb/s")
+KEY = Key(MODEL.model_fingerprint, 4, 2, "ps over tcp", "eth0, 10000 Mb/s")
 KEPT = SchedulerConfig(2_000_000, 8_000_000, "rsag")
-VERDICT = Verdict("kept", KEPT, SchedulerConfig(), KEPT, 12, 300, 61.0, 0.18, 0.17, 0.19, 6, 0.412, 0.337)
+VERDICT = Verdict("kept", KEPT, SchedulerConfig(), KEPT, 12, 11, 300, 61.0, 0.18, 0.17, 0.19, 6, 0.412, 0.337)
 
 
 def write(path: Path, verdict: Verdict = VERDICT, key: Key = KEY) -> Path:
-    write_tuned(path, verdict, key, MODEL, groups=(FLAGS,), hosts=2, version="0.1.0")
+    write_tuned(path, verdict, key, MODEL, groups=(FLAGS,), version="0.1.0")
     return path
 
 
@@ -59,14 +59,14 @@ def test_a_user_s_own_setting_comes_before_it(path: Path) -> None:
 def test_it_says_what_it_is_for_and_what_it_gained(path: Path) -> None:
     table = tomllib.loads(write(path).read_text())["tuned"]
     assert table == {
-        "model": MODEL.fingerprint,
+        "model": MODEL.model_fingerprint,
         "world_size": 4,
+        "hosts": 2,
         "transport": "ps over tcp",
         "link": "eth0, 10000 Mb/s",
-        "groups": sorted([MODEL.fingerprint, FLAGS.fingerprint]),
+        "groups": sorted([MODEL.model_fingerprint, FLAGS.model_fingerprint]),
         "tensors": 2,
         "bytes": 400_400,
-        "hosts": 2,
         "version": "0.1.0",
         "reason": "kept",
         "step_seconds_before": 0.412,
@@ -134,48 +134,67 @@ def test_toml_reads_the_same_number(value: float) -> None:
 
 def test_it_fits_the_job_that_it_was_made_for(path: Path) -> None:
     table = tuned(write(path))
-    check_tuned(table, 4, "ps over tcp", "eth0, 10000 Mb/s")
-    check_tuned_model(table, MODEL)
-    check_tuned_model(table, FLAGS)
+    check_tuned(table, 4, 2, "ps over tcp", "eth0, 10000 Mb/s")
+    check = ModelCheck(table, warn=True)
+    check.on_register(0, FLAGS)
+    check.on_register(1, MODEL)
+    ModelCheck(table, warn=True).on_register(0, Manifest(MODEL.tensors[::-1]))  # a forward that is not always the same
     assert why_not(KEY, KEY) is None
 
 
 @pytest.mark.parametrize(
-    ("world_size", "transport", "link", "why"),
+    ("world_size", "hosts", "transport", "link", "why"),
     [
-        (2, "ps over tcp", "eth0, 10000 Mb/s", "is for 4 ranks, but this job has 2;"),
-        (4, "gloo", "eth0, 10000 Mb/s", "is for transport ps over tcp, but this job uses gloo;"),
-        (4, "ps over tcp", "loopback", "is for the link 'eth0, 10000 Mb/s', but this job has 'loopback';"),
+        (2, 2, "ps over tcp", "eth0, 10000 Mb/s", "is for 4 ranks, but this job has 2;"),
+        (4, 1, "ps over tcp", "eth0, 10000 Mb/s", "is for 2 hosts, but this job has 1;"),
+        (4, 2, "gloo", "eth0, 10000 Mb/s", "is for transport ps over tcp, but this job uses gloo;"),
+        (4, 2, "ps over tcp", "loopback", "is for the link 'eth0, 10000 Mb/s', but this job has 'loopback';"),
     ],
 )
-def test_another_job_is_refused_by_what_differs(path: Path, world_size: int, transport: str, link: str, why: str) -> None:
+def test_another_job_is_refused_by_what_differs(
+    path: Path, world_size: int, hosts: int, transport: str, link: str, why: str
+) -> None:
     with pytest.raises(ConfigError) as raised:
-        check_tuned(tuned(write(path)), world_size, transport, link)
+        check_tuned(tuned(write(path)), world_size, hosts, transport, link)
     assert str(raised.value) == f"the tuned file {why} tune again for this job, or leave it away (COMMSCHED_CONFIG)"
 
 
 def test_another_model_is_refused(path: Path) -> None:
     with pytest.raises(ConfigError) as raised:
-        check_tuned_model(tuned(write(path)), OTHER)
+        ModelCheck(tuned(write(path)), warn=False).on_register(0, OTHER)
     assert str(raised.value) == (
         "the tuned file is for another model, but this job trains one with other tensors (1 tensors, 400 bytes, instead of 2 "
         "tensors, 400400 bytes); tune again for this job, or leave it away (COMMSCHED_CONFIG)"
     )
 
 
-@pytest.mark.parametrize("missing", ["model", "world_size", "transport", "link"])
+def test_another_model_after_one_that_fits_is_a_warning(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A job of stages is not to be ended in the middle by what its first stage was tuned for."""
+    checks = [ModelCheck(tuned(write(path)), warn=warn) for warn in (True, False)]
+    for check in checks:
+        for group, manifest in enumerate((MODEL, OTHER, OTHER, FLAGS)):
+            check.on_register(group, manifest)
+    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
+        (
+            "WARNING",
+            "a group of tensors (1 tensors, 400 bytes) was not there when the tuned file was made; it is used all the same",
+        )
+    ]
+
+
+@pytest.mark.parametrize("missing", ["hosts", "model", "world_size", "transport", "link"])
 @pytest.mark.parametrize("value", [None, 4.5, True])
 def test_an_incomplete_table_is_refused(path: Path, missing: str, value: object) -> None:
     table = {**tuned(write(path)), missing: value}
     with pytest.raises(ConfigError, match=rf"the tuned file is not complete: {missing}={value} in its table \[tuned\]"):
-        check_tuned(table, 4, "ps over tcp", "eth0, 10000 Mb/s")
+        check_tuned(table, 4, 2, "ps over tcp", "eth0, 10000 Mb/s")
 
 
 def test_a_table_without_groups_is_refused(path: Path) -> None:
     table = tuned(write(path))
     del table["groups"]
     with pytest.raises(ConfigError, match="no list groups"):
-        check_tuned_model(table, MODEL)
+        ModelCheck(table, warn=False)
 
 
 @pytest.mark.parametrize(

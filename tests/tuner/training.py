@@ -50,6 +50,7 @@ class Training:
     before_step: Callable[[Session, int], None] = lambda session, step: None
     open_rank: Callable[[Session], None] = lambda session: None  # before anything is registered
     until: threading.Event = field(default_factory=threading.Event)
+    later: tuple[tuple[int, threading.Event], ...] = ()  # width, and what ends it, of networks to be trained after the first
     delay_seconds: float = 0.0
     wrap_transport: Callable[[Transport], Transport] | None = None
     order: str = "agreed"
@@ -73,19 +74,24 @@ class Training:
     def _rank(self, rank: int) -> Weights:
         with self.sessions[rank] as session:
             self.open_rank(session)
-            trained = network(rank, self.width)
-            optimizer = ScheduledOptimizer(SGD(trained, 0.1, 0.9), session)
-            for step in range(self.steps):
-                self.before_step(session, step)
-                rng = np.random.default_rng([rank, step])
-                _, gradient = softmax_cross_entropy(trained.forward(rng.standard_normal((4, 6))), rng.integers(0, 3, 4))
-                trained.backward(gradient)
-                optimizer.step()
-                self.taken = step + 1
-                if self.taken % _ASK_STEPS == 0 and session.gather(self.until.is_set())[0]:
-                    break
-            optimizer.synchronize()
-            return weights_of(trained)
+            for width, until in ((self.width, self.until), *self.later):
+                weights = self._train(session, width, until)
+            return weights
+
+    def _train(self, session: Session, width: int, until: threading.Event) -> Weights:
+        trained = network(session.rank, width)
+        optimizer = ScheduledOptimizer(SGD(trained, 0.1, 0.9), session)
+        for step in range(self.steps):
+            self.before_step(session, step)
+            rng = np.random.default_rng([session.rank, step])
+            _, gradient = softmax_cross_entropy(trained.forward(rng.standard_normal((4, 6))), rng.integers(0, 3, 4))
+            trained.backward(gradient)
+            optimizer.step()
+            self.taken = step + 1
+            if self.taken % _ASK_STEPS == 0 and session.gather(until.is_set())[0]:
+                break
+        optimizer.synchronize()
+        return weights_of(trained)
 
 
 def tuned(settings: Settings, say: Callable[[str], None] = lambda line: None) -> Callable[[Session], None]:

@@ -9,6 +9,8 @@ from ..space import Space
 from ..trial import Candidate, Searcher, StepModel, Window
 from ..tried import Tried
 
+USES_MODEL = False
+
 
 class Grid:
     """The lattice of one value per octave: first the middle of each range, then the middles of its halves, and so on."""

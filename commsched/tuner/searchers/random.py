@@ -10,6 +10,8 @@ from ..space import Space
 from ..trial import Candidate, Searcher, StepModel, Window
 from ..tried import Tried
 
+USES_MODEL = False
+
 #: Draws of what was tried already, after which there is nothing left.
 _MOST_DRAWS = 1000
 

@@ -6,9 +6,12 @@ import math
 from collections.abc import Generator, Sequence
 
 from ...core.config import SchedulerConfig
+from ...core.errors import ConfigError
 from ..space import Space
 from ..trial import Candidate, Searcher, StepModel, Window
 from ..tried import Tried
+
+USES_MODEL = False
 
 #: Distance in the unit cube over which a slope is measured: about an octave of the partition, half an octave of the credit.
 _DIFFERENCE = 0.12
@@ -72,4 +75,8 @@ class GradientDescent:
 
 
 def make_searcher(space: Space, seeds: Sequence[SchedulerConfig], model: StepModel | None, random_seed: int) -> Searcher:
+    if space.policy_dimension == 0:
+        raise ConfigError(
+            "tune_by='sgd' follows slopes, and policies have none; only the policy is free: take bayes, grid or random"
+        )
     return GradientDescent(space)

@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+import numpy as np
 import pytest
 
 from commsched.core.config import SchedulerConfig
@@ -140,6 +142,55 @@ def test_a_model_is_calibrated_once_by_the_first_trials() -> None:
     tried = search(searcher, SLOW_NETWORK, trials=8)
     assert told == [[(config, SLOW_NETWORK(config)) for config in tried[:4]]]
     assert SLOW_NETWORK(tried[4]) < 1.002 * SLOW_NETWORK.lowest
+
+
+@dataclass
+class Breaking:
+    """A model that predicts so often and then raises an error; of one that always does, the calibration."""
+
+    predictions: float
+
+    def predict(self, config: SchedulerConfig) -> float:
+        self.predictions -= 1
+        if self.predictions < 0:
+            raise AssertionError("the rules deadlock")
+        return SLOW_NETWORK(config)
+
+    def calibrate(self, trials: Sequence[tuple[SchedulerConfig, float]]) -> StepModel:
+        if self.predictions == math.inf:
+            raise np.linalg.LinAlgError("SVD did not converge")
+        return self
+
+
+@pytest.mark.parametrize("predictions", [0, 5, math.inf])
+def test_a_model_that_breaks_is_done_without(predictions: float, caplog: pytest.LogCaptureFixture) -> None:
+    searcher = make_searcher("bayes", SLOW_NETWORK.space, model=Breaking(predictions))
+    without = make_searcher("bayes", SLOW_NETWORK.space)
+    asked = search(searcher, SLOW_NETWORK, trials=8)
+    assert len(asked) == 8
+    why = "LinAlgError: SVD did not converge" if predictions == math.inf else "AssertionError: the rules deadlock"
+    assert [record.getMessage() for record in caplog.records] == [f"tuning goes on without its model: {why}"]
+    for config in asked:
+        without.tell(config, Window(SLOW_NETWORK(config), 0.0, 10))
+    assert searcher.ask() == without.ask()
+    assert searcher.best() == without.best()
+
+
+def test_a_model_that_breaks_in_the_middle_of_a_question_leaves_no_half_an_answer(caplog: pytest.LogCaptureFixture) -> None:
+    """It knows the lattice by then, before and after its calibration; what an earlier search has found lies beside that."""
+    space = SLOW_NETWORK.space
+    searcher = make_searcher("bayes", space, model=Breaking(2 * len(space.lattice(2))))
+    without = make_searcher("bayes", space)
+    asked = search(searcher, SLOW_NETWORK, trials=6)
+    assert searcher.best() in asked
+    assert caplog.records == []
+    asked.append(SchedulerConfig(187_312, 1_236_000))
+    searcher.tell(asked[-1], Window(SLOW_NETWORK(asked[-1]), 0.0, 10))
+    for config in asked:
+        without.tell(config, Window(SLOW_NETWORK(config), 0.0, 10))
+    assert searcher.ask() == without.ask()
+    assert searcher.best() == without.best()
+    assert len(caplog.records) == 1
 
 
 def test_a_model_that_can_tell_nothing_is_none() -> None:

@@ -9,11 +9,11 @@ import pytest
 
 from commsched.core.config import SchedulerConfig
 from commsched.core.errors import ConfigError
-from commsched.tuner.searchers import make_searcher, searcher_names
+from commsched.tuner.searchers import make_searcher, searcher_names, uses_model
 from commsched.tuner.space import Space
 from commsched.tuner.trial import Window
 
-from .surfaces import SLOW_NETWORK, search
+from .surfaces import SLOW_NETWORK, Fixed, search
 
 NAMES = searcher_names()
 SPACE = SLOW_NETWORK.space
@@ -26,6 +26,17 @@ def test_the_searchers_there_are() -> None:
 def test_an_unknown_one_is_named_with_those_there_are() -> None:
     with pytest.raises(ConfigError, match="tune_by='genetic' is unknown; there are: bayes, grid, random, sgd"):
         make_searcher("genetic", SPACE)
+    with pytest.raises(ConfigError, match="tune_by='genetic' is unknown"):
+        uses_model("genetic")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_who_says_that_it_uses_no_model_does_not_ask_one(name: str) -> None:
+    asked = list[SchedulerConfig]()
+    model = Fixed(lambda config: asked.append(config) or SLOW_NETWORK(config))
+    with_model = search(make_searcher(name, SPACE, seeds=[SchedulerConfig(10**6)], model=model), SLOW_NETWORK, trials=6)
+    assert bool(asked) == uses_model(name)
+    assert (with_model != search(make_searcher(name, SPACE), SLOW_NETWORK, trials=6)) == uses_model(name)
 
 
 def test_a_missing_library_ends_in_the_line_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:

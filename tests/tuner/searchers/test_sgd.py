@@ -2,7 +2,10 @@ from __future__ import annotations
 
 import math
 
+import pytest
+
 from commsched.core.config import SchedulerConfig
+from commsched.core.errors import ConfigError
 from commsched.tuner.searchers import make_searcher
 from commsched.tuner.space import Space
 
@@ -45,3 +48,9 @@ def test_it_stays_within_bounds_where_the_minimum_lies_on_one() -> None:
     assert best is not None
     assert best.partition_bytes == min(config.partition_bytes for config in asked) == 64_000
     assert searcher.ask() is None
+
+
+def test_it_refuses_to_choose_among_policies_alone() -> None:
+    space = Space(SchedulerConfig(), 10**9, frozenset({"partition", "credit"}), ("priority", "fifo"))
+    with pytest.raises(ConfigError, match="tune_by='sgd' follows slopes, and policies have none; only the policy is free"):
+        make_searcher("sgd", space)

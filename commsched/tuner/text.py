@@ -1,0 +1,14 @@
+"""Sizes and times as people read them."""
+
+from __future__ import annotations
+
+
+def size(nbytes: int) -> str:
+    """In decimal units: ``4.0 MB``, ``64 KB``."""
+    return f"{nbytes / 1e6:.1f} MB" if nbytes >= 1_000_000 else f"{nbytes / 1e3:.0f} KB"
+
+
+def milliseconds(seconds: float, like: float | None = None) -> str:
+    """A number without unit, with as many decimals as give at least three digits to ``like``, or to itself."""
+    like = like or seconds
+    return f"{seconds * 1e3:.{0 if like >= 1 else 1 if like >= 0.01 else 2}f}"
