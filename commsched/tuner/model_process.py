@@ -1,14 +1,16 @@
 """The model in a process of its own. Simulating is a matter of seconds of Python, and in rank 0's process each of them would be
 one in which every operation of training waits for the interpreter's lock: steps of 3 ms took 170 ms beside it.
 
-The process reads requests from its stdin and answers on its stdout, a line of JSON each. It ends with its stdin, and so
-with rank 0.
+The process reads requests from its stdin and answers on its stdout, a line of JSON each. It ends with its stdin, and with the
+thread that started it.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -19,6 +21,9 @@ from typing import Any
 from ..core.config import SchedulerConfig
 from ..simulator.profile import Profile
 from .profiler import Link
+from .trial import Stopped
+
+_PR_SET_PDEATHSIG = 1
 
 
 class ModelProcess:
@@ -30,78 +35,92 @@ class ModelProcess:
 
     def __init__(self, profile: Profile, link: Link, workers: int, **more: Any) -> None:
         self._first = {"profile": profile.to_record(), "link": asdict(link), "workers": workers, **more}
+        self._process: subprocess.Popen[str] | None = None
+        self._cancelled = False
 
     def __enter__(self) -> RemoteModel:
-        command = [sys.executable, "-m", __name__]
-        # Of a session of its own: a Ctrl-C is for training.
+        # Of this process's group, for launchers end groups.
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True
+            [sys.executable, "-m", __name__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
         )
         try:
-            return RemoteModel(self._process, self._ask(self._first)["model"])
+            return RemoteModel(self, self.ask(self._first)["model"])
         except BaseException:
             self.__exit__()
             raise
 
-    def _ask(self, request: Mapping[str, Any]) -> Any:
-        return ask(self._process, request)
+    def ask(self, request: Mapping[str, Any]) -> Any:
+        """The answer to ``request``; waits for it.
+
+        Raises:
+            Stopped: it was cancelled.
+            RuntimeError: an error there, named; or the process has ended.
+        """
+        process = self._process
+        assert process is not None
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            process.stdin.write(json.dumps(request) + "\n")
+            process.stdin.flush()
+            line = process.stdout.readline()
+        except (OSError, ValueError):
+            line = ""
+        if self._cancelled:
+            raise Stopped("the model was cancelled")
+        if not line.endswith("\n"):
+            raise RuntimeError("the model's process has ended")
+        answer = json.loads(line)
+        if "error" in answer:
+            raise RuntimeError(answer["error"])
+        return answer
+
+    def cancel(self) -> None:
+        """End what is computed; who waits for it gets Stopped, now and later. Any thread, repeatedly."""
+        self._cancelled = True
+        if self._process is not None:
+            self._process.kill()
 
     def __exit__(self, *_: object) -> None:
-        self._process.kill()
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
+        process = self._process
+        assert process is not None
+        process.kill()
+        process.wait()
+        for pipe in (process.stdin, process.stdout):
             assert pipe is not None
             with suppress(OSError):  # what was not read is not missed
                 pipe.close()
 
 
 class RemoteModel:
-    """``trial.StepModel``; made by :class:`ModelProcess`. One thread at a time.
+    """``trial.StepModel``; made by :class:`ModelProcess`, whose ``ask`` says what each call raises. One thread at a time."""
 
-    Every call raises RuntimeError if the model cannot do it, or its process has ended.
-    """
-
-    def __init__(self, process: subprocess.Popen[str], number: int) -> None:
+    def __init__(self, process: ModelProcess, number: int) -> None:
         self._process = process
         self._number = number
 
     def predict(self, config: SchedulerConfig) -> float:
         """See ``model.Model``."""
-        return float(ask(self._process, {"of": self._number, "predict": config.to_record()})["seconds"])
+        return float(self._process.ask({"of": self._number, "predict": config.to_record()})["seconds"])
 
     def calibrate(self, trials: Sequence[tuple[SchedulerConfig, float]]) -> RemoteModel:
         """See ``model.Model``."""
         records = [[config.to_record(), seconds] for config, seconds in trials]
-        return RemoteModel(self._process, ask(self._process, {"of": self._number, "calibrate": records})["model"])
-
-
-def ask(process: subprocess.Popen[str], request: Mapping[str, Any]) -> Any:
-    """The answer of a model's process.
-
-    Raises:
-        RuntimeError: an error there, named; or it has ended.
-    """
-    assert process.stdin is not None
-    assert process.stdout is not None
-    try:
-        process.stdin.write(json.dumps(request) + "\n")
-        process.stdin.flush()
-        line = process.stdout.readline()
-    except (OSError, ValueError) as error:
-        raise RuntimeError(f"the model's process has ended: {error}") from error
-    if not line.endswith("\n"):
-        raise RuntimeError("the model's process has ended")
-    answer = json.loads(line)
-    if "error" in answer:
-        raise RuntimeError(answer["error"])
-    return answer
+        return RemoteModel(self._process, self._process.ask({"of": self._number, "calibrate": records})["model"])
 
 
 def main() -> None:
-    """Answer until stdin ends."""
+    """Answer until stdin ends, or who started this does."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for training
+    os.nice(19)  # training comes first
+    # Processes forked from rank 0, as DataLoader's are, keep our stdin open, and a simulation does not look at it.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     from .model import Model
 
-    os.nice(19)  # training comes first
     models: list[Model] = []
     for line in sys.stdin:
         request = json.loads(line)

@@ -36,8 +36,8 @@ SETTLE_STEPS = 3
 #: Before it is tuned for a second time; then twice as many each time, so that step times that are never the same cost little.
 REST_STEPS = 1000
 
-#: For the tuner's thread, when the session closes. What a searcher or a model computes is not interrupted and may take longer;
-#: it is of no use then, and can do nothing with it.
+#: For the tuner's thread, when the session closes. What a searcher computes is not interrupted and may take longer; it is of no
+#: use then, and can do nothing with it.
 _END_SECONDS = 2.0
 
 #: Searches that end because another group is trained, after which that group is tuned no more: training goes to and fro.
@@ -131,6 +131,7 @@ class OnlineTuner:
     def _stop(self, why: str) -> None:
         self._trials.stop(why)
         self._meter.close()
+        self._search.stop()
 
     # --- the thread ---
 

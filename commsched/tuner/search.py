@@ -21,13 +21,14 @@ from .link import describe_link
 from .meter import Meter
 from .searchers import make_searcher, uses_model
 from .space import CHOICES, MAX_PARTITION_BYTES, MAX_RATIO, Space
-from .trial import StepModel
+from .trial import StepModel, Stopped
 from .trials import Trials
 from .tuned import Key, describe_transport, write_tuned
 from .tuning import Tuning
 from .verdict import Verdict
 
 if TYPE_CHECKING:
+    from .model_process import ModelProcess
     from .profiler import Measured
 
 log = logging.getLogger("commsched")
@@ -78,6 +79,7 @@ class Search:
         self._current = current
         self._watch = watch
         self._say = say
+        self._model: ModelProcess | None = None  # the last one
         self._journal_keys: dict[str, dict[str, Any]] = {}  # by model
 
     def run(self, group: int, manifest: Manifest, *, again: bool = False) -> Verdict | None:
@@ -122,6 +124,15 @@ class Search:
                 write_tuned(settings.tune_out, verdict, key, manifest, groups=groups, version=__version__)
         return verdict
 
+    def stop(self) -> None:
+        """Wait for no model any more. Any thread; after ``trials.stop``."""
+        if self._model is not None:
+            self._model.cancel()
+
+    def _require_open(self) -> None:
+        if self._trials.stopped is not None:
+            raise Stopped(self._trials.stopped)
+
     def _learn(
         self, group: int, manifest: Manifest, incumbent: SchedulerConfig, stack: ExitStack
     ) -> tuple[list[SchedulerConfig], StepModel | None]:
@@ -151,9 +162,12 @@ class Search:
                 collective=job.collective,
                 anchor_bytes=incumbent.partition_bytes,
             )
+            self._model = process
+            self._require_open()
             model = stack.enter_context(process)
+            self._require_open()
             return first, model.calibrate([(incumbent, measured.step_seconds)])
-        except ClosedError:
+        except (ClosedError, Stopped):
             raise
         except Exception as error:  # a model is a help, and no more
             log.warning("tuning does without a model: %s: %s", type(error).__name__, error)

@@ -10,7 +10,7 @@ from .text import milliseconds, size
 
 #: kept: the winner was confirmed. no gain: nothing tried was better, so there was nothing to confirm. not confirmed: the
 #: comparison did not show it beyond doubt. failed: trial after trial came to nothing, or all but the incumbent's. unfinished:
-#: training ended first.
+#: training, or the training of these tensors, ended first.
 Reason = Literal["kept", "no gain", "not confirmed", "failed", "unfinished"]
 
 
@@ -57,7 +57,7 @@ class Verdict:
         cost = f"tuning: {self.trials} trials, {self.seconds:.0f} s"
         stays = f"{describe(self.incumbent)} kept"
         if self.reason == "unfinished":
-            return f"{cost}: training ended first; {stays}"
+            return f"{cost}: not finished; {stays}"
         if self.reason == "failed":
             nothing_else = self.incumbent_seconds > 0 and self.others == 0
             why = "no other configuration could be measured" if nothing_else else "too many trials in a row failed"

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
 from commsched.core.config import SchedulerConfig
@@ -9,6 +13,8 @@ from commsched.simulator.profile import Layer, Profile
 from commsched.tuner.model import Model
 from commsched.tuner.model_process import ModelProcess
 from commsched.tuner.profiler import Link
+from commsched.tuner.trial import Stopped
+from tests.jobs.job import ROOT, gone
 
 PROFILE = Profile("test", tuple(Layer(f"layer{i}", ((500_000,),), 0.01, 0.02) for i in range(6)), "made up")
 LINK = Link(1e-8, 1e-4)
@@ -43,3 +49,38 @@ def test_after_the_end_there_is_no_answer() -> None:
         pass
     with pytest.raises(RuntimeError, match="process has ended"):
         model.predict(SchedulerConfig())
+
+
+def test_who_waits_for_an_answer_is_stopped_when_it_is_cancelled() -> None:
+    process = ModelProcess(PROFILE, LINK, 4)
+    with process as model, ThreadPoolExecutor(1) as pool:
+        slow = pool.submit(model.calibrate, [(SchedulerConfig(64_000, 64_000), 0.3)] * 4)
+        process.cancel()
+        with pytest.raises(Stopped):
+            slow.result(30)
+        with pytest.raises(Stopped):
+            model.predict(SchedulerConfig())
+
+
+HOLDER = """
+import threading
+from commsched.core.config import SchedulerConfig
+from tests.tuner.test_model_process import LINK, PROFILE, ModelProcess
+
+def hold():
+    with ModelProcess(PROFILE, LINK, 2) as model:
+        model.predict(SchedulerConfig())
+        print(model._process._process.pid, flush=True)
+        threading.Event().wait()
+
+threading.Thread(target=hold, daemon=True).start()
+threading.Event().wait()
+"""
+
+
+def test_it_does_not_outlive_a_process_that_is_killed() -> None:
+    with subprocess.Popen([sys.executable, "-c", HOLDER], cwd=ROOT, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None
+        pid = int(holder.stdout.readline())
+        holder.kill()
+    assert gone(pid, 5.0)

@@ -226,7 +226,7 @@ def test_training_that_ends_in_the_middle_ends_at_once(steps: int) -> None:
     require_same_weights(training.run(20), Training(steps=steps, width=WIDE, config=SchedulerConfig()).run()[0])
     assert not [line for line in lines if "ended first" not in line and "trial" not in line], lines
     if steps == 40:
-        assert "training ended first; partition 4.0 MB, credit 16.0 MB kept" in lines[-1]
+        assert "not finished; partition 4.0 MB, credit 16.0 MB kept" in lines[-1]
 
 
 def test_a_job_that_fails_while_it_is_tuned_ends_with_the_cause() -> None:

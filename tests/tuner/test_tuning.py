@@ -288,7 +288,7 @@ def test_training_that_ends_leaves_tuning_unfinished(number: int, tmp_path: Path
     assert (verdict.reason, verdict.kept, verdict.finished) == ("unfinished", DEFAULT, False)
     assert training.applied == []  # nobody is there to hear it
     assert verdict.trials == min(number, 6)
-    assert verdict.sentence().endswith(": training ended first; partition 4.0 MB, credit 16.0 MB kept")
+    assert verdict.sentence().endswith(": not finished; partition 4.0 MB, credit 16.0 MB kept")
     assert journal.verdict == verdict
 
 

@@ -15,7 +15,7 @@ from ...core.config import SchedulerConfig
 from ...core.errors import ConfigError
 from ..space import Space
 from ..surrogate import Floats, Surrogate
-from ..trial import Candidate, Searcher, StepModel, Window
+from ..trial import Candidate, Searcher, StepModel, Stopped, Window
 from ..tried import Tried
 
 USES_MODEL = True
@@ -156,7 +156,8 @@ class _ModelBroke(Exception):
 
 
 class _Model:
-    """A model's log(seconds), each configuration asked for once. Whatever the model raises becomes a _ModelBroke."""
+    """A model's log(seconds), each configuration asked for once. Whatever the model raises but Stopped becomes a
+    _ModelBroke."""
 
     def __init__(self, model: StepModel, space: Space, calibrated: bool = False) -> None:
         self._model = model
@@ -169,6 +170,8 @@ class _Model:
     def calibrate(self, trials: Sequence[tuple[SchedulerConfig, float]]) -> _Model:
         try:
             return _Model(self._model.calibrate(trials), self._space, calibrated=True)
+        except Stopped:
+            raise
         except Exception as error:
             raise _ModelBroke(f"{type(error).__name__}: {error}") from error
 
@@ -192,6 +195,8 @@ class _Model:
     def _predict(self, config: SchedulerConfig) -> float:
         try:
             return self._model.predict(config)
+        except Stopped:
+            raise
         except Exception as error:
             raise _ModelBroke(f"{type(error).__name__}: {error}") from error
 
