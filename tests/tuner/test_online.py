@@ -475,6 +475,9 @@ class Counted(Search):
         self.reasons = reasons
         self.called = threading.Semaphore(0)
 
+    def stop(self) -> None:
+        """It has no model."""
+
     def run(self, group: int, manifest: Manifest, *, again: bool = False) -> Verdict | None:
         self.asked.append((group, again))
         reason = self.reasons[len(self.asked) - 1]
