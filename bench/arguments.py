@@ -23,6 +23,17 @@ def at_least(least: int) -> Callable[[str], int]:
     return parse
 
 
+def positive(text: str) -> float:
+    """For ``type=``: a finite number above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+    return value
+
+
 def setting(parse: Callable[[object, str], object]) -> Callable[[str], str]:
     """For ``type=``: a text that ``parse`` of ``core.config`` takes, passed on as it is."""
 

@@ -13,7 +13,7 @@ from commsched.core.errors import ConfigError
 from commsched.simulator.bytes_factor import bytes_factor
 
 from .. import systems
-from ..arguments import at_least, check_settings, setting
+from ..arguments import at_least, check_settings, positive, setting
 from ..job import Job, run_job
 from ..processes import JobFailed
 from ..results import add_json_argument, commit, write
@@ -95,10 +95,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of each link, as 500mbit; or RATE,RATE,... for each host, workers first",
     )
     parser.add_argument(
-        "--rho", type=_positive, default=default.rho, help="EMULATED: communication over computation (default: 1)"
+        "--rho", type=positive, default=default.rho, help="EMULATED: communication over computation (default: 1)"
     )
     parser.add_argument(
-        "--megabytes", type=_positive, metavar="M", help="EMULATED: of gradients (default: uniform 72, others 48)"
+        "--megabytes", type=positive, metavar="M", help="EMULATED: of gradients (default: uniform 72, others 48)"
     )
     parser.add_argument("--systems", type=_systems, default=default.systems, metavar="S,...", help=_systems_help())
     parser.add_argument("--rounds", type=at_least(1), default=default.rounds, metavar="N", help="turns of each (default: 3)")
@@ -239,16 +239,6 @@ def _systems_help() -> str:
 
 def _servers(text: str) -> str:
     return text if text == "n" else str(at_least(0)(text))
-
-
-def _positive(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
-    return value
 
 
 def _rates(text: str) -> str:

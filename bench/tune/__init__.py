@@ -20,7 +20,7 @@ from commsched.core.errors import ConfigError
 from commsched.tuner.searchers import searcher_names
 from commsched.tuner.tuning import LONGER_AT_MOST
 
-from ..arguments import at_least, check_settings, require_named, setting
+from ..arguments import at_least, check_settings, positive, require_named, setting
 from ..extras import require_extra
 from ..results import SCHEMA, add_json_argument, write
 from ..train import LEAST_SETTLE_STEPS
@@ -92,10 +92,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="RATE,...",
         help="of every link (default: 500mbit)",
     )
-    parser.add_argument("--rho", type=_positive, default=default.rho, help="communication over computation (default: 1)")
-    parser.add_argument(
-        "--megabytes", type=_positive, default=default.megabytes, metavar="M", help="of gradients (default: 16)"
-    )
+    parser.add_argument("--rho", type=positive, default=default.rho, help="communication over computation (default: 1)")
+    parser.add_argument("--megabytes", type=positive, default=default.megabytes, metavar="M", help="of gradients (default: 16)")
     parser.add_argument("--transport", default=default.transport, help="that gradients travel by (default: ps)")
     parser.add_argument(
         "--grid",
@@ -259,13 +257,3 @@ def _searchers(text: str) -> tuple[str, ...]:
         if name not in allowed:
             raise argparse.ArgumentTypeError(f"{name!r} is unknown; there are: {', '.join(allowed)}")
     return chosen
-
-
-def _positive(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
-    return value

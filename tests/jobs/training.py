@@ -8,13 +8,13 @@ from __future__ import annotations
 import argparse
 import hashlib
 import os
-import sys
 from itertools import pairwise
 
 import numpy as np
 
 import commsched
 from commsched.plugins.numpy import SGD, Linear, Network, ReLU, ScheduledOptimizer, softmax_cross_entropy
+from tests.jobs.rank import run, say
 
 
 def main() -> None:
@@ -48,14 +48,5 @@ def train(session: commsched.Session, width: int, steps: int) -> None:
     say(1, f"rank {session.rank} weights {hashlib.sha256(weights).hexdigest()}")
 
 
-def say(descriptor: int, line: str) -> None:
-    """In one write, so that the lines of several ranks do not mix."""
-    os.write(descriptor, f"{line}\n".encode())
-
-
 if __name__ == "__main__":
-    try:
-        main()
-    except commsched.CommschedError as error:
-        say(2, f"{type(error).__name__}: {error}")
-        sys.exit(1)
+    run(main)

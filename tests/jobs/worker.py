@@ -15,6 +15,7 @@ from array import array
 
 import commsched
 from commsched.core.manifest import Manifest, TensorSpec
+from tests.jobs.rank import run, say
 
 
 def main() -> None:
@@ -56,14 +57,5 @@ def main() -> None:
     say(1, f"rank {session.rank} finished")
 
 
-def say(descriptor: int, line: str) -> None:
-    """In one write, so that the lines of several ranks do not mix."""
-    os.write(descriptor, f"{line}\n".encode())
-
-
 if __name__ == "__main__":
-    try:
-        main()
-    except commsched.CommschedError as error:
-        say(2, f"{type(error).__name__}: {error}")
-        sys.exit(1)
+    run(main)

@@ -22,7 +22,7 @@ from commsched.session import Session, open_session
 from commsched.testing.check_transport import check_averages, check_equal_bits, check_job, check_random_rounds
 from commsched.testing.checked_world import Job, OpenSession
 from commsched.transports.collective import transport as collective
-from tests.jobs.worker import say
+from tests.jobs.rank import say
 
 
 def checked(check: Callable[[OpenSession, int], None]) -> None:
