@@ -80,11 +80,10 @@ def tune(
         environ = {**environ, "COMMSCHED_TUNE_END": f"/proc/{os.getpid()}/fd/{end.fileno()}"}
         result = _Result(settings, end)
         result.read()
-        before = result.table.trials
+        before = result.trials
         if before:
             _say(f"commsched: {result.journal} has {before} trials of an earlier start: tuning goes on after them")
-        if result.verdict is not None and not result.verdict.finished:
-            result.verdict = None  # that start's
+        result.forget_unfinished()
         code = _run(ranks, servers, command, environ, result, then_stop)
         for line in result.read():
             _say(line)
@@ -95,7 +94,7 @@ def tune(
         _say(f"commsched: {result.path} is written; use it: {use}")
         return code
     because = "" if why is None or result.verdict is not None else f": {why}"
-    again = f"; the same command again goes on after {result.table.trials} trials" if result.table.trials > before else ""
+    again = f"; the same command again goes on after {result.trials} trials" if result.trials > before else ""
     _say(f"commsched: {result.path} is not written{because}{again}")
     return code or UNFINISHED
 
@@ -124,6 +123,14 @@ def _run(ranks: int, servers: int, command: Sequence[str], environ: Mapping[str,
     return 0 if stopped.is_set() and code == 128 + signal.SIGTERM else code
 
 
+class _Search:
+    """One search of a journal, which may hold several: a job of stages has one for each group of tensors."""
+
+    def __init__(self, budget: Budget) -> None:
+        self.table = Table(budget)
+        self.verdict: Verdict | None = None
+
+
 class _Result:
     """The tuned file and the journal beside it, as rank 0 writes them, and ``end``, the file of the setting ``tune_end``. One
     thread at a time."""
@@ -132,13 +139,28 @@ class _Result:
         assert settings.tune_out is not None
         self.path = Path(settings.tune_out)
         self.journal = journal_path(settings.tune_out)
-        self.verdict: Verdict | None = None
         self._budget = settings.tune or Budget()
-        self.table = Table(self._budget)
+        self._searches: dict[str, _Search] = {}  # by key, as JSON
+        self._last: _Search | None = None  # that of the journal's last line
         self._before = self._stamp()
         self._offset = 0  # of the journal: what is before it was read
-        self._key: object = None  # of its last line
         self._end = end
+
+    @property
+    def trials(self) -> int:
+        """Of all searches, without those that hold no longer."""
+        return sum(search.table.trials for search in self._searches.values())
+
+    @property
+    def verdict(self) -> Verdict | None:
+        """Of the search that was the last to do something."""
+        return None if self._last is None else self._last.verdict
+
+    def forget_unfinished(self) -> None:
+        """What an earlier start said when it ended too soon is not what this one says."""
+        for search in self._searches.values():
+            if search.verdict is not None and not search.verdict.finished:
+                search.verdict = None
 
     def end(self) -> str | None:
         """Why tuning has ended without a result; None: it has not."""
@@ -169,14 +191,16 @@ class _Result:
         for text in whole.splitlines():
             try:
                 record = json.loads(text)
-                if record["phase"] == "restart" or record.get("key") != self._key:
-                    self._key, self.table, self.verdict = record.get("key"), Table(self._budget), None
-                if record["phase"] == "restart":
+                phase, key = record["phase"], json.dumps(record["key"], sort_keys=True)
+                if phase == "restart" or key not in self._searches:
+                    self._searches[key] = _Search(self._budget)
+                self._last = search = self._searches[key]
+                if phase == "restart":
                     continue
-                if record["phase"] == "verdict":
-                    self.verdict = Verdict.from_record(record)
+                if phase == "verdict":
+                    search.verdict = Verdict.from_record(record)
                 else:
-                    lines.append(self.table.line(record))
+                    lines.append(search.table.line(record))
             except (ValueError, KeyError, TypeError) as error:
                 raise ConfigError(f"{self.journal} is no journal of tuning; remove it, or name another --out") from error
         return lines

@@ -54,9 +54,9 @@ def commsched_tune(*options: str) -> int:
     return main(["tune", "-n", "2", "--out", "tuned.toml", "--by", "grid", *options, "--", sys.executable, "train.py"])
 
 
-def write(verdict: Verdict | None, trials: tuple[Trial, ...] = TRIALS, tuned: bool = False) -> None:
+def write(verdict: Verdict | None, trials: tuple[Trial, ...] = TRIALS, tuned: bool = False, key: str = "m") -> None:
     """As rank 0 does, in its order."""
-    journal = Journal("tuned.jsonl", {"model": "m"})
+    journal = Journal("tuned.jsonl", {"model": key}, beside_others=True)
     for trial in trials:
         journal.add(trial)
     if verdict is not None:
@@ -182,6 +182,27 @@ def test_a_search_made_anew_begins_the_table_anew(run_job: RunJob, capsys: pytes
     run_job(job)
     assert commsched_tune() == 0
     assert "\n          0     1.0 MB     8.0 MB  priority     320.0 +- 1.0    320.0  11 trials\n" in capsys.readouterr().err
+
+
+def test_the_searches_of_a_job_of_stages_are_counted_apart(run_job: RunJob, capsys: pytest.CaptureFixture[str]) -> None:
+    """Stage a, then b, then the rest of a; each has its own numbers, best and budget."""
+
+    def job(_: dict[str, str]) -> int:
+        write(None, TRIALS[:1])
+        write(UNFINISHED, (replace(TRIALS[0], window=Window(0.1, 0.001, 10)),), key="b")
+        write(KEPT, TRIALS[1:], tuned=True)
+        return 0
+
+    run_job(job)
+    assert commsched_tune() == 0
+    said = capsys.readouterr().err.splitlines()
+    rows = [line for line in said if "priority" in line]
+    assert [row.split()[-5:] for row in rows] == [
+        ["+-", "1.0", "400.0", "11", "trials"],
+        ["+-", "1.0", "100.0", "11", "trials"],
+        ["+-", "1.0", "320.0", "10", "trials"],
+    ]
+    assert KEPT.sentence() in said
 
 
 def test_then_stop_ends_the_job_once_the_file_is_there(run_job: RunJob, capsys: pytest.CaptureFixture[str]) -> None:
