@@ -15,12 +15,13 @@ from .core.errors import (
     TransportError,
     UnsupportedError,
 )
-from .session import Session, init, shutdown
+from .session import Session, init, require_world_size, shutdown
 from .version import __version__
 
 __all__ = [
     "__version__",
     "init",
+    "require_world_size",
     "shutdown",
     "Session",
     "SchedulerConfig",

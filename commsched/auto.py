@@ -1,9 +1,8 @@
-"""``transport="auto"``: all ranks choose alike, and rank 0 tells the user."""
+"""``transport="auto"``: all ranks choose alike."""
 
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -33,13 +32,5 @@ def transport_name(world: World, settings: Settings, device: str, gather: Callab
                 f"transport=auto is {name_on_0} on rank 0 ({reason_on_0}) but {name} on rank {rank} ({reason}); set transport"
             )
     if world.rank == 0:
-        say(str(choice))
+        log.info("%s", choice)
     return choice.name
-
-
-def say(line: str) -> None:
-    """Tell the user: by logging if the script has set that up, else on stderr: what was not asked for is to be seen once."""
-    if log.hasHandlers() and log.isEnabledFor(logging.INFO):
-        log.info("%s", line)
-    else:
-        print(f"commsched: {line}", file=sys.stderr, flush=True)

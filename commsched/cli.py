@@ -30,6 +30,7 @@ _RUN_OPTIONS = (
     "policy",
     "rate",
     "trace",
+    "log",
     "fail_after",
     "disable",
 )

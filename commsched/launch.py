@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -28,10 +29,13 @@ def run(ranks: int, servers: int, command: Sequence[str], environ: Mapping[str, 
     """
     with tempfile.TemporaryDirectory(prefix="commsched-") as directory:
         environ = {
-            "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks)),  # else every rank's engine takes all cores
+            "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // ranks)),  # else every rank's engine takes all cores
             **environ,
             "COMMSCHED_TOKEN": secrets.token_hex(32),
             "COMMSCHED_RENDEZVOUS": f"{directory}/control.json",
+            # What torchrun sets, for scripts that share out their data by it or initialise torch.distributed.
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(_free_port()),
         }
         job = _Job(directory)
         try:
@@ -79,12 +83,8 @@ class _Job:
         return line.rsplit(" ", 1)[1].strip()
 
     def start_rank(self, command: Sequence[str], environ: Mapping[str, str], rank: int, ranks: int) -> None:
-        place = {
-            "COMMSCHED_RANK": str(rank),
-            "COMMSCHED_WORLD_SIZE": str(ranks),
-            "COMMSCHED_LOCAL_RANK": str(rank),
-            "COMMSCHED_LOCAL_WORLD_SIZE": str(ranks),
-        }
+        world = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": ranks}
+        place = {f"{prefix}{name}": str(value) for prefix in ("COMMSCHED_", "") for name, value in world.items()}
         self._ranks.add(self._start(command, {**environ, **place}).pid)
 
     def _start(self, command: Sequence[str], environ: Mapping[str, str], stdout: int | None = None) -> subprocess.Popen[str]:
@@ -157,6 +157,13 @@ class _Job:
 
 class _Interrupted(Exception):
     """A signal came while processes were being started."""
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
 
 
 def _kill_group(process_group: int, number: int) -> None:

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Protocol
 
-from .auto import say, transport_name
+from .auto import transport_name
 from .core import process_exit
 from .core.config import SchedulerConfig, Settings
 from .core.core import Core
@@ -23,6 +23,8 @@ from .core.observers import Observers
 from .core.plan import cut
 from .core.ports import Observer, Sliceable, Transport
 from .core.world import World, detect_world
+from .first_line import FirstLine, first_line
+from .log import say, set_level
 from .rendezvous import Meeting, find, own_host, publish, rendezvous_path, where_to_listen
 from .trace import TraceObserver
 from .transports import require_transport
@@ -117,6 +119,7 @@ class Session:
         self._register_callbacks: list[Callable[[int, Manifest], None]] = []
         self._tuner: Tuner | None = None
         self.closed = False
+        self.disabled = False  # ``disable=1``: there may be other ranks, of which this session is not to know
         self.cleanup = ExitStack()  # closed last: what was opened before the session
         self._pid = os.getpid()
         self._control = open_control(self)
@@ -433,28 +436,55 @@ _lock = threading.Lock()
 _current: Session | None = None
 
 
-def init(*, device: str = "cpu", **settings: Any) -> Session:
+def init(*, device: str = "cpu", world: World | None = None, **settings: Any) -> Session:
     """The session of this process; the first call joins the job and waits until every rank has.
 
     Rank and world size come from what launched the process (commsched run, torchrun, mpirun, srun). With one rank, or with
     ``disable``, a session that needs no network. ``settings`` are the fields of ``core.config.Settings``; each may also come
     from ``COMMSCHED_<NAME>`` or a TOML file named by ``COMMSCHED_CONFIG``. ``device``: where the gradients lie ("cpu", or as
-    PyTorch names it), for ``transport=auto``; plugins say it.
+    PyTorch names it), for ``transport=auto``; plugins say it. ``world``: from plugins of engines that start ranks themselves.
 
     Raises:
-        ConfigError: a setting is wrong or differs between ranks, or settings are given after the session was opened.
+        ConfigError: a setting is wrong or differs between ranks, settings are given after the session was opened, or ``world``
+            is not what ``commsched run`` made.
         PeerTimeout: not every rank joined in time; names those missing.
     """
     global _current
     with _lock:
         if _current is not None and not _current.closed:
-            if settings:
-                raise ConfigError(f"commsched is already initialised; give {', '.join(settings)} at the first call of init")
+            given = [*(["world"] if world is not None else []), *settings]
+            if given:
+                raise ConfigError(f"commsched is already initialised; give {', '.join(given)} at the first call of init")
             return _current
-        _current = open_session(detect_world(os.environ), Settings.load(settings, os.environ), device)
+        world = detect_world(os.environ) if world is None else _agreed_with_launcher(world)
+        _current = open_session(world, Settings.load(settings, os.environ), device)
         atexit.unregister(_at_exit)
         atexit.register(_at_exit)
         return _current
+
+
+def require_world_size(world_size: int, who: str) -> None:
+    """For plugins of libraries that count ranks by themselves, before they use that number.
+
+    Raises:
+        ConfigError: ``commsched run`` has started another number of ranks than ``who`` says there are.
+    """
+    if "COMMSCHED_RANK" in os.environ and (launched := detect_world(os.environ)).world_size != world_size:
+        raise ConfigError(
+            f"{launched.launcher} started {launched.world_size} ranks, but {who} makes {world_size}; let them agree"
+        )
+
+
+def _agreed_with_launcher(world: World) -> World:
+    """``world``, unless ``commsched run`` has started this process, or one that started it, as another rank."""
+    if "COMMSCHED_RANK" in os.environ:
+        launched = detect_world(os.environ)
+        if (launched.rank, launched.world_size) != (world.rank, world.world_size):
+            raise ConfigError(
+                f"{launched.launcher} says that this is rank {launched.rank} of {launched.world_size}, but {world.launcher} "
+                f"that it is rank {world.rank} of {world.world_size}; let one of them start the ranks"
+            )
+    return world
 
 
 def shutdown() -> None:
@@ -511,16 +541,20 @@ def open_session(world: World, settings: Settings, device: str = "cpu") -> Sessi
         ConfigError, PeerTimeout: see ``init``.
     """
     require_transport(settings.transport)
+    if settings.log is not None:
+        set_level(settings.log)
     if world.world_size == 1 or settings.disable:
         if settings.tune is not None and world.rank == 0:
             say(f"there is nothing to tune with {'disable=1' if settings.disable else 'one rank'}")
-        return local_sessions(1, settings.scheduler)[0]
+        alone = local_sessions(1, settings.scheduler)[0]
+        alone.disabled = settings.disable
+        return alone
     quiet_grpc()
     with ExitStack() as stack:
         withdraw = stack.enter_context(ExitStack())
         meeting, server = _meet(world, settings, stack, withdraw)
         host = own_host(world, settings, meeting.address)
-        transport = settings.transport
+        transport, hosts = settings.transport, 1
 
         def open_control(session: Session) -> Control:
             from .control.client import ControlClient, Member
@@ -551,10 +585,11 @@ def open_session(world: World, settings: Settings, device: str = "cpu") -> Sessi
             )
             from .transports.opening import open_named  # with the shared parts of all transports: not for one rank alone
 
-            nonlocal transport
+            nonlocal transport, hosts
             transport = transport_name(world, settings, device, session.gather)
+            hosts = len(set(session.gather(host)))
             if settings.tuned is not None:
-                _require_fitting(session, settings, settings.tuned, transport, host)
+                _require_fitting(session, settings, settings.tuned, transport, host, hosts)
             return open_named(context, transport)
 
         session = Session(
@@ -572,6 +607,13 @@ def open_session(world: World, settings: Settings, device: str = "cpu") -> Sessi
             warn_after_seconds=settings.fail_after,
         )
         session.cleanup = stack.pop_all()
+    if world.rank == 0:
+
+        def describe(manifest: Manifest) -> str:
+            ordered, config = session.transport.ordered, session.core.config
+            return first_line(settings, transport, ordered, world.world_size, hosts, config, manifest)
+
+        session.on_register(FirstLine(say, describe).on_register)
     if settings.tune is not None:
         from .transports.host.leader import LeaderTransport
         from .tuner.online import start_tuning
@@ -584,12 +626,13 @@ def open_session(world: World, settings: Settings, device: str = "cpu") -> Sessi
     return session
 
 
-def _require_fitting(session: Session, settings: Settings, tuned: Mapping[str, Any], transport: str, host: str) -> None:
-    """Refuse settings that were tuned for another job: now, or when its tensors are registered. Collective."""
+def _require_fitting(
+    session: Session, settings: Settings, tuned: Mapping[str, Any], transport: str, host: str, hosts: int
+) -> None:
+    """Refuse settings that were tuned for another job: now, or when its tensors are registered."""
     from .tuner.link import describe_link
     from .tuner.tuned import ModelCheck, check_tuned, describe_transport
 
-    hosts = len(set(session.gather(host)))
     if session.rank == 0:
         transport = describe_transport(transport, settings)
         check_tuned(tuned, session.world_size, hosts, transport, describe_link(host, settings.rate))

@@ -11,7 +11,7 @@ import pytest
 
 import commsched
 from commsched import SchedulerConfig, Session
-from commsched.core.errors import CommschedError
+from commsched.core.errors import CommschedError, ConfigError
 from commsched.core.manifest import Manifest, TensorSpec
 from commsched.core.order.agreed import STATIC
 from commsched.core.ports import Completion, Transport
@@ -296,6 +296,16 @@ def test_a_process_without_launcher_is_one_rank(monkeypatch: pytest.MonkeyPatch)
     commsched.shutdown()
     with pytest.raises(commsched.ConfigError, match="partiton is not a setting; did you mean partition"):
         commsched.init(partiton="1MB")
+
+
+def test_a_library_that_counts_other_ranks_than_the_launcher_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", {})
+    commsched.require_world_size(3, "its own launcher")
+    launched = {"COMMSCHED_RANK": "0", "COMMSCHED_WORLD_SIZE": "2"}
+    monkeypatch.setattr(os, "environ", launched)
+    commsched.require_world_size(2, "Trainer(devices=2)")
+    with pytest.raises(ConfigError, match=r"commsched run started 2 ranks, but Trainer\(devices=1\) makes 1; let them agree"):
+        commsched.require_world_size(1, "Trainer(devices=1)")
 
 
 def test_a_rank_that_ends_keeps_its_connections_until_the_job_knows_why(monkeypatch) -> None:

@@ -224,6 +224,11 @@ class Settings:
     policy: str = _setting(_policy, "priority", "order of ready partitions: priority, fifo, rsag")
     rate: float | None = _setting(parse_rate, None, "most that a rank may send, such as 200mbit; none: no cap")
     trace: str | None = _setting(_text, None, "directory for a timeline of every task; none: no timeline")
+    log: str | None = _setting(
+        _one_of("warning", "info", "debug"),
+        None,
+        "what is said of the job: warning, info, debug; none: one line when it begins, and warnings",
+    )
     fail_after: float = _setting(parse_seconds, 10.0, "seconds of silence after which a rank or server is given up")
     join_within: float = _setting(parse_seconds, 60.0, "seconds within which all ranks must have joined")
     tune: Budget | None = _setting(  # noqa: RUF009 - Budget is frozen

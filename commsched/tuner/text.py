@@ -4,7 +4,9 @@ from __future__ import annotations
 
 
 def size(nbytes: int) -> str:
-    """In decimal units: ``4.0 MB``, ``64 KB``."""
+    """In decimal units: ``4.0 MB``, ``64 KB``, ``160 bytes``."""
+    if nbytes < 1000:
+        return f"{nbytes} bytes"
     return f"{nbytes / 1e6:.1f} MB" if nbytes >= 1_000_000 else f"{nbytes / 1e3:.0f} KB"
 
 
