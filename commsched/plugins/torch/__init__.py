@@ -14,6 +14,7 @@ try:
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError('this plugin needs PyTorch: pip install "commsched[torch]"', name="torch") from error
 
+from .comm_hook import CommHookState, comm_hook
 from .optimizer import ScheduledOptimizer
 
-__all__ = ["ScheduledOptimizer"]
+__all__ = ["CommHookState", "ScheduledOptimizer", "comm_hook"]

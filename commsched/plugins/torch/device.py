@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 
 import commsched
 
-from ...core.errors import CommschedError, TransportError, UnsupportedError
+from ...core.errors import CommschedError, ConfigError, TransportError, UnsupportedError
 from ...core.event_watcher import EventWatcher
 
 #: More than the kernels of a backward take, which a session that ends in an error may still find queued.
@@ -167,7 +168,7 @@ def open_device(session: commsched.Session, parameters: Sequence[tuple[str, torc
     if device.type == "cuda" and session.device == "cpu":
         raise UnsupportedError(
             f"{where}, but the session's transport averages in the host's memory; set transport=nccl, or let "
-            "ScheduledOptimizer open the session"
+            "this plugin open the session"
         )
     if device.type == "cuda" and str(device) != session.device:
         raise UnsupportedError(
@@ -180,11 +181,29 @@ def open_device(session: commsched.Session, parameters: Sequence[tuple[str, torc
     return Cuda(device, session)
 
 
-def init_for(optimizer: torch.optim.Optimizer) -> commsched.Session:
-    """The session of this process; if this call opens it, for the device that the parameters of ``optimizer`` are on."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter.device.type == "cuda":
-                with torch.cuda.device(parameter.device):
-                    return commsched.init(device=str(parameter.device))
-    return commsched.init()
+def init_for(parameters: Iterable[torch.Tensor]) -> commsched.Session:
+    """The session of this process; if this call opens it, for the device that ``parameters`` are on.
+
+    Raises:
+        ConfigError: torch.distributed has ranks that commsched does not know of; or see ``commsched.init``.
+    """
+    for parameter in parameters:
+        if parameter.device.type == "cuda":
+            with torch.cuda.device(parameter.device):
+                return _not_alone(commsched.init(device=str(parameter.device)))
+    return _not_alone(commsched.init())
+
+
+def _not_alone(session: commsched.Session) -> commsched.Session:
+    """
+    Raises:
+        ConfigError: torch.distributed knows of other ranks, and ``session`` does not: they would train apart.
+    """
+    if session.world_size == 1 and not session.disabled and dist.is_available() and dist.is_initialized():
+        ranks = dist.get_world_size()
+        if ranks > 1:
+            raise ConfigError(
+                f"torch.distributed has {ranks} ranks, but commsched sees no launcher, so gradients would not be averaged; "
+                "start with commsched run or torchrun, or set RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE before"
+            )
+    return session

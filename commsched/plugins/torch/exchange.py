@@ -1,11 +1,15 @@
 """GradientExchange: gradients into the flat buffers as backward produces them, averages out of them.
 
-A *round* is one exchange of all gradients. It begins with the first gradient of a backward and ends with ``end_round``:
-in ``step()``, or when its gradients were dropped (an overflow step that ``GradScaler`` skips).
+A *round* is one exchange of all gradients. It begins with the first gradient of a backward and ends with ``commit``, in
+``step()``, or is *folded*: when a second gradient of a parameter comes before ``step()``, averages take the place of what was
+handed over, so that autograd adds to them, and the sum is handed over in the next round. The average of (an average + what a
+rank adds) is the average of the sums.
 """
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -16,43 +20,28 @@ import torch
 
 import commsched
 
-from ...core.errors import ConfigError, TransportError, UnsupportedError
+from ...core.errors import ClosedError, ConfigError, UnsupportedError
 from ...core.group import TensorGroup
-from ...core.manifest import ITEMSIZE, Manifest, TensorSpec, require_equal
-from .device import Device, open_device
-from .guard import address, guard, release
+from ...core.manifest import Manifest, require_equal
+from .agreement import (
+    describe,
+    require_changed_alike,
+    require_equal_parameters,
+    require_gradients,
+    require_same_end,
+    require_unfrozen_alike,
+)
+from .barrier import Barrier
+from .device import open_device
+from .first_use import FirstUse
+from .flags import Flags, Kept, Used
+from .guard import guard, release
+from .slot import Slot, give_places
 
-_DTYPES = {getattr(torch, name): name for name in ("float16", "bfloat16", "float32", "float64")}
-
+log = logging.getLogger("commsched")
 
 #: By id of parameter, which its exchange keeps alive.
 _exchanges: WeakValueDictionary[int, GradientExchange] = WeakValueDictionary()
-
-
-class Slot:
-    """One parameter: its gradient's place in the flat buffer (``view``) and what is outstanding for it."""
-
-    __slots__ = ("address", "group_index", "has_gradient", "name", "parameter", "pending", "ready", "tensor", "view")
-
-    def __init__(self, name: str, parameter: torch.nn.Parameter, group_index: int) -> None:
-        self.name = name
-        self.parameter = parameter
-        self.group_index = group_index  # its place in the optimizer's param_groups
-        self.tensor = -1  # its index in the manifest
-        self.view: torch.Tensor = parameter  # until the buffers are there
-        self.address = 0  # of the view in the flat buffer
-        self.ready = False  # handed over in this round
-        self.has_gradient = False  # this rank contributed more than zeros
-        self.pending = False  # step() was called and the update is not yet in place
-
-    def spec(self) -> TensorSpec:
-        parameter = self.parameter
-        if parameter.dtype not in _DTYPES or parameter.layout != torch.strided:
-            raise UnsupportedError(
-                f"parameter '{self.name}' is {parameter.dtype}, {parameter.layout}; only dense gradients of "
-                f"{', '.join(map(str, _DTYPES))} can be averaged"
-            )
-        return TensorSpec(self.name, tuple(parameter.shape), _DTYPES[parameter.dtype])
 
 
 class GradientExchange:
@@ -61,49 +50,105 @@ class GradientExchange:
     ``before_round`` is called before the averages of the last round may be overwritten. Hooks run in the thread that runs
     backward; everything else in the engine's main thread.
 
-    Beside the gradients go two sets of flags: which parameters this rank has a gradient of when backward is over, for those
-    who read gradients before ``step()``; and, from ``step()``, whether it commits to the update and of which it has one still.
+    Beside the gradients go two sets of flags for all parameters of the optimizer: which of them this rank has a gradient of
+    when backward is over; and, when the round ends, whether this rank commits to the update and of which it has one still.
+
+    Parameters that require no gradient at first have no place in a buffer. In the round in which any rank has a gradient of
+    one, they get theirs, in a group of their own: all ranks learn of it from the first flags, which ranks that have a
+    parameter unfrozen but without a place therefore await in ``step()`` at the latest.
     """
 
     def __init__(self, session: commsched.Session, slots: Sequence[Slot], before_round: Callable[[], None]) -> None:
-        self.slots = list(slots)
+        self.slots = [slot for slot in slots if slot.parameter.requires_grad]  # that have a place, once there are buffers
         self.enabled = True  # False within no_sync()
+        self.barrier = Barrier(session.rank == 0)
+        self._all: list[Slot] = []  # by flag
+        self._late = [slot for slot in slots if not slot.parameter.requires_grad]  # without a place
         self._session = session
         self._before_round = before_round
-        self._buffers: _Buffers | None = None
-        self._round_open = False  # between the first gradient and end_round
+        self._groups: list[TensorGroup] = []
+        self._flags: Flags | None = None
+        self._round_open = False  # between the first gradient and the end of the round
         self._complete = False  # every slot was handed over in this round
+        self._checked = False  # gradients are read in this round, and all ranks have them
+        self._unfrozen = False  # a slot without a place has a gradient or requires one
+        self._accumulated = False  # autograd has made a gradient since the last update
+        self._graph_kept = False  # a backward was told to keep its graph
+        self.reader_unseen: str | None = None  # why step() had better wait for all updates, as a clause
+        self._said = False  # that gradients accumulate
+        self._pid = os.getpid()
         self._observer = session.observer
         self._last_gradient_at = 0.0
         # The model as it is registered; every rank's must be equal before anything else is exchanged.
-        manifest = Manifest(tuple(slot.spec() for slot in slots))
-        self._device = open_device(session, [(slot.name, slot.parameter) for slot in slots])
-        require_equal([Manifest.from_record(record) for record in session.gather(manifest.to_record())])
-        for slot in self.slots:
-            if id(slot.parameter) in _exchanges:
+        manifest = Manifest(tuple(spec for slot in self.slots for spec in slot.specs()))
+        self._device = open_device(session, [(slot.name, slot.parameter) for slot in self.slots or slots])
+        records = session.gather({"manifest": manifest.to_record(), "frozen": describe(self._late)})
+        require_equal([Manifest.from_record(record["manifest"]) for record in records])
+        require_equal_parameters([record["frozen"] for record in records])
+        self._claim(self.slots)
+        self._before, self._after = self._before_gradient, self._on_gradient  # what hooks do
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        self._add(slots)
+
+    def _add(self, slots: Sequence[Slot]) -> None:
+        for slot in slots:
+            slot.flag = len(self._all)
+            self._all.append(slot)
+            slot.await_average = partial(self.wait, slot)
+            parameter = slot.parameter
+            if not parameter.is_floating_point() or parameter.is_inference():
+                continue  # it can never have a gradient
+            frozen = not parameter.requires_grad
+            parameter.requires_grad_(True)  # which hooks want, and outlast
+            self._handles += self._hook(slot)
+            parameter.requires_grad_(not frozen)
+
+    def _hook(self, slot: Slot) -> list[torch.utils.hooks.RemovableHandle]:
+        return [
+            slot.parameter.register_hook(lambda _: self._before(slot)),
+            slot.parameter.register_post_accumulate_grad_hook(lambda _: self._after(slot)),
+        ]
+
+    def _claim(self, slots: Sequence[Slot]) -> None:
+        for slot in slots:
+            if _exchanges.get(id(slot.parameter), self) is not self:
                 raise ConfigError(
                     f"parameter '{slot.name}' belongs to another ScheduledOptimizer; call that one's detach() first"
                 )
-        self._handles = []
-        for slot in self.slots:
+        for slot in slots:
             _exchanges[id(slot.parameter)] = self
-            self._handles.append(slot.parameter.register_hook(self._make_hook(slot, self._before_gradient)))
-            self._handles.append(slot.parameter.register_post_accumulate_grad_hook(self._make_hook(slot, self._on_gradient)))
 
-    def _make_hook(self, slot: Slot, hook: Callable[[Slot], None]) -> Callable[[torch.Tensor], None]:
-        return lambda _: hook(slot)
+    def add(self, slots: Sequence[Slot]) -> None:
+        """Further parameters of the optimizer, which every rank adds, in the same order. No update may be outstanding.
+
+        Raises:
+            ManifestMismatch: the ranks' parameters differ.
+        """
+        if self._round_open:
+            self._fold()
+        require_equal_parameters(self._session.gather(describe(slots)))
+        self._late += slots
+        self._add(slots)
+        if self._flags is not None:
+            self._flags.release()
+            self._flags = Flags(self._session, self._device, len(self._all))
 
     def detach(self) -> None:
-        """Remove the hooks and let go of the buffers; nothing may be outstanding."""
+        """Remove the hooks and let go of the buffers; no update may be outstanding. Collective."""
+        if self._round_open:
+            self._fold()
         self.settle()
         for handle in self._handles:
             handle.remove()
-        for slot in self.slots:
-            _exchanges.pop(id(slot.parameter), None)
-            release(slot.view)
+        for slot in self._all:
+            if _exchanges.get(id(slot.parameter)) is self:
+                del _exchanges[id(slot.parameter)]
+            release(slot.gradient)
             release(slot.parameter)
-        if self._buffers is not None:
-            self._buffers.release()
+        for group in self._groups:
+            group.release()
+        if self._flags is not None:
+            self._flags.release()
         self._device.close()
 
     def settle(self) -> None:
@@ -112,29 +157,48 @@ class GradientExchange:
 
     def record_first_use(self) -> None:
         """From now on, note which parameter is used first, second, ..."""
-        self._use_order = _FirstUse(self.slots, self._device)
+        self._use_order = FirstUse(self.slots, self._device)
+
+    def before_compiling(self) -> None:
+        """Something is about to be compiled. It must not find guarded parameters, so whatever order was noted is enough; nor
+        must it compile hooks that backward calls within a compiled step."""
+        self._use_order.end()
+        self._before, self._after = torch.compiler.disable(self._before_gradient), torch.compiler.disable(self._on_gradient)
 
     @property
-    def buffers(self) -> _Buffers:
-        """Made at the first gradient, when rank 0's forward has shown the order of the layers."""
-        if self._buffers is None:
-            order = self._session.gather(self._use_order.finish())[0]
-            by_name = {slot.name: slot for slot in self.slots}
-            self.slots = [by_name[name] for name in order]
-            self._buffers = _Buffers(self._session, self.slots, self._device)
-        return self._buffers
+    def flags(self) -> Flags:
+        """With the buffers, made at the first gradient, when rank 0's forward has shown the order of the layers."""
+        if self._flags is None:
+            order = self._session.gather(self._use_order.order())[0]
+            self.slots = [self._all[flag] for flag in order]
+            if self.slots:
+                self._groups.append(give_places(self._session, self._device, self.slots))
+            self._flags = Flags(self._session, self._device, len(self._all))
+        return self._flags
+
+    @property
+    def manifests(self) -> list[Manifest]:
+        """What was registered, in forward order; first those that required a gradient from the start."""
+        return [group.manifest for group in self._groups]
 
     # --- one round ---
 
     def _before_gradient(self, slot: Slot) -> None:
         """Before autograd adds to ``.grad``: what is outstanding for it must not be touched."""
-        if slot.pending:  # a graph that was kept from before step(), so that no forward has read the parameter
+        if slot.pending:  # no forward has read the parameter since step()
+            self._require_graph_from_before(slot)
             self._before_round()
-        if self._round_open and slot.ready and (slot.parameter.grad is slot.view or not self.enabled):
+        self._accumulated = True
+        self._graph_kept = self._graph_kept or _keeps_graph()
+        if self._round_open and slot.ready:
+            self._fold()
+
+    def _require_graph_from_before(self, slot: Slot) -> None:
+        if not self._graph_kept and self.kept_by_any_rank([slot]):
             raise UnsupportedError(
-                f"a second gradient of '{slot.name}' before step(): its first is being averaged already. To accumulate over "
-                "several backward passes, run all but the last within optimizer.no_sync(); after a skipped step, call "
-                "optimizer.zero_grad()"
+                f"'{slot.name}' has a gradient, but since step() nothing has read it that waits for its update: TorchScript, "
+                "an extension or a CUDA graph read it as it was, or this backward is of a graph from before step(). Call "
+                "optimizer.synchronize() after step()"
             )
 
     def _on_gradient(self, slot: Slot) -> None:
@@ -142,8 +206,6 @@ class GradientExchange:
             return
         gradient = slot.parameter.grad
         assert gradient is not None
-        if self._round_open and slot.ready:
-            self.end_round(committed=False)  # zero_grad() without step(): the round's gradients were dropped
         self._begin_round()
         if self._observer is not None:
             began, self._last_gradient_at = self._last_gradient_at, monotonic()
@@ -154,102 +216,218 @@ class GradientExchange:
         if self._round_open:
             return
         self._before_round()
-        self.buffers.begin_step()
+        flags = self.flags
+        for group in self._groups:
+            group.begin_step()
+        flags.begin_step()
         self._round_open = True
-        self._complete = False
-        for slot in self.slots:
-            slot.ready = slot.has_gradient = False
-            release(slot.view)  # of a round whose gradients were dropped: it is over, nothing is left to wait for
+        self._complete = self._checked = self._unfrozen = False
+        for slot in self._all:
+            slot.ready = slot.has_gradient = slot.was_read = False
 
     def _hand_over(self, slot: Slot, gradient: torch.Tensor | None) -> None:
         """Put ``gradient`` (None: zeros) into the buffer and tell the core. From here the average is on its way."""
         slot.ready = True
         slot.has_gradient = gradient is not None
-        self._require_in_buffer(slot)
-        if gradient is None:
+        if gradient is not None and gradient is not slot.gradient:
+            slot.require_averageable(gradient)
+        if not slot.proxies:
+            assert gradient is not None
+            self._keep_late(slot, gradient)
+            return
+        slot.require_in_buffer()
+        if slot.rows is not None:
+            slot.rows.write(gradient, slot.view)
+            slot.gradient = gradient if gradient is not None else torch.zeros_like(slot.view, layout=torch.sparse_coo)
+            slot.filled = False
+        elif gradient is None:
             slot.view.zero_()
-        elif gradient.requires_grad:
-            raise UnsupportedError(f"the gradient of '{slot.name}' has a graph (create_graph=True): it cannot be averaged")
         elif gradient is not slot.view:
-            if gradient.layout != torch.strided or gradient.dtype != slot.view.dtype or gradient.device != slot.view.device:
-                raise UnsupportedError(
-                    f"the gradient of '{slot.name}' is {gradient.dtype}, {gradient.layout} on {gradient.device}; when it was "
-                    f"wrapped, the parameter was dense {slot.view.dtype} on {slot.view.device}"
-                )
             with torch.no_grad():
                 slot.view.copy_(gradient)
                 slot.parameter.grad = slot.view
+        slot.version = slot.gradient._version
         if gradient is not None:
-            guard(slot.view, lambda: self.wait(slot))
-        self._device.when_written(partial(self.buffers.gradients.notify_ready, slot.tensor))
+            guard(slot.gradient, slot.await_average)
+        self._device.when_written(slot.notify_ready)
 
-    def _complete_round(self, drop: bool = False) -> None:
+    def _complete_round(self) -> None:
         """Hand over what backward did not produce (zeros, unless it was accumulated before), and say what it was."""
         if self._complete:
             return
         self._complete = True
         for slot in self.slots:
             if not slot.ready:
-                self._hand_over(slot, None if drop else slot.parameter.grad)
-        self.buffers.offer_used([slot.has_gradient for slot in self.slots])
+                self._hand_over(slot, slot.parameter.grad)
+        for slot in self._late:
+            if not slot.ready and slot.parameter.grad is not None:
+                self._hand_over(slot, slot.parameter.grad)
+            self._unfrozen = self._unfrozen or slot.has_gradient or slot.parameter.requires_grad
+        self.flags.offer_used(self._unfrozen, [slot.has_gradient for slot in self._all])
+        if self._unfrozen:
+            self._exchange_late()
 
-    def end_round(self, committed: bool) -> None:
-        """Hand over the rest, and whether this rank commits to the update (``step()``); all ranks must, or none."""
+    def commit(self) -> None:
+        """Hand over the rest, and commit this rank to the update; all ranks must, or none. Does not wait for averages, unless
+        what they are to be was edited."""
+        if not self._accumulated and any(slot.parameter.grad is not None for slot in self._all):
+            self.reader_unseen = "gradients are not made by backward, so what reads the parameters for them may not wait"
         self._begin_round()
-        if committed:
-            for slot in self.slots:
-                self._require_in_buffer(slot)
-                # Handed over, and dropped since: if every rank did so, there is no update.
-                slot.has_gradient = slot.has_gradient and slot.parameter.grad is not None
-        self._complete_round(drop=not committed)
-        if committed:
-            self._adopt_replaced()
-        self.buffers.offer_committed(committed, [slot.has_gradient for slot in self.slots])
-        self._round_open = False
-
-    def _adopt_replaced(self) -> None:
-        """What the user has put into ``.grad`` since backward is what the update uses."""
+        for slot in self.slots:
+            slot.require_in_buffer()
+            gradient = slot.parameter.grad
+            if not slot.ready and gradient is not None and gradient.requires_grad:
+                slot.parameter.grad = gradient.detach()  # of torch.func.grad, say: nobody differentiates it any more
+        self._complete_round()
+        changed = [slot.is_changed() for slot in self._all]
         for slot in self.slots:
             gradient = slot.parameter.grad
-            if gradient is not None and gradient is not slot.view:
-                self._await_average(slot)
-                with torch.no_grad():
-                    slot.view.copy_(gradient)
-                slot.parameter.grad = slot.view
+            if gradient is not None and gradient is not slot.gradient:
+                self._adopt(slot, gradient)
+        for slot in self._late:
+            if slot.parameter.grad is not None:
+                raise UnsupportedError(
+                    f"'{slot.name}'.grad was set after other gradients were read; until now it had none, so it would not be "
+                    "averaged: set it before"
+                )
+        self.flags.offer_kept(True, self._unfrozen, [slot.parameter.grad is not None for slot in self._all], changed)
+        self._round_open = self._accumulated = False
+        if self._use_order.is_open:
+            self._use_order.end()
+            unseen = self._use_order.unseen()
+            if unseen is not None:
+                self.reader_unseen = (
+                    f"'{unseen}' is read by what does not wait for its update (TorchScript or an extension, say)"
+                )
 
-    def _require_in_buffer(self, slot: Slot) -> None:
-        if address(slot.view) != slot.address:
-            raise UnsupportedError(f"the memory of '{slot.name}'.grad was replaced through .data; assign to .grad instead")
+    def _adopt(self, slot: Slot, gradient: torch.Tensor) -> None:
+        """What the user has put into ``.grad`` since backward is what the update uses."""
+        self._await_average(slot)
+        slot.require_averageable(gradient)
+        if slot.rows is not None:
+            slot.gradient = gradient
+            return
+        with torch.no_grad():
+            slot.view.copy_(gradient)
+        slot.parameter.grad = slot.view
+
+    def _fold(self) -> None:
+        """End the round without an update: its averages stay in ``.grad``, except where the user has dropped them.
+
+        It blocks, within backward too, until every rank has come to the end of its round, and all is offered before anything
+        is awaited. A rank that comes there by ``step()`` makes this an error on both.
+
+        Raises:
+            TransportError: another rank called step().
+        """
+        self._complete_round()
+        changed = [slot.is_changed() for slot in self._all]
+        # What has taken the place of an average that nobody has seen is a new sum, which begins on this rank alone.
+        keeps = [
+            slot.parameter.grad is slot.gradient or (slot.was_read and slot.parameter.grad is not None) for slot in self._all
+        ]
+        self.flags.offer_kept(False, self._unfrozen, keeps, changed)
+        kept = self._kept(committed=False)
+        for slot in self.slots:
+            self._await_average(slot)
+            if not slot.has_gradient and slot.parameter.grad is None and kept.share[slot.flag] > 0:
+                slot.parameter.grad = slot.gradient  # or what this rank adds would count for less than the others'
+        self._round_open = False
+        if not self._said and any(share > 0 for share in kept.share):
+            self._said = True
+            if self._session.rank == 0:
+                log.info(
+                    "gradients accumulate over several backward passes, and each is averaged; all but the last within "
+                    "optimizer.no_sync() would save its traffic"
+                )
+
+    # --- parameters without a place in a buffer ---
+
+    def _keep_late(self, slot: Slot, gradient: torch.Tensor) -> None:
+        slot.specs()  # before other ranks wait for it
+        if str(gradient.device) != self._session.device:
+            raise UnsupportedError(
+                f"the gradient of '{slot.name}' is on {gradient.device}, but gradients are averaged on {self._session.device}"
+            )
+        slot.gradient = gradient
+        guard(gradient, slot.await_average)
+
+    def _exchange_late(self) -> None:
+        """Give a place to those that any rank has a gradient of, in this very round."""
+        used = self._used()
+        late = [slot for slot in self._late if used.share[slot.flag] > 0]
+        if not late:
+            return
+        gradients = {slot.flag: slot.gradient for slot in late if slot.has_gradient}
+        self._claim(late)
+        group = give_places(self._session, self._device, late)
+        self._groups.append(group)
+        self._late = [slot for slot in self._late if not slot.proxies]
+        self.slots += late
+        group.begin_step()
+        for slot in late:
+            gradient = gradients.get(slot.flag)
+            if gradient is not None:
+                release(gradient)
+                slot.move_in(gradient)
+            self._hand_over(slot, gradient)
 
     # --- averages ---
 
     def wait(self, slot: Slot) -> None:
-        """Until the average of ``slot`` is in ``slot.view``.
+        """Until the average of ``slot`` is in ``slot.gradient``.
 
         Raises:
             UnsupportedError: it is read before step() where its average cannot be there, or would not be of use.
+            ClosedError: it is read in a forked process.
         """
+        if os.getpid() != self._pid:
+            raise ClosedError("a forked process reads gradients whose averages are outstanding")
         if self._round_open:
             if torch._C._current_graph_task_id() != -1:
                 raise UnsupportedError(
                     f"the gradient of '{slot.name}' is read within backward: its average cannot be there yet"
                 )
-            self._complete_round()
-            self._require_gradients_of_all_ranks()
+            with self.barrier.waiting("gradients are read before step()"):
+                self._complete_round()
+                self._require_gradients_of_all_ranks()
+                self._await_average(slot)
+            slot.was_read = True
+            return
         self._await_average(slot)
 
+    def wait_for_all(self) -> None:
+        """Until every average is in its view, and the flags of ``step()`` are there."""
+        for slot in self.slots:
+            self.wait(slot)
+        self.flags.kept()
+
     def _await_average(self, slot: Slot) -> None:
-        self.buffers.gradients.proxies[slot.tensor].wait()
-        release(slot.view)
+        for proxy in slot.proxies:
+            proxy.wait()
+        if slot.rows is not None and not slot.filled:
+            slot.filled = True
+            with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+                slot.gradient.copy_(slot.rows.read(slot.view))
+                slot.version = slot.gradient._version
+        release(slot.gradient)
+
+    def _used(self) -> Used:
+        used = self.flags.used()
+        require_unfrozen_alike(used.unfrozen, self._late, self._session.rank)
+        return used
+
+    def _kept(self, committed: bool) -> Kept:
+        kept = self.flags.kept()
+        require_same_end(kept, committed, self._session.rank, self._groups[0].step if self._groups else 0)
+        require_unfrozen_alike(kept.unfrozen, self._late, self._session.rank)
+        require_changed_alike(kept, self._all)
+        return kept
 
     def _require_gradients_of_all_ranks(self) -> None:
-        used = self.buffers.used()
-        for slot in self.slots:
-            if used[slot.tensor] and not slot.has_gradient:
-                raise UnsupportedError(
-                    f"gradients are read before step() (to clip them, say), but '{slot.name}' has one on other ranks and none "
-                    f"on rank {self._session.rank}: the ranks would part"
-                )
+        if not self._checked:
+            self._checked = True
+            require_gradients(self._used(), self._all, self._session.rank)
 
     def updating(self) -> AbstractContextManager[object]:
         """Around an update: who reads the parameters after it reads them updated."""
@@ -257,121 +435,22 @@ class GradientExchange:
 
     def is_there(self, slot: Slot) -> bool:
         """Whether :meth:`wait` and :meth:`kept_by_any_rank` would return at once."""
-        return self.buffers.gradients.proxies[slot.tensor].is_open and self.buffers.flags_are_there()
+        return slot.proxies[0].is_open and slot.proxies[-1].is_open and self.flags.are_there()
 
-    def kept_by_any_rank(self, slot: Slot) -> bool:
-        """Whether any rank had a gradient of ``slot`` when it called ``step()``.
+    def kept_by_any_rank(self, slots: Sequence[Slot]) -> list[Slot]:
+        """Those of ``slots`` of which any rank had a gradient when it called ``step()``.
 
         Raises:
-            TransportError: some ranks called step() and others dropped their gradients; an update would part them.
+            TransportError: some ranks called step() and others did not; an update would part them.
+            UnsupportedError: some ranks have changed a gradient, or unfrozen a parameter, and others have not; likewise.
         """
-        committed, kept = self.buffers.committed()
-        if not committed:
-            raise TransportError(
-                f"rank {self._session.rank} called step() in step {self.buffers.gradients.step}, but another rank dropped the "
-                "gradients of that round (a caught exception in its backward, or a skipped step): the ranks would part"
-            )
-        return kept[slot.tensor]
+        kept = self._kept(committed=True)
+        return [slot for slot in slots if kept.share[slot.flag] > 0]
 
     def forward_began(self) -> None:
         """Backward spans of the trace are measured from the end of the forward before them."""
         self._last_gradient_at = monotonic()
 
 
-class _Buffers:
-    """The registered tensors: the gradients, in the order of the slots, and the flags.
-
-    Each set of flags is a group of its own: nothing waits for it by sharing its partition, and both go before all but the
-    first gradients.
-    """
-
-    def __init__(self, session: commsched.Session, slots: Sequence[Slot], device: Device) -> None:
-        self._device = device
-        views, self.gradients = _register(session, device, [slot.spec() for slot in slots])
-        for tensor, (slot, view) in enumerate(zip(slots, views)):
-            slot.tensor, slot.view, slot.address = tensor, view, view.data_ptr()
-        (self._used,), self._used_group = _register(session, device, [TensorSpec("commsched.used", (len(slots),), "float32")])
-        kept = TensorSpec("commsched.kept", (1 + len(slots),), "float32")
-        (self._kept,), self._kept_group = _register(session, device, [kept])
-        self._all_used: list[bool] | None = None  # of this round, once read
-        self._all_kept: tuple[bool, list[bool]] | None = None
-
-    def begin_step(self) -> None:
-        for group in (self.gradients, self._used_group, self._kept_group):
-            group.begin_step()
-
-    def release(self) -> None:
-        for group in (self.gradients, self._used_group, self._kept_group):
-            group.release()
-
-    def offer_used(self, used: list[bool]) -> None:
-        self._all_used = None
-        with self._device.aside():
-            self._used.copy_(torch.tensor(used))
-        self._used_group.notify_ready(0)
-
-    def offer_committed(self, committed: bool, kept: list[bool]) -> None:
-        self._all_kept = None
-        with self._device.aside():
-            self._kept.copy_(torch.tensor([committed, *kept]))
-        self._kept_group.notify_ready(0)
-
-    def flags_are_there(self) -> bool:
-        return self._used_group.proxies[0].is_open and self._kept_group.proxies[0].is_open
-
-    def used(self) -> list[bool]:
-        """For each slot, whether any rank had a gradient of it after backward; waits for the flags of all ranks."""
-        if self._all_used is None:
-            self._used_group.proxies[0].wait()
-            with self._device.aside():
-                self._all_used = [share > 0 for share in self._used.tolist()]
-        return self._all_used
-
-    def committed(self) -> tuple[bool, list[bool]]:
-        """Whether all ranks called ``step()``, and for each slot whether any rank still had a gradient of it then; waits."""
-        if self._all_kept is None:
-            self._kept_group.proxies[0].wait()
-            with self._device.aside():
-                committed, *kept = self._kept.tolist()
-            self._all_kept = committed == 1.0, [share > 0 for share in kept]
-        return self._all_kept
-
-
-def _register(
-    session: commsched.Session, device: Device, specs: Sequence[TensorSpec]
-) -> tuple[list[torch.Tensor], TensorGroup]:
-    """Flat buffers for tensors in forward order, and each tensor's view of them."""
-    manifest = Manifest(tuple(specs))
-    flat = {
-        dtype: torch.zeros(nbytes, dtype=torch.uint8, device=session.device) for dtype, nbytes in manifest.buffer_bytes.items()
-    }
-    views = []
-    for tensor, spec in enumerate(manifest.tensors):
-        start = manifest.offset(tensor) // ITEMSIZE[spec.dtype]
-        views.append(flat[spec.dtype].view(getattr(torch, spec.dtype))[start : start + spec.numel].view(spec.shape))
-    return views, session.register(manifest, {dtype: device.bytes_of(buffer) for dtype, buffer in flat.items()})
-
-
-class _FirstUse:
-    """In which order the parameters are first used. Parameters never used come last, as registered."""
-
-    def __init__(self, slots: Sequence[Slot], device: Device) -> None:
-        self._slots = slots
-        self._device = device
-        self._order: list[str] = []
-        for slot in slots:
-            guard(slot.parameter, self._make_recorder(slot))
-
-    def _make_recorder(self, slot: Slot) -> Callable[[], None]:
-        def record() -> None:
-            release(slot.parameter)
-            self._device.read()
-            self._order.append(slot.name)
-
-        return record
-
-    def finish(self) -> list[str]:
-        for slot in self._slots:
-            release(slot.parameter)
-        seen = set(self._order)
-        return self._order + [slot.name for slot in self._slots if slot.name not in seen]
+#: Whether the backward that runs was told to keep its graph.
+_keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph

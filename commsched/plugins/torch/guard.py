@@ -15,11 +15,17 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch._compile import _disable_dynamo
+
+from .outside import is_surrounded, outside
 
 Resolve = Callable[[], None]
 
 #: id of each guarded tensor -> the tensor (so that the id stays its own), its class, and how to resolve it.
 _guarded: dict[int, tuple[torch.Tensor, type, Resolve]] = {}
+
+#: Within, this thread takes guarded tensors as they are: for what needs no values of theirs, or just updates them.
+unguarded = torch._C.DisableTorchFunctionSubclass
 
 _T = torch.Tensor
 #: Operations that read no values. ``grad`` is here because a gradient is guarded itself.
@@ -52,16 +58,27 @@ def release(tensor: torch.Tensor) -> None:
         tensor.__class__ = known[1]
 
 
+def own_class(tensor: torch.Tensor) -> type:
+    """The class of ``tensor`` when it is not guarded."""
+    known = _guarded.get(id(tensor))
+    return type(tensor) if known is None else known[1]
+
+
 def address(tensor: torch.Tensor) -> int:
     """Where the values of ``tensor`` lie, without waiting for them."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with unguarded():
         return tensor.data_ptr()
 
 
 def resolve(tensor: torch.Tensor) -> None:
     """What a reader of ``tensor`` does first. Raises what its resolution raises."""
     known = _guarded.get(id(tensor))
-    if known is not None:
+    if known is None:
+        return
+    if is_surrounded():
+        with outside():
+            known[2]()
+    else:
         known[2]()
 
 
@@ -69,6 +86,7 @@ class _Guard:
     """Mixed in before a tensor's own class."""
 
     @classmethod
+    @_disable_dynamo
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _VALUE_FREE:
@@ -82,11 +100,13 @@ class _Guard:
 
     # Python looks these two up before any operation; they would rebuild an object of this class.
 
+    @_disable_dynamo
     def __deepcopy__(self: Any, memo: Any) -> Any:
         resolve(self)
         with _own_class(self):
             return copy.deepcopy(self, memo)
 
+    @_disable_dynamo
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
         resolve(self)
         with _own_class(self):

@@ -11,6 +11,7 @@ import torch
 import commsched
 
 from ...core.errors import ManifestMismatch, UnsupportedError
+from .first_use import no_use
 
 log = logging.getLogger("commsched")
 
@@ -32,7 +33,26 @@ def broadcast_model(session: commsched.Session, model: torch.nn.Module, beside: 
         for ours, other in zip([*described[0], None], [*theirs, None]):
             if ours != other:
                 raise ManifestMismatch(f"the model has {_text(ours)} on rank 0 but {_text(other)} on rank {rank}")
-    _broadcast(session, "initial parameters and buffers", [tensor.detach() for tensor in named.values()])
+    broadcast_parameters(session, named)
+
+
+def broadcast_parameters(session: commsched.Session, named: Mapping[str, torch.Tensor]) -> None:
+    """Rank 0's values of tensors that all ranks have, with the same names, shapes and types."""
+    with no_use():
+        _broadcast(session, "initial parameters and buffers", [tensor.detach() for tensor in named.values()])
+
+
+def require_same_group(session: commsched.Session, optimizer: torch.optim.Optimizer, index: int) -> None:
+    """
+    Raises:
+        ManifestMismatch: the options of the optimizer's param_group with this ``index`` differ between ranks.
+    """
+    records = session.gather(_options(optimizer)[index]["options"])
+    for rank, record in enumerate(records):
+        for key in records[0].keys() | record.keys():
+            ours, theirs = records[0].get(key), record.get(key)
+            if ours != theirs:
+                raise ManifestMismatch(f"param_groups[{index}]['{key}'] is {ours} on rank 0 but {theirs} on rank {rank}")
 
 
 def _text(described: list[Any] | None) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from ...core.errors import UnsupportedError
 
@@ -16,22 +17,28 @@ def updates_each_parameter_alone(optimizer: torch.optim.Optimizer) -> bool:
     Known for the optimizers of ``torch.optim``. Others may keep counters in their groups or use a norm over all gradients,
     so for them the whole update is one call, which needs all averages.
     """
-    return type(optimizer).__module__.startswith("torch.optim.")
+    return f"{type(optimizer).__module__}.".startswith("torch.optim.")
+
+
+def runs_only_torch(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether ``optimizer.step()`` is torch's own code and nothing else: no hook or wrapper, which might read the model."""
+    return (
+        type(optimizer).__module__.startswith("torch.optim.")
+        and "step" not in vars(optimizer)
+        and not optimizer._optimizer_step_pre_hooks
+        and not optimizer._optimizer_step_post_hooks
+        and not _global_optimizer_pre_hooks
+        and not _global_optimizer_post_hooks
+    )
 
 
 def require_supported(optimizer: torch.optim.Optimizer) -> None:
     """
     Raises:
-        UnsupportedError: an optimizer that evaluates the model several times per step, or wants sparse gradients.
+        UnsupportedError: an optimizer that evaluates the model several times per step.
     """
-    if isinstance(optimizer, torch.optim.LBFGS | torch.optim.SparseAdam):
-        raise UnsupportedError(f"{type(optimizer).__name__} is not supported: it {_REASONS[type(optimizer).__name__]}")
-
-
-_REASONS = {
-    "LBFGS": "runs backward several times within one step",
-    "SparseAdam": "needs sparse gradients, and only dense ones are averaged",
-}
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise UnsupportedError("LBFGS is not supported: it runs backward several times within one step")
 
 
 def snapshot(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

@@ -4,26 +4,33 @@ from __future__ import annotations
 
 import copy
 import logging
+import operator
 import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from time import monotonic
 from typing import Any
 
 import torch
+from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
 import commsched
 
 from ...core.errors import ClosedError, ConfigError, TransportError, UnsupportedError
+from . import compiled
 from .device import init_for
-from .exchange import GradientExchange, Slot
-from .guard import guard, release
-from .initial_state import broadcast_model, broadcast_optimizer
+from .exchange import GradientExchange
+from .guard import guard, own_class, release, unguarded
+from .initial_state import broadcast_model, broadcast_optimizer, broadcast_parameters, require_same_group
 from .layer_spans import trace_forward
-from .narrow import require_supported, snapshot, step_some, updates_each_parameter_alone
+from .narrow import require_supported, runs_only_torch, snapshot, step_some, updates_each_parameter_alone
+from .plain import require_plain
+from .slot import Slot
+from .sparse import sparse_weights
 
 log = logging.getLogger("commsched")
 
@@ -38,7 +45,9 @@ class ScheduledOptimizer(Optimizer):
 
     Every rank begins with rank 0's parameters, buffers and optimizer state. Backward hands each gradient over as soon as it
     exists. ``step()`` records the hyper-parameters and returns; the update of each parameter runs when someone first reads
-    it, which waits for its average. Reading ``p.grad``'s values waits for the average. With one rank, or with
+    it, which waits for its average. Reading ``p.grad``'s values waits for the average. Several backward passes before one
+    ``step()`` accumulate averages; parameters may be unfrozen, or added by :meth:`add_param_group`, at any time, on all ranks
+    in the same step. With one rank, or with
     ``COMMSCHED_DISABLE=1``, every call goes straight to ``optimizer``.
 
     Args:
@@ -70,35 +79,50 @@ class ScheduledOptimizer(Optimizer):
         self._optimizer_step_pre_hooks: OrderedDict[int, Any] = OrderedDict()
         self._optimizer_step_post_hooks: OrderedDict[int, Any] = OrderedDict()
         self._exchange: GradientExchange | None = None
-        self._pending: OrderedDict[int, Slot] = OrderedDict()  # by tensor index, front layers first
+        self._pending: OrderedDict[int, Slot] = OrderedDict()  # by flag, front layers first
         self._lock = threading.RLock()
         self._pid = os.getpid()
-        session = session or init_for(optimizer)
+        session = session or init_for(parameter for group in optimizer.param_groups for parameter in group["params"])
         if session.world_size == 1:
             return
         require_supported(optimizer)
-        _require_plain(model)
+        require_plain(model, (parameter for group in optimizer.param_groups for parameter in group["params"]))
         self._session = session
         self._per_parameter = updates_each_parameter_alone(optimizer) if per_parameter is None else per_parameter
+        self._why_step_waits: str | None = None  # for all updates, as a clause; None: it leaves them outstanding
         if not self._per_parameter:
-            log.info("%s may use all gradients at once: step() waits for all averages", type(optimizer).__name__)
-        slots, self._frozen = _make_slots(optimizer, model)
+            self._step_must_wait(f"{type(optimizer).__name__} may use all gradients at once")
+        if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
+            self._step_must_wait("TorchScript reads parameters without waiting for their update")
+        self._model = model
+        slots = _make_slots(optimizer.param_groups, model)
+        self._note_parameters()
         self._exchange = GradientExchange(session, slots, self.synchronize)
-        beside = dict([*((slot.name, slot.parameter) for slot in slots), *self._frozen])
-        broadcast_model(session, model, beside)
+        broadcast_model(session, model, {slot.name: slot.parameter for slot in slots})
         broadcast_optimizer(session, optimizer)
         self._exchange.record_first_use()
+        compiled.watch(self._before_compiling)
+        if compiled.was_seen():
+            self._before_compiling()
         if session.observer is not None:
             trace_forward(model, session.observer, self._exchange.forward_began)
         self._forget = session.on_close(self._finish)
+        # Whoever still holds the user's optimizer saves no stale state.
+        self._state_hooks = [
+            optimizer.register_state_dict_pre_hook(lambda _: self.synchronize()),
+            optimizer.register_load_state_dict_pre_hook(lambda *_: self.synchronize()),
+        ]
 
     # --- the training loop ---
 
+    @_disable_dynamo
     @Optimizer.profile_hook_step
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Commit to the update of every parameter, with the hyper-parameters of now. Does not wait for averages.
+        """Commit to the update of every parameter, with the hyper-parameters of now. Does not wait for averages; for the
+        other ranks' backward only while there are unfrozen parameters that had no gradient yet.
 
         Raises:
+            UnsupportedError: parameters or gradients were changed in a way that would part the ranks; names them.
             CommschedError: the session failed or was closed.
         """
         exchange = self._exchange
@@ -109,29 +133,39 @@ class ScheduledOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         with self._lock:
-            self._require_no_stray_gradients()
-            exchange.end_round(committed=True)
+            self._require_known_parameters()
+            exchange.commit()
             self._hyper_parameters = snapshot(self.optimizer)
+            # A learning-rate scheduler made before this class was wrapped around asks whether step() was called.
+            self.optimizer._opt_called = True  # type: ignore[attr-defined]
             for slot in exchange.slots:
                 self._await_update(slot)
-            if not self._per_parameter:
+            self._look_for_unseen_readers(exchange)
+            if self._why_step_waits is not None:
+                with exchange.barrier.waiting(self._why_step_waits):
+                    exchange.wait_for_all()
                 self.synchronize()
+            exchange.barrier.step_ended()
         return loss
 
+    @_disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch. Never waits: what an outstanding update needs is kept until it is in place."""
         if self._exchange is None:
             self.optimizer.zero_grad(set_to_none=set_to_none)
             return
-        for group in self.optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    shape, dtype, device = parameter.shape, parameter.dtype, parameter.device
-                    parameter.grad = None if set_to_none else torch.zeros(shape, dtype=dtype, device=device)
+        with unguarded():
+            for group in self.optimizer.param_groups:
+                for parameter in group["params"]:
+                    if (gradient := parameter.grad) is not None:
+                        parameter.grad = None if set_to_none else torch.zeros_like(gradient)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes within accumulate gradients on this rank only; the first one after it averages the sum."""
+        """Backward passes within accumulate gradients on this rank only; the first one after it averages the sum.
+
+        Without it, gradients accumulate just as well, but those of every backward travel.
+        """
         exchange = self._exchange
         if exchange is None:
             yield
@@ -142,6 +176,7 @@ class ScheduledOptimizer(Optimizer):
         finally:
             exchange.enabled = before
 
+    @_disable_dynamo
     def synchronize(self) -> None:
         """Put every outstanding update in place; waits for the averages it needs.
 
@@ -151,6 +186,32 @@ class ScheduledOptimizer(Optimizer):
         with self._lock:
             while self._pending:
                 self._put_in_place(next(iter(self._pending.values())))
+
+    # --- readers that PyTorch does not dispatch, and that therefore do not ask for outstanding updates ---
+
+    def _step_must_wait(self, why: str) -> None:
+        if self._why_step_waits is None:
+            self._why_step_waits = why
+            if self._session.rank == 0:
+                log.info("%s: step() waits for all averages from now on", why)
+
+    def _before_compiling(self) -> None:
+        if self._exchange is None or self._session.closed:
+            return
+        self._step_must_wait("compiled code reads parameters all at once")
+        self._exchange.before_compiling()
+        try:
+            self.synchronize()
+        except Exception:
+            pass  # the session keeps it, and whoever reads a parameter is told: what compiles may have nothing to do with them
+
+    def _look_for_unseen_readers(self, exchange: GradientExchange) -> None:
+        compiled.keep_watching()
+        if self._why_step_waits is None:
+            if compiled.was_seen():
+                self._before_compiling()
+            elif exchange.reader_unseen is not None:
+                self._step_must_wait(exchange.reader_unseen)
 
     def _finish(self) -> None:
         self.synchronize()
@@ -166,19 +227,18 @@ class ScheduledOptimizer(Optimizer):
             self.synchronize()
             self._exchange.detach()
             self._forget()
+            for handle in self._state_hooks:
+                handle.remove()
             self._exchange = None
 
     # --- outstanding updates ---
 
     def _await_update(self, slot: Slot) -> None:
         slot.pending = True
-        self._pending[slot.tensor] = slot
-
-        def put_in_place() -> None:
-            self._put_in_place(slot)
-
+        self._pending[slot.flag] = slot
+        put_in_place = partial(self._put_in_place, slot)
         guard(slot.parameter, put_in_place)
-        guard(slot.view, put_in_place)
+        guard(slot.gradient, put_in_place)
 
     def _put_in_place(self, needed: Slot) -> None:
         """The update of ``needed``, together with those in front of it in forward order whose averages are there too.
@@ -204,13 +264,12 @@ class ScheduledOptimizer(Optimizer):
                         batch.append(slot)
             else:
                 batch = list(self._pending.values())
-                for slot in batch:
-                    exchange.wait(slot)
-            used = [slot for slot in batch if exchange.kept_by_any_rank(slot)]
+            for slot in batch:
+                exchange.wait(slot)  # which lets readers of the gradient pass
+            used = exchange.kept_by_any_rank(batch)
             for slot in batch:
                 slot.pending = False
-                del self._pending[slot.tensor]
-                release(slot.view)
+                del self._pending[slot.flag]
             try:
                 with exchange.updating():
                     self._update(used)
@@ -220,12 +279,16 @@ class ScheduledOptimizer(Optimizer):
 
     def _update(self, slots: list[Slot]) -> None:
         began = monotonic()
-        gradients = [slot.parameter.grad for slot in slots]
-        try:
+        with unguarded():
+            gradients = [slot.parameter.grad for slot in slots]
             for slot in slots:
-                slot.parameter.grad = slot.view
+                slot.parameter.grad = slot.gradient
+        # Torch's own code reads nothing but what is being updated here, so that no guard need be asked each time.
+        plain = runs_only_torch(self.optimizer) and all(own_class(slot.parameter) is torch.nn.Parameter for slot in slots)
+        try:
             if self._per_parameter:
-                step_some(self.optimizer, self._hyper_parameters, [(slot.group_index, slot.parameter) for slot in slots])
+                with unguarded() if plain else nullcontext():
+                    step_some(self.optimizer, self._hyper_parameters, [(slot.param_group, slot.parameter) for slot in slots])
             else:
                 self.optimizer.step()  # within step(): nothing has changed since, and its groups may keep counters
         except BaseException as error:
@@ -235,23 +298,29 @@ class ScheduledOptimizer(Optimizer):
             )
             raise
         finally:
-            for slot, gradient in zip(slots, gradients):
-                # A gradient that is not the view was put there by zero_grad() after step(): it stays as the user left it.
-                # None is also what a rank has that did not use the parameter, and then the user expects to find none.
-                slot.parameter.grad = gradient
+            with unguarded():
+                for slot, gradient in zip(slots, gradients):
+                    # A gradient that is not the view was put there by zero_grad() after step(): it stays as the user left it.
+                    # None is also what a rank has that did not use the parameter, and then the user expects to find none.
+                    slot.parameter.grad = gradient
         if self._session.observer is not None:
             names = (
                 slots[0].name if len(slots) == 1 else f"{len(slots)} parameters" + (f" from {slots[0].name}" if slots else "")
             )
             self._session.observer.on_span("update", names, began, monotonic())
 
-    def _require_no_stray_gradients(self) -> None:
-        for name, parameter in self._frozen:
-            if parameter.grad is not None:
-                raise UnsupportedError(
-                    f"parameter '{name}' has a gradient, but did not require one when the optimizer was wrapped: it would not "
-                    "be averaged. Wrap the optimizer after unfreezing"
-                )
+    def _note_parameters(self) -> None:
+        self._parameters = [list(group["params"]) for group in self.optimizer.param_groups]
+
+    def _require_known_parameters(self) -> None:
+        groups = [group["params"] for group in self.optimizer.param_groups]
+        if [len(group) for group in groups] != [len(known) for known in self._parameters] or not all(
+            all(map(operator.is_, group, known)) for group, known in zip(groups, self._parameters)
+        ):
+            raise UnsupportedError(
+                "the parameters in param_groups are not those of before, so new ones would not be averaged; add them by "
+                "add_param_group() of the ScheduledOptimizer"
+            )
 
     # --- the rest of an optimizer's interface: never stale ---
 
@@ -292,15 +361,27 @@ class ScheduledOptimizer(Optimizer):
         self.optimizer.load_state_dict(state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """
+        """As in torch. With several ranks it is collective and waits for what is outstanding; the new parameters begin with
+        rank 0's values.
+
         Raises:
-            UnsupportedError: there is more than one rank; the new parameters would not be averaged.
+            ManifestMismatch: the ranks' groups differ.
+            ConfigError: a parameter belongs to another ScheduledOptimizer.
         """
-        if self._exchange is not None:
-            raise UnsupportedError(
-                "add_param_group after ScheduledOptimizer: the new parameters would not be averaged; wrap later"
-            )
-        self.optimizer.add_param_group(param_group)
+        exchange = self._exchange
+        if exchange is None:
+            self.optimizer.add_param_group(param_group)
+            return
+        with self._lock:
+            self.synchronize()
+            self._require_known_parameters()
+            self.optimizer.add_param_group(param_group)
+            self._note_parameters()
+            first = len(self.optimizer.param_groups) - 1
+            require_same_group(self._session, self.optimizer, first)
+            slots = _make_slots(self.optimizer.param_groups[first:], self._model, first)
+            exchange.add(slots)
+            broadcast_parameters(self._session, {slot.name: slot.parameter for slot in slots})
 
     def __getattr__(self, name: str) -> Any:
         # Only what neither this class nor Optimizer has: what a particular optimizer adds.
@@ -329,41 +410,14 @@ class ScheduledOptimizer(Optimizer):
         return f"Scheduled{self.optimizer!r}"
 
 
-def _require_plain(model: torch.nn.Module) -> None:
-    """
-    Raises:
-        UnsupportedError: the model already averages its gradients, is compiled, or has parameters without a shape yet.
-    """
-    for name, module in model.named_modules():
-        where = f"module '{name}'" if name else "the model"
-        if isinstance(module, torch.nn.parallel.DistributedDataParallel | torch.nn.DataParallel):
-            raise UnsupportedError(
-                f"{where} is wrapped in {type(module).__name__}; give the model itself, which is not wrapped"
-            )
-        if isinstance(module, torch.jit.ScriptModule):
-            raise UnsupportedError(f"{where} is a TorchScript module: its forward would read parameters before their update")
-        if type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None:
-            raise UnsupportedError(f"{where} is compiled: a compiled forward would read parameters before their update")
-        if getattr(module, "sparse", False) and isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag):
-            raise UnsupportedError(f"{where} makes sparse gradients; only dense ones are averaged: use sparse=False")
-    for name, parameter in model.named_parameters():
-        if isinstance(parameter, torch.nn.parameter.UninitializedParameter):
-            raise UnsupportedError(f"parameter '{name}' has no shape yet; run the lazy module once before")
-
-
-def _make_slots(optimizer: Optimizer, model: torch.nn.Module) -> tuple[list[Slot], list[tuple[str, torch.nn.Parameter]]]:
-    """Slots of the optimizer's parameters that require a gradient, in the model's order, and the others."""
+def _make_slots(param_groups: list[dict[str, Any]], model: torch.nn.Module, first: int = 0) -> list[Slot]:
+    """Slots of all parameters, in the model's order. ``first``: the index of the first of ``param_groups``."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     places = {id(parameter): place for place, parameter in enumerate(model.parameters())}
-    slots, frozen = [], []
-    for index, group in enumerate(optimizer.param_groups):
+    sparse = sparse_weights(model)
+    slots = []
+    for index, group in enumerate(param_groups, first):
         for position, parameter in enumerate(group["params"]):
             name = names.get(id(parameter), f"param_groups[{index}]['params'][{position}]")
-            if parameter.requires_grad:
-                slots.append(Slot(name, parameter, index))
-            else:
-                frozen.append((name, parameter))
-    slots.sort(key=lambda slot: places.get(id(slot.parameter), len(places)))
-    if not slots:
-        raise UnsupportedError("the optimizer has no parameter that requires a gradient")
-    return slots, frozen
+            slots.append(Slot(name, parameter, index, id(parameter) in sparse))
+    return sorted(slots, key=lambda slot: places.get(id(slot.parameter), len(places)))

@@ -30,6 +30,6 @@ def test_nccl_equals_plain_training(policy: str, tmp_path: Path) -> None:
     options = ("--policy", policy, "--partition", "600", "--credit", "1200", "--transport", "auto")
     code, _, err = run_job("-n", str(ranks), *options, "--", *command, timeout_seconds=150)
     assert code == 0, err
-    assert "transport=auto: nccl (CUDA tensors, and PyTorch has NCCL)" in err
+    assert ", nccl, " in err
     by_rank = [torch.load(f"{out}.{rank}") for rank in range(ranks)]
     require_equal(by_rank, train_alone(MLP, OPTIMIZERS["AdamW"], ranks), MLP.tolerance)

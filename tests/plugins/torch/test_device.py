@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from commsched import Session
-from commsched.core.errors import ClosedError, UnsupportedError
+from commsched.core.errors import ClosedError, ConfigError, UnsupportedError
 from commsched.core.event_watcher import EventWatcher
 from commsched.plugins.torch import ScheduledOptimizer, exchange
 from commsched.plugins.torch import device as device_module
@@ -49,7 +49,7 @@ def test_parameters_on_the_cpu_cost_nothing() -> None:
             ["cuda:0"],
             "cpu",
             "parameter 'p0' is on cuda:0, but the session's transport averages in the host's memory; set transport=nccl, or "
-            "let ScheduledOptimizer open the session",
+            "let this plugin open the session",
         ),
         (
             ["cuda:1"],
@@ -81,10 +81,14 @@ def test_the_session_is_opened_on_the_device_of_the_parameters(monkeypatch: pyte
         yield
         current.pop()
 
-    monkeypatch.setattr(device_module.commsched, "init", lambda **settings: opened.append((settings, list(current))))
+    def init(**settings: Any) -> Any:
+        opened.append((settings, list(current)))
+        return SimpleNamespace(world_size=2)
+
+    monkeypatch.setattr(device_module.commsched, "init", init)
     monkeypatch.setattr(torch.cuda, "device", set_device)
-    init_for(SimpleNamespace(param_groups=[{"params": [on("cpu")]}]))  # type: ignore[arg-type]
-    init_for(SimpleNamespace(param_groups=[{"params": []}, {"params": [on("cuda:2")]}]))  # type: ignore[arg-type]
+    init_for([on("cpu")])
+    init_for([on("cpu"), on("cuda:2")])
     assert opened == [({}, []), ({"device": "cuda:2"}, ["cuda:2"])]
 
 
@@ -302,3 +306,17 @@ def test_the_optimizer_is_detached_after_its_session_has_ended(monkeypatch: pyte
 
     sessions = local_sessions(2)
     run_world(2, lambda rank: run(sessions[rank]), timeout_seconds=20)
+
+
+def test_ranks_of_torch_distributed_that_no_launcher_started_are_not_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of mp.spawn, which are told their number as an argument."""
+    session = local_sessions(1)[0]
+    monkeypatch.setattr(device_module.commsched, "init", lambda **_: session)
+    monkeypatch.setattr(device_module.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(device_module.dist, "get_world_size", lambda: 2)
+    model = torch.nn.Linear(2, 1)
+    with pytest.raises(ConfigError, match=r"torch\.distributed has 2 ranks, but commsched sees no launcher"):
+        ScheduledOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    session.disabled = True
+    ScheduledOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    session.close()

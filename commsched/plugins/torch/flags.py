@@ -1,0 +1,96 @@
+"""Flags: what the ranks tell each other of each round beside its gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+import commsched
+
+from ...core.manifest import TensorSpec
+from .device import Device
+from .flat import register_flat
+
+
+@dataclass(frozen=True)
+class Used:
+    """When backward is over. Shares of the ranks."""
+
+    unfrozen: float  # have a parameter that needs a place in a buffer, or may need it soon
+    share: list[float]  # by flag: have a gradient of it
+
+
+@dataclass(frozen=True)
+class Kept:
+    """At the end of the round. Shares of the ranks."""
+
+    committed: float  # called step()
+    unfrozen: float
+    share: list[float]  # by flag: have a gradient of it still
+    changed: list[float]  # by flag: have something else than what they handed over or its average; empty: none of anything
+
+
+class Flags:
+    """Two sets of floats, averaged over the ranks, with one for each parameter of the optimizer.
+
+    Each set is a group of its own: nothing waits for it by sharing its partition, and both go before all but the first
+    gradients.
+    """
+
+    def __init__(self, session: commsched.Session, device: Device, parameters: int) -> None:
+        self._device = device
+        (self._used,), self._used_group = register_flat(
+            session, device, [TensorSpec("commsched.used", (1 + parameters,), "float32")]
+        )
+        (self._kept,), self._kept_group = register_flat(
+            session, device, [TensorSpec("commsched.kept", (2 + 2 * parameters,), "float32")]
+        )
+        self._all_used: Used | None = None  # of this round, once read
+        self._all_kept: Kept | None = None
+
+    def begin_step(self) -> None:
+        self._used_group.begin_step()
+        self._kept_group.begin_step()
+
+    def release(self) -> None:
+        """No round is to come; waits for the end of the last."""
+        self.used()
+        self.kept()
+        self._used_group.release()
+        self._kept_group.release()
+
+    def offer_used(self, unfrozen: bool, used: Sequence[bool]) -> None:
+        self._all_used = None
+        with self._device.aside():
+            self._used.copy_(torch.tensor([unfrozen, *used]))
+        self._used_group.notify_ready(0)
+
+    def offer_kept(self, committed: bool, unfrozen: bool, kept: Sequence[bool], changed: Sequence[bool]) -> None:
+        self._all_kept = None
+        with self._device.aside():
+            self._kept.copy_(torch.tensor([committed, unfrozen, *kept, *changed]))
+        self._kept_group.notify_ready(0)
+
+    def are_there(self) -> bool:
+        return self._used_group.proxies[0].is_open and self._kept_group.proxies[0].is_open
+
+    def used(self) -> Used:
+        """Waits until backward is over on all ranks."""
+        if self._all_used is None:
+            self._used_group.proxies[0].wait()
+            with self._device.aside():
+                unfrozen, *share = self._used.tolist()
+            self._all_used = Used(unfrozen, share)
+        return self._all_used
+
+    def kept(self) -> Kept:
+        """Waits until the round is over on all ranks."""
+        if self._all_kept is None:
+            self._kept_group.proxies[0].wait()
+            with self._device.aside():
+                committed, unfrozen, *shares = self._kept.tolist()
+            share, changed = shares[: len(shares) // 2], shares[len(shares) // 2 :]
+            self._all_kept = Kept(committed, unfrozen, share, changed if any(changed) else [])
+        return self._all_kept

@@ -1,0 +1,208 @@
+"""Gradients read or edited between backward and step() are averages, and what they then are is what the update uses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import commsched
+from commsched import SchedulerConfig
+
+from .loop import LARGE, SMALL, Data, batch, require_plain, run
+
+
+def gradients(model: nn.Module) -> list[torch.Tensor]:
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+
+def by_hand(model: nn.Module) -> torch.Tensor:
+    norm = torch.stack([gradient.norm() for gradient in gradients(model)]).norm()
+    for gradient in gradients(model):
+        gradient.mul_(0.01 / norm)
+    return norm
+
+
+def through_data(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad.data.clamp_(-0.01, 0.01)
+
+
+def replaced(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad = parameter.grad * 0.5
+
+
+def replaced_by_what_says_nothing_of_it(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+
+
+def with_total_norm(model: nn.Module) -> torch.Tensor:
+    norm = nn.utils.get_total_norm(gradients(model))
+    nn.utils.clip_grads_with_norm_(model.parameters(), 0.01, norm)
+    return norm
+
+
+CLIPPING: dict[str, Callable[[nn.Module], Any]] = {
+    "norm": lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.01),
+    "foreach norm": lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.01, foreach=True),
+    "largest": lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.01, norm_type=float("inf")),
+    "norm, error if not finite": lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.01, error_if_nonfinite=True),
+    "total norm": with_total_norm,
+    "value": lambda model: nn.utils.clip_grad_value_(model.parameters(), 0.01),
+    "one layer only": lambda model: nn.utils.clip_grad_norm_(model[2].parameters(), 0.01),  # type: ignore[index]
+    "by hand": by_hand,
+    "through .data": through_data,
+    "logged only": lambda model: [gradient.norm().item() for gradient in gradients(model)],
+    "copied": lambda model: [gradient.clone() for gradient in gradients(model)],
+    "replaced": replaced,
+    "replaced unread": replaced_by_what_says_nothing_of_it,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [*((name, SMALL) for name in CLIPPING), *((name, LARGE) for name in ("norm", "value", "replaced unread"))],
+)
+def test_clipping_and_editing(name: str, config: SchedulerConfig) -> None:
+    def loop(data: Data, model: nn.Module, optimizer: Any) -> Any:
+        seen = []
+        for step in range(3):
+            optimizer.zero_grad()
+            data.loss(model, step).backward()
+            seen.append(CLIPPING[name](model))
+            optimizer.step()
+        return seen
+
+    require_plain(loop, config=config)
+
+
+@pytest.mark.parametrize("clip_first", [False, True])
+def test_a_gradient_dropped_between_backward_and_step(clip_first: bool) -> None:
+    def loop(data: Data, model: Any, optimizer: Any) -> None:
+        for step in range(3):
+            optimizer.zero_grad()
+            data.loss(model, step).backward()
+            if clip_first:
+                nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+            model[0].weight.grad = None
+            optimizer.step()
+
+    require_plain(loop)
+
+
+def test_one_rank_may_log_its_gradients() -> None:
+    def loop(data: Data, model: nn.Module, optimizer: Any) -> None:
+        for step in range(3):
+            optimizer.zero_grad()
+            data.loss(model, step).backward()
+            if 0 in data.ranks:
+                assert all(gradient.isfinite().all() for gradient in gradients(model))
+            optimizer.step()
+
+    require_plain(loop, config=LARGE)
+
+
+def test_reading_a_gradient_within_backward_is_refused() -> None:
+    def loop(data: Data, model: Any, optimizer: Any) -> None:
+        model[2].weight.register_post_accumulate_grad_hook(lambda p: print(p.grad.sum()))
+        data.loss(model).backward()
+
+    with pytest.raises(commsched.CommschedError, match=r"'2\.weight' is read within backward"):
+        run(loop, config=LARGE)
+
+
+@pytest.mark.parametrize("before_wrapping", [False, True])
+def test_hooks_that_change_gradients_within_backward(before_wrapping: bool) -> None:
+    def halve(model: Any) -> None:
+        model[0].weight.register_hook(lambda gradient: gradient * 0.5)
+        model[2].register_full_backward_pre_hook(lambda module, outgoing: (outgoing[0] * 3,))
+
+    def make() -> nn.Module:
+        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+        if before_wrapping:
+            halve(model)
+        return model
+
+    def loop(data: Data, model: Any, optimizer: Any) -> None:
+        if not before_wrapping:
+            halve(model)
+        for step in range(3):
+            optimizer.zero_grad()
+            data.loss(model, step).backward()
+            optimizer.step()
+
+    require_plain(loop, model=make)
+
+
+def test_gradients_of_inputs_and_torch_autograd_grad_beside_backward() -> None:
+    """They take no part: a saliency map, say."""
+
+    def loop(data: Data, model: nn.Module, optimizer: Any) -> Any:
+        maps = []
+        for step in range(3):
+            optimizer.zero_grad()
+            inputs = torch.ones(2, 4, dtype=torch.float64, requires_grad=True)
+            (saliency,) = torch.autograd.grad(model(inputs).sum(), inputs)
+            data.loss(model, step).backward()
+            model(inputs).sum().backward(inputs=[inputs])
+            optimizer.step()
+            maps += [saliency, inputs.grad]
+        return maps
+
+    require_plain(loop)
+
+
+def test_parameters_gradients_by_torch_autograd_grad_are_this_ranks_own() -> None:
+    def loop(data: Data, model: nn.Module, optimizer: Any) -> None:
+        for step in range(3):
+            optimizer.zero_grad()
+            data.loss(model, step).backward()
+            own = torch.autograd.grad(data.loss(model, step), list(model.parameters()))
+            expected = torch.autograd.grad(data.loss(model, step), list(model.parameters()))
+            assert all(torch.equal(a, b) for a, b in zip(own, expected))
+            optimizer.step()
+
+    require_plain(loop)
+
+
+def _replace_memory(model: Any) -> None:
+    gradient = model[0].weight.grad
+    gradient.data = gradient.data.clone()
+
+
+def _as_float32(model: nn.Module) -> None:
+    model.zero_grad()
+    model.float()(batch(0, dtype=torch.float32)).sum().backward()
+
+
+SPOILING: dict[str, tuple[Callable[[Any, torch.Tensor], Any], str]] = {
+    "memory replaced": (
+        lambda model, loss: (loss.backward(), _replace_memory(model)),
+        r"the memory of '0\.weight'\.grad was replaced through \.data",
+    ),
+    "create_graph": (lambda model, loss: loss.backward(create_graph=True), r"has a graph \(create_graph=True\)"),
+    "another type": (
+        lambda model, loss: (loss.backward(), _as_float32(model)),
+        r"the gradient of '2\.\w+' is torch\.float32.*when it was wrapped, the parameter was dense torch\.float64",
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
+@pytest.mark.parametrize("name", SPOILING)
+def test_what_would_spoil_a_gradient_is_refused_by_name(name: str) -> None:
+    act, message = SPOILING[name]
+
+    def loop(data: Data, model: nn.Module, optimizer: Any) -> None:
+        act(model, data.loss(model))
+        optimizer.step()
+
+    with pytest.raises(commsched.CommschedError, match=message):
+        run(loop)

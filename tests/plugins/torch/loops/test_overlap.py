@@ -1,0 +1,143 @@
+"""What all this is for: communication goes on during backward and during the next forward."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+from torch import nn
+
+from commsched import SchedulerConfig
+from commsched.core.manifest import Manifest
+from commsched.core.ports import Completion, Transport
+from commsched.core.task import CommTask
+
+from .loop import Data, alone, batch, require_close, run, train
+
+PATIENCE_SECONDS = 10.0  # after which a test goes on, to fail
+LATE = "the first layer waited for the last"
+LARGE_BYTES = 2000
+
+
+class Held:
+    """A transport whose large averages, those of the last layer, stay on their way until the test lets them arrive."""
+
+    def __init__(self, transport: Transport) -> None:
+        self.rank, self.world_size, self.verbs = transport.rank, transport.world_size, transport.verbs
+        self.ordered, self.channels = transport.ordered, transport.channels
+        self.large_one_started = threading.Event()
+        self._transport = transport
+        self._completions: dict[CommTask, Completion] = {}
+        self._held: list[CommTask] | None = None
+        self._lock = threading.Lock()
+
+    def add_group(self, group: int, manifest: Manifest) -> None:
+        self._transport.add_group(group, manifest)
+
+    def start(self, task: CommTask, completion: Completion) -> None:
+        with self._lock:
+            self._completions[task] = completion
+            if self._held is not None and task.nbytes >= LARGE_BYTES:
+                self.large_one_started.set()
+        self._transport.start(task, self)
+
+    def release(self, group: int) -> None:
+        self._transport.release(group)
+
+    def leave(self, rank: int) -> None:
+        self._transport.leave(rank)
+
+    def close(self, graceful: bool = True) -> None:
+        self._transport.close(graceful)
+
+    # --- Completion, for the wrapped transport ---
+
+    def on_sent(self, task: CommTask) -> None:
+        with self._lock:
+            completion = self._completions[task]
+        completion.on_sent(task)
+
+    def on_done(self, task: CommTask) -> None:
+        with self._lock:
+            if self._held is not None and task.nbytes >= LARGE_BYTES:
+                self._held.append(task)
+                return
+            completion = self._completions.pop(task)
+        completion.on_done(task)
+
+    # --- for the test ---
+
+    def hold(self) -> None:
+        self._held = []
+
+    def let_go(self) -> bool:
+        """Whether anything was still held up."""
+        with self._lock:
+            held, self._held = self._held, None
+            completions = [self._completions.pop(task) for task in held or ()]
+        for task, completion in zip(held or (), completions):
+            completion.on_done(task)
+        return held is not None
+
+
+def wide() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 500)).double()
+
+
+def networked(loop: Any) -> None:
+    """``loop(network, data, model, optimizer)`` on every rank; ``network`` is None in plain training."""
+    networks: dict[int, Held] = {}
+
+    def wrap(transport: Transport) -> Transport:
+        networks[transport.rank] = Held(transport)
+        return networks[transport.rank]
+
+    def with_network(data: Data, model: nn.Module, optimizer: Any) -> Any:
+        return loop(networks.get(data.ranks[0]) if len(data.ranks) == 1 else None, data, model, optimizer)
+
+    expected = alone(with_network, model=wide)
+    for result in run(with_network, model=wide, config=SchedulerConfig(4096, 16384), wrap_transport=wrap):
+        require_close(result, expected)
+
+
+def test_the_next_forward_begins_while_the_last_layer_is_on_its_way() -> None:
+    def loop(network: Held | None, data: Data, model: Any, optimizer: Any) -> Any:
+        train(data, model, optimizer, steps=1)
+        optimizer.zero_grad()
+        loss = data.loss(model, 1)
+        if network is not None:
+            network.hold()
+            timer = threading.Timer(PATIENCE_SECONDS, network.let_go)
+            timer.start()
+        loss.backward()
+        optimizer.step()
+        hidden = model[0](batch(7))
+        if network is not None:
+            assert network.let_go(), LATE
+            timer.cancel()
+        return hidden, model[2](torch.tanh(hidden))
+
+    networked(loop)
+
+
+def test_gradients_leave_while_backward_goes_on() -> None:
+    def loop(network: Held | None, data: Data, model: Any, optimizer: Any) -> Any:
+        train(data, model, optimizer, steps=1)
+        optimizer.zero_grad()
+        started: list[bool] = []
+        if network is not None:
+            model[1].register_full_backward_pre_hook(
+                lambda *_: started.append(network.large_one_started.wait(PATIENCE_SECONDS)) and None
+            )
+        loss = data.loss(model, 1)
+        if network is not None:
+            network.hold()
+        loss.backward()
+        if network is not None:
+            assert started == [True], "the last layer's gradient had not left when backward came to the first"
+            network.let_go()
+        optimizer.step()
+        return [parameter.detach().clone() for parameter in model.parameters()]
+
+    networked(loop)

@@ -1,0 +1,113 @@
+"""What cannot be trained with is named before training, or before it goes wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import commsched
+from commsched.plugins.torch import ScheduledOptimizer
+from commsched.plugins.torch.plain import require_plain
+from commsched.session import local_sessions
+from commsched.testing.world import run_world
+
+from .loop import Data, run
+
+REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "lazy": (lambda: nn.Sequential(nn.LazyLinear(3)), "parameter '0.weight' has no shape yet"),
+    "complex": (lambda: nn.ParameterList([torch.zeros(2, dtype=torch.complex64)]), "parameter '0' is torch.complex64"),
+}
+
+
+class _Alone(nn.parallel.DistributedDataParallel):
+    """As far as the collector sees; a real one needs a process group."""
+
+    def __init__(self, model: nn.Module) -> None:
+        nn.Module.__init__(self)
+        self.module = model
+
+
+def test_a_model_that_is_wrapped_elsewhere_is_named_before_training() -> None:
+    """DDP would read each gradient in C++ while it is on its way."""
+    wrapped: list[nn.Module] = []
+
+    def make() -> nn.Module:
+        wrapped.append(_Alone(nn.Linear(4, 2).double()))
+        return wrapped[-1].module
+
+    with pytest.raises(commsched.UnsupportedError, match=r"wrapped in DistributedDataParallel, .*comm_hook"):
+        run(lambda *_: None, model=make)
+
+
+def test_a_wrapper_that_is_gone_does_no_harm() -> None:
+    wrapper = _Alone(nn.Linear(4, 2))
+    wrapper.itself = [wrapper]
+    model = wrapper.module
+    with pytest.raises(commsched.UnsupportedError):
+        require_plain(model, model.parameters())
+    del wrapper
+    require_plain(model, model.parameters())
+
+
+def test_a_model_that_is_wrapped_later_is_named_at_its_first_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    def loop(data: Data, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        monkeypatch.setattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", model)  # as its forward does
+        data.loss(model).backward()
+
+    with pytest.raises(commsched.UnsupportedError, match="trained through DistributedDataParallel, which averages too"):
+        run(loop)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_models_are_named_before_training(name: str) -> None:
+    make, message = REFUSED[name]
+    with pytest.raises(commsched.UnsupportedError, match=message):
+        run(lambda *_: None, model=make)
+
+
+def test_optimizers_are_named_before_training() -> None:
+    sessions = local_sessions(2)
+    model = nn.Linear(2, 2)
+    with pytest.raises(commsched.UnsupportedError, match="LBFGS is not supported: it runs backward several times"):
+        ScheduledOptimizer(torch.optim.LBFGS(model.parameters()), model, session=sessions[0])
+    for session in sessions:
+        session.abort("the test is over")
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda rank: nn.Linear(4, 2 + rank), r"'weight' float32\[2, 4\] on rank 0 but 'weight' float32\[3, 4\] on rank 1"),
+        (
+            lambda rank: nn.Linear(4, 2).to([torch.float32, torch.float64][rank]),
+            "float32.* on rank 0 but .*float64.* on rank 1",
+        ),
+        (lambda rank: nn.Sequential(*[nn.Linear(4, 4)] * 1, *[nn.Linear(4, 4) for _ in range(rank)]), "rank 1 has 4"),
+    ],
+)
+def test_different_models_are_named_before_any_data_moves(make: Callable[[int], nn.Module], message: str) -> None:
+    def rank_loop(rank: int) -> None:
+        with sessions[rank] as session:
+            ScheduledOptimizer(torch.optim.SGD(models[rank].parameters(), lr=0.1), models[rank], session=session)
+
+    models = [make(rank) for rank in range(2)]
+    before = [[p.detach().clone() for p in model.parameters()] for model in models]
+    sessions = local_sessions(2)
+    with pytest.raises(commsched.ManifestMismatch, match=message):
+        run_world(2, rank_loop, timeout_seconds=30)
+    for model, weights in zip(models, before):
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), weights))
+    for session in sessions:
+        session.abort("the test is over")
+
+
+def test_a_model_wrapped_twice_is_refused_by_name() -> None:
+    def loop(data: Data, model: nn.Module, optimizer: Any) -> None:
+        data.scheduled(torch.optim.SGD(model.parameters(), lr=0.05), model)
+
+    with pytest.raises(commsched.CommschedError, match=r"parameter '0\.weight' belongs to another ScheduledOptimizer"):
+        run(loop)

@@ -1,0 +1,229 @@
+"""Parameters that are frozen, not used, or used by some ranks in some steps."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import commsched
+
+from .loop import LARGE, SMALL, Data, batch, require_close, require_plain, run, train
+
+
+class Branches(nn.Module):
+    """Parameters that a forward may leave out, and one that every forward does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared, self.sometimes, self.never = nn.Linear(4, 2), nn.Linear(4, 2), nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
+        return self.shared(x) + self.sometimes(x) if both else self.shared(x)
+
+
+def branches() -> nn.Module:
+    return Branches().double()
+
+
+def decaying(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+
+
+#: Whether a rank uses the branch in a step.
+USES: dict[str, Callable[[int, int], bool]] = {
+    "one rank": lambda rank, step: rank == 1,
+    "the other rank": lambda rank, step: rank == 0,
+    "ranks in turn": lambda rank, step: (rank + step) % 2 == 0,
+    "some steps": lambda rank, step: step % 2 == 1,
+    "first step only": lambda rank, step: step == 0,
+    "last step only, on one rank": lambda rank, step: step == 3 and rank == 0,
+    "never": lambda rank, step: False,
+}
+
+
+@pytest.mark.parametrize("zero", ["none", "zeros"])
+@pytest.mark.parametrize("name", USES)
+def test_branches(name: str, zero: str) -> None:
+    """The average counts a rank without gradient as zero; a parameter that nobody used is left alone, decay included."""
+
+    def loop(data: Data, model: nn.Module, optimizer: Any) -> None:
+        for step in range(4):
+            optimizer.zero_grad(set_to_none=zero == "none")
+            data.mean(lambda rank, step=step: model(batch(rank, step), USES[name](rank, step)).square().mean()).backward()
+            optimizer.step()
+
+    config = LARGE if zero == "zeros" else SMALL  # with all tensors in one partition, and in many
+    require_plain(loop, model=branches, optimizer=decaying, config=config)
+
+
+@pytest.mark.parametrize("both", [True, False])
+def test_clipping_with_parameters_that_are_not_used(both: bool) -> None:
+    """All tensors share one partition, which does not become ready by backward alone."""
+
+    def loop(data: Data, model: nn.Module, optimizer: Any) -> Any:
+        data.mean(lambda rank: model(batch(rank), both).square().mean()).backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        optimizer.step()
+        return norm
+
+    require_plain(loop, model=branches, config=LARGE)
+
+
+def test_clipping_where_only_some_ranks_have_a_gradient_is_an_error() -> None:
+    def loop(data: Data, model: nn.Module, optimizer: Any) -> None:
+        data.mean(lambda rank: model(batch(rank), rank == 1).square().mean()).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        optimizer.step()
+
+    with pytest.raises(commsched.CommschedError, match=r"'sometimes\.\w+' has one on other ranks and none on rank 0"):
+        run(loop, model=branches, config=LARGE)
+
+
+@pytest.mark.parametrize("given", [True, False], ids=["in the optimizer", "not in the optimizer"])
+def test_frozen_parameters(given: bool) -> None:
+    def make() -> nn.Module:
+        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+        model[0].requires_grad_(False)
+        return model
+
+    def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+        return decaying(model) if given else decaying(model[2])  # type: ignore[index]
+
+    def loop(data: Data, model: nn.Module, optimizer: Any) -> None:
+        for step in range(3):
+            optimizer.zero_grad()
+            data.loss(model, step).backward()
+            optimizer.step()
+
+    require_plain(loop, model=make, optimizer=optimizer_of)
+
+
+def test_parameters_of_the_model_that_no_optimizer_has_keep_their_own_gradients() -> None:
+    """As without commsched: nobody averages them, nobody updates them."""
+
+    def loop(data: Data, model: Any, optimizer: Any) -> Any:
+        for step in range(3):
+            optimizer.zero_grad()
+            model[0].zero_grad()
+            data.loss(model, step).backward()
+            optimizer.step()
+        return model[0].weight.grad.clone() if len(data.ranks) == 1 else None
+
+    def loop_and_forget(data: Data, model: Any, optimizer: Any) -> None:
+        loop(data, model, optimizer)
+
+    require_plain(loop_and_forget, optimizer=lambda model: decaying(model[2]))
+    first, second = run(loop, optimizer=lambda model: decaying(model[2]))
+    assert not torch.equal(first, second)
+
+
+def test_a_parameter_frozen_later_is_left_alone() -> None:
+    def loop(data: Data, model: Any, optimizer: Any) -> None:
+        for step in range(4):
+            optimizer.zero_grad()
+            if step == 2:
+                model[0].requires_grad_(False)
+            data.loss(model, step).backward()
+            optimizer.step()
+
+    require_plain(loop, optimizer=decaying)
+
+
+def test_layers_taken_in_turn() -> None:
+    """Of one model, another half is trained in each step: requires_grad is turned off and on again."""
+
+    def loop(data: Data, model: Any, optimizer: Any) -> None:
+        for step in range(4):
+            for index in (0, 2):
+                model[index].requires_grad_(step % 2 == index // 2)
+            optimizer.zero_grad()
+            data.loss(model, step).backward()
+            optimizer.step()
+
+    require_plain(loop, optimizer=decaying)
+
+
+def test_a_model_all_of_which_is_unused_by_one_rank() -> None:
+    """Its loss has no graph to the model: backward leaves no gradient at all."""
+
+    def loop(data: Data, model: nn.Module, optimizer: Any) -> None:
+        beside = torch.zeros((), dtype=torch.float64, requires_grad=True)
+        for step in range(3):
+            optimizer.zero_grad()
+            data.mean(lambda rank, step=step: beside * 1 if rank == 0 else model(batch(rank, step)).square().mean()).backward()
+            optimizer.step()
+
+    require_plain(loop, optimizer=decaying)
+
+
+def test_layers_are_ordered_by_first_use_not_by_registration() -> None:
+    class Backwards(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.last, self.middle, self.first = nn.Linear(4, 2), nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.last(self.middle(self.first(x)))
+
+    def loop(data: Data, model: nn.Module, optimizer: Any) -> list[str]:
+        data.loss(model).backward()
+        optimizer.step()
+        return [spec.name for spec in optimizer._exchange.manifests[0].tensors]
+
+    for names in run(loop, model=lambda: Backwards().double()):
+        layers = [name.split(".")[0] for name in names]
+        assert layers == ["first", "first", "middle", "middle", "last", "last"]
+
+
+def test_parameters_beside_the_model() -> None:
+    """The optimizer has one that the model lacks; it begins as rank 0's."""
+
+    class Scale(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Linear(4, 2).double()
+            first = 3.0 if next(made) < 2 else 5.0  # plain training, rank 0, rank 1
+            self.beside = [nn.Parameter(torch.full((2,), first, dtype=torch.float64))]  # in a list: not registered
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.body(x) * self.beside[0]
+
+    def make_optimizer(model: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD([*model.parameters(), *model.beside], lr=0.1)
+
+    def loop(data: Data, model: Any, optimizer: Any) -> Any:
+        train(data, model, optimizer)
+        return model.beside[0].detach().clone()
+
+    made = itertools.count()
+    require_plain(loop, model=Scale, optimizer=make_optimizer)
+
+
+def test_a_late_reader_too_is_told_that_only_some_ranks_have_a_gradient() -> None:
+    """All averages that are read may be there by then."""
+
+    def loop(data: Data, model: Any, optimizer: Any) -> None:
+        data.mean(lambda rank: model(batch(rank), rank == 1).square().mean()).backward()
+        for slot in optimizer._exchange.slots[:2]:
+            slot.proxies[0].wait()
+        nn.utils.clip_grad_norm_(model.shared.parameters(), 0.01)
+        optimizer.step()
+
+    with pytest.raises(commsched.CommschedError, match=r"'sometimes\.\w+' has one on other ranks and none on rank 0"):
+        run(loop, model=branches)
+
+
+def test_ranks_hold_the_same_gradient_after_step_where_both_had_one() -> None:
+    def loop(data: Data, model: nn.Module, optimizer: Any) -> Any:
+        data.loss(model).backward()
+        optimizer.step()
+        return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+
+    require_plain(loop)
+    first, second = run(loop)
+    require_close(first, second, 0.0)

@@ -1,0 +1,357 @@
+"""torch.compile, wherever it is put: compiled code finds every parameter updated."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+from functorch.compile import make_boxed_func
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+
+import commsched
+from commsched.plugins.torch import ScheduledOptimizer, compiled
+
+from .loops import loop as loops
+from .loops.loop import Data, Loop, batch, mlp, require_close, require_plain, run, train
+
+STEPS = 4
+Step = Callable[[int], object]
+#: From data, model and optimizer a function that makes one step of training, compiled or not.
+MakeStep = Callable[[Data, Any, Any, Callable[..., Any]], Step]
+
+
+def _kernels(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+    def call(*arguments: torch.Tensor) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return graph(*arguments)
+
+    return make_boxed_func(call)
+
+
+#: As quick as eager, but reads tensors as generated kernels do: it asks nobody.
+KERNELS = aot_autograd(fw_compiler=_kernels, bw_compiler=_kernels)
+
+
+class OfItsThread(ScheduledOptimizer):
+    """Ranks are threads here: what one compiles is no concern of the others."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        self._thread = threading.get_ident()
+        super().__init__(*args, **options)
+
+    def _before_compiling(self) -> None:
+        if threading.get_ident() == self._thread:
+            super()._before_compiling()
+
+
+class Careless(OfItsThread):
+    """Leaves updates outstanding after step(), whoever may read the parameters."""
+
+    def _step_must_wait(self, why: str) -> None:
+        pass
+
+    def _look_for_unseen_readers(self, exchange: object) -> None:
+        pass
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled_so_far(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(loops, "ScheduledOptimizer", OfItsThread)
+    forget()
+    yield
+    forget()
+
+
+def forget() -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+
+
+def compiles(data: Data) -> bool:
+    return data.ranks == [0]
+
+
+def stepping(make_step: MakeStep, *, steps: int = STEPS, **options: Any) -> Loop:
+    """A loop of some steps, which rank 0 does compiled. The others do not: the compiler lets one thread in at a time."""
+
+    def loop(data: Data, model: Any, optimizer: Any) -> None:
+        step = make_step(data, model, optimizer, (lambda f: torch.compile(f, **options)) if compiles(data) else lambda f: f)
+        for number in range(steps):
+            step(number)
+
+    return loop
+
+
+def _ordinary(data: Data, optimizer: Any, forward: Callable[[torch.Tensor], torch.Tensor]) -> Step:
+    def step(number: int) -> None:
+        optimizer.zero_grad()
+        data.loss(forward, number).backward()
+        optimizer.step()
+
+    return step
+
+
+def _model(data: Data, model: Any, optimizer: Any, wrap: Callable[..., Any]) -> Step:
+    return _ordinary(data, optimizer, wrap(model))
+
+
+def _submodule(data: Data, model: Any, optimizer: Any, wrap: Callable[..., Any]) -> Step:
+    model[0].forward = wrap(model[0].forward)
+    return _ordinary(data, optimizer, model)
+
+
+def _module_in_place(data: Data, model: Any, optimizer: Any, wrap: Callable[..., Any]) -> Step:
+    if compiles(data):
+        model[2].compile(backend=KERNELS)
+    return _ordinary(data, optimizer, model)
+
+
+def _parameters_of_a_closure(data: Data, model: Any, optimizer: Any, wrap: Callable[..., Any]) -> Step:
+    first, second = model[0], model[2]
+    w, b, v, c = first.weight, first.bias, second.weight, second.bias
+    return _ordinary(data, optimizer, wrap(lambda x: torch.relu(x @ w.T + b) @ v.T + c))
+
+
+def _parameters_as_arguments(data: Data, model: Any, optimizer: Any, wrap: Callable[..., Any]) -> Step:
+    function = wrap(lambda x, w, b, v, c: torch.relu(x @ w.T + b) @ v.T + c)
+    return _ordinary(data, optimizer, lambda x: function(x, *model.parameters()))
+
+
+def _forward_and_backward(data: Data, model: Any, optimizer: Any, wrap: Callable[..., Any]) -> Step:
+    def forward_backward(number: int, inputs: list[torch.Tensor]) -> None:
+        torch.stack([model(x).square().mean() for x in inputs]).mean().backward()
+
+    function = wrap(forward_backward)
+
+    def step(number: int) -> None:
+        optimizer.zero_grad()
+        function(0, [batch(rank, number) for rank in data.ranks])
+        optimizer.step()
+
+    return step
+
+
+def _whole_step(data: Data, model: Any, optimizer: Any, wrap: Callable[..., Any]) -> Step:
+    def whole(inputs: list[torch.Tensor]) -> None:
+        optimizer.zero_grad()
+        torch.stack([model(x).square().mean() for x in inputs]).mean().backward()
+        optimizer.step()
+
+    function = wrap(whole)
+    return lambda number: function([batch(rank, number) for rank in data.ranks])
+
+
+def _whole_step_that_accumulates(data: Data, model: Any, optimizer: Any, wrap: Callable[..., Any]) -> Step:
+    def whole(inputs: list[torch.Tensor]) -> None:
+        optimizer.zero_grad(set_to_none=False)
+        with data.no_sync(optimizer):
+            torch.stack([model(x).sin().mean() for x in inputs]).mean().backward()
+        torch.stack([model(x).square().mean() for x in inputs]).mean().backward()
+        optimizer.step()
+
+    function = wrap(whole)
+    return lambda number: function([batch(rank, number) for rank in data.ranks])
+
+
+def _clipping(data: Data, model: Any, optimizer: Any, wrap: Callable[..., Any]) -> Step:
+    """Gradients are read, and changed, while their averages are outstanding."""
+
+    def clip() -> None:
+        gradients = [parameter.grad for parameter in model.parameters()]
+        norm = torch.stack(torch._foreach_norm(gradients)).norm()
+        torch._foreach_mul_(gradients, 0.01 / norm)
+
+    function = wrap(clip)
+
+    def step(number: int) -> None:
+        optimizer.zero_grad()
+        data.loss(model, number).backward()
+        function()
+        optimizer.step()
+
+    return step
+
+
+def _whole_step_that_clips(data: Data, model: Any, optimizer: Any, wrap: Callable[..., Any]) -> Step:
+    def whole(inputs: list[torch.Tensor]) -> None:
+        optimizer.zero_grad()
+        torch.stack([model(x).square().mean() for x in inputs]).mean().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        optimizer.step()
+
+    function = wrap(whole)
+    return lambda number: function([batch(rank, number) for rank in data.ranks])
+
+
+def _step_of_the_optimizer(data: Data, model: Any, optimizer: Any, wrap: Callable[..., Any]) -> Step:
+    optimizer_step = wrap(optimizer.step)
+
+    def step(number: int) -> None:
+        optimizer.zero_grad()
+        data.loss(model, number).backward()
+        optimizer_step()
+
+    return step
+
+
+def _second_half(data: Data, model: Any, optimizer: Any, wrap: Callable[..., Any]) -> Step:
+    """Compiled while updates are outstanding."""
+    uncompiled, now_compiled = _ordinary(data, optimizer, model), _ordinary(data, optimizer, wrap(model))
+    return lambda number: (now_compiled if number >= STEPS // 2 else uncompiled)(number)
+
+
+STEP_MAKERS = [
+    _model,
+    _submodule,
+    _module_in_place,
+    _parameters_of_a_closure,
+    _parameters_as_arguments,
+    _forward_and_backward,
+    _whole_step,
+    _whole_step_that_accumulates,
+    _clipping,
+    _whole_step_that_clips,
+    _step_of_the_optimizer,
+    _second_half,
+]
+
+
+@pytest.mark.parametrize("make_step", STEP_MAKERS, ids=lambda make_step: make_step.__name__)
+def test_training_equals_that_of_uncompiled_plain_torch(make_step: MakeStep) -> None:
+    require_plain(stepping(make_step, backend=KERNELS))
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor wants a C++ compiler")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of its own imports
+def test_inductor(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = importlib.import_module("torch._inductor.config")
+    monkeypatch.setattr(config, "cpp_cache_precompile_headers", False)
+    monkeypatch.setattr(config.cpp, "simdlen", 1)  # or it looks for the best, at length
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    require_plain(stepping(_model, steps=3, backend="inductor"))
+
+
+def _by_identity(guards: Any) -> list[bool]:
+    return [False for _ in guards]
+
+
+def test_code_that_looks_at_nothing_finds_every_parameter_updated() -> None:
+    """It does not notice that the parameters' class has changed, so nothing else makes it wait."""
+    require_plain(stepping(_model, backend=KERNELS, options={"guard_filter_fn": _by_identity}))
+
+
+def test_if_step_did_not_wait_such_code_would_read_stale_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loops, "ScheduledOptimizer", Careless)
+    with pytest.raises((AssertionError, commsched.CommschedError)):
+        require_plain(stepping(_model, backend=KERNELS, options={"guard_filter_fn": _by_identity}))
+
+
+@pytest.mark.parametrize("make_step", [_model, _parameters_of_a_closure, _whole_step], ids=lambda make: make.__name__)
+def test_nothing_is_compiled_anew_in_each_step(make_step: MakeStep) -> None:
+    graphs: list[int] = []
+
+    def count(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+        graphs.append(1)
+        return graph.forward
+
+    def after(steps: int) -> int:
+        graphs.clear()
+        forget()
+        run(stepping(make_step, steps=steps, backend=count))
+        return len(graphs)
+
+    assert after(3) == after(6) == 1
+
+
+def test_what_was_compiled_before_the_optimizer_was_wrapped_finds_every_parameter_updated() -> None:
+    def loop(data: Data, model: Any, optimizer: Any) -> None:
+        wrapped = torch.compile(model, backend=KERNELS) if compiles(data) else model
+        _ordinary(data, optimizer, wrapped)(0)
+        if len(data.ranks) == 1:
+            optimizer.detach()
+        again = data.scheduled(torch.optim.SGD(model.parameters(), lr=0.05), model)
+        for number in range(1, STEPS):
+            _ordinary(data, again, wrapped)(number)
+
+    require_plain(loop)
+
+
+def test_what_is_compiled_after_the_compiler_was_reset_finds_every_parameter_updated() -> None:
+    def make_step(data: Data, model: Any, optimizer: Any, wrap: Callable[..., Any]) -> Step:
+        if compiles(data):
+            torch._dynamo.reset()
+        return _second_half(data, model, optimizer, wrap)
+
+    require_plain(stepping(make_step, backend=KERNELS, options={"guard_filter_fn": _by_identity}))
+
+
+def test_the_log_says_once_what_compiled_code_costs(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "commsched"):
+        run(stepping(_model, backend="eager"))
+    said = [record.message for record in caplog.records if "compiled code" in record.message]
+    assert said == ["compiled code reads parameters all at once: step() waits for all averages from now on"]
+
+
+def test_uncompiled_training_does_not_wait_in_step() -> None:
+    def loop(data: Data, model: Any, optimizer: Any) -> str | None:
+        train(data, model, optimizer)
+        return optimizer._why_step_waits
+
+    assert run(loop) == [None, None]
+
+
+def test_a_whole_step_as_one_graph_is_refused_by_the_compiler() -> None:
+    with pytest.raises((torch._dynamo.exc.Unsupported, commsched.TransportError), match="ScheduledOptimizer"):
+        run(stepping(_whole_step, backend="eager", fullgraph=True))
+
+
+def test_a_model_as_one_graph() -> None:
+    require_plain(stepping(_model, backend=KERNELS, fullgraph=True))
+
+
+class Watcher:
+    def __init__(self) -> None:
+        self.saw: list[bool] = []
+
+    def before_compiling(self) -> None:
+        self.saw.append(torch.compiler.is_compiling())
+
+
+def test_whoever_watches_is_called_before_each_compilation_as_if_there_were_none() -> None:
+    """torch's optimizers round otherwise while something compiles."""
+    watcher, gone = Watcher(), Watcher()
+    compiled.watch(watcher.before_compiling)
+    compiled.watch(gone.before_compiling)
+    seen = gone.saw
+    del gone
+    assert not compiled.was_seen()
+    function = torch.compile(lambda x: x + 1, backend="eager")
+    require_close(function(torch.ones(2)), torch.full((2,), 2.0))
+    require_close(function(torch.ones(2, 2)), torch.full((2, 2), 2.0))
+    function(torch.ones(2))
+    assert watcher.saw == [False, False]
+    assert seen == []
+    assert compiled.was_seen()
+
+
+def test_a_sequence_of_models() -> None:
+    """Each optimizer is told, and each of them only by its own model."""
+
+    def loop(data: Data, model: Any, optimizer: Any) -> None:
+        torch.manual_seed(5)
+        other = mlp()
+        others = data.scheduled(torch.optim.Adam(other.parameters()), other)
+        forward = torch.compile(model, backend="eager") if compiles(data) else model
+        for number in range(3):
+            train(data, other, others, 1, number)
+            _ordinary(data, optimizer, forward)(number)
+
+    require_plain(loop)

@@ -1,0 +1,587 @@
+"""Each gate of the plugin is there for a reason: without it, a test of the loops ends with wrong numbers or an error.
+
+``GATES`` says of each how to take it away, which test then fails, and what that test says.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from time import monotonic
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import commsched
+from commsched.core.manifest import Manifest
+from commsched.core.ports import Completion, Transport
+from commsched.core.proxy import DependencyProxy
+from commsched.core.task import CommTask
+from commsched.plugins.torch import ScheduledOptimizer, exchange, first_use, guard, narrow, optimizer
+from commsched.plugins.torch.exchange import GradientExchange
+from commsched.plugins.torch.flags import Flags
+from commsched.testing.fakes import Delayed
+
+from . import test_accumulation, test_late_parameters
+from .loops import (
+    loop,
+    test_ends,
+    test_gradients,
+    test_hyper_parameters,
+    test_optimizers,
+    test_overlap,
+    test_parameters,
+    test_precision,
+    test_resume,
+    test_unsupported,
+    test_used,
+    test_zero_grad,
+)
+from .loops.loop import SMALL
+
+Take = Callable[[pytest.MonkeyPatch], None]
+
+RELUCTANCE_SECONDS = 0.2
+
+WRONG = r"differs from (plain training|rank 0)"
+WRONG_OR_NAMED = rf"{WRONG}|since step\(\) nothing has read it that waits"
+NOT_REFUSED = "DID NOT RAISE|did not match"
+
+
+def put(owner: Any, name: str, value: Any) -> Take:
+    """``value`` in place of ``owner.name``."""
+    return lambda patch: patch.setattr(owner, name, value)
+
+
+def wrap(owner: Any, name: str, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Take:
+    """``wrapper(owner.name)`` in place of ``owner.name``."""
+    return lambda patch: patch.setattr(owner, name, wrapper(getattr(owner, name)))
+
+
+def both(*takes: Take) -> Take:
+    return lambda patch: [take(patch) for take in takes] and None
+
+
+def nothing(*_: Any, **__: Any) -> None:
+    pass
+
+
+def without(name: str, instead: Callable[..., Any] = nothing) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """A wrapper of a method during which ``self.name`` does ``instead``."""
+
+    def wrapper(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            before = self.__dict__.get(name)
+            setattr(self, name, instead)
+            try:
+                return method(self, *args, **kwargs)
+            finally:
+                if before is None:
+                    delattr(self, name)
+                else:
+                    setattr(self, name, before)
+
+        return call
+
+    return wrapper
+
+
+def do_not_wait(slot: Any) -> None:
+    slot.proxies[0]._core._transport.wait_until_under_way(slot.name)  # or there is nothing to be overwritten yet
+    guard.release(slot.gradient)
+
+
+class Reluctant(Delayed):
+    """An average comes when someone waits for it, or after so long that whoever did not wait has been caught."""
+
+    def __init__(self, transport: Transport, seed: int, most_seconds: float) -> None:
+        self._awaited: list[str] = []  # tensors
+        self._under_way: list[str] = []  # tensors of which something was started, in any step
+        self._manifests: dict[int, Manifest] = {}
+        super().__init__(transport, seed, most_seconds)
+
+    def add_group(self, group: int, manifest: Manifest) -> None:
+        self._manifests[group] = manifest
+        super().add_group(group, manifest)
+
+    def start(self, task: CommTask, completion: Completion) -> None:
+        super().start(task, completion)
+        with self._changed:
+            self._under_way += self._tensors(task)
+            self._changed.notify_all()
+
+    def _tensors(self, task: CommTask) -> list[str]:
+        return [self._manifests[task.group].tensors[index].name for index in task.partition.tensors]
+
+    def wait_until_under_way(self, tensor: str) -> None:
+        with self._changed:
+            assert self._changed.wait_for(lambda: tensor in self._under_way, 10)
+
+    def _pause(self) -> None:
+        pass
+
+    def on_done(self, task: CommTask) -> None:
+        with self._changed:
+            self._replies.append((monotonic() + RELUCTANCE_SECONDS, next(self._arrivals), task))
+            self._changed.notify_all()
+
+    def _next_reply(self) -> CommTask | None:
+        with self._changed:
+            while not self._closed:
+                now = monotonic()
+                for place, (due, _, task) in enumerate(self._replies):
+                    if due <= now or not set(self._awaited).isdisjoint(self._tensors(task)):
+                        del self._replies[place]
+                        return task
+                self._changed.wait(self._replies[0][0] - now if self._replies else None)
+            return None
+
+    @contextmanager
+    def awaited(self, tensor: str) -> Iterator[None]:
+        with self._changed:
+            self._awaited.append(tensor)
+            self._changed.notify_all()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._awaited.remove(tensor)
+
+
+def asking(wait: Callable[[DependencyProxy], None]) -> Callable[[DependencyProxy], None]:
+    def call(self: DependencyProxy) -> None:
+        transport = self._core._transport
+        with transport.awaited(self.name) if isinstance(transport, Reluctant) else nullcontext():
+            wait(self)
+
+    return call
+
+
+class Torch:
+    """The module, but for some names."""
+
+    def __init__(self, **others: Any) -> None:
+        self.__dict__.update(others)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+def no_mode(*_: Any, **__: Any) -> Any:
+    return nullcontext()
+
+
+# --- guards ---
+
+
+def guarding_all_but(kind: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    return lambda original: lambda tensor, resolve: None if type(tensor) is kind else original(tensor, resolve)
+
+
+def with_free_gradients(await_update: Callable[..., None]) -> Callable[..., None]:
+    def call(self: Any, slot: Any) -> None:
+        await_update(self, slot)
+        guard.release(slot.gradient)
+
+    return call
+
+
+def with_parameters_released(update: Callable[..., None]) -> Callable[..., None]:
+    def call(self: Any, slots: list[Any]) -> None:
+        for slot in slots:
+            guard.release(slot.parameter)
+        update(self, slots)
+
+    return call
+
+
+def resolve_first_uses_only(tensor: torch.Tensor) -> None:
+    """What notes the order of layers is called: a parameter that nobody seems to use is known to be read by other ways."""
+    if id(tensor) in guard._guarded and "FirstUse" in getattr(guard._guarded[id(tensor)][2], "__qualname__", ""):
+        guard._guarded[id(tensor)][2]()
+
+
+def deepcopy_at_once(self: Any, memo: Any) -> Any:
+    with guard._own_class(self):
+        return copy.deepcopy(self, memo)
+
+
+def reduce_at_once(self: Any, protocol: Any) -> Any:
+    with guard._own_class(self):
+        return self.__reduce_ex__(protocol)
+
+
+class NoLock:
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: Any) -> None:
+        pass
+
+
+# --- what ranks tell each other ---
+
+
+def keep_what_backward_left(patch: pytest.MonkeyPatch) -> None:
+    """In step(), each rank says again which gradients it had after backward."""
+    offer_used, offer_kept = Flags.offer_used, Flags.offer_kept
+
+    def used(self: Any, unfrozen: bool, flags: list[bool]) -> None:
+        self.after_backward = flags
+        offer_used(self, unfrozen, flags)
+
+    patch.setattr(Flags, "offer_used", used)
+    patch.setattr(
+        Flags,
+        "offer_kept",
+        lambda self, committed, unfrozen, _, changed: offer_kept(self, committed, unfrozen, self.after_backward, changed),
+    )
+
+
+def with_all_kept(kept: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self: replace(flags := kept(self), share=[1.0] * len(flags.share))
+
+
+def with_what_the_buffer_holds(hand_over: Callable[..., None]) -> Callable[..., None]:
+    """Where there is no gradient, no zeros are written."""
+
+    def call(self: Any, slot: Any, gradient: Any) -> None:
+        view = slot.view
+        if gradient is None:
+            slot.view = SimpleNamespace(zero_=nothing, data_ptr=view.data_ptr)
+        try:
+            hand_over(self, slot, gradient)
+        finally:
+            slot.view = view
+
+    return call
+
+
+def with_no_average_taken_over(fold: Callable[..., None]) -> Callable[..., None]:
+    def call(self: Any) -> None:
+        without = [slot for slot in self.slots if slot.parameter.grad is None]
+        fold(self)
+        for slot in without:
+            slot.parameter.grad = None
+
+    return call
+
+
+class Forgetful(dict[int, Any]):
+    def get(self, _: int, default: Any = None) -> Any:
+        return default
+
+
+# --- updates ---
+
+
+def leaving_averages_in_grad(update: Callable[..., None]) -> Callable[..., None]:
+    def call(self: Any, slots: list[Any]) -> None:
+        update(self, slots)
+        for slot in slots:
+            slot.parameter.grad = slot.gradient
+
+    return call
+
+
+def with_updates_forgotten(detach: Callable[..., None]) -> Callable[..., None]:
+    def call(self: Any) -> None:
+        self._pending.clear()
+        detach(self)
+
+    return call
+
+
+def zero_in_place(self: Any, set_to_none: bool = True) -> None:
+    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if set_to_none:
+                    parameter.grad = None
+                elif parameter.grad is not None:
+                    parameter.grad.zero_()
+
+
+def snapshot_without_copies(users: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    return [{key: value for key, value in group.items() if key != "params"} for group in users.param_groups]
+
+
+def with_state_hooks_removed(init: Callable[..., None]) -> Callable[..., None]:
+    def call(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        for handle in self._state_hooks:
+            handle.remove()
+
+    return call
+
+
+def forward_every_attribute(self: Any, name: str) -> Any:
+    if name == "optimizer":
+        raise AttributeError(name)
+    return getattr(self.optimizer, name)
+
+
+read_after_step = test_parameters.test_readers_between_step_and_the_next_forward
+graph_kept = test_parameters.test_a_graph_kept_over_step_does_not_touch_what_is_outstanding
+
+GATES: dict[str, tuple[Take, Callable[[], None], str]] = {
+    # guards
+    "parameters are guarded after step()": (
+        wrap(optimizer, "guard", guarding_all_but(nn.Parameter)),
+        partial(read_after_step, "parameters"),
+        WRONG_OR_NAMED,
+    ),
+    "gradients are guarded once handed over": (
+        wrap(exchange, "guard", guarding_all_but(torch.Tensor)),
+        partial(test_gradients.test_clipping_and_editing, "norm", SMALL),
+        WRONG,
+    ),
+    "gradients are guarded until the update": (
+        wrap(ScheduledOptimizer, "_await_update", with_free_gradients),
+        partial(test_zero_grad.test_gradients_are_zeroed, True, False, "after clipping and step"),
+        WRONG,
+    ),
+    "parameters are released after their update": (
+        wrap(ScheduledOptimizer, "_update", with_parameters_released),
+        test_parameters.test_a_second_thread_waits_for_an_update_that_the_first_is_making,
+        "assert not",
+    ),
+    "one thread at a time updates": (
+        put(optimizer, "threading", SimpleNamespace(RLock=NoLock)),
+        test_parameters.test_a_second_thread_waits_for_an_update_that_the_first_is_making,
+        "assert not",
+    ),
+    "operations resolve what they are given": (
+        put(guard, "resolve", resolve_first_uses_only),
+        partial(read_after_step, "parameters"),
+        WRONG_OR_NAMED,
+    ),
+    "operations resolve what is in lists": (
+        put(guard, "_guards_in", lambda given: (value for value in given[0] if isinstance(value, guard._Guard))),
+        partial(read_after_step, "foreach norms"),
+        WRONG,
+    ),
+    "deepcopy resolves": (
+        put(guard._Guard, "__deepcopy__", deepcopy_at_once),
+        partial(read_after_step, "deepcopy"),
+        WRONG,
+    ),
+    "pickle resolves": (
+        put(guard._Guard, "__reduce_ex__", reduce_at_once),
+        partial(read_after_step, "pickle"),
+        WRONG,
+    ),
+    # waiting
+    "an update waits for its average": (
+        wrap(GradientExchange, "wait", without("_await_average", do_not_wait)),
+        partial(read_after_step, "parameters"),
+        WRONG,
+    ),
+    "an update does not wait for averages of others": (
+        put(GradientExchange, "is_there", lambda self, slot: True),
+        test_overlap.test_the_next_forward_begins_while_the_last_layer_is_on_its_way,
+        test_overlap.LATE,
+    ),
+    "a round begins when the last one's updates are in place": (
+        both(wrap(GradientExchange, "_begin_round", without("_before_round")), put(loop, "TIMEOUT_SECONDS", 1.0)),
+        partial(test_used.test_branches, "some steps", "none"),
+        "not every rank ended",  # it would wait for the flags of the round that it begins
+    ),
+    "autograd adds to nothing outstanding": (
+        wrap(GradientExchange, "_before_gradient", without("_before_round")),
+        partial(graph_kept, False),
+        WRONG,
+    ),
+    "what the user put into .grad waits for the average that it replaces": (
+        wrap(GradientExchange, "_adopt", without("_await_average", do_not_wait)),
+        partial(test_gradients.test_clipping_and_editing, "replaced unread", SMALL),
+        WRONG,
+    ),
+    "state_dict() of either optimizer waits": (
+        wrap(ScheduledOptimizer, "__init__", with_state_hooks_removed),
+        partial(test_resume.test_the_optimizers_state_is_fresh, "state_dict of the one that was wrapped"),
+        WRONG,
+    ),
+    "load_state_dict() waits": (
+        both(
+            wrap(ScheduledOptimizer, "__init__", with_state_hooks_removed),
+            wrap(ScheduledOptimizer, "load_state_dict", without("synchronize")),
+        ),
+        test_resume.test_a_state_loaded_right_after_step_is_not_updated_by_it,
+        WRONG,
+    ),
+    "state waits": (
+        put(ScheduledOptimizer, "state", property(lambda self: self.optimizer.state)),
+        partial(test_resume.test_the_optimizers_state_is_fresh, "state"),
+        WRONG,
+    ),
+    "a pickled optimizer waits": (
+        wrap(ScheduledOptimizer, "__reduce__", without("synchronize")),
+        partial(test_resume.test_the_optimizers_state_is_fresh, "pickled"),
+        WRONG,
+    ),
+    "detach() waits": (
+        wrap(ScheduledOptimizer, "detach", with_updates_forgotten),
+        test_optimizers.test_a_model_may_be_wrapped_again_after_detach,
+        WRONG,
+    ),
+    "close() puts the last updates in place": (
+        put(ScheduledOptimizer, "_finish", nothing),
+        test_ends.test_the_last_update_is_in_place_when_the_session_closes,
+        "all",
+    ),
+    # rounds that end without an update
+    "autograd adds to averages that are there": (
+        wrap(GradientExchange, "_fold", without("_await_average", do_not_wait)),
+        partial(test_accumulation.test_accumulation, "three", SMALL, False),
+        WRONG,
+    ),
+    "a rank without a gradient takes the average over": (
+        wrap(GradientExchange, "_fold", with_no_average_taken_over),
+        partial(test_accumulation.test_accumulation, "first_on_one_rank", SMALL, False),
+        WRONG,
+    ),
+    "what was changed was changed by all": (
+        put(exchange, "require_changed_alike", nothing),
+        partial(test_accumulation.test_an_edit_of_what_only_some_ranks_have_is_refused, False),
+        NOT_REFUSED,
+    ),
+    "unfrozen parameters get their place": (
+        put(GradientExchange, "_exchange_late", nothing),
+        partial(test_late_parameters.test_progressive_unfreezing, "plain", SMALL, False),
+        rf"{WRONG}|it would not be averaged",
+    ),
+    "ranks unfreeze alike": (
+        both(put(exchange, "require_unfrozen_alike", nothing), put(loop, "TIMEOUT_SECONDS", 1.0)),
+        partial(test_late_parameters.test_unfrozen_on_one_rank_only_is_an_error, 0, False),
+        "not every rank ended",  # one waits for the others to register what they have no gradient of
+    ),
+    # what ranks begin with, and what they tell each other
+    "the model begins as rank 0's": (
+        put(optimizer, "broadcast_model", nothing),
+        test_resume.test_all_ranks_begin_as_rank_0,
+        WRONG,
+    ),
+    "the optimizer begins as rank 0's": (
+        put(optimizer, "broadcast_optimizer", nothing),
+        partial(test_resume.test_a_job_that_goes_on_from_a_checkpoint, "before wrapping, on rank 0 only"),
+        "differs",
+    ),
+    "layers are ordered by first use": (
+        put(first_use, "guard", nothing),
+        test_used.test_layers_are_ordered_by_first_use_not_by_registration,
+        "assert",
+    ),
+    "a rank without a gradient counts as zeros": (
+        wrap(GradientExchange, "_hand_over", with_what_the_buffer_holds),
+        partial(test_used.test_branches, "ranks in turn", "none"),
+        WRONG,
+    ),
+    "a parameter that nobody used is not updated": (
+        wrap(Flags, "kept", with_all_kept),
+        partial(test_used.test_branches, "never", "none"),
+        WRONG,
+    ),
+    "a gradient dropped before step() is not used": (
+        keep_what_backward_left,
+        partial(test_gradients.test_a_gradient_dropped_between_backward_and_step, False),
+        WRONG,
+    ),
+    "gradients of some ranks only are not read before step()": (
+        put(exchange, "require_gradients", nothing),
+        test_used.test_clipping_where_only_some_ranks_have_a_gradient_is_an_error,
+        NOT_REFUSED,
+    ),
+    "no gradient is read within backward": (
+        put(exchange, "torch", Torch(_C=SimpleNamespace(_current_graph_task_id=lambda: -1))),
+        test_gradients.test_reading_a_gradient_within_backward_is_refused,
+        NOT_REFUSED,
+    ),
+    "all ranks step, or none": (
+        put(exchange, "require_same_end", nothing),
+        partial(test_accumulation.test_ranks_with_different_numbers_of_backward_passes_are_told, 0, False),
+        NOT_REFUSED,
+    ),
+    "a parameter has one owner": (
+        put(exchange, "_exchanges", Forgetful()),
+        test_unsupported.test_a_model_wrapped_twice_is_refused_by_name,
+        NOT_REFUSED,
+    ),
+    "memory of gradients is not replaced": (
+        put(exchange.Slot, "require_in_buffer", nothing),
+        partial(test_gradients.test_what_would_spoil_a_gradient_is_refused_by_name, "memory replaced"),
+        NOT_REFUSED,
+    ),
+    # updates
+    "what the user put into .grad is what the update uses": (
+        put(GradientExchange, "_adopt", nothing),
+        partial(test_gradients.test_clipping_and_editing, "replaced", SMALL),
+        WRONG,
+    ),
+    "hyper-parameters are those of step()": (
+        put(optimizer, "snapshot", lambda users: users.param_groups),
+        partial(test_hyper_parameters.test_hyper_parameters_changed_by_hand, "lr", "after step"),
+        WRONG,
+    ),
+    "hyper-parameters that are tensors are copied": (
+        put(optimizer, "snapshot", snapshot_without_copies),
+        test_hyper_parameters.test_a_learning_rate_that_is_a_tensor_changed_in_place,
+        WRONG,
+    ),
+    "zero_grad() leaves the outstanding gradient alone": (
+        put(ScheduledOptimizer, "zero_grad", zero_in_place),
+        partial(test_zero_grad.test_gradients_are_zeroed, False, False, "after step"),
+        rf"assert False|{WRONG}",  # in flight they are not zeros
+    ),
+    "an update leaves .grad as it was": (
+        wrap(ScheduledOptimizer, "_update", leaving_averages_in_grad),
+        partial(test_used.test_branches, "some steps", "none"),
+        WRONG,
+    ),
+    "an update leaves autocast": (
+        put(narrow, "torch", Torch(autocast=no_mode)),
+        test_parameters.test_updates_within_autocast_are_not_made_in_16_bits,
+        WRONG,
+    ),
+    "an update leaves inference mode": (
+        put(narrow, "torch", Torch(inference_mode=no_mode)),
+        partial(test_parameters.test_evaluation, "inference_mode", "after step"),
+        "[Ii]nference",
+    ),
+    "an optimizer that uses all gradients at once is called once": (
+        put(optimizer, "updates_each_parameter_alone", lambda _: True),
+        test_optimizers.test_an_optimizer_from_elsewhere_is_called_once_per_step_with_all_averages,
+        WRONG,
+    ),
+    "gradients are unscaled before the update": (
+        put(ScheduledOptimizer, "__getattr__", forward_every_attribute),
+        partial(test_precision.test_gradients_are_scaled_and_overflow_steps_skipped_by_all, "fused Adam", "nowhere", False),
+        WRONG,
+    ),
+    "a closure may run backward": (
+        put(optimizer, "torch", Torch(enable_grad=no_mode)),
+        test_parameters.test_step_with_a_closure,
+        "is_grad_enabled",
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of threads that meet without the lock
+@pytest.mark.parametrize("name", GATES)
+def test_without_the_gate_a_loop_goes_wrong(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    take_away, check, says = GATES[name]
+    monkeypatch.setattr(loop, "TIMEOUT_SECONDS", 10.0)  # where a hang is what the gate prevents, it says so
+    monkeypatch.setattr(test_overlap, "PATIENCE_SECONDS", 0.5)
+    monkeypatch.setattr(loop, "Delayed", Reluctant)
+    monkeypatch.setattr(DependencyProxy, "wait", asking(DependencyProxy.wait))
+    take_away(monkeypatch)
+    with pytest.raises(
+        (AssertionError, commsched.CommschedError, RuntimeError, TimeoutError, pytest.fail.Exception), match=says
+    ):
+        check()

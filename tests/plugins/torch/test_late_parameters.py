@@ -1,0 +1,346 @@
+"""Parameters that the optimizer learns to train later: unfrozen after wrapping, or added by add_param_group()."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import commsched
+from commsched import SchedulerConfig
+
+from .loops.loop import LARGE, SMALL, Data, batch, mlp, require_plain, run, sgd, train
+
+CONFIGS = pytest.mark.parametrize(("config", "ordered"), [(SMALL, False), (LARGE, True)], ids=["cut", "merged, ordered"])
+
+
+def deep(frozen: int = 2) -> nn.Sequential:
+    """Four layers, of which the first ``frozen`` are."""
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))).double()
+    model[:frozen].requires_grad_(False)
+    return model
+
+
+def adam(model: Any) -> torch.optim.Optimizer:
+    """A group for each layer."""
+    groups = [{"params": list(layer.parameters()), "lr": 0.01 / (1 + index)} for index, layer in enumerate(model)]
+    return torch.optim.AdamW(groups, weight_decay=0.1)
+
+
+def _step(data: Data, model: nn.Module, optimizer: Any, step: int) -> None:
+    data.loss(model, step).backward()
+    optimizer.step()
+
+
+def _clipped(data: Data, model: nn.Module, optimizer: Any, step: int) -> None:
+    """The norm is that of all gradients, in the first round of a parameter too."""
+    data.loss(model, step).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+    optimizer.step()
+
+
+def _accumulated(data: Data, model: nn.Module, optimizer: Any, step: int) -> None:
+    data.loss(model, step).backward()
+    data.loss(model, step + 5).backward()
+    optimizer.step()
+
+
+def _local_first(data: Data, model: nn.Module, optimizer: Any, step: int) -> None:
+    with data.no_sync(optimizer):
+        data.loss(model, step).backward()
+    data.loss(model, step + 5).backward()
+    optimizer.step()
+
+
+def _halved(data: Data, model: Any, optimizer: Any, step: int) -> None:
+    data.loss(model, step).backward()
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad = parameter.grad * 0.5
+    optimizer.step()
+
+
+STEPS: dict[str, Callable[[Data, Any, Any, int], None]] = {
+    "plain": _step,
+    "clipped": _clipped,
+    "accumulated": _accumulated,
+    "local first": _local_first,
+    "halved": _halved,
+}
+
+
+@CONFIGS
+@pytest.mark.parametrize("name", STEPS)
+def test_progressive_unfreezing(name: str, config: SchedulerConfig, ordered: bool) -> None:
+    def loop(data: Data, model: Any, optimizer: Any) -> None:
+        for step in range(4):
+            if step in (1, 2):
+                model[2 - step].requires_grad_(True)
+            optimizer.zero_grad(set_to_none=step != 2)
+            STEPS[name](data, model, optimizer, step)
+
+    require_plain(loop, model=deep, optimizer=adam, config=config, ordered=ordered)
+
+
+def test_frozen_again() -> None:
+    """With its last gradient dropped a parameter rests, with a gradient left it is updated still, as in plain torch."""
+
+    def loop(data: Data, model: Any, optimizer: Any) -> None:
+        for step in range(6):
+            model[1].requires_grad_(step in (1, 4))
+            model[3].requires_grad_(step != 2)
+            if step != 5:
+                optimizer.zero_grad()
+            _step(data, model, optimizer, step)
+
+    require_plain(loop, model=deep, optimizer=adam)
+
+
+def test_all_frozen_at_first() -> None:
+    def loop(data: Data, model: Any, optimizer: Any) -> None:
+        optimizer.step()
+        model[2:].requires_grad_(True)
+        train(data, model, optimizer)
+
+    require_plain(loop, model=lambda: deep(frozen=4), optimizer=adam)
+
+
+def test_between_two_backward_passes() -> None:
+    def loop(data: Data, model: Any, optimizer: Any) -> None:
+        for step in range(2):
+            optimizer.zero_grad()
+            data.loss(model, step).backward()
+            model[1].requires_grad_(True)
+            data.loss(model, step + 5).backward()
+            optimizer.step()
+
+    require_plain(loop, model=deep, optimizer=adam)
+
+
+def test_an_optimizer_that_is_called_once_per_step() -> None:
+    class Own(torch.optim.SGD):
+        pass
+
+    def loop(data: Data, model: Any, optimizer: Any) -> None:
+        for step in range(3):
+            model[1].requires_grad_(step > 0)
+            optimizer.zero_grad()
+            _step(data, model, optimizer, step)
+
+    require_plain(loop, model=deep, optimizer=lambda model: Own(model.parameters(), lr=0.1, weight_decay=0.1))
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared, self.sometimes = nn.Linear(4, 2), nn.Linear(4, 2)
+        self.sometimes.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
+        output: torch.Tensor = self.shared(x)
+        return output + self.sometimes(x) if both else output
+
+
+def one_sided(data: Data, model: nn.Module, step: int, rank_1_uses_it: bool) -> torch.Tensor:
+    return data.mean(lambda rank: model(batch(rank, step), rank == 1 and rank_1_uses_it).square().mean())
+
+
+@CONFIGS
+def test_unfrozen_everywhere_but_used_by_one_rank(config: SchedulerConfig, ordered: bool) -> None:
+    def loop(data: Data, model: Any, optimizer: Any) -> None:
+        for step in range(4):
+            model.sometimes.requires_grad_(step > 0)
+            optimizer.zero_grad()
+            one_sided(data, model, step, step > 1).backward()
+            optimizer.step()
+
+    require_plain(loop, model=lambda: Branches().double(), config=config, ordered=ordered)
+
+
+def test_clipping_where_one_rank_uses_it_is_refused() -> None:
+    def loop(data: Data, model: Any, optimizer: Any) -> None:
+        model.sometimes.requires_grad_(True)
+        one_sided(data, model, 0, True).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        optimizer.step()
+
+    with pytest.raises(commsched.CommschedError, match=r"'sometimes\.\w+' has one on other ranks and none on rank 0"):
+        run(loop, model=lambda: Branches().double())
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_one_rank_reads_before_and_after_step_while_others_wait_for_it(ordered: bool) -> None:
+    """A place in a buffer needs all ranks: none may find another at a barrier of the user's."""
+    barrier = threading.Barrier(2)
+
+    def loop(data: Data, model: Any, optimizer: Any) -> None:
+        for step in range(3):
+            model[1].requires_grad_(step > 0)
+            optimizer.zero_grad()
+            data.loss(model, step).backward()
+            if data.ranks[0] == 0:
+                assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
+            optimizer.step()
+            if data.ranks[0] == 0:
+                copy.deepcopy(model.state_dict())
+            if len(data.ranks) == 1:
+                barrier.wait(20)
+
+    require_plain(loop, model=deep, optimizer=adam, ordered=ordered)
+
+
+@pytest.mark.parametrize("reads", [False, True])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_unfrozen_on_one_rank_only_is_an_error(rank: int, reads: bool) -> None:
+    def loop(data: Data, model: Any, optimizer: Any) -> None:
+        model[1].requires_grad_(rank in data.ranks)
+        data.loss(model).backward()
+        if reads:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        optimizer.step()
+        optimizer.synchronize()
+
+    with pytest.raises(commsched.CommschedError, match=r"requires one now, or has one, on some ranks only.*unfreeze it on all"):
+        run(loop, model=deep, optimizer=adam)
+
+
+def test_what_is_frozen_must_be_the_same() -> None:
+    def loop(data: Data, model: Any, optimizer: Any) -> None:
+        extra = nn.Linear(4, 3 + data.ranks[0]).double().requires_grad_(False)
+        data.scheduled(torch.optim.SGD([*nn.Linear(4, 2).double().parameters(), *extra.parameters()]), extra)
+
+    with pytest.raises(
+        commsched.ManifestMismatch, match=r"\['weight', \[3, 4\], 'torch.float64', False\] on rank 0 but \['weight'"
+    ):
+        run(loop, model=deep, optimizer=adam)
+
+
+def test_a_gradient_that_appears_after_others_were_read_is_refused() -> None:
+    def loop(data: Data, model: Any, optimizer: Any) -> None:
+        data.loss(model).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        model[0].weight.grad = torch.ones_like(model[0].weight)
+        optimizer.step()
+
+    with pytest.raises(commsched.CommschedError, match=r"'0\.weight'\.grad was set after other gradients were read"):
+        run(loop, model=deep, optimizer=adam)
+
+
+def head(data: Data, seed: int = 0) -> nn.Linear:
+    """A fresh one; each rank has its own, of which rank 0's counts."""
+    generator = torch.Generator().manual_seed(seed + 10 * data.ranks[0])
+    fresh = nn.Linear(4, 4).double()
+    with torch.no_grad():
+        for parameter in fresh.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+    return fresh
+
+
+@CONFIGS
+@pytest.mark.parametrize("when", ["before the first step", "after a step", "between backward and step"])
+def test_a_fresh_head(when: str, config: SchedulerConfig, ordered: bool) -> None:
+    def loop(data: Data, model: Any, optimizer: Any) -> None:
+        if when != "before the first step":
+            train(data, model, optimizer, 2)
+        if when == "between backward and step":
+            optimizer.zero_grad()
+            data.loss(model, 5).backward()
+        model.append(head(data))
+        optimizer.add_param_group({"params": model[-1].parameters(), "lr": 0.05, "weight_decay": 0.2})
+        if when == "between backward and step":
+            optimizer.step()
+        train(data, model, optimizer, 2, first=2)
+        model[0].requires_grad_(True)
+        model.append(head(data, 1))
+        optimizer.add_param_group({"params": model[-1].parameters()})
+        train(data, model, optimizer, 2, first=4)
+        saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        train(data, model, optimizer, 2, first=6)
+        model.load_state_dict(saved[0])
+        optimizer.load_state_dict(saved[1])
+        train(data, model, optimizer, 1, first=6)
+
+    require_plain(loop, model=deep, optimizer=adam, config=config, ordered=ordered)
+
+
+def test_an_added_group_that_is_frozen() -> None:
+    def loop(data: Data, model: Any, optimizer: Any) -> None:
+        train(data, model, optimizer, 1)
+        model.append(head(data).requires_grad_(False))
+        optimizer.add_param_group({"params": model[-1].parameters()})
+        train(data, model, optimizer, 1, first=1)
+        model[-1].requires_grad_(True)
+        train(data, model, optimizer, 2, first=2)
+
+    require_plain(loop, model=deep, optimizer=adam)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "rates", "message"),
+    [
+        ((4, 5), (0.1, 0.1), r"has parameter \['4\.weight', \[4, 4\].*on rank 0 but \['4\.weight', \[5, 4\]"),
+        ((4, 4), (0.1, 0.2), r"param_groups\[4\]\['lr'\] is 0\.1 on rank 0 but 0\.2 on rank 1"),
+    ],
+)
+def test_added_groups_must_be_the_same(shapes: tuple[int, int], rates: tuple[float, float], message: str) -> None:
+    def loop(data: Data, model: Any, optimizer: Any) -> None:
+        (rank,) = data.ranks
+        model.append(nn.Linear(4, shapes[rank]).double())
+        optimizer.add_param_group({"params": model[-1].parameters(), "lr": rates[rank]})
+
+    with pytest.raises(commsched.ManifestMismatch, match=message):
+        run(loop, model=deep, optimizer=adam)
+
+
+def test_a_group_added_past_us_is_refused() -> None:
+    def loop(data: Data, model: Any, optimizer: Any) -> None:
+        optimizer.optimizer.add_param_group({"params": head(data).parameters()})
+        train(data, model, optimizer)
+
+    with pytest.raises(commsched.CommschedError, match=r"add them by add_param_group\(\) of the ScheduledOptimizer"):
+        run(loop, model=deep, optimizer=adam)
+
+
+def test_a_parameter_of_another_optimizer_is_refused() -> None:
+    def loop(data: Data, model: Any, optimizer: Any) -> None:
+        other = mlp()
+        theirs = data.scheduled(sgd(other), other)
+        train(data, other, theirs, 1)
+        optimizer.add_param_group({"params": list(other.parameters())[:1]})
+        train(data, nn.Sequential(*model, other), optimizer, 1)
+
+    with pytest.raises(commsched.CommschedError, match="belongs to another ScheduledOptimizer"):
+        run(loop, model=deep, optimizer=adam)
+
+
+def test_what_can_never_train_stays_frozen() -> None:
+    class Quantized(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.codes = nn.Parameter(torch.arange(8, dtype=torch.int8).view(4, 2), requires_grad=False)
+            self.scale = nn.Parameter(torch.rand(2, dtype=torch.float64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x @ (self.codes * self.scale)
+
+    require_plain(lambda data, model, optimizer: train(data, model, optimizer), model=Quantized)
+
+
+def test_detached_within_a_round() -> None:
+    """Gradients that no step has used are averages then."""
+
+    def loop(data: Data, model: Any, optimizer: Any) -> list[torch.Tensor]:
+        model[1].requires_grad_(True)
+        train(data, model, optimizer, 1)
+        data.loss(model, 1).backward()
+        if len(data.ranks) == 1:
+            optimizer.detach()
+        assert all(type(p) is nn.Parameter for p in model.parameters())
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    require_plain(loop, model=deep, optimizer=adam)

@@ -1,0 +1,138 @@
+"""Several optimizers, of parts of one model and of several models."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from commsched import SchedulerConfig
+
+from .loops.loop import LARGE, SMALL, Data, batch, require_plain, sgd
+
+CONFIGS = pytest.mark.parametrize(("config", "ordered"), [(SMALL, False), (LARGE, True)], ids=["cut", "merged, ordered"])
+
+
+@CONFIGS
+def test_two_optimizers_of_one_model(config: SchedulerConfig, ordered: bool) -> None:
+    def loop(data: Data, model: Any, optimizer: Any) -> Any:
+        second = data.scheduled(torch.optim.AdamW(model[2].parameters(), lr=0.01), model)
+        for step in range(4):
+            optimizer.zero_grad()
+            second.zero_grad()
+            data.loss(model, step).backward()
+            if step % 2:  # one more often than the other, and not in the order of the layers
+                second.step()
+            optimizer.step()
+        return second.state_dict()
+
+    require_plain(loop, optimizer=lambda model: sgd(model[0]), config=config, ordered=ordered)
+
+
+def test_a_second_optimizer_spoils_no_order_of_layers() -> None:
+    """Both are wrapped before the first forward, which the first registers last."""
+
+    def loop(data: Data, model: Any, optimizer: Any) -> None:
+        second = data.scheduled(torch.optim.SGD(model.seen_first.parameters(), lr=0.1), model)
+        for step in range(2):
+            optimizer.zero_grad()
+            second.zero_grad()
+            data.loss(lambda x: model.last(model.first(model.seen_first(x))), step).backward()
+            optimizer.step()
+            second.step()
+        if len(data.ranks) == 1:
+            names = [spec.name for spec in optimizer._exchange.manifests[0].tensors]
+            assert [name.split(".")[0] for name in names] == ["first", "first", "last", "last"]
+
+    def model() -> nn.Module:
+        return nn.ModuleDict({name: nn.Linear(4, 4) for name in ("last", "first", "seen_first")}).double()
+
+    require_plain(
+        loop,
+        model=lambda: _Attributes(model()),
+        optimizer=lambda m: torch.optim.SGD([*m.last.parameters(), *m.first.parameters()]),
+    )
+
+
+class _Attributes(nn.Module):
+    def __init__(self, modules: Any) -> None:
+        super().__init__()
+        self.last, self.first, self.seen_first = modules["last"], modules["first"], modules["seen_first"]
+
+
+class Gan(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 4), nn.Tanh())
+        self.discriminator = nn.Sequential(nn.Linear(4, 8), nn.LeakyReLU(0.2), nn.Linear(8, 1))
+
+
+def noise(rank: int, step: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 + 10 * rank + step)
+    return torch.randn(5, 3, generator=generator, dtype=torch.float64)
+
+
+def _loss(output: torch.Tensor, label: float) -> torch.Tensor:
+    return nn.functional.binary_cross_entropy_with_logits(output, torch.full_like(output, label))
+
+
+def real(data: Data, model: Any, step: int) -> torch.Tensor:
+    return data.mean(lambda rank: _loss(model.discriminator(batch(rank, step)), 1.0))
+
+
+def fake(data: Data, model: Any, step: int, label: float, detached: bool = False) -> torch.Tensor:
+    def of_rank(rank: int) -> torch.Tensor:
+        made = model.generator(noise(rank, step))
+        return _loss(model.discriminator(made.detach() if detached else made), label)
+
+    return data.mean(of_rank)
+
+
+@pytest.mark.parametrize("local", [False, True], ids=["as written", "with no_sync"])
+@CONFIGS
+def test_gan(config: SchedulerConfig, ordered: bool, local: bool) -> None:
+    """The loop of pytorch/examples' dcgan: the discriminator's gradients of the generator's loss are made, and dropped."""
+
+    def loop(data: Data, model: Any, optimizer_d: Any) -> Any:
+        netd, netg = model.discriminator, model.generator
+        optimizer_g = data.scheduled(torch.optim.Adam(netg.parameters(), lr=0.02, betas=(0.5, 0.999)), netg)
+        errors = []
+        for step in range(3):
+            netd.zero_grad()
+            err_real = real(data, model, step)
+            err_real.backward()
+            err_fake = fake(data, model, step, 0.0, detached=True)
+            err_fake.backward()
+            optimizer_d.step()
+            netg.zero_grad()
+            err_g = fake(data, model, step, 1.0)
+            with data.no_sync(optimizer_d) if local else nullcontext():
+                err_g.backward()
+            optimizer_g.step()
+            errors.append(all(error.isfinite() for error in (err_real, err_fake, err_g)))
+        return errors, optimizer_g.state_dict()
+
+    require_plain(
+        loop,
+        model=lambda: Gan().double(),
+        optimizer=lambda model: torch.optim.Adam(model.discriminator.parameters(), lr=0.02, betas=(0.5, 0.999)),
+        config=config,
+        ordered=ordered,
+    )
+
+
+def test_one_optimizer_of_both_parts_drops_one_part_s_gradients() -> None:
+    """What is kept counts in the next round, what was dropped does not."""
+
+    def loop(data: Data, model: Any, optimizer: Any) -> None:
+        for step in range(3):
+            optimizer.zero_grad()
+            fake(data, model, step, 1.0).backward()
+            model.discriminator.zero_grad()
+            real(data, model, step).backward()
+            optimizer.step()
+
+    require_plain(loop, model=lambda: Gan().double())

@@ -1,0 +1,253 @@
+"""What reads parameters where PyTorch dispatches nothing: step() waits for it, or it is named."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import commsched
+
+from .loops.loop import Data, batch, mlp, require_plain, run, train
+from .test_accumulation import decaying
+
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning", "ignore::torch.jit.TracerWarning")
+
+X = batch(9)
+
+
+def scripted_function(_: nn.Module) -> Callable[..., torch.Tensor]:
+    code = "def f(x, w, b, v, c):\n  return torch.relu(x @ w.t() + b) @ v.t() + c\n"
+    return torch.jit.CompilationUnit(code).f  # type: ignore[no-any-return]
+
+
+def scripted(model: nn.Module) -> nn.Module:
+    return torch.jit.script(model)
+
+
+def traced(model: nn.Module) -> nn.Module:
+    return torch.jit.trace(model, X, check_trace=False)
+
+
+class _Unseen(torch.autograd.Function):
+    """As an extension in C++."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        ctx.x = x
+        with torch._C.DisableTorchFunctionSubclass():
+            return x @ w.T + b
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, torch.Tensor, torch.Tensor]:
+        return None, gradient.T @ ctx.x, gradient.sum(0)
+
+
+def extension(model: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+    first = model[0]  # type: ignore[index]
+    return lambda x: model[2](torch.relu(_Unseen.apply(x, first.weight, first.bias)))  # type: ignore[index,no-any-return]
+
+
+def on_rank_0(data: Data, wrap: Callable[[Any], Any], model: nn.Module) -> Any:
+    """Ranks are threads, and not everything in torch may be done by several at once. Rank 0 says all that goes to the log."""
+    return wrap(model) if data.ranks == [0] else model
+
+
+READERS: dict[str, Callable[[Any], Callable[[torch.Tensor], torch.Tensor]]] = {
+    "scripted function": lambda model: (lambda f: lambda x: f(x, *model.parameters()))(scripted_function(model)),
+    "scripted module": scripted,
+    "extension": extension,
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_from_the_first_forward_on(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    def loop(data: Data, model: Any, optimizer: Any) -> None:
+        train(data, on_rank_0(data, READERS[name], model), optimizer, 4)
+
+    with caplog.at_level(logging.INFO, "commsched"):
+        require_plain(loop)
+    said = [record.message for record in caplog.records if "is read by what does not wait" in record.message]
+    assert len(said) == 1
+    assert said[0].startswith("'0.")
+    assert said[0].endswith("step() waits for all averages from now on")
+
+
+@pytest.mark.parametrize("make", [scripted, traced], ids=lambda make: make.__name__)
+def test_only_later_is_named_before_it_spoils_a_step(make: Callable[[Any], Any]) -> None:
+    def loop(data: Data, model: Any, optimizer: Any) -> None:
+        train(data, model, optimizer, 2)
+        optimizer.synchronize()
+        forward = on_rank_0(data, make, model)
+        train(data, model, optimizer, 1, 2)
+        train(data, forward, optimizer, 1, 3)
+
+    with pytest.raises(commsched.CommschedError, match=r"'\d\.\w+' has a gradient, but since step\(\) nothing"):
+        run(loop)
+
+
+@pytest.mark.parametrize("make", [scripted, traced, extension], ids=lambda make: make.__name__)
+def test_later_and_synchronized_as_the_error_says(make: Callable[[Any], Any]) -> None:
+    def loop(data: Data, model: Any, optimizer: Any) -> None:
+        train(data, model, optimizer, 2)
+        forward = on_rank_0(data, make, model)
+        for step in range(2, 5):
+            if len(data.ranks) == 1:
+                optimizer.synchronize()
+            train(data, forward, optimizer, 1, step)
+
+    require_plain(loop)
+
+
+def _partly_scripted() -> nn.Module:
+    return nn.Sequential(scripted(nn.Sequential(nn.Linear(4, 8), nn.ReLU())), nn.Linear(8, 2)).double()
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: scripted(mlp()), lambda: traced(mlp()), _partly_scripted], ids=["scripted", "traced", "partly scripted"]
+)
+def test_models_that_are_torchscript_when_they_are_wrapped(make: Callable[[], nn.Module]) -> None:
+    def loop(data: Data, model: Any, optimizer: Any) -> None:
+        [p.detach() for p in model.parameters()]  # so that every parameter was read once
+        train(data, model, optimizer)
+
+    require_plain(loop, model=make)
+
+
+def _loss(model: nn.Module, parameters: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    outputs: torch.Tensor = torch.func.functional_call(model, parameters, (x,))
+    return outputs.square().mean()
+
+
+def _grad(model: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    return torch.func.grad(lambda p: _loss(model, p, x))(dict(model.named_parameters()))
+
+
+def _grad_of_detached(model: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    return torch.func.grad(lambda p: _loss(model, p, x))({k: p.detach() for k, p in model.named_parameters()})
+
+
+def _vjp(model: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    loss, pull = torch.func.vjp(lambda p: _loss(model, p, x), dict(model.named_parameters()))
+    return pull(torch.ones_like(loss))[0]
+
+
+def _of_each_row(model: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    of_row = torch.func.grad(lambda p, row: _loss(model, p, row[None]))
+    rows = torch.func.vmap(of_row, (None, 0))(dict(model.named_parameters()), x)
+    return {name: gradients.mean(0) for name, gradients in rows.items()}
+
+
+def _autograd_grad(model: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    named = dict(model.named_parameters())
+    return dict(zip(named, torch.autograd.grad(model(x).square().mean(), list(named.values()))))
+
+
+FUNCTIONAL = [_grad, _grad_of_detached, _vjp, _of_each_row, _autograd_grad]
+
+
+@pytest.mark.parametrize("gradients_of", FUNCTIONAL, ids=lambda function: function.__name__)
+@pytest.mark.parametrize("copied_before", [False, True])
+def test_gradients_put_there_by_hand(gradients_of: Callable[..., dict[str, torch.Tensor]], copied_before: bool) -> None:
+    def loop(data: Data, model: Any, optimizer: Any) -> None:
+        if copied_before:  # so that every parameter was read once
+            [p.detach() for p in model.parameters()]
+        for step in range(4):
+            optimizer.zero_grad()
+            of_ranks = [gradients_of(model, batch(rank, step)) for rank in data.ranks]
+            for name, parameter in model.named_parameters():
+                parameter.grad = torch.stack([gradients[name] for gradients in of_ranks]).mean(0)
+            optimizer.step()
+
+    require_plain(loop)
+
+
+def _mapped(model: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+    return torch.func.vmap(lambda row: model(row[None])[0])
+
+
+def _called_functionally(model: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda x: torch.func.functional_call(model, dict(model.named_parameters()), (x,))
+
+
+def _forward_mode(model: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The parameters are read within a transform of what they are not."""
+    return lambda x: torch.func.jvp(model, (x,), (torch.ones_like(x),))[0]  # type: ignore[no-any-return]
+
+
+def _graph(model: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        make_fx(model)(x)
+        return model(x)  # type: ignore[no-any-return]
+
+    return forward
+
+
+def _exported(model: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return torch.export.export(model, (x,)).module()(x)  # type: ignore[no-any-return]
+
+    return forward
+
+
+def _traced_each_time(model: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        graph = str(traced(model).graph)  # type: ignore[operator]
+        assert "add_" not in graph  # the update is not part of the model
+        return model(x)  # type: ignore[no-any-return]
+
+    return forward
+
+
+WITHIN = [_mapped, _called_functionally, _forward_mode, _graph, _exported, _traced_each_time]
+
+
+@pytest.mark.parametrize("wrap", WITHIN, ids=lambda wrap: wrap.__name__)
+def test_an_update_within_what_records_or_transforms(wrap: Callable[[Any], Callable[[torch.Tensor], torch.Tensor]]) -> None:
+    def loop(data: Data, model: Any, optimizer: Any) -> None:
+        train(data, on_rank_0(data, wrap, model), optimizer, 3)
+
+    require_plain(loop, optimizer=decaying)
+
+
+def test_a_gradient_per_parameter_of_what_a_transform_captures() -> None:
+    """Nothing of the parameters passes into the transform but by reading them in it."""
+
+    def loop(data: Data, model: Any, optimizer: Any) -> list[torch.Tensor]:
+        train(data, model, optimizer, 1)
+        x = batch(7)
+        return [torch.func.grad(lambda inputs: model(inputs).square().mean())(x)]
+
+    require_plain(loop)
+
+
+def test_a_counter_of_operations_does_not_count_updates() -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    def loop(data: Data, model: Any, optimizer: Any) -> int:
+        train(data, model, optimizer, 1)
+        with FlopCounterMode(display=False) as counter:
+            model(batch(0))
+        return int(counter.get_total_flops())
+
+    require_plain(loop)
+
+
+def test_reading_once_more_does_not_make_step_wait() -> None:
+    """What is read for the first time after the first backward is read before the first step() all the same."""
+
+    def loop(data: Data, model: Any, optimizer: Any) -> None:
+        for step in range(3):
+            optimizer.zero_grad()
+            data.loss(model[0], step).backward()
+            data.loss(model, step).backward()
+            optimizer.step()
+            if len(data.ranks) == 1:
+                assert optimizer._why_step_waits is None
+
+    require_plain(loop)
