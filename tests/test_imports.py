@@ -101,14 +101,23 @@ def test_each_part_imports_only_what_lies_below_it(part: str, ours: tuple[str, .
     assert {name: modules for name, modules in wrong.items() if modules} == {}
 
 
+#: Plugins for what is built on PyTorch are built on its plugin.
+BELOW_PLUGIN = {
+    "commsched.plugins.accelerate": ("commsched.plugins.torch",),
+    "commsched.plugins.lightning": ("commsched.plugins.torch",),
+    "commsched.plugins.transformers": ("commsched.plugins.accelerate", "commsched.plugins.torch"),
+}
+
+
 def test_plugins_import_their_engine_core_and_the_public_names() -> None:
     public = set(commsched.__all__)
     for source in modules_in("commsched.plugins"):
         engine = ".".join(source.name.split(".")[:3])
+        ours = ("commsched.core", engine, *BELOW_PLUGIN.get(engine, ()))
         wrong = [
             module
             for module in imports(source)
-            if within(module, "commsched") and module != "commsched" and not within(module, "commsched.core", engine)
+            if within(module, "commsched") and module != "commsched" and not within(module, *ours)
         ]
         assert wrong == [], source.name
         assert attributes_of(source, "commsched") <= public, source.name

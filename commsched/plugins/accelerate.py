@@ -1,0 +1,289 @@
+"""Hugging Face Accelerate: its ``Accelerator``, with ScheduledOptimizer in place of DistributedDataParallel.
+
+    from commsched.plugins.accelerate import Accelerator
+
+Everything else of Accelerate stays: its process group (for ``gather`` and the like), data loaders, schedulers and checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, NoReturn
+from weakref import WeakSet
+
+try:
+    import accelerate
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        'this plugin needs Hugging Face Accelerate: pip install "commsched[accelerate]"', name="accelerate"
+    ) from error
+
+import torch
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.scheduler import AcceleratedScheduler
+from accelerate.utils import DDPCommunicationHookType, DistributedType
+from torch.utils.weak import WeakTensorKeyDictionary
+
+import commsched
+
+from ..core.errors import ConfigError, UnsupportedError
+from .torch import ScheduledOptimizer
+from .torch.initial_state import broadcast_model
+
+__all__ = ["Accelerator"]
+
+#: The ScheduledOptimizers made here that still average their gradients.
+_attached: WeakSet[ScheduledOptimizer] = WeakSet()
+
+#: Parameters of prepared models that none of these has, each with the handle of the hook that refuses its gradient.
+_unaveraged = WeakTensorKeyDictionary()
+
+
+class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate has no types
+    """As ``accelerate.Accelerator``, but models stay what they are, and a prepared optimizer is a ScheduledOptimizer.
+
+    An optimizer's gradients are averaged once all models whose parameters it has are prepared too, in any order and in as many
+    calls as you like; its models then hold rank 0's parameters and buffers. With one rank, or with ``COMMSCHED_DISABLE=1``,
+    everything is as in Accelerate, DistributedDataParallel included. Made on every rank, as it joins the job.
+
+    Raises:
+        UnsupportedError: Accelerate was launched or configured in a way that is not plain data parallelism; names it. Also
+            later: from ``backward`` of a prepared model none of whose prepared optimizers has the parameter, and from ``step``
+            of an optimizer whose model was not prepared.
+        CommschedError: from ``commsched.init()`` and ScheduledOptimizer.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._join()
+
+    @classmethod
+    def adopt(cls, accelerator: accelerate.Accelerator) -> None:
+        """Make one of these of an Accelerate accelerator that others have made, and that has prepared nothing yet.
+
+        Raises:
+            UnsupportedError: as for making one; or ``accelerator`` is of a class of its own.
+        """
+        if type(accelerator) is not accelerate.Accelerator:
+            raise UnsupportedError(f"the accelerator is a {type(accelerator).__qualname__}, not accelerate.Accelerator")
+        accelerator.__class__ = cls
+        accelerator._join()
+
+    def _join(self) -> None:
+        self._session: commsched.Session | None = None  # None: all is as in Accelerate
+        self._trained: list[torch.nn.Module] = []  # prepared to be trained, as they were returned
+        self._preparing = False
+        session = commsched.init(device=str(self.device) if self.device.type == "cuda" else "cpu")
+        if session.world_size == 1:
+            return
+        ours, theirs = (session.world_size, session.rank), (self.num_processes, self.process_index)
+        if ours != theirs:
+            raise UnsupportedError(
+                f"Accelerate takes this for process {theirs[1]} of {theirs[0]}, but it is rank {ours[1]} of {ours[0]}, so data "
+                "would not be shared out. Without GPUs, say Accelerator(cpu=True) or TrainingArguments(use_cpu=True); and "
+                "start with torchrun, accelerate launch or commsched run, which set what torch.distributed needs"
+            )
+        _require_data_parallel(self)
+        self._session = session
+
+    @property
+    def is_scheduled(self) -> bool:
+        """Whether there are several ranks, so that gradients are averaged by commsched."""
+        return self._session is not None
+
+    # --- preparing ---
+
+    def prepare(self, *args: Any, **kwargs: Any) -> Any:
+        """As in Accelerate. Collective, in the same order on every rank."""
+        self._preparing = True
+        try:
+            result = super().prepare(*args, **kwargs)
+        finally:
+            self._preparing = False
+        self._schedule()
+        return result
+
+    def prepare_model(self, model: torch.nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
+        """As in Accelerate, except that nothing is wrapped around the model, unless it is compiled."""
+        if self._session is None or evaluation_mode:
+            return super().prepare_model(model, device_placement, evaluation_mode)
+        model = super().prepare_model(model, device_placement, evaluation_mode=True)
+        if not any(model is known for known in self._trained):
+            self._trained.append(model)
+        self._schedule()
+        return model
+
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> AcceleratedOptimizer:
+        """As in Accelerate."""
+        if self._session is None:
+            return super().prepare_optimizer(optimizer, device_placement)
+        if isinstance(optimizer, ScheduledOptimizer):
+            raise ConfigError("give prepare() your own optimizer: it makes a ScheduledOptimizer of it")
+        prepared = super().prepare_optimizer(optimizer, device_placement)
+        if self.has_lomo_optimizer:
+            raise UnsupportedError(
+                f"{type(prepared.optimizer).__name__} updates within backward, before gradients are averaged"
+            )
+        prepared.__class__ = _PreparedOptimizer  # which adds no more than a check: Accelerate's own may be prepared already
+        self._schedule()
+        return prepared
+
+    def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
+        """As in Accelerate."""
+        prepared = super().prepare_scheduler(scheduler)
+        for optimizer in self._optimizers:  # where Accelerate compares, there may be a ScheduledOptimizer by now
+            inner = optimizer.optimizer
+            if isinstance(inner, ScheduledOptimizer) and getattr(scheduler, "optimizer", None) is inner.optimizer:
+                prepared.optimizers = [optimizer]
+        return prepared
+
+    def _schedule(self) -> None:
+        """Schedule the optimizers all of whose models are here; and refuse gradients that nobody averages."""
+        if self._session is None or self._preparing:
+            return
+        places = {id(parameter): model for model in self._trained for parameter in model.parameters()}
+        for optimizer in self._optimizers:
+            if optimizer.optimizer in _attached:
+                continue
+            parameters = _parameters(optimizer)
+            trained = [parameter for parameter in parameters if parameter.requires_grad]
+            if all(id(parameter) in places for parameter in trained):
+                inside = {id(places[id(parameter)]) for parameter in trained}
+                self._attach(optimizer, [model for model in self._trained if id(model) in inside])
+                _allow_gradients(parameters)
+        for model in self._trained:
+            self._refuse_unaveraged(model)
+
+    def _attach(self, optimizer: _PreparedOptimizer, models: list[torch.nn.Module]) -> None:
+        plain = optimizer.optimizer
+        if isinstance(plain, ScheduledOptimizer):  # of an earlier training, and detached
+            plain = plain.optimizer
+        own = {id(parameter) for parameter in _parameters(plain)}
+        for other in list(_attached):
+            if any(id(parameter) in own for parameter in _parameters(other)):
+                _detach(other)
+        scheduled = ScheduledOptimizer(plain, models[0] if len(models) == 1 else torch.nn.ModuleList(models))
+        _attached.add(scheduled)
+        optimizer.__setstate__({"optimizer": scheduled})  # with the scaler, if there is one
+        optimizer.models = [self.unwrap_model(model, keep_torch_compile=False) for model in models]
+
+    def _refuse_unaveraged(self, model: torch.nn.Module) -> None:
+        """Of ``model``, which Accelerate would have wrapped: begin with rank 0's, and refuse gradients without optimizer."""
+        assert self._session is not None
+        averaged = {id(parameter) for optimizer in _attached for parameter in _parameters(optimizer)}
+        unaveraged = [
+            (name, parameter)
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad and id(parameter) not in averaged and parameter not in _unaveraged
+        ]
+        if unaveraged:
+            broadcast_model(self._session, model, {})
+        for name, parameter in unaveraged:
+            refuse = partial(_refuse_gradient, name, type(model).__name__)
+            _unaveraged[parameter] = parameter.register_post_accumulate_grad_hook(refuse)
+
+    # --- training ---
+
+    @contextmanager
+    def no_sync(self, model: torch.nn.Module) -> Iterator[None]:
+        """As in Accelerate: backward passes within accumulate on this rank only, also those of other models with the same
+        optimizer."""
+        with ExitStack() as stack:
+            if self._session is None:
+                stack.enter_context(super().no_sync(model))
+            else:
+                model = self.unwrap_model(model, keep_torch_compile=False)
+                for optimizer in self._optimizers:
+                    if optimizer.optimizer in _attached and any(model is own for own in optimizer.models):
+                        stack.enter_context(optimizer.optimizer.no_sync())
+            yield
+
+    def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Any:
+        """As in Accelerate, with one rank.
+
+        Raises:
+            UnsupportedError: there are several; those with more batches would wait for the others.
+        """
+        if self._session is not None:
+            raise UnsupportedError("join_uneven_inputs: every rank must take the same number of steps; use even_batches=True")
+        return super().join_uneven_inputs(joinables, even_batches)
+
+    def free_memory(self, *objects: Any) -> Any:
+        """As in Accelerate. Optimizers must be prepared again before they can go on."""
+        for optimizer in self._optimizers:
+            if optimizer.optimizer in _attached:
+                _detach(optimizer.optimizer)
+        _allow_gradients(parameter for model in self._trained for parameter in model.parameters())
+        self._trained = []
+        return super().free_memory(*objects)
+
+
+class _PreparedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
+    """Refuses to step while its gradients are averaged by nobody."""
+
+    models: Sequence[torch.nn.Module] = ()  # whose gradients it averages, unwrapped
+
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        if self.optimizer not in _attached:
+            self._refuse()
+        super().step(closure)
+
+    def _refuse(self) -> NoReturn:
+        if isinstance(self.optimizer, ScheduledOptimizer):
+            raise UnsupportedError(
+                "this optimizer does not average gradients any more, since free_memory() was called or another one with the "
+                "same parameters was prepared; prepare it again"
+            )
+        raise UnsupportedError(
+            "this optimizer has parameters of a model that was not prepared, so its gradients would not be averaged; give "
+            "prepare() the model too"
+        )
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _detach(optimizer: ScheduledOptimizer) -> None:
+    optimizer.detach()
+    _attached.discard(optimizer)
+
+
+def _allow_gradients(parameters: Iterable[torch.nn.Parameter]) -> None:
+    for parameter in parameters:
+        if parameter in _unaveraged:
+            _unaveraged.pop(parameter).remove()
+
+
+def _refuse_gradient(name: str, model: str, parameter: torch.Tensor) -> None:
+    if any(parameter is own for optimizer in _attached for own in _parameters(optimizer)):
+        return  # add_param_group() has come since
+    raise UnsupportedError(
+        f"parameter '{name}' of the prepared {model} has a gradient, but no prepared optimizer has the parameter, so it would "
+        "not be averaged; prepare the optimizer too, or freeze the parameter with requires_grad_(False)"
+    )
+
+
+def _require_data_parallel(accelerator: accelerate.Accelerator) -> None:
+    """
+    Raises:
+        UnsupportedError: something else than plain data parallelism on CPUs or CUDA devices was asked for.
+    """
+    kind = accelerator.distributed_type
+    if kind not in (DistributedType.MULTI_CPU, DistributedType.MULTI_GPU):
+        raise UnsupportedError(
+            f"Accelerate is set to {kind.value}; only plain data parallelism, on CPUs or CUDA devices, is scheduled"
+        )
+    if getattr(accelerator, "parallelism_config", None) is not None:
+        raise UnsupportedError("parallelism_config: only plain data parallelism is scheduled")
+    if accelerator.mixed_precision == "fp8":
+        raise UnsupportedError("mixed_precision=fp8: its kernels would read parameters before their update")
+    handler = accelerator.ddp_handler
+    hook = DDPCommunicationHookType(handler.comm_hook if handler is not None else "no")
+    if hook != DDPCommunicationHookType.NO:
+        raise UnsupportedError(
+            f"DistributedDataParallelKwargs(comm_hook='{hook.value}') is a hook of DistributedDataParallel; to send gradients "
+            "in 16 bits, set COMMSCHED_WIRE=bfloat16"
+        )

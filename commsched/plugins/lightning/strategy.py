@@ -1,0 +1,205 @@
+"""ScheduledStrategy: Lightning's DDP strategy, with ScheduledOptimizer around optimizers instead of DDP around the model."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+import commsched
+
+from ...core.config import Settings
+from ...core.errors import CommschedError, UnsupportedError
+from ...core.world import World
+from ..torch import ScheduledOptimizer
+from .optimizer import forward_to_optimizer
+from .package import DDPStrategy
+
+#: Of one broadcast of buffers, as in DistributedDataParallel.
+_BROADCAST_BYTES = 250 * 2**20
+
+
+class ScheduledStrategy(DDPStrategy):
+    """Every rank trains a replica of the model; commsched averages the gradients. Registered as "commsched".
+
+    Processes, samplers, metrics, barriers and checkpoints are those of Lightning's "ddp", over the same process group. The
+    session lasts from the setting up of ``fit`` to its end; ``commsched.init()`` must not be called besides. With one rank,
+    nothing is wrapped; with ``disable=1``, this is the "ddp" strategy.
+
+    Args:
+        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin, process_group_backend, timeout:
+            as those of ``DDPStrategy``.
+        broadcast_buffers: whether rank 0's buffers (batch statistics) go to all ranks before training steps and validation, as
+            with DDP. If not, every rank begins with rank 0's and then keeps its own.
+        per_parameter: see ``ScheduledOptimizer``.
+        settings: those of ``commsched.init``.
+
+    Raises:
+        ConfigError: a setting is unknown or wrong; names it.
+    """
+
+    strategy_name = "commsched"
+
+    def __init__(
+        self,
+        accelerator: Any = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: Any = None,
+        checkpoint_io: Any = None,
+        precision_plugin: Any = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta = timedelta(minutes=30),
+        *,
+        broadcast_buffers: bool = True,
+        per_parameter: bool | None = None,
+        **settings: Any,
+    ) -> None:
+        Settings.load(settings, {})  # refused here, before Lightning starts any process
+        ddp: dict[str, Any] = {} if broadcast_buffers else {"broadcast_buffers": False}  # with disable=1
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            **ddp,
+        )
+        self._settings = settings
+        self._per_parameter = per_parameter
+        self._broadcast_buffers = broadcast_buffers
+        self._accumulates = False  # within block_backward_sync()
+        self._buffers_due = True
+        self._session: commsched.Session | None = None  # while fit lasts, if there are other ranks
+
+    # --- fit begins and ends ---
+
+    def setup_environment(self) -> None:
+        """
+        Raises:
+            ConfigError: what started this process has another number of ranks than Lightning.
+        """
+        commsched.require_world_size(self.num_nodes * self.num_processes, "Lightning's Trainer(devices=..., num_nodes=...)")
+        super().setup_environment()
+
+    def configure_ddp(self) -> None:
+        """Open the session, where DDP would wrap the model. Collective."""
+        if self.world_size == 1:
+            return
+        session = self._open_session()
+        if session.world_size == 1:  # disable=1
+            commsched.shutdown()
+            super().configure_ddp()
+        else:
+            self._session = session
+
+    def _open_session(self) -> commsched.Session:
+        world = World(self.global_rank, self.world_size, self.local_rank, self.num_processes, "Lightning")
+        settings = dict(self._settings)
+        if world.one_machine:
+            # Not the launcher's, from which Lightning's own ranks do not have one parent in common.
+            directory = Path(tempfile.gettempdir()) / f"commsched-{os.getuid()}"
+            settings.setdefault("rendezvous", self.broadcast(str(directory / f"lightning-{secrets.token_hex(8)}.json")))
+        return commsched.init(device=str(self.root_device), world=world, **settings)
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        """``configure_optimizers`` of the model, and a ScheduledOptimizer around each optimizer. Collective.
+
+        Raises:
+            UnsupportedError: there is none, or one that ScheduledOptimizer refuses.
+        """
+        super().setup_optimizers(trainer)
+        if self._session is not None:
+            self.optimizers = [self._schedule(optimizer) for optimizer in self.optimizers]
+
+    def _schedule(self, optimizer: Optimizer) -> ScheduledOptimizer:
+        assert self.lightning_module is not None
+        if type(optimizer).__name__ == "_MockOptimizer":  # Lightning's own
+            raise UnsupportedError(
+                "configure_optimizers returned no optimizer: only gradients of parameters of the optimizers that it returns "
+                "are averaged. Return them from there, also for manual optimization"
+            )
+        return ScheduledOptimizer(optimizer, self.lightning_module, session=self._session, per_parameter=self._per_parameter)
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        return self._optimizers
+
+    @optimizers.setter
+    def optimizers(self, optimizers: list[Optimizer]) -> None:
+        DDPStrategy.optimizers.fset(self, optimizers)  # type: ignore[attr-defined]
+        for wrapper in self._lightning_optimizers:
+            if isinstance(wrapper.optimizer, ScheduledOptimizer):
+                forward_to_optimizer(wrapper)
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Tell every rank, so that none waits for this one."""
+        super().on_exception(exception)
+        if self._session is not None:
+            self._session.abort(f"{type(exception).__name__}: {exception}")
+
+    def teardown(self) -> None:
+        """Put the last updates in place and close the session. Collective, unless the training has failed."""
+        session = self._session
+        if session is not None and not session.closed:
+            for optimizer in self._scheduled():
+                optimizer.detach()
+            commsched.shutdown()
+            session = None
+        self._session = None
+        with suppress(CommschedError) if session is not None else nullcontext():  # after a failure, no update can be had
+            super().teardown()
+
+    # --- training ---
+
+    def _scheduled(self) -> list[ScheduledOptimizer]:
+        return [optimizer for optimizer in self.optimizers if isinstance(optimizer, ScheduledOptimizer)]
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Backward passes within accumulate gradients on this rank only."""
+        with ExitStack() as stack:
+            stack.enter_context(super().block_backward_sync())
+            for optimizer in self._scheduled():
+                stack.enter_context(optimizer.no_sync())
+            before, self._accumulates = self._accumulates, True
+            try:
+                yield
+            finally:
+                self._accumulates = before
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._share_buffers()
+        self._buffers_due = not self._accumulates
+        return super().training_step(*args, **kwargs)
+
+    def on_validation_start(self) -> None:
+        self._buffers_due = True
+        super().on_validation_start()
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Before the first batch only, since ranks may validate different numbers of them; and not before callbacks have put
+        the weights that are to be validated in place."""
+        self._share_buffers()
+        self._buffers_due = False
+        return super().validation_step(*args, **kwargs)
+
+    def _share_buffers(self) -> None:
+        """When DDP does: unless they are what they were, or only this rank's accumulating has changed them."""
+        if self._session is None or not self._broadcast_buffers or not self._buffers_due:
+            return
+        assert self.lightning_module is not None
+        buffers = [buffer.detach() for buffer in self.lightning_module.buffers()]
+        if buffers:
+            assert dist.group.WORLD is not None
+            dist._broadcast_coalesced(dist.group.WORLD, buffers, _BROADCAST_BYTES, 0)  # type: ignore[attr-defined]

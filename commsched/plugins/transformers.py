@@ -1,0 +1,63 @@
+"""Hugging Face Transformers: its ``Trainer``, with ScheduledOptimizer in place of DistributedDataParallel.
+
+    from commsched.plugins.transformers import Trainer
+
+or, for a subclass of Trainer, ``class MyTrainer(ScheduledTrainerMixin, Seq2SeqTrainer): ...``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+try:
+    import transformers
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        'this plugin needs Hugging Face Transformers: pip install "commsched[transformers]"', name="transformers"
+    ) from error
+
+import torch
+from transformers.trainer_utils import IntervalStrategy
+
+from ..core.errors import UnsupportedError
+from .accelerate import Accelerator
+
+__all__ = ["ScheduledTrainerMixin", "Trainer"]
+
+if TYPE_CHECKING:
+    _Base = transformers.Trainer
+else:
+    _Base = object
+
+
+class ScheduledTrainerMixin(_Base):
+    """Put before ``transformers.Trainer`` or a subclass of it: its accelerator becomes that of ``plugins.accelerate``.
+
+    Raises:
+        UnsupportedError: see ``commsched.plugins.accelerate.Accelerator``; or with ``auto_find_batch_size``.
+    """
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        Accelerator.adopt(self.accelerator)
+        if self.accelerator.is_scheduled and self.args.auto_find_batch_size:
+            raise UnsupportedError(
+                "auto_find_batch_size: a rank that alone runs out of memory would begin again without the others"
+            )
+
+    def _get_grad_norm(self, model: torch.nn.Module, grad_norm: Any = None) -> Any:
+        # With max_grad_norm=0 it is for the log only, and computing it waits for all averages.
+        if grad_norm is None and self.accelerator.is_scheduled and not self._logs_after_this_step():
+            return None
+        return super()._get_grad_norm(model, grad_norm=grad_norm)  # type: ignore[no-untyped-call]
+
+    def _logs_after_this_step(self) -> bool:
+        """As ``transformers.trainer_callback.DefaultFlowCallback`` decides."""
+        step = self.state.global_step + 1
+        if self.args.logging_strategy == IntervalStrategy.STEPS:
+            return step % self.state.logging_steps == 0 or (step == 1 and self.args.logging_first_step)
+        return self.args.logging_strategy == IntervalStrategy.EPOCH
+
+
+class Trainer(ScheduledTrainerMixin, transformers.Trainer):
+    """``transformers.Trainer``, scheduled."""

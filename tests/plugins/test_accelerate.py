@@ -1,0 +1,131 @@
+"""Accelerate's own library in two processes: what ours trains is what theirs trains with DistributedDataParallel."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.jobs.job import ROOT, clean_environ
+
+pytestmark = pytest.mark.timeout(150)
+
+#: Small partitions on a slow link, so that what is not waited for is not there.
+SLOW = {"TRANSPORT": "ps", "RATE": "10mbit", "PARTITION": "600", "CREDIT": "1200"}
+
+CASES = (
+    "as_documented",
+    "accumulated_and_clipped",
+    "no_sync_by_hand",
+    "averaged_each_backward",
+    "optimizer_first_in_several_calls",
+    "two_models_of_one_optimizer",
+    "two_optimizers_of_one_model",
+    "overflow_on_one_rank",
+    "autocast",
+    "resumed",
+    "trained_twice",
+    "compiled",
+    "disabled",
+)
+
+#: An average is averaged once more, with what came since: not the order of DistributedDataParallel.
+ROUNDED = {"averaged_each_backward": 1e-6}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Of each rank: what ``accelerate_rank.py`` saved. Started by torchrun."""
+    out = tmp_path_factory.mktemp("accelerate") / "results"
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*launcher, "-m", "tests.plugins.accelerate_rank", str(out)],
+        env=clean_environ(
+            OMP_NUM_THREADS="1",
+            GLOO_SOCKET_IFNAME="lo",
+            CUDA_VISIBLE_DEVICES="",
+            **{f"COMMSCHED_{name}": value for name, value in SLOW.items()},
+        ),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=140,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Warning" not in done.stderr, done.stderr
+    return [torch.load(f"{out}.{rank}") for rank in range(2)]
+
+
+def require_equal(results: list[dict[str, Any]], case: str, tolerance: float = 0.0) -> None:
+    """Ours equals theirs, and rank 1's equals rank 0's to the bit. A sum of two has one order only, so that theirs too can be
+    equal to the bit; ``tolerance`` is relative to the largest number of a tensor."""
+    for rank in range(2):
+        ours, theirs = results[rank][case]["ours"], results[rank][case]["theirs"]
+        assert ours.keys() == theirs.keys()
+        for name, value in ours.items():
+            largest = float(theirs[name].abs().max())
+            assert torch.allclose(value, theirs[name], rtol=0.0, atol=tolerance * largest), (case, rank, name)
+            assert torch.equal(value, results[0][case]["ours"][name]), (case, rank, name)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_training_equals_accelerate(results: list[dict[str, Any]], case: str) -> None:
+    require_equal(results, case, ROUNDED.get(case, 0.0))
+
+
+def test_there_is_no_other_case(results: list[dict[str, Any]]) -> None:
+    assert set(results[0]) == {*CASES, "refusals"}
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        (
+            "an optimizer without its model",
+            "UnsupportedError: this optimizer has parameters of a model that was not prepared, so its gradients would not be "
+            "averaged; give prepare() the model too",
+        ),
+        (
+            "a model without its optimizer",
+            "UnsupportedError: parameter '4.bias' of the prepared Sequential has a gradient, but no prepared optimizer has the "
+            "parameter, so it would not be averaged; prepare the optimizer too, or freeze the parameter with "
+            "requires_grad_(False)",
+        ),
+        ("a part of a model without optimizer", "UnsupportedError: parameter '2.bias' of the prepared Sequential has"),
+        ("what is frozen", "nothing was refused"),
+        (
+            "an optimizer that another one has replaced",
+            "UnsupportedError: this optimizer does not average gradients any more, since free_memory() was called or another "
+            "one with the same parameters was prepared; prepare it again",
+        ),
+        ("an optimizer that is scheduled already", "ConfigError: give prepare() your own optimizer: it makes a Scheduled"),
+        ("uneven inputs", "UnsupportedError: join_uneven_inputs: every rank must take the same number of steps"),
+        ("a communication hook", "UnsupportedError: DistributedDataParallelKwargs(comm_hook='bf16') is a hook of Distrib"),
+        ("another class", "UnsupportedError: the accelerator is a Special, not accelerate.Accelerator"),
+        ("FSDP", "UnsupportedError: Accelerate is set to FSDP; only plain data parallelism, on CPUs or CUDA devices, is"),
+        ("8-bit floats", "UnsupportedError: mixed_precision=fp8: its kernels would read parameters before their update"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(results: list[dict[str, Any]], what: str, message: str) -> None:
+    for rank in range(2):
+        assert results[rank]["refusals"][what].startswith(message), results[rank]["refusals"][what]
+
+
+def test_a_missing_package_is_named_with_how_to_install_it(tmp_path: Path) -> None:
+    (tmp_path / "accelerate.py").write_text("raise ModuleNotFoundError('No module named accelerate', name='accelerate')")
+    done = subprocess.run(
+        [sys.executable, "-c", "import commsched.plugins.accelerate"],
+        env=clean_environ(PYTHONPATH=os.pathsep.join([str(tmp_path), str(ROOT)])),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 1
+    assert (
+        'ModuleNotFoundError: this plugin needs Hugging Face Accelerate: pip install "commsched[accelerate]"' in done.stderr
+    ), done.stderr
