@@ -1,0 +1,113 @@
+"""The examples train as the same scripts do without commsched's lines.
+
+Equal means: on each of two ranks every loss that is printed, of each step, is the same float32 to the last bit as under
+DistributedDataParallel, which takes the place of commsched's lines; an average of two is the same whoever makes it. Where
+nothing is drawn at random and no row of a batch depends on the others, the mean of the ranks' losses is also that of one
+process with commsched's lines deleted, on the joint batch, up to rounding.
+"""
+
+from __future__ import annotations
+
+import re
+import runpy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("sklearn")
+
+from tests.jobs.job import ROOT, run_job
+
+pytestmark = pytest.mark.timeout(120)
+EXAMPLES = ROOT / "examples"
+NAMES = ("language_model", "digits_convolutional", "digits_transformer", "gan")
+RANKS, STEPS = 2, 6
+OURS = re.compile(r"^(?P<indent> *)(?P<code>\S.*)  # line [12]\n", re.MULTILINE)
+WRAPS = re.compile(r"(\w+) = cs\.ScheduledOptimizer\(\1, (?P<model>\w+)\)")
+
+#: What each script printed of its losses, by its name and the rank.
+Losses = dict[tuple[str, int], list[str]]
+
+
+def deleted(ours: re.Match[str]) -> str:
+    return ""
+
+
+def ddp_instead(ours: re.Match[str]) -> str:
+    """The line that wraps an optimizer becomes one that wraps its model."""
+    wraps = WRAPS.fullmatch(ours["code"])
+    model = wraps["model"] if wraps else None
+    return f"{ours['indent']}{model} = torch.nn.parallel.DistributedDataParallel({model})\n" if model else ""
+
+
+def plain(directory: Path, names: tuple[str, ...], replace: Callable[[re.Match[str]], str]) -> list[str]:
+    """The examples without commsched's lines, each beside what it reads."""
+    (directory / "examples").mkdir()
+    for name in ("LICENSE", "examples/digits.py"):
+        (directory / name).symlink_to(ROOT / name)
+    scripts = []
+    for name in names:
+        text, count = OURS.subn(replace, (EXAMPLES / f"{name}.py").read_text())
+        assert count >= 2
+        code = text.split('"""', 2)[2]
+        assert not re.search(r"\bcs\b|commsched", code), code
+        scripts.append(directory / "examples" / f"{name}.py")
+        scripts[-1].write_text(text)
+    return list(map(str, scripts))
+
+
+def run(way: str, scripts: list[str], out: Path) -> Losses:
+    command = [sys.executable, "-m", "tests.examples.rank", way, str(out), str(STEPS), *scripts]
+    environ = {"PYTHONPATH": f"{ROOT}:{Path(scripts[0]).parent}", "OMP_NUM_THREADS": "1"}
+    code, _, err = run_job("-n", str(RANKS), "--", *command, environ=environ, timeout_seconds=100)
+    assert code == 0, err
+    losses: Losses = {}
+    for rank in range(RANKS):
+        for block in Path(f"{out}.{rank}").read_text().split("script ")[1:]:
+            name, *lines = block.splitlines()
+            losses[name, rank] = [line for line in lines if " loss " in line]
+    return losses
+
+
+@pytest.fixture(scope="module")
+def ours(tmp_path_factory: pytest.TempPathFactory) -> Losses:
+    """In the examples as they are."""
+    return run("commsched", [str(EXAMPLES / f"{name}.py") for name in NAMES], tmp_path_factory.mktemp("ours") / "out")
+
+
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory: pytest.TempPathFactory) -> Losses:
+    """In the same under DistributedDataParallel."""
+    directory = tmp_path_factory.mktemp("theirs")
+    return run("ddp", plain(directory, NAMES, ddp_instead), directory / "out")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_loss_is_that_of_distributed_data_parallel(name: str, ours: Losses, theirs: Losses) -> None:
+    for rank in range(RANKS):
+        assert [line.split(" loss ")[0] for line in ours[name, rank]] == [f"rank {rank} step {step}" for step in range(STEPS)]
+        assert ours[name, rank] == theirs[name, rank]
+    assert ours[name, 0] != ours[name, 1]  # of different data
+
+
+def test_the_mean_of_the_losses_is_that_of_one_process_on_the_joint_batch(
+    ours: Losses, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = "digits_transformer"
+    (script,) = plain(tmp_path, (name,), deleted)
+    for variable in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    monkeypatch.setattr(sys, "argv", [script, "--steps", str(STEPS), "--batch", str(32 * RANKS)])
+    runpy.run_path(script, run_name="__main__")
+    joint = [loss_of(line) for line in capsys.readouterr().out.splitlines() if " loss " in line]
+    assert len(joint) == STEPS
+    for step, expected in enumerate(joint):
+        mean = sum(loss_of(ours[name, rank][step]) for rank in range(RANKS)) / RANKS
+        assert mean == pytest.approx(expected, rel=1e-5), f"step {step}"
+
+
+def loss_of(line: str) -> float:
+    return float(line.split(" loss ")[1])

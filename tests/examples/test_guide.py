@@ -1,0 +1,25 @@
+"""The script that docs/pytorch.md begins with does what it says there."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.jobs.job import ROOT, run_job
+
+GUIDE = (ROOT / "docs" / "pytorch.md").read_text()
+
+
+@pytest.mark.timeout(90)
+def test_the_first_script(tmp_path: Path) -> None:
+    script, line = re.search(r"```python\n(.*?)```", GUIDE, re.DOTALL), re.search(r"^commsched: .*\n", GUIDE, re.MULTILINE)
+    assert script is not None
+    assert line is not None
+    path = tmp_path / "train.py"
+    path.write_text(script[1])
+    code, out, err = run_job("-n", "2", "--", sys.executable, str(path), environ={"OMP_NUM_THREADS": "1"}, timeout_seconds=80)
+    assert (code, err) == (0, line[0])
+    assert sorted(re.findall(r"rank (\d) epoch 0 loss 0\.\d+", out)) == ["0", "1"]
