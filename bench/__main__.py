@@ -25,6 +25,7 @@ COMMANDS = {
     "simulate": "predict steps in virtual time, from one machine to thousands; or check what train measured",
     "transports": "the tables of the guide to transports: each of them under the same benchmarks",
     "overhead": "microseconds of Python that core spends per partition",
+    "gates": "what the PyTorch plugin costs: reading a guarded tensor, and a step of many small parameters",
 }
 
 

@@ -32,7 +32,7 @@ _COLUMNS = {
 }
 
 
-class _Immediate:
+class Immediate:
     """A transport whose tasks are sent and done within ``start``: the least that a partition can cost."""
 
     rank = 0
@@ -54,7 +54,7 @@ class _Immediate:
     def close(self, graceful: bool = True) -> None: ...
 
 
-class _Threaded(_Immediate):
+class _Threaded(Immediate):
     """The same from a thread of its own, as real transports do it; what handing over costs is in the figures."""
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ class _Threaded(_Immediate):
             super().start(*started)
 
 
-_TRANSPORTS = {"in start": _Immediate, "in a thread": _Threaded}
+_TRANSPORTS = {"in start": Immediate, "in a thread": _Threaded}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from bench import gates
+from bench.__main__ import main
+from bench.overhead import Immediate
+
+
+def test_every_system_that_is_timed_trains_the_same() -> None:
+    by_system = []
+    for transport in (None, Immediate(), gates.OfTwo()):
+        session = gates.open_session(transport) if transport is not None else None
+        step, model = gates.training(5, session)
+        for _ in range(4):
+            step()
+        if session is not None:
+            session.close()
+        by_system.append(list(model.parameters()))
+    plain, *others = by_system
+    assert not torch.equal(plain[0], torch.eye(*plain[0].shape))
+    for weights in others:
+        assert all(torch.equal(a, b) for a, b in zip(weights, plain, strict=True))
+
+
+def test_one_rank_adds_nothing_but_calls_of_the_optimizer() -> None:
+    with gates.open_session(Immediate()) as session:
+        step, model = gates.training(3, session)
+        step()
+        for parameter in model.parameters():
+            assert type(parameter) is nn.Parameter
+            assert parameter._backward_hooks is None
+            assert parameter._post_accumulate_grad_hooks is None
+
+
+@pytest.mark.parametrize("operation", ["view", "add", "linear"])
+def test_reads_are_measured(operation: str) -> None:
+    row = gates.measure_reads(operation, rounds=2, tensors=3)
+    assert row["operation"] == operation
+    assert all(row[f"{name}_microseconds"] > 0 for name in ("plain", "first", "later", "guard"))
+
+
+@pytest.mark.timeout(30)
+def test_gates_prints_a_row_for_each_operation_and_each_number_of_parameters(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["gates", "--parameters", "2", "3", "--rounds", "1"]) == 0
+    reads, steps = capsys.readouterr().out.split("\n\n")
+    assert [line.split()[0] for line in reads.splitlines()[2:]] == ["view", "add", "linear"]
+    assert [line.split()[0] for line in steps.splitlines()[2:]] == ["2", "3"]
