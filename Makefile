@@ -15,7 +15,7 @@ test: $(VENV)/.installed-dev $(OPENMPI)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --dist worksteal
 
 clean:
 	rm -rf $(VENV) $(OPENMPI)

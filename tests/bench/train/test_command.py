@@ -281,21 +281,14 @@ def measured(tmp_path, *argv):
     return document["rows"]
 
 
-def test_a_real_model_on_loopback(tmp_path):
-    rows = measured(tmp_path, "--real", "--model", "uniform", "--systems", "ddp,commsched")
-    assert [(row["system"], row["transport"], row["emulated"]) for row in rows] == [
-        ("ddp", "gloo", False),
-        ("commsched", "ps", False),
+def test_a_real_model_on_loopback_over_several_transports(tmp_path):
+    rows = measured(tmp_path, "--real", "--model", "uniform", "--systems", "ddp,commsched:ps,commsched:gloo+rsag")
+    assert [(row["system"], row["transport"], row["lane"], row["emulated"]) for row in rows] == [
+        ("ddp", "gloo", None, False),
+        ("commsched:ps", "ps", "tcp", False),
+        ("commsched:gloo+rsag", "gloo", None, False),
     ]
-
-
-def test_several_transports_in_one_job(tmp_path):
-    rows = measured(tmp_path, "--real", "--model", "uniform", "--systems", "commsched:ps,commsched:gloo+rsag")
-    assert [(row["system"], row["transport"], row["lane"]) for row in rows] == [
-        ("commsched:ps", "ps", "tcp"),
-        ("commsched:gloo+rsag", "gloo", None),
-    ]
-    assert rows[1]["config"].endswith(", reduce-scatter and all-gather")
+    assert rows[2]["config"].endswith(", reduce-scatter and all-gather")
 
 
 def test_an_emulated_model_in_namespaces(tmp_path):

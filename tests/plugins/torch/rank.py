@@ -1,11 +1,12 @@
-"""One rank of a training in a real job: rank.py SYSTEM TASK OUT, or by ``bench.job``. Saves its weights as OUT.<rank>.
+"""One rank of trainings in a real job: rank.py SYSTEM[,SYSTEM] TASK OUT. Saves its weights as OUT.<system>.<rank>.
 
 SYSTEM is ``commsched``, ``plain`` (no wrapping at all), or ``ddp`` (torch's DistributedDataParallel over gloo, which meets in
-the file OUT.store).
+the file OUT.store). Or by ``bench.job``, which saves them as OUT.<rank>.
 """
 
 from __future__ import annotations
 
+import copy
 import os
 import sys
 from typing import Any
@@ -14,11 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import commsched
 from commsched import Session
 from commsched.core.world import detect_world
 from commsched.plugins.torch import ScheduledOptimizer
 from tests.plugins.torch.test_equality import MODELS, OPTIMIZERS
-from tests.plugins.torch.training import MLP, ROWS, STEPS, Task, loss_of, numbers, scheduler_of
+from tests.plugins.torch.training import MLP, ROWS, STEPS, Task, Weights, loss_of, numbers, scheduler_of
 
 
 def batch_norm() -> nn.Module:
@@ -30,28 +32,34 @@ TASKS = {**MODELS, "MLP": MLP, "BatchNorm": Task(batch_norm, numbers(1, 6, 6))}
 
 
 def main() -> None:
-    system, name, out = sys.argv[1:]
+    systems, name, out = sys.argv[1:]
+    torch.set_num_threads(1)
     world = detect_world(os.environ)
-    train(system, name, out, world.rank, world.world_size)
-    if system == "ddp":
+    for system in systems.split(","):
+        weights = train(system, name, world.rank, world.world_size, store=f"{out}.store")
+        torch.save(weights, f"{out}.{system}.{world.rank}")
+    commsched.shutdown()
+    if dist.is_initialized():
         dist.barrier()
         os._exit(0)  # gloo's threads now and then keep the interpreter from ending
 
 
 def rank_main(session: Session, arguments: dict[str, Any]) -> None:
     """What ``bench.job`` calls; ``arguments`` are the task and where to save."""
-    train("commsched", arguments["task"], arguments["out"], session.rank, session.world_size)
-
-
-def train(system: str, name: str, out: str, rank: int, world_size: int) -> None:
     torch.set_num_threads(1)
+    weights = train("commsched", arguments["task"], session.rank, session.world_size)
+    torch.save(weights, f"{arguments['out']}.{session.rank}")
+
+
+def train(system: str, name: str, rank: int, world_size: int, *, store: str = "") -> Weights:
+    """The weights in the end; ``store`` is the file in which ``ddp`` meets."""
     task = TASKS[name]
     model = task.model(seed=0 if system == "plain" else rank)
     optimizer = OPTIMIZERS["SGD nesterov"](model)
     forward = model
     if system == "ddp":
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # else it looks the host name up
-        dist.init_process_group("gloo", init_method=f"file://{out}.store", rank=rank, world_size=world_size)
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
         forward = nn.parallel.DistributedDataParallel(model)
     elif system == "commsched":
         optimizer = ScheduledOptimizer(optimizer, model)
@@ -63,7 +71,7 @@ def train(system: str, name: str, out: str, rank: int, world_size: int) -> None:
         loss_of(forward, inputs[step, mine], labels[step, mine]).backward()
         optimizer.step()
         scheduler.step()
-    torch.save(model.state_dict(), f"{out}.{rank}")
+    return copy.deepcopy(model.state_dict())
 
 
 if __name__ == "__main__":

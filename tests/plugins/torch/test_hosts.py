@@ -1,4 +1,4 @@
-"""Training on two hosts with two ranks each, in network namespaces; needs root."""
+"""PyTorch on two hosts with two ranks each, in network namespaces; needs root. See tests/transports/test_hosts.py too."""
 
 from __future__ import annotations
 
@@ -18,31 +18,13 @@ pytestmark = pytest.mark.timeout(120)
 RANKS = 4
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _namespaces() -> None:
+def test_two_hosts_equal_plain_training(tmp_path: Path) -> None:
     try:
         with Cluster(["probe"], "10gbit"):
             pass
     except ClusterUnavailable as error:
         pytest.skip(str(error))
-
-
-@pytest.mark.parametrize(
-    ("transport", "hierarchy", "more"),
-    [
-        ("ps", "off", {}),
-        ("ps", "auto", {}),
-        ("gloo", "off", {}),
-        ("gloo", "auto", {}),
-        ("gloo", "auto", {"order": "static"}),
-        ("gloo", "off", {"policy": "rsag"}),
-        ("mpi", "off", {}),
-        ("mpi", "auto", {}),
-    ],
-    ids=lambda value: "-".join(value.values()) if isinstance(value, dict) else value,
-)
-def test_two_hosts_equal_plain_training(transport: str, hierarchy: str, more: dict[str, str], tmp_path: Path) -> None:
-    settings = {"transport": transport, "hierarchy": hierarchy, "partition": "600", "credit": "1200", **more}
+    settings = {"transport": "gloo", "order": "static", "partition": "600", "credit": "1200"}
     job = Job(RANKS, bandwidth="10gbit", ranks_per_host=2, settings=settings, timeout_seconds=100.0)
     run_job(job, "tests.plugins.torch.rank", {"task": "MLP", "out": str(tmp_path / "w")})
     by_rank = [torch.load(tmp_path / f"w.{rank}") for rank in range(RANKS)]

@@ -18,7 +18,7 @@ from commsched.session import local_sessions
 from commsched.testing.fakes import Delayed
 from commsched.testing.world import run_world
 
-STEPS = 30
+STEPS = 12
 ROWS = 3  # per rank and step
 SMALL = SchedulerConfig(partition_bytes=600, credit_bytes=1200)  # so that tensors are split, merged and queued
 

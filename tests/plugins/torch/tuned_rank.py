@@ -1,23 +1,25 @@
 """One rank of a training whose configuration changes: tuned_rank.py HOW STEPS OUT. Saves its weights as OUT.<rank>.
 
-HOW is ``steady``; ``changes``: rank 0 asks for another configuration every seventh step; or ``policies``: of the policy too,
-also of those that only some transports can follow.
+HOW is ``steady``, or ``policies``: rank 0 asks for another configuration every seventh step, of the policy too, which only
+collectives can follow.
 """
 
 from __future__ import annotations
 
+import copy
 import random
 import sys
+from typing import Any
 
 import torch
 from torch import nn
 
 import commsched
-from commsched import SchedulerConfig
+from commsched import SchedulerConfig, Session
 from commsched.plugins.torch import ScheduledOptimizer
 
 
-def model(seed: int) -> nn.Module:
+def make_model(seed: int) -> nn.Module:
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(10, 150), nn.Tanh(), nn.Linear(150, 150), nn.Tanh(), nn.Linear(150, 4)).double()
 
@@ -26,22 +28,26 @@ def main() -> None:
     how, steps, out = sys.argv[1], int(sys.argv[2]), sys.argv[3]
     torch.set_num_threads(1)
     session = commsched.init()
-    trained = model(session.rank)
-    optimizer = ScheduledOptimizer(torch.optim.SGD(trained.parameters(), lr=0.05, momentum=0.9), trained)
+    torch.save(train(session, make_model(session.rank), how, steps), f"{out}.{session.rank}")
+
+
+def train(session: Session, model: nn.Module, how: str, steps: int) -> dict[str, Any]:
+    """The weights, and how many configurations there were."""
+    optimizer = ScheduledOptimizer(torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), model, session=session)
     choose = random.Random(5)
     configs = set()
     for step in range(steps):
-        if session.rank == 0 and step % 7 == 0 and how != "steady":
-            partition_bytes = choose.choice([3000, 20_000, 64_000, 10**6])
-            policy = choose.choice(["priority", "fifo", "rsag"]) if how == "policies" else "priority"
+        if session.rank == 0 and step % 7 == 0 and how == "policies":
+            partition_bytes = choose.choice([12_000, 20_000, 64_000, 10**6])
+            policy = choose.choice(["priority", "fifo", "rsag"])
             session.reconfigure(SchedulerConfig(partition_bytes, partition_bytes * choose.choice([1, 3]), policy))
         generator = torch.Generator().manual_seed(1000 * session.rank + step)
         inputs = torch.randn(3, 10, generator=generator, dtype=torch.float64)
         optimizer.zero_grad()
-        nn.functional.cross_entropy(trained(inputs), torch.randint(0, 4, (3,), generator=generator)).backward()
+        nn.functional.cross_entropy(model(inputs), torch.randint(0, 4, (3,), generator=generator)).backward()
         optimizer.step()
         configs.add(session.core.config)
-    torch.save({"weights": trained.state_dict(), "configs": len(configs)}, f"{out}.{session.rank}")
+    return {"weights": copy.deepcopy(model.state_dict()), "configs": len(configs)}
 
 
 if __name__ == "__main__":

@@ -23,16 +23,13 @@ def started(job: Job, ranks: int) -> dict[int, int]:
     return {int(line.split()[1]): int(line.split()[-1]) for line in job.lines(ranks)}
 
 
-@pytest.mark.parametrize(("policy", "order"), [("priority", "agreed"), ("rsag", "agreed"), ("priority", "static")])
-def test_a_job_ends_by_itself_with_right_numbers(policy: str, order: str) -> None:
-    code, out, err = run_job("-n", "3", *GLOO, "--policy", policy, "--order", order, *worker("100"))
+def test_a_job_ends_by_itself_with_right_numbers() -> None:
+    code, out, err = run_job("-n", "3", *GLOO, "--policy", "rsag", "--order", "static", *worker("100"))
     assert code == 0, err
     assert sorted(re.findall(r"rank \d finished", out)) == ["rank 0 finished", "rank 1 finished", "rank 2 finished"]
 
 
-@pytest.mark.parametrize(
-    ("victim", "policy", "order"), [(0, "priority", "agreed"), (2, "rsag", "agreed"), (2, "priority", "static")]
-)
+@pytest.mark.parametrize(("victim", "policy", "order"), [(0, "priority", "agreed"), (2, "rsag", "static")])
 def test_a_killed_rank_is_named_by_all_others_within_3_seconds(victim: int, policy: str, order: str) -> None:
     with Job("-n", "3", *GLOO, "--policy", policy, "--order", order, *worker(FOR_EVER)) as job:
         pids = started(job, 3)
@@ -47,9 +44,8 @@ def test_a_killed_rank_is_named_by_all_others_within_3_seconds(victim: int, poli
     assert took <= 3.0
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_stopped_rank_is_given_up_after_fail_after(victim: int) -> None:
-    fail_after = 1.0
+def test_a_stopped_rank_is_given_up_after_fail_after() -> None:
+    victim, fail_after = 0, 1.0
     with Job("-n", "2", *GLOO, "--fail-after", str(fail_after), *worker(FOR_EVER)) as job:
         pids = started(job, 2)
         os.kill(pids[victim], signal.SIGSTOP)
@@ -71,11 +67,10 @@ def test_a_rank_stopped_for_less_than_fail_after_does_no_harm() -> None:
     assert len(re.findall(r"rank \d finished", out)) == 2
 
 
-@pytest.mark.parametrize("rank", ["0", "1"])
-def test_an_exception_is_told_to_the_others_by_its_name(rank: str) -> None:
-    code, _, err = run_job("-n", "2", *GLOO, *worker(FOR_EVER, "--fail-at", "5", "--rank", rank))
+def test_an_exception_is_told_to_the_others_by_its_name() -> None:
+    code, _, err = run_job("-n", "2", *GLOO, *worker(FOR_EVER, "--fail-at", "5", "--rank", "1"))
     assert code == 1
-    assert f"TransportError: rank {rank} ended: ValueError: boom" in err
+    assert "TransportError: rank 1 ended: ValueError: boom" in err
 
 
 def test_a_rank_that_ends_early_is_named_with_what_waits_for_it() -> None:

@@ -44,19 +44,19 @@ pytestmark = pytest.mark.timeout(120)
 
 
 def test_conformance() -> None:
-    check_transport(gloo_world, rounds=20)
+    check_transport(gloo_world, world_sizes=(1, 2, 3), rounds=20)
 
 
 def test_all_reduces_of_gloo_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that large worlds use."""
     monkeypatch.setattr(collective, "EXCHANGE_UP_TO", 0)
-    for world_size in (1, 2, 3, 5):
+    for world_size in (1, 2, 5):
         check_averages(lambda world_size=world_size: Threads(gloo_world, world_size))
     check_equal_bits(lambda: Threads(gloo_world, 3))
     check_random_rounds(lambda: Threads(gloo_world, 2), 100)
 
 
-@pytest.mark.parametrize(("world_size", "rounds", "policy"), [(2, 1000, "priority"), (3, 100, "rsag")])
+@pytest.mark.parametrize(("world_size", "rounds", "policy"), [(2, 300, "priority"), (3, 60, "rsag")])
 def test_random_rounds_end_and_are_exact(world_size: int, rounds: int, policy: str) -> None:
     check_random_rounds(lambda: Threads(gloo_world, world_size), rounds, policy)
 

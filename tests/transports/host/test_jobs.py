@@ -63,8 +63,7 @@ def test_it_is_used_where_there_are_several_hosts_with_several_ranks() -> None:
         assert all(shared_memories(pid) == 0 for pid in pids_of(job).values())
 
 
-@pytest.mark.parametrize("transport", ["ps", "gloo"])
-@pytest.mark.parametrize("victim", [1, 2])
+@pytest.mark.parametrize(("transport", "victim"), [("ps", 1), ("ps", 2), ("gloo", 2)])
 def test_a_killed_rank_is_named_by_all_others(transport: str, victim: int) -> None:
     with Job(*on_two_hosts(transport, FOR_EVER)) as job:
         pids = pids_of(job)

@@ -13,7 +13,13 @@ from commsched.core.manifest import Manifest, TensorSpec
 from commsched.core.plan import Partition
 from commsched.core.task import CommTask
 from commsched.rpc import make_channel, token_metadata
-from commsched.testing.check_transport import check_averages, check_back_to_back, check_transport
+from commsched.testing.check_transport import (
+    check_averages,
+    check_back_to_back,
+    check_leaver,
+    check_results,
+    check_transport,
+)
 from commsched.testing.checked_world import Threads
 from commsched.transports.ps import grpc_port
 from commsched.transports.ps import transport as ps_transport
@@ -96,16 +102,18 @@ def connect(address: str, lane: str, on_failure=None, *, rank=0, world_size=1, t
 
 
 def test_conformance_embedded(lane):
-    check_transport(partial(embedded_world, lane=lane))
+    check_transport(partial(embedded_world, lane=lane), rounds=100 if lane == "tcp" else 30)
 
 
-@pytest.mark.parametrize("servers", [1, 2, 5])
-def test_conformance_with_separate_servers(servers):
-    check_transport(partial(separate_world, servers=servers), rounds=50)
+def test_conformance_with_a_separate_server():
+    check_transport(partial(separate_world, servers=1), world_sizes=(1, 2, 3, 5), rounds=50)
 
 
-def test_conformance_with_a_separate_server_over_grpc():
-    check_transport(partial(separate_world, lane="grpc", servers=2), rounds=50)
+@pytest.mark.parametrize(("servers", "lane"), [(5, "tcp"), (2, "grpc")])
+def test_averages_with_several_separate_servers(servers, lane):
+    for world_size in (2, 3):
+        check_results(lambda size=world_size: Threads(partial(separate_world, lane=lane, servers=servers), size), rounds=10)
+    check_leaver(partial(separate_world, lane=lane, servers=servers))
 
 
 def test_averages_over_a_capped_link(lane):
