@@ -25,7 +25,10 @@ from ...core.group import TensorGroup
 from ...core.manifest import Manifest, require_equal
 from .agreement import (
     describe,
+    norms,
+    require_added_alike,
     require_changed_alike,
+    require_equal_norms,
     require_equal_parameters,
     require_gradients,
     require_same_end,
@@ -35,7 +38,7 @@ from .barrier import Barrier
 from .device import open_device
 from .first_use import FirstUse
 from .flags import Flags, Kept, Used
-from .guard import guard, release
+from .guard import guard, is_guarded, release, unguarded
 from .slot import Slot, give_places
 
 log = logging.getLogger("commsched")
@@ -51,25 +54,33 @@ class GradientExchange:
     backward; everything else in the engine's main thread.
 
     Beside the gradients go two sets of flags for all parameters of the optimizer: which of them this rank has a gradient of
-    when backward is over; and, when the round ends, whether this rank commits to the update and of which it has one still.
+    when backward is over; and, when the round ends, whether this rank commits to the update, of which it has one still, and
+    what it has made of those that it has read.
 
     Parameters that require no gradient at first have no place in a buffer. In the round in which any rank has a gradient of
     one, they get theirs, in a group of their own: all ranks learn of it from the first flags, which ranks that have a
     parameter unfrozen but without a place therefore await in ``step()`` at the latest.
     """
 
-    def __init__(self, session: commsched.Session, slots: Sequence[Slot], before_round: Callable[[], None]) -> None:
+    def __init__(
+        self, session: commsched.Session, model: torch.nn.Module, slots: Sequence[Slot], before_round: Callable[[], None]
+    ) -> None:
         self.slots = [slot for slot in slots if slot.parameter.requires_grad]  # that have a place, once there are buffers
         self.enabled = True  # False within no_sync()
         self.barrier = Barrier(session.rank == 0)
         self._all: list[Slot] = []  # by flag
         self._late = [slot for slot in slots if not slot.parameter.requires_grad]  # without a place
         self._session = session
+        self._model = model
         self._before_round = before_round
         self._groups: list[TensorGroup] = []
         self._flags: Flags | None = None
         self._round_open = False  # between the first gradient and the end of the round
-        self._complete = False  # every slot was handed over in this round
+        self._missing = 0  # parameters with a place that backward has not come to in this round
+        self._all_handed_over = False  # in this round, and the ranks were told what this one has
+        self._complete = False  # likewise, and what other ranks have gradients of has a place
+        self._agreed: Kept | None = None  # the last that parts no ranks
+        self._committed = False  # the last round ended with step(), and no other has begun
         self._checked = False  # gradients are read in this round, and all ranks have them
         self._unfrozen = False  # a slot without a place has a gradient or requires one
         self._accumulated = False  # autograd has made a gradient since the last update
@@ -118,14 +129,28 @@ class GradientExchange:
         for slot in slots:
             _exchanges[id(slot.parameter)] = self
 
+    def meet(self) -> None:
+        """Before parameters are added, where ranks are to wait for each other: those that train on instead are told.
+
+        Raises:
+            UnsupportedError: other ranks add none.
+            TransportError: likewise; they are in another round.
+        """
+        if self._round_open:
+            self._fold()
+        elif self._flags is not None:  # else the ranks have been together in nothing yet
+            nothing = [False] * len(self._all)
+            self._flags.begin_step()
+            self._flags.offer_used(False, True, nothing)
+            self._flags.offer_kept(False, False, nothing, nothing, norms([None] * len(nothing)))
+            self._used()
+
     def add(self, slots: Sequence[Slot]) -> None:
         """Further parameters of the optimizer, which every rank adds, in the same order. No update may be outstanding.
 
         Raises:
             ManifestMismatch: the ranks' parameters differ.
         """
-        if self._round_open:
-            self._fold()
         require_equal_parameters(self._session.gather(describe(slots)))
         self._late += slots
         self._add(slots)
@@ -188,9 +213,11 @@ class GradientExchange:
         if slot.pending:  # no forward has read the parameter since step()
             self._require_graph_from_before(slot)
             self._before_round()
+        if self._committed:
+            self._require_zeroed(slot)
         self._accumulated = True
         self._graph_kept = self._graph_kept or _keeps_graph()
-        if self._round_open and slot.ready:
+        if self._round_open and (slot.ready or self._all_handed_over):
             self._fold()
 
     def _require_graph_from_before(self, slot: Slot) -> None:
@@ -201,34 +228,69 @@ class GradientExchange:
                 "optimizer.synchronize() after step()"
             )
 
+    def _require_zeroed(self, slot: Slot) -> None:
+        """A gradient that is used once more, with others added, must be there on all ranks."""
+        if slot.parameter.grad is not slot.gradient:
+            return
+        with unguarded():
+            kept_as_it_was = slot.gradient._version == slot.version
+        if kept_as_it_was and 0 < self.flags.kept().share[slot.flag] < 1:
+            raise UnsupportedError(
+                f"the gradient of '{slot.name}' was kept over step(), but other ranks had none, so they have not kept the "
+                "average: call optimizer.zero_grad() in every step"
+            )
+
     def _on_gradient(self, slot: Slot) -> None:
         if not self.enabled:
             return
         gradient = slot.parameter.grad
         assert gradient is not None
-        self._begin_round()
+        if not self._round_open:
+            self._begin_round()
+            self._guard_left(slot)
         if self._observer is not None:
             began, self._last_gradient_at = self._last_gradient_at, monotonic()
             self._observer.on_span("backward", slot.name, began, self._last_gradient_at)
         self._hand_over(slot, gradient)
+        if slot.proxies:
+            self._missing -= 1
+        if self._missing == 0 and all(late.ready or not late.parameter.requires_grad for late in self._late):
+            self._hand_over_rest()  # now: this rank may wait elsewhere before step(), and another for it, to read gradients
 
     def _begin_round(self) -> None:
         if self._round_open:
             return
         self._before_round()
+        if self._committed:
+            self._committed = False
+            for slot in self.slots:
+                self._require_zeroed(slot)
         flags = self.flags
         for group in self._groups:
             group.begin_step()
         flags.begin_step()
         self._round_open = True
-        self._complete = self._checked = self._unfrozen = False
+        self._all_handed_over = self._complete = self._checked = self._unfrozen = False
+        self._missing = sum(slot.parameter.requires_grad for slot in self.slots)
         for slot in self._all:
             slot.ready = slot.has_gradient = slot.was_read = False
+
+    def _guard_left(self, first: Slot) -> None:
+        """Backward has begun a round with ``first``. The gradients of passes before, or set by hand, travel too, once it is
+        over: who reads one then waits for its average."""
+        for slot in self._all:
+            if slot is not first and slot.parameter.grad is not None:
+                left = slot.parameter.grad
+                slot.left = slot.own_gradient(left) if is_guarded(left) else left
+                guard(slot.left, slot.await_average)
 
     def _hand_over(self, slot: Slot, gradient: torch.Tensor | None) -> None:
         """Put ``gradient`` (None: zeros) into the buffer and tell the core. From here the average is on its way."""
         slot.ready = True
         slot.has_gradient = gradient is not None
+        if slot.left is not None:
+            release(slot.left)
+            slot.left = None
         if gradient is not None and gradient is not slot.gradient:
             slot.require_averageable(gradient)
         if not slot.proxies:
@@ -241,31 +303,36 @@ class GradientExchange:
             slot.gradient = gradient if gradient is not None else torch.zeros_like(slot.view, layout=torch.sparse_coo)
             slot.filled = False
         elif gradient is None:
-            slot.view.zero_()
-        elif gradient is not slot.view:
-            with torch.no_grad():
-                slot.view.copy_(gradient)
-                slot.parameter.grad = slot.view
+            slot.put_zeros()
+        elif gradient is not slot.gradient:
+            slot.move_in(gradient)
         slot.version = slot.gradient._version
         if gradient is not None:
             guard(slot.gradient, slot.await_average)
         self._device.when_written(slot.notify_ready)
 
-    def _complete_round(self) -> None:
-        """Hand over what backward did not produce (zeros, unless it was accumulated before), and say what it was."""
-        if self._complete:
+    def _hand_over_rest(self) -> None:
+        """What backward did not produce (zeros, unless it was accumulated before), and say what it was. Never waits."""
+        if self._all_handed_over:
             return
-        self._complete = True
-        for slot in self.slots:
-            if not slot.ready:
-                self._hand_over(slot, slot.parameter.grad)
+        self._all_handed_over = True
+        for slot in [*self.slots, *self._late]:
+            gradient = slot.parameter.grad
+            if not slot.ready and (slot.proxies or gradient is not None):
+                if gradient is not None and gradient is not slot.left and gradient is not slot.gradient:
+                    gradient = slot.own_gradient(gradient)
+                self._hand_over(slot, gradient)
         for slot in self._late:
-            if not slot.ready and slot.parameter.grad is not None:
-                self._hand_over(slot, slot.parameter.grad)
             self._unfrozen = self._unfrozen or slot.has_gradient or slot.parameter.requires_grad
-        self.flags.offer_used(self._unfrozen, [slot.has_gradient for slot in self._all])
-        if self._unfrozen:
-            self._exchange_late()
+        self.flags.offer_used(self._unfrozen, False, [slot.has_gradient for slot in self._all])
+
+    def _complete_round(self) -> None:
+        """Backward is over. Waits for the other ranks' only while there are unfrozen parameters without a place."""
+        self._hand_over_rest()
+        if not self._complete:
+            self._complete = True
+            if self._unfrozen:
+                self._exchange_late()
 
     def commit(self) -> None:
         """Hand over the rest, and commit this rank to the update; all ranks must, or none. Does not wait for averages, unless
@@ -277,7 +344,8 @@ class GradientExchange:
             slot.require_in_buffer()
             gradient = slot.parameter.grad
             if not slot.ready and gradient is not None and gradient.requires_grad:
-                slot.parameter.grad = gradient.detach()  # of torch.func.grad, say: nobody differentiates it any more
+                with unguarded():
+                    slot.parameter.grad = gradient.detach()  # of torch.func.grad, say: nobody differentiates it any more
         self._complete_round()
         changed = [slot.is_changed() for slot in self._all]
         for slot in self.slots:
@@ -287,11 +355,16 @@ class GradientExchange:
         for slot in self._late:
             if slot.parameter.grad is not None:
                 raise UnsupportedError(
-                    f"'{slot.name}'.grad was set after other gradients were read; until now it had none, so it would not be "
-                    "averaged: set it before"
+                    f"'{slot.name}'.grad was set after backward, or after other gradients were read; until now it had none, "
+                    "so it would not be averaged: set it before"
                 )
-        self.flags.offer_kept(True, self._unfrozen, [slot.parameter.grad is not None for slot in self._all], changed)
+        keeps = [slot.parameter.grad is not None for slot in self._all]
+        self._offer_kept(True, keeps, changed)
+        with unguarded():
+            for slot in self.slots:
+                slot.version = slot.gradient._version
         self._round_open = self._accumulated = False
+        self._committed = True
         if self._use_order.is_open:
             self._use_order.end()
             unseen = self._use_order.unseen()
@@ -307,9 +380,11 @@ class GradientExchange:
         if slot.rows is not None:
             slot.gradient = gradient
             return
-        with torch.no_grad():
-            slot.view.copy_(gradient)
-        slot.parameter.grad = slot.view
+        slot.move_in(slot.own_gradient(gradient))
+
+    def _offer_kept(self, committed: bool, keeps: list[bool], changed: list[bool]) -> None:
+        edited = [slot if kept and (slot.was_read or edit) else None for slot, kept, edit in zip(self._all, keeps, changed)]
+        self.flags.offer_kept(committed, self._unfrozen, keeps, changed, norms(edited))
 
     def _fold(self) -> None:
         """End the round without an update: its averages stay in ``.grad``, except where the user has dropped them.
@@ -326,7 +401,7 @@ class GradientExchange:
         keeps = [
             slot.parameter.grad is slot.gradient or (slot.was_read and slot.parameter.grad is not None) for slot in self._all
         ]
-        self.flags.offer_kept(False, self._unfrozen, keeps, changed)
+        self._offer_kept(False, keeps, changed)
         kept = self._kept(committed=False)
         for slot in self.slots:
             self._await_average(slot)
@@ -369,7 +444,6 @@ class GradientExchange:
             gradient = gradients.get(slot.flag)
             if gradient is not None:
                 release(gradient)
-                slot.move_in(gradient)
             self._hand_over(slot, gradient)
 
     # --- averages ---
@@ -414,15 +488,27 @@ class GradientExchange:
 
     def _used(self) -> Used:
         used = self.flags.used()
+        require_added_alike(used.adding, self._session.rank)
         require_unfrozen_alike(used.unfrozen, self._late, self._session.rank)
         return used
 
     def _kept(self, committed: bool) -> Kept:
         kept = self.flags.kept()
+        if kept is self._agreed:
+            return kept
         require_same_end(kept, committed, self._session.rank, self._groups[0].step if self._groups else 0)
         require_unfrozen_alike(kept.unfrozen, self._late, self._session.rank)
         require_changed_alike(kept, self._all)
+        require_equal_norms(kept, self._all, self._unaveraged)
+        self._agreed = kept
         return kept
+
+    def _unaveraged(self) -> str | None:
+        """The name of a parameter of the model that has gradients, but of this rank only."""
+        ours = {id(slot.parameter) for slot in self._all} | set(_exchanges)
+        return next(
+            (name for name, each in self._model.named_parameters() if each.requires_grad and id(each) not in ours), None
+        )
 
     def _require_gradients_of_all_ranks(self) -> None:
         if not self._checked:

@@ -19,6 +19,7 @@ class Used:
     """When backward is over. Shares of the ranks."""
 
     unfrozen: float  # have a parameter that needs a place in a buffer, or may need it soon
+    adding: float  # have run no backward, but wait to add parameters
     share: list[float]  # by flag: have a gradient of it
 
 
@@ -29,11 +30,13 @@ class Kept:
     committed: float  # called step()
     unfrozen: float
     share: list[float]  # by flag: have a gradient of it still
-    changed: list[float]  # by flag: have something else than what they handed over or its average; empty: none of anything
+    changed: list[float]  # by flag: have something else than what they handed over or its average
+    norm: list[float]  # by flag: the mean of the ranks' norms of what they have read or changed; NaN: some have not
+    own_norm: Sequence[float]  # by flag: this rank's
 
 
 class Flags:
-    """Two sets of floats, averaged over the ranks, with one for each parameter of the optimizer.
+    """Two sets of floats, averaged over the ranks, with some for each parameter of the optimizer.
 
     Each set is a group of its own: nothing waits for it by sharing its partition, and both go before all but the first
     gradients.
@@ -42,13 +45,14 @@ class Flags:
     def __init__(self, session: commsched.Session, device: Device, parameters: int) -> None:
         self._device = device
         (self._used,), self._used_group = register_flat(
-            session, device, [TensorSpec("commsched.used", (1 + parameters,), "float32")]
+            session, device, [TensorSpec("commsched.used", (2 + parameters,), "float32")]
         )
         (self._kept,), self._kept_group = register_flat(
-            session, device, [TensorSpec("commsched.kept", (2 + 2 * parameters,), "float32")]
-        )
+            session, device, [TensorSpec("commsched.kept", (2 + 3 * parameters,), "float64")]
+        )  # float64, which no wire dtype narrows: norms are compared
         self._all_used: Used | None = None  # of this round, once read
         self._all_kept: Kept | None = None
+        self._own_norm: Sequence[float] = ()
 
     def begin_step(self) -> None:
         self._used_group.begin_step()
@@ -61,16 +65,19 @@ class Flags:
         self._used_group.release()
         self._kept_group.release()
 
-    def offer_used(self, unfrozen: bool, used: Sequence[bool]) -> None:
+    def offer_used(self, unfrozen: bool, adding: bool, used: Sequence[bool]) -> None:
         self._all_used = None
         with self._device.aside():
-            self._used.copy_(torch.tensor([unfrozen, *used]))
+            self._used.copy_(torch.tensor([unfrozen, adding, *used]))
         self._used_group.notify_ready(0)
 
-    def offer_kept(self, committed: bool, unfrozen: bool, kept: Sequence[bool], changed: Sequence[bool]) -> None:
+    def offer_kept(
+        self, committed: bool, unfrozen: bool, kept: Sequence[bool], changed: Sequence[bool], norm: Sequence[float]
+    ) -> None:
         self._all_kept = None
+        self._own_norm = norm
         with self._device.aside():
-            self._kept.copy_(torch.tensor([committed, unfrozen, *kept, *changed]))
+            self._kept.copy_(torch.tensor([committed, unfrozen, *kept, *changed, *norm], dtype=torch.float64))
         self._kept_group.notify_ready(0)
 
     def are_there(self) -> bool:
@@ -81,8 +88,8 @@ class Flags:
         if self._all_used is None:
             self._used_group.proxies[0].wait()
             with self._device.aside():
-                unfrozen, *share = self._used.tolist()
-            self._all_used = Used(unfrozen, share)
+                unfrozen, adding, *share = self._used.tolist()
+            self._all_used = Used(unfrozen, adding, share)
         return self._all_used
 
     def kept(self) -> Kept:
@@ -91,6 +98,6 @@ class Flags:
             self._kept_group.proxies[0].wait()
             with self._device.aside():
                 committed, unfrozen, *shares = self._kept.tolist()
-            share, changed = shares[: len(shares) // 2], shares[len(shares) // 2 :]
-            self._all_kept = Kept(committed, unfrozen, share, changed if any(changed) else [])
+            share, changed, norm = (shares[part * len(shares) // 3 : (part + 1) * len(shares) // 3] for part in range(3))
+            self._all_kept = Kept(committed, unfrozen, share, changed, norm, self._own_norm)
         return self._all_kept

@@ -58,6 +58,10 @@ def release(tensor: torch.Tensor) -> None:
         tensor.__class__ = known[1]
 
 
+def is_guarded(tensor: torch.Tensor) -> bool:
+    return id(tensor) in _guarded
+
+
 def own_class(tensor: torch.Tensor) -> type:
     """The class of ``tensor`` when it is not guarded."""
     known = _guarded.get(id(tensor))

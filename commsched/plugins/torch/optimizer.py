@@ -97,7 +97,7 @@ class ScheduledOptimizer(Optimizer):
         self._model = model
         slots = _make_slots(optimizer.param_groups, model)
         self._note_parameters()
-        self._exchange = GradientExchange(session, slots, self.synchronize)
+        self._exchange = GradientExchange(session, model, slots, self.synchronize)
         broadcast_model(session, model, {slot.name: slot.parameter for slot in slots})
         broadcast_optimizer(session, optimizer)
         self._exchange.record_first_use()
@@ -164,7 +164,8 @@ class ScheduledOptimizer(Optimizer):
     def no_sync(self) -> Iterator[None]:
         """Backward passes within accumulate gradients on this rank only; the first one after it averages the sum.
 
-        Without it, gradients accumulate just as well, but those of every backward travel.
+        Without it, gradients accumulate just as well, but those of every backward travel. What is read, and clipped, before
+        that first one are this rank's own sums: clip after it.
         """
         exchange = self._exchange
         if exchange is None:
@@ -366,6 +367,7 @@ class ScheduledOptimizer(Optimizer):
 
         Raises:
             ManifestMismatch: the ranks' groups differ.
+            UnsupportedError: other ranks trained on instead.
             ConfigError: a parameter belongs to another ScheduledOptimizer.
         """
         exchange = self._exchange
@@ -375,6 +377,7 @@ class ScheduledOptimizer(Optimizer):
         with self._lock:
             self.synchronize()
             self._require_known_parameters()
+            exchange.meet()
             self.optimizer.add_param_group(param_group)
             self._note_parameters()
             first = len(self.optimizer.param_groups) - 1

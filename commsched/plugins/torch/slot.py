@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -16,14 +17,17 @@ from ...core.manifest import TensorSpec
 from ...core.proxy import DependencyProxy
 from .device import Device
 from .flat import register_flat, spec_of
-from .guard import address
+from .guard import address, unguarded
 from .sparse import Rows
 
 log = logging.getLogger("commsched")
 
 
 class Slot:
-    """One parameter: its gradient's place in a flat buffer (``view``) and what is outstanding for it.
+    """One parameter: its gradient's place in a flat buffer and what is outstanding for it.
+
+    ``view`` is the place; only we have this object. ``gradient`` is what ``.grad`` is, or is to be: of a dense parameter an
+    object that the user may know, in the view's memory.
 
     A parameter that was frozen so far, or is new, has no place yet: then ``proxies`` is empty.
     """
@@ -36,6 +40,7 @@ class Slot:
         "gradient",
         "has_gradient",
         "is_sparse",
+        "left",
         "name",
         "notify_ready",
         "param_group",
@@ -58,8 +63,9 @@ class Slot:
         self.proxies: tuple[DependencyProxy, ...] = ()
         self.notify_ready: Callable[[], None]  # with the proxies: tells the core that the gradient is in its place
         self.view: torch.Tensor = parameter  # until the buffers are there
-        self.address = 0  # of the view in the flat buffer
-        self.gradient: torch.Tensor = parameter  # what ``.grad`` is set to: the view, but of a sparse gradient
+        self.address = 0  # of the view
+        self.gradient: torch.Tensor = parameter  # until there is one
+        self.left: torch.Tensor | None = None  # guarded: there when backward began the round, and not handed over yet
         self.rows: Rows | None = None  # beside the view of a sparse gradient
         self.filled = True  # a sparse ``gradient`` holds the average
         self.version = 0  # of ``gradient`` when it was handed over: in-place operations of the user count on
@@ -105,9 +111,9 @@ class Slot:
     def require_in_buffer(self) -> None:
         """
         Raises:
-            UnsupportedError: the user has given the view other memory.
+            UnsupportedError: the user has given the gradient other memory.
         """
-        if address(self.view) != self.address:
+        if self.rows is None and address(self.gradient) != self.address:
             raise UnsupportedError(f"the memory of '{self.name}'.grad was replaced through .data; assign to .grad instead")
 
     def is_changed(self) -> bool:
@@ -122,12 +128,30 @@ class Slot:
 
     @torch.no_grad()
     def move_in(self, gradient: torch.Tensor) -> None:
-        """Give ``gradient``, which was made before there was a place for it, the view's memory: it is an object that the user
-        knows, and may be about to read."""
-        if self.rows is None:
-            self.view.copy_(gradient)
-            gradient.data = self.view
-            self.view = self.gradient = gradient
+        """Give ``gradient`` the view's memory, with its values: it is an object that the user may know and be about to read.
+        Not for sparse ones."""
+        self._replace_gradient(gradient)
+        self.view.copy_(gradient)
+        gradient.data = self.view
+
+    def own_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Put a copy of ``gradient`` into ``.grad``: it was set by hand, so other parameters may have the same object."""
+        with unguarded():
+            self.parameter.grad = gradient.clone()
+        return self.parameter.grad
+
+    @torch.no_grad()
+    def put_zeros(self) -> None:
+        """This rank has no gradient. Not for sparse ones."""
+        self._replace_gradient(self.view.detach())
+        self.view.zero_()
+
+    def _replace_gradient(self, gradient: torch.Tensor) -> None:
+        """The memory is about to be written; whoever holds the last gradient still finds there what it was."""
+        last = weakref.ref(self.gradient)
+        self.gradient = gradient
+        if (held := last()) is not None:
+            held.data = held.clone()
 
 
 def give_places(session: commsched.Session, device: Device, slots: Sequence[Slot]) -> TensorGroup:
@@ -142,7 +166,7 @@ def give_places(session: commsched.Session, device: Device, slots: Sequence[Slot
     first = 0
     for slot, (spec, *beside) in zip(slots, specs):
         last = first + len(beside)
-        slot.view = slot.gradient = views[first].data  # of its own version counter
+        slot.view, slot.gradient = views[first], views[first].data  # of its own version counter
         slot.address = slot.view.data_ptr()
         slot.proxies = group.proxies[first : last + 1]
         slot.notify_ready = _make_notify(group, first, last)

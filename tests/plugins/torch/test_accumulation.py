@@ -186,6 +186,103 @@ def test_accumulation(name: str, config: SchedulerConfig, ordered: bool) -> None
     require_plain(loop, model=chain, optimizer=decaying, config=config, ordered=ordered)
 
 
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.sometimes, self.always = nn.Linear(4, 2), nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor, both: bool = True) -> torch.Tensor:
+        output: torch.Tensor = self.always(x)
+        return output + self.sometimes(x) if both else output
+
+
+def part(data: Data, model: Any, step: int) -> torch.Tensor:
+    return data.loss(lambda x: model(x, False), step + 5)
+
+
+def _local_then_a_part(data: Data, model: Any, optimizer: Any, step: int) -> None:
+    optimizer.zero_grad()
+    with data.no_sync(optimizer):
+        data.loss(model, step).backward()
+    part(data, model, step).backward()
+
+
+def _zeroed_and_used_by_one_rank(data: Data, model: Any, optimizer: Any, step: int) -> None:
+    optimizer.zero_grad(set_to_none=False)
+    data.mean(lambda rank: model(batch(rank, step), rank == 1 or step == 0).square().mean()).backward()
+
+
+def _model_zeroed_and_used_by_one_rank(data: Data, model: Any, optimizer: Any, step: int) -> None:
+    model.zero_grad(set_to_none=False)
+    data.mean(lambda rank: model(batch(rank, step), rank == 1 or step == 0).square().mean()).backward()
+
+
+def _some_by_hand(data: Data, model: Any, optimizer: Any, step: int) -> None:
+    optimizer.zero_grad()
+    parameters = list(model.sometimes.parameters())
+    for parameter, gradient in zip(parameters, torch.autograd.grad(data.loss(model.sometimes, step), parameters)):
+        parameter.grad = gradient
+    part(data, model, step).backward()
+
+
+def _one_object_for_all(data: Data, model: Any, optimizer: Any, step: int) -> None:
+    optimizer.zero_grad()
+    of_rank = [torch.full((2, 4), rank + step + 1.0, dtype=torch.float64) for rank in data.ranks]
+    same = torch.stack(of_rank).mean(0)
+    model.sometimes.weight.grad = same
+    if step == 1:
+        model.always.weight.grad = same
+    else:
+        data.loss(lambda x: x @ model.always.weight.T, step).backward()
+
+
+LEFT = (
+    _local_then_a_part,
+    _zeroed_and_used_by_one_rank,
+    _model_zeroed_and_used_by_one_rank,
+    _some_by_hand,
+)
+
+
+@pytest.mark.parametrize(("config", "ordered"), [(SMALL, False), (LARGE, True)], ids=["cut", "merged, ordered"])
+@pytest.mark.parametrize("accumulate", LEFT, ids=lambda function: function.__name__.strip("_"))
+def test_gradients_from_before_that_the_last_backward_leaves_are_clipped_as_averages(
+    accumulate: Callable[..., None], config: SchedulerConfig, ordered: bool
+) -> None:
+    """Clipping collects them all before it reads one."""
+
+    def loop(data: Data, model: nn.Module, optimizer: Any) -> None:
+        for step in range(3):
+            accumulate(data, model, optimizer, step)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+            optimizer.step()
+
+    require_plain(loop, model=lambda: Branches().double(), config=config, ordered=ordered)
+
+
+def test_gradients_from_before_are_unscaled_as_averages() -> None:
+    def loop(data: Data, model: nn.Module, optimizer: Any) -> None:
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        for step in range(2):
+            optimizer.zero_grad()
+            with data.no_sync(optimizer):
+                scaler.scale(data.loss(model, step)).backward()
+            scaler.scale(part(data, model, step)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+    require_plain(loop, model=lambda: Branches().double())
+
+
+def test_one_tensor_set_by_hand_as_the_gradient_of_several() -> None:
+    def loop(data: Data, model: nn.Module, optimizer: Any) -> None:
+        for step in range(4):
+            _one_object_for_all(data, model, optimizer, step)
+            optimizer.step()
+
+    require_plain(loop, model=lambda: Branches().double())
+
+
 @pytest.mark.parametrize("read", [False, True])
 def test_a_step_skipped_without_zero_grad_accumulates(read: bool) -> None:
     def loop(data: Data, model: nn.Module, optimizer: Any) -> list[Any]:

@@ -28,7 +28,7 @@ from commsched.plugins.torch.exchange import GradientExchange
 from commsched.plugins.torch.flags import Flags
 from commsched.testing.fakes import Delayed
 
-from . import test_accumulation, test_late_parameters
+from . import test_accumulation, test_late_parameters, test_several_optimizers
 from .loops import (
     loop,
     test_ends,
@@ -232,35 +232,20 @@ def keep_what_backward_left(patch: pytest.MonkeyPatch) -> None:
     """In step(), each rank says again which gradients it had after backward."""
     offer_used, offer_kept = Flags.offer_used, Flags.offer_kept
 
-    def used(self: Any, unfrozen: bool, flags: list[bool]) -> None:
+    def used(self: Any, unfrozen: bool, adding: bool, flags: list[bool]) -> None:
         self.after_backward = flags
-        offer_used(self, unfrozen, flags)
+        offer_used(self, unfrozen, adding, flags)
 
     patch.setattr(Flags, "offer_used", used)
     patch.setattr(
         Flags,
         "offer_kept",
-        lambda self, committed, unfrozen, _, changed: offer_kept(self, committed, unfrozen, self.after_backward, changed),
+        lambda self, committed, unfrozen, _, *others: offer_kept(self, committed, unfrozen, self.after_backward, *others),
     )
 
 
 def with_all_kept(kept: Callable[..., Any]) -> Callable[..., Any]:
     return lambda self: replace(flags := kept(self), share=[1.0] * len(flags.share))
-
-
-def with_what_the_buffer_holds(hand_over: Callable[..., None]) -> Callable[..., None]:
-    """Where there is no gradient, no zeros are written."""
-
-    def call(self: Any, slot: Any, gradient: Any) -> None:
-        view = slot.view
-        if gradient is None:
-            slot.view = SimpleNamespace(zero_=nothing, data_ptr=view.data_ptr)
-        try:
-            hand_over(self, slot, gradient)
-        finally:
-            slot.view = view
-
-    return call
 
 
 def with_no_average_taken_over(fold: Callable[..., None]) -> Callable[..., None]:
@@ -342,6 +327,26 @@ GATES: dict[str, tuple[Take, Callable[[], None], str]] = {
         partial(test_gradients.test_clipping_and_editing, "norm", SMALL),
         WRONG,
     ),
+    "gradients from before a round are guarded": (
+        put(GradientExchange, "_guard_left", nothing),
+        partial(
+            test_accumulation.test_gradients_from_before_that_the_last_backward_leaves_are_clipped_as_averages,
+            test_accumulation._local_then_a_part,
+            SMALL,
+            False,
+        ),
+        rf"{WRONG}|to other values here than on other ranks",
+    ),
+    "a gradient that is held has memory of its own": (
+        put(exchange.Slot, "_replace_gradient", lambda self, gradient: setattr(self, "gradient", gradient)),
+        partial(test_gradients.test_a_gradient_that_is_held_keeps_its_values, test_gradients._added_to_the_next),
+        rf"{WRONG}|to other values here than on other ranks",
+    ),
+    "gradients set by hand are copied": (
+        both(put(exchange.Slot, "own_gradient", lambda self, gradient: gradient), put(loop, "TIMEOUT_SECONDS", 1.0)),
+        test_accumulation.test_one_tensor_set_by_hand_as_the_gradient_of_several,
+        "not every rank ended",  # the second waits for the average of the first
+    ),
     "gradients are guarded until the update": (
         wrap(ScheduledOptimizer, "_await_update", with_free_gradients),
         partial(test_zero_grad.test_gradients_are_zeroed, True, False, "after clipping and step"),
@@ -401,7 +406,7 @@ GATES: dict[str, tuple[Take, Callable[[], None], str]] = {
     "what the user put into .grad waits for the average that it replaces": (
         wrap(GradientExchange, "_adopt", without("_await_average", do_not_wait)),
         partial(test_gradients.test_clipping_and_editing, "replaced unread", SMALL),
-        WRONG,
+        rf"{WRONG}|to other values here than on other ranks",
     ),
     "state_dict() of either optimizer waits": (
         wrap(ScheduledOptimizer, "__init__", with_state_hooks_removed),
@@ -452,6 +457,31 @@ GATES: dict[str, tuple[Take, Callable[[], None], str]] = {
         partial(test_accumulation.test_an_edit_of_what_only_some_ranks_have_is_refused, False),
         NOT_REFUSED,
     ),
+    "what was read is the same on all ranks": (
+        put(exchange, "require_equal_norms", nothing),
+        test_several_optimizers.test_clipping_with_gradients_that_nobody_averages_is_refused,
+        NOT_REFUSED,
+    ),
+    "the last gradient ends backward": (
+        both(wrap(GradientExchange, "_on_gradient", without("_hand_over_rest")), put(loop, "TIMEOUT_SECONDS", 1.0)),
+        partial(test_gradients.test_one_rank_may_log_its_gradients, False),
+        "not every rank ended",
+    ),
+    "a gradient kept over step() was kept by all": (
+        put(GradientExchange, "_require_zeroed", nothing),
+        partial(test_used.test_a_gradient_of_one_rank_that_is_kept_over_step_is_refused, "branch"),
+        NOT_REFUSED,
+    ),
+    "ranks meet before they add parameters": (
+        both(put(GradientExchange, "meet", nothing), put(loop, "TIMEOUT_SECONDS", 1.0)),
+        partial(test_late_parameters.test_a_group_added_on_one_rank_only_is_refused, 0, True),
+        "not every rank ended",
+    ),
+    "ranks add alike": (
+        both(put(exchange, "require_added_alike", nothing), put(loop, "TIMEOUT_SECONDS", 1.0)),
+        partial(test_late_parameters.test_a_group_added_on_one_rank_only_is_refused, 0, True),
+        "not every rank ended",
+    ),
     "unfrozen parameters get their place": (
         put(GradientExchange, "_exchange_late", nothing),
         partial(test_late_parameters.test_progressive_unfreezing, "plain", SMALL, False),
@@ -479,7 +509,7 @@ GATES: dict[str, tuple[Take, Callable[[], None], str]] = {
         "assert",
     ),
     "a rank without a gradient counts as zeros": (
-        wrap(GradientExchange, "_hand_over", with_what_the_buffer_holds),
+        put(exchange.Slot, "put_zeros", nothing),
         partial(test_used.test_branches, "ranks in turn", "none"),
         WRONG,
     ),

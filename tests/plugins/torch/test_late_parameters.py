@@ -65,12 +65,29 @@ def _halved(data: Data, model: Any, optimizer: Any, step: int) -> None:
     optimizer.step()
 
 
+def _local_then_without_it(data: Data, model: Any, optimizer: Any, step: int) -> None:
+    with data.no_sync(optimizer):
+        data.loss(model, step).backward()
+    data.loss(model[2:], step + 5).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+    optimizer.step()
+
+
+def _by_itself_at_the_end(data: Data, model: Any, optimizer: Any, step: int) -> None:
+    data.loss(model[2:], step).backward()
+    if step > 1:
+        data.loss(model[1], step + 5).backward()
+    optimizer.step()
+
+
 STEPS: dict[str, Callable[[Data, Any, Any, int], None]] = {
     "plain": _step,
     "clipped": _clipped,
     "accumulated": _accumulated,
     "local first": _local_first,
     "halved": _halved,
+    "local, then without it": _local_then_without_it,
+    "by itself at the end": _by_itself_at_the_end,
 }
 
 
@@ -227,7 +244,7 @@ def test_a_gradient_that_appears_after_others_were_read_is_refused() -> None:
         model[0].weight.grad = torch.ones_like(model[0].weight)
         optimizer.step()
 
-    with pytest.raises(commsched.CommschedError, match=r"'0\.weight'\.grad was set after other gradients were read"):
+    with pytest.raises(commsched.CommschedError, match=r"'0\.weight'\.grad was set after backward, or after other"):
         run(loop, model=deep, optimizer=adam)
 
 
@@ -294,6 +311,23 @@ def test_added_groups_must_be_the_same(shapes: tuple[int, int], rates: tuple[flo
         optimizer.add_param_group({"params": model[-1].parameters(), "lr": rates[rank]})
 
     with pytest.raises(commsched.ManifestMismatch, match=message):
+        run(loop, model=deep, optimizer=adam)
+
+
+@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_group_added_on_one_rank_only_is_refused(rank: int, clips: bool) -> None:
+    def loop(data: Data, model: Any, optimizer: Any) -> None:
+        train(data, model, optimizer, 1)
+        if rank in data.ranks:
+            optimizer.add_param_group({"params": head(data).parameters()})
+        data.loss(model, 1).backward()
+        if clips:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        optimizer.step()
+        optimizer.synchronize()
+
+    with pytest.raises(commsched.CommschedError, match=r"some ranks called add_param_group\(\) while others trained on"):
         run(loop, model=deep, optimizer=adam)
 
 

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import nn
 
+import commsched
 from commsched import SchedulerConfig
 
-from .loops.loop import LARGE, SMALL, Data, batch, require_plain, sgd
+from .loops.loop import LARGE, SMALL, Data, batch, require_plain, run, sgd
 
 CONFIGS = pytest.mark.parametrize(("config", "ordered"), [(SMALL, False), (LARGE, True)], ids=["cut", "merged, ordered"])
 
@@ -30,6 +31,50 @@ def test_two_optimizers_of_one_model(config: SchedulerConfig, ordered: bool) -> 
         return second.state_dict()
 
     require_plain(loop, optimizer=lambda model: sgd(model[0]), config=config, ordered=ordered)
+
+
+class Own(torch.optim.SGD):
+    """Called once per step, which waits."""
+
+
+@pytest.mark.parametrize("first", [0, 2])
+def test_one_rank_reads_gradients_while_another_waits_in_the_step_of_another_optimizer(first: int) -> None:
+    def loop(data: Data, model: Any, optimizer: Any) -> None:
+        second = data.scheduled(torch.optim.AdamW(model[2].parameters(), lr=0.01), model)
+        for step in range(3):
+            optimizer.zero_grad()
+            second.zero_grad()
+            data.loss(model, step).backward()
+            if 0 in data.ranks:
+                assert all(model[layer].weight.grad.isfinite().all() for layer in (first, 2 - first))
+            nn.utils.clip_grad_norm_(model[0].parameters(), 0.1)
+            optimizer.step()
+            second.step()
+
+    require_plain(loop, optimizer=lambda model: Own(model[0].parameters(), lr=0.1))
+
+
+def test_clipping_with_gradients_that_nobody_averages_is_refused() -> None:
+    def loop(data: Data, model: Any, optimizer: Any) -> None:
+        for step in range(2):
+            model.zero_grad()
+            data.loss(model, step).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+            optimizer.step()
+
+    with pytest.raises(commsched.CommschedError, match=r"was changed before step.* '2\.weight' is in no ScheduledOptimizer"):
+        run(loop, optimizer=lambda model: sgd(model[0]))
+
+
+def test_clipping_one_optimizer_s_parameters_while_others_have_gradients() -> None:
+    def loop(data: Data, model: Any, optimizer: Any) -> None:
+        for step in range(3):
+            model.zero_grad()
+            data.loss(model, step).backward()
+            nn.utils.clip_grad_norm_(model[0].parameters(), 0.01)
+            optimizer.step()
+
+    require_plain(loop, optimizer=lambda model: sgd(model[0]))
 
 
 def test_a_second_optimizer_spoils_no_order_of_layers() -> None:

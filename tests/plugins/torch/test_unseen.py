@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -209,8 +210,22 @@ WITHIN = [_mapped, _called_functionally, _forward_mode, _graph, _exported, _trac
 
 @pytest.mark.parametrize("wrap", WITHIN, ids=lambda wrap: wrap.__name__)
 def test_an_update_within_what_records_or_transforms(wrap: Callable[[Any], Callable[[torch.Tensor], torch.Tensor]]) -> None:
+    barrier = threading.Barrier(2)
+
     def loop(data: Data, model: Any, optimizer: Any) -> None:
-        train(data, on_rank_0(data, wrap, model), optimizer, 3)
+        def meet(*ranks: int) -> None:
+            if data.ranks in [[rank] for rank in ranks]:
+                barrier.wait(20)
+
+        forward = on_rank_0(data, wrap, model)
+        for step in range(3):
+            optimizer.zero_grad()
+            meet(1)  # some of what rank 0 does shows in all threads until its forward is over
+            loss = data.loss(forward, step)
+            meet(0)
+            loss.backward()
+            optimizer.step()
+            meet(0, 1)
 
     require_plain(loop, optimizer=decaying)
 

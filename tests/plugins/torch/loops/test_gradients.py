@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -97,16 +98,111 @@ def test_a_gradient_dropped_between_backward_and_step(clip_first: bool) -> None:
     require_plain(loop)
 
 
-def test_one_rank_may_log_its_gradients() -> None:
+@pytest.mark.parametrize("ordered", [False, True])
+def test_one_rank_may_log_its_gradients(ordered: bool) -> None:
+    """Others may wait for it elsewhere before step(): in an all-reduce of the loss, say."""
+    barrier = threading.Barrier(2)
+
     def loop(data: Data, model: nn.Module, optimizer: Any) -> None:
         for step in range(3):
             optimizer.zero_grad()
             data.loss(model, step).backward()
             if 0 in data.ranks:
                 assert all(gradient.isfinite().all() for gradient in gradients(model))
+            if len(data.ranks) == 1:
+                barrier.wait(20)
             optimizer.step()
 
-    require_plain(loop, config=LARGE)
+    require_plain(loop, config=LARGE, ordered=ordered)
+
+
+def _added_to_the_next(data: Data, model: nn.Module, optimizer: Any, step: int) -> None:
+    first = gradients(model)
+    optimizer.zero_grad()
+    data.loss(model, step + 5).backward()
+    for parameter, gradient in zip(model.parameters(), first):
+        parameter.grad = parameter.grad + 2 * gradient
+
+
+def _dropped_by_the_next(data: Data, model: Any, optimizer: Any, step: int) -> None:
+    held = model[2].weight.grad
+    optimizer.zero_grad()
+    data.loss(model[0], step + 5).backward()
+    for parameter in model[0].parameters():
+        parameter.grad = parameter.grad + held.sum()
+
+
+@pytest.mark.parametrize("use", [_added_to_the_next, _dropped_by_the_next], ids=lambda function: function.__name__)
+def test_a_gradient_that_is_held_keeps_its_values(use: Callable[..., None]) -> None:
+    """Of several losses, say, whose gradients are combined by hand."""
+
+    def loop(data: Data, model: nn.Module, optimizer: Any) -> list[torch.Tensor]:
+        products: list[torch.Tensor] = []
+        last: list[torch.Tensor] = []
+        for step in range(4):
+            optimizer.zero_grad()
+            data.loss(model, step).backward()
+            products += [(a * b).sum() for a, b in zip(last, gradients(model))]
+            last = gradients(model)
+            if step % 2:
+                use(data, model, optimizer, step)
+            optimizer.step()
+        return products
+
+    require_plain(loop)
+
+
+def _noise(data: Data, model: nn.Module, of_the_rank: bool) -> None:
+    generator = torch.Generator().manual_seed(data.ranks[0] if of_the_rank else 5)
+    for gradient in gradients(model):
+        gradient += 0.01 * torch.randn(gradient.shape, generator=generator, dtype=gradient.dtype)
+
+
+def _scaled_through_data(data: Data, model: nn.Module, of_the_rank: bool) -> None:
+    for gradient in gradients(model):
+        gradient.sum()
+        gradient.data.mul_(0.5 + 1e-6 * of_the_rank * data.ranks[0])
+
+
+def _overflow(data: Data, model: nn.Module, of_the_rank: bool) -> None:
+    for gradient in gradients(model):
+        gradient.fill_(float("inf") if data.ranks[0] == 0 or not of_the_rank else 1.0)
+
+
+EDITS = [_noise, _scaled_through_data, _overflow]
+
+
+@pytest.mark.parametrize("accumulated", [False, True])
+@pytest.mark.parametrize("edit", EDITS, ids=lambda function: function.__name__)
+def test_edits_that_differ_between_ranks_are_refused(edit: Callable[..., None], accumulated: bool) -> None:
+    def loop(data: Data, model: nn.Module, optimizer: Any) -> None:
+        data.loss(model).backward()
+        edit(data, model, True)
+        if accumulated:
+            data.loss(model, 5).backward()
+        optimizer.step()
+        optimizer.synchronize()
+
+    with pytest.raises(
+        commsched.CommschedError, match=r"of '\d\.\w+' was changed before step\(\) to other values here than on"
+    ):
+        run(loop)
+
+
+@pytest.mark.parametrize("edit", EDITS, ids=lambda function: function.__name__)
+def test_edits_that_are_the_same_on_all_ranks(edit: Callable[..., None]) -> None:
+    def loop(data: Data, model: nn.Module, optimizer: Any) -> None:
+        for step in range(3):
+            optimizer.zero_grad()
+            data.loss(model, step).backward()
+            if step == 1:
+                edit(data, model, False)
+            optimizer.step()
+            if edit is _overflow:
+                with torch.no_grad():
+                    [parameter.fill_(1.0) for parameter in model.parameters()]
+
+    require_plain(loop, optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1))
 
 
 def test_reading_a_gradient_within_backward_is_refused() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -82,6 +84,34 @@ def test_clipping_where_only_some_ranks_have_a_gradient_is_an_error() -> None:
 
     with pytest.raises(commsched.CommschedError, match=r"'sometimes\.\w+' has one on other ranks and none on rank 0"):
         run(loop, model=branches, config=LARGE)
+
+
+@pytest.mark.parametrize("next_pass", ["branch", "other", "local"])
+def test_a_gradient_of_one_rank_that_is_kept_over_step_is_refused(next_pass: str) -> None:
+    """Those that had none would have to keep the average."""
+
+    def loop(data: Data, model: nn.Module, optimizer: Any) -> None:
+        data.mean(lambda rank: model(batch(rank), rank == 1).square().mean()).backward()
+        optimizer.step()
+        with data.no_sync(optimizer) if next_pass == "local" else nullcontext():
+            data.mean(lambda rank: model(batch(rank, 1), next_pass != "other").square().mean()).backward()
+        optimizer.step()
+        optimizer.synchronize()
+
+    with pytest.raises(commsched.CommschedError, match=r"of 'sometimes\.\w+' was kept over step\(\), but other ranks had none"):
+        run(loop, model=branches)
+
+
+@pytest.mark.parametrize("clips", [False, True])
+def test_gradients_that_all_ranks_keep_over_step_add_up(clips: bool) -> None:
+    def loop(data: Data, model: nn.Module, optimizer: Any) -> None:
+        for step in range(4):
+            data.loss(partial(model, both=step != 2), step).backward()
+            if clips:
+                nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+
+    require_plain(loop, model=branches)
 
 
 @pytest.mark.parametrize("given", [True, False], ids=["in the optimizer", "not in the optimizer"])
