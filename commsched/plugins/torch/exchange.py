@@ -176,6 +176,12 @@ class GradientExchange:
             self._flags.release()
         self._device.close()
 
+    def finish(self) -> None:
+        """Nothing comes after. What a last backward without ``step()`` has begun to send can end only if all ranks send all."""
+        if self._round_open:
+            self._hand_over_rest()
+        self.settle()
+
     def settle(self) -> None:
         """Return when every gradient that was handed over is ready for the network, also one that no step uses."""
         self._device.settle()
@@ -279,23 +285,24 @@ class GradientExchange:
         """Backward has begun a round with ``first``. The gradients of passes before, or set by hand, travel too, once it is
         over: who reads one then waits for its average."""
         for slot in self._all:
-            if slot is not first and slot.parameter.grad is not None:
-                left = slot.parameter.grad
-                slot.left = slot.own_gradient(left) if is_guarded(left) else left
+            slot.left = slot.parameter.grad
+            if slot.left is not None and slot is not first:
+                if is_guarded(slot.left):
+                    slot.left = slot.own_gradient(slot.left)
                 guard(slot.left, slot.await_average)
 
     def _hand_over(self, slot: Slot, gradient: torch.Tensor | None) -> None:
         """Put ``gradient`` (None: zeros) into the buffer and tell the core. From here the average is on its way."""
         slot.ready = True
         slot.has_gradient = gradient is not None
-        if slot.left is not None:
-            release(slot.left)
-            slot.left = None
+        known, slot.left = slot.left, None
+        if known is not None:
+            release(known)
         if gradient is not None and gradient is not slot.gradient:
             slot.require_averageable(gradient)
         if not slot.proxies:
             assert gradient is not None
-            self._keep_late(slot, gradient)
+            self._keep_late(slot, gradient if gradient is known else slot.own_gradient(gradient))
             return
         slot.require_in_buffer()
         if slot.rows is not None:
@@ -304,8 +311,10 @@ class GradientExchange:
             slot.filled = False
         elif gradient is None:
             slot.put_zeros()
-        elif gradient is not slot.gradient:
+        elif gradient is not slot.gradient and gradient is known:
             slot.move_in(gradient)
+        elif gradient is not slot.gradient:
+            slot.copy_in(gradient)
         slot.version = slot.gradient._version
         if gradient is not None:
             guard(slot.gradient, slot.await_average)
@@ -319,8 +328,6 @@ class GradientExchange:
         for slot in [*self.slots, *self._late]:
             gradient = slot.parameter.grad
             if not slot.ready and (slot.proxies or gradient is not None):
-                if gradient is not None and gradient is not slot.left and gradient is not slot.gradient:
-                    gradient = slot.own_gradient(gradient)
                 self._hand_over(slot, gradient)
         for slot in self._late:
             self._unfrozen = self._unfrozen or slot.has_gradient or slot.parameter.requires_grad
@@ -361,8 +368,9 @@ class GradientExchange:
         keeps = [slot.parameter.grad is not None for slot in self._all]
         self._offer_kept(True, keeps, changed)
         with unguarded():
-            for slot in self.slots:
-                slot.version = slot.gradient._version
+            for slot, edit in zip(self._all, changed):
+                if edit or slot.was_read:
+                    slot.version = slot.gradient._version
         self._round_open = self._accumulated = False
         self._committed = True
         if self._use_order.is_open:
@@ -380,7 +388,7 @@ class GradientExchange:
         if slot.rows is not None:
             slot.gradient = gradient
             return
-        slot.move_in(slot.own_gradient(gradient))
+        slot.copy_in(gradient)
 
     def _offer_kept(self, committed: bool, keeps: list[bool], changed: list[bool]) -> None:
         edited = [slot if kept and (slot.was_read or edit) else None for slot, kept, edit in zip(self._all, keeps, changed)]
@@ -444,6 +452,8 @@ class GradientExchange:
             gradient = gradients.get(slot.flag)
             if gradient is not None:
                 release(gradient)
+                if slot.rows is None:
+                    slot.move_in(gradient)
             self._hand_over(slot, gradient)
 
     # --- averages ---

@@ -217,7 +217,7 @@ class ScheduledOptimizer(Optimizer):
     def _finish(self) -> None:
         self.synchronize()
         if self._exchange is not None:
-            self._exchange.settle()
+            self._exchange.finish()
 
     def detach(self) -> None:
         """Put every update in place and let the model go: from now on, this is the user's optimizer, on this rank alone.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-import weakref
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -48,6 +48,7 @@ class Slot:
         "pending",
         "proxies",
         "ready",
+        "references",
         "rows",
         "version",
         "view",
@@ -65,6 +66,7 @@ class Slot:
         self.view: torch.Tensor = parameter  # until the buffers are there
         self.address = 0  # of the view
         self.gradient: torch.Tensor = parameter  # until there is one
+        self.references = 0  # to ``gradient``, if this object is the only one that has it
         self.left: torch.Tensor | None = None  # guarded: there when backward began the round, and not handed over yet
         self.rows: Rows | None = None  # beside the view of a sparse gradient
         self.filled = True  # a sparse ``gradient`` holds the average
@@ -130,9 +132,23 @@ class Slot:
     def move_in(self, gradient: torch.Tensor) -> None:
         """Give ``gradient`` the view's memory, with its values: it is an object that the user may know and be about to read.
         Not for sparse ones."""
-        self._replace_gradient(gradient)
+        self._keep_what_is_held()
         self.view.copy_(gradient)
         gradient.data = self.view
+        self.gradient = gradient
+
+    @torch.no_grad()
+    def copy_in(self, gradient: torch.Tensor) -> None:
+        """Put the values of ``gradient`` into the view, and the object that has it into ``.grad``. Not for sparse ones."""
+        self._keep_what_is_held()
+        self.view.copy_(gradient)
+        self.parameter.grad = self.gradient
+
+    @torch.no_grad()
+    def put_zeros(self) -> None:
+        """This rank has no gradient. Not for sparse ones."""
+        self._keep_what_is_held()
+        self.view.zero_()
 
     def own_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
         """Put a copy of ``gradient`` into ``.grad``: it was set by hand, so other parameters may have the same object."""
@@ -140,18 +156,11 @@ class Slot:
             self.parameter.grad = gradient.clone()
         return self.parameter.grad
 
-    @torch.no_grad()
-    def put_zeros(self) -> None:
-        """This rank has no gradient. Not for sparse ones."""
-        self._replace_gradient(self.view.detach())
-        self.view.zero_()
-
-    def _replace_gradient(self, gradient: torch.Tensor) -> None:
-        """The memory is about to be written; whoever holds the last gradient still finds there what it was."""
-        last = weakref.ref(self.gradient)
-        self.gradient = gradient
-        if (held := last()) is not None:
-            held.data = held.clone()
+    def _keep_what_is_held(self) -> None:
+        """The memory is about to be written; whoever else holds the last gradient still finds there what it was."""
+        if sys.getrefcount(self.gradient) > self.references:
+            self.gradient.data = self.view.clone()
+            self.gradient = self.view.detach()
 
 
 def give_places(session: commsched.Session, device: Device, slots: Sequence[Slot]) -> TensorGroup:
@@ -167,6 +176,7 @@ def give_places(session: commsched.Session, device: Device, slots: Sequence[Slot
     for slot, (spec, *beside) in zip(slots, specs):
         last = first + len(beside)
         slot.view, slot.gradient = views[first], views[first].data  # of its own version counter
+        slot.references = sys.getrefcount(slot.gradient)
         slot.address = slot.view.data_ptr()
         slot.proxies = group.proxies[first : last + 1]
         slot.notify_ready = _make_notify(group, first, last)

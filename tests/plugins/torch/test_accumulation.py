@@ -229,11 +229,9 @@ def _one_object_for_all(data: Data, model: Any, optimizer: Any, step: int) -> No
     optimizer.zero_grad()
     of_rank = [torch.full((2, 4), rank + step + 1.0, dtype=torch.float64) for rank in data.ranks]
     same = torch.stack(of_rank).mean(0)
-    model.sometimes.weight.grad = same
-    if step == 1:
-        model.always.weight.grad = same
-    else:
-        data.loss(lambda x: x @ model.always.weight.T, step).backward()
+    model.sometimes.weight.grad = model.always.weight.grad = same
+    if step != 1:
+        data.loss(lambda x: x[:, :2] + model.always.bias, step).backward()
 
 
 LEFT = (

@@ -31,18 +31,11 @@ class AllAtOnce(torch.optim.SGD):
     """Not of torch.optim, so it may use all gradients at once."""
 
 
-class Scaling:
-    """A GradScaler, made at the first use: the scale is 1, so that the numbers are those of plain steps."""
-
-    def __init__(self) -> None:
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
-
-    def unscale(self, model: nn.Module, optimizer: Any) -> None:
-        self.scaler.scale(torch.zeros(()))  # makes the scale that unscale_ divides by
-        self.scaler.unscale_(optimizer)  # the line that is named
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
-
-    line = unscale.__code__.co_firstlineno + 2
+def _unscale(model: nn.Module, optimizer: Any) -> None:
+    """The scale is 1, so that the numbers are those of plain steps."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+    scaler.scale(torch.zeros(()))  # makes the scale that unscale_ divides by
+    scaler.unscale_(optimizer)  # the line that is named
 
 
 class Midway(torch.autograd.Function):
@@ -107,7 +100,7 @@ def _clip(model: nn.Module, optimizer: Any) -> None:
 READS: dict[str, tuple[Callable[[nn.Module, Any], Any], int]] = {
     "clip_grad_norm_": (_clip, _clip.__code__.co_firstlineno + 1),
     "a log line": (read := lambda model, optimizer: model[0].weight.grad.norm().item(), read.__code__.co_firstlineno),
-    "GradScaler": (Scaling().unscale, Scaling.line),
+    "GradScaler": (_unscale, _unscale.__code__.co_firstlineno + 4),
 }
 
 

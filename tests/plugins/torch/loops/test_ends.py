@@ -12,7 +12,7 @@ import commsched
 from commsched.plugins.torch import ScheduledOptimizer
 from commsched.session import local_sessions
 
-from .loop import Data, alone, mlp, require_close, run, sgd, train
+from .loop import Data, alone, mlp, require_close, require_plain, run, sgd, train
 
 
 def test_the_last_update_is_in_place_when_the_session_closes() -> None:
@@ -24,6 +24,18 @@ def test_the_last_update_is_in_place_when_the_session_closes() -> None:
     for model in run(loop):
         assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
         require_close([parameter.detach() for parameter in model.parameters()], expected)
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_a_last_backward_without_a_step_through_other_layers_on_each_rank(ordered: bool) -> None:
+    """What one rank has begun to send, the other has to send too, or closing waits for ever."""
+
+    def loop(data: Data, model: Any, optimizer: Any) -> None:
+        train(data, model, optimizer, steps=1)
+        inputs = torch.ones(1, 8, dtype=torch.float64)
+        data.mean(lambda rank: model[2](inputs).sum() if rank else model[0](inputs[:, :4]).sum()).backward()
+
+    require_plain(loop, ordered=ordered)
 
 
 @pytest.mark.parametrize("clip", [False, True])
