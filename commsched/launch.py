@@ -89,10 +89,17 @@ class _Job:
 
     def _start(self, command: Sequence[str], environ: Mapping[str, str], stdout: int | None = None) -> subprocess.Popen[str]:
         self._require_not_interrupted()
-        process = subprocess.Popen(command, env=environ, stdout=stdout, text=True, start_new_session=True)
+        process = subprocess.Popen(
+            command,
+            env=environ,
+            stdout=stdout,
+            text=True,
+            start_new_session=True,
+            # The process itself, before it runs anything: this one might be killed before it could.
+            preexec_fn=lambda: self._tell_guard(os.getpid()),
+        )
         self._processes[process.pid] = process
         self._sessions.append(process.pid)
-        self._tell_guard(process.pid)
         return process
 
     def wait(self) -> int:
@@ -137,7 +144,7 @@ class _Job:
     def _tell_guard(self, line: object) -> None:
         assert self._guard.stdin is not None
         try:
-            print(line, file=self._guard.stdin, flush=True)
+            os.write(self._guard.stdin.fileno(), f"{line}\n".encode())
         except BrokenPipeError:
             pass  # somebody killed it: this process ends the job as long as it lives itself
 

@@ -181,7 +181,7 @@ def test_what_does_not_end_by_sigterm_is_killed_after_its_launcher() -> None:
     with Job("-n", "1", "--", "sh", "-c", stubborn) as job:
         pids = [int(line.split()[-1]) for line in job.lines(2)]
         job.process.kill()
-        assert all(gone(pid, 10.0) for pid in pids)
+        assert all(gone(pid, 20.0) for pid in pids)
 
 
 def test_what_a_rank_leaves_running_ends_with_the_job() -> None:
