@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import copy
 import sys
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import accelerate
@@ -22,6 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import commsched
 from commsched.plugins.accelerate import Accelerator
 from commsched.plugins.torch import ScheduledOptimizer
+from tests.plugins.shared_directory import shared_directory
 
 Values = dict[str, torch.Tensor]
 MakeAccelerator = Callable[..., Any]
@@ -284,15 +283,6 @@ def resumed(make: MakeAccelerator) -> Values:
         **weights(interrupted[0].unwrap_model(interrupted[1])),
         **weights(nn.Module(), going_on[0].unwrap_model(going_on[1])),
     }
-
-
-@contextmanager
-def shared_directory() -> Iterator[str]:
-    with tempfile.TemporaryDirectory() as directory:
-        names = [directory]
-        torch.distributed.broadcast_object_list(names)
-        yield names[0]
-        torch.distributed.barrier()
 
 
 def trained_twice(make: MakeAccelerator) -> Values:

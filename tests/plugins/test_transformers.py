@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.jobs.job import ROOT, clean_environ, run_job
+from tests.jobs.job import run_job
+from tests.plugins.missing import import_without
 
 from .test_accelerate import require_equal
 
@@ -70,14 +69,5 @@ def test_what_cannot_be_is_refused_by_name(results: list[dict[str, Any]], what: 
 
 
 def test_a_missing_package_is_named_with_how_to_install_it(tmp_path: Path) -> None:
-    (tmp_path / "transformers.py").write_text("raise ModuleNotFoundError('No module named x', name='transformers')")
-    done = subprocess.run(
-        [sys.executable, "-c", "import commsched.plugins.transformers"],
-        env=clean_environ(PYTHONPATH=os.pathsep.join([str(tmp_path), str(ROOT)])),
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 1
     expected = 'ModuleNotFoundError: this plugin needs Hugging Face Transformers: pip install "commsched[transformers]"'
-    assert expected in done.stderr, done.stderr
+    assert expected in import_without("transformers", tmp_path)

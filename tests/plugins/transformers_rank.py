@@ -6,9 +6,7 @@ Saves as OUT.<rank>, for each case, what both have at the end; and the messages 
 from __future__ import annotations
 
 import sys
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,6 +15,7 @@ from transformers import BertConfig, BertForSequenceClassification, GPT2Config, 
 
 import commsched
 from commsched.plugins.transformers import ScheduledTrainerMixin, Trainer
+from tests.plugins.shared_directory import shared_directory
 
 Values = dict[str, torch.Tensor]
 
@@ -92,15 +91,6 @@ def weights(trainer: transformers.Trainer) -> Values:
 
 def right(prediction: transformers.EvalPrediction) -> dict[str, float]:
     return {"right": float((prediction.predictions.argmax(-1) == prediction.label_ids).mean())}
-
-
-@contextmanager
-def shared_directory() -> Iterator[str]:
-    with tempfile.TemporaryDirectory() as directory:
-        names = [directory]
-        torch.distributed.broadcast_object_list(names)
-        yield names[0]
-        torch.distributed.barrier()
 
 
 # --- cases: train, and return what is to be equal ---

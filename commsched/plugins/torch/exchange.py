@@ -491,7 +491,7 @@ class GradientExchange:
             proxy.wait()
         if slot.rows is not None and not slot.filled:
             slot.filled = True
-            with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            with torch.no_grad(), unguarded():
                 slot.gradient.copy_(slot.rows.read(slot.view))
                 slot.version = slot.gradient._version
         release(slot.gradient)

@@ -94,12 +94,12 @@ class _Guard:
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _VALUE_FREE:
-            with torch._C.DisableTorchFunctionSubclass():
+            with unguarded():
                 return func(*args, **kwargs)
         for tensor in _guards_in((args, kwargs)):
             resolve(tensor)
         # Still guarded is what this very thread is just updating.
-        with torch._C.DisableTorchFunctionSubclass():
+        with unguarded():
             return func(*args, **kwargs)
 
     # Python looks these two up before any operation; they would rebuild an object of this class.

@@ -82,11 +82,12 @@ class ScheduledOptimizer(Optimizer):
         self._pending: OrderedDict[int, Slot] = OrderedDict()  # by flag, front layers first
         self._lock = threading.RLock()
         self._pid = os.getpid()
-        session = session or init_for(parameter for group in optimizer.param_groups for parameter in group["params"])
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        session = session or init_for(parameters)
         if session.world_size == 1:
             return
         require_supported(optimizer)
-        require_plain(model, (parameter for group in optimizer.param_groups for parameter in group["params"]))
+        require_plain(model, parameters)
         self._session = session
         self._per_parameter = updates_each_parameter_alone(optimizer) if per_parameter is None else per_parameter
         self._why_step_waits: str | None = None  # for all updates, as a clause; None: it leaves them outstanding
