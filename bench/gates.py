@@ -18,7 +18,9 @@ import torch
 from torch import nn
 
 import commsched.plugins.torch as cs
+from commsched.control.listener import Listener
 from commsched.core.config import SchedulerConfig
+from commsched.core.errors import CommschedError
 from commsched.core.world import World
 from commsched.plugins.torch.guard import guard, release
 from commsched.session import Session
@@ -131,14 +133,15 @@ class _Echo:
 
     clock_offset_seconds = 0.0
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, listener: Listener) -> None:
         self._world_size = world_size
+        self._listener = listener
 
     def gather(self, tag: str, value: Any) -> list[Any]:
         return [value] * self._world_size
 
-    def report(self, error: Exception) -> None:
-        raise error
+    def report(self, error: CommschedError) -> None:
+        self._listener.on_failure(error)
 
     def tell(self, value: Any) -> None: ...
 
@@ -158,7 +161,7 @@ def open_session(transport: Immediate) -> Session:
     return Session(
         World(0, size, 0, size, "bench"),
         SchedulerConfig(),
-        open_control=lambda _: _Echo(size),
+        open_control=lambda listener: _Echo(size, listener),
         open_transport=lambda _: transport,
     )
 

@@ -15,7 +15,8 @@ from .core.errors import (
     TransportError,
     UnsupportedError,
 )
-from .session import Session, init, require_world_size, shutdown
+from .process_session import init, require_world_size, shutdown
+from .session import Session
 from .version import __version__
 
 __all__ = [

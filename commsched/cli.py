@@ -12,8 +12,8 @@ from dataclasses import fields
 
 from .core.config import Settings, parse_address
 from .core.errors import CommschedError, ConfigError
+from .opening import quiet_grpc
 from .rendezvous import read_token
-from .session import quiet_grpc
 from .transports import require_transport
 from .version import __version__
 

@@ -12,7 +12,7 @@ from commsched.auto import transport_name
 from commsched.core.config import Settings
 from commsched.core.ports import Transport
 from commsched.core.world import World
-from commsched.session import local_sessions
+from commsched.local import local_sessions
 from commsched.transports.choice import Seen
 from commsched.transports.local import LocalWorld
 

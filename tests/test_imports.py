@@ -85,6 +85,12 @@ def not_allowed(source: Source, *, ours: tuple[str, ...], others: tuple[str, ...
         ("commsched.core", (), ()),
         ("commsched.version", (), ()),
         ("commsched.trace", ("commsched.core",), ("numpy",)),
+        (
+            "commsched.session",
+            ("commsched.core", "commsched.control.listener", "commsched.session_listener", "commsched.trace"),
+            (),
+        ),
+        ("commsched.session_listener", ("commsched.core",), ()),
         ("commsched.simulator", ("commsched.core",), ("numpy",)),
         ("commsched.tuner", ("commsched.core", "commsched.simulator", "commsched.version"), ("numpy", "skopt")),
         ("commsched.rpc", ("commsched.core",), ("grpc",)),
@@ -131,10 +137,23 @@ def attributes_of(source: Source, name: str) -> set[str]:
     }
 
 
-def test_nothing_but_the_top_imports_the_session() -> None:
+def importers_of(module: str) -> set[str]:
+    return {name for name, source in sources().items() if module in imports(source)}
+
+
+def test_nothing_but_the_top_imports_the_session_and_what_opens_it() -> None:
     """``check_plugin`` and ``check_transport`` stand above it: they open whole worlds."""
-    importers = {name for name, source in sources().items() if "commsched.session" in imports(source)}
-    assert importers <= {"commsched", "commsched.cli", "commsched.testing.check_plugin", "commsched.testing.checked_world"}
+    checks = {"commsched.testing.check_plugin", "commsched.testing.checked_world"}
+    assert importers_of("commsched.session") <= {
+        "commsched",
+        "commsched.local",
+        "commsched.opening",
+        "commsched.process_session",
+        *checks,
+    }
+    assert importers_of("commsched.local") <= {"commsched.opening", *checks}
+    assert importers_of("commsched.opening") <= {"commsched.cli", "commsched.process_session"}
+    assert importers_of("commsched.process_session") == {"commsched"}
 
 
 def test_modules_are_looked_up_by_name_only_where_a_name_is_a_setting() -> None:
@@ -159,7 +178,7 @@ def reads_environment(source: Source) -> bool:
     return False
 
 
-@pytest.mark.parametrize("name", sorted(sources().keys() - {"commsched.session", "commsched.cli"}))
+@pytest.mark.parametrize("name", sorted(sources().keys() - {"commsched.opening", "commsched.process_session", "commsched.cli"}))
 def test_only_the_composition_root_reads_the_environment(name: str) -> None:
     assert not reads_environment(sources()[name])
 

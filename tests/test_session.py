@@ -5,18 +5,24 @@ from __future__ import annotations
 import os
 import random
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 import commsched
 from commsched import SchedulerConfig, Session
-from commsched.core.errors import CommschedError, ConfigError
+from commsched.control.listener import Listener
+from commsched.control.local import LocalControlWorld
+from commsched.core.errors import CommschedError
 from commsched.core.manifest import Manifest, TensorSpec
 from commsched.core.order.agreed import STATIC
 from commsched.core.ports import Completion, Transport
 from commsched.core.task import CommTask
-from commsched.session import local_sessions
+from commsched.core.world import World
+from commsched.local import local_sessions
+from commsched.session import Control
+from commsched.testing.fakes import RecordingTransport
 from commsched.testing.world import run_world
 from commsched.transports.local import LocalWorld
 
@@ -92,6 +98,37 @@ def test_broadcast_moves_any_bytes_exactly(size: int, root: int) -> None:
         return bytes(data)
 
     assert ranks(3, main, SchedulerConfig(1000, 3000)) == [sent[root]] * 3
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        (lambda rank: ("x", memoryview(bytearray(4 * rank)), 0), "'x' uint8[0] on rank 0 but 'x' uint8[4] on rank 1"),
+        (lambda rank: (f"x{rank}", memoryview(bytearray(4)), 0), "'x0' uint8[4] on rank 0 but 'x1' uint8[4] on rank 1"),
+        (lambda rank: ("x", memoryview(bytearray(4)), rank), "'x' uint8[4] on rank 0 but 'x of rank 1' uint8[4] on rank 1"),
+    ],
+)
+def test_broadcasts_that_differ_are_refused_on_every_rank(what: Callable[[int], Any], message: str) -> None:
+    def main(session: Session) -> str:
+        name, data, root = what(session.rank)
+        data[:] = b"\7" * len(data)
+        with pytest.raises(commsched.ManifestMismatch) as raised:
+            session.broadcast(name, data, root)
+        assert bytes(data) == b"\7" * len(data)  # as it was
+        return str(raised.value)
+
+    assert ranks(2, main) == [f"tensor 0 is {message}"] * 2
+
+
+def test_what_cannot_be_averaged_in_place_is_refused() -> None:
+    [session] = local_sessions(1)
+    with pytest.raises(ValueError, match=r"^what is to be broadcast as 'x' is a bytearray; give a memoryview of its bytes$"):
+        session.broadcast("x", bytearray(4))
+    with pytest.raises(ValueError, match=r"^'x' cannot be broadcast from rank 1 of 1$"):
+        session.broadcast("x", memoryview(bytearray(4)), 1)
+    with pytest.raises(ValueError, match=r"^the buffer for float32 is a bytearray; give a memoryview of its bytes$"):
+        session.register(manifest(1), {"float32": bytearray(4)})
+    session.close()
 
 
 def test_gather_is_in_rank_order_and_may_be_repeated() -> None:
@@ -282,51 +319,61 @@ def test_close_calls_back_first_while_all_still_works() -> None:
     assert seen == [0.5, 0.5]
 
 
-def test_a_process_without_launcher_is_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "environ", {})
-    session = commsched.init(partition="1MB")
-    try:
-        assert (session.rank, session.world_size) == (0, 1)
-        assert session.core.config.partition_bytes == 1_000_000
-        assert commsched.init() is session
-        with pytest.raises(commsched.ConfigError, match="already initialised; give credit at the first call of init"):
-            commsched.init(credit="1MB")
-    finally:
-        commsched.shutdown()
-    commsched.shutdown()
-    with pytest.raises(commsched.ConfigError, match="partiton is not a setting; did you mean partition"):
-        commsched.init(partiton="1MB")
+def test_what_a_callback_raises_while_one_rank_closes_is_told_to_all() -> None:
+    told: dict[int, str] = {}
+
+    def main(session: Session) -> None:
+        def last_update() -> None:
+            if session.rank == 1:
+                raise ValueError("boom")
+
+        session.on_close(last_update)
+        try:
+            session.close()
+        except Exception as error:
+            told[session.rank] = str(error)
+
+    ranks(3, main)
+    assert told == {0: "rank 1 ended: ValueError: boom", 1: "boom", 2: "rank 1 ended: ValueError: boom"}
 
 
-def test_a_library_that_counts_other_ranks_than_the_launcher_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "environ", {})
-    commsched.require_world_size(3, "its own launcher")
-    launched = {"COMMSCHED_RANK": "0", "COMMSCHED_WORLD_SIZE": "2"}
-    monkeypatch.setattr(os, "environ", launched)
-    commsched.require_world_size(2, "Trainer(devices=2)")
-    with pytest.raises(ConfigError, match=r"commsched run started 2 ranks, but Trainer\(devices=1\) makes 1; let them agree"):
-        commsched.require_world_size(1, "Trainer(devices=1)")
+def test_a_callback_may_take_itself_back_while_it_is_called() -> None:
+    seen: list[str] = []
+    [session] = local_sessions(1)
+
+    def first() -> None:
+        seen.append("first")
+        forget()
+
+    forget = session.on_close(first)
+    session.on_close(lambda: seen.append("second"))
+    session.close()
+    assert seen == ["first", "second"]
 
 
-def test_a_rank_that_ends_keeps_its_connections_until_the_job_knows_why(monkeypatch) -> None:
+def alone(open_control: Callable[[Listener], Control], open_transport: Callable[[Session], Transport]) -> Session:
+    return Session(World(), SchedulerConfig(), open_control=open_control, open_transport=open_transport)
+
+
+def test_a_rank_that_ends_keeps_its_connections_until_the_job_knows_why(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the others hear of the closed connections first, and take them for the cause."""
     happened: list[str] = []
 
-    def recorded(transport: Transport) -> Transport:
-        monkeypatch.setattr(transport, "close", lambda graceful=True: happened.append("closed"))
+    def open_control(listener: Listener) -> Control:
+        def decide(error: CommschedError) -> None:
+            happened.append(str(error))
+            listener.on_failure(error)
+
+        control = LocalControlWorld(1).join(0, listener)
+        monkeypatch.setattr(control, "report", lambda error: threading.Timer(0.1, decide, [error]).start())
+        return control
+
+    def open_transport(session: Session) -> Transport:
+        transport = LocalWorld(1).transport(0, session.report)
+        monkeypatch.setattr(transport, "close", lambda graceful: happened.append("closed"))
         return transport
 
-    [session] = local_sessions(1, wrap_transport=recorded)
-
-    def report(error: CommschedError) -> None:
-        def decide() -> None:
-            happened.append(str(error))
-            session.on_failure(error)
-
-        threading.Timer(0.1, decide).start()
-
-    monkeypatch.setattr(session._control, "report", report)
-    session.abort("boom")
+    alone(open_control, open_transport).abort("boom")
     assert happened == ["rank 0 ended: boom", "closed"]
 
 
@@ -384,21 +431,22 @@ def test_ranks_start_the_same_tasks_in_the_same_order_whatever_becomes_ready_fir
     assert bool(transports[0].started[STATIC]) == (order == "static")
 
 
-def test_what_other_ranks_say_before_the_core_is_there_reaches_it_in_order() -> None:
-    called: list[Any] = []
+def test_what_other_ranks_say_before_this_one_has_opened_is_not_lost() -> None:
+    listeners: list[Listener] = []
+    transport = RecordingTransport(world_size=1)
 
-    def open_transport(rank: int, session: Session) -> Transport:
-        session.switch_at(SchedulerConfig(1, 2, "fifo").to_record(), {})
-        session.on_leave(1)
-        transport = LocalWorld(1).transport(0, session.report)
-        transport.leave = called.append  # type: ignore[method-assign]
-        assert called == []
+    def open_control(listener: Listener) -> Control:
+        listeners.append(listener)
+        return LocalControlWorld(1).join(0, listener)
+
+    def open_transport(session: Session) -> Transport:
+        listeners[0].switch_at(SchedulerConfig(1, 2, "fifo").to_record(), {})
+        listeners[0].on_leave(1)
         return transport
 
-    [session] = local_sessions(1, open_transport=open_transport)
-    assert called == [1]
-    assert session.core.config == SchedulerConfig(1, 2, "fifo")
-    session.close()
+    with alone(open_control, open_transport) as session:
+        assert transport.left == [1]
+        assert session.core.config == SchedulerConfig(1, 2, "fifo")
 
 
 # --- what a transport cannot do ---

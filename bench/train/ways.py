@@ -43,7 +43,7 @@ def open_ways(session: Session, own: Way, wanted: Iterable[Way], stack: ExitStac
 
 def _open(way: Way, number: int) -> Session:
     """Where the ``number``-th session beside the job's own meets: the next port, or a file beside the job's."""
-    from commsched.session import open_session
+    from commsched.opening import open_session
 
     job = Settings.load({}, os.environ)
     place: dict[str, object] = {}

@@ -66,7 +66,7 @@ __all__ = ["ControlClient", "Member"]
 log = logging.getLogger("commsched")
 
 _ROUND_TRIPS = 8  # to estimate the clock offset from
-_VERDICT_SECONDS = 1.0  # how long to wait for the server to say which failure was the first
+_VERDICT_SECONDS = 2.0  # how long to wait for the server to say which failure was the first
 _WARN_AFTER_SECONDS = 10.0
 _COMPACT = (",", ":")  # JSON without spaces
 _MOST_OF_AN_ERROR = 10_000  # characters of a failure's message that travel

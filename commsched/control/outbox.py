@@ -33,11 +33,9 @@ class Outbox:
                 self._queue.append(data)
                 self._changed.notify()
 
-    def close(self, last: bytes | None = None) -> None:
-        """Send what was put, then ``last``, and nothing more. Idempotent."""
+    def close(self) -> None:
+        """Send what was put, and nothing more. Idempotent."""
         with self._changed:
-            if not self._closed and last is not None:
-                self._queue.append(last)
             self._closed = True
             self._changed.notify()
 

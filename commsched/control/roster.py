@@ -2,7 +2,7 @@
 
 Life of a job: members join until every rank is there (Ready); values are gathered, ranks tell rank 0 and it announces, steps
 are agreed on; ranks leave until the last has (End). Or it fails: the first failure counts and is told to every member
-(Failed). Nothing comes after either.
+(Failed). Nothing comes after either: a member that has heard it ends its connection.
 """
 
 from __future__ import annotations
@@ -50,11 +50,6 @@ class Send:
     connections: tuple[int, ...]
     message: Message
 
-    @property
-    def is_last(self) -> bool:
-        """Nothing follows on these connections."""
-        return isinstance(self.message, Failed | End)
-
 
 class Roster:
     """Who is in the job and what has become of it.
@@ -74,6 +69,7 @@ class Roster:
         self.members: dict[int, Member] = {}  # by connection
         self.ready = False
         self.left: set[int] = set()
+        self.given_up: set[int] = set()  # connections that were silent for too long
         self._welcome = Welcome(host, pid)
         self._fail_after_seconds = fail_after_seconds
         self._join_within_seconds = join_within_seconds
@@ -128,6 +124,7 @@ class Roster:
             return []
         overdue = self._liveness.tick(now)
         if overdue:
+            self.given_up.update(connection for connection, _ in overdue)
             connection, silence = max(overdue, key=lambda peer: peer[1])
             member = self.members[connection]
             return self.fail(too_silent(str(member), silence, self._fail_after_seconds))

@@ -18,8 +18,8 @@ from .messages import MAX_WIRE_BYTES, METHOD, SERVICE, decode, encode
 from .outbox import Outbox
 from .roster import Roster, Send
 
-#: How long ``close`` waits for members to take their last message; one that is frozen never does.
-_FAREWELL_SECONDS = 0.5
+#: How long ``close`` waits for members to have heard how the job ended; one that is frozen never does.
+_FAREWELL_SECONDS = 2.0
 
 
 class ControlServer:
@@ -63,14 +63,18 @@ class ControlServer:
         self._watch.start()
 
     def close(self) -> None:
-        """Tell members that rank 0 ends, unless the job is over, and give back the port and all threads. Idempotent."""
+        """Tell members that rank 0 ends, unless the job is over, and give back the port and all threads. Idempotent.
+
+        Returns when every member has heard how the job ended, or had time to: what is sent, but not yet read, is lost when one
+        that is slow writes to a process that is gone.
+        """
         with self._changed:
             self._closing = True
             self._send(self._roster.fail(PeerLost("rank 0 closed the control channel before all ranks had left")))
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._outboxes.keys() <= self._roster.given_up, _FAREWELL_SECONDS)
             for outbox in self._outboxes.values():
                 outbox.close()
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: not self._outboxes, _FAREWELL_SECONDS)
         self._server.stop(None)
         self._executor.shutdown()
         self._watch.join()
@@ -142,12 +146,7 @@ class ControlServer:
         for send in sends:
             data = encode(send.message)
             for connection in send.connections:
-                outbox = self._outboxes.get(connection)
-                if outbox is None:
-                    continue
-                if send.is_last:
-                    outbox.close(last=data)
-                else:
+                if (outbox := self._outboxes.get(connection)) is not None:
                     outbox.put(data)
 
 

@@ -55,7 +55,8 @@ class Core:
         transport: averages partitions; ``Core`` calls its ``start`` from the dispatcher thread only.
         config: partition, credit and policy to begin with.
         observer: told of every task, if given.
-        on_failure: told, once and from any thread, of the first failure that arose here.
+        on_failure: told, once and from any thread, of the first failure that arose here, which may be the consequence of
+            another: it is to have :meth:`fail` called with what counts, at once or a moment later. None: that one counts.
         warn_after_seconds: a wait longer than this is logged, and again each time as long.
         messenger: for an ordered transport of more than one rank: how the ranks agree on the order.
         order: on an ordered transport, ``agreed`` always, or ``static`` once it repeats itself.
@@ -82,7 +83,7 @@ class Core:
         if transport.ordered and messenger is None:
             raise ValueError("an ordered transport needs a messenger")
         self._messenger: Messenger = messenger or _NoMessenger()
-        self._on_failure = on_failure
+        self._on_failure = on_failure or self.fail
         self._warn_after_seconds = warn_after_seconds
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)  # the dispatcher waits here
@@ -95,6 +96,7 @@ class Core:
         self._agreed = self._adopted = 0  # numbers of the last change agreed on, and of the one that config is from
         self._failure: CommschedError | None = None
         self._failed_inside: CommschedError | None = None  # found with the lock held: the dispatcher is to tell it
+        self._reported = False  # a failure arose here: nothing starts any more
         self._closed = False
         self._flushing = False  # until all messages are sent
         self._dispatcher = threading.Thread(target=self._dispatch, name="commsched-dispatch", daemon=True)
@@ -148,6 +150,10 @@ class Core:
 
         Ranks add equal plans in the same order, and with them the same ``policy`` (None: that of ``config``), which says
         whether averages are split; the caller has made sure of it.
+
+        Raises:
+            TransportError: the job failed; names the first cause.
+            CommschedError: what else ``Transport.add_group`` raises.
         """
         with self._lock:
             self._check()
@@ -156,7 +162,12 @@ class Core:
             self._groups.append(group)
             if self._agreement is not None:
                 self._agreement.add_group(group.index, sum(plan.manifest.buffer_bytes.values()))
-        self._transport.add_group(group.index, plan.manifest)
+        try:
+            self._transport.add_group(group.index, plan.manifest)
+        except TransportError as error:  # a peer that is gone may be the consequence of another
+            self._report(error)
+            with self._lock:
+                self._wait_until(lambda: False, lambda: "to be told why the job failed")
         return group
 
     def release(self, group: TensorGroup) -> None:
@@ -284,17 +295,17 @@ class Core:
 
     def _next_work(self) -> list[Callable[[], None]]:
         """What to do now, without the lock; called with it held."""
-        if self._failure or self._closed:
+        if self._failure or self._reported or self._closed:
             return []
         if (error := self._failed_inside) is not None:
-            return [lambda: self.fail(error)]
+            return [lambda: self._report(error)]
         try:
             task = self._order.next()
             work = self._messages()
         except Exception as error:  # a bug of ours is a failure too, and not a dispatcher that is gone
             log.exception("the order of launches broke")
             broken = TransportError(f"the order of launches broke: {type(error).__name__}: {error}")
-            return [lambda: self.fail(broken)]
+            return [lambda: self._report(broken)]
         if task is not None:
             task.advance("start")
             task.started_at = monotonic()
@@ -305,10 +316,10 @@ class Core:
         try:
             self._transport.start(task, self)
         except CommschedError as error:
-            self.fail(error)
+            self._report(error)
         except Exception as error:
             log.exception("the transport raised")
-            self.fail(TransportError(f"the transport raised {type(error).__name__}: {error} at {task!r}"))
+            self._report(TransportError(f"the transport raised {type(error).__name__}: {error} at {task!r}"))
 
     # --- agreeing on an order: only the dispatcher sends, so that messages keep theirs ---
 
@@ -333,7 +344,7 @@ class Core:
         try:
             send(message)
         except CommschedError as error:  # the control channel is over
-            self.fail(error)
+            self._report(error)
 
     def on_told(self, rank: int, message: Any) -> None:
         """For rank 0: what ``rank`` told; see ``ports.Messenger``. Any thread, one call at a time; never blocks."""
@@ -427,8 +438,15 @@ class Core:
             self._failure = error
             self._work.notify_all()
             self._progress.notify_all()
-        if self._on_failure is not None:
-            self._on_failure(error)
+
+    def _report(self, error: CommschedError) -> None:
+        """A failure arose here. Who waits goes on to wait for :meth:`fail`: a peer that is gone may have ended because of what
+        this rank is about to be told."""
+        with self._lock:
+            if self._reported or self._failure is not None or self._closed:
+                return
+            self._reported = True
+        self._on_failure(error)
 
     def close(self) -> None:
         """End the dispatcher; waits and later calls raise ClosedError. Idempotent; any thread but a transport's."""

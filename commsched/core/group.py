@@ -23,7 +23,8 @@ class TensorGroup:
     Every rank must notify every tensor of every step. Between ``notify_ready`` and the opening of the proxy the tensor's
     bytes belong to commsched.
 
-    Made by ``Core.add_group``; the methods may be called by one engine thread at a time.
+    Made by ``Core.add_group``. ``begin_step`` and ``release`` are for one engine thread; ``notify_ready`` and the waits of
+    proxies may come from any, also side by side. Nothing here need be called at the same time on all ranks.
     """
 
     def __init__(self, core: Core, index: int, plan: Plan, buffers: Mapping[str, Sliceable], splits: bool = False) -> None:
@@ -49,10 +50,12 @@ class TensorGroup:
         return self.next_step - 1
 
     def begin_step(self) -> int:
-        """Begin the next step and return its number; waits until the step before is done.
+        """Begin the next step, which closes all proxies, and return its number. Waits until the step before is done: for ever,
+        with a warning now and then, if a tensor of it is never notified.
 
         Raises:
             CommschedError: the session failed or was closed.
+            ValueError: it was released.
         """
         return self._core.begin_step(self)
 
@@ -61,12 +64,12 @@ class TensorGroup:
 
         Raises:
             CommschedError: the session failed or was closed.
-            ValueError: it was notified before in this step.
+            ValueError: it was notified before in this step, or there is no such tensor or step.
         """
         self._core.notify_ready(self, tensor)
 
     def release(self) -> None:
-        """Let go of the buffers after the last step; no further step may begin."""
+        """Let go of the buffers after the last step, whose averages must have been waited for; no further step may begin."""
         self.buffers = {}
         self.tasks = ()
         self._core.release(self)
@@ -74,6 +77,8 @@ class TensorGroup:
     # What follows is called by Core with its lock held.
 
     def open_step(self) -> int:
+        if self.manifest.tensors and not self.buffers:
+            raise ValueError(f"group {self.index} was released: no further step of it may begin")
         step = self.next_step
         self.next_step += 1
         self.notified.clear()
@@ -89,6 +94,8 @@ class TensorGroup:
 
     def gradient_written(self, tensor: int) -> list[CommTask]:
         """The tasks that became ready by it."""
+        if not 0 <= tensor < len(self.proxies):  # -1 would be another name of the last
+            raise ValueError(f"there is no tensor {tensor} among the {len(self.proxies)} of group {self.index}")
         if self.next_step == 0 or tensor in self.notified:
             name = self.manifest.tensors[tensor].name
             raise ValueError(f"tensor '{name}' was notified twice in step {self.step}, or before any step")

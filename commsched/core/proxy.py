@@ -11,7 +11,8 @@ if TYPE_CHECKING:
 class DependencyProxy:
     """Closed from ``begin_step`` until the averages of all partitions of one tensor are in place.
 
-    ``is_open`` may be read by any thread at any time; ``wait`` raises the session's failure instead of waiting for ever.
+    ``is_open`` may be read by any thread at any time, and any may ``wait``, which raises the session's failure instead of
+    waiting for ever. Before the first step it is open, though there is no average.
     """
 
     __slots__ = ("_core", "_missing", "is_open", "name")

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from ..core.config import SchedulerConfig
 from ..core.ports import Transport
-from ..session import Session, local_sessions
+from ..local import local_sessions
+from ..session import Session
 from .fakes import Delayed
 from .world import run_world
 

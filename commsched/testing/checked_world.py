@@ -108,15 +108,13 @@ class Threads:
         return on_failure
 
     def _tell(self, error: CommschedError) -> None:
-        """All ranks hear of it, as through a control channel; the first counts."""
+        """All ranks hear of the first, as through a control channel; also those whose Core was not there yet."""
         with self._failing:
-            first = not self.failures
             self.failures.append(error)
-        if not first:
-            return
+            first = self.failures[0]
         for core in self._cores:
             if core is not None:
-                core.fail(error)
+                core.fail(first)
 
 
 class Job:

@@ -110,7 +110,7 @@ class LocalTransport:
 
 
 def open_transport(context: TransportContext) -> LocalTransport:
-    """``transport="local"`` is for ranks that are threads, which ``commsched.session.local_sessions`` opens.
+    """``transport="local"`` is for ranks that are threads, which ``commsched.local.local_sessions`` opens.
 
     Raises:
         ConfigError: always, as ranks that are processes cannot meet in memory.

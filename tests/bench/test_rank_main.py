@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from bench import collectives, rounds
-from commsched.session import local_sessions
+from commsched.local import local_sessions
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -15,6 +15,7 @@ import pytest
 
 from commsched.control import client as client_module
 from commsched.control import messages
+from commsched.control import server as server_module
 from commsched.control.client import ControlClient, Member
 from commsched.control.messages import METHOD, SERVICE, Failed, decode, encode
 from commsched.control.server import ControlServer
@@ -299,7 +300,48 @@ def test_a_server_that_closes_while_the_job_runs_says_so() -> None:
             assert str(listener.next("failure")) == "rank 0 closed the control channel before all ranks had left"
 
 
+def test_a_server_closes_when_every_member_has_heard_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process may end then: what a member had not read by that time might be lost."""
+    monkeypatch.setattr(server_module, "_FAREWELL_SECONDS", 1000.0)
+    with running(3, direct=True) as job:
+        coming, read = threading.Event(), threading.Event()
+        stream = job.clients[2]._stream
+        on_data = stream._on_data
+
+        def read_late(data: bytes) -> None:
+            if isinstance(decode(data), Failed):
+                coming.set()
+                assert read.wait(PATIENCE_SECONDS)
+            on_data(data)
+
+        monkeypatch.setattr(stream, "_on_data", read_late)
+        job.clients[0].report(PeerLost("rank 7 is gone"))
+        job.clients[0].close()
+        closing = job.start(job.server.close)
+        assert coming.wait(PATIENCE_SECONDS)
+        with pytest.raises(TimeoutError):
+            closing.result(0.2)
+        read.set()
+        closing.result(PATIENCE_SECONDS)
+        assert str(job.listeners[2].next("failure")) == "rank 7 is gone"
+
+
+def test_a_server_that_closes_does_not_wait_for_who_was_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "_FAREWELL_SECONDS", 1000.0)
+    with running(2, fail_after_seconds=0.5, direct=True) as job:
+        stopped = threading.Event()
+        stream = job.clients[1]._stream
+        monkeypatch.setattr(stream, "_on_data", lambda data: stopped.wait(PATIENCE_SECONDS))
+        monkeypatch.setattr(stream._outbox, "_heartbeat_seconds", 1000.0)
+        stream._outbox.put(encode(messages.Beat()))  # ends the wait that has begun
+        assert isinstance(job.listeners[0].next("failure"), PeerTimeout)
+        job.clients[0].close()
+        job.start(job.server.close).result(PATIENCE_SECONDS)
+        stopped.set()
+
+
 def test_without_a_verdict_the_reporter_tells_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "_VERDICT_SECONDS", 0.2)
     with running(2) as job:
         monkeypatch.setattr(job.server, "_received", lambda connection, data: None)
         error = PeerLost("rank 1's shard is gone")

@@ -2,12 +2,13 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from queue import SimpleQueue
 
 import pytest
 
 from commsched.core.config import SchedulerConfig
 from commsched.core.core import Core
-from commsched.core.errors import ClosedError, PeerLost, TransportError
+from commsched.core.errors import ClosedError, CommschedError, PeerLost, TransportError
 from commsched.core.group import TensorGroup
 from commsched.core.manifest import Manifest, TensorSpec
 from commsched.core.plan import cut
@@ -52,7 +53,7 @@ class World:
 
     def __init__(self) -> None:
         self.transport = RecordingTransport()
-        self.failures: list[Exception] = []
+        self.failures: SimpleQueue[CommschedError] = SimpleQueue()
         self.tasks: list[CommTask] = []
         self.spans: list[tuple[str, str]] = []
         self.observed = threading.Event()
@@ -62,7 +63,7 @@ class World:
         if hasattr(self, "core"):
             self.core.close()
         self.core = Core(
-            self.transport, config, observer=self, on_failure=self.failures.append, warn_after_seconds=warn_after_seconds
+            self.transport, config, observer=self, on_failure=self.failures.put, warn_after_seconds=warn_after_seconds
         )
         self.waits = watch_waits(self.core)
         return self.core
@@ -256,6 +257,16 @@ def test_proxies_are_open_before_the_first_step(world: World) -> None:
     assert group.step == -1
 
 
+@pytest.mark.parametrize("tensor", [-1, 4])
+def test_notifying_what_is_no_tensor_is_refused(world: World, tensor: int) -> None:
+    group = world.add_group()
+    group.begin_step()
+    with pytest.raises(ValueError, match=rf"^there is no tensor {tensor} among the 4 of group 0$"):
+        group.notify_ready(tensor)
+    world.finish(group)
+    assert sorted(order(world.transport.started)) == [0, 1, 2, 3]
+
+
 def test_notifying_twice_names_the_tensor_and_starts_nothing_twice(world: World) -> None:
     group = world.add_group()
     with pytest.raises(ValueError, match=r"^tensor 'layer2' was notified twice in step -1, or before any step$"):
@@ -401,6 +412,14 @@ def test_a_released_group_promises_nothing(world: World) -> None:
     assert world.core.hold_steps() == {group.index: 1}
 
 
+def test_no_step_of_a_released_group_begins(world: World) -> None:
+    group = world.add_group()
+    run_step(world, group)
+    group.release()
+    with pytest.raises(ValueError, match="group 0 was released: no further step of it may begin"):
+        group.begin_step()
+
+
 def test_a_released_group_is_released_by_the_transport_unless_something_of_it_is_outstanding(world: World) -> None:
     done, broken_off = world.add_group(), world.add_group()
     run_step(world, done)
@@ -437,7 +456,7 @@ def test_a_failure_opens_every_wait_and_is_raised_at_every_later_call(world: Wor
     ):
         with pytest.raises(PeerLost, match=r"^rank 1 is gone: its connection broke$"):
             call()
-    assert world.failures == [lost]
+    assert world.failures.empty()  # it did not arise here
 
 
 def test_nothing_starts_after_a_failure(world: World) -> None:
@@ -461,18 +480,53 @@ class RaisingTransport(RecordingTransport):
         raise self.error
 
 
-def test_an_error_of_ours_from_the_transport_is_the_failure(world: World) -> None:
+def test_a_failure_here_is_raised_as_what_the_job_names_as_its_cause(world: World) -> None:
+    """A peer that is gone may have ended because of what this rank is about to be told."""
+    seen, cause = PeerLost("rank 2 is gone: Broken pipe"), PeerLost("rank 1 is gone")
+    world.transport = RaisingTransport(seen)
+    group = group_of_raising(world)
+    waits = [world.waiting(group.proxies[0].wait)]
+    group.notify_ready(0)
+    assert world.failures.get(timeout=10) is seen
+    group.notify_ready(1)  # still raises nothing
+    waits += [world.waiting(call) for call in (world.core.drain, group.begin_step)]
+    world.core.fail(cause)
+    for wait in waits:
+        assert wait.exception(10) is cause
+    with pytest.raises(PeerLost, match="rank 1 is gone"):
+        group.notify_ready(2)
+    world.core.close()
+    assert world.failures.empty()  # told once, and nothing was started after it
+
+
+def test_a_group_that_a_lost_peer_cannot_be_told_of_names_the_cause_too(world: World) -> None:
+    class NobodyThere(RecordingTransport):
+        def add_group(self, group: int, manifest: Manifest) -> None:
+            raise PeerLost("rank 2 is gone: Broken pipe")
+
+    world.transport = NobodyThere()
+    world.make_core(ONE_BY_ONE)
+    adding = world.waiting(world.add_group)
+    assert str(world.failures.get(timeout=10)) == "rank 2 is gone: Broken pipe"
+    world.core.fail(PeerLost("rank 1 is gone"))
+    assert str(adding.exception(10)) == "rank 1 is gone"
+
+
+def test_an_error_of_ours_from_the_transport_is_the_failure_if_nobody_knows_better() -> None:
     lost = PeerLost("rank 1 is gone")
-    world.transport = RaisingTransport(lost)
-    group_of_raising(world).notify_ready(0)
-    assert in_thread(world.core.drain).exception(10) is lost
+    core = Core(RaisingTransport(lost), ONE_BY_ONE)
+    group = core.add_group(cut(MANIFEST, 10), {"uint8": memoryview(bytearray(40))})
+    group.begin_step()
+    group.notify_ready(0)
+    assert in_thread(core.drain).exception(10) is lost
+    core.close()
 
 
 def test_any_other_error_of_the_transport_is_a_failure_that_names_it(world: World, caplog: pytest.LogCaptureFixture) -> None:
     world.transport = RaisingTransport(OSError("no route"))
     group_of_raising(world).notify_ready(0)
     said = "the transport raised OSError: no route at <CommTask all_reduce step 0 partition 0 10 B started>"
-    error = in_thread(world.core.drain).exception(10)
+    error = world.failures.get(timeout=10)
     assert type(error) is TransportError
     assert str(error) == said
     assert "the transport raised" in caplog.text
@@ -507,7 +561,7 @@ def test_close_ends_the_dispatcher_and_every_wait(world: World) -> None:
 def test_a_failure_after_close_is_nobodys_business(world: World) -> None:
     world.core.close()
     world.core.fail(PeerLost("rank 1 is gone"))
-    assert world.failures == []
+    assert world.failures.empty()
     with pytest.raises(ClosedError):
         world.core.check()
 

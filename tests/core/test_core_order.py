@@ -10,7 +10,7 @@ import pytest
 
 from commsched.core.config import SchedulerConfig
 from commsched.core.core import Core
-from commsched.core.errors import ClosedError, OrderMismatch, UnsupportedError
+from commsched.core.errors import ClosedError, CommschedError, OrderMismatch, UnsupportedError
 from commsched.core.group import TensorGroup
 from commsched.core.manifest import Manifest, TensorSpec
 from commsched.core.plan import cut
@@ -55,11 +55,15 @@ class Rank:
     def __init__(self, rank: int, config: SchedulerConfig = WHOLE, ordered: bool = True) -> None:
         self.transport = RecordingTransport(rank, 2, ordered=ordered)
         self.sent = Sent()
-        self.failures: list[Exception] = []
-        self.core = Core(self.transport, config, messenger=self.sent, on_failure=self.failures.append)
+        self.failures: list[CommschedError] = []
+        self.core = Core(self.transport, config, messenger=self.sent, on_failure=self._failed)
         plan = cut(MANIFEST, config.partition_bytes)
         self.group: TensorGroup = self.core.add_group(plan, {"uint8": memoryview(bytearray(30))})
         self.group.begin_step()
+
+    def _failed(self, error: CommschedError) -> None:
+        self.failures.append(error)
+        self.core.fail(error)
 
 
 @pytest.fixture

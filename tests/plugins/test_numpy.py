@@ -13,8 +13,9 @@ from commsched.core.config import SchedulerConfig
 from commsched.core.errors import CommschedError, ManifestMismatch, TransportError, UnsupportedError
 from commsched.core.ports import Completion, Transport
 from commsched.core.task import CommTask
+from commsched.local import local_sessions
 from commsched.plugins.numpy import SGD, Linear, Network, ReLU, ScheduledOptimizer, softmax_cross_entropy
-from commsched.session import Session, local_sessions
+from commsched.session import Session
 from commsched.testing.check_plugin import check_plugin
 from commsched.testing.world import run_world
 from commsched.trace import TraceObserver

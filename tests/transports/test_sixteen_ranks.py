@@ -6,8 +6,13 @@ import numpy as np
 import pytest
 
 from bench.job import Job, run_job
+from commsched import SchedulerConfig, Session
+from commsched.core.ports import Transport
+from commsched.local import local_sessions
+from commsched.testing.world import run_world
 
-from .training import Weights, train_alone
+from .training import Weights, rank_main, train_alone
+from .worlds import Meeting
 
 pytestmark = pytest.mark.timeout(180)
 RANKS = 16
@@ -18,6 +23,27 @@ def train(transport: str) -> Weights:
     """The weights, which are the same bits on all ranks."""
     job = Job(RANKS, settings={**SETTINGS, "transport": transport}, timeout_seconds=150.0)
     by_rank: list[Weights] = run_job(job, "tests.transports.training", {}).by_rank
+    return equal(by_rank)
+
+
+def train_in_threads() -> Weights:
+    """As ``train("gloo")``, without sixteen processes that import PyTorch each."""
+    from commsched.transports import gloo
+
+    meeting = Meeting(RANKS)
+
+    def open_transport(rank: int, session: Session) -> Transport:
+        return gloo.open_transport(meeting.context(rank, session.report))
+
+    def train_rank(rank: int) -> Weights:
+        with sessions[rank] as session:
+            return rank_main(session, {})
+
+    sessions = local_sessions(RANKS, SchedulerConfig(2000, 4000), open_transport=open_transport)
+    return equal(run_world(RANKS, train_rank, timeout_seconds=100.0))
+
+
+def equal(by_rank: list[Weights]) -> Weights:
     for rank, weights in enumerate(by_rank):
         assert weights == by_rank[0], f"rank {rank} has other weights than rank 0"
     return by_rank[0]
@@ -30,8 +56,10 @@ def by_servers() -> Weights:
     return weights
 
 
-@pytest.mark.parametrize("transport", ["gloo", "mpi"])
-def test_collectives_give_the_bits_of_the_parameter_server(transport: str, by_servers: Weights) -> None:
-    if transport == "gloo":
-        pytest.importorskip("torch.distributed")
-    assert train(transport) == by_servers
+def test_mpi_gives_the_bits_of_the_parameter_server(by_servers: Weights) -> None:
+    assert train("mpi") == by_servers
+
+
+def test_gloo_gives_the_bits_of_the_parameter_server(by_servers: Weights) -> None:
+    pytest.importorskip("torch.distributed")
+    assert train_in_threads() == by_servers

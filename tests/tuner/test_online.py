@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,8 @@ from commsched.core.manifest import Manifest
 from commsched.core.ports import Transport
 from commsched.core.task import CommTask
 from commsched.core.world import World
-from commsched.session import Session, open_session
+from commsched.opening import open_session
+from commsched.session import Session
 from commsched.tuner import online
 from commsched.tuner import search as search_module
 from commsched.tuner.drift import Drift
@@ -324,28 +325,23 @@ def test_one_rank_has_nothing_to_tune(
     world_size: int, disable: bool, why: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
-    monkeypatch.setattr("commsched.session.say", said.append)
+    monkeypatch.setattr("commsched.opening.say", said.append)
     with open_session(World(0, world_size, 0, world_size, "threads"), replace(TRIALS, disable=disable)) as session:
         assert session.world_size == 1
     assert said == [f"there is nothing to tune with {why}"]
 
 
 @pytest.mark.parametrize("order", ["agreed", "static"])
-def test_a_static_order_has_time_to_come_back(order: str) -> None:
+def test_a_static_order_has_time_to_come_back(order: str, monkeypatch: pytest.MonkeyPatch) -> None:
     windows: list[dict[str, int]] = []
     static: list[bool] = []  # before each step of rank 0
 
-    def spy(session: Session) -> None:
-        tuned(replace(TRIALS, order=order))(session)
-        if session.rank == 0:
-            switch_at = session.switch_at
+    class Spy(OnlineTuner):  # rank 0's
+        def on_switch(self, window: Mapping[str, Any], steps: Mapping[int, int]) -> None:
+            windows.append({**window, "first": steps[window["group"]]})
+            super().on_switch(window, steps)
 
-            def note(config: dict[str, Any], steps: dict[int, int]) -> None:
-                if "window" in config:
-                    windows.append({**config["window"], "first": steps[config["window"]["group"]]})
-                switch_at(config, steps)
-
-            session.switch_at = note  # type: ignore[method-assign]
+    monkeypatch.setattr(online, "OnlineTuner", Spy)
 
     def note(session: Session, step: int) -> None:
         if session.rank == 0:
@@ -355,7 +351,7 @@ def test_a_static_order_has_time_to_come_back(order: str) -> None:
         steps=80,
         width=WIDE,
         config=SchedulerConfig(),
-        open_rank=spy,
+        open_rank=tuned(replace(TRIALS, order=order)),
         before_step=note,
         wrap_transport=Ordered,
         order=order,

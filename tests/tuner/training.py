@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 
 from commsched.core.config import SchedulerConfig, Settings
 from commsched.core.ports import Transport
+from commsched.local import local_sessions
 from commsched.plugins.numpy import SGD, Linear, Network, ReLU, ScheduledOptimizer, softmax_cross_entropy
-from commsched.session import Session, local_sessions
+from commsched.session import Session
 from commsched.testing.fakes import Delayed
 from commsched.testing.world import run_world
 from commsched.tuner.online import start_tuning

@@ -6,7 +6,7 @@ import pytest
 from bench.train import link_rate as link
 from bench.train.link_rate import best_stretch, measure_flows, payload_share
 from commsched.core.errors import TransportError
-from commsched.session import local_sessions
+from commsched.local import local_sessions
 from commsched.testing.world import run_world
 
 NONCE = bytes(range(16))

@@ -2,7 +2,7 @@ import pytest
 
 from bench.train.message_cost import measure_message_cost, slope
 from bench.train.start_line import StartLine
-from commsched.session import local_sessions
+from commsched.local import local_sessions
 from commsched.testing.world import run_world
 
 COUNTS = (2, 4, 8, 16, 32, 64)

@@ -9,7 +9,7 @@ from bench.train import network
 from bench.train import rank as train_rank
 from bench.workloads.uniform import make_profile
 from commsched.core.errors import TransportError
-from commsched.session import local_sessions
+from commsched.local import local_sessions
 from commsched.testing.world import run_world
 
 pytestmark = pytest.mark.timeout(120)

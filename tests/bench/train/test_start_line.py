@@ -5,7 +5,7 @@ from bench.train import start_line
 from bench.train.start_line import StartLine
 from commsched.core.config import SchedulerConfig
 from commsched.core.errors import TransportError
-from commsched.session import local_sessions
+from commsched.local import local_sessions
 from commsched.testing.world import run_world
 
 WANTED = SchedulerConfig(4000, 8000, "fifo", 1)

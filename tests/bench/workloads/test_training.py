@@ -12,8 +12,8 @@ import torch
 from bench.workloads.registry import load_profile
 from bench.workloads.workload import Workload, make_workload
 from commsched import SchedulerConfig
+from commsched.local import local_sessions
 from commsched.plugins.torch import ScheduledOptimizer
-from commsched.session import local_sessions
 from commsched.testing import Delayed, run_world
 from tests.bench.workloads.training import average_plainly, largest_difference, make_optimizer, train_rank, weights
 from tests.jobs.job import run_job

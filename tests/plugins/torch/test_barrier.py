@@ -16,9 +16,9 @@ from commsched import SchedulerConfig, Session
 from commsched.core.manifest import Manifest
 from commsched.core.ports import Completion, Transport
 from commsched.core.task import CommTask
+from commsched.local import local_sessions
 from commsched.plugins.torch import ScheduledOptimizer, barrier
 from commsched.plugins.torch.barrier import STEPS, Barrier
-from commsched.session import local_sessions
 from commsched.testing.fakes import Delayed
 from commsched.testing.world import run_world
 

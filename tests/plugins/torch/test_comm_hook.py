@@ -26,7 +26,7 @@ import commsched.plugins.torch as cs
 from commsched import SchedulerConfig, Session
 from commsched.core.errors import ConfigError, ManifestMismatch, TransportError, UnsupportedError
 from commsched.core.ports import Transport
-from commsched.session import local_sessions
+from commsched.local import local_sessions
 from commsched.testing.fakes import Delayed
 from commsched.testing.world import run_world
 from tests.jobs.job import run_job

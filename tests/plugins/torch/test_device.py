@@ -14,10 +14,10 @@ import torch
 from commsched import Session
 from commsched.core.errors import ClosedError, ConfigError, UnsupportedError
 from commsched.core.event_watcher import EventWatcher
+from commsched.local import local_sessions
 from commsched.plugins.torch import ScheduledOptimizer, exchange
 from commsched.plugins.torch import device as device_module
 from commsched.plugins.torch.device import Cuda, Host, device_of, init_for, open_device
-from commsched.session import local_sessions
 from commsched.testing.world import run_world
 
 from .test_equality import OPTIMIZERS

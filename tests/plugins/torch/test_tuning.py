@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
-from collections.abc import Mapping
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 
-from commsched.session import local_sessions
+from commsched.local import local_sessions
 from commsched.testing.world import run_world
 from tests.jobs.job import run_job
 
@@ -23,12 +23,32 @@ pytestmark = pytest.mark.timeout(120)
 STEPS = 200
 
 
-def train(out: Path, how: str, *arguments: str, environ: Mapping[str, str] = {}) -> tuple[list[Any], str]:
-    """What each of two ranks saved, and what they said."""
-    command = [sys.executable, "-m", "tests.plugins.torch.tuned_rank", how, str(STEPS), str(out)]
-    code, _, err = run_job("-n", "2", *arguments, "--", *command, environ=environ, timeout_seconds=100)
+#: By name: what the ranks do, and settings of their session.
+CASES: dict[str, tuple[str, dict[str, str]]] = {
+    "policies": ("policies", {"transport": "gloo"}),
+    "tuned over ps": ("steady", {"transport": "ps", "tune": "20trials", "tune_by": "random"}),
+    "tuned over gloo": ("steady", {"transport": "gloo", "tune": "1", "order": "static"}),
+}
+
+
+@dataclass(frozen=True)
+class Trained:
+    """``saved``: by each of two ranks in each case; ``said``: by the ranks, on stderr."""
+
+    saved: dict[str, list[Any]]
+    said: str
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """All cases, one after the other in the same processes."""
+    out = tmp_path_factory.mktemp("tuned") / "w"
+    cases = map(json.dumps, CASES.values())
+    command = [sys.executable, "-m", "tests.plugins.torch.tuned_rank", str(STEPS), str(out), *cases]
+    code, _, err = run_job("-n", "2", "--", *command, timeout_seconds=100)
     assert code == 0, err
-    return [torch.load(f"{out}.{rank}") for rank in range(2)], err
+    saved = {name: [torch.load(f"{out}.{number}.{rank}") for rank in range(2)] for number, name in enumerate(CASES)}
+    return Trained(saved, err)
 
 
 @pytest.fixture(scope="module")
@@ -41,12 +61,7 @@ def steady() -> Weights:
         with sessions[rank] as session:
             return tuned_rank.train(session, models[rank], "steady", STEPS)["weights"]
 
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as in the ranks of jobs
-    try:
-        return run_world(2, train_one, timeout_seconds=50)[0]
-    finally:
-        torch.set_num_threads(threads)
+    return run_world(2, train_one, timeout_seconds=50)[0]
 
 
 def require_bits(saved: list[Any], expected: Weights) -> None:
@@ -55,27 +70,23 @@ def require_bits(saved: list[Any], expected: Weights) -> None:
             assert torch.equal(each["weights"][name], weights), f"'{name}' of rank {rank}"
 
 
-def test_changes_while_training_change_no_weight(steady: Weights, tmp_path: Path) -> None:
+def test_changes_while_training_change_no_weight(steady: Weights, trained: Trained) -> None:
     """The sum of two has one order only, so that collectives too give the bits of the parameter server."""
-    saved, _ = train(tmp_path / "w", "policies", "--transport", "gloo")
+    saved = trained.saved["policies"]
     require_bits(saved, steady)
     assert saved[0]["configs"] == saved[1]["configs"] > 5
 
 
-@pytest.mark.parametrize(
-    ("transport", "environ"),
-    [
-        ("ps", {"COMMSCHED_TUNE": "20trials", "COMMSCHED_TUNE_BY": "random"}),
-        ("gloo", {"COMMSCHED_TUNE": "1", "COMMSCHED_ORDER": "static"}),
-    ],
-)
-def test_tuned_training_has_the_weights_of_training_that_is_not(
-    transport: str, environ: Mapping[str, str], steady: Weights, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("case", ["tuned over ps", "tuned over gloo"])
+def test_tuned_training_has_the_weights_of_training_that_is_not(case: str, steady: Weights, trained: Trained) -> None:
     """How far it comes depends on how busy the machine is."""
-    saved, err = train(tmp_path / "w", "steady", "--transport", transport, environ=environ)
+    saved = trained.saved[case]
     require_bits(saved, steady)
-    assert "commsched: tuning: trial 0: partition" in err, err
-    assert re.search(r"commsched: tuning: \d+ trials, .*kept\n$", err), err
-    assert "Traceback" not in err
     assert saved[0]["configs"] > 1
+
+
+def test_each_tuning_says_what_it_tries_and_what_it_keeps(trained: Trained) -> None:
+    assert trained.said.count("commsched: tuning: trial 0: partition") == 2, trained.said
+    assert len(re.findall(r"^commsched: tuning: \d+ trials, .*kept$", trained.said, re.MULTILINE)) == 2, trained.said
+    assert trained.said.endswith("kept\n"), trained.said
+    assert "Traceback" not in trained.said

@@ -13,8 +13,8 @@ from torch import nn
 
 from commsched import SchedulerConfig, Session
 from commsched.core.ports import Transport
+from commsched.local import local_sessions
 from commsched.plugins.torch import ScheduledOptimizer
-from commsched.session import local_sessions
 from commsched.testing.fakes import Delayed
 from commsched.testing.world import run_world
 

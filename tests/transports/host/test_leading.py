@@ -19,7 +19,7 @@ from commsched.core.manifest import Manifest, TensorSpec
 from commsched.core.plan import cut
 from commsched.core.ports import Completion, Transport
 from commsched.core.task import ALL_REDUCE, CommTask
-from commsched.session import local_sessions
+from commsched.local import local_sessions
 from commsched.testing.world import run_world
 from commsched.transports.context import TransportContext
 from commsched.transports.host import open_hierarchy

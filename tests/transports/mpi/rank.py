@@ -18,7 +18,8 @@ from commsched.core.config import SchedulerConfig, Settings
 from commsched.core.errors import UnsupportedError
 from commsched.core.manifest import Manifest, TensorSpec
 from commsched.core.world import detect_world
-from commsched.session import Session, open_session
+from commsched.opening import open_session
+from commsched.session import Session
 from commsched.testing.check_transport import check_averages, check_equal_bits, check_job, check_random_rounds
 from commsched.testing.checked_world import Job, OpenSession
 from commsched.transports.collective import transport as collective

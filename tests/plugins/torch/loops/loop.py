@@ -12,8 +12,8 @@ from torch import nn
 
 from commsched import SchedulerConfig, Session
 from commsched.core.ports import Transport
+from commsched.local import local_sessions
 from commsched.plugins.torch import ScheduledOptimizer
-from commsched.session import local_sessions
 from commsched.testing.fakes import Delayed
 from commsched.testing.world import run_world
 
@@ -102,6 +102,7 @@ def run(
     config: SchedulerConfig = SMALL,
     ordered: bool = False,
     wrap_transport: Callable[[Transport], Transport] | None = None,
+    timeout_seconds: float | None = None,
 ) -> list[Any]:
     """What ``loop`` returns on every rank, with commsched. Sends and replies are delayed, and what is in flight is NaN, unless
     ``wrap_transport`` puts something else between. ``ordered``: tasks start in an agreed order."""
@@ -119,7 +120,7 @@ def run(
     models = [_seeded(model) for _ in range(world_size)]  # here: the random state of torch is that of the process
     sessions = local_sessions(world_size, config, wrap_transport=wrap_transport or delayed)
     try:
-        return run_world(world_size, rank_loop, timeout_seconds=TIMEOUT_SECONDS)
+        return run_world(world_size, rank_loop, timeout_seconds=timeout_seconds or TIMEOUT_SECONDS)
     finally:
         for session in sessions:
             session.abort("the test is over")
@@ -133,6 +134,7 @@ def require_plain(
     config: SchedulerConfig = SMALL,
     tolerance: float = TOLERANCE,
     ordered: bool = False,
+    timeout_seconds: float | None = None,
 ) -> None:
     """What ``loop`` returns, the weights and the optimizer's state after it are those of plain training, on every rank."""
 
@@ -142,7 +144,9 @@ def require_plain(
         return {"returned": returned, "weights": weights, "optimizer": its_optimizer.state_dict()}
 
     expected = alone(and_all_state, model=model, optimizer=optimizer)
-    results = run(and_all_state, model=model, optimizer=optimizer, config=config, ordered=ordered)
+    results = run(
+        and_all_state, model=model, optimizer=optimizer, config=config, ordered=ordered, timeout_seconds=timeout_seconds
+    )
     for rank, result in enumerate(results):
         require_close(result, expected, tolerance, f"rank {rank} differs from plain training:")
         require_close(result["weights"], results[0]["weights"], 0.0, f"rank {rank} differs from rank 0:")

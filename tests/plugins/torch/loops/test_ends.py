@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import commsched
+from commsched.local import local_sessions
 from commsched.plugins.torch import ScheduledOptimizer
-from commsched.session import local_sessions
 
 from .loop import Data, alone, mlp, require_close, require_plain, run, sgd, train
 

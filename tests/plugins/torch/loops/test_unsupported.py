@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import commsched
+from commsched.local import local_sessions
 from commsched.plugins.torch import ScheduledOptimizer
 from commsched.plugins.torch.plain import require_plain
-from commsched.session import local_sessions
 from commsched.testing.world import run_world
 
 from .loop import Data, run
