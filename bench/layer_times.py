@@ -11,16 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-
-@dataclass(frozen=True)
-class LayerTimes:
-    """Of each layer, in order of use in forward: name, median seconds, bytes of all its gradients and of each of them."""
-
-    names: list[str]
-    forward_seconds: list[float]
-    backward_seconds: list[float]
-    nbytes: list[int]
-    tensors: list[list[int]]
+from .layers import LayerTimes
 
 
 @dataclass(frozen=True)

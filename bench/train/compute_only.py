@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..layer_times import LayerTimer, LayerTimes
+from ..layer_times import LayerTimer
+from ..layers import LayerTimes
 from .reference import LEARNING_RATE
 
 if TYPE_CHECKING:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING
+
+from commsched.core.config import Settings
+from commsched.core.world import detect_world
+from commsched.rendezvous import own_host
 
 from .link_rate import LEAST_BYTES, UNSHAPED_BYTES, measure_flows, payload_share
 
@@ -32,6 +37,12 @@ class Network:
         """So many are sent to learn what messages cost."""
         least, most = _MESSAGE_BYTES
         return max(least, min(most, round(_MESSAGE_SECONDS * min(self.worker_rates + self.server_rates))))
+
+
+def own_address() -> str:
+    """The address at which the other ranks reach this one."""
+    job = Settings.load({}, os.environ)
+    return "127.0.0.1" if job.control is None else own_host(detect_world(os.environ), job, job.control)
 
 
 def measure_network(session: Session, host: str, nominal_rates: Sequence[float] | None, servers: int, capped: bool) -> Network:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from commsched.core.config import parse_bytes
 
-from ..layer_times import LayerTimes
+from ..layers import LayerTimes
 from ..lower_bound import best_partition
 from .message_cost import MessageCost
 

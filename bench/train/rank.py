@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
@@ -11,13 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from commsched.core.config import Settings
-from commsched.core.world import detect_world
-from commsched.rendezvous import own_host
-
 from .. import systems
 from ..cpu_time import cpu_seconds
-from ..layer_times import LayerTimes
+from ..layers import LayerTimes
 from ..nic_load import seconds_per_byte
 from ..systems import System
 from ..systems.context import Context
@@ -25,7 +20,7 @@ from ..systems.spec import UNORDERED, SystemSpec, Way, parse
 from ..workloads.workload import Workload, make_workload
 from .compute_only import ComputeOnly
 from .message_cost import measure_message_cost
-from .network import Network, measure_network
+from .network import Network, measure_network, own_address
 from .partition_choice import choose
 from .reference import largest_difference, plain_averaging
 from .timeline import Entry, Recorder
@@ -102,12 +97,6 @@ def _measure(task: Assignment, specs: Sequence[SystemSpec], own: Way, ways: Mapp
         "layers": [asdict(each) for each in layers],
         "systems": {name: {**asdict(system.setup), **asdict(found[name])} for name, system in made.items()},
     }
-
-
-def own_address() -> str:
-    """The address at which the other ranks reach this one."""
-    job = Settings.load({}, os.environ)
-    return "127.0.0.1" if job.control is None else own_host(detect_world(os.environ), job, job.control)
 
 
 def _context(

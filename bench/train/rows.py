@@ -11,7 +11,7 @@ from commsched.core.manifest import Manifest, TensorSpec
 from commsched.core.plan import cut
 
 from ..arguments import FLOAT32_BYTES
-from ..layer_times import LayerTimes
+from ..layers import LayerTimes
 from ..lower_bound import lower_bound, partitioned_bound, wfbp
 from ..measure import TOLERATED_DIFFERENCE, median_interval, slowest
 from ..nic_load import least_seconds_per_byte, seconds_per_byte

@@ -8,7 +8,7 @@ from typing import Any
 from ..measure import interval_words
 from ..results import table
 
-_COLUMNS = {
+COLUMNS = {
     "system": "system",
     "config": "config",
     "median": "ms/step",
@@ -28,10 +28,10 @@ _COLUMNS = {
 
 def text(rows: Sequence[Mapping[str, Any]]) -> str:
     """The conditions, which are those of every row, and a table."""
-    return f"{_heading(rows)}\n{table([_shown(row) for row in rows], _COLUMNS)}"
+    return f"{heading(rows)}\n{table([shown(row) for row in rows], COLUMNS)}"
 
 
-def _heading(rows: Sequence[Mapping[str, Any]]) -> str:
+def heading(rows: Sequence[Mapping[str, Any]]) -> str:
     row = rows[0]
     where = f"{row['servers']} separate servers" if row["servers"] else "a shard on every worker"
     if all(each["transport"] != "ps" for each in rows):
@@ -54,7 +54,7 @@ def _heading(rows: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def _shown(row: Mapping[str, Any]) -> Mapping[str, Any]:
+def shown(row: Mapping[str, Any]) -> Mapping[str, Any]:
     times = row["step_seconds"]
     return {
         **row,

@@ -10,6 +10,7 @@ from commsched.core.errors import ConfigError
 from commsched.simulator.bytes_factor import bytes_factor
 
 from ..job import Job, run_job
+from ..layers import LayerTimes
 from ..lower_bound import lower_bound
 from ..measure import TOLERATED_DIFFERENCE, slowest
 from ..processes import JobFailed
@@ -62,8 +63,6 @@ def measure(case: Case, *, passes: int, settle: int, steps: int, timeout_seconds
 
 
 def _row(case: Case, link: str, settle: int, by_rank: Sequence[Mapping[str, Any]], difference: float) -> Row:
-    from ..layer_times import LayerTimes  # which needs an engine
-
     measured = by_rank[0]
     layers = [LayerTimes(**each) for each in measured["layers"]]
     rate = min(measured["network"]["worker_rates"])

@@ -19,8 +19,7 @@ from ..systems.scheduled import ScheduledSystem
 from ..systems.spec import Way
 from ..train.compute_only import ComputeOnly
 from ..train.message_cost import measure_message_cost
-from ..train.network import measure_network
-from ..train.rank import own_address
+from ..train.network import measure_network, own_address
 from ..train.reference import largest_difference, plain_averaging
 from ..train.start_line import StartLine
 from ..workloads.workload import make_workload

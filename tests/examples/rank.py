@@ -1,6 +1,6 @@
-"""One rank that runs scripts one after the other: rank.py WAY OUT STEPS SCRIPT ...
+"""One rank that runs scripts one after the other: rank.py OUT STEPS SCRIPT ... ddp SCRIPT ...
 
-WAY is ``commsched``, or ``ddp`` if the scripts want a process group of torch.distributed. What they print goes to OUT.<rank>.
+Those after ``ddp`` find a process group of torch.distributed. What they print goes to OUT.<rank>.
 """
 
 from __future__ import annotations
@@ -9,26 +9,26 @@ import os
 import runpy
 import sys
 from contextlib import redirect_stdout
-from pathlib import Path
 
-import torch
 import torch.distributed as dist
+
+import commsched
 
 
 def main() -> None:
-    way, out, steps, *scripts = sys.argv[1:]
-    torch.set_num_threads(1)
-    if way == "ddp":
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # else it looks the host name up
-        dist.init_process_group("gloo")
+    out, steps, *scripts = sys.argv[1:]
     with open(f"{out}.{os.environ['RANK']}", "w", encoding="utf-8") as file, redirect_stdout(file):
         for script in scripts:
-            print(f"script {Path(script).stem}")
+            if script == "ddp":
+                commsched.shutdown()
+                os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # else it looks the host name up
+                dist.init_process_group("gloo")
+                continue
+            print(f"script {script}")
             sys.argv = [script, "--steps", steps]
             runpy.run_path(script, run_name="__main__")
-    if way == "ddp":
-        dist.barrier()
-        os._exit(0)  # gloo's threads now and then keep the interpreter from ending
+    dist.barrier()
+    os._exit(0)  # gloo's threads now and then keep the interpreter from ending
 
 
 if __name__ == "__main__":

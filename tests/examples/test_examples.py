@@ -13,6 +13,7 @@ import runpy
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -42,7 +43,7 @@ def ddp_instead(ours: re.Match[str]) -> str:
     return f"{ours['indent']}{model} = torch.nn.parallel.DistributedDataParallel({model})\n" if model else ""
 
 
-def plain(directory: Path, names: tuple[str, ...], replace: Callable[[re.Match[str]], str]) -> list[str]:
+def plain(directory: Path, names: tuple[str, ...], replace: Callable[[re.Match[str]], str]) -> list[Path]:
     """The examples without commsched's lines, each beside what it reads."""
     (directory / "examples").mkdir()
     for name in ("LICENSE", "examples/digits.py"):
@@ -55,37 +56,42 @@ def plain(directory: Path, names: tuple[str, ...], replace: Callable[[re.Match[s
         assert not re.search(r"\bcs\b|commsched", code), code
         scripts.append(directory / "examples" / f"{name}.py")
         scripts[-1].write_text(text)
-    return list(map(str, scripts))
+    return scripts
 
 
-def run(way: str, scripts: list[str], out: Path) -> Losses:
-    command = [sys.executable, "-m", "tests.examples.rank", way, str(out), str(STEPS), *scripts]
-    environ = {"PYTHONPATH": f"{ROOT}:{Path(scripts[0]).parent}", "OMP_NUM_THREADS": "1"}
-    code, _, err = run_job("-n", str(RANKS), "--", *command, environ=environ, timeout_seconds=100)
+class Printed(NamedTuple):
+    """``ours``: by the examples as they are; ``theirs``: by the same under DistributedDataParallel."""
+
+    ours: Losses
+    theirs: Losses
+
+
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory: pytest.TempPathFactory) -> Printed:
+    """By scripts that run one after the other in the same processes."""
+    directory = tmp_path_factory.mktemp("examples")
+    ours, theirs = [EXAMPLES / f"{name}.py" for name in NAMES], plain(directory, NAMES, ddp_instead)
+    out = directory / "out"
+    command = [sys.executable, "-m", "tests.examples.rank", out, STEPS, *ours, "ddp", *theirs]
+    environ = {"PYTHONPATH": f"{ROOT}:{EXAMPLES}"}
+    code, _, err = run_job("-n", str(RANKS), "--", *map(str, command), environ=environ, timeout_seconds=100)
     assert code == 0, err
-    losses: Losses = {}
+    losses: dict[tuple[Path, str, int], list[str]] = {}
     for rank in range(RANKS):
         for block in Path(f"{out}.{rank}").read_text().split("script ")[1:]:
-            name, *lines = block.splitlines()
-            losses[name, rank] = [line for line in lines if " loss " in line]
-    return losses
-
-
-@pytest.fixture(scope="module")
-def ours(tmp_path_factory: pytest.TempPathFactory) -> Losses:
-    """In the examples as they are."""
-    return run("commsched", [str(EXAMPLES / f"{name}.py") for name in NAMES], tmp_path_factory.mktemp("ours") / "out")
-
-
-@pytest.fixture(scope="module")
-def theirs(tmp_path_factory: pytest.TempPathFactory) -> Losses:
-    """In the same under DistributedDataParallel."""
-    directory = tmp_path_factory.mktemp("theirs")
-    return run("ddp", plain(directory, NAMES, ddp_instead), directory / "out")
+            path, *lines = block.splitlines()
+            losses[Path(path).parent, Path(path).stem, rank] = [line for line in lines if " loss " in line]
+    return Printed(
+        *(
+            {(name, rank): losses[scripts[0].parent, name, rank] for name in NAMES for rank in range(RANKS)}
+            for scripts in (ours, theirs)
+        )
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_loss_is_that_of_distributed_data_parallel(name: str, ours: Losses, theirs: Losses) -> None:
+def test_every_loss_is_that_of_distributed_data_parallel(name: str, printed: Printed) -> None:
+    ours, theirs = printed
     for rank in range(RANKS):
         assert [line.split(" loss ")[0] for line in ours[name, rank]] == [f"rank {rank} step {step}" for step in range(STEPS)]
         assert ours[name, rank] == theirs[name, rank]
@@ -93,10 +99,10 @@ def test_every_loss_is_that_of_distributed_data_parallel(name: str, ours: Losses
 
 
 def test_the_mean_of_the_losses_is_that_of_one_process_on_the_joint_batch(
-    ours: Losses, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    printed: Printed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     name = "digits_transformer"
-    (script,) = plain(tmp_path, (name,), deleted)
+    (script,) = map(str, plain(tmp_path, (name,), deleted))
     for variable in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.syspath_prepend(str(EXAMPLES))
@@ -105,7 +111,7 @@ def test_the_mean_of_the_losses_is_that_of_one_process_on_the_joint_batch(
     joint = [loss_of(line) for line in capsys.readouterr().out.splitlines() if " loss " in line]
     assert len(joint) == STEPS
     for step, expected in enumerate(joint):
-        mean = sum(loss_of(ours[name, rank][step]) for rank in range(RANKS)) / RANKS
+        mean = sum(loss_of(printed.ours[name, rank][step]) for rank in range(RANKS)) / RANKS
         assert mean == pytest.approx(expected, rel=1e-5), f"step {step}"
 
 

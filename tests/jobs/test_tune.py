@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -140,23 +141,23 @@ def test_then_stop_ends_a_job_that_finds_the_journal_of_another(tmp_path: Path) 
 
 def test_a_job_that_is_killed_goes_on_with_the_next_trial(tmp_path: Path) -> None:
     out, journal = tmp_path / "tuned.toml", tmp_path / "tuned.jsonl"
-    command = [*tuning(out, "6trials"), "--then-stop", *training(FOR_EVER)]
-    with Job(*command, subcommand="tune") as job:
+    with Job(*tuning(out, "100trials"), "--then-stop", *training(FOR_EVER), subcommand="tune") as job:
         ranks = pids(job)
         wait_for_trials(journal, 3)
         for pid in [*ranks, job.process.pid]:
-            os.kill(pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # one that has ended by the end of another
+                os.kill(pid, signal.SIGKILL)
         assert all(gone(pid) for pid in ranks)
     before = records(journal)
     assert not out.exists()
-    code, _, err = run_job(*command, subcommand="tune")
+    code, _, err = run_job(*tuning(out, "6trials"), "--then-stop", *training(FOR_EVER), subcommand="tune")
     assert code == 0, err
     assert out.exists()
     trials = records(journal)[:-1]
     assert trials[: len(before)] == before
     assert [trial["trial"] for trial in trials] == list(range(len(trials)))
     searched = [trial for trial in trials if trial["phase"] == "search"]
-    assert len(searched) == 6
+    assert len(searched) == max(6, sum(trial["phase"] == "search" for trial in before))
     measured = [json.dumps(trial["config"]) for trial in searched if trial["status"] == "ok"]
     assert len(measured) == len(set(measured))
     assert f"tuned.jsonl has {len(before)} trials of an earlier start" in err

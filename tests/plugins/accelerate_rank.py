@@ -378,7 +378,6 @@ def refusals() -> dict[str, str]:
 
 
 def main() -> None:
-    torch.set_num_threads(1)
     results: dict[str, Any] = {}
     accelerate.Accelerator(cpu=True)  # the process group
     for name, case in CASES.items():

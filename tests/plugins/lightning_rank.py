@@ -250,7 +250,6 @@ FAILING: dict[str, type[LightningModule]] = {
 
 def main() -> None:
     out, *cases = sys.argv[1:]
-    torch.set_num_threads(1)
     warnings.filterwarnings("error", category=UserWarning)  # Lightning itself uses what PyTorch deprecates: a FutureWarning
     warnings.filterwarnings("ignore", category=PossibleUserWarning)  # Lightning's advice: more workers, and the like
     warnings.filterwarnings("ignore", message="`LightningModule.configure_optimizers` returned `None`")  # a case

@@ -46,7 +46,6 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     done = subprocess.run(
         [*launcher, "-m", "tests.plugins.accelerate_rank", str(out)],
         env=clean_environ(
-            OMP_NUM_THREADS="1",
             GLOO_SOCKET_IFNAME="lo",
             CUDA_VISIBLE_DEVICES="",
             **{f"COMMSCHED_{name}": value for name, value in SLOW.items()},

@@ -6,7 +6,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ import torch
 import commsched
 from commsched.core.errors import ConfigError
 from commsched.core.world import World
+from commsched.local import local_sessions
 from tests.jobs.job import ROOT, clean_environ
 
 pytestmark = pytest.mark.timeout(300)
@@ -124,6 +127,27 @@ def test_a_session_of_the_script_is_refused(results: list[dict[str, Any]]) -> No
 def test_an_exception_on_one_rank_is_told_to_the_other(results: list[dict[str, Any]]) -> None:
     assert results[0]["raising"] == "TransportError: rank 1 ended: ArithmeticError: a bad batch"
     assert results[1]["raising"] == "ArithmeticError: a bad batch"
+
+
+def test_buffers_that_a_rank_which_is_gone_cannot_get_are_no_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its connections break before the job knows why, and it is the why that is raised."""
+    from commsched.plugins.lightning import ScheduledStrategy
+
+    def broken(*_: Any) -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr(torch.distributed, "_broadcast_coalesced", broken)
+    monkeypatch.setattr(torch.distributed, "group", SimpleNamespace(WORLD=object()))
+    sessions = local_sessions(2)
+    strategy = ScheduledStrategy()
+    strategy._session = sessions[0]
+    strategy._lightning_module = torch.nn.BatchNorm1d(2)
+    late = threading.Timer(0.2, sessions[1].abort, ["ArithmeticError: a bad batch"])
+    late.start()
+    with pytest.raises(commsched.TransportError, match=r"^rank 1 ended: ArithmeticError: a bad batch$"):
+        strategy._share_buffers()
+    late.join()
+    sessions[0].abort("over")
 
 
 ALONE = """

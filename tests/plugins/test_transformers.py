@@ -24,7 +24,6 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Of each rank: what ``transformers_rank.py`` saved. Started by ``commsched run``; over gloo, as torch.distributed is."""
     out = tmp_path_factory.mktemp("transformers") / "results"
     environ = {
-        "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo",
         "CUDA_VISIBLE_DEVICES": "",
         "HF_HUB_OFFLINE": "1",

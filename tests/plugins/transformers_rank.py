@@ -222,7 +222,6 @@ def refusals(directory: str) -> dict[str, str]:
 
 
 def main() -> None:
-    torch.set_num_threads(1)
     results: dict[str, Any] = {}
     _ = arguments("").device  # the process group
     for name, case in CASES.items():

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
@@ -26,6 +27,8 @@ from .package import DDPStrategy
 
 #: Of one broadcast of buffers, as in DistributedDataParallel.
 _BROADCAST_BYTES = 250 * 2**20
+#: More than the control channel takes to say why a rank is gone.
+_VERDICT_SECONDS = 3.0
 
 
 class ScheduledStrategy(DDPStrategy):
@@ -202,4 +205,17 @@ class ScheduledStrategy(DDPStrategy):
         buffers = [buffer.detach() for buffer in self.lightning_module.buffers()]
         if buffers:
             assert dist.group.WORLD is not None
-            dist._broadcast_coalesced(dist.group.WORLD, buffers, _BROADCAST_BYTES, 0)  # type: ignore[attr-defined]
+            try:
+                dist._broadcast_coalesced(dist.group.WORLD, buffers, _BROADCAST_BYTES, 0)  # type: ignore[attr-defined]
+            except RuntimeError as error:
+                raise self._cause(error) from error
+
+    def _cause(self, error: RuntimeError) -> Exception:
+        """Why another rank is gone, if the job knows: its connections break a moment before the cause is told."""
+        assert self._session is not None
+        told: SimpleQueue[CommschedError] = SimpleQueue()
+        self._session.when_failed(told.put)
+        try:
+            return told.get(timeout=_VERDICT_SECONDS)
+        except Empty:
+            return error

@@ -9,6 +9,7 @@ import torch
 
 from ...core.errors import ManifestMismatch, TransportError, UnsupportedError
 from .flags import Kept, Used
+from .projection import projection
 from .slot import Slot
 
 
@@ -39,7 +40,7 @@ def require_same_end(kept: Kept, committed: bool, rank: int, step: int) -> None:
         here, there = (stepped, other) if committed else (other, stepped)
         raise TransportError(
             f"rank {rank} {here}, but another rank {there} (a caught exception, a skipped step or another number of backward "
-            "passes): the ranks would part"
+            "passes, or several that use different parts of the model on different ranks): the ranks would part"
         )
 
 
@@ -71,6 +72,20 @@ def require_unfrozen_alike(share: float, late: Iterable[Slot], rank: int) -> Non
         )
 
 
+def require_averaged_before_changed(share: float, name: str | None, rank: int) -> None:
+    """``share`` of the ranks has changed gradients that were their own; ``name`` is that of a parameter whose ``rank`` has.
+
+    Raises:
+        UnsupportedError: there is such a rank. The average of what each has clipped is not the clipped average.
+    """
+    if share > 0:
+        here, there = f"the gradient of '{name}' was changed on rank {rank}", "a gradient was changed on another rank"
+        raise UnsupportedError(
+            f"{there if name is None else here} (clipped, say) when the last backward before step() was within no_sync(), so "
+            "that it was that rank's own sum and no average: put the last backward outside no_sync()"
+        )
+
+
 def require_changed_alike(kept: Kept, slots: Sequence[Slot]) -> None:
     """``slots`` are by flag.
 
@@ -88,11 +103,19 @@ def require_changed_alike(kept: Kept, slots: Sequence[Slot]) -> None:
 
 def norms(slots: Sequence[Slot | None]) -> list[float]:
     """Of their gradients, whose averages were awaited. NaN for None; -1: it is not finite."""
-    return [math.nan if slot is None or slot.parameter.grad is None else _norm(slot.parameter.grad) for slot in slots]
+    return [math.nan if slot is None or slot.parameter.grad is None else norm(slot.parameter.grad) for slot in slots]
+
+
+def projections(slots: Sequence[Slot | None]) -> list[float]:
+    """Likewise; 0 where it is not finite."""
+    return [
+        math.nan if slot is None or slot.parameter.grad is None else projection(_values(slot.parameter.grad)) for slot in slots
+    ]
 
 
 def require_equal_norms(kept: Kept, slots: Sequence[Slot], unaveraged: Callable[[], str | None]) -> None:
-    """Whatever ranks have made of a gradient that all have read, it must be the same: only an average stays one.
+    """Whatever ranks have made of a gradient that all have read, it must be the same: only an average stays one. Told by its
+    norm, and by its projection onto one direction, as there are edits that leave the norm: of signs, say.
 
     Args:
         slots: by flag.
@@ -101,8 +124,14 @@ def require_equal_norms(kept: Kept, slots: Sequence[Slot], unaveraged: Callable[
     Raises:
         UnsupportedError: it is not, by more than rounding.
     """
-    for slot, norm, own in zip(slots, kept.norm, kept.own_norm):
-        if norm == own or math.isnan(norm) or abs(own - norm) <= _rounding(slot.parameter) * max(abs(own), abs(norm)):
+    for slot in slots:
+        mean, own = kept.norm[slot.flag], kept.own_norm[slot.flag]
+        if math.isnan(mean):
+            continue
+        longest = max(abs(own), abs(mean))
+        apart = abs(kept.own_projection[slot.flag] - kept.projection[slot.flag])
+        as_long = abs(own - mean) <= _rounding_of_norm(slot.parameter) * longest
+        if as_long and (own < 0 or apart <= _rounding_of_projection(slot.parameter) * longest):
             continue
         other = unaveraged()
         hint = (
@@ -117,16 +146,28 @@ def require_equal_norms(kept: Kept, slots: Sequence[Slot], unaveraged: Callable[
         )
 
 
-def _norm(gradient: torch.Tensor) -> float:
-    values = gradient.coalesce().values() if gradient.is_sparse else gradient
-    norm = float(torch.linalg.vector_norm(values.detach(), dtype=torch.float64))
-    return norm if math.isfinite(norm) else -1.0
+def norm(gradient: torch.Tensor) -> float:
+    """In float64; -1: it is not finite."""
+    length = float(torch.linalg.vector_norm(_values(gradient), dtype=torch.float64))
+    return length if math.isfinite(length) else -1.0
 
 
-def _rounding(parameter: torch.Tensor) -> float:
-    """Relative, of the norm of a gradient that different processors have scaled alike."""
-    of_the_factor = 1e-10 if parameter.dtype == torch.float64 else 1e-5
-    return of_the_factor + 2 * torch.finfo(parameter.dtype).eps / math.sqrt(max(1, parameter.numel()))
+def _values(gradient: torch.Tensor) -> torch.Tensor:
+    return (gradient.coalesce().values() if gradient.is_sparse else gradient).detach()
+
+
+def _rounding_of_norm(parameter: torch.Tensor) -> float:
+    """Relative, of a gradient that different processors have scaled alike: that of its elements averages out."""
+    return _rounding_of_factor(parameter) + 2 * torch.finfo(parameter.dtype).eps / math.sqrt(max(1, parameter.numel()))
+
+
+def _rounding_of_projection(parameter: torch.Tensor) -> float:
+    """Relative to the norm."""
+    return _rounding_of_factor(parameter) + 2 * torch.finfo(parameter.dtype).eps
+
+
+def _rounding_of_factor(parameter: torch.Tensor) -> float:
+    return 1e-10 if parameter.dtype == torch.float64 else 1e-5
 
 
 def require_gradients(used: Used, slots: Sequence[Slot], rank: int) -> None:

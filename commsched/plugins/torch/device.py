@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -21,8 +22,8 @@ _CLOSE_SECONDS = 5.0
 class Device(Protocol):
     """Where the parameters of one exchange, their gradients and the flat buffers lie."""
 
-    def bytes_of(self, flat: torch.Tensor) -> Any:
-        """``flat``, a new tensor of uint8, as the buffer to register."""
+    def allocate(self, nbytes: int) -> tuple[torch.Tensor, Any]:
+        """Zeros, as a tensor of uint8 and as the buffer to register."""
         ...
 
     def when_written(self, notify: Callable[[], None]) -> None:
@@ -53,8 +54,10 @@ class Device(Protocol):
 class Host:
     """The CPU: what was given to do is done."""
 
-    def bytes_of(self, flat: torch.Tensor) -> memoryview:
-        return flat.numpy().data
+    def allocate(self, nbytes: int) -> tuple[torch.Tensor, memoryview]:
+        # Not by torch: share_memory() on a gradient would free what it moves, while averages are written there.
+        memory = np.zeros(nbytes, np.uint8)
+        return torch.from_numpy(memory), memory.data
 
     def when_written(self, notify: Callable[[], None]) -> None:
         notify()
@@ -95,9 +98,10 @@ class Cuda:
         self._watcher = EventWatcher("commsched-gradients")
         session.cleanup.callback(self.close)
 
-    def bytes_of(self, flat: torch.Tensor) -> torch.Tensor:
+    def allocate(self, nbytes: int) -> tuple[torch.Tensor, torch.Tensor]:
+        flat = torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
         torch.cuda.current_stream(self._device).synchronize()  # it is zeroed, whichever stream writes to it next
-        return flat
+        return flat, flat
 
     def when_written(self, notify: Callable[[], None]) -> None:
         if torch.cuda.is_current_stream_capturing():

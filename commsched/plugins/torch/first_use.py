@@ -8,7 +8,6 @@ from contextlib import contextmanager
 
 from .device import Device
 from .guard import guard, release
-from .plain import require_no_ddp_forward
 from .slot import Slot
 
 _local = threading.local()
@@ -39,7 +38,6 @@ class FirstUse:
         def record() -> None:
             if getattr(_local, "is_no_use", False):
                 return
-            require_no_ddp_forward()
             release(slot.parameter)
             self._device.read()
             self._order.append(slot.flag)

@@ -29,10 +29,13 @@ class Kept:
 
     committed: float  # called step()
     unfrozen: float
+    own_changed: float  # have changed gradients that were their own sums
     share: list[float]  # by flag: have a gradient of it still
     changed: list[float]  # by flag: have something else than what they handed over or its average
     norm: list[float]  # by flag: the mean of the ranks' norms of what they have read or changed; NaN: some have not
+    projection: list[float]  # likewise, of the projections of it
     own_norm: Sequence[float]  # by flag: this rank's
+    own_projection: Sequence[float]
 
 
 class Flags:
@@ -48,11 +51,11 @@ class Flags:
             session, device, [TensorSpec("commsched.used", (2 + parameters,), "float32")]
         )
         (self._kept,), self._kept_group = register_flat(
-            session, device, [TensorSpec("commsched.kept", (2 + 3 * parameters,), "float64")]
+            session, device, [TensorSpec("commsched.kept", (3 + 4 * parameters,), "float64")]
         )  # float64, which no wire dtype narrows: norms are compared
         self._all_used: Used | None = None  # of this round, once read
         self._all_kept: Kept | None = None
-        self._own_norm: Sequence[float] = ()
+        self._own: tuple[Sequence[float], Sequence[float]] = (), ()  # norms and projections
 
     def begin_step(self) -> None:
         self._used_group.begin_step()
@@ -72,12 +75,20 @@ class Flags:
         self._used_group.notify_ready(0)
 
     def offer_kept(
-        self, committed: bool, unfrozen: bool, kept: Sequence[bool], changed: Sequence[bool], norm: Sequence[float]
+        self,
+        committed: bool,
+        unfrozen: bool,
+        own_changed: bool,
+        kept: Sequence[bool],
+        changed: Sequence[bool],
+        norm: Sequence[float],
+        projection: Sequence[float],
     ) -> None:
         self._all_kept = None
-        self._own_norm = norm
+        self._own = norm, projection
+        numbers = [committed, unfrozen, own_changed, *kept, *changed, *norm, *projection]
         with self._device.aside():
-            self._kept.copy_(torch.tensor([committed, unfrozen, *kept, *changed, *norm], dtype=torch.float64))
+            self._kept.copy_(torch.tensor(numbers, dtype=torch.float64))
         self._kept_group.notify_ready(0)
 
     def are_there(self) -> bool:
@@ -97,7 +108,8 @@ class Flags:
         if self._all_kept is None:
             self._kept_group.proxies[0].wait()
             with self._device.aside():
-                committed, unfrozen, *shares = self._kept.tolist()
-            share, changed, norm = (shares[part * len(shares) // 3 : (part + 1) * len(shares) // 3] for part in range(3))
-            self._all_kept = Kept(committed, unfrozen, share, changed, norm, self._own_norm)
+                committed, unfrozen, own_changed, *shares = self._kept.tolist()
+            parts = (shares[part * len(shares) // 4 : (part + 1) * len(shares) // 4] for part in range(4))
+            share, changed, norm, projection = parts
+            self._all_kept = Kept(committed, unfrozen, own_changed, share, changed, norm, projection, *self._own)
         return self._all_kept

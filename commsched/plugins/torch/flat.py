@@ -39,11 +39,10 @@ def register_flat(
         ManifestMismatch: ranks disagree about the tensors.
     """
     manifest = Manifest(tuple(specs))
-    flat = {
-        dtype: torch.zeros(nbytes, dtype=torch.uint8, device=session.device) for dtype, nbytes in manifest.buffer_bytes.items()
-    }
+    flat = {dtype: device.allocate(nbytes) for dtype, nbytes in manifest.buffer_bytes.items()}
     views = []
     for tensor, spec in enumerate(manifest.tensors):
         start = manifest.offset(tensor) // ITEMSIZE[spec.dtype]
-        views.append(flat[spec.dtype].view(getattr(torch, spec.dtype))[start : start + spec.numel].view(spec.shape))
-    return views, session.register(manifest, {dtype: device.bytes_of(buffer) for dtype, buffer in flat.items()})
+        values, _ = flat[spec.dtype]
+        views.append(values.view(getattr(torch, spec.dtype))[start : start + spec.numel].view(spec.shape))
+    return views, session.register(manifest, {dtype: buffer for dtype, (_, buffer) in flat.items()})

@@ -79,28 +79,35 @@ def broadcast_optimizer(session: commsched.Session, optimizer: torch.optim.Optim
 
 
 def _options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    def plain(value: Any) -> Any:
-        return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
-
     return [
         {
             "parameters": len(group["params"]),
-            "options": {
-                key: plain(value)
-                for key, value in group.items()
-                if isinstance(plain(value), _SCALARS)
-                or (isinstance(value, tuple | list) and all(isinstance(item, _SCALARS) for item in value))
-            },
+            "options": {key: _plain(value) for key, value in group.items() if _is_plain(value)},
         }
         for group in optimizer.param_groups
     ]
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether it can travel as JSON: a number or the like, a tensor of one, or a tuple or list of such."""
+    if isinstance(value, tuple | list):
+        return all(map(_is_plain, value))
+    return isinstance(value, _SCALARS) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple | list):
+        return [_plain(item) for item in value]
+    return value.item() if isinstance(value, torch.Tensor) else value
 
 
 def _like(old: Any, new: Any) -> Any:
     """JSON knows neither tuples nor tensors: ``new`` in the form that ``old`` has."""
     if isinstance(old, torch.Tensor):
         return torch.full_like(old, new)
-    return tuple(new) if isinstance(old, tuple) else new
+    if isinstance(old, tuple | list) and isinstance(new, list):
+        return type(old)(map(_like, old, new) if len(old) == len(new) else new)
+    return new
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
@@ -108,13 +115,16 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
 
 
 def _describe_state(optimizer: torch.optim.Optimizer) -> list[list[Any]]:
-    """One entry for each value: parameter index, key, and a tensor's shape, dtype and whether it lies beside the parameter."""
+    """One entry for each value: parameter index, key, and a tensor's shape, dtype, strides (None: those of the parameter, which
+    has its shape) and whether it lies beside the parameter."""
     described: list[list[Any]] = []
     for index, parameter in enumerate(_parameters(optimizer)):
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, torch.Tensor):
                 shape, dtype = list(value.shape), str(value.dtype).removeprefix("torch.")
-                described.append([index, key, "tensor", shape, dtype, value.device == parameter.device])
+                alike = value.shape == parameter.shape and value.stride() == parameter.stride()
+                strides = None if alike else list(torch.empty_like(value, device="meta").stride())
+                described.append([index, key, "tensor", shape, dtype, strides, value.device == parameter.device])
             elif isinstance(value, _SCALARS):
                 described.append([index, key, "plain", value])
             else:
@@ -135,10 +145,14 @@ def _adopt_state(optimizer: torch.optim.Optimizer, described: list[list[Any]], i
         if kind == "plain":
             state[key] = rest[0]
             continue
-        shape, dtype, beside = rest
+        shape, dtype, strides, beside = rest
         if not is_root:
-            device = parameters[index].device if beside else "cpu"
-            state[key] = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
+            device = parameters[index].device if beside else torch.device("cpu")
+            options: Any = {"dtype": getattr(torch, dtype), "device": device}
+            if strides is None:
+                state[key] = torch.empty_like(parameters[index], requires_grad=False, **options)
+            else:
+                state[key] = torch.empty_strided(shape, strides, **options)
         tensors.append(state[key].detach())
     return tensors
 

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from ...core.errors import UnsupportedError
 
@@ -20,18 +19,6 @@ def updates_each_parameter_alone(optimizer: torch.optim.Optimizer) -> bool:
     return f"{type(optimizer).__module__}.".startswith("torch.optim.")
 
 
-def runs_only_torch(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether ``optimizer.step()`` is torch's own code and nothing else: no hook or wrapper, which might read the model."""
-    return (
-        type(optimizer).__module__.startswith("torch.optim.")
-        and "step" not in vars(optimizer)
-        and not optimizer._optimizer_step_pre_hooks
-        and not optimizer._optimizer_step_post_hooks
-        and not _global_optimizer_pre_hooks
-        and not _global_optimizer_post_hooks
-    )
-
-
 def require_supported(optimizer: torch.optim.Optimizer) -> None:
     """
     Raises:
@@ -42,11 +29,16 @@ def require_supported(optimizer: torch.optim.Optimizer) -> None:
 
 
 def snapshot(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """The hyper-parameters of every group, as they are now; a learning rate that is a tensor is copied."""
-    return [
-        {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in group.items() if key != "params"}
-        for group in optimizer.param_groups
-    ]
+    """The hyper-parameters of every group, as they are now; those that are tensors are copied."""
+    return [{key: _copy(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    if type(value) in (tuple, list):
+        return type(value)(_copy(item) for item in value)
+    return {key: _copy(item) for key, item in value.items()} if type(value) is dict else value
 
 
 def step_some(

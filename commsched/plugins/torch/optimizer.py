@@ -8,7 +8,7 @@ import operator
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from time import monotonic
@@ -27,8 +27,12 @@ from .exchange import GradientExchange
 from .guard import guard, own_class, release, unguarded
 from .initial_state import broadcast_model, broadcast_optimizer, broadcast_parameters, require_same_group
 from .layer_spans import trace_forward
-from .narrow import require_supported, runs_only_torch, snapshot, step_some, updates_each_parameter_alone
+from .lent import Lent, lend, take_back
+from .mean_loss import mean_loss
+from .narrow import require_supported, snapshot, step_some, updates_each_parameter_alone
+from .own_hooks import runs_only_torch, with_own_hooks, without_hooks
 from .plain import require_plain
+from .shared_memory import find_overlap
 from .slot import Slot
 from .sparse import sparse_weights
 
@@ -55,7 +59,8 @@ class ScheduledOptimizer(Optimizer):
         model: the model whose parameters it updates; its object, keys and hooks stay as they are.
         session: a session other than that of ``commsched.init()``.
         per_parameter: whether ``optimizer`` treats each parameter independently of the others, so that it may be called for
-            some of them. None: yes for the optimizers of ``torch.optim``. If not, ``step()`` waits for all averages.
+            some of them. None: yes for the optimizers of ``torch.optim``, as long as they have no hooks and nothing around
+            their ``step()``. If not, ``step()`` waits for all averages.
 
     Raises:
         UnsupportedError: the optimizer, the model or a parameter's type or device is not supported; says which.
@@ -90,6 +95,7 @@ class ScheduledOptimizer(Optimizer):
         require_plain(model, parameters)
         self._session = session
         self._per_parameter = updates_each_parameter_alone(optimizer) if per_parameter is None else per_parameter
+        self._hooks_per_update = per_parameter is True  # hooks of the user's optimizer are called for some parameters, too
         self._why_step_waits: str | None = None  # for all updates, as a clause; None: it leaves them outstanding
         if not self._per_parameter:
             self._step_must_wait(f"{type(optimizer).__name__} may use all gradients at once")
@@ -97,11 +103,12 @@ class ScheduledOptimizer(Optimizer):
             self._step_must_wait("TorchScript reads parameters without waiting for their update")
         self._model = model
         slots = _make_slots(optimizer.param_groups, model)
+        self._look_for_shared_memory(slots)
         self._note_parameters()
         self._exchange = GradientExchange(session, model, slots, self.synchronize)
         broadcast_model(session, model, {slot.name: slot.parameter for slot in slots})
         broadcast_optimizer(session, optimizer)
-        self._exchange.record_first_use()
+        self._exchange.places.record_first_use()
         compiled.watch(self._before_compiling)
         if compiled.was_seen():
             self._before_compiling()
@@ -117,7 +124,7 @@ class ScheduledOptimizer(Optimizer):
     # --- the training loop ---
 
     @_disable_dynamo
-    @Optimizer.profile_hook_step
+    @with_own_hooks
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Commit to the update of every parameter, with the hyper-parameters of now. Does not wait for averages; for the
         other ranks' backward only while there are unfrozen parameters that had no gradient yet.
@@ -129,6 +136,9 @@ class ScheduledOptimizer(Optimizer):
         exchange = self._exchange
         if exchange is None:
             return self.optimizer.step(closure) if closure is not None else self.optimizer.step()
+        self._look_for_hooks()
+        if closure is not None and not self._per_parameter:
+            return self._step_with(closure, exchange)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -139,7 +149,7 @@ class ScheduledOptimizer(Optimizer):
             self._hyper_parameters = snapshot(self.optimizer)
             # A learning-rate scheduler made before this class was wrapped around asks whether step() was called.
             self.optimizer._opt_called = True  # type: ignore[attr-defined]
-            for slot in exchange.slots:
+            for slot in exchange.places.slots:
                 self._await_update(slot)
             self._look_for_unseen_readers(exchange)
             if self._why_step_waits is not None:
@@ -149,24 +159,59 @@ class ScheduledOptimizer(Optimizer):
             exchange.barrier.step_ended()
         return loss
 
+    def _step_with(self, closure: Callable[[], Any], exchange: GradientExchange) -> Any:
+        """The user's optimizer calls ``closure`` when and as often as it likes. Each call ends with averages in ``.grad``, and
+        gives the mean of the ranks' losses, on which it may decide."""
+        lent: list[Lent] = []
+        raised: list[BaseException] = []  # by the closure, and not by the optimizer
+
+        def averaged() -> Any:
+            take_back(lent, deferred=False)
+            lent.clear()
+            try:
+                with torch.enable_grad():
+                    loss = closure()
+                with self._lock:
+                    self._require_known_parameters()
+                    exchange.commit()
+                    with exchange.barrier.waiting(f"{type(self.optimizer).__name__} calls its closure"):
+                        exchange.wait_for_all()
+                    lent.extend(lend(exchange.kept_by_any_rank(exchange.places.slots)))
+                return mean_loss(self._session, loss)
+            except BaseException as error:
+                raised.append(error)
+                raise
+
+        self.synchronize()
+        try:
+            return self.optimizer.step(averaged)
+        except BaseException as error:
+            if error not in raised:
+                self._report_half_update(error)
+            raise
+        finally:
+            take_back(lent, deferred=False)
+            exchange.barrier.step_ended()
+
     @_disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch. Never waits: what an outstanding update needs is kept until it is in place."""
         if self._exchange is None:
             self.optimizer.zero_grad(set_to_none=set_to_none)
             return
-        with unguarded():
-            for group in self.optimizer.param_groups:
-                for parameter in group["params"]:
-                    if (gradient := parameter.grad) is not None:
-                        parameter.grad = None if set_to_none else torch.zeros_like(gradient)
+        for slot in self._exchange.places.all:
+            if set_to_none:
+                slot.parameter.grad = None
+            else:
+                slot.zero()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backward passes within accumulate gradients on this rank only; the first one after it averages the sum.
 
         Without it, gradients accumulate just as well, but those of every backward travel. What is read, and clipped, before
-        that first one are this rank's own sums: clip after it.
+        that first one are this rank's own sums: clip after it. ``step()`` averages what the last backward has left within, but
+        not if it was changed since: then it ends in an UnsupportedError.
         """
         exchange = self._exchange
         if exchange is None:
@@ -196,6 +241,25 @@ class ScheduledOptimizer(Optimizer):
             self._why_step_waits = why
             if self._session.rank == 0:
                 log.info("%s: step() waits for all averages from now on", why)
+
+    def _look_for_shared_memory(self, slots: Sequence[Slot]) -> None:
+        """The reader of one parameter does not ask for the update of another that lies in the same memory."""
+        named = {slot.name: slot.parameter for slot in slots}
+        with unguarded():
+            overlap = find_overlap(
+                {**dict(self._model.named_parameters()), **dict(self._model.named_buffers()), **named},
+                {id(slot.parameter) for slot in slots},
+            )
+        if overlap is not None:
+            self._per_parameter = False  # and the user's optimizer knows the order in which they are updated
+            self._step_must_wait(f"'{overlap[0]}' and '{overlap[1]}' lie in the same memory")
+
+    def _look_for_hooks(self) -> None:
+        """Hooks and wrappers of the user's optimizer are to run once per step, and may use all gradients."""
+        if self._per_parameter and not self._hooks_per_update and not runs_only_torch(self.optimizer):
+            self.synchronize()  # what was left outstanding while there was nothing of that kind
+            self._per_parameter = False
+            self._step_must_wait(f"{type(self.optimizer).__name__} has hooks, or something around its step()")
 
     def _before_compiling(self) -> None:
         if self._exchange is None or self._session.closed:
@@ -281,35 +345,34 @@ class ScheduledOptimizer(Optimizer):
 
     def _update(self, slots: list[Slot]) -> None:
         began = monotonic()
-        with unguarded():
-            gradients = [slot.parameter.grad for slot in slots]
-            for slot in slots:
-                slot.parameter.grad = slot.gradient
-        # Torch's own code reads nothing but what is being updated here, so that no guard need be asked each time.
-        plain = runs_only_torch(self.optimizer) and all(own_class(slot.parameter) is torch.nn.Parameter for slot in slots)
+        lent: list[Lent] = []
         try:
+            lent = lend(slots)
             if self._per_parameter:
-                with unguarded() if plain else nullcontext():
-                    step_some(self.optimizer, self._hyper_parameters, [(slot.param_group, slot.parameter) for slot in slots])
+                with nullcontext() if self._hooks_per_update else without_hooks(self.optimizer):
+                    self._step_some(slots)
             else:
                 self.optimizer.step()  # within step(): nothing has changed since, and its groups may keep counters
         except BaseException as error:
-            # Half an update: no rank may go on from here as if nothing were.
-            self._session.report(
-                TransportError(f"rank {self._session.rank}: the optimizer raised {type(error).__name__}: {error}")
-            )
+            self._report_half_update(error)
             raise
         finally:
-            with unguarded():
-                for slot, gradient in zip(slots, gradients):
-                    # A gradient that is not the view was put there by zero_grad() after step(): it stays as the user left it.
-                    # None is also what a rank has that did not use the parameter, and then the user expects to find none.
-                    slot.parameter.grad = gradient
+            take_back(lent, deferred=self._per_parameter)
         if self._session.observer is not None:
             names = (
                 slots[0].name if len(slots) == 1 else f"{len(slots)} parameters" + (f" from {slots[0].name}" if slots else "")
             )
             self._session.observer.on_span("update", names, began, monotonic())
+
+    def _step_some(self, slots: Sequence[Slot]) -> None:
+        # Torch's own code reads nothing but what is being updated here, so that no guard need be asked each time.
+        plain = runs_only_torch(self.optimizer) and all(own_class(slot.parameter) is torch.nn.Parameter for slot in slots)
+        with unguarded() if plain else nullcontext():
+            step_some(self.optimizer, self._hyper_parameters, [(slot.param_group, slot.parameter) for slot in slots])
+
+    def _report_half_update(self, error: BaseException) -> None:
+        """No rank may go on from there as if nothing were."""
+        self._session.report(TransportError(f"rank {self._session.rank}: the optimizer raised {type(error).__name__}: {error}"))
 
     def _note_parameters(self) -> None:
         self._parameters = [list(group["params"]) for group in self.optimizer.param_groups]
@@ -384,6 +447,7 @@ class ScheduledOptimizer(Optimizer):
             first = len(self.optimizer.param_groups) - 1
             require_same_group(self._session, self.optimizer, first)
             slots = _make_slots(self.optimizer.param_groups[first:], self._model, first)
+            self._look_for_shared_memory([*exchange.places.all, *slots])
             exchange.add(slots)
             broadcast_parameters(self._session, {slot.name: slot.parameter for slot in slots})
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable
+import sys
+from collections.abc import Container, Iterable
+from typing import Any
 
 import torch
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ...core.errors import UnsupportedError
@@ -22,7 +25,7 @@ def require_plain(model: torch.nn.Module, parameters: Iterable[torch.Tensor]) ->
         UnsupportedError: something else averages the gradients already, or parameters are parts, or without a shape yet.
     """
     for name, module in model.named_modules():
-        if isinstance(module, DistributedDataParallel | DataParallel):
+        if isinstance(module, (DataParallel, *_wrappers())):
             where = f"module '{name}'" if name else "the model"
             raise UnsupportedError(
                 f"{where} is wrapped in {type(module).__name__}; give the model itself, which is not wrapped"
@@ -33,22 +36,40 @@ def require_plain(model: torch.nn.Module, parameters: Iterable[torch.Tensor]) ->
         if type(parameter).__name__ == "DTensor":
             raise UnsupportedError(f"parameter '{name}' is a DTensor (FSDP, tensor parallelism); each rank must have all of it")
     ours = {id(parameter) for parameter in parameters}
-    if _has_ddp(ours):
+    if _find_wrapper(ours):
         gc.collect()  # one that is gone lives on until then
-        if _has_ddp(ours):
-            raise UnsupportedError(f"the model is wrapped in DistributedDataParallel, which averages too: {_KEEP_DDP}")
+        if wrapper := _find_wrapper(ours):
+            raise UnsupportedError(f"the model is wrapped in {wrapper}, which averages too: {_KEEP_DDP}")
 
 
-def _has_ddp(ours: set[int]) -> bool:
-    """DDP reads gradients in C++, where no guard is seen, and its model does not know of it; but the collector does."""
-    wrapped = [each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel)]
-    return any(id(parameter) in ours for each in wrapped for parameter in each.parameters())
+def _wrappers() -> tuple[type[torch.nn.Module], ...]:
+    """Classes of modules that average gradients. What nobody has imported takes long to import, and wraps nothing."""
+    fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
+    return (DistributedDataParallel, fsdp) if fsdp is not None else (DistributedDataParallel,)
 
 
-def require_no_ddp_forward() -> None:
+def _find_wrapper(ours: set[int]) -> str | None:
+    """DDP reads gradients in C++, where no guard is seen, and its model does not know of it; but an object refers to its class,
+    and the collector finds who refers to what in a fraction of the time that a look at all objects takes."""
+    classes = [*_wrappers()]
+    for each in classes:  # which grows meanwhile
+        classes += each.__subclasses__()
+    # Those that are made, as modules at least; their own parameters() may do more than to list them.
+    made = [each for each in gc.get_referrers(*classes) if type(each) in classes and "_modules" in vars(each)]
+    parameters = torch.nn.Module.named_parameters
+    return next((type(each).__name__ for each in made if any(id(one) in ours for _, one in parameters(each))), None)
+
+
+def refuse_wrapping(ours: Container[int]) -> None:
+    """From now on, what would average the gradients of parameters with these ids too cannot be put around a module of theirs.
+
+    ``ours`` may change. It is for the whole process, and costs nothing but when modules are put together.
     """
-    Raises:
-        UnsupportedError: DistributedDataParallel calls the model right now.
-    """
-    if getattr(DistributedDataParallel, "_active_ddp_module", None) is not None:
-        raise UnsupportedError(f"the model is trained through DistributedDataParallel, which averages too: {_KEEP_DDP}")
+
+    def refuse(wrapper: torch.nn.Module, _: str, module: Any) -> None:
+        if isinstance(wrapper, _wrappers()) and any(id(parameter) in ours for parameter in module.parameters()):
+            raise UnsupportedError(
+                f"{type(wrapper).__name__} is put around a model whose gradients a ScheduledOptimizer averages: {_KEEP_DDP}"
+            )
+
+    register_module_module_registration_hook(refuse)

@@ -17,7 +17,7 @@ from ...core.manifest import TensorSpec
 from ...core.proxy import DependencyProxy
 from .device import Device
 from .flat import register_flat, spec_of
-from .guard import address, unguarded
+from .guard import address, release, unguarded
 from .sparse import Rows
 
 log = logging.getLogger("commsched")
@@ -41,6 +41,7 @@ class Slot:
         "has_gradient",
         "is_sparse",
         "left",
+        "made",
         "name",
         "notify_ready",
         "param_group",
@@ -50,6 +51,7 @@ class Slot:
         "ready",
         "references",
         "rows",
+        "users",
         "version",
         "view",
         "was_read",
@@ -67,7 +69,9 @@ class Slot:
         self.address = 0  # of the view
         self.gradient: torch.Tensor = parameter  # until there is one
         self.references = 0  # to ``gradient``, if this object is the only one that has it
-        self.left: torch.Tensor | None = None  # guarded: there when backward began the round, and not handed over yet
+        self.left: torch.Tensor | None = None  # guarded: takes part in the open round, and is not handed over yet
+        self.made: torch.Tensor | None = None  # by backward, within no_sync()
+        self.users: torch.Tensor | None = None  # what was in ``.grad`` when backward came to add to it
         self.rows: Rows | None = None  # beside the view of a sparse gradient
         self.filled = True  # a sparse ``gradient`` holds the average
         self.version = 0  # of ``gradient`` when it was handed over: in-place operations of the user count on
@@ -113,10 +117,27 @@ class Slot:
     def require_in_buffer(self) -> None:
         """
         Raises:
-            UnsupportedError: the user has given the gradient other memory.
+            UnsupportedError: the user has given the gradient other memory, or moved that of all.
         """
-        if self.rows is None and address(self.gradient) != self.address:
-            raise UnsupportedError(f"the memory of '{self.name}'.grad was replaced through .data; assign to .grad instead")
+        if self.rows is not None or address(self.gradient) == self.address:
+            return
+        if self.parameter.grad is self.gradient or self.view.data_ptr() != self.address:
+            raise UnsupportedError(
+                f"the memory of '{self.name}'.grad was replaced through .data: assign to .grad instead; if it was model.to(), "
+                "float(), share_memory() or the like, call zero_grad() before that"
+            )
+        self.gradient = self.view.detach()  # what was replaced is not used any more
+
+    def require_own_memory(self, gradient: torch.Tensor) -> None:
+        """
+        Raises:
+            UnsupportedError: ``gradient``, which the user has put into ``.grad``, is a part of a larger tensor.
+        """
+        if gradient.layout == torch.strided and gradient.untyped_storage().nbytes() > gradient.nbytes:
+            raise UnsupportedError(
+                f"'{self.name}'.grad is a view of a larger tensor, a flat buffer of gradients, say: it is averaged elsewhere, "
+                "so what is done to that tensor would not reach it; give each parameter a gradient of its own, or zero_grad()"
+            )
 
     def is_changed(self) -> bool:
         """Whether the user has changed, replaced or dropped ``.grad`` since it was handed over."""
@@ -145,10 +166,33 @@ class Slot:
         self.parameter.grad = self.gradient
 
     @torch.no_grad()
+    def zero(self) -> None:
+        """Zeros in ``.grad``, in the object that the user knows; what is outstanding keeps its values in another."""
+        gradient = self.parameter.grad
+        if gradient is None:
+            return
+        with unguarded():
+            if self.rows is not None:
+                self.parameter.grad = torch.zeros_like(gradient)
+            elif self.proxies and gradient is self.gradient:
+                release(gradient)
+                gradient.data = torch.zeros_like(self.view)
+                self.gradient = self.view.detach()
+            else:
+                gradient.detach_().zero_()
+
+    @torch.no_grad()
     def put_zeros(self) -> None:
         """This rank has no gradient. Not for sparse ones."""
         self._keep_what_is_held()
         self.view.zero_()
+
+    def release_left(self) -> torch.Tensor | None:
+        """Nobody waits any more who reads the gradient that was to be handed over later; which that was."""
+        left, self.left = self.left, None
+        if left is not None:
+            release(left)
+        return left
 
     def own_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
         """Put a copy of ``gradient`` into ``.grad``: it was set by hand, so other parameters may have the same object."""

@@ -282,7 +282,7 @@ def measured(tmp_path, *argv):
 
 
 def test_a_real_model_on_loopback_over_several_transports(tmp_path):
-    rows = measured(tmp_path, "--real", "--model", "uniform", "--systems", "ddp,commsched:ps,commsched:gloo+rsag")
+    rows = measured(tmp_path, "--real", "--model", "resnet50", "--systems", "ddp,commsched:ps,commsched:gloo+rsag")
     assert [(row["system"], row["transport"], row["lane"], row["emulated"]) for row in rows] == [
         ("ddp", "gloo", None, False),
         ("commsched:ps", "ps", "tcp", False),

@@ -1,6 +1,6 @@
 import pytest
 
-from bench.layer_times import LayerTimes
+from bench.layers import LayerTimes
 from bench.train.message_cost import MessageCost
 from bench.train.partition_choice import LEAST_BYTES, MOST_BYTES, choose
 

@@ -2,7 +2,7 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from bench.layer_times import LayerTimes
+from bench.layers import LayerTimes
 from bench.systems import Setup
 from bench.train.network import Network
 from bench.train.rows import Header, disturbed, make_rows, wrong

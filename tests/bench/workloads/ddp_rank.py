@@ -16,7 +16,6 @@ from tests.bench.workloads.training import make_optimizer, train_rank, weights
 def main() -> None:
     out, *names = sys.argv[1:]
     rank, world_size = int(os.environ["COMMSCHED_RANK"]), int(os.environ["COMMSCHED_WORLD_SIZE"])
-    torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # else it looks the host name up
     dist.init_process_group("gloo", init_method=f"file://{out}.store", rank=rank, world_size=world_size)
     for name in names:

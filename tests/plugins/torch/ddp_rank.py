@@ -56,7 +56,6 @@ def train_unevenly(hooked: bool, rank: int) -> dict[str, Any]:
 
 def main() -> None:
     world = detect_world(os.environ)
-    torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # else it looks the host name up
     dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=world.rank, world_size=world.world_size)
     plain, ours = train_unevenly(False, world.rank), train_unevenly(True, world.rank)

@@ -65,7 +65,6 @@ def in_a_child(act: Callable[[], object]) -> str:
 
 
 def main() -> None:
-    torch.set_num_threads(1)
     session = commsched.init()
     model, out = mlp(), sys.argv[1]
     optimizer: Any = ScheduledOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), model)

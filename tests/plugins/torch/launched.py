@@ -12,7 +12,6 @@ from tests.jobs.rank import say
 
 
 def main() -> None:
-    torch.set_num_threads(1)
     session = commsched.init()
     torch.manual_seed(session.rank)
     model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))

@@ -1,12 +1,14 @@
-"""One rank of trainings in a real job: rank.py SYSTEM[,SYSTEM] TASK OUT. Saves its weights as OUT.<system>.<rank>.
+"""One rank of trainings in a real job, one after the other: rank.py OUT CASE .... Saves its weights as OUT.<case>.<rank>.
 
-SYSTEM is ``commsched``, ``plain`` (no wrapping at all), or ``ddp`` (torch's DistributedDataParallel over gloo, which meets in
-the file OUT.store). Or by ``bench.job``, which saves them as OUT.<rank>.
+A CASE is JSON: [SYSTEM, task, settings]. SYSTEM is ``commsched``, in a session of its own with these settings; ``plain`` (no
+wrapping at all); or ``ddp`` (torch's DistributedDataParallel over gloo, which meets in the file OUT.store). Cases are counted
+from 0. Or by ``bench.job``, which saves them as OUT.<rank>.
 """
 
 from __future__ import annotations
 
 import copy
+import json
 import os
 import sys
 from typing import Any
@@ -32,13 +34,14 @@ TASKS = {**MODELS, "MLP": MLP, "BatchNorm": Task(batch_norm, numbers(1, 6, 6))}
 
 
 def main() -> None:
-    systems, name, out = sys.argv[1:]
-    torch.set_num_threads(1)
+    out, *cases = sys.argv[1:]
     world = detect_world(os.environ)
-    for system in systems.split(","):
-        weights = train(system, name, world.rank, world.world_size, store=f"{out}.store")
-        torch.save(weights, f"{out}.{system}.{world.rank}")
-    commsched.shutdown()
+    for number, (system, task, settings) in enumerate(map(json.loads, cases)):
+        if system == "commsched":
+            commsched.init(rendezvous=f"{out}.{number}.json", **settings)
+        weights = train(system, task, world.rank, world.world_size, store=f"{out}.store")
+        torch.save(weights, f"{out}.{number}.{world.rank}")
+        commsched.shutdown()
     if dist.is_initialized():
         dist.barrier()
         os._exit(0)  # gloo's threads now and then keep the interpreter from ending
@@ -46,7 +49,6 @@ def main() -> None:
 
 def rank_main(session: Session, arguments: dict[str, Any]) -> None:
     """What ``bench.job`` calls; ``arguments`` are the task and where to save."""
-    torch.set_num_threads(1)
     weights = train("commsched", arguments["task"], session.rank, session.world_size)
     torch.save(weights, f"{arguments['out']}.{session.rank}")
 

@@ -313,7 +313,7 @@ def test_losses_over_disjoint_parameters_travel_once() -> None:
             data.loss(model.left, step).backward()
             data.loss(model.right, step).backward()
             optimizer.step()
-        step_of_the_network: int = optimizer._exchange._groups[0].step
+        step_of_the_network: int = optimizer._exchange.places.groups[0].step
         return step_of_the_network
 
     assert run(loop, model=chain) == [2, 2]

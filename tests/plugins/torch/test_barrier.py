@@ -253,7 +253,7 @@ def test_with_clipping_averages_are_made_during_backward_and_updates_wait_for_th
         updates: list[int] = []
         plain = torch.optim.SGD(model.parameters(), lr=0.1)
         plain.register_step_pre_hook(lambda *_: updates.append(len(plain.param_groups[0]["params"])))
-        optimizer = ScheduledOptimizer(plain, model, session=session)
+        optimizer = ScheduledOptimizer(plain, model, session=session, per_parameter=True)
         watch = Watch(session)
 
         def average_of_the_last_layer() -> None:

@@ -15,7 +15,7 @@ from commsched import Session
 from commsched.core.errors import ClosedError, ConfigError, UnsupportedError
 from commsched.core.event_watcher import EventWatcher
 from commsched.local import local_sessions
-from commsched.plugins.torch import ScheduledOptimizer, exchange
+from commsched.plugins.torch import ScheduledOptimizer, places
 from commsched.plugins.torch import device as device_module
 from commsched.plugins.torch.device import Cuda, Host, device_of, init_for, open_device
 from commsched.testing.world import run_world
@@ -278,7 +278,7 @@ def test_gradients_that_are_reported_later_change_nothing(
         devices.append(LateHost())
         return devices[-1]
 
-    monkeypatch.setattr(exchange, "open_device", open_late)
+    monkeypatch.setattr(places, "open_device", open_late)
     by_rank = train_scheduled(MLP, OPTIMIZERS[name], 2, delay_seconds=delay_seconds)
     require_equal(by_rank, train_alone(MLP, OPTIMIZERS[name], 2), MLP.tolerance)
     assert [device.reported > 0 for device in devices] == [True, True]
@@ -294,7 +294,7 @@ def test_the_optimizer_is_detached_after_its_session_has_ended(monkeypatch: pyte
         session.cleanup.callback(device.close)
         return device
 
-    monkeypatch.setattr(exchange, "open_device", open_late)
+    monkeypatch.setattr(places, "open_device", open_late)
 
     def run(session: Session) -> None:
         model = torch.nn.Linear(4, 2)

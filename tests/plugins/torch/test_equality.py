@@ -189,8 +189,8 @@ def test_policy_and_partition_change_nothing_bitwise() -> None:
 
 
 def test_changes_of_configuration_while_training_change_nothing_bitwise() -> None:
-    def wrap(plain: optim.Optimizer, model: nn.Module, *, session: Any) -> ScheduledOptimizer:
-        optimizer = ScheduledOptimizer(plain, model, session=session)
+    def wrap(plain: optim.Optimizer, model: nn.Module, *, session: Any, **options: Any) -> ScheduledOptimizer:
+        optimizer = ScheduledOptimizer(plain, model, session=session, **options)
         if session.rank == 0:
             sizes = iter([64, 5000, 200, 100, 1000] * 10)
             optimizer.register_step_post_hook(

@@ -23,9 +23,10 @@ from commsched.core.manifest import Manifest
 from commsched.core.ports import Completion, Transport
 from commsched.core.proxy import DependencyProxy
 from commsched.core.task import CommTask
-from commsched.plugins.torch import ScheduledOptimizer, exchange, first_use, guard, narrow, optimizer
+from commsched.plugins.torch import ScheduledOptimizer, exchange, first_use, guard, narrow, optimizer, places, rounds
 from commsched.plugins.torch.exchange import GradientExchange
 from commsched.plugins.torch.flags import Flags
+from commsched.plugins.torch.rounds import Round
 from commsched.testing.fakes import Delayed
 
 from . import test_accumulation, test_late_parameters, test_several_optimizers
@@ -34,6 +35,7 @@ from .loops import (
     test_ends,
     test_gradients,
     test_hyper_parameters,
+    test_no_sync,
     test_optimizers,
     test_overlap,
     test_parameters,
@@ -72,20 +74,23 @@ def nothing(*_: Any, **__: Any) -> None:
     pass
 
 
-def without(name: str, instead: Callable[..., Any] = nothing) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """A wrapper of a method during which ``self.name`` does ``instead``."""
+def without(
+    name: str, instead: Callable[..., Any] = nothing, *, of: str = ""
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """A wrapper of a method during which ``self.name``, or ``self.of.name``, does ``instead``."""
 
     def wrapper(method: Callable[..., Any]) -> Callable[..., Any]:
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            before = self.__dict__.get(name)
-            setattr(self, name, instead)
+            owner = getattr(self, of) if of else self
+            before = owner.__dict__.get(name)
+            setattr(owner, name, instead)
             try:
                 return method(self, *args, **kwargs)
             finally:
                 if before is None:
-                    delattr(self, name)
+                    delattr(owner, name)
                 else:
-                    setattr(self, name, before)
+                    setattr(owner, name, before)
 
         return call
 
@@ -240,7 +245,9 @@ def keep_what_backward_left(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
         Flags,
         "offer_kept",
-        lambda self, committed, unfrozen, _, *others: offer_kept(self, committed, unfrozen, self.after_backward, *others),
+        lambda self, committed, unfrozen, own, _, *others: offer_kept(
+            self, committed, unfrozen, own, self.after_backward, *others
+        ),
     )
 
 
@@ -250,7 +257,7 @@ def with_all_kept(kept: Callable[..., Any]) -> Callable[..., Any]:
 
 def with_no_average_taken_over(fold: Callable[..., None]) -> Callable[..., None]:
     def call(self: Any) -> None:
-        without = [slot for slot in self.slots if slot.parameter.grad is None]
+        without = [slot for slot in self.places.slots if slot.parameter.grad is None]
         fold(self)
         for slot in without:
             slot.parameter.grad = None
@@ -323,12 +330,12 @@ GATES: dict[str, tuple[Take, Callable[[], None], str]] = {
         WRONG_OR_NAMED,
     ),
     "gradients are guarded once handed over": (
-        wrap(exchange, "guard", guarding_all_but(torch.Tensor)),
+        wrap(rounds, "guard", guarding_all_but(torch.Tensor)),
         partial(test_gradients.test_clipping_and_editing, "norm", SMALL),
         WRONG,
     ),
     "gradients from before a round are guarded": (
-        put(GradientExchange, "_guard_left", nothing),
+        put(Round, "guard_left", nothing),
         partial(
             test_accumulation.test_gradients_from_before_that_the_last_backward_leaves_are_clipped_as_averages,
             test_accumulation._local_then_a_part,
@@ -384,7 +391,7 @@ GATES: dict[str, tuple[Take, Callable[[], None], str]] = {
     ),
     # waiting
     "an update waits for its average": (
-        wrap(GradientExchange, "wait", without("_await_average", do_not_wait)),
+        wrap(GradientExchange, "wait", without("await_average", do_not_wait, of="_round")),
         partial(read_after_step, "parameters"),
         WRONG,
     ),
@@ -404,7 +411,7 @@ GATES: dict[str, tuple[Take, Callable[[], None], str]] = {
         WRONG,
     ),
     "what the user put into .grad waits for the average that it replaces": (
-        wrap(GradientExchange, "_adopt", without("_await_average", do_not_wait)),
+        wrap(GradientExchange, "_adopt", without("await_average", do_not_wait, of="_round")),
         partial(test_gradients.test_clipping_and_editing, "replaced unread", SMALL),
         rf"{WRONG}|to other values here than on other ranks",
     ),
@@ -451,7 +458,7 @@ GATES: dict[str, tuple[Take, Callable[[], None], str]] = {
     ),
     # rounds that end without an update
     "autograd adds to averages that are there": (
-        wrap(GradientExchange, "_fold", without("_await_average", do_not_wait)),
+        wrap(GradientExchange, "_fold", without("await_average", do_not_wait, of="_round")),
         partial(test_accumulation.test_accumulation, "three", SMALL, False),
         WRONG,
     ),
@@ -461,23 +468,23 @@ GATES: dict[str, tuple[Take, Callable[[], None], str]] = {
         WRONG,
     ),
     "what was changed was changed by all": (
-        put(exchange, "require_changed_alike", nothing),
+        put(rounds, "require_changed_alike", nothing),
         partial(test_accumulation.test_an_edit_of_what_only_some_ranks_have_is_refused, False),
         NOT_REFUSED,
     ),
     "what was read is the same on all ranks": (
-        put(exchange, "require_equal_norms", nothing),
+        put(rounds, "require_equal_norms", nothing),
         test_several_optimizers.test_clipping_with_gradients_that_nobody_averages_is_refused,
         NOT_REFUSED,
     ),
     "the last gradient ends backward": (
-        both(wrap(GradientExchange, "_on_gradient", without("_hand_over_rest")), put(loop, "TIMEOUT_SECONDS", 1.0)),
+        both(wrap(Round, "take", without("hand_over_rest")), put(loop, "TIMEOUT_SECONDS", 1.0)),
         partial(test_gradients.test_one_rank_may_log_its_gradients, False),
         "not every rank ended",
     ),
     "a gradient kept over step() was kept by all": (
         put(GradientExchange, "_require_zeroed", nothing),
-        partial(test_used.test_a_gradient_of_one_rank_that_is_kept_over_step_is_refused, "branch"),
+        partial(test_used.test_a_gradient_of_one_rank_that_is_kept_over_step_is_refused, "branch", False),
         NOT_REFUSED,
     ),
     "ranks meet before they add parameters": (
@@ -486,17 +493,17 @@ GATES: dict[str, tuple[Take, Callable[[], None], str]] = {
         "not every rank ended",
     ),
     "ranks add alike": (
-        both(put(exchange, "require_added_alike", nothing), put(loop, "TIMEOUT_SECONDS", 1.0)),
+        both(put(rounds, "require_added_alike", nothing), put(loop, "TIMEOUT_SECONDS", 1.0)),
         partial(test_late_parameters.test_a_group_added_on_one_rank_only_is_refused, 0, True),
         "not every rank ended",
     ),
     "unfrozen parameters get their place": (
-        put(GradientExchange, "_exchange_late", nothing),
+        put(Round, "_exchange_late", nothing),
         partial(test_late_parameters.test_progressive_unfreezing, "plain", SMALL, False),
         rf"{WRONG}|it would not be averaged",
     ),
     "ranks unfreeze alike": (
-        both(put(exchange, "require_unfrozen_alike", nothing), put(loop, "TIMEOUT_SECONDS", 1.0)),
+        both(put(rounds, "require_unfrozen_alike", nothing), put(loop, "TIMEOUT_SECONDS", 1.0)),
         partial(test_late_parameters.test_unfrozen_on_one_rank_only_is_an_error, 0, False),
         "not every rank ended",  # one waits for the others to register what they have no gradient of
     ),
@@ -532,7 +539,7 @@ GATES: dict[str, tuple[Take, Callable[[], None], str]] = {
         WRONG,
     ),
     "gradients of some ranks only are not read before step()": (
-        put(exchange, "require_gradients", nothing),
+        put(rounds, "require_gradients", nothing),
         test_used.test_clipping_where_only_some_ranks_have_a_gradient_is_an_error,
         NOT_REFUSED,
     ),
@@ -542,14 +549,24 @@ GATES: dict[str, tuple[Take, Callable[[], None], str]] = {
         NOT_REFUSED,
     ),
     "all ranks step, or none": (
-        put(exchange, "require_same_end", nothing),
+        put(rounds, "require_same_end", nothing),
         partial(test_accumulation.test_ranks_with_different_numbers_of_backward_passes_are_told, 0, False),
         NOT_REFUSED,
     ),
     "a parameter has one owner": (
-        put(exchange, "_exchanges", Forgetful()),
+        put(places, "_owners", Forgetful()),
         test_unsupported.test_a_model_wrapped_twice_is_refused_by_name,
         NOT_REFUSED,
+    ),
+    "what was not averaged was not changed": (
+        put(rounds, "require_averaged_before_changed", nothing),
+        test_no_sync.test_a_rank_that_changed_nothing_is_told_too,
+        NOT_REFUSED,
+    ),
+    "a dropped round ends with the next backward": (
+        put(Round, "is_dropped", lambda self: False),
+        partial(test_zero_grad.test_a_step_that_all_ranks_drop_before_they_use_different_parts, False, False),
+        "the ranks would part",
     ),
     "memory of gradients is not replaced": (
         put(exchange.Slot, "require_in_buffer", nothing),
@@ -593,7 +610,7 @@ GATES: dict[str, tuple[Take, Callable[[], None], str]] = {
         "[Ii]nference",
     ),
     "an optimizer that uses all gradients at once is called once": (
-        put(optimizer, "updates_each_parameter_alone", lambda _: True),
+        both(put(optimizer, "updates_each_parameter_alone", lambda _: True), put(optimizer, "runs_only_torch", lambda _: True)),
         test_optimizers.test_an_optimizer_from_elsewhere_is_called_once_per_step_with_all_averages,
         WRONG,
     ),

@@ -331,6 +331,43 @@ def test_a_group_added_on_one_rank_only_is_refused(rank: int, clips: bool) -> No
         run(loop, model=deep, optimizer=adam)
 
 
+@pytest.mark.parametrize("zeroed", [False, True])
+def test_a_gradient_of_one_rank_is_kept_over_step_and_an_added_group(zeroed: bool) -> None:
+    def loop(data: Data, model: Any, optimizer: Any) -> None:
+        data.mean(lambda rank: model[2 + rank](batch(rank)).square().mean()).backward()
+        optimizer.step()
+        model.append(head(data))
+        optimizer.add_param_group({"params": model[-1].parameters()})
+        if zeroed:
+            optimizer.zero_grad()
+        train_without_zeroing(data, model, optimizer)
+
+    if zeroed:
+        require_plain(loop, model=deep, optimizer=adam)
+    else:
+        with pytest.raises(commsched.CommschedError, match=r"was kept over step\(\), but other ranks had none"):
+            run(loop, model=deep, optimizer=adam)
+
+
+def train_without_zeroing(data: Data, model: nn.Module, optimizer: Any) -> None:
+    for step in range(1, 3):
+        _step(data, model, optimizer, step)
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_a_group_added_where_ranks_are_in_different_rounds_is_refused(ordered: bool) -> None:
+    """The second backward begins a round only where it comes to something again."""
+
+    def loop(data: Data, model: Any, optimizer: Any) -> None:
+        data.loss(model[2 if 0 in data.ranks else 3], 0).backward()
+        data.loss(model[2], 1).backward()
+        model.append(head(data))
+        optimizer.add_param_group({"params": model[-1].parameters()})
+
+    with pytest.raises(commsched.CommschedError, match=r"some ranks called add_param_group\(\) while others trained on"):
+        run(loop, model=deep, optimizer=adam, ordered=ordered)
+
+
 def test_a_group_added_past_us_is_refused() -> None:
     def loop(data: Data, model: Any, optimizer: Any) -> None:
         optimizer.optimizer.add_param_group({"params": head(data).parameters()})

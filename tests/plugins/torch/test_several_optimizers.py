@@ -89,7 +89,7 @@ def test_a_second_optimizer_spoils_no_order_of_layers() -> None:
             optimizer.step()
             second.step()
         if len(data.ranks) == 1:
-            names = [spec.name for spec in optimizer._exchange.manifests[0].tensors]
+            names = [spec.name for spec in optimizer._exchange.places.manifests[0].tensors]
             assert [name.split(".")[0] for name in names] == ["first", "first", "last", "last"]
 
     def model() -> nn.Module:

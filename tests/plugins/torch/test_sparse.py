@@ -181,7 +181,7 @@ def test_it_is_said_what_travels(caplog: pytest.LogCaptureFixture) -> None:
             optimizer.zero_grad()
             loss(data, model, step).backward()
             optimizer.step()
-        return [str(spec) for spec in optimizer._exchange.manifests[0].tensors]
+        return [str(spec) for spec in optimizer._exchange.places.manifests[0].tensors]
 
     with caplog.at_level(logging.INFO, "commsched"):
         assert run(loop, model=make(), optimizer=OPTIMIZERS["SGD"])[1][:2] == [

@@ -6,6 +6,7 @@ import copy
 import random
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from commsched import SchedulerConfig, Session
 from commsched.core.ports import Transport
 from commsched.local import local_sessions
 from commsched.plugins.torch import ScheduledOptimizer
+from commsched.plugins.torch.narrow import updates_each_parameter_alone
 from commsched.testing.fakes import Delayed
 from commsched.testing.world import run_world
 
@@ -103,6 +105,7 @@ def _train_rank(
     if delay_seconds:
         rng = random.Random(session.rank)
         plain.register_step_pre_hook(lambda *_: time.sleep(rng.uniform(0, delay_seconds)))
+        wrap = partial(wrap, per_parameter=updates_each_parameter_alone(plain))  # in spite of the hook
     optimizer = wrap(plain, model, session=session)
     scheduler = scheduler_of(optimizer)
     mine = slice(session.rank * ROWS, (session.rank + 1) * ROWS)

@@ -1,12 +1,15 @@
-"""One rank of a training whose configuration changes: tuned_rank.py HOW STEPS OUT. Saves its weights as OUT.<rank>.
+"""One rank of trainings whose configuration changes, one after the other: tuned_rank.py STEPS OUT CASE ....
 
-HOW is ``steady``, or ``policies``: rank 0 asks for another configuration every seventh step, of the policy too, which only
-collectives can follow.
+Saves its weights as OUT.<case>.<rank>.
+
+A CASE is JSON: [HOW, settings of its session]. HOW is ``steady``, or ``policies``: rank 0 asks for another configuration every
+seventh step, of the policy too, which only collectives can follow. Cases are counted from 0.
 """
 
 from __future__ import annotations
 
 import copy
+import json
 import random
 import sys
 from typing import Any
@@ -25,10 +28,11 @@ def make_model(seed: int) -> nn.Module:
 
 
 def main() -> None:
-    how, steps, out = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-    torch.set_num_threads(1)
-    session = commsched.init()
-    torch.save(train(session, make_model(session.rank), how, steps), f"{out}.{session.rank}")
+    steps, out, *cases = sys.argv[1:]
+    for number, (how, settings) in enumerate(map(json.loads, cases)):
+        session = commsched.init(rendezvous=f"{out}.{number}.json", **settings)
+        torch.save(train(session, make_model(session.rank), how, int(steps)), f"{out}.{number}.{session.rank}")
+        commsched.shutdown()
 
 
 def train(session: Session, model: nn.Module, how: str, steps: int) -> dict[str, Any]:

@@ -43,7 +43,6 @@ class MpiJob(Job):
             "COMMSCHED_TRANSPORT": "mpi",
             "COMMSCHED_HIERARCHY": "off",  # else ranks of one host meet in memory
             "COMMSCHED_RENDEZVOUS": f"{self._directory.name}/control.json",
-            "OMP_NUM_THREADS": "1",
             "OMPI_ALLOW_RUN_AS_ROOT": "1",
             "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         }

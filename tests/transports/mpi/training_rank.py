@@ -16,7 +16,6 @@ RUNS = [("TransformerEncoderLayer", "priority"), ("tied", "rsag")]
 
 
 def main() -> None:
-    torch.set_num_threads(1)
     (directory,) = sys.argv[1:]
     world, rendezvous = detect_world(os.environ), os.environ["COMMSCHED_RENDEZVOUS"]
     for task, policy in RUNS:

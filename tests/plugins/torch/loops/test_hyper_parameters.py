@@ -10,7 +10,9 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler, swa_utils
 
-from .loop import Data, require_plain, train
+from commsched.plugins.torch import ScheduledOptimizer
+
+from .loop import Data, require_plain, run, train
 
 
 def two_groups(model: nn.Module) -> torch.optim.Optimizer:
@@ -161,6 +163,62 @@ def test_a_learning_rate_that_is_a_tensor_changed_in_place() -> None:
         return torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.1), foreach=False)
 
     require_plain(loop, optimizer=make)
+
+
+def test_betas_that_are_tensors_changed_in_place() -> None:
+    def loop(data: Data, model: nn.Module, optimizer: Any) -> None:
+        for step in range(4):
+            train(data, model, optimizer, steps=1, first=step)
+            optimizer.param_groups[0]["betas"][0].fill_(0.5 if step % 2 else 0.9)
+
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        betas = (torch.tensor(0.9), torch.tensor(0.99))
+        return torch.optim.Adam(model.parameters(), lr=torch.tensor(0.01), betas=betas, foreach=False)
+
+    require_plain(loop, optimizer=make)
+
+
+def test_hyper_parameters_within_others_are_those_of_step() -> None:
+    """Of an optimizer from elsewhere, which treats each parameter alone."""
+
+    class Scaled(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.sub_(parameter.grad * group["scales"]["all"][0])
+
+    def loop(data: Data, model: nn.Module, optimizer: Any) -> None:
+        if isinstance(optimizer, ScheduledOptimizer):
+            optimizer.detach()
+            optimizer = ScheduledOptimizer(optimizer.optimizer, model, session=data.session, per_parameter=True)
+        for step in range(3):
+            train(data, model, optimizer, steps=1, first=step)
+            optimizer.param_groups[0]["scales"]["all"][0].mul_(0.5)
+
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        return Scaled([{"params": model.parameters(), "scales": {"all": [torch.tensor(0.1)]}}], lr=0.1)
+
+    require_plain(loop, optimizer=make)
+
+
+def test_hyper_parameters_that_are_tensors_begin_as_rank_0_s() -> None:
+    made: list[float] = []
+
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        made.append(0.9 - 0.1 * len(made))
+        betas = (torch.tensor(made[-1]), torch.tensor(0.99))
+        return torch.optim.Adam(model.parameters(), lr=torch.tensor(0.01), betas=betas, foreach=False)
+
+    def loop(data: Data, model: nn.Module, optimizer: Any) -> Any:
+        betas = optimizer.param_groups[0]["betas"]
+        assert isinstance(betas, tuple)
+        train(data, model, optimizer)
+        return [[beta.item() for beta in betas], [parameter.detach().clone() for parameter in model.parameters()]]
+
+    (betas, weights), (other_betas, other_weights) = run(loop, optimizer=make)
+    assert betas == other_betas
+    assert all(map(torch.equal, weights, other_weights))
 
 
 def test_a_learning_rate_that_is_huge_right_after_step_spoils_nothing() -> None:

@@ -13,6 +13,8 @@ import torch
 from torch import nn
 from torch.optim import swa_utils
 
+from commsched.plugins.torch import ScheduledOptimizer
+
 from .loop import Data, batch, mlp, require_plain, train
 
 READERS: dict[str, Callable[[nn.Module], Any]] = {
@@ -274,6 +276,8 @@ def test_a_second_thread_waits_for_an_update_that_the_first_is_making() -> None:
             updating.set()
             assert go_on.wait(10)
 
+        optimizer.detach()
+        optimizer = ScheduledOptimizer(optimizer.optimizer, model, session=data.session, per_parameter=True)
         optimizer.optimizer.register_step_pre_hook(pause)
         train(data, model, optimizer, steps=1)
         first = threading.Thread(target=lambda: model[0].weight.sum(), daemon=True)
@@ -291,6 +295,58 @@ def test_a_second_thread_waits_for_an_update_that_the_first_is_making() -> None:
         return reads[0]
 
     require_plain(loop)
+
+
+class SameMemory(nn.Module):
+    """Two parameters, not one: each has a gradient and a state of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.back, self.front = nn.Linear(4, 4).double(), nn.Linear(4, 4).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.back(torch.relu(self.front(x)))
+
+
+def same_memory() -> nn.Module:
+    model = SameMemory()
+    model.front.weight.data = model.back.weight.data
+    return model
+
+
+@pytest.mark.parametrize("added", [False, True])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_parameters_in_the_same_memory(frozen: bool, added: bool) -> None:
+    def first_parameters(model: Any) -> list[nn.Parameter]:
+        return [*model.back.parameters()] if added or frozen else [*model.parameters()]
+
+    def make(model: Any) -> torch.optim.Optimizer:
+        model.front.weight.requires_grad_(not frozen)
+        return torch.optim.Adam(first_parameters(model), lr=0.1)
+
+    def loop(data: Data, model: Any, optimizer: Any) -> None:
+        if added:
+            optimizer.add_param_group({"params": [each for each in model.front.parameters() if each.requires_grad]})
+        else:
+            model.front.bias.requires_grad_(not frozen)
+        train(data, model, optimizer, steps=4)
+
+    require_plain(loop, model=same_memory, optimizer=make)
+
+
+def test_parameters_side_by_side_in_one_buffer_are_not_waited_for() -> None:
+    def make() -> nn.Module:
+        model = mlp()
+        flat = nn.utils.parameters_to_vector(model.parameters()).detach()
+        nn.utils.vector_to_parameters(flat, model.parameters())  # views of it
+        return model
+
+    def loop(data: Data, model: nn.Module, optimizer: Any) -> Any:
+        train(data, model, optimizer)
+        assert len({parameter.untyped_storage().data_ptr() for parameter in model.parameters()}) == 1
+        return getattr(optimizer, "_why_step_waits", None)
+
+    require_plain(loop, model=make)
 
 
 @pytest.mark.parametrize("zeroed", [False, True])

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 import commsched
 from commsched.local import local_sessions
@@ -15,7 +17,7 @@ from commsched.plugins.torch import ScheduledOptimizer
 from commsched.plugins.torch.plain import require_plain
 from commsched.testing.world import run_world
 
-from .loop import Data, run
+from .loop import Data, run, train
 
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "lazy": (lambda: nn.Sequential(nn.LazyLinear(3)), "parameter '0.weight' has no shape yet"),
@@ -39,7 +41,7 @@ def test_a_model_that_is_wrapped_elsewhere_is_named_before_training() -> None:
         wrapped.append(_Alone(nn.Linear(4, 2).double()))
         return wrapped[-1].module
 
-    with pytest.raises(commsched.UnsupportedError, match=r"wrapped in DistributedDataParallel, .*comm_hook"):
+    with pytest.raises(commsched.UnsupportedError, match=r"wrapped in _Alone, .*comm_hook"):
         run(lambda *_: None, model=make)
 
 
@@ -53,13 +55,46 @@ def test_a_wrapper_that_is_gone_does_no_harm() -> None:
     require_plain(model, model.parameters())
 
 
-def test_a_model_that_is_wrapped_later_is_named_at_its_first_forward(monkeypatch: pytest.MonkeyPatch) -> None:
-    def loop(data: Data, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        monkeypatch.setattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", model)  # as its forward does
-        data.loss(model).backward()
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("part", [False, True])
+def test_a_model_that_is_wrapped_later_is_named_there(part: bool, steps: int) -> None:
+    def loop(data: Data, model: Any, optimizer: Any) -> None:
+        train(data, model, optimizer, steps)
+        optimizer.synchronize()
+        _Alone(copy.deepcopy(model))
+        _Alone(model[0] if part else model)
 
-    with pytest.raises(commsched.UnsupportedError, match="trained through DistributedDataParallel, which averages too"):
+    with pytest.raises(commsched.CommschedError, match="_Alone is put around a model whose gradients a ScheduledOptimizer av"):
         run(loop)
+
+
+def test_after_detach_a_model_may_be_wrapped() -> None:
+    def loop(data: Data, model: nn.Module, optimizer: Any) -> nn.Module:
+        optimizer.detach()
+        return _Alone(model)
+
+    run(loop)
+
+
+@pytest.mark.parametrize("where", ["around", "within"])
+def test_sharded_models_are_named_before_training(where: str) -> None:
+    """As far as their class says; a real one needs a process group. Its parameters are parts, though they look whole."""
+
+    class Sharded(FullyShardedDataParallel):
+        def __init__(self, module: nn.Module) -> None:
+            nn.Module.__init__(self)
+            self._fsdp_wrapped_module = module
+
+    outer: list[nn.Module] = []
+
+    def make() -> nn.Module:
+        inner = nn.Linear(4, 2).double()
+        outer.append(Sharded(inner))
+        return inner if where == "around" else nn.Sequential(outer[-1])
+
+    message = {"around": "the model is wrapped in Sharded", "within": "module '0' is wrapped in Sharded"}[where]
+    with pytest.raises(commsched.UnsupportedError, match=message):
+        run(lambda *_: None, model=make)
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -86,13 +86,16 @@ def test_clipping_where_only_some_ranks_have_a_gradient_is_an_error() -> None:
         run(loop, model=branches, config=LARGE)
 
 
+@pytest.mark.parametrize("clips", [False, True])
 @pytest.mark.parametrize("next_pass", ["branch", "other", "local"])
-def test_a_gradient_of_one_rank_that_is_kept_over_step_is_refused(next_pass: str) -> None:
+def test_a_gradient_of_one_rank_that_is_kept_over_step_is_refused(next_pass: str, clips: bool) -> None:
     """Those that had none would have to keep the average."""
 
     def loop(data: Data, model: nn.Module, optimizer: Any) -> None:
         data.mean(lambda rank: model(batch(rank), rank == 1).square().mean()).backward()
         optimizer.step()
+        if clips:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.01)
         with data.no_sync(optimizer) if next_pass == "local" else nullcontext():
             data.mean(lambda rank: model(batch(rank, 1), next_pass != "other").square().mean()).backward()
         optimizer.step()
@@ -100,6 +103,21 @@ def test_a_gradient_of_one_rank_that_is_kept_over_step_is_refused(next_pass: str
 
     with pytest.raises(commsched.CommschedError, match=r"of 'sometimes\.\w+' was kept over step\(\), but other ranks had none"):
         run(loop, model=branches)
+
+
+@pytest.mark.parametrize("local_passes", [0, 1, 2])
+def test_a_gradient_of_one_rank_that_is_zeroed_in_place(local_passes: int) -> None:
+    def loop(data: Data, model: nn.Module, optimizer: Any) -> None:
+        data.mean(lambda rank: model(batch(rank), rank == 1).square().mean()).backward()
+        optimizer.step()
+        model.zero_grad(set_to_none=False)
+        for step in range(local_passes):
+            with data.no_sync(optimizer):
+                data.loss(partial(model, both=True), step + 5).backward()
+        data.loss(partial(model, both=True), 1).backward()
+        optimizer.step()
+
+    require_plain(loop, model=branches)
 
 
 @pytest.mark.parametrize("clips", [False, True])
@@ -203,7 +221,7 @@ def test_layers_are_ordered_by_first_use_not_by_registration() -> None:
     def loop(data: Data, model: nn.Module, optimizer: Any) -> list[str]:
         data.loss(model).backward()
         optimizer.step()
-        return [spec.name for spec in optimizer._exchange.manifests[0].tensors]
+        return [spec.name for spec in optimizer._exchange.places.manifests[0].tensors]
 
     for names in run(loop, model=lambda: Backwards().double()):
         layers = [name.split(".")[0] for name in names]
@@ -239,7 +257,7 @@ def test_a_late_reader_too_is_told_that_only_some_ranks_have_a_gradient() -> Non
 
     def loop(data: Data, model: Any, optimizer: Any) -> None:
         data.mean(lambda rank: model(batch(rank), rank == 1).square().mean()).backward()
-        for slot in optimizer._exchange.slots[:2]:
+        for slot in optimizer._exchange.places.slots[:2]:
             slot.proxies[0].wait()
         nn.utils.clip_grad_norm_(model.shared.parameters(), 0.01)
         optimizer.step()

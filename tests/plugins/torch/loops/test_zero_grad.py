@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch import nn
 
 import commsched
 
-from .loop import Data, require_plain, run, train
+from .loop import Data, batch, require_plain, run, train
 
 
 def zero(model: nn.Module, optimizer: Any, of_model: bool, set_to_none: bool) -> None:
@@ -113,6 +114,27 @@ def test_a_step_that_all_ranks_drop() -> None:
                 optimizer.step()
 
     require_plain(loop)
+
+
+@pytest.mark.parametrize("local", [False, True])
+@pytest.mark.parametrize("of_model", [False, True])
+def test_a_step_that_all_ranks_drop_before_they_use_different_parts(of_model: bool, local: bool) -> None:
+    """What is dropped was not whole, as a part was not used: ranks must not part over whether it goes on."""
+
+    def loss(data: Data, model: Any, step: int, use: list[list[int]]) -> Any:
+        return data.mean(lambda rank: sum(model[part](batch(rank, step)).square().mean() for part in use[rank]))
+
+    def loop(data: Data, model: nn.Module, optimizer: Any) -> None:
+        for step in range(0, 6, 2):
+            loss(data, model, step, [[0], [0, 1]]).backward()
+            (model if of_model else optimizer).zero_grad()
+            with data.no_sync(optimizer) if local else nullcontext():
+                loss(data, model, step, [[0, 1], [2]]).backward()
+            loss(data, model, step + 1, [[0, 1, 2], [0, 1, 2]]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    require_plain(loop, model=lambda: nn.ModuleList(nn.Linear(4, 2) for _ in range(4)).double())
 
 
 DROPPED = [
