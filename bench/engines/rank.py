@@ -1,0 +1,79 @@
+"""One rank of a turn of ``python -m bench engines``: one system of one engine trains."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from commsched.simulator.profile import Profile
+
+from ..cpu_time import cpu_seconds
+from ..layers import LayerTimes
+from ..nic_load import seconds_per_byte
+from ..train.message_cost import measure_message_cost
+from ..train.network import measure_network, own_address
+from ..train.partition_choice import choose
+from ..train.start_line import StartLine
+from .registry import systems_of
+from .turn import Turn
+
+if TYPE_CHECKING:
+    from commsched.session import Session
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """What the ranks are to do, as JSON. ``nominal_rates`` and ``capped`` as in ``train.rank.Assignment``; ``steps`` counted
+    ones come after ``settle`` others, the first of which compile and start what is to be started."""
+
+    engine: str
+    system: str
+    profile: dict[str, Any]
+    settle: int
+    steps: int
+    partition: str
+    credit: str
+    nominal_rates: list[float] | None
+    capped: bool
+    server_pids: list[int] = field(default_factory=list)
+
+
+def rank_main(session: Session, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """What was measured here: ``seconds`` of each counted step, ``cpu_seconds`` of a step on average over all of them, the
+    start included, ``weights``, ``network``, and what commsched ran with in ``sizes``."""
+    task = Assignment(**arguments)
+    profile = Profile.from_record(task.profile)
+    train = systems_of(task.engine)[task.system]
+    host = own_address()
+    network = measure_network(session, host, task.nominal_rates, 0, task.capped)
+    hosts = session.gather(host)
+    sizes = None
+    if task.system == "commsched":
+        sizes = _configure(session, task, LayerTimes.of(profile), seconds_per_byte(network.worker_rates), network.message_bytes)
+    steps = task.settle + task.steps
+    cpu_began = cpu_seconds()
+    trained = train(Turn(session, profile, steps, hosts))
+    cpu = (cpu_seconds() - cpu_began) / steps
+    if len(trained.ended) != steps:
+        raise RuntimeError(f"{task.system} was to train {steps} steps, and told of {len(trained.ended)}")
+    return {
+        "seconds": [end - begin for begin, end in pairwise(trained.ended)][task.settle - 1 :],
+        "cpu_seconds": cpu,
+        "weights": [float(weight) for weight in trained.weights],
+        "network": asdict(network),
+        "sizes": sizes,
+    }
+
+
+def _configure(
+    session: Session, task: Assignment, layers: LayerTimes, per_byte: float, message_bytes: int
+) -> tuple[int, int, float]:
+    """Partition and credit in bytes, which the session runs with from now on, and what a partition costs. Collective."""
+    line = StartLine(session)
+    cost = measure_message_cost(session, line, message_bytes)
+    partition, credit = choose(task.partition, task.credit, [layers], per_byte, cost, session.world_size, 0)
+    partition, credit = session.gather([partition, credit])[0]
+    line.switch(replace(session.core.config, partition_bytes=partition, credit_bytes=credit))
+    return partition, credit, cost.link_seconds

@@ -1,0 +1,29 @@
+"""The engines of this benchmark, found by name: ``jax`` is ``bench/engines/jax.py``.
+
+Each has a dictionary ``SYSTEMS``: ``commsched``, and the engine's own ways of data-parallel training, as functions of a
+:class:`turn.Turn`. They all train the same EMULATED layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+
+from commsched.core.errors import ConfigError
+
+from .turn import Train
+
+NAMES = ("tensorflow", "mxnet", "jax")
+
+
+def systems_of(engine: str) -> Mapping[str, Train]:
+    """Its systems, by name. Imports the engine.
+
+    Raises:
+        ConfigError: there is no such engine.
+        ModuleNotFoundError: it is not installed here.
+    """
+    if engine not in NAMES:
+        raise ConfigError(f"engine={engine}: must be one of {', '.join(NAMES)}")
+    found: Mapping[str, Train] = import_module(f"bench.engines.{engine}").SYSTEMS
+    return found

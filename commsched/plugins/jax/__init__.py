@@ -1,0 +1,18 @@
+"""JAX: data-parallel training in which the next step's forward starts layer by layer, while averages are still on their way.
+
+import commsched.plugins.jax as cs
+"""
+
+try:
+    import jax as _jax  # noqa: F401
+    import optax as _optax  # noqa: F401
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError('this plugin needs JAX and Optax: pip install "commsched[jax]"', name=error.name) from error
+
+from .average_gradients import average_gradients
+from .initial import broadcast
+from .named_errors import jit
+from .state import TrainState, create, synchronize
+from .value_and_update import value_and_update
+
+__all__ = ["TrainState", "average_gradients", "broadcast", "create", "jit", "synchronize", "value_and_update"]

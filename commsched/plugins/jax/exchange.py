@@ -1,0 +1,221 @@
+"""GradientExchange: what compiled programs call back to: gradients into the flat buffers, averages out of them.
+
+A *round* is one exchange of all gradients. Rounds are counted from a number drawn at random, and states carry the number of the
+round whose averages they have yet to apply, so that a state from elsewhere, or one that is used twice, is found out.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from time import monotonic
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import NDArray
+
+import commsched
+
+from ...core.errors import UnsupportedError
+from ...core.group import TensorGroup
+from ...core.manifest import Manifest, TensorSpec
+
+_exchanges: weakref.WeakSet[GradientExchange] = weakref.WeakSet()
+_adding = threading.Lock()
+
+#: The number of no round: nothing is to be applied.
+NOTHING = 0
+
+
+class GradientExchange:
+    """The gradients of ``specs``, of which :meth:`register` says the order.
+
+    ``average``, ``begin`` and ``hand_over`` are called back by programs, from the engine's threads. None waits for the network
+    but ``average``. What they raise is kept in ``failure``, since the engine makes a text of it.
+    """
+
+    def __init__(self, session: commsched.Session, specs: Sequence[TensorSpec]) -> None:
+        self.session = session
+        self.specs = tuple(specs)
+        self.failure: BaseException | None = None
+        self._first = int(session.gather(secrets.randbelow(2**30 - 1) + 1)[0])
+        self._round = NOTHING
+        self._group: TensorGroup | None = None
+        self._tensors: dict[int, int] = {}  # place in specs -> index in the manifest
+        self._views: list[NDArray[Any]] = []  # by place in specs
+        self._lock = threading.Lock()
+        self._timeline = _Timeline(session)
+        session.on_close(self._finish)
+        with _adding:
+            _exchanges.add(self)
+
+    def register(self, order: Sequence[int]) -> None:
+        """Agree on tensors in the forward order that rank 0 has measured; does nothing if that was done. Collective.
+
+        Raises:
+            ManifestMismatch: ranks disagree.
+        """
+        if self._group is not None:
+            return
+        order = self.session.gather(list(order))[0]
+        manifest = Manifest(tuple(self.specs[place] for place in order))
+        buffers = {dtype: np.zeros(nbytes, np.uint8) for dtype, nbytes in manifest.buffer_bytes.items()}
+        self._tensors = {place: tensor for tensor, place in enumerate(order)}
+        for place, spec in enumerate(self.specs):
+            start = manifest.offset(self._tensors[place])
+            piece = buffers[spec.dtype][start : start + spec.nbytes]
+            self._views.append(piece.view(jnp.dtype(spec.dtype)).reshape(spec.shape))
+        self._group = self.session.register(manifest, {dtype: buffer.data for dtype, buffer in buffers.items()})
+
+    # --- what programs call back to ---
+
+    def average(self, place: int, round_number: int) -> NDArray[Any]:
+        """The average of that round, once it is there; zeros if the number is that of none. Not to be changed, and to be
+        copied before the next round begins.
+
+        Raises:
+            UnsupportedError: the number is not of the last round.
+            CommschedError: the session failed or was closed.
+        """
+        with self._keeping_errors():
+            if round_number == NOTHING:
+                return np.zeros(self.specs[place].shape, jnp.dtype(self.specs[place].dtype))
+            self.require_last(round_number)
+            self._timeline.layer_ends()
+            self._require_group().proxies[self._tensors[place]].wait()
+            self._timeline.layer_begins(self.specs[place].name)
+            return self._views[place]
+
+    def begin(self, round_number: int) -> int:
+        """Begin the next round, with a state that has that round's averages applied; its number.
+
+        Raises:
+            UnsupportedError: that is neither the last round nor none.
+            CommschedError: the session failed or was closed.
+        """
+        with self._keeping_errors(), self._lock:
+            group = self._require_group()
+            if round_number != NOTHING:
+                self.require_last(round_number)
+            elif self._round != NOTHING and len(group.notified) < len(self.specs):
+                self._refuse_broken_off()
+            self._timeline.backward_begins()
+            step = group.begin_step()
+            self._round = (self._first + step) % (2**31 - 1) or 1
+            return self._round
+
+    def hand_over(self, place: int, round_number: int, gradient: Any) -> None:
+        """Put ``gradient`` into the buffer and tell the core: its average is on its way.
+
+        Raises:
+            UnsupportedError: another round has begun meanwhile.
+            CommschedError: the session failed or was closed.
+        """
+        with self._keeping_errors(), self._lock:
+            self.require_last(round_number)
+            np.copyto(self._views[place], np.asarray(gradient))
+            self._require_group().notify_ready(self._tensors[place])
+            self._timeline.handed_over(self.specs[place].name)
+
+    # --- outside of programs ---
+
+    def averages(self, round_number: int) -> list[NDArray[Any]]:
+        """Copies of all averages of that round; waits for them.
+
+        Raises:
+            UnsupportedError: the number is not of the last round.
+            CommschedError: the session failed or was closed.
+        """
+        self.require_last(round_number)
+        group = self._require_group()
+        if len(group.notified) < len(self.specs):
+            self._refuse_broken_off()
+        copies = []
+        for place in range(len(self.specs)):
+            group.proxies[self._tensors[place]].wait()
+            copies.append(self._views[place].copy())
+        return copies
+
+    def require_last(self, round_number: int) -> None:
+        """
+        Raises:
+            UnsupportedError: the number is not of the last round.
+        """
+        if round_number != self._round:
+            raise UnsupportedError(
+                "this state lacks an update whose averages are gone, or were never here: it was stepped from before, or the "
+                "step from it was broken off, or it was saved without cs.synchronize(), or copied from another job. Step from "
+                "each state once, and call state = cs.synchronize(state) on what is to be kept"
+            )
+
+    def _refuse_broken_off(self) -> None:
+        group = self._require_group()
+        missing = [spec.name for tensor, spec in enumerate(group.manifest.tensors) if tensor not in group.notified]
+        raise UnsupportedError(
+            f"step {group.step} was broken off: the gradient of '{missing[0]}' and {len(missing) - 1} more were never produced"
+        )
+
+    def _require_group(self) -> TensorGroup:
+        if self._group is None:
+            raise UnsupportedError("this state is of a training that has not begun in this process; make one with cs.create()")
+        return self._group
+
+    def _finish(self) -> None:
+        """The last averages, which a state may still want: buffers outlive the session."""
+        group = self._group
+        if group is not None and group.step >= 0 and len(group.notified) == len(self.specs):
+            for proxy in group.proxies:
+                proxy.wait()
+
+    @contextmanager
+    def _keeping_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            self.failure = error
+            raise
+
+
+def take_failure(text: str) -> BaseException | None:
+    """What a callback has raised, of which the engine made ``text``; once."""
+    with _adding:
+        for exchange in _exchanges:
+            failure = exchange.failure
+            if failure is not None and f"{type(failure).__name__}: {failure}" in text:
+                exchange.failure = None
+                return failure
+    return None
+
+
+class _Timeline:
+    """Spans of the trace: between two gates forward works on the layer of the first, between two gradients backward on that of
+    the second."""
+
+    def __init__(self, session: commsched.Session) -> None:
+        self._span: Callable[[str, str, float, float], None] | None = None
+        if session.observer is not None:
+            self._span = session.observer.on_span
+        self._layer: str | None = None
+        self._since = 0.0
+
+    def layer_begins(self, name: str) -> None:
+        if self._span is not None:
+            self._layer, self._since = name, monotonic()
+
+    def layer_ends(self) -> None:
+        if self._span is not None and self._layer is not None:
+            self._span("forward", self._layer, self._since, monotonic())
+        self._layer = None
+
+    def backward_begins(self) -> None:
+        self.layer_ends()
+        self._since = monotonic()
+
+    def handed_over(self, name: str) -> None:
+        if self._span is not None:
+            self._span("backward", name, self._since, now := monotonic())
+            self._since = now

@@ -1,0 +1,113 @@
+"""All ranks begin with rank 0's parameters and optimizer state."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from numpy.typing import NDArray
+
+import commsched
+
+from ...core.errors import ManifestMismatch, UnsupportedError
+
+
+def named_leaves(tree: Any, what: str = "") -> list[tuple[str, Any]]:
+    """The leaves of a pytree by the path to each: ``Dense_0.kernel``."""
+    return [
+        (what + jax.tree_util.keystr(path, simple=True, separator="."), leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    ]
+
+
+def broadcast(tree: Any, session: commsched.Session | None = None) -> Any:
+    """``tree``, a pytree of arrays, with rank 0's values, bit for bit. Collective; not within ``jit``.
+
+    Args:
+        session: a session other than that of ``commsched.init()``.
+
+    Raises:
+        UnsupportedError: a leaf is not an array, or not on a single CPU device; names it.
+        ManifestMismatch: ranks have other leaves, shapes or dtypes; names the first.
+        CommschedError: from ``commsched.init()``, or the session failed.
+    """
+    session = commsched.init() if session is None else session
+    if session.world_size == 1:
+        return tree
+    return broadcast_all(session, {"": tree})[0]
+
+
+def broadcast_all(session: commsched.Session, trees: dict[str, Any]) -> list[Any]:
+    """Likewise, several trees by what their leaves' names begin with."""
+    named = [pair for what, tree in trees.items() for pair in named_leaves(tree, what)]
+    arrays = [_array(name, leaf) for name, leaf in named]
+    described = [[name, list(array.shape), array.dtype.name] for (name, _), array in zip(named, arrays)]
+    for rank, theirs in enumerate(records := session.gather(described)):
+        for ours, other in zip([*records[0], None], [*theirs, None]):
+            if ours != other:
+                raise ManifestMismatch(f"there is {_text(ours)} on rank 0 but {_text(other)} on rank {rank}")
+    flat = np.concatenate([np.empty(0, np.uint8), *(array.reshape(-1).view(np.uint8) for array in arrays)])
+    session.broadcast("initial values", flat.data)
+    pieces = np.split(flat, np.cumsum([array.nbytes for array in arrays])[:-1]) if arrays else []
+    leaves = iter(
+        _like(leaf, piece.view(array.dtype).reshape(array.shape)) for (_, leaf), array, piece in zip(named, arrays, pieces)
+    )
+    return [jax.tree.map(lambda _: next(leaves), tree) for tree in trees.values()]
+
+
+def require_equal_values(session: commsched.Session, named: Sequence[tuple[str, Any]], advice: str) -> None:
+    """
+    Raises:
+        ManifestMismatch: ranks have other leaves or values; names the first.
+    """
+    digests = [[name, hashlib.sha256(_array(name, leaf).tobytes()).hexdigest()] for name, leaf in named]
+    records = session.gather(digests)
+    for rank, theirs in enumerate(records):
+        for ours, other in zip([*records[0], None], [*theirs, None]):
+            if ours != other:
+                name = (ours or other or [""])[0]
+                raise ManifestMismatch(f"'{name}' differs between rank 0 and rank {rank}; {advice}")
+
+
+def require_concrete(named: Sequence[tuple[str, Any]], call: str) -> None:
+    """
+    Raises:
+        UnsupportedError: a leaf is traced, so that ``call`` is within ``jit`` or the like.
+    """
+    for name, leaf in named:
+        if isinstance(leaf, jax.core.Tracer):
+            raise UnsupportedError(
+                f"'{name}' is traced: {call} lets ranks meet, so call it outside jit, eval_shape and the like"
+            )
+
+
+def _array(name: str, leaf: Any) -> NDArray[Any]:
+    """A leaf's values, contiguous."""
+    require_concrete([(name, leaf)], "this")
+    if isinstance(leaf, jax.Array):
+        devices = leaf.devices()
+        if len(devices) > 1 or next(iter(devices)).platform != "cpu":
+            where = ", ".join(sorted(str(device) for device in devices))
+            raise UnsupportedError(f"'{name}' lies on {where}; the JAX plugin trains on one CPU device per rank")
+        if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            leaf = jax.random.key_data(leaf)
+    array = np.ascontiguousarray(leaf).reshape(np.shape(leaf))
+    if array.dtype.hasobject or array.dtype.kind in "SU":
+        raise UnsupportedError(f"'{name}' is a {type(leaf).__name__}, not an array")
+    return array
+
+
+def _like(leaf: Any, array: NDArray[Any]) -> Any:
+    """``array`` as ``leaf`` is: on its device, where it is then committed to stay, and a random key if that is one."""
+    device = next(iter(leaf.devices())) if isinstance(leaf, jax.Array) else jax.local_devices(backend="cpu")[0]
+    fresh = jax.device_put(array.copy(), device)
+    if isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        fresh = jax.random.wrap_key_data(fresh, impl=jax.random.key_impl(leaf))
+    return fresh
+
+
+def _text(described: list[Any] | None) -> str:
+    return "nothing more" if described is None else f"'{described[0]}' {described[2]}{described[1]}"

@@ -1,0 +1,83 @@
+"""The update that a state lacks, as part of a program: made for each parameter where that is used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import io_callback
+
+from ...core.errors import UnsupportedError
+from .exchange import NOTHING, GradientExchange
+from .program import Lazy, Program, has_token, token_of
+
+
+class Pending:
+    """Parameters and optimizer state after ``update(averages, opt_state, params)``, leaf by leaf, each with those averages only
+    that it is computed from: Optax's elementwise transformations need one, a clip by the global norm all.
+
+    ``after``: arrays that must have been computed before a wait for an average may begin. Without it, the compiler may
+    have the program wait for the last layer's average at its very beginning.
+
+    Raises:
+        UnsupportedError: ``update`` has side effects, which are no leaf's.
+    """
+
+    def __init__(
+        self,
+        exchange: GradientExchange,
+        update: Callable[[Any, Any, Any], tuple[Any, Any]],
+        params: Any,
+        opt_state: Any,
+        outstanding: Any,
+    ) -> None:
+        self.after: Sequence[Any] = ()
+        self._exchange = exchange
+        self._outstanding = outstanding
+        self._leaves: dict[int, Any] = {}
+        self._passed: list[Any] = []  # a zero from each wait
+        self._before, self._structure = jax.tree.flatten((params, opt_state))
+        averages = [jax.ShapeDtypeStruct(spec.shape, jnp.dtype(spec.dtype)) for spec in exchange.specs]
+        structure = jax.tree.structure(params)
+        closed = jax.make_jaxpr(update)(jax.tree.unflatten(structure, averages), opt_state, params)
+        if closed.effects:
+            what = ", ".join(sorted(str(effect) for effect in closed.effects))
+            raise UnsupportedError(
+                f"the optimizer's update has side effects ({what}), such as jax.debug.print or io_callback have; with several "
+                "ranks it is made leaf by leaf, so do that beside the step, with what state.opt_state gives"
+            )
+        program = Program(closed)
+        count = len(averages)
+        known = [*self._before[count:], *self._before[:count]]
+        give = {number: partial(self._average, place) for place, number in enumerate(program.inputs[:count])}
+        self._outputs = program.outputs
+        self._after_update = Lazy(program, dict(zip(program.inputs[count:], known)), give)
+
+    def leaf(self, place: int) -> Any:
+        """Of parameters, then optimizer state, this one."""
+        if place not in self._leaves:
+            updated = self._after_update[self._outputs[place]]
+            self._leaves[place] = jnp.where(self._outstanding == NOTHING, self._before[place], updated)
+        return self._leaves[place]
+
+    def finish(self) -> tuple[Any, Any, Any]:
+        """Parameters, optimizer state, and a zero that is there once all waits are over."""
+        leaves = [self.leaf(place) for place in range(len(self._before))]
+        params, opt_state = jax.tree.unflatten(self._structure, leaves)
+        return params, opt_state, sum(self._passed, jnp.int32(0))
+
+    def _average(self, place: int) -> Any:
+        exchange, spec = self._exchange, self._exchange.specs[place]
+
+        def wait(number: Any, *_: Any) -> tuple[Any, Any]:
+            return exchange.average(place, int(number)), np.int32(0)
+
+        tokens = [token_of(value) for value in self.after if has_token(value)]
+        shapes = jax.ShapeDtypeStruct(spec.shape, jnp.dtype(spec.dtype)), jax.ShapeDtypeStruct((), jnp.int32)
+        average, passed = io_callback(wait, shapes, self._outstanding, *tokens)
+        self._passed.append(passed)
+        return average

@@ -1,0 +1,32 @@
+"""What is averaged: the floating-point leaves of a pytree, as the core knows tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from ...core.errors import UnsupportedError
+from ...core.manifest import TensorSpec
+
+
+def specs_of(named: Sequence[tuple[str, Any]]) -> list[TensorSpec]:
+    """
+    Raises:
+        UnsupportedError: there is none, or one is not of a floating-point type that can be averaged; names it.
+    """
+    if not named:
+        raise UnsupportedError("there are no parameters")
+    specs = []
+    for name, leaf in named:
+        try:
+            spec = TensorSpec(name, tuple(jnp.shape(leaf)), str(jnp.result_type(leaf).name))
+        except TypeError as error:
+            raise UnsupportedError(f"'{name}' is a {type(leaf).__name__}, not an array") from error
+        if spec.dtype == "uint8":
+            raise UnsupportedError(
+                f"'{spec.name}' is of uint8, so it has no gradient; pass it to the loss beside the parameters"
+            )
+        specs.append(spec)
+    return specs

@@ -1,0 +1,41 @@
+"""Transformations under which a step's callbacks would run more or less often than once, refused where they are traced."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import jax
+from jax.custom_batching import custom_vmap
+
+from ...core.errors import UnsupportedError
+
+
+def _same(*values: Any) -> tuple[Any, ...]:
+    return values
+
+
+def _refuse_map(size: int, is_mapped: Any, *values: Any) -> NoReturn:
+    raise UnsupportedError("a step within jax.vmap: each of its gradients would be handed over several times")
+
+
+def _refuse_derivative(values: Any, tangents: Any) -> NoReturn:
+    raise UnsupportedError("a step cannot be differentiated: its averages are those of all ranks")
+
+
+_not_mapped = custom_vmap(_same)
+_not_mapped.def_vmap(_refuse_map)
+_plain = jax.custom_jvp(_not_mapped)
+_plain.defjvp(_refuse_derivative)
+
+
+def require_plain(values: Sequence[Any]) -> list[Any]:
+    """``values``, to be used in their place.
+
+    Raises:
+        UnsupportedError: now or later, where they are mapped, differentiated, or spread over several devices.
+    """
+    axes = jax.sharding.get_abstract_mesh().manual_axes
+    if axes:
+        raise UnsupportedError(f"a step within pmap or shard_map (over {', '.join(axes)}): one rank is one device")
+    return list(_plain(*values)) if values else []

@@ -1,0 +1,123 @@
+"""All ranks begin with rank 0's parameters."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import mxnet as mx
+import numpy as np
+from numpy.typing import NDArray
+
+import commsched
+
+from ...core.errors import ManifestMismatch
+from .slot import dtype_name
+
+
+def begin_from_rank_0(session: commsched.Session, parameters: Sequence[mx.gluon.Parameter]) -> None:
+    """Replace the values of ``parameters``, trained or not; those whose shape only the first forward shows are replaced then.
+    Collective, and so is then their first forward.
+
+    Raises:
+        ManifestMismatch: the ranks' parameters differ.
+    """
+    described = session.gather([_describe(parameter) for parameter in parameters])
+    for rank, theirs in enumerate(described):
+        for ours, other in zip([*described[0], None], [*theirs, None]):
+            if ours != other:
+                raise ManifestMismatch(f"the trainer has {_text(ours)} on rank 0 but {_text(other)} on rank {rank}")
+    there = [parameter for parameter in parameters if _is_there(parameter)]
+    _broadcast(session, "initial parameters", [parameter.data() for parameter in there])
+    for parameter in parameters:
+        if not _is_there(parameter):
+            # Gluon has no public way to have a say in an initialisation that is still to come.
+            init, contexts, default, data = parameter._deferred_init
+            parameter._deferred_init = (init, contexts, _FromRank0(session, mx.init.create(default)), data)
+
+
+def require_equal_values(session: commsched.Session, parameters: Sequence[mx.gluon.Parameter]) -> None:
+    """Before the first average: somebody may have loaded other values on some ranks only. Collective.
+
+    Raises:
+        ManifestMismatch: names a parameter that differs.
+    """
+    digests = {parameter.name: _digest(parameter.data().asnumpy()) for parameter in parameters}
+    for rank, theirs in enumerate(session.gather(digests)):
+        for name, digest in digests.items():
+            if theirs.get(name, digest) != digest:
+                raise ManifestMismatch(
+                    f"parameter '{name}' has other values on rank {rank} than on rank {session.rank}: what is loaded after the "
+                    "trainer was made must be loaded on all ranks"
+                )
+
+
+class _FromRank0(mx.init.Initializer):  # type: ignore[misc]
+    """Initialises as ``initializer`` does, then takes rank 0's values."""
+
+    def __init__(self, session: commsched.Session, initializer: mx.init.Initializer) -> None:
+        super().__init__()
+        self._session = session
+        self._initializer = initializer
+
+    def __call__(self, name: mx.init.InitDesc, array: mx.nd.NDArray) -> None:
+        self._initializer(name, array)
+        gather_alike(self._session, f"initialises parameter '{name}'", None)
+        _broadcast(self._session, f"parameter {name}", [array])
+
+
+def gather_alike(session: commsched.Session, doing: str, value: Any) -> list[Any]:
+    """``session.gather(value)``, where a rank may have come to something else.
+
+    Raises:
+        ManifestMismatch: it has.
+    """
+    values = []
+    for rank, theirs in enumerate(session.gather({"doing": doing, "value": value})):
+        does = theirs.get("doing", "something else") if isinstance(theirs, dict) else "something else"
+        if does != doing:
+            raise ManifestMismatch(
+                f"rank {rank} {does} while rank {session.rank} {doing}: what is loaded or set after the trainer was made must "
+                "be on all ranks, and so must the first forward"
+            )
+        values.append(theirs["value"])
+    return values
+
+
+def _broadcast(session: commsched.Session, name: str, arrays: Sequence[mx.nd.NDArray]) -> None:
+    values = [array.asnumpy() for array in arrays]
+    flat = np.concatenate([_bytes(value) for value in values]) if values else np.empty(0, np.uint8)
+    session.broadcast(name, flat.data)
+    start = 0
+    for array, value in zip(arrays, values):
+        if session.rank != 0:
+            array[:] = flat[start : start + value.nbytes].view(value.dtype).reshape(value.shape)
+        start += value.nbytes
+
+
+def _bytes(value: NDArray[Any]) -> NDArray[np.uint8]:
+    return np.ascontiguousarray(value).reshape(-1).view(np.uint8)
+
+
+def _digest(value: NDArray[Any]) -> str:
+    return hashlib.blake2b(_bytes(value).data, digest_size=16).hexdigest()
+
+
+def _is_there(parameter: mx.gluon.Parameter) -> bool:
+    try:
+        parameter.data()
+    except mx.gluon.parameter.DeferredInitializationError:
+        return False
+    return True
+
+
+def _describe(parameter: mx.gluon.Parameter) -> list[Any]:
+    return [parameter.name, dtype_name(parameter.dtype), list(parameter.shape or ()), _is_there(parameter)]
+
+
+def _text(described: list[Any] | None) -> str:
+    if described is None:
+        return "nothing more"
+    name, dtype, shape, there = described
+    return f"'{name}' {dtype}{shape}{'' if there else ', not initialised yet,'}"

@@ -1,0 +1,38 @@
+"""Functions that were traced before the variables that they use were guarded.
+
+Such a function holds the handles of its variables, and asks no Keras variable for them again. TensorFlow lets a function take
+what it has captured from a callable, each time it is called: from now on that settles the variable first.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import tensorflow as tf
+
+
+def settle_at_calls(uses: Iterable[tuple[tf.Variable, Callable[[], None]]]) -> None:
+    """Have every traced function that there is settle each variable of ``uses`` that it uses before it runs, or where another
+    function that is being traced calls it. What that raises, the call raises."""
+    takes = {id(variable.handle): _taking(variable, settle) for variable, settle in uses}
+    kinds = _kinds(tf.types.experimental.ConcreteFunction)
+    # Not gc.get_objects(), which holds all: another thread that is filling a tuple in C, with a shape say, then fails.
+    for function in [each for each in gc.get_referrers(*kinds) if type(each) in kinds]:
+        captures = getattr(function, "_captured_inputs", [])  # the public property has called the callables
+        if any(id(capture) in takes for capture in captures):
+            function.set_external_captures([takes.get(id(capture), capture) for capture in captures])
+
+
+def _kinds(base: type) -> set[type]:
+    """``base`` and all classes below it."""
+    return {base}.union(*map(_kinds, base.__subclasses__()))
+
+
+def _taking(variable: tf.Variable, settle: Callable[[], None]) -> Callable[[], Any]:
+    def take() -> Any:
+        settle()
+        return variable.handle
+
+    return take

@@ -1,0 +1,71 @@
+"""All ranks begin with rank 0's weights and optimizer state."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from keras.saving import serialize_keras_object
+
+import commsched
+
+from ...core.errors import ManifestMismatch, UnsupportedError
+from .guard import unguarded
+
+
+def common_name(index: int, variable: Any) -> str:
+    """A name that is the same on all ranks: without the numbers that Keras gives to the layers of one process."""
+    return f"{index} {re.sub(r'_[0-9]+(?=[/_]|$)', '', variable.path)}"
+
+
+def require_same_optimizer(session: commsched.Session, kind: type, optimizer: Any) -> None:
+    """
+    Raises:
+        ManifestMismatch: the ranks' optimizers differ in more than a constant learning rate, which is rank 0's; names in what.
+    """
+    config = {key: value for key, value in optimizer.get_config().items() if key != "name"}
+    if isinstance(config.get("learning_rate"), float):
+        del config["learning_rate"]
+    record = {"class": kind.__name__, **json.loads(json.dumps(serialize_keras_object(config), default=repr))}
+    records = session.gather(record)
+    for rank, theirs in enumerate(records):
+        for key in records[0].keys() | theirs.keys():
+            if records[0].get(key) != theirs.get(key):
+                raise ManifestMismatch(
+                    f"the optimizer's '{key}' is {records[0].get(key)} on rank 0 but {theirs.get(key)} on rank {rank}"
+                )
+
+
+def broadcast_variables(session: commsched.Session, what: str, variables: Sequence[Any]) -> None:
+    """Rank 0's values of Keras variables, of any type, bit for bit. Not guarded ones.
+
+    Raises:
+        ManifestMismatch: the ranks have other variables; names the first.
+        UnsupportedError: a variable has no fixed-size values.
+    """
+    described = [[common_name(index, each), list(each.shape), str(each.dtype)] for index, each in enumerate(variables)]
+    for rank, theirs in enumerate(records := session.gather(described)):
+        for ours, other in zip([*records[0], None], [*theirs, None]):
+            if ours != other:
+                raise ManifestMismatch(f"{what}: rank 0 has {_text(ours)} but rank {rank} {_text(other)}")
+    with unguarded():
+        arrays = [np.asarray(variable.numpy()) for variable in variables]
+        for variable, array in zip(variables, arrays):
+            if array.dtype.hasobject:
+                raise UnsupportedError(f"'{variable.path}' is {variable.dtype}, which cannot be broadcast")
+        flat = bytearray(b"".join(array.tobytes() for array in arrays))
+        session.broadcast(what, memoryview(flat))
+        if session.rank == 0:
+            return
+        start = 0
+        for variable, array in zip(variables, arrays):
+            received = np.frombuffer(flat, np.uint8, array.nbytes, start).view(array.dtype)
+            variable.assign(received.reshape(array.shape))
+            start += array.nbytes
+
+
+def _text(described: list[Any] | None) -> str:
+    return "nothing more" if described is None else f"'{described[0]}' {described[2]}{described[1]}"

@@ -1,0 +1,160 @@
+"""ScheduledOptimizer: the user's optimizer, whose updates happen when averages arrive, while the next forward runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+import commsched
+
+from ...core.errors import ConfigError, UnsupportedError
+from .schedule import Schedule
+from .update import learning_rate_now
+
+
+class ScheduledOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]  # Keras has no types
+    """Average the gradients of ``model`` over all ranks, front layers first, and let the next forward start layer by layer.
+
+    ``optimizer`` is any optimizer of Keras over the trainable variables of ``model``; it does the updates. After this line
+    ``model.compile`` and ``fit``, or a training step of your own, eager or a ``tf.function``, stay as they are::
+
+        optimizer = ScheduledOptimizer(optimizer, model)
+
+    What is returned is the same object, of a class in front of its own. Every rank begins with rank 0's weights and optimizer
+    state. ``apply`` and ``apply_gradients`` hand each gradient over as soon as it is computed, and wait for no average: the
+    first reader of a variable waits until that variable is updated. With one rank, or with ``COMMSCHED_DISABLE=1``, it is the
+    plain optimizer.
+
+    Args:
+        optimizer: the user's optimizer.
+        model: a Keras model, built: with a given input shape, by ``model.build``, or called once.
+        session: a session other than that of ``commsched.init()``.
+        per_parameter: whether ``optimizer`` treats each variable independently of the others, so that it may be called for one.
+            None: yes for those of Keras that do. If not, ``apply`` waits for all averages.
+
+    Raises:
+        UnsupportedError: the optimizer, the model or a variable's type is not supported; says which.
+        ManifestMismatch: the ranks' models or optimizers differ; names what.
+        CommschedError: from ``commsched.init()``.
+    """
+
+    def __new__(cls, optimizer: Any, model: Any, **_: Any) -> Any:
+        if keras.backend.backend() != "tensorflow":
+            raise UnsupportedError(f"Keras runs on {keras.backend.backend()}; set KERAS_BACKEND=tensorflow")
+        if not isinstance(optimizer, keras.optimizers.Optimizer):
+            raise ConfigError(f"{optimizer!r} is not an optimizer of Keras")
+        if not isinstance(model, keras.Model):
+            raise ConfigError(f"{model!r} is not a model of Keras")
+        if isinstance(optimizer, ScheduledOptimizer):
+            raise ConfigError("this optimizer is a ScheduledOptimizer already")
+        own: type = type(optimizer)
+        optimizer.__class__ = _scheduled_class(own)
+        return optimizer
+
+    def __init__(
+        self, optimizer: Any, model: Any, *, session: commsched.Session | None = None, per_parameter: bool | None = None
+    ) -> None:
+        # Not that of Keras: this object has been initialised as what it was.
+        self._schedule: Schedule | None = None
+        try:
+            session = session or commsched.init()
+            if session.world_size == 1:
+                return
+            if tf.distribute.has_strategy():
+                raise UnsupportedError(
+                    f"{type(tf.distribute.get_strategy()).__name__} is active: it distributes training itself; use one or "
+                    "the other"
+                )
+            if not model.built or not model.trainable_variables:
+                raise UnsupportedError(
+                    f"the model '{model.name}' has no trainable variables yet, so ranks cannot begin alike: call model.build() "
+                    "or the model before its optimizer is given to ScheduledOptimizer"
+                )
+            if not self.built:
+                self.build(model.trainable_variables)
+            self._schedule = Schedule(session, _own_class(type(self)), self, model, self._trainable_variables, per_parameter)
+        except BaseException:
+            self.__class__ = _own_class(type(self))
+            raise
+
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+        """As in Keras, but gradients are averaged.
+
+        Raises:
+            UnsupportedError: see docs/tensorflow.md for what is refused; names it.
+            CommschedError: the session failed or was closed. From a graph, TensorFlow raises an error of its own, which names
+                that one.
+        """
+        if self._schedule is None:
+            super().apply(grads, trainable_variables)
+            return
+        gradients = list(grads)
+        if gradients:
+            self._schedule.apply(
+                gradients, self._trainable_variables if trainable_variables is None else list(trainable_variables)
+            )
+
+    def apply_plainly(self, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
+        """The user's optimizer."""
+        super().apply(gradients, variables)
+
+    def synchronize(self) -> None:
+        """Wait until every update is made.
+
+        Raises:
+            CommschedError: the session failed or was closed.
+        """
+        if self._schedule is not None:
+            self._schedule.synchronize()
+
+    def detach(self) -> None:
+        """Wait until every update is made, and let the model go: from now on, this is the user's optimizer, on this rank alone.
+
+        Collective. The model may then be exported, or be given to another ScheduledOptimizer. Functions that were traced for
+        training before must be traced again.
+        """
+        if self._schedule is not None:
+            self._schedule.detach()
+            self._schedule = None
+
+    @property
+    def learning_rate(self) -> Any:
+        """As in Keras. What counts is what it is at ``apply``."""
+        now = learning_rate_now()
+        return super().learning_rate if now is None else now
+
+    @learning_rate.setter
+    def learning_rate(self, value: Any) -> None:
+        _own_class(type(self)).learning_rate.fset(self, value)  # type: ignore[attr-defined]
+
+    @property
+    def own_iterations(self) -> Any:
+        """The variable that counts calls of ``apply``."""
+        return self._iterations
+
+    @property
+    def own_learning_rate(self) -> Any:
+        """The learning rate's variable, schedule or function."""
+        return self._learning_rate
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Any:
+        """A plain optimizer: a copy belongs to no session."""
+        own = _own_class(cls)
+        return own.from_config(config, custom_objects) if custom_objects else own.from_config(config)  # type: ignore[attr-defined]
+
+
+@cache
+def _scheduled_class(own: type) -> type:
+    # Keras saves a model with the name of its optimizer's class: it is loaded as what it was before.
+    return type(own.__name__, (ScheduledOptimizer, own), {"__module__": own.__module__, "__doc__": own.__doc__})
+
+
+def _own_class(scheduled: type) -> type:
+    """Of the user's optimizer."""
+    return scheduled.__mro__[2]

@@ -1,0 +1,212 @@
+"""Schedule: what a ScheduledOptimizer has beside the user's optimizer while it averages gradients."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+import commsched
+
+from ...core.errors import ConfigError, ManifestMismatch, UnsupportedError
+from .earlier import settle_at_calls
+from .exchange import GradientExchange
+from .guard import guard, is_guarded, own_value, release, settle, unguarded
+from .initial_state import broadcast_variables, require_same_optimizer
+from .step import Step
+from .update import Updates, hyper_parameters, why_all_at_once
+from .updater import Updater
+
+log = logging.getLogger("commsched")
+
+
+class Schedule:
+    """For ``optimizer``, of class ``kind`` before it was wrapped. The gradients' places are made with the first step, when
+    the first forward has shown the order of the layers.
+
+    Raises:
+        UnsupportedError, ManifestMismatch, ConfigError: see ScheduledOptimizer.
+    """
+
+    def __init__(
+        self,
+        session: commsched.Session,
+        kind: type,
+        optimizer: Any,
+        model: Any,
+        variables: Sequence[Any],
+        per_parameter: bool | None,
+    ) -> None:
+        self.session = session
+        self.variables = list(variables)
+        self._kind = kind
+        self._optimizer = optimizer
+        self._model = model
+        self._per_parameter = per_parameter
+        self._require_plain()
+        self.why_all_at_once = why_all_at_once(kind, optimizer, per_parameter)
+        if self.why_all_at_once is not None and session.rank == 0:
+            log.info("%s: each step waits for all averages", self.why_all_at_once)
+        require_same_optimizer(session, kind, optimizer)
+        broadcast_variables(session, "initial weights", model.weights)
+        broadcast_variables(session, "initial optimizer state", optimizer.variables)
+        self._indices = {id(own_value(variable)): index for index, variable in enumerate(self.variables)}
+        paths = [variable.path for variable in self.variables]
+        self._updater = Updater(session, [own_value(variable) for variable in self.variables], paths)
+        self._step: Step | None = None
+        self._updates: dict[Any, Updates] = {}  # by hyper-parameters
+        self._ended = False
+        self._order: dict[int, None] = {}  # indices by first use
+        self._guard()
+        # Traced before, these would wait for all variables before they begin.
+        model.train_function = model.test_function = model.predict_function = None
+        self._forget = session.on_close(self._finish)
+        session.cleanup.callback(self._updater.close)
+
+    def _require_plain(self) -> None:
+        known = {id(variable) for variable in self._model.variables}
+        for variable in self.variables:
+            if id(variable) not in known:
+                raise ManifestMismatch(f"variable '{variable.path}' of the optimizer is not in the model '{self._model.name}'")
+            if is_guarded(variable):
+                raise ConfigError(
+                    f"variable '{variable.path}' belongs to another ScheduledOptimizer; call that one's detach() first"
+                )
+            if getattr(variable, "overwrite_with_gradient", False):
+                raise UnsupportedError(
+                    f"variable '{variable.path}' is overwritten by its gradient (float8), which is not averaged"
+                )
+
+    def _guard(self) -> None:
+        for index, variable in enumerate(self.variables):
+            guard(variable, partial(self._settle, index))
+        counters = [self._optimizer.own_iterations, self._optimizer.own_learning_rate]
+        if self.why_all_at_once is None:
+            for variable in self._optimizer.variables:
+                if not any(variable is counter for counter in counters):
+                    guard(variable, self._updater.make_settle(own_value(variable)))
+        guarded = [variable for variable in [*self.variables, *self._optimizer.variables] if is_guarded(variable)]
+        settle_at_calls(
+            [
+                *((own_value(variable), partial(settle, variable)) for variable in guarded),
+                (own_value(self._optimizer.own_iterations), self._refuse_earlier_step),
+            ]
+        )
+
+    def _refuse_earlier_step(self) -> None:
+        if not self._ended:
+            raise UnsupportedError(
+                "a function that uses this optimizer was traced before ScheduledOptimizer was made, so it would train without "
+                "averaging: make it after that, with tf.function"
+            )
+
+    def _settle(self, index: int) -> None:
+        if self._step is None:
+            self._order.setdefault(index)
+        if self.why_all_at_once is None:
+            self._updater.gates[index].settle()
+
+    # --- one step ---
+
+    def apply(self, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
+        """See ScheduledOptimizer."""
+        self._require_supported()
+        indices = [self._index(variable) for variable in variables]
+        if len(set(indices)) < len(indices) or len(gradients) != len(variables):
+            raise UnsupportedError("apply() must be given one gradient for each variable, and each variable once")
+        by_index = {index: self._dense(index, gradient) for index, gradient in zip(indices, gradients) if gradient is not None}
+        if not by_index:
+            raise ValueError("No gradients provided for any variable.")
+        step = self._first_step() if self._step is None else self._step
+        learning_rate = self._learning_rate()
+        if self.why_all_at_once is not None:
+            averages = step.averages(by_index, learning_rate)
+            self._optimizer.apply_plainly(
+                [averages[index] for index in averages], [self.variables[index] for index in averages]
+            )
+            step.end([own_value(variable) for variable in [*self.variables, *self._optimizer.variables]])
+            return
+        step.deferred(by_index, self._updates_for(learning_rate), learning_rate)
+
+    def _require_supported(self) -> None:
+        if tf.distribute.has_strategy():
+            raise UnsupportedError(
+                f"{type(tf.distribute.get_strategy()).__name__} is active: it distributes training itself; use one or the other"
+            )
+        if not tf.executing_eagerly() and self._model.jit_compile:
+            raise UnsupportedError("XLA cannot hand gradients over while it computes: model.compile(..., jit_compile=False)")
+        outer = getattr(self._model, "optimizer", None)
+        if isinstance(outer, keras.optimizers.LossScaleOptimizer) and outer.inner_optimizer is self._optimizer:
+            raise UnsupportedError(
+                "the loss scale must be decided by averages: ScheduledOptimizer(LossScaleOptimizer(optimizer), model), which "
+                "compile() does not wrap again"
+            )
+        if self.why_all_at_once is None and (why := why_all_at_once(self._kind, self._optimizer, self._per_parameter)):
+            raise UnsupportedError(f"{why}, which must be set before the optimizer is given to ScheduledOptimizer")
+
+    def _index(self, variable: Any) -> int:
+        value = own_value(variable) if isinstance(variable, keras.Variable) else variable
+        index = self._indices.get(id(value))
+        if index is None:
+            raise UnsupportedError(
+                f"variable '{getattr(variable, 'path', variable.name)}' is not one of those that are averaged, since it was "
+                f"not trainable, or not in the model '{self._model.name}', when the optimizer was given to ScheduledOptimizer"
+            )
+        return index
+
+    def _dense(self, index: int, gradient: Any) -> tf.Tensor:
+        variable = self.variables[index]
+        dense = tf.cast(tf.convert_to_tensor(gradient), own_value(variable).dtype)
+        if not dense.shape.is_compatible_with(variable.shape):
+            raise UnsupportedError(
+                f"the gradient of '{variable.path}' has shape {list(dense.shape)}, the variable {list(variable.shape)}"
+            )
+        return dense
+
+    def _first_step(self) -> Step:
+        with tf.init_scope():
+            rest = [index for index in range(len(self.variables)) if index not in self._order]
+            exchange = GradientExchange(self.session, self.variables, [*self._order, *rest])
+            self._updater.exchange = exchange
+            paths = [variable.path for variable in self.variables]
+            self._step = Step(exchange, self._updater, paths, own_value(self._optimizer.own_iterations))
+        return self._step
+
+    def _learning_rate(self) -> tf.Tensor:
+        return tf.convert_to_tensor(self._optimizer.learning_rate)
+
+    def _updates_for(self, learning_rate: tf.Tensor) -> Updates:
+        key = (hyper_parameters(self._optimizer), learning_rate.dtype)
+        if key not in self._updates:
+            with unguarded():
+                spec = tf.TensorSpec((), learning_rate.dtype)
+                self._updates[key] = Updates(self._optimizer, self.variables, spec)
+        return self._updates[key]
+
+    # --- the end ---
+
+    def synchronize(self) -> None:
+        self._updater.synchronize()
+
+    def _finish(self) -> None:
+        """Nothing comes after."""
+        self._end(release_groups=False)
+
+    def detach(self) -> None:
+        self._end(release_groups=True)
+        self._forget()
+
+    def _end(self, release_groups: bool) -> None:
+        self.synchronize()
+        if self._updater.exchange is not None:
+            self._updater.exchange.require_ended()
+        self._ended = True
+        for variable in [*self.variables, *self._optimizer.variables]:
+            release(variable)
+        if self._updater.exchange is not None:
+            self._updater.exchange.close(release_groups)
+        self._updater.close()

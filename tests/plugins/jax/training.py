@@ -1,0 +1,196 @@
+"""The same small training with and without commsched, to be compared. Ranks are threads, with delays at every gate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import commsched.plugins.jax as cs
+from commsched import SchedulerConfig, Session
+from commsched.core.ports import Completion, Transport
+from commsched.core.task import CommTask
+from commsched.local import local_sessions
+from commsched.testing.fakes import Delayed
+from commsched.testing.world import run_world
+
+jax.config.update("jax_enable_x64", True)
+jax.config.update("jax_disable_most_optimizations", True)
+
+FEATURES, ROWS, LAYERS = 6, 3, 2  # few: compiling is most of what these tests do
+SMALL = SchedulerConfig(partition_bytes=100, credit_bytes=200)  # so that tensors are split, merged and queued
+
+Params = Any
+Batch = tuple[Any, Any]
+
+
+def make_params(seed: int, dtype: Any = np.float64) -> Params:
+    rng = np.random.default_rng(seed)
+    return {
+        f"layer{index}": {
+            "bias": jnp.asarray(rng.standard_normal(FEATURES) / 9, dtype),
+            "kernel": jnp.asarray(rng.standard_normal((FEATURES, FEATURES)) / 2, dtype),
+        }
+        for index in range(LAYERS)
+    }
+
+
+def forward(params: Params, inputs: Any) -> Any:
+    for index in range(LAYERS):
+        layer = params[f"layer{index}"]
+        inputs = jnp.tanh(inputs @ layer["kernel"] + layer["bias"])
+    return inputs
+
+
+def loss(params: Params, inputs: Any, targets: Any) -> Any:
+    return jnp.mean((forward(params, inputs) - targets) ** 2)
+
+
+def make_batch(rank: int, step: int, seed: int = 0, dtype: Any = np.float64) -> Batch:
+    inputs = np.random.default_rng([seed, rank, step]).standard_normal((ROWS, FEATURES))
+    return inputs.astype(dtype), np.sin(3 * inputs).astype(dtype)
+
+
+def joint_batch(world_size: int, step: int, seed: int = 0, dtype: Any = np.float64) -> Batch:
+    inputs, targets = zip(*(make_batch(rank, step, seed, dtype) for rank in range(world_size)))
+    return np.concatenate(inputs), np.concatenate(targets)
+
+
+@cache
+def plain_step(tx: optax.GradientTransformation, loss: Callable[..., Any]) -> Callable[..., tuple[Params, Any]]:
+    @jax.jit
+    def step(params: Params, state: Any, *batch: Any) -> tuple[Params, Any]:
+        gradients = jax.grad(loss)(params, *batch)
+        updates, state = tx.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return step
+
+
+def train_alone(
+    tx: optax.GradientTransformation,
+    world_size: int,
+    steps: int,
+    *,
+    loss: Callable[..., Any] = loss,
+    params: Params = None,
+    seed: int = 0,
+    dtype: Any = np.float64,
+) -> Params:
+    """Plain JAX and Optax, with the joint batch."""
+
+    step = plain_step(tx, loss)
+    params = make_params(0, dtype) if params is None else params
+    state = tx.init(params)
+    for index in range(steps):
+        params, state = step(params, state, *joint_batch(world_size, index, seed, dtype))
+    return params
+
+
+def train(
+    session: Session,
+    tx: optax.GradientTransformation,
+    steps: int,
+    *,
+    loss: Callable[..., Any] = loss,
+    params: Params = None,
+    seed: int = 0,
+    dtype: Any = np.float64,
+) -> Params:
+    """One rank's training through the plugin."""
+    state = cs.create(make_params(session.rank, dtype) if params is None else params, tx, session=session)
+    step = jax.jit(cs.value_and_update(loss), donate_argnums=0)
+    for index in range(steps):
+        _, state = step(state, *make_batch(session.rank, index, seed, dtype))
+    return state.params
+
+
+def on_ranks(
+    world_size: int,
+    rank: Callable[[Session], Any],
+    *,
+    delay_seconds: float = 0.002,
+    wrap_transport: Callable[[Transport], Transport] | None = None,
+) -> list[Any]:
+    """``rank`` on every rank, in a session of its own."""
+
+    def delayed(transport: Transport) -> Transport:
+        return Delayed(transport, transport.rank, delay_seconds)
+
+    sessions = local_sessions(world_size, SMALL, wrap_transport=wrap_transport or delayed)
+
+    def run(index: int) -> Any:
+        with sessions[index] as session:
+            return rank(session)
+
+    try:
+        return run_world(world_size, run, timeout_seconds=50)
+    finally:
+        for session in sessions:
+            session.abort("the test is over")
+
+
+def on_one_rank_of_two(
+    run: Callable[[Session], Any], wrap_transport: Callable[[Transport], Transport] | None = None
+) -> list[Any]:
+    """``run`` with a session that has several ranks, whose averages are its own: one that is alone would train plainly."""
+
+    def alone(session: Session) -> Any:
+        session.world_size = 2
+        return run(session)
+
+    return on_ranks(1, alone, wrap_transport=wrap_transport)
+
+
+def require_close(by_rank: list[Params], alone: Params, tolerance: float = 1e-9) -> None:
+    """Bitwise equal on all ranks, and within ``tolerance`` of ``alone``, relative to each leaf's largest number."""
+    for params in by_rank:
+        assert jax.tree.structure(params) == jax.tree.structure(alone)
+        for leaf, first, expected in zip(*map(jax.tree.leaves, (params, by_rank[0], alone))):
+            assert np.asarray(leaf).tobytes() == np.asarray(first).tobytes()
+            expected = np.asarray(expected, np.float64)
+            difference = np.abs(np.asarray(leaf, np.float64) - expected).max()
+            assert difference <= tolerance * max(np.abs(expected).max(), 1e-30)
+
+
+class HoldsBack:
+    """A transport in which the averages of ``tensors`` (indices in the manifest) are there only when the test says so."""
+
+    def __init__(self, transport: Transport, tensors: set[int]) -> None:
+        self.rank, self.world_size = transport.rank, transport.world_size
+        self.verbs, self.ordered, self.channels = transport.verbs, transport.ordered, transport.channels
+        self.add_group, self.release = transport.add_group, transport.release
+        self.leave, self.close = transport.leave, transport.close
+        self._transport = transport
+        self._tensors = tensors
+        self._held: list[tuple[CommTask, Completion]] = []
+
+    def start(self, task: CommTask, completion: Completion) -> None:
+        if task.partition.dtype != "uint8" and task.step == 0 and not self._tensors.isdisjoint(task.partition.tensors):
+            self._held.append((task, completion))
+            completion.on_sent(task)
+        else:
+            self._transport.start(task, completion)
+
+    def let_go(self) -> None:
+        held, self._held = self._held, []
+        for task, completion in held:
+            self._transport.start(task, Done(completion))
+
+
+class Done:
+    """Of a task whose bytes were said to have been sent."""
+
+    def __init__(self, completion: Completion) -> None:
+        self._completion = completion
+
+    def on_sent(self, task: CommTask) -> None:
+        pass
+
+    def on_done(self, task: CommTask) -> None:
+        self._completion.on_done(task)

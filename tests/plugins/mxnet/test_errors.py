@@ -1,0 +1,507 @@
+"""What is refused, by name; and what a dead rank does to the others."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import mxnet as mx
+import numpy as np
+import pytest
+from mxnet import autograd, gluon, nd
+
+from commsched import ConfigError, ManifestMismatch, Session, TransportError, UnsupportedError
+from commsched.plugins.mxnet import ScheduledTrainer
+from commsched.plugins.mxnet.exchange import GradientExchange
+from commsched.plugins.mxnet.operation import Operation
+from commsched.plugins.mxnet.slot import Slot
+from tests.jobs.job import clean_environ
+from tests.plugins.missing import import_without
+
+from .probe import Probe
+from .training import ROWS, backward, batches, fill, mlp, on_ranks, share, step, weights_of
+
+SGD = ("sgd", {"learning_rate": 0.1})
+
+
+def both_raise(kind: type[Exception], message: str, fn: Callable[[Session], object]) -> None:
+    """``fn`` raises this on both ranks, or, on one, that the other has raised it and ended."""
+
+    def run(session: Session) -> bool:
+        with pytest.raises((kind, TransportError), match=message) as raised:
+            fn(session)
+        session.abort(f"{kind.__name__}: {raised.value}")
+        return raised.errisinstance(kind)
+
+    assert any(on_ranks(run))
+
+
+def trained(session: Session, net: Any, *, steps: int = 1, trainer: ScheduledTrainer | None = None) -> ScheduledTrainer:
+    trainer = trainer or ScheduledTrainer(net.collect_params(), *SGD, session=session)
+    for inputs, labels in batches(2, steps=steps):
+        step(net, trainer, inputs[share(session)], labels[share(session)])
+    return trainer
+
+
+# --- when it is made ---
+
+
+def test_without_mxnet(tmp_path: Path) -> None:
+    assert 'this plugin needs MXNet: pip install "commsched[mxnet]"' in import_without("mxnet", tmp_path)
+
+
+def test_ranks_with_other_shapes() -> None:
+    def make(session: Session) -> None:
+        net = gluon.nn.Dense(3 + session.rank, in_units=2, prefix="net_")
+        net.initialize()
+        ScheduledTrainer(net.collect_params(), *SGD, session=session)
+
+    both_raise(ManifestMismatch, r"'net_weight' float32\[3, 2\] on rank 0 but 'net_weight' float32\[4, 2\] on rank 1", make)
+
+
+def test_a_parameter_that_only_one_rank_has() -> None:
+    def make(session: Session) -> None:
+        net = gluon.nn.Dense(3, in_units=2, use_bias=session.rank == 0, prefix="net_")
+        net.initialize()
+        ScheduledTrainer(net.collect_params(), *SGD, session=session)
+
+    both_raise(ManifestMismatch, r"'net_bias' float32\[3\] on rank 0 but nothing more on rank 1", make)
+
+
+def test_a_parameter_that_only_one_rank_trains() -> None:
+    def train(session: Session) -> None:
+        net = mlp()
+        if session.rank == 1:
+            net[0].bias.grad_req = "null"
+        trained(session, net)
+
+    both_raise(ManifestMismatch, "'net_dense0_bias' is trained on rank 0 and not on rank 1", train)
+
+
+def test_other_optimizers() -> None:
+    def train(session: Session) -> None:
+        net = mlp()
+        trainer = ScheduledTrainer(net.collect_params(), "sgd", {"momentum": 0.9 - 0.1 * session.rank}, session=session)
+        trained(session, net, trainer=trainer)
+
+    both_raise(ManifestMismatch, "the optimizer has momentum=0.9 on rank 0 but momentum=0.8 on rank 1", train)
+
+
+def test_values_loaded_on_one_rank_only() -> None:
+    def train(session: Session) -> None:
+        net = mlp()
+        trainer = ScheduledTrainer(net.collect_params(), *SGD, session=session)
+        if session.rank == 1:
+            net[1].weight.set_data(nd.ones((9, 12), dtype="float64"))
+        trained(session, net, trainer=trainer)
+
+    both_raise(ManifestMismatch, "'net_dense1_weight' has other values on rank", train)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: gluon.nn.Embedding(5, 3, sparse_grad=True, prefix="net_"),
+            r"parameter 'net_weight' is default, its gradient row_sparse: only dense ones can be averaged \(sparse_grad=False",
+        ),
+        (
+            lambda: gluon.nn.Dense(5, in_units=3, dtype="int32", prefix="net_"),
+            "parameter 'net_weight' is int32; only gradients of",
+        ),
+    ],
+)
+def test_what_cannot_be_averaged(make: Callable[[], Any], message: str) -> None:
+    def use(session: Session) -> None:
+        net = make()
+        net.initialize(mx.init.Zero())
+        ScheduledTrainer(net.collect_params(), *SGD, session=session)
+
+    both_raise(UnsupportedError, message, use)
+
+
+@pytest.mark.parametrize(("contexts", "named"), [(mx.cpu(1), r"cpu\(1\)"), ([mx.cpu(0), mx.cpu(1)], r"cpu\(0\), cpu\(1\)")])
+def test_other_devices(contexts: Any, named: str) -> None:
+    def use(session: Session) -> None:
+        net = gluon.nn.Dense(5, in_units=3, prefix="net_")
+        net.initialize(ctx=contexts)
+        ScheduledTrainer(net.collect_params(), *SGD, session=session)
+
+    both_raise(UnsupportedError, rf"parameter 'net_weight' is on {named}; gradients are averaged on cpu\(0\) alone", use)
+
+
+def test_a_second_trainer_of_the_same_parameters() -> None:
+    def use(session: Session) -> None:
+        net = mlp()
+        first = ScheduledTrainer(net.collect_params(), *SGD, session=session)
+        try:
+            ScheduledTrainer(net[0].collect_params(), *SGD, session=session)
+        finally:
+            first.detach()
+
+    both_raise(ConfigError, "parameter 'net_dense0_weight' belongs to another ScheduledTrainer; call its detach", use)
+
+
+def test_two_parameters_of_one_name() -> None:
+    def use(session: Session) -> None:
+        nets = [mlp(), mlp()]
+        ScheduledTrainer([net[0].weight for net in nets], *SGD, session=session)
+
+    both_raise(ConfigError, "two parameters named 'net_dense0_weight': give their blocks other prefixes", use)
+
+
+def test_an_optimizer_that_draws_random_numbers() -> None:
+    def use(session: Session) -> None:
+        ScheduledTrainer(mlp().collect_params(), "sgld", session=session)
+
+    both_raise(UnsupportedError, "SGLD adds noise, which each rank would draw for itself", use)
+
+
+@pytest.mark.parametrize("loads", [0, 1])
+def test_parameters_loaded_on_one_rank_only_before_their_shapes_are_known(loads: int, tmp_path: Path) -> None:
+    file = str(tmp_path / "parameters")
+    mlp().save_parameters(file)
+
+    def train(session: Session) -> None:
+        net = mlp(session.rank, deferred=True)
+        trainer = ScheduledTrainer(net.collect_params(), *SGD, session=session)
+        if session.rank == loads:
+            net.load_parameters(file)
+        trained(session, net, trainer=trainer)
+
+    both_raise(
+        ManifestMismatch,
+        rf"rank {loads} makes the first step while rank {1 - loads} initialises parameter 'net_dense0_weight': what is loaded"
+        rf"|rank {1 - loads} initialises parameter 'net_dense0_weight' while rank {loads} makes the first step: what is loaded",
+        train,
+    )
+
+
+# --- while it trains ---
+
+
+def test_other_batch_sizes() -> None:
+    def train(session: Session) -> None:
+        net = mlp()
+        trainer = trained(session, net)
+        (inputs, labels), *_ = batches(2)
+        backward(net, inputs[share(session)], labels[share(session)])
+        trainer.step(ROWS + session.rank)
+        trained(session, net, trainer=trainer)
+        session.close()
+
+    both_raise(
+        UnsupportedError,
+        r"rank \d has scaled gradients by 0\.[23]\d*, where the mean .* give step\(\) the same batch_size",
+        train,
+    )
+
+
+def test_other_batch_sizes_in_the_last_step_are_found_when_the_session_closes() -> None:
+    def train(session: Session) -> None:
+        net = mlp()
+        trainer = trained(session, net)
+        (inputs, labels), *_ = batches(2)
+        backward(net, inputs[share(session)], labels[share(session)])
+        trainer.step(ROWS + session.rank)
+        session.close()
+
+    both_raise(UnsupportedError, "has scaled gradients by", train)
+
+
+def test_other_learning_rates() -> None:
+    def train(session: Session) -> None:
+        net = mlp()
+        trainer = trained(session, net)
+        trainer.set_learning_rate(0.1 * (1 + session.rank))
+        trained(session, net, steps=3, trainer=trainer)
+
+    both_raise(UnsupportedError, r"rank \d has a learning rate of 0\.\d, where the mean of all ranks is 0\.15", train)
+
+
+def set_weight_decay(net: Any, trainer: ScheduledTrainer) -> None:
+    trainer.optimizer.wd = 0.1
+
+
+def set_multiple(net: Any, trainer: ScheduledTrainer) -> None:
+    net[0].weight.lr_mult = 0.1
+
+
+@pytest.mark.parametrize("set_it", [set_weight_decay, set_multiple])
+def test_other_numbers_of_the_optimizer(set_it: Callable[[Any, ScheduledTrainer], None]) -> None:
+    def train(session: Session) -> None:
+        net = mlp()
+        trainer = trained(session, net)
+        if session.rank == 1:
+            set_it(net, trainer)
+        trained(session, net, trainer=trainer)
+        session.close()
+
+    both_raise(UnsupportedError, r"rank \d has set another number of its optimizer \(such as wd or", train)
+
+
+def test_an_update_that_only_one_rank_makes() -> None:
+    def train(session: Session) -> None:
+        net = mlp()
+        trainer = trained(session, net)
+        (inputs, labels), *_ = batches(2)
+        backward(net, inputs[share(session)], labels[share(session)])
+        trainer.allreduce_grads()
+        if session.rank == 0:
+            trainer.update(ROWS)
+        trained(session, net, trainer=trainer)
+        session.close()
+
+    both_raise(UnsupportedError, r"rank \d has called update\(\) \d times, other ranks 1.5 times on the mean", train)
+
+
+def test_states_that_only_one_rank_loads(tmp_path: Path) -> None:
+    def train(session: Session) -> None:
+        net = mlp()
+        trainer = ScheduledTrainer(net.collect_params(), "adam", session=session)
+        trained(session, net, trainer=trainer)
+        if session.rank == 0:
+            trainer.save_states(str(tmp_path / "states"))
+            trainer.load_states(str(tmp_path / "states"))
+        trained(session, net, trainer=trainer)
+        session.close()
+
+    both_raise(UnsupportedError, r"has called load_states\(\) with other contents than other ranks", train)
+
+
+def test_a_parameter_frozen_on_one_rank_only() -> None:
+    def train(session: Session) -> None:
+        net = mlp()
+        trainer = trained(session, net)
+        if session.rank == 0:
+            net[0].bias.grad_req = "null"
+        trained(session, net, trainer=trainer)
+        session.close()
+
+    both_raise(UnsupportedError, "parameter 'net_dense0_bias' has grad_req='null' on some ranks only", train)
+
+
+def test_a_parameter_unfrozen_later() -> None:
+    def train(session: Session) -> None:
+        net = mlp()
+        net[0].bias.grad_req = "null"
+        trainer = trained(session, net)
+        net[0].bias.grad_req = "write"
+        trained(session, net, trainer=trainer)
+
+    both_raise(UnsupportedError, "parameter 'net_dense0_bias' is trained since the first step only", train)
+
+
+def test_a_parameter_cast_to_another_type() -> None:
+    def train(session: Session) -> None:
+        net = mlp()
+        trainer = trained(session, net)
+        net.cast("float32")
+        trainer.allreduce_grads()
+
+    both_raise(UnsupportedError, r"parameter 'net_dense\d_\w+' float64\[.*\] is 'net_dense\d_\w+' float32\[.*\] now", train)
+
+
+def test_update_without_averages() -> None:
+    def train(session: Session) -> None:
+        net = mlp()
+        trainer = trained(session, net)
+        (inputs, labels), *_ = batches(2)
+        backward(net, inputs[share(session)], labels[share(session)])
+        trainer.update(ROWS)
+
+    both_raise(UnsupportedError, r"update\(\) without allreduce_grads\(\) since the last update", train)
+
+
+def test_backward_between_the_average_and_the_update() -> None:
+    def train(session: Session) -> None:
+        net = mlp()
+        trainer = trained(session, net)
+        (inputs, labels), *_ = batches(2)
+        backward(net, inputs[share(session)], labels[share(session)])
+        trainer.allreduce_grads()
+        backward(net, inputs[share(session)], labels[share(session)])
+        trainer.update(ROWS)
+
+    both_raise(
+        UnsupportedError, r"backward has written the gradient of 'net_dense\d_\w+' between allreduce_grads\(\) and", train
+    )
+
+
+def test_a_parameter_without_a_new_gradient_is_refused_as_gluon_does() -> None:
+    def train(session: Session) -> None:
+        net = mlp()
+        trained(session, net).step(ROWS)  # without a backward
+
+    both_raise(UserWarning, "Gradient of Parameter `net_dense0_bias` on context cpu.0. has not been updated", train)
+
+
+# --- failures ---
+
+
+def test_who_reads_a_parameter_hears_of_a_rank_that_ended() -> None:
+    """Rank 1 never calls step(), so rank 0 waits for averages that do not come."""
+
+    def run(session: Session) -> None:
+        net = mlp()
+        trainer = trained(session, net)
+        if session.rank == 1:
+            waiting.wait(20)
+            raise KeyError("no more")
+        (inputs, labels), *_ = batches(2)
+        step(net, trainer, inputs[share(session)], labels[share(session)])
+        waiting.set()
+        with pytest.raises(TransportError, match="rank 1 ended: KeyError: 'no more'"):
+            weights_of(net)
+        heard.append(True)
+        with pytest.raises(TransportError, match="rank 1 ended: KeyError: 'no more'"):
+            trainer.step(ROWS)
+        session.abort("as expected")
+
+    heard, waiting = [], threading.Event()
+    with pytest.raises(KeyError, match="no more"):
+        on_ranks(run)
+    assert heard == [True]
+
+
+def test_a_failed_backward_is_told_to_all_ranks() -> None:
+    """MXNet skips what depends on an operation that failed; nobody waits for the gradient for ever."""
+
+    def fail() -> None:
+        if failing.is_set():
+            raise ValueError("out of luck")
+
+    def run(session: Session) -> None:
+        net = mlp(session.rank)
+        probe = Probe(on_backward=fail if session.rank == 1 else lambda: None)
+        whole = gluon.nn.Sequential()
+        whole.add(net, probe)
+        trainer = trained(session, whole)
+        both.wait(20)
+        failing.set()
+        (inputs, labels), *_ = batches(2)
+        with pytest.raises((TransportError, mx.MXNetError), match=r"has not computed|ptrs"):
+            step_and_read(whole, trainer, inputs[share(session)], labels[share(session)])
+        with pytest.raises(TransportError, match=r"rank 1 has not computed the gradient of 'net_dense._"):
+            trainer.step(ROWS)
+        session.abort("as expected")
+
+    def step_and_read(net: Any, *arguments: Any) -> None:
+        step(net, *arguments)
+        weights_of(net)
+
+    failing, both = threading.Event(), threading.Barrier(2)
+    on_ranks(run)
+
+
+def test_a_late_look_for_failures_finds_none_in_the_next_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one round makes MXNet's engine do may be done when the next has begun."""
+    look, require = GradientExchange._look_for_failed, GradientExchange._require_computed
+    looks: list[Callable[[], None]] = []
+
+    def look_late(self: GradientExchange, slots: Sequence[Slot], number: int, operation: Operation) -> None:
+        looks.append(partial(look, self, slots, number, done))
+        looks.append(lambda: [require(self, slot, number, done) for slot in slots] and None)
+        operation.complete()
+
+    def run(session: Session) -> None:
+        net = mlp(session.rank)
+        trainer = trained(session, net, steps=3)
+        (inputs, labels), *_ = batches(2)
+        backward(net, inputs[share(session)], labels[share(session)])
+        weights_of(net)
+        monkeypatch.setattr(GradientExchange, "_hand_over", lambda self, tensors: queue(self))
+        both.wait(20)
+        trainer.allreduce_grads()
+        for late in tuple(looks):
+            late()
+        session.core.check()
+        both.wait(20)
+        session.abort("as expected")
+
+    def queue(exchange: GradientExchange) -> None:
+        for slot in exchange._slots:
+            slot.queued = exchange._round
+
+    done, both = SimpleNamespace(complete=lambda: None), threading.Barrier(2)
+    monkeypatch.setattr(GradientExchange, "_look_for_failed", look_late)
+    on_ranks(run)
+
+
+def test_a_look_for_failures_leaves_alone_what_is_queued_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients that are not new are queued later than the others; the look at those may come while they are being queued."""
+    hand_over, look = GradientExchange._hand_over, GradientExchange._look_for_failed
+    looked = threading.Event()
+
+    def hand_over_slowly(self: GradientExchange, tensors: Sequence[int]) -> None:
+        for tensor in tensors:
+            self._slots[tensor].queued = self._round
+        if self._round == 2 and 0 in tensors:
+            assert looked.wait(20)
+            self._session.core.check()
+        hand_over(self, tensors)
+
+    def look_and_tell(self: GradientExchange, slots: Sequence[Slot], number: int, operation: Operation) -> None:
+        look(self, slots, number, operation)
+        if number == 2:
+            nd.zeros(1).wait_to_read()
+            looked.set()
+
+    def run(session: Session) -> None:
+        net = mlp(session.rank)
+        trainer = trained(session, net)
+        with autograd.record():
+            outputs = net[2](nd.ones((ROWS, 9), dtype="float64"))
+        outputs.backward()
+        with pytest.raises(UserWarning, match="has not been updated"):
+            trainer.step(ROWS)  # the first two layers' are not new
+        session.close()
+
+    monkeypatch.setattr(GradientExchange, "_hand_over", hand_over_slowly)
+    monkeypatch.setattr(GradientExchange, "_look_for_failed", look_and_tell)
+    on_ranks(run)
+
+
+def test_the_naive_engine_is_refused() -> None:
+    """In a process of its own: an engine is chosen when MXNet starts."""
+    code = """
+import mxnet as mx
+from commsched.plugins.mxnet.operation import push
+push(lambda operation: None, writes=[mx.nd.zeros(3)])
+"""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code],
+        env=clean_environ(MXNET_ENGINE_TYPE="NaiveEngine"),
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "UnsupportedError: MXNET_ENGINE_TYPE=NaiveEngine runs one operation after another" in done.stderr
+
+
+def test_a_gradient_recorded_by_hand_is_found_stale() -> None:
+    """Gluon's own check: no backward has come to the parameters."""
+
+    def train(session: Session) -> None:
+        net = mlp(session.rank)
+        trainer = trained(session, net)
+        with autograd.record():
+            (net(nd.ones((1, 6), dtype="float64")) * 0).sum()  # no backward
+        trainer.step(1)
+
+    both_raise(UserWarning, "has not been updated by backward since last `step`", train)
+
+
+def test_fills_differ_by_seed() -> None:
+    """Or a missing broadcast would not be seen."""
+    a, b = mlp(0), mlp(1)
+    fill(a, 0)
+    assert not np.array_equal(weights_of(a)["net_dense0_weight"], weights_of(b)["net_dense0_weight"])

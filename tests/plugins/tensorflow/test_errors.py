@@ -1,0 +1,571 @@
+"""What cannot be is refused by name, on all ranks, and nobody hangs."""
+
+from __future__ import annotations
+
+import builtins
+import gc
+import importlib
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+
+from commsched import ClosedError, ConfigError, ManifestMismatch, PeerLost, Session, TransportError, UnsupportedError
+from commsched.local import local_sessions
+from commsched.plugins.tensorflow import ScheduledOptimizer
+from commsched.plugins.tensorflow.step import Step
+from commsched.testing.world import run_world
+
+from .training import RANKS, made, mlp, numbers, on_ranks, one_layer, require_same_as_alone, share, step_of, train
+
+INPUTS, TARGETS = numbers(2)
+
+
+def sgd() -> Any:
+    return keras.optimizers.SGD(0.1)
+
+
+def refused(
+    error: type[BaseException] | tuple[type[BaseException], ...], match: str, body: Callable[[Session, Any], Any]
+) -> None:
+    """``body(session, model)`` raises on every rank."""
+    models = [made(mlp, 0) for _ in range(RANKS)]
+
+    def run(session: Session) -> None:
+        with pytest.raises(error, match=match):
+            body(session, models[session.rank])
+        session.gather("all have seen it")
+        session.abort("refused")
+
+    on_ranks(run)
+
+
+def gradients_of(model: Any) -> list[Any]:
+    return [tf.ones_like(variable) for variable in model.trainable_variables]
+
+
+def test_it_is_a_plain_optimizer_for_one_rank() -> None:
+    (session,) = local_sessions(1)
+    with session:
+        plain, ours = made(mlp, 0), made(mlp, 0)
+        optimizer = ScheduledOptimizer(keras.optimizers.Adam(0.01), ours, session=session)
+        for way in ("graph", "eager", "fit"):
+            expected = train(plain, keras.optimizers.Adam(0.01), INPUTS, TARGETS, way)
+            weights = train(ours, optimizer if way == "graph" else keras.optimizers.Adam(0.01), INPUTS, TARGETS, way)
+            assert all((a == b).all() for a, b in zip(weights, expected))
+        assert type(ours.weights[0]) is type(plain.weights[0])
+        optimizer.synchronize()
+        optimizer.detach()
+
+
+def test_without_tensorflow_the_install_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith("commsched.plugins.tensorflow")]:
+        monkeypatch.delitem(sys.modules, name)
+    real = builtins.__import__
+
+    def missing(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name == "tensorflow":
+            raise ModuleNotFoundError("No module named 'tensorflow'", name="tensorflow")
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", missing)
+    with pytest.raises(ModuleNotFoundError, match=r'pip install "commsched\[tensorflow\]"'):
+        importlib.import_module("commsched.plugins.tensorflow")
+
+
+def test_wrong_arguments() -> None:
+    model = made(mlp, 0)
+    (session,) = local_sessions(1)
+    with session:
+        with pytest.raises(ConfigError, match="'adam' is not an optimizer of Keras"):
+            ScheduledOptimizer("adam", model, session=session)
+        with pytest.raises(ConfigError, match="is not a model of Keras"):
+            ScheduledOptimizer(sgd(), "model", session=session)
+        with pytest.raises(ConfigError, match="is a ScheduledOptimizer already"):
+            ScheduledOptimizer(ScheduledOptimizer(sgd(), model, session=session), model, session=session)
+
+
+def test_a_model_that_is_not_built() -> None:
+    def body(session: Session, _: Any) -> None:
+        optimizer = sgd()
+        try:
+            ScheduledOptimizer(optimizer, keras.Sequential([layers.Dense(2)]), session=session)
+        finally:
+            assert type(optimizer) is keras.optimizers.SGD
+
+    refused(UnsupportedError, r"the model 'sequential.*' has no trainable variables yet.*call model\.build\(\)", body)
+
+
+def test_different_models() -> None:
+    def body(session: Session, _: Any) -> None:
+        ScheduledOptimizer(sgd(), models[session.rank], session=session)
+
+    models = [keras.Sequential([keras.Input((6,)), layers.Dense(2 + rank)]) for rank in range(2)]
+    refused(
+        ManifestMismatch, r"initial weights: rank 0 has '0 sequential/dense/kernel' float64\[6, 2\] but rank 1 .*\[6, 3\]", body
+    )
+
+
+def test_different_optimizers() -> None:
+    refused(
+        ManifestMismatch,
+        r"the optimizer's 'momentum' is 0\.0 on rank 0 but 0\.1 on rank 1",
+        lambda session, model: ScheduledOptimizer(
+            keras.optimizers.SGD(0.1, momentum=session.rank / 10), model, session=session
+        ),
+    )
+
+
+def test_different_schedules() -> None:
+    decay = keras.optimizers.schedules.ExponentialDecay
+    refused(
+        ManifestMismatch,
+        r"the optimizer's 'learning_rate' is .* on rank 0 but .* on rank 1",
+        lambda session, model: ScheduledOptimizer(
+            keras.optimizers.SGD(decay(0.1, 1 + session.rank, 0.5)), model, session=session
+        ),
+    )
+
+
+def test_a_variable_of_another_model() -> None:
+    others = [made(mlp, 1) for _ in range(RANKS)]
+
+    def built_for_another(session: Session, model: Any) -> None:
+        optimizer = sgd()
+        optimizer.build(others[session.rank].trainable_variables)
+        ScheduledOptimizer(optimizer, model, session=session)
+
+    def given_to_apply(session: Session, model: Any) -> None:
+        optimizer = ScheduledOptimizer(sgd(), model, session=session)
+        other = others[session.rank]
+        optimizer.apply(gradients_of(other), other.trainable_variables)
+
+    refused(ManifestMismatch, r"variable 'sequential.*/dense.*/kernel' of the optimizer is not in the model", built_for_another)
+    refused(UnsupportedError, r"variable 'sequential.*/kernel' is not one of those that are averaged", given_to_apply)
+
+
+def test_a_model_that_another_has() -> None:
+    def body(session: Session, model: Any) -> None:
+        ScheduledOptimizer(sgd(), model, session=session)
+        ScheduledOptimizer(sgd(), model, session=session)
+
+    refused(ConfigError, r"belongs to another ScheduledOptimizer; call that one's detach\(\) first", body)
+
+
+def test_a_variable_that_was_frozen() -> None:
+    def body(session: Session, model: Any) -> None:
+        model.layers[0].trainable = False
+        optimizer = ScheduledOptimizer(sgd(), model, session=session)
+        train(model, optimizer, *share(session, INPUTS, TARGETS), "graph")
+        model.layers[0].trainable = True
+        train(model, optimizer, *share(session, INPUTS, TARGETS), "graph")
+
+    refused(UnsupportedError, r"variable '.*kernel' is not one of those that are averaged, since it was not trainable", body)
+
+
+def test_freezing_later_skips_the_variable() -> None:
+    """All ranks alike; its slots and weights stay as they are."""
+    models = [made(mlp, 0) for _ in range(RANKS)]
+
+    def body(session: Session) -> Any:
+        model = models[session.rank]
+        optimizer = ScheduledOptimizer(keras.optimizers.Adam(0.1), model, session=session)
+        train(model, optimizer, *share(session, INPUTS, TARGETS), "eager")
+        model.layers[0].trainable = False
+        before = model.layers[0].kernel.numpy()
+        last = model.layers[1].kernel.numpy()
+        train(model, optimizer, *share(session, INPUTS, TARGETS), "graph")
+        assert (model.layers[0].kernel.numpy() == before).all()
+        return np.abs(model.layers[1].kernel.numpy() - last).max()
+
+    assert min(on_ranks(body)) > 0.01
+
+
+class Partly(keras.Model):
+    """Whose second branch only some steps use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = layers.Dense(3), layers.Dense(3)
+        self.both = True
+
+    def build(self, shape: Any) -> None:
+        self.one.build(shape)
+        self.two.build(shape)
+        self.built = True
+
+    def call(self, inputs: Any) -> Any:
+        return self.one(inputs) + self.two(inputs) if self.both else self.one(inputs)
+
+
+@pytest.mark.filterwarnings("ignore:Gradients do not exist for variables")
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_gradient_that_only_one_rank_has(compiled: bool) -> None:
+    """The other contributes zeros, as on the joint batch; with an optimizer that needs all at once it is refused."""
+    models = [Partly() for _ in range(RANKS)]
+    for model in models:
+        model.build((None, 6))
+        model.set_weights([np.full(weights.shape, 0.1) for weights in model.get_weights()])
+    models[1].both = False
+
+    def apply(session: Session, optimizer: Any) -> None:
+        variables = models[session.rank].trainable_variables[: 4 - 2 * session.rank]
+
+        def step() -> None:
+            optimizer.apply([tf.ones_like(variable) for variable in variables], variables)
+
+        (tf.function(step) if compiled else step)()
+
+    def body(session: Session) -> Any:
+        model = models[session.rank]
+        optimizer = ScheduledOptimizer(sgd(), model, session=session)
+        apply(session, optimizer)
+        optimizer.detach()
+        return model.two.kernel.numpy()
+
+    for weights in on_ranks(body):
+        np.testing.assert_allclose(weights, 0.1 - 0.1 * 0.5)
+
+    def at_once(session: Session, _: Any) -> None:
+        apply(session, ScheduledOptimizer(keras.optimizers.Nadam(0.1), models[session.rank], session=session))
+
+    refused(
+        (UnsupportedError, tf.errors.UnknownError),
+        r"only some ranks have a gradient of '.*kernel'.*updates all variables at once",
+        at_once,
+    )
+
+
+def test_no_gradient_at_all() -> None:
+    refused(
+        ValueError,
+        "No gradients provided for any variable",
+        lambda session, model: ScheduledOptimizer(sgd(), model, session=session).apply([None] * 4),
+    )
+
+
+def test_a_gradient_of_another_shape() -> None:
+    refused(
+        UnsupportedError,
+        r"the gradient of '.*bias' has shape \[1\], the variable \[3\]",
+        lambda session, model: ScheduledOptimizer(sgd(), model, session=session).apply([*gradients_of(model)[:-1], tf.ones(1)]),
+    )
+
+
+def test_a_variable_twice() -> None:
+    def body(session: Session, model: Any) -> None:
+        twice = [*model.trainable_variables, model.trainable_variables[0]]
+        ScheduledOptimizer(sgd(), model, session=session).apply([tf.ones_like(each) for each in twice], twice)
+
+    refused(UnsupportedError, "each variable once", body)
+
+
+def test_a_type_that_cannot_be_averaged() -> None:
+    class Complex(layers.Layer):
+        def build(self, shape: Any) -> None:
+            self.phase = self.add_weight(shape=(2,), dtype="complex64", initializer="zeros", name="phase")
+
+        def call(self, inputs: Any) -> Any:
+            return inputs * tf.cast(tf.math.real(self.phase), inputs.dtype)
+
+    models = [keras.Sequential([keras.Input((2,)), Complex()]) for _ in range(RANKS)]
+
+    def body(session: Session, _: Any) -> None:
+        model = models[session.rank]
+        optimizer = ScheduledOptimizer(sgd(), model, session=session)
+        optimizer.apply([tf.zeros(2, tf.complex64)])
+
+    refused(UnsupportedError, r"variable '.*phase' is complex64; only gradients of float16, bfloat16, float32, float64", body)
+
+
+def test_xla() -> None:
+    def fit(session: Session, model: Any) -> None:
+        model.compile(ScheduledOptimizer(sgd(), model, session=session), loss="mse", jit_compile=True)
+        model.fit(*(array.reshape(-1, array.shape[-1]) for array in share(session, INPUTS, TARGETS)), verbose=0)
+
+    def own_step(session: Session, model: Any) -> None:
+        step = step_of(model, ScheduledOptimizer(sgd(), model, session=session), compiled=False)
+        tf.function(step, jit_compile=True)(INPUTS[0], TARGETS[0])
+
+    refused(UnsupportedError, r"XLA cannot hand gradients over.*jit_compile=False", fit)
+    refused(tf.errors.InvalidArgumentError, r"unsupported operations|PyFunc|MutexLock", own_step)
+
+
+def test_a_strategy_of_tensorflow() -> None:
+    strategy = tf.distribute.OneDeviceStrategy("/cpu:0")
+
+    def body(session: Session, model: Any) -> None:
+        with strategy.scope():
+            ScheduledOptimizer(sgd(), model, session=session)
+
+    refused(UnsupportedError, "OneDeviceStrategy is active", body)
+
+
+def test_a_loss_scale_around_it() -> None:
+    def body(session: Session, model: Any) -> None:
+        inner = ScheduledOptimizer(sgd(), model, session=session)
+        model.compile(keras.optimizers.LossScaleOptimizer(inner), loss="mse")
+        model.fit(*(array.reshape(-1, array.shape[-1]) for array in share(session, INPUTS, TARGETS)), verbose=0)
+
+    refused(UnsupportedError, r"ScheduledOptimizer\(LossScaleOptimizer\(optimizer\), model\)", body)
+
+
+def test_global_clipping_that_is_set_later() -> None:
+    def body(session: Session, model: Any) -> None:
+        optimizer = ScheduledOptimizer(sgd(), model, session=session)
+        optimizer.global_clipnorm = 1.0
+        optimizer.apply(gradients_of(model))
+
+    refused(UnsupportedError, "global_clipnorm needs the norm of all gradients, which must be set before", body)
+
+
+@pytest.mark.parametrize("within_another", [False, True])
+def test_a_step_that_was_traced_before(within_another: bool) -> None:
+    def body(session: Session, model: Any) -> None:
+        optimizer = sgd()
+        step = step_of(model, optimizer, compiled=True)
+        step(INPUTS[0], TARGETS[0])
+        optimizer = ScheduledOptimizer(optimizer, model, session=session)
+        before = model.get_weights()
+        try:
+            (tf.function(lambda *batch: step(*batch)) if within_another else step)(INPUTS[0], TARGETS[0])
+        finally:
+            assert all((a == b).all() for a, b in zip(before, model.get_weights()))
+
+    refused(UnsupportedError, "was traced before ScheduledOptimizer was made, so it would train without averaging", body)
+
+
+@pytest.mark.parametrize("kind", [keras.optimizers.SGD, keras.optimizers.Nadam])
+def test_learning_rates_that_differ(kind: Any) -> None:
+    """As callbacks may set them that go by what one rank sees."""
+
+    def body(session: Session, model: Any) -> None:
+        optimizer = ScheduledOptimizer(kind(0.1), model, session=session)
+        optimizer.apply(gradients_of(model))
+        model.get_weights()
+        optimizer.learning_rate = 0.1 + 0.1 * session.rank
+        optimizer.apply(gradients_of(model))
+        model.get_weights()
+
+    match = r"the learning rate is 0\.[12] here, and 0\.15 on average over ranks: set it alike"
+    models = [made(mlp, 0) for _ in range(RANKS)]
+    with pytest.raises((UnsupportedError, TransportError), match=match):
+        on_ranks(lambda session: body(session, models[session.rank]))
+
+
+def test_exporting_needs_detach(tmp_path: Any) -> None:
+    models = [made(mlp, 0) for _ in range(RANKS)]
+
+    def body(session: Session) -> None:
+        model = models[session.rank]
+        optimizer = ScheduledOptimizer(sgd(), model, session=session)
+        train(model, optimizer, *share(session, INPUTS, TARGETS), "graph")
+        weights = model.get_weights()
+        with pytest.raises(UnsupportedError, match=r"to export a model, call optimizer\.detach\(\) before"):
+            model.export(tmp_path / f"not{session.rank}", verbose=False)
+        optimizer.detach()
+        assert type(optimizer) is not keras.optimizers.SGD  # its class stays, and is plain
+        model.export(tmp_path / str(session.rank), verbose=False)
+        loaded = tf.saved_model.load(str(tmp_path / str(session.rank)))
+        np.testing.assert_allclose(loaded.serve(INPUTS[0]), model(INPUTS[0]))
+        train(model, optimizer, *share(session, INPUTS, TARGETS), "eager")  # alone
+        assert any((a != b).any() for a, b in zip(weights, model.get_weights()))
+        again = ScheduledOptimizer(sgd(), model, session=session)
+        train(model, again, *share(session, INPUTS, TARGETS), "graph")
+
+    on_ranks(body)
+
+
+def test_after_the_end() -> None:
+    models = [made(mlp, 0) for _ in range(RANKS)]
+    optimizers: dict[int, Any] = {}
+
+    def body(session: Session) -> None:
+        optimizers[session.rank] = ScheduledOptimizer(sgd(), models[session.rank], session=session)
+        train(models[session.rank], optimizers[session.rank], *share(session, INPUTS, TARGETS), "graph")
+
+    on_ranks(body)
+    assert np.isfinite(models[0].predict_on_batch(INPUTS[0])).all()
+    with pytest.raises(ClosedError, match="was detached, or its session is closed"):
+        optimizers[0].apply(gradients_of(models[0]))
+
+
+@pytest.mark.parametrize("closes", [True, False])
+def test_nothing_keeps_a_model_after_its_session(closes: bool) -> None:
+    """Neither TensorFlow, which never forgets what an operation calls in Python, nor what guards variables."""
+
+    def body(session: Session) -> Any:
+        model = made(one_layer, 0)
+        optimizer = ScheduledOptimizer(sgd(), model, session=session)
+        train(model, optimizer, *share(session, INPUTS, TARGETS), "graph")
+        if not closes:
+            session.gather("trained")
+            session.abort("it was enough")
+        return weakref.ref(optimizer)
+
+    optimizers = on_ranks(body)
+    gc.collect()
+    assert [known() for known in optimizers] == [None, None]
+
+
+# --- ranks that end ---
+
+
+@pytest.mark.parametrize(
+    ("way", "optimizer"),
+    [
+        ("graph", keras.optimizers.SGD),
+        ("graph", keras.optimizers.Nadam),
+        ("fit", keras.optimizers.SGD),
+        ("eager", keras.optimizers.Nadam),
+    ],
+)
+def test_a_rank_that_leaves_is_named(way: str, optimizer: Any) -> None:
+    """The user's thread of the other raises, in the step or at the next read, and does not wait for ever."""
+    models = [made(mlp, 0) for _ in range(RANKS)]
+    sessions = local_sessions(RANKS)
+
+    def body(rank: int) -> None:
+        model = models[rank]
+        scheduled = ScheduledOptimizer(optimizer(0.1), model, session=sessions[rank])
+        train(model, scheduled, *share(sessions[rank], INPUTS, TARGETS), way)
+        sessions[rank].gather("trained")
+        if rank == 1:
+            sessions[rank].abort("it was enough")
+            return
+        errors = (TransportError, PeerLost, tf.errors.UnknownError, tf.errors.InvalidArgumentError)
+        with pytest.raises(errors, match="it was enough"):
+            train(model, scheduled, *share(sessions[rank], INPUTS, TARGETS), way)
+        with pytest.raises(errors, match="it was enough"):
+            scheduled.apply(gradients_of(model))
+
+    try:
+        run_world(RANKS, body, timeout_seconds=30)
+    finally:
+        for session in sessions:
+            session.abort("the test is over")
+
+
+def test_a_failure_opens_no_gate() -> None:
+    """After a failure a variable whose update is outstanding can be read neither eagerly nor in a graph."""
+    models = [made(mlp, 0) for _ in range(RANKS)]
+    sessions = local_sessions(RANKS)
+
+    def body(rank: int) -> None:
+        model = models[rank]
+        scheduled = ScheduledOptimizer(sgd(), model, session=sessions[rank])
+        predict = tf.function(model)
+        predict(INPUTS[0])
+        if rank == 1:
+            scheduled.apply(gradients_of(model))
+            sessions[1].gather("one step")
+            sessions[1].abort("it was enough")
+            return
+        scheduled.apply(gradients_of(model))
+        sessions[0].gather("one step")
+        with pytest.raises(TransportError, match="it was enough"):
+            train(model, scheduled, INPUTS, TARGETS, "eager")
+        with pytest.raises(tf.errors.InvalidArgumentError, match="it was enough"):
+            predict(INPUTS[0])
+
+    try:
+        run_world(RANKS, body, timeout_seconds=30)
+    finally:
+        for session in sessions:
+            session.abort("the test is over")
+
+
+def test_an_update_that_raises_ends_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    from commsched.plugins.tensorflow.updater import Updater
+
+    real = Updater._update
+
+    def broken(self: Any, index: int, *rest: Any) -> None:
+        if self._session.rank == 1:
+            raise ArithmeticError("a bad number")
+        real(self, index, *rest)
+
+    monkeypatch.setattr(Updater, "_update", broken)
+    models = [made(mlp, 0) for _ in range(RANKS)]
+
+    def body(session: Session) -> None:
+        model = models[session.rank]
+        ScheduledOptimizer(sgd(), model, session=session).apply(gradients_of(model))
+        with pytest.raises(TransportError, match=r"rank 1: the update of 'sequential.*' raised ArithmeticError: a bad number"):
+            model.get_weights()
+        session.abort("it was seen")
+
+    on_ranks(body)
+
+
+def test_a_step_that_is_broken_off() -> None:
+    """All ranks fail in backward, catch it and go on: others may wait for what was never handed over, so it is refused."""
+
+    def body(session: Session, model: Any) -> None:
+        optimizer = ScheduledOptimizer(sgd(), model, session=session)
+
+        @tf.function(input_signature=[tf.TensorSpec(None, tf.float64)])
+        def step(gradient: Any) -> None:
+            optimizer.apply([gradient, *gradients_of(model)[1:]])
+
+        step(tf.ones((6, 10), tf.float64))
+        with pytest.raises(tf.errors.UnknownError, match=r"the gradient of '.*kernel' has shape \[2\], the variable \[6, 10\]"):
+            step(tf.ones(2, tf.float64))
+        step(tf.ones((6, 10), tf.float64))
+
+    refused(tf.errors.UnknownError, r"step 1 was broken off: \d+ of its gradients were never computed", body)
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_a_step_that_is_broken_off_before_its_update(at_once: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All its gradients travelled, so no rank waits; but one that goes on would have lost an update."""
+    real = Step._commit_on_host
+    broken: set[int] = set()
+
+    def break_once(rank: int) -> None:
+        if rank not in broken:
+            broken.add(rank)
+            raise ArithmeticError("a bad number")
+
+    def commit(self: Any, *rest: Any) -> None:
+        break_once(self._updater._session.rank)
+        real(self, *rest)
+
+    monkeypatch.setattr(Step, "_commit_on_host", commit)
+
+    def body(session: Session, model: Any) -> None:
+        class Ours(keras.optimizers.SGD):
+            def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+                def seen(gradient: Any) -> Any:
+                    break_once(session.rank)
+                    return gradient
+
+                passed = [tf.ensure_shape(tf.numpy_function(seen, [each], each.dtype), each.shape) for each in grads]
+                super().apply(passed, trainable_variables)
+
+        optimizer = ScheduledOptimizer(Ours(0.1) if at_once else sgd(), model, session=session)
+        step = tf.function(lambda: optimizer.apply(gradients_of(model)))
+        with pytest.raises(tf.errors.OpError, match="a bad number"):
+            step()
+        with pytest.raises(UnsupportedError, match="step 0 was broken off"):
+            optimizer.detach()
+        step()
+
+    refused(tf.errors.UnknownError, "step 0 was broken off: this rank has not made its update, or not all of it", body)
+
+
+def test_the_learning_rate_of_rank_0_counts() -> None:
+    require_same_as_alone(mlp, sgd, "eager")
+    models = [made(mlp, 0) for _ in range(RANKS)]
+
+    def body(session: Session) -> float:
+        optimizer = ScheduledOptimizer(keras.optimizers.SGD(0.1 + session.rank), models[session.rank], session=session)
+        return float(optimizer.learning_rate)
+
+    assert on_ranks(body) == [0.1, 0.1]
