@@ -107,6 +107,8 @@ def test_each_part_imports_only_what_lies_below_it(part: str, ours: tuple[str, .
     assert {name: modules for name, modules in wrong.items() if modules} == {}
 
 
+SHARED_BY_PLUGINS = ("commsched.plugins.beginning", "commsched.plugins.flat")
+
 #: Plugins for what is built on PyTorch are built on its plugin.
 BELOW_PLUGIN = {
     "commsched.plugins.accelerate": ("commsched.plugins.torch",),
@@ -119,7 +121,7 @@ def test_plugins_import_their_engine_core_and_the_public_names() -> None:
     public = set(commsched.__all__)
     for source in modules_in("commsched.plugins"):
         engine = ".".join(source.name.split(".")[:3])
-        ours = ("commsched.core", engine, *BELOW_PLUGIN.get(engine, ()))
+        ours = ("commsched.core", engine, *SHARED_BY_PLUGINS, *BELOW_PLUGIN.get(engine, ()))
         wrong = [
             module
             for module in imports(source)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import sys
 
 from commsched.core.config import parse_bytes, parse_rate
 from commsched.simulator.bytes_factor import bytes_factor
 
 from ..arguments import at_least, positive, setting
-from ..results import add_json_argument, write
+from ..results import add_json_argument
 from .registry import NAMES
 
 
@@ -35,8 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from ..train.ending import end
     from ..train.links import Links
-    from ..train.rows import disturbed, wrong
     from ..train.scaling import scale
     from ..workloads.registry import load_profile
     from .compare import Comparison, measure_rows, text
@@ -58,10 +57,4 @@ def run(args: argparse.Namespace) -> int:
             timeout_seconds=args.timeout,
         )
     )
-    print(text(rows))
-    mistakes = wrong(rows)
-    for sentence in [*disturbed(rows), *mistakes]:
-        print(sentence, file=sys.stderr)
-    if args.json:
-        write(args.json, rows)
-    return 1 if mistakes else 0
+    return end(rows, text(rows), args.json)

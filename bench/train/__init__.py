@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -16,7 +15,7 @@ from .. import systems
 from ..arguments import at_least, check_settings, positive, setting
 from ..job import Job, run_job
 from ..processes import JobFailed
-from ..results import add_json_argument, commit, write
+from ..results import add_json_argument, commit
 from ..systems.spec import SystemSpec, Way, parse, way_of_job
 from ..workloads.registry import load_profile, real_model_names
 from .links import Links, why_not_shaped
@@ -125,20 +124,14 @@ def options_of(args: argparse.Namespace) -> TrainOptions:
 
 
 def run(args: argparse.Namespace) -> int:
-    from .rows import disturbed, wrong
+    from .ending import end
 
     options = options_of(args)
     settle = _settle_steps(options, [parse(text) for text in options.systems])
     steps = options.rounds * (settle + options.steps)
     print(f"{', '.join(options.systems)} take turns, {steps} steps each", flush=True)
     rows = measure_rows(options)
-    print(text(rows))
-    mistakes = wrong(rows)
-    for sentence in [*disturbed(rows), *mistakes]:
-        print(sentence, file=sys.stderr)
-    if args.json:
-        write(args.json, rows)
-    return 1 if mistakes else 0
+    return end(rows, text(rows), args.json)
 
 
 def measure_rows(options: TrainOptions) -> list[dict[str, Any]]:

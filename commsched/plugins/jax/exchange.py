@@ -23,6 +23,7 @@ import commsched
 from ...core.errors import UnsupportedError
 from ...core.group import TensorGroup
 from ...core.manifest import Manifest, TensorSpec
+from ..flat import lay_out
 
 _exchanges: weakref.WeakSet[GradientExchange] = weakref.WeakSet()
 _adding = threading.Lock()
@@ -63,13 +64,10 @@ class GradientExchange:
             return
         order = self.session.gather(list(order))[0]
         manifest = Manifest(tuple(self.specs[place] for place in order))
-        buffers = {dtype: np.zeros(nbytes, np.uint8) for dtype, nbytes in manifest.buffer_bytes.items()}
+        buffers, views = lay_out(manifest, jnp.dtype)
         self._tensors = {place: tensor for tensor, place in enumerate(order)}
-        for place, spec in enumerate(self.specs):
-            start = manifest.offset(self._tensors[place])
-            piece = buffers[spec.dtype][start : start + spec.nbytes]
-            self._views.append(piece.view(jnp.dtype(spec.dtype)).reshape(spec.shape))
-        self._group = self.session.register(manifest, {dtype: buffer.data for dtype, buffer in buffers.items()})
+        self._views = [views[self._tensors[place]] for place in range(len(self.specs))]
+        self._group = self.session.register(manifest, buffers)
 
     # --- what programs call back to ---
 

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 import commsched
 
 from ...core.errors import ManifestMismatch, UnsupportedError
+from ..beginning import broadcast_arrays, described, first_difference
 
 
 def named_leaves(tree: Any, what: str = "") -> list[tuple[str, Any]]:
@@ -44,17 +45,12 @@ def broadcast_all(session: commsched.Session, trees: dict[str, Any]) -> list[Any
     """Likewise, several trees by what their leaves' names begin with."""
     named = [pair for what, tree in trees.items() for pair in named_leaves(tree, what)]
     arrays = [_array(name, leaf) for name, leaf in named]
-    described = [[name, list(array.shape), array.dtype.name] for (name, _), array in zip(named, arrays)]
-    for rank, theirs in enumerate(records := session.gather(described)):
-        for ours, other in zip([*records[0], None], [*theirs, None]):
-            if ours != other:
-                raise ManifestMismatch(f"there is {_text(ours)} on rank 0 but {_text(other)} on rank {rank}")
-    flat = np.concatenate([np.empty(0, np.uint8), *(array.reshape(-1).view(np.uint8) for array in arrays)])
-    session.broadcast("initial values", flat.data)
-    pieces = np.split(flat, np.cumsum([array.nbytes for array in arrays])[:-1]) if arrays else []
-    leaves = iter(
-        _like(leaf, piece.view(array.dtype).reshape(array.shape)) for (_, leaf), array, piece in zip(named, arrays, pieces)
-    )
+    records = session.gather([[name, list(array.shape), array.dtype.name] for (name, _), array in zip(named, arrays)])
+    if different := first_difference(records):
+        rank, ours, other = different
+        raise ManifestMismatch(f"there is {described(ours)} on rank 0 but {described(other)} on rank {rank}")
+    received = broadcast_arrays(session, "initial values", arrays)
+    leaves = iter(_like(leaf, array) for (_, leaf), array in zip(named, received))
     return [jax.tree.map(lambda _: next(leaves), tree) for tree in trees.values()]
 
 
@@ -64,12 +60,9 @@ def require_equal_values(session: commsched.Session, named: Sequence[tuple[str, 
         ManifestMismatch: ranks have other leaves or values; names the first.
     """
     digests = [[name, hashlib.sha256(_array(name, leaf).tobytes()).hexdigest()] for name, leaf in named]
-    records = session.gather(digests)
-    for rank, theirs in enumerate(records):
-        for ours, other in zip([*records[0], None], [*theirs, None]):
-            if ours != other:
-                name = (ours or other or [""])[0]
-                raise ManifestMismatch(f"'{name}' differs between rank 0 and rank {rank}; {advice}")
+    if different := first_difference(session.gather(digests)):
+        rank, ours, other = different
+        raise ManifestMismatch(f"'{(ours or other)[0]}' differs between rank 0 and rank {rank}; {advice}")
 
 
 def require_concrete(named: Sequence[tuple[str, Any]], call: str) -> None:
@@ -107,7 +100,3 @@ def _like(leaf: Any, array: NDArray[Any]) -> Any:
     if isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         fresh = jax.random.wrap_key_data(fresh, impl=jax.random.key_impl(leaf))
     return fresh
-
-
-def _text(described: list[Any] | None) -> str:
-    return "nothing more" if described is None else f"'{described[0]}' {described[2]}{described[1]}"

@@ -16,7 +16,6 @@ from typing import Any
 from weakref import WeakSet, WeakValueDictionary
 
 import mxnet as mx
-import numpy as np
 
 import commsched
 
@@ -24,6 +23,7 @@ from ...core.errors import ClosedError, CommschedError, ConfigError, ManifestMis
 from ...core.group import TensorGroup
 from ...core.manifest import Manifest
 from ...core.task import REDUCE_SCATTER, CommTask
+from ..flat import lay_out
 from .agreement import Agreement, Done
 from .initial import gather_alike, require_equal_values
 from .operation import Operation, push, wait
@@ -201,12 +201,9 @@ class GradientExchange:
                 )
         require_equal_values(self._session, list(trained.values()))
         manifest = Manifest(tuple(spec_of(trained[name]) for name in names))
-        buffers = {dtype: np.zeros(nbytes, np.uint8) for dtype, nbytes in manifest.buffer_bytes.items()}
-        group = self._session.register(manifest, {dtype: buffer.data for dtype, buffer in buffers.items()})
-        for tensor, spec in enumerate(manifest.tensors):
-            start = manifest.offset(tensor)
-            place = buffers[spec.dtype][start : start + spec.nbytes].view(spec.dtype).reshape(spec.shape)
-            self._slots.append(Slot(trained[spec.name], place))
+        buffers, places = lay_out(manifest)
+        group = self._session.register(manifest, buffers)
+        self._slots = [Slot(trained[name], place) for name, place in zip(names, places)]
         self._agreement = Agreement(self._session, names)
         self._group = group
         self._undo.append(self._session.observe(self))

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import mxnet as mx
-import numpy as np
 from numpy.typing import NDArray
 
 import commsched
 
 from ...core.errors import ManifestMismatch
+from ..beginning import broadcast_arrays, described, first_difference
 from .slot import dtype_name
 
 
@@ -23,11 +23,9 @@ def begin_from_rank_0(session: commsched.Session, parameters: Sequence[mx.gluon.
     Raises:
         ManifestMismatch: the ranks' parameters differ.
     """
-    described = session.gather([_describe(parameter) for parameter in parameters])
-    for rank, theirs in enumerate(described):
-        for ours, other in zip([*described[0], None], [*theirs, None]):
-            if ours != other:
-                raise ManifestMismatch(f"the trainer has {_text(ours)} on rank 0 but {_text(other)} on rank {rank}")
+    if different := first_difference(session.gather([_describe(parameter) for parameter in parameters])):
+        rank, ours, other = different
+        raise ManifestMismatch(f"the trainer has {_text(ours)} on rank 0 but {_text(other)} on rank {rank}")
     there = [parameter for parameter in parameters if _is_there(parameter)]
     _broadcast(session, "initial parameters", [parameter.data() for parameter in there])
     for parameter in parameters:
@@ -86,22 +84,14 @@ def gather_alike(session: commsched.Session, doing: str, value: Any) -> list[Any
 
 
 def _broadcast(session: commsched.Session, name: str, arrays: Sequence[mx.nd.NDArray]) -> None:
-    values = [array.asnumpy() for array in arrays]
-    flat = np.concatenate([_bytes(value) for value in values]) if values else np.empty(0, np.uint8)
-    session.broadcast(name, flat.data)
-    start = 0
-    for array, value in zip(arrays, values):
-        if session.rank != 0:
-            array[:] = flat[start : start + value.nbytes].view(value.dtype).reshape(value.shape)
-        start += value.nbytes
-
-
-def _bytes(value: NDArray[Any]) -> NDArray[np.uint8]:
-    return np.ascontiguousarray(value).reshape(-1).view(np.uint8)
+    received = broadcast_arrays(session, name, [array.asnumpy() for array in arrays])
+    if session.rank != 0:
+        for array, value in zip(arrays, received):
+            array[:] = value
 
 
 def _digest(value: NDArray[Any]) -> str:
-    return hashlib.blake2b(_bytes(value).data, digest_size=16).hexdigest()
+    return hashlib.blake2b(value.tobytes(), digest_size=16).hexdigest()
 
 
 def _is_there(parameter: mx.gluon.Parameter) -> bool:
@@ -113,11 +103,8 @@ def _is_there(parameter: mx.gluon.Parameter) -> bool:
 
 
 def _describe(parameter: mx.gluon.Parameter) -> list[Any]:
-    return [parameter.name, dtype_name(parameter.dtype), list(parameter.shape or ()), _is_there(parameter)]
+    return [parameter.name, list(parameter.shape or ()), dtype_name(parameter.dtype), _is_there(parameter)]
 
 
-def _text(described: list[Any] | None) -> str:
-    if described is None:
-        return "nothing more"
-    name, dtype, shape, there = described
-    return f"'{name}' {dtype}{shape}{'' if there else ', not initialised yet,'}"
+def _text(item: list[Any] | None) -> str:
+    return described(item) + ("" if item is None or item[3] else ", not initialised yet,")

@@ -21,6 +21,7 @@ import commsched
 
 from ...core.errors import UnsupportedError
 from ...core.manifest import Manifest, TensorSpec
+from ..flat import lay_out
 from .engine import SGD
 
 
@@ -86,14 +87,12 @@ class ScheduledOptimizer:
             parameter = layers[index].parameters[name]
             specs.append(TensorSpec(f"{index}.{name}", parameter.shape, parameter.dtype.name))
         manifest = Manifest(tuple(specs))
-        buffers = {dtype: np.zeros(nbytes, np.uint8) for dtype, nbytes in manifest.buffer_bytes.items()}
+        buffers, places = lay_out(manifest)
         self._tensors: list[list[int]] = [[] for _ in layers]
-        for tensor, (spec, (index, name)) in enumerate(zip(specs, slots)):
-            start = manifest.offset(tensor)
-            view = buffers[spec.dtype][start : start + spec.nbytes].view(spec.dtype).reshape(spec.shape)
-            layers[index].gradients[name] = view
+        for tensor, (place, (index, name)) in enumerate(zip(places, slots)):
+            layers[index].gradients[name] = place
             self._tensors[index].append(tensor)
-        self._group = self._session.register(manifest, {dtype: buffer.data for dtype, buffer in buffers.items()})
+        self._group = self._session.register(manifest, buffers)
 
     def _begin_from_rank_0(self) -> None:
         for index, layer in enumerate(self._network.layers):

@@ -19,6 +19,7 @@ import commsched
 from ...core.errors import ClosedError, UnsupportedError
 from ...core.group import TensorGroup
 from ...core.manifest import Manifest, TensorSpec
+from ..flat import lay_out
 from .guard import own_value
 from .initial_state import common_name
 
@@ -174,10 +175,5 @@ class GradientExchange:
 
 def _register(session: commsched.Session, specs: Sequence[TensorSpec]) -> tuple[list[NDArray[Any]], TensorGroup]:
     manifest = Manifest(tuple(specs))
-    flat = {dtype: np.zeros(nbytes, np.uint8) for dtype, nbytes in manifest.buffer_bytes.items()}
-    views = []
-    for tensor, spec in enumerate(specs):
-        start = manifest.offset(tensor)
-        piece = flat[spec.dtype][start : start + spec.nbytes]
-        views.append(piece.view(tf.as_dtype(spec.dtype).as_numpy_dtype).reshape(spec.shape))
-    return views, session.register(manifest, {dtype: buffer.data for dtype, buffer in flat.items()})
+    buffers, views = lay_out(manifest, lambda dtype: tf.as_dtype(dtype).as_numpy_dtype)
+    return views, session.register(manifest, buffers)

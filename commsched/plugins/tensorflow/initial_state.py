@@ -13,6 +13,7 @@ from keras.saving import serialize_keras_object
 import commsched
 
 from ...core.errors import ManifestMismatch, UnsupportedError
+from ..beginning import broadcast_arrays, described, first_difference
 from .guard import unguarded
 
 
@@ -46,26 +47,16 @@ def broadcast_variables(session: commsched.Session, what: str, variables: Sequen
         ManifestMismatch: the ranks have other variables; names the first.
         UnsupportedError: a variable has no fixed-size values.
     """
-    described = [[common_name(index, each), list(each.shape), str(each.dtype)] for index, each in enumerate(variables)]
-    for rank, theirs in enumerate(records := session.gather(described)):
-        for ours, other in zip([*records[0], None], [*theirs, None]):
-            if ours != other:
-                raise ManifestMismatch(f"{what}: rank 0 has {_text(ours)} but rank {rank} {_text(other)}")
+    records = [[common_name(index, each), list(each.shape), str(each.dtype)] for index, each in enumerate(variables)]
+    if different := first_difference(session.gather(records)):
+        rank, ours, other = different
+        raise ManifestMismatch(f"{what}: rank 0 has {described(ours)} but rank {rank} {described(other)}")
     with unguarded():
         arrays = [np.asarray(variable.numpy()) for variable in variables]
         for variable, array in zip(variables, arrays):
             if array.dtype.hasobject:
                 raise UnsupportedError(f"'{variable.path}' is {variable.dtype}, which cannot be broadcast")
-        flat = bytearray(b"".join(array.tobytes() for array in arrays))
-        session.broadcast(what, memoryview(flat))
-        if session.rank == 0:
-            return
-        start = 0
-        for variable, array in zip(variables, arrays):
-            received = np.frombuffer(flat, np.uint8, array.nbytes, start).view(array.dtype)
-            variable.assign(received.reshape(array.shape))
-            start += array.nbytes
-
-
-def _text(described: list[Any] | None) -> str:
-    return "nothing more" if described is None else f"'{described[0]}' {described[2]}{described[1]}"
+        received = broadcast_arrays(session, what, arrays)
+        if session.rank != 0:
+            for variable, array in zip(variables, received):
+                variable.assign(array)

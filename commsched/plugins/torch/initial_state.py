@@ -11,6 +11,7 @@ import torch
 import commsched
 
 from ...core.errors import ManifestMismatch, UnsupportedError
+from ..beginning import first_difference
 from .first_use import no_use
 
 log = logging.getLogger("commsched")
@@ -28,11 +29,10 @@ def broadcast_model(session: commsched.Session, model: torch.nn.Module, beside: 
     inside = {id(tensor) for tensor in named.values()}
     named |= {f"parameter '{name}'": tensor for name, tensor in beside.items() if id(tensor) not in inside}
     named |= {f"buffer '{name}'": tensor for name, tensor in model.named_buffers()}
-    described = session.gather([[name, list(tensor.shape), str(tensor.dtype)] for name, tensor in named.items()])
-    for rank, theirs in enumerate(described):
-        for ours, other in zip([*described[0], None], [*theirs, None]):
-            if ours != other:
-                raise ManifestMismatch(f"the model has {_text(ours)} on rank 0 but {_text(other)} on rank {rank}")
+    records = session.gather([[name, list(tensor.shape), str(tensor.dtype)] for name, tensor in named.items()])
+    if different := first_difference(records):
+        rank, ours, other = different
+        raise ManifestMismatch(f"the model has {_text(ours)} on rank 0 but {_text(other)} on rank {rank}")
     broadcast_parameters(session, named)
 
 

@@ -1,0 +1,25 @@
+"""Flat buffers in numpy, for plugins of engines whose gradients numpy can see."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..core.manifest import Manifest
+
+
+def lay_out(manifest: Manifest, as_dtype: Callable[[str], Any] = np.dtype) -> tuple[dict[str, memoryview], list[NDArray[Any]]]:
+    """A flat buffer of zeros for each dtype of ``manifest``, as ``Session.register`` takes them, and each tensor's place in it.
+
+    Args:
+        as_dtype: numpy's type for a dtype's name; an engine may know some that numpy does not, such as bfloat16.
+    """
+    flat = {dtype: np.zeros(nbytes, np.uint8) for dtype, nbytes in manifest.buffer_bytes.items()}
+    places = []
+    for tensor, spec in enumerate(manifest.tensors):
+        start = manifest.offset(tensor)
+        places.append(flat[spec.dtype][start : start + spec.nbytes].view(as_dtype(spec.dtype)).reshape(spec.shape))
+    return {dtype: buffer.data for dtype, buffer in flat.items()}, places
