@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -11,7 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..core.config import SchedulerConfig
+from ..core.errors import CommschedError
 from ..core.ports import Transport
+from ..core.task import CommTask
 from ..local import local_sessions
 from ..session import Session
 from .fakes import Delayed
@@ -24,6 +28,9 @@ _CONFIGS = (
     SchedulerConfig(partition_bytes=64, credit_bytes=64, policy="priority"),
     SchedulerConfig(partition_bytes=1000, credit_bytes=3000, policy="fifo"),
 )
+
+#: Sizes in turn, while training runs.
+_CHANGES = tuple(SchedulerConfig(partition_bytes=size, credit_bytes=2 * size) for size in (200, 48, 10**6, 504))
 
 
 class PluginAdapter(Protocol):
@@ -54,7 +61,8 @@ def check_plugin(
     most_delay_seconds: float = 0.002,
     timeout_seconds: float = 60.0,
 ) -> None:
-    """Train with ranks as threads and the local transport; every send and every reply is delayed at random.
+    """Train with ranks as threads and the local transport; every send and every reply is delayed at random. Once more with two
+    or more ranks, the configuration changes in every step, as a tuner may have it.
 
     Checks for every world size that no weight was used before its average was in place, that weights are bitwise equal on all
     ranks and close to training alone (for one rank: bitwise equal to it), and that no thread is left.
@@ -63,12 +71,13 @@ def check_plugin(
         AssertionError: says what does not hold, for which world size, configuration, rank and tensor.
         TimeoutError: ranks hung; with their stacks.
     """
-    for world_size, config in itertools.product(world_sizes, _CONFIGS):
-        where = f"world size {world_size}, {config}"
+    changing = [(world_size, None) for world_size in sorted(set(world_sizes) - {1})[:1]]
+    for world_size, config in (*itertools.product(world_sizes, _CONFIGS), *changing):
+        where = f"world size {world_size}, {config or 'a configuration that changes'}"
         alone = adapter.train_alone(world_size, steps, seed)
         if _difference(alone, adapter.train_alone(world_size, steps - 1, seed)) is None:
             raise AssertionError(f"{where}: the last of {steps} steps changes no weight, so this training shows nothing")
-        by_rank = _train(adapter, world_size, config, steps, seed, most_delay_seconds, timeout_seconds)
+        by_rank = _train(adapter, world_size, config, steps, seed, most_delay_seconds, timeout_seconds, where)
         for rank, weights in enumerate(by_rank):
             _require_finite(weights, f"{where}, rank {rank}")
             if (name := _difference(weights, by_rank[0])) is not None:
@@ -79,18 +88,22 @@ def check_plugin(
 def _train(
     adapter: PluginAdapter,
     world_size: int,
-    config: SchedulerConfig,
+    config: SchedulerConfig | None,
     steps: int,
     seed: int,
     most_delay_seconds: float,
     timeout_seconds: float,
+    where: str,
 ) -> list[Weights]:
     def delayed(transport: Transport) -> Transport:
         return Delayed(transport, seed * world_size + transport.rank, most_delay_seconds)
 
     before = set(threading.enumerate())
     causes: list[BaseException] = []  # in the order in which they arose, before a session tells other ranks
-    sessions = local_sessions(world_size, config, wrap_transport=delayed)
+    sessions = local_sessions(world_size, config or _CONFIGS[0], wrap_transport=delayed)
+    changes = _Changes(sessions[0])
+    if config is None:
+        sessions[0].observe(changes)
     try:
         training = _rank_training(adapter, sessions, steps, seed, causes)
         by_rank = run_world(world_size, training, timeout_seconds=timeout_seconds)
@@ -103,8 +116,33 @@ def _train(
             session.abort("the check is over")  # does nothing to a session that has closed in good order
     left = sorted(thread.name for thread in set(threading.enumerate()) - before if thread.name.startswith("commsched-"))
     if left:
-        raise AssertionError(f"world size {world_size}, {config}: threads are left after close: {', '.join(left)}")
+        raise AssertionError(f"{where}: threads are left after close: {', '.join(left)}")
+    if config is None and all(len(seen) < 2 for seen in changes.seen.values()):
+        raise AssertionError(f"{where}: it never did between two steps, so this training shows nothing")
     return by_rank
+
+
+class _Changes:
+    """An observer of rank 0 that asks for another configuration in every step."""
+
+    def __init__(self, session: Session) -> None:
+        self.seen: defaultdict[int, set[SchedulerConfig]] = defaultdict(set)  # by group
+        self._session = session
+        self._next = itertools.cycle(_CHANGES)
+
+    def on_step(self, group: int, step: int, at: float) -> None:
+        self.seen[group].add(self._session.core.config)
+        with contextlib.suppress(CommschedError):  # of a job that failed: its ranks raise that themselves
+            self._session.reconfigure(next(self._next))
+
+    def on_ready(self, group: int, tensor: int, at: float) -> None:
+        pass
+
+    def on_task(self, task: CommTask) -> None:
+        pass
+
+    def on_span(self, track: str, name: str, start: float, stop: float) -> None:
+        pass
 
 
 def _rank_training(

@@ -102,6 +102,12 @@ class Raises(Plugin):
         return super().train(session, rank, world_size, steps, seed)
 
 
+class KnowsOnlyTheFirstPlan(Plugin):
+    def wait(self, group: TensorGroup) -> None:
+        if len(group.plan.partitions) in (1, 5):  # of 1000 and 64 bytes
+            super().wait(group)
+
+
 class NeverNotifies(Plugin):
     def train(self, session: Session, rank: int, world_size: int, steps: int, seed: int) -> Weights:
         manifest = Manifest((TensorSpec("weights", (SIZE,), "float64"),))
@@ -136,6 +142,16 @@ def test_a_plugin_that_reads_too_early_is_refused() -> None:
     """It reads the rank's own gradient where it is not yet sent, and no number at all where it is."""
     with pytest.raises(AssertionError, match=r"'weights' is not (finite; memory was read between notify_ready|bitwise equal)"):
         check_plugin(ReadsTooEarly(), world_sizes=(2,))
+
+
+def test_a_plugin_that_is_wrong_once_the_plan_changes_is_refused() -> None:
+    with pytest.raises(AssertionError, match=r"^world size 2, a configuration that changes(, rank 1)?: 'weights' is not"):
+        check_plugin(KnowsOnlyTheFirstPlan(), world_sizes=(2,))
+
+
+def test_too_few_steps_for_the_configuration_to_change_are_refused() -> None:
+    with pytest.raises(AssertionError, match=r"^world size 2, a configuration that changes: it never did between two steps"):
+        check_plugin(Plugin(), world_sizes=(2,), steps=1)
 
 
 def test_what_a_plugin_raises_is_raised() -> None:
