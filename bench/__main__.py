@@ -19,7 +19,7 @@ COMMANDS = {
     "agreement": "time, processor time and messages of agreeing on the order of collectives, by credit",
     "profile": "time the layers of a full-size model on this machine's GPU or processor",
     "train": "one training step of several systems, in turn on one network, beside the bound",
-    "engines": "the same under TensorFlow, MXNet or JAX, beside what each has of its own",
+    "engines": "a training step under TensorFlow, MXNet or JAX, commsched's beside what each has of its own",
     "tune": "searchers of tuning side by side, replayed over a measured grid of configurations, or live",
     "sweep": "train over a product of options, cell by cell; goes on where it was stopped",
     "report": "one HTML page with plots, and a Markdown table, from the results of train, sweep and simulate",

@@ -14,7 +14,12 @@ from .registry import NAMES
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     size = setting(parse_bytes)
-    parser.add_argument("--engine", choices=NAMES, required=True, help="what trains; run this where it is installed")
+    parser.add_argument(
+        "--engine",
+        choices=NAMES,
+        required=True,
+        help="what trains; run this where it is installed, as with .venv-jax/bin/python",
+    )
     parser.add_argument("--model", default="uniform", help="a name, or a profile's .json file (default: uniform)")
     parser.add_argument("--workers", type=at_least(2), default=2, metavar="N", help="ranks (default: 2)")
     parser.add_argument("--bandwidth", type=setting(parse_rate), required=True, metavar="RATE", help="of each link, as 500mbit")

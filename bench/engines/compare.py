@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 from commsched.core.errors import ConfigError
@@ -46,8 +47,7 @@ def measure_rows(wanted: Comparison) -> list[Row]:
     """One row for each system.
 
     Raises:
-        ConfigError: there is no such engine or system, or links cannot be shaped.
-        ModuleNotFoundError: the engine is not installed here.
+        ConfigError: there is no such engine or system, the engine is not installed here, or links cannot be shaped.
         JobFailed: a process failed or took too long.
     """
     known = systems_of(wanted.engine)
@@ -90,13 +90,16 @@ def measure_rows(wanted: Comparison) -> list[Row]:
 
 def rows_of(header: Header, engine: str, layers: LayerTimes, turns: Turns) -> list[Row]:
     """The rows."""
-    reference = _weights(next((found for name, found in turns.items() if name != "commsched"), turns["commsched"])[0])
-    by_rank = [_measured(layers, turns, rank, reference) for rank in range(header.workers)]
+    by_rank = [_measured(layers, turns, rank) for rank in range(header.workers)]
     rows = make_rows(header, by_rank)
-    own = {row["system"]: row["step_seconds"]["median"] for row in rows if row["system"] != "commsched"}
+    asynchronous = {name for name, found in turns.items() if found[0][0]["max_difference"] is None}
+    own = [row["step_seconds"]["median"] for row in rows if row["system"] not in {"commsched", *asynchronous}]
     for row in rows:
         row["engine"] = engine
-        row["speedup_vs_own"] = min(own.values()) / row["step_seconds"]["median"] if own else None
+        row["speedup_vs_own"] = min(own) / row["step_seconds"]["median"] if own else None
+        if row["system"] in asynchronous:
+            row["correct"] = row["speedup_vs_own"] = None
+            row["config"] += ", asynchronous: other weights"
     return rows
 
 
@@ -108,21 +111,16 @@ def text(rows: Sequence[Row]) -> str:
     return f"{heading(rows)}\n{table([shown(row) for row in rows], columns)}"
 
 
-def _weights(by_rank: Sequence[Mapping[str, Any]]) -> Sequence[float]:
-    weights: Sequence[float] = by_rank[0]["weights"]
-    return weights
-
-
-def _measured(layers: LayerTimes, turns: Turns, rank: int, reference: Sequence[float]) -> dict[str, Any]:
+def _measured(layers: LayerTimes, turns: Turns, rank: int) -> dict[str, Any]:
     """As ``train.rank.rank_main`` returns it. Of the network what the best turn found counts: other work only takes from it."""
     networks = [by_rank[rank]["network"] for found in turns.values() for by_rank in found]
     network = max(networks, key=lambda each: min(each["worker_rates"]))
     times = {key: getattr(layers, key) for key in ("names", "forward_seconds", "backward_seconds", "nbytes", "tensors")}
-    systems = {name: _system(name, [by_rank[rank] for by_rank in found], reference) for name, found in turns.items()}
+    systems = {name: _system([by_rank[rank] for by_rank in found]) for name, found in turns.items()}
     return {"network": network, "layers": [times], "systems": systems}
 
 
-def _system(name: str, found: Sequence[Mapping[str, Any]], reference: Sequence[float]) -> dict[str, Any]:
+def _system(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     seconds = [second for turn in found for second in turn["seconds"]]
     sizes: Sequence[Any] | None = found[-1]["sizes"]
     partition, credit, message = sizes or (None, None, None)
@@ -136,14 +134,6 @@ def _system(name: str, found: Sequence[Mapping[str, Any]], reference: Sequence[f
         "fusion_bytes": None,
         "seconds": seconds,
         "cpu_seconds": sum(turn["cpu_seconds"] for turn in found) / len(found) * len(seconds),
-        "max_difference": max(_difference(turn["weights"], reference) for turn in found),
+        "max_difference": max(inf if turn["max_difference"] is None else turn["max_difference"] for turn in found),
         "timeline": [],
     }
-
-
-def _difference(weights: Sequence[float], reference: Sequence[float]) -> float:
-    """Relative to the largest of the reference's."""
-    if len(weights) != len(reference):
-        return float("inf")
-    largest = max(map(abs, reference))
-    return max(abs(ours - theirs) for ours, theirs in zip(weights, reference)) / largest

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
@@ -9,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from commsched.simulator.profile import Profile
 
-from ..cpu_time import cpu_seconds
 from ..layers import LayerTimes
 from ..nic_load import seconds_per_byte
 from ..train.message_cost import measure_message_cost
 from ..train.network import measure_network, own_address
 from ..train.partition_choice import choose
 from ..train.start_line import StartLine
+from .emulated import difference, plain_averaging
 from .registry import systems_of
 from .turn import Turn
 
@@ -41,8 +42,12 @@ class Assignment:
 
 
 def rank_main(session: Session, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """What was measured here: ``seconds`` of each counted step, ``cpu_seconds`` of a step on average over all of them, the
-    start included, ``weights``, ``network``, and what commsched ran with in ``sizes``."""
+    """What was measured here: ``seconds`` of each counted step, ``cpu_seconds`` of one on average, ``max_difference`` of the
+    weights to those of plain averaging (None: trained asynchronously), ``network``, and in ``sizes`` what commsched ran with.
+    """
+    # An engine with threads of OpenMP's gets one, as PyTorch does in ``bench train``. Idle ones spin, and in several processes
+    # that share the cores each layer waits for the last of them: MXNet's steps then took up to four times as long.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     task = Assignment(**arguments)
     profile = Profile.from_record(task.profile)
     train = systems_of(task.engine)[task.system]
@@ -52,16 +57,16 @@ def rank_main(session: Session, arguments: Mapping[str, Any]) -> dict[str, Any]:
     sizes = None
     if task.system == "commsched":
         sizes = _configure(session, task, LayerTimes.of(profile), seconds_per_byte(network.worker_rates), network.message_bytes)
-    steps = task.settle + task.steps
-    cpu_began = cpu_seconds()
-    trained = train(Turn(session, profile, steps, hosts))
-    cpu = (cpu_seconds() - cpu_began) / steps
-    if len(trained.ended) != steps:
-        raise RuntimeError(f"{task.system} was to train {steps} steps, and told of {len(trained.ended)}")
+    turn = Turn(session, profile, task.settle + task.steps, hosts)
+    weights = train(turn)
+    ended, cpu = turn.steps.ended, turn.steps.cpu_seconds
+    if len(ended) != turn.count:
+        raise RuntimeError(f"{task.system} was to train {turn.count} steps, and told of {len(ended)}")
+    wanted = plain_averaging(profile, turn.count, session.world_size)
     return {
-        "seconds": [end - begin for begin, end in pairwise(trained.ended)][task.settle - 1 :],
-        "cpu_seconds": cpu,
-        "weights": [float(weight) for weight in trained.weights],
+        "seconds": [end - begin for begin, end in pairwise(ended)][task.settle - 1 :],
+        "cpu_seconds": (cpu[-1] - cpu[task.settle - 1]) / task.steps,
+        "max_difference": None if weights is None else difference(weights, wanted),
         "network": asdict(network),
         "sizes": sizes,
     }

@@ -20,10 +20,17 @@ def systems_of(engine: str) -> Mapping[str, Train]:
     """Its systems, by name. Imports the engine.
 
     Raises:
-        ConfigError: there is no such engine.
-        ModuleNotFoundError: it is not installed here.
+        ConfigError: there is no such engine, or it is not installed here.
     """
     if engine not in NAMES:
         raise ConfigError(f"engine={engine}: must be one of {', '.join(NAMES)}")
-    found: Mapping[str, Train] = import_module(f"bench.engines.{engine}").SYSTEMS
+    try:
+        found: Mapping[str, Train] = import_module(f"bench.engines.{engine}").SYSTEMS
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.startswith(("bench", "commsched")):
+            raise
+        raise ConfigError(
+            f'engine={engine}: {error}: pip install "commsched[{engine}]", or take the environment that has it, which in a '
+            f"checkout is .venv-{engine}/bin/python after make test"
+        ) from error
     return found

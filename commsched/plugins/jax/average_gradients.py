@@ -8,14 +8,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
-from jax.experimental import io_callback
+from numpy.typing import NDArray
 
 import commsched
 
 from ...core.errors import UnsupportedError
 from .exchange import NOTHING, GradientExchange
+from .host_call import NUMBER, host_call
 from .initial import named_leaves, require_concrete, require_equal_values
 from .specs import specs_of
 from .transforms import require_plain
@@ -87,27 +87,25 @@ class _Averaging:
 
 def _average(exchange: GradientExchange, after: Any, gradients: Sequence[Any]) -> tuple[list[Any], Any]:
     """Averages of the gradients, and a zero that is there when they are."""
-    number_shape = jax.ShapeDtypeStruct((), jnp.int32)
 
-    def begin(_: Any) -> Any:
-        return np.int32(exchange.begin(NOTHING))
+    def begin(number: NDArray[Any], _: NDArray[Any]) -> None:
+        number[...] = exchange.begin(NOTHING)
 
-    def hand_over(place: int, number: Any, gradient: Any) -> Any:
+    def hand_over(place: int, given: NDArray[Any], number: NDArray[Any], gradient: NDArray[Any]) -> None:
         exchange.hand_over(place, int(number), gradient)
-        return np.int32(0)
+        given[...] = 0
 
-    def wait(place: int, number: Any) -> Any:
-        return exchange.average(place, int(number)), np.int32(0)
+    def wait(place: int, average: NDArray[Any], passed: NDArray[Any], number: NDArray[Any]) -> None:
+        exchange.take_average(place, int(number), average)
+        passed[...] = 0
 
-    number = io_callback(begin, number_shape, after)
-    handed_over = [
-        io_callback(partial(hand_over, place), number_shape, number, gradient) for place, gradient in enumerate(gradients)
-    ]
-    number = number + sum(handed_over)  # a wait before the last handover could be one for a rank that waits for this one
+    (number,) = host_call(begin, [NUMBER], after)
+    given = [host_call(partial(hand_over, place), [NUMBER], number, gradient)[0] for place, gradient in enumerate(gradients)]
+    number = number + sum(given)  # a wait before the last handover could be one for a rank that waits for this one
     averages, passed = [], []
     for place, gradient in enumerate(gradients):
         shape = jax.ShapeDtypeStruct(gradient.shape, gradient.dtype)
-        average, zero = io_callback(partial(wait, place), (shape, number_shape), number)
+        average, zero = host_call(partial(wait, place), [shape, NUMBER], number)
         averages.append(average)
         passed.append(zero)
     return averages, after + sum(passed)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import secrets
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from time import monotonic
@@ -24,6 +25,7 @@ from ...core.errors import UnsupportedError
 from ...core.group import TensorGroup
 from ...core.manifest import Manifest, TensorSpec
 from ..flat import lay_out
+from .registered import RegisteredGroups
 
 _exchanges: weakref.WeakSet[GradientExchange] = weakref.WeakSet()
 _adding = threading.Lock()
@@ -35,14 +37,14 @@ NOTHING = 0
 class GradientExchange:
     """The gradients of ``specs``, of which :meth:`register` says the order.
 
-    ``average``, ``begin`` and ``hand_over`` are called back by programs, from the engine's threads. None waits for the network
-    but ``average``. What they raise is kept in ``failure``, since the engine makes a text of it.
+    ``take_average``, ``begin`` and ``hand_over`` are called back by programs, from the engine's threads. None waits for the
+    network but ``take_average``. What they raise is kept in ``failures``, since the engine makes a text of it.
     """
 
     def __init__(self, session: commsched.Session, specs: Sequence[TensorSpec]) -> None:
         self.session = session
         self.specs = tuple(specs)
-        self.failure: BaseException | None = None
+        self.failures: deque[BaseException] = deque(maxlen=16)  # several callbacks may fail side by side
         self._first = int(session.gather(secrets.randbelow(2**30 - 1) + 1)[0])
         self._round = NOTHING
         self._group: TensorGroup | None = None
@@ -50,7 +52,6 @@ class GradientExchange:
         self._views: list[NDArray[Any]] = []  # by place in specs
         self._lock = threading.Lock()
         self._timeline = _Timeline(session)
-        session.on_close(self._finish)
         with _adding:
             _exchanges.add(self)
 
@@ -64,16 +65,18 @@ class GradientExchange:
             return
         order = self.session.gather(list(order))[0]
         manifest = Manifest(tuple(self.specs[place] for place in order))
+        registered = RegisteredGroups.of(self.session)
+        registered.release_unowned()
         buffers, views = lay_out(manifest, jnp.dtype)
         self._tensors = {place: tensor for tensor, place in enumerate(order)}
         self._views = [views[self._tensors[place]] for place in range(len(self.specs))]
         self._group = self.session.register(manifest, buffers)
+        registered.add(self, self._group)
 
     # --- what programs call back to ---
 
-    def average(self, place: int, round_number: int) -> NDArray[Any]:
-        """The average of that round, once it is there; zeros if the number is that of none. Not to be changed, and to be
-        copied before the next round begins.
+    def take_average(self, place: int, round_number: int, into: NDArray[Any]) -> None:
+        """Copy the average of that round to ``into``, once it is there; zeros if the number is that of none.
 
         Raises:
             UnsupportedError: the number is not of the last round.
@@ -81,12 +84,12 @@ class GradientExchange:
         """
         with self._keeping_errors():
             if round_number == NOTHING:
-                return np.zeros(self.specs[place].shape, jnp.dtype(self.specs[place].dtype))
+                into[...] = 0
+                return
             self.require_last(round_number)
             self._timeline.layer_ends()
-            self._require_group().proxies[self._tensors[place]].wait()
+            self._copy_average(place, round_number, into)
             self._timeline.layer_begins(self.specs[place].name)
-            return self._views[place]
 
     def begin(self, round_number: int) -> int:
         """Begin the next round, with a state that has that round's averages applied; its number.
@@ -132,11 +135,15 @@ class GradientExchange:
         group = self._require_group()
         if len(group.notified) < len(self.specs):
             self._refuse_broken_off()
-        copies = []
-        for place in range(len(self.specs)):
-            group.proxies[self._tensors[place]].wait()
-            copies.append(self._views[place].copy())
+        copies = [np.empty_like(view) for view in self._views]
+        for place, copy in enumerate(copies):
+            self._copy_average(place, round_number, copy)
         return copies
+
+    def _copy_average(self, place: int, round_number: int, into: NDArray[Any]) -> None:
+        self._require_group().proxies[self._tensors[place]].wait()
+        np.copyto(into, self._views[place])
+        self.require_last(round_number)  # still: no gradient of another round can have been written over what was copied
 
     def require_last(self, round_number: int) -> None:
         """
@@ -162,29 +169,24 @@ class GradientExchange:
             raise UnsupportedError("this state is of a training that has not begun in this process; make one with cs.create()")
         return self._group
 
-    def _finish(self) -> None:
-        """The last averages, which a state may still want: buffers outlive the session."""
-        group = self._group
-        if group is not None and group.step >= 0 and len(group.notified) == len(self.specs):
-            for proxy in group.proxies:
-                proxy.wait()
-
     @contextmanager
     def _keeping_errors(self) -> Iterator[None]:
         try:
             yield
         except BaseException as error:
-            self.failure = error
+            self.failures.append(error)
             raise
 
 
 def take_failure(text: str) -> BaseException | None:
     """What a callback has raised, of which the engine made ``text``; once."""
     with _adding:
-        for exchange in _exchanges:
-            failure = exchange.failure
-            if failure is not None and f"{type(failure).__name__}: {failure}" in text:
-                exchange.failure = None
+        exchanges = list(_exchanges)
+    for exchange in exchanges:
+        for failure in list(exchange.failures):
+            words = f": {failure}" if str(failure) else ""
+            if f"{type(failure).__name__}{words}" in text:
+                exchange.failures.clear()
                 return failure
     return None
 

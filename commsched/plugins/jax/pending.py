@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from itertools import zip_longest
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.experimental import io_callback
+from numpy.typing import NDArray
 
 from ...core.errors import UnsupportedError
 from .exchange import NOTHING, GradientExchange
+from .host_call import NUMBER, host_call
+from .initial import named_leaves
 from .program import Lazy, Program, has_token, token_of
 
 
@@ -24,7 +26,7 @@ class Pending:
     have the program wait for the last layer's average at its very beginning.
 
     Raises:
-        UnsupportedError: ``update`` has side effects, which are no leaf's.
+        UnsupportedError: ``update`` has side effects, which are no leaf's, or gives a state of another form.
     """
 
     def __init__(
@@ -43,13 +45,15 @@ class Pending:
         self._before, self._structure = jax.tree.flatten((params, opt_state))
         averages = [jax.ShapeDtypeStruct(spec.shape, jnp.dtype(spec.dtype)) for spec in exchange.specs]
         structure = jax.tree.structure(params)
-        closed = jax.make_jaxpr(update)(jax.tree.unflatten(structure, averages), opt_state, params)
+        tree = jax.tree.unflatten(structure, averages)
+        closed, updated = jax.make_jaxpr(update, return_shape=True)(tree, opt_state, params)
         if closed.effects:
             what = ", ".join(sorted(str(effect) for effect in closed.effects))
             raise UnsupportedError(
                 f"the optimizer's update has side effects ({what}), such as jax.debug.print or io_callback have; with several "
                 "ranks it is made leaf by leaf, so do that beside the step, with what state.opt_state gives"
             )
+        _require_alike((params, opt_state), updated)
         program = Program(closed)
         count = len(averages)
         known = [*self._before[count:], *self._before[:count]]
@@ -73,11 +77,34 @@ class Pending:
     def _average(self, place: int) -> Any:
         exchange, spec = self._exchange, self._exchange.specs[place]
 
-        def wait(number: Any, *_: Any) -> tuple[Any, Any]:
-            return exchange.average(place, int(number)), np.int32(0)
+        def wait(average: NDArray[Any], passed: NDArray[Any], number: NDArray[Any], *_: Any) -> None:
+            exchange.take_average(place, int(number), average)
+            passed[...] = 0
 
         tokens = [token_of(value) for value in self.after if has_token(value)]
-        shapes = jax.ShapeDtypeStruct(spec.shape, jnp.dtype(spec.dtype)), jax.ShapeDtypeStruct((), jnp.int32)
-        average, passed = io_callback(wait, shapes, self._outstanding, *tokens)
+        shape = jax.ShapeDtypeStruct(spec.shape, jnp.dtype(spec.dtype))
+        average, passed = host_call(wait, [shape, NUMBER], self._outstanding, *tokens)
         self._passed.append(passed)
         return average
+
+
+def _require_alike(before: tuple[Any, Any], updated: tuple[Any, Any]) -> None:
+    """A program knows only when it runs whether there is an update to make: so it must fit in the place of what was before."""
+    for old, new in zip_longest(_named(*before), _named(*updated)):
+        ours, theirs = (None if each is None else (each[0], jnp.shape(each[1])) for each in (old, new))
+        if ours != theirs or jnp.result_type(old[1], new[1]) != new[1].dtype:
+            _refuse(f"{_described(new)} of {_described(old)}")
+    if (old := jax.tree.structure(before)) != (new := jax.tree.structure(updated)):
+        _refuse(f"{new} of {old}")
+
+
+def _named(params: Any, opt_state: Any) -> list[tuple[str, Any]]:
+    return named_leaves(params) + named_leaves(opt_state, "optimizer state ")
+
+
+def _refuse(change: str) -> NoReturn:
+    raise UnsupportedError(f"the optimizer's update makes {change}; a state must have from tx.init() on the form that it keeps")
+
+
+def _described(named: tuple[str, Any] | None) -> str:
+    return "nothing" if named is None else f"'{named[0]}' {jnp.result_type(named[1])}{list(jnp.shape(named[1]))}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any
 
 import jax.numpy as jnp
@@ -30,3 +31,15 @@ def specs_of(named: Sequence[tuple[str, Any]]) -> list[TensorSpec]:
             )
         specs.append(spec)
     return specs
+
+
+def require_same_shapes(specs: Sequence[TensorSpec], named: Sequence[tuple[str, Any]]) -> None:
+    """
+    Raises:
+        UnsupportedError: parameters are no longer those of ``specs``; names the first.
+    """
+    for spec, other in zip_longest(specs, named):
+        before = "nothing more" if spec is None else f"'{spec.name}' {list(spec.shape)}"
+        now = "nothing more" if other is None else f"'{other[0]}' {list(jnp.shape(other[1]))}"
+        if before != now:
+            raise UnsupportedError(f"the state has {now} where cs.create() was given {before}; begin anew with cs.create()")

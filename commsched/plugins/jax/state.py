@@ -16,6 +16,7 @@ import commsched
 from ...core.errors import UnsupportedError
 from .exchange import NOTHING, GradientExchange
 from .initial import broadcast_all, named_leaves, require_concrete
+from .named_errors import named_errors
 from .pending import Pending
 from .specs import specs_of
 
@@ -172,7 +173,7 @@ def synchronize(state: TrainState) -> TrainState:
                 params, opt_state, passed = pending.finish()
                 state._seen = _Seen(TrainState(params, opt_state, passed, state._training))
         else:
-            with jax.ensure_compile_time_eval():  # whatever is being traced, this state is not
+            with named_errors(), jax.ensure_compile_time_eval():  # whatever is being traced, this state is not
                 number = int(state._outstanding)
                 if number == NOTHING:
                     return state

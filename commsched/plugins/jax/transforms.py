@@ -30,11 +30,18 @@ _plain.defjvp(_refuse_derivative)
 
 
 def require_plain(values: Sequence[Any]) -> list[Any]:
-    """``values``, to be used in their place.
+    """``values`` of a step, to be used in their place.
 
     Raises:
-        UnsupportedError: now or later, where they are mapped, differentiated, or spread over several devices.
+        UnsupportedError: now or later, where they are mapped, differentiated, or spread over several devices, or where JAX
+            looks for what is not finite.
     """
+    for option in ("jax_debug_nans", "jax_debug_infs"):
+        if getattr(jax.config, option):
+            raise UnsupportedError(
+                f"{option} would make a step a second time when it finds one, with averages that are gone; "
+                "look for it with one rank, or with COMMSCHED_DISABLE=1"
+            )
     axes = jax.sharding.get_abstract_mesh().manual_axes
     if axes:
         raise UnsupportedError(f"a step within pmap or shard_map (over {', '.join(axes)}): one rank is one device")

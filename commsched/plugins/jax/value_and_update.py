@@ -7,14 +7,16 @@ from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.experimental import io_callback
+from numpy.typing import NDArray
 
 from ...core.errors import UnsupportedError
 from .exchange import GradientExchange
+from .host_call import NUMBER, host_call
+from .initial import named_leaves
 from .pending import Pending
 from .program import Lazy, Operation, Program, TrainingProgram, after, has_token
+from .specs import require_same_shapes
 from .state import TrainState
 from .transforms import require_plain
 
@@ -60,6 +62,7 @@ def _step(
 ) -> tuple[Any, TrainState]:
     training = state._training
     begin = state.latest()
+    require_same_shapes(exchange.specs, named_leaves(begin._params))
     leaves, structure = jax.tree.flatten((begin._params, begin._opt_state, begin._outstanding))
     params, opt_state, outstanding = jax.tree.unflatten(structure, require_plain(leaves))
     given, form = jax.tree.flatten((arguments, keywords))
@@ -113,16 +116,20 @@ class _HandOver:
         self._last: Any = None  # of those given, if nothing was held back for it yet
 
     def give(self, place: int, gradient: Any) -> None:
-        def hand_over(number: Any, gradient: Any) -> Any:
-            exchange.hand_over(place, int(number), gradient)
-            return np.int32(0)
-
         exchange = self._exchange
+
+        def begin(number: NDArray[Any], outstanding: NDArray[Any]) -> None:
+            number[...] = exchange.begin(int(outstanding))
+
+        def hand_over(given: NDArray[Any], number: NDArray[Any], gradient: NDArray[Any]) -> None:
+            exchange.hand_over(place, int(number), gradient)
+            given[...] = 0
+
         if self._number is None:
             _, _, passed = self._pending.finish()
-            shape = jax.ShapeDtypeStruct((), jnp.int32)
-            self._number = io_callback(lambda number: np.int32(exchange.begin(int(number))), shape, self._outstanding + passed)
-        self.given[place] = self._last = io_callback(hand_over, jax.ShapeDtypeStruct((), jnp.int32), self._number, gradient)
+            (self._number,) = host_call(begin, [NUMBER], self._outstanding + passed)
+        (self._last,) = host_call(hand_over, [NUMBER], self._number, gradient)
+        self.given[place] = self._last
 
     def hold_back(self, operation: Operation, values: Lazy, activations: Container[int]) -> None:
         """Let ``operation`` of backward begin once what was given so far is handed over: nothing else keeps the compiler from

@@ -1,37 +1,41 @@
-from itertools import accumulate
+import sys
 
 import pytest
 
 from bench.engines import compare
+from bench.engines import rank as module
 from bench.engines.compare import Comparison, measure_rows, rows_of, text
-from bench.engines.registry import systems_of
-from bench.engines.turn import Trained
+from bench.engines.emulated import plain_averaging
+from bench.engines.registry import NAMES, systems_of
+from bench.engines.turn import Turn
 from bench.job import Outcome
 from bench.layers import LayerTimes
 from bench.train.links import Links
-from bench.train.rows import Header
+from bench.train.network import Network
+from bench.train.rows import Header, disturbed, wrong
 from bench.train.scaling import scale
 from bench.workloads.uniform import make_profile
 from commsched.core.errors import ConfigError
+from commsched.session import Session
 
 HEADER = Header("made up", 2, 0, 800e6, "800mbit tbf", True, None, "tcp", "abc")
 LAYERS = LayerTimes(["a", "b"], [0.1, 0.1], [0.2, 0.2], [20_000_000, 40_000_000], [[20_000_000], [40_000_000]])
 
 
-def rank(seconds, weights=(0.5, -2.0), rate=100e6, sizes=None):
+def rank(seconds, difference=1e-6, rate=100e6, sizes=None):
     return {
         "seconds": seconds,
         "cpu_seconds": 0.25,
-        "weights": list(weights),
+        "max_difference": difference,
         "network": {"worker_rates": [rate] * 2, "server_rates": []},
         "sizes": sizes,
     }
 
 
-def rows(weights=(0.5, -2.0)):
+def rows(difference=1e-6):
     ours = [1_000_000, 4_000_000, 1e-3]
     turns = {
-        "commsched": [[rank([0.8, 0.9], weights, sizes=ours)] * 2, [rank([1.0], sizes=ours)] * 2],
+        "commsched": [[rank([0.8, 0.9], difference, sizes=ours)] * 2, [rank([1.0], sizes=ours)] * 2],
         "own": [[rank([1.1, 1.3], rate=90e6)] * 2, [rank([1.2]), rank([2.0, 2.0])]],
         "other": [[rank([3.0])] * 2],
     }
@@ -53,14 +57,24 @@ def test_figures():
     assert all(row["correct"] for row in (ours, own, other))
 
 
-def test_weights_that_differ_from_the_engines_own_are_wrong():
-    ours, own, _ = rows(weights=(0.5, -2.002))
+def test_weights_that_differ_from_plain_averaging_are_wrong():
+    ours, own, _ = found = rows(difference=2e-4)
     assert (ours["correct"], own["correct"]) == (False, True)
-    assert ours["max_difference"] == pytest.approx(1e-3)
+    assert ours["max_difference"] == 2e-4  # the largest of all turns
+    assert wrong(found) == ["commsched is wrong: from plain averaging its weights differ by 0.0002 of what they were trained"]
 
 
-def test_weights_that_are_missing_are_wrong():
-    assert not rows(weights=(0.5,))[0]["correct"]
+def test_asynchronous_training_is_shown_but_not_compared():
+    turns = {name: [[rank([seconds], difference)] * 2] for name, seconds, difference in SYSTEMS_AND_ASYNCHRONOUS}
+    ours, own, asynchronous = found = rows_of(HEADER, "jax", LAYERS, turns)
+    assert ours["speedup_vs_own"] == pytest.approx(1.5 / 1.0)  # not of what is faster, and trains otherwise
+    assert (asynchronous["speedup_vs_own"], asynchronous["correct"], asynchronous["max_difference"]) == (None, None, None)
+    assert asynchronous["config"] == "its default, asynchronous: other weights"
+    assert own["correct"]
+    assert wrong(found) == disturbed(found) == []  # although it took less than T*, 0.9 s
+
+
+SYSTEMS_AND_ASYNCHRONOUS = [("commsched", 1.0, 1e-6), ("own", 1.5, 1e-6), ("asynchronous", 0.5, None)]
 
 
 def test_the_table_names_the_engine():
@@ -73,6 +87,21 @@ def test_the_table_names_the_engine():
 def test_an_unknown_engine_is_named():
     with pytest.raises(ConfigError, match="engine=theano: must be one of tensorflow, mxnet, jax"):
         systems_of("theano")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_engine_that_is_not_installed_says_how_to_get_it(name, monkeypatch):
+    monkeypatch.delitem(sys.modules, f"bench.engines.{name}", raising=False)
+    monkeypatch.setitem(sys.modules, name, None)
+    hint = f'engine={name}: .*: pip install "commsched\\[{name}\\]", or .*\\.venv-{name}/bin/python after make test'
+    with pytest.raises(ConfigError, match=hint):
+        systems_of(name)
+
+
+def test_another_missing_module_is_no_missing_engine(monkeypatch):
+    monkeypatch.setitem(sys.modules, "bench.engines.jax", None)
+    with pytest.raises(ModuleNotFoundError, match=r"bench\.engines\.jax"):
+        systems_of("jax")
 
 
 def comparison(**given):
@@ -94,7 +123,7 @@ def asked(monkeypatch):
 
     monkeypatch.setattr(compare, "run_job", run_job)
     monkeypatch.setattr(compare, "why_not_shaped", lambda links, uncapped: None)
-    monkeypatch.setattr(compare, "systems_of", lambda engine: dict.fromkeys(("commsched", "own"), Trained))
+    monkeypatch.setattr(compare, "systems_of", lambda engine: dict.fromkeys(("commsched", "own")))
     return found
 
 
@@ -111,31 +140,36 @@ def test_an_unknown_system_is_named_before_anything_starts(asked):
 
 
 def test_seconds_are_those_after_the_steps_that_settle(monkeypatch):
-    from bench.engines import rank as module
-    from commsched.session import Session
+    ends = [10, 15, 20, 21, 23]
+    trained = run_alone(monkeypatch, lambda turn: told(turn, ends, 2.0))
+    assert trained["seconds"] == [1, 2]
+    assert trained["cpu_seconds"] == 2.0  # of a step, without those before
+    assert trained["max_difference"] == pytest.approx(0.0)
+    assert run_alone(monkeypatch, lambda turn: told(turn, ends, 2.0) and None)["max_difference"] is None
+    with pytest.raises(RuntimeError, match="own was to train 5 steps, and told of 4"):
+        run_alone(monkeypatch, lambda turn: told(turn, ends[:-1], 2.0))
 
-    ended = list(accumulate([10, 5, 5, 1, 2]))
-    monkeypatch.setattr(module, "systems_of", lambda engine: {"own": lambda turn: Trained(ended, [1.0])})
+
+def told(turn: Turn, ends, cpu_seconds):
+    """As if the steps had ended then, each after that much processor time; the first ones took more."""
+    turn.steps.ended += ends
+    turn.steps.cpu_seconds += [100 * step if step < 2 else 100 + cpu_seconds * step for step in range(len(ends))]
+    return plain_averaging(turn.profile, turn.count, 1)
+
+
+def run_alone(monkeypatch, train):
+    monkeypatch.setattr(module, "systems_of", lambda engine: {"own": train})
     monkeypatch.setattr(module, "own_address", lambda: "here")
-    monkeypatch.setattr(module, "measure_network", lambda *given: module_network())
-
-    class Alone(Session):
-        def __init__(self):
-            self.rank, self.world_size = 0, 1
-
-        def gather(self, value):
-            return [value]
-
-    found = module.rank_main(Alone(), assignment())
-    assert found["seconds"] == [1, 2]
-    with pytest.raises(RuntimeError, match="own was to train 6 steps, and told of 5"):
-        module.rank_main(Alone(), {**assignment(), "steps": 3})
+    monkeypatch.setattr(module, "measure_network", lambda *given: Network([1e6], []))
+    return module.rank_main(Alone(), assignment())
 
 
-def module_network():
-    from bench.train.network import Network
+class Alone(Session):
+    def __init__(self):
+        self.rank, self.world_size = 0, 1
 
-    return Network([1e6], [])
+    def gather(self, value):
+        return [value]
 
 
 def assignment():

@@ -1,4 +1,4 @@
-"""Ranks with delays at every gate against plain JAX with the joint batch: two, or one of two where it is about the program."""
+"""Two ranks, each with data of its own and delays at every gate, against plain JAX with the joint batch."""
 
 from functools import partial
 from typing import Any
@@ -17,11 +17,12 @@ from commsched import Session
 from .training import (
     FEATURES,
     forward,
+    joint_batch,
     loss,
     make_batch,
     make_params,
-    on_one_rank_of_two,
     on_ranks,
+    plain_step,
     require_close,
     train,
     train_alone,
@@ -79,7 +80,7 @@ def test_models(forward: Any) -> None:
     own, tx = loss_of(forward), optax.adam(0.01)
     tolerance = 1e-5 if forward is cast_first else 1e-9
     require_close(
-        on_one_rank_of_two(lambda session: train(session, tx, STEPS, loss=own)), train_alone(tx, 1, STEPS, loss=own), tolerance
+        on_ranks(2, lambda session: train(session, tx, STEPS, loss=own)), train_alone(tx, 2, STEPS, loss=own), tolerance
     )
 
 
@@ -116,8 +117,8 @@ def test_layers_under_scan() -> None:
         return jnp.mean((outputs - targets) ** 2)
 
     tx = optax.adam(0.01)
-    by_rank = on_one_rank_of_two(lambda session: train(session, tx, STEPS, loss=own, params=stacked(session.rank)))
-    require_close(by_rank, train_alone(tx, 1, STEPS, loss=own, params=stacked(0)))
+    by_rank = on_ranks(2, lambda session: train(session, tx, STEPS, loss=own, params=stacked(session.rank)))
+    require_close(by_rank, train_alone(tx, 2, STEPS, loss=own, params=stacked(0)))
 
 
 class Network(nn.Module):
@@ -129,9 +130,10 @@ class Network(nn.Module):
 
 
 def test_flax_linen_with_batch_statistics() -> None:
+    """Each rank has its own, of its own batches."""
     model, tx = Network(), optax.sgd(0.1, momentum=0.9)
-    batch = make_batch(0, 0)
-    start = jax.jit(partial(model.init, train=False))({"params": jax.random.key(0), "dropout": jax.random.key(1)}, batch[0])
+    keys = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
+    start = jax.jit(partial(model.init, train=False))(keys, make_batch(0, 0)[0])
 
     def own(params: Any, statistics: Any, key: Any, inputs: Any, targets: Any) -> Any:
         variables = {"params": params, "batch_stats": statistics}
@@ -141,21 +143,32 @@ def test_flax_linen_with_batch_statistics() -> None:
     def through_the_plugin(session: Session) -> Any:
         state, statistics = cs.create(start["params"], tx, session=session), start["batch_stats"]
         step = jax.jit(cs.value_and_update(own, has_aux=True))
+        values = []
         for index in range(STEPS):
+            batch = make_batch(session.rank, index)
             (value, statistics), state = step(state, statistics, jax.random.key(index), *batch)
-        assert np.isfinite(value)
-        return state.params, statistics
+            values.append(value)
+        return state.params, statistics, values
 
     @jax.jit
-    def plain(params: Any, opt_state: Any, statistics: Any, key: Any) -> Any:
-        gradients, statistics = jax.grad(own, has_aux=True)(params, statistics, key, *batch)
-        updates, opt_state = tx.update(gradients, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, statistics
+    def plain(params: Any, opt_state: Any, both: Any, key: Any, *batches: Any) -> Any:
+        value_and_grad = jax.value_and_grad(own, has_aux=True)
+        of_ranks = [value_and_grad(params, statistics, key, *batch) for statistics, batch in zip(both, batches)]
+        average = jax.tree.map(lambda one, two: (one + two) / 2, *(gradients for _, gradients in of_ranks))
+        updates, opt_state = tx.update(average, opt_state, params)
+        values, both = zip(*(value for value, _ in of_ranks))
+        return optax.apply_updates(params, updates), opt_state, both, values
 
-    params, opt_state, statistics = start["params"], tx.init(start["params"]), start["batch_stats"]
+    by_rank = on_ranks(2, through_the_plugin)
+    params, opt_state, both = start["params"], tx.init(start["params"]), [start["batch_stats"]] * 2
     for index in range(STEPS):
-        params, opt_state, statistics = plain(params, opt_state, statistics, jax.random.key(index))
-    require_close(on_one_rank_of_two(through_the_plugin), (params, statistics))
+        batches = [make_batch(rank, index) for rank in range(2)]
+        params, opt_state, both, values = plain(params, opt_state, both, jax.random.key(index), *batches)
+        for rank in range(2):
+            assert by_rank[rank][2][index] == pytest.approx(float(values[rank]), rel=1e-9)
+    require_close([trained for trained, _, _ in by_rank], params)
+    for rank in range(2):
+        require_close([by_rank[rank][1]], both[rank])
 
 
 def test_flax_nnx() -> None:
@@ -169,8 +182,8 @@ def test_flax_nnx() -> None:
     def own(params: Any, inputs: Any, targets: Any) -> Any:
         return jnp.mean((nnx.merge(graph, params)(inputs) - targets) ** 2)
 
-    by_rank = on_one_rank_of_two(lambda session: train(session, tx, STEPS, loss=own, params=make(session.rank)[1]))
-    require_close(by_rank, train_alone(tx, 1, STEPS, loss=own, params=make(0)[1]))
+    by_rank = on_ranks(2, lambda session: train(session, tx, STEPS, loss=own, params=make(session.rank)[1]))
+    require_close(by_rank, train_alone(tx, 2, STEPS, loss=own, params=make(0)[1]))
 
 
 def test_a_loss_that_closes_over_its_batch() -> None:
@@ -187,7 +200,7 @@ def test_a_loss_that_closes_over_its_batch() -> None:
             state, _ = step(state, make_batch(session.rank, index))
         return state.params
 
-    require_close(on_one_rank_of_two(through_the_plugin), train_alone(tx, 1, STEPS))
+    require_close(on_ranks(2, through_the_plugin), train_alone(tx, 2, STEPS))
 
 
 def test_many_steps_in_one_program() -> None:
@@ -221,7 +234,7 @@ def test_without_jit() -> None:
                 _, state = step(state, *make_batch(session.rank, index))
         return state.params
 
-    require_close(on_one_rank_of_two(through_the_plugin), train_alone(tx, 1, 2, loss=own, params=kernel))
+    require_close(on_ranks(2, through_the_plugin), train_alone(tx, 2, 2, loss=own, params=kernel))
 
 
 def test_other_shapes_from_step_to_step() -> None:
@@ -238,11 +251,39 @@ def test_other_shapes_from_step_to_step() -> None:
             _, state = step(state, *(array[rows(index)] for array in make_batch(session.rank, index)))
         return state.params
 
-    params = make_params(0)
+    plain, params = plain_step(tx, loss), make_params(0)
     opt_state = tx.init(params)
-    gradients_of = jax.jit(jax.grad(loss))
     for index in range(4):
-        gradients = gradients_of(params, *(array[rows(index)] for array in make_batch(0, index)))
-        updates, opt_state = tx.update(gradients, opt_state, params)
-        params = optax.apply_updates(params, updates)
-    require_close(on_one_rank_of_two(through_the_plugin), params)
+        batches = zip(*(make_batch(rank, index) for rank in range(2)))
+        joint = [np.concatenate([array[rows(index)] for array in arrays]) for arrays in batches]
+        params, opt_state = plain(params, opt_state, *joint)
+    require_close(on_ranks(2, through_the_plugin), params)
+
+
+def test_numbers_that_are_not_finite_stay_where_they_are() -> None:
+    """One rank's are in the averages, and in the parameters that they reach, as on the joint batch; no others."""
+
+    def own(params: Any, inputs: Any, targets: Any) -> Any:
+        return jnp.mean(inputs @ params["layer0"]["kernel"] + params["layer0"]["bias"])
+
+    def spoiled(inputs: Any, targets: Any) -> Any:
+        inputs[0, 2], inputs[1, 4] = np.nan, np.inf
+        return inputs, targets
+
+    tx = optax.sgd(0.1)
+
+    def run(session: Session) -> Any:
+        batch = make_batch(session.rank, 0)
+        state = cs.create(make_params(session.rank), tx, session=session)
+        value, state = jax.jit(cs.value_and_update(own))(state, *(spoiled(*batch) if session.rank else batch))
+        return value, state.params
+
+    (first, params), (second, others) = on_ranks(2, run)
+    assert np.isfinite(first)
+    assert np.isnan(second)
+    gradients = jax.grad(own)(make_params(0), *spoiled(*joint_batch(2, 0)))
+    expected = jax.tree.map(lambda leaf, gradient: leaf - 0.1 * gradient, make_params(0), gradients)
+    for leaf, other, wanted in zip(*map(jax.tree.leaves, (params, others, expected))):
+        np.testing.assert_array_equal(leaf, other)
+        np.testing.assert_allclose(leaf, wanted, rtol=1e-12)
+    assert [int(np.isfinite(leaf).sum()) for leaf in jax.tree.leaves(params)] == [6, 4 * 6, 6, 36]

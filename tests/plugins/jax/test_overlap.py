@@ -1,7 +1,9 @@
 """What runs before what: proven by averages that the test holds back."""
 
+import json
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,10 +16,15 @@ from commsched import Session
 from commsched.core.group import TensorGroup
 from commsched.core.ports import Transport
 from commsched.plugins.jax import pending
+from commsched.trace import TraceObserver
 
 from .training import LAYERS, HoldsBack, make_batch, make_params, on_one_rank_of_two
 
 LAST_LAYER = {2 * LAYERS - 2, 2 * LAYERS - 1}  # of the manifest: forward order
+
+
+#: What JAX takes where nothing is said: other tests do not (conftest.py, training.py).
+AS_EVER = {"xla_cpu_use_fusion_emitters": True, "xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +43,9 @@ def padded(index: int, inputs: Any) -> Any:
     return jnp.concatenate([jnp.zeros((1, inputs.shape[1])), inputs])
 
 
-def first_layer_runs(between: Any, params: Any, seconds: float, cast: bool = False) -> bool:
+def first_layer_runs(
+    between: Any, params: Any, seconds: float, cast: bool = False, observer: TraceObserver | None = None
+) -> bool:
     """Whether the first layer of the second step is done within ``seconds`` while averages of the last layer are missing."""
     transports: list[HoldsBack] = []
     reached = threading.Event()
@@ -56,8 +65,11 @@ def first_layer_runs(between: Any, params: Any, seconds: float, cast: bool = Fal
         return jnp.mean(inputs**2)
 
     def run(session: Session) -> bool:
+        if observer is not None:
+            session.observer = observer
+            session.observe(observer)
         state = cs.create(params, optax.adam(0.01), session=session)
-        step = jax.jit(cs.value_and_update(loss))
+        step = jax.jit(cs.value_and_update(loss), compiler_options=AS_EVER)
         _, state = step(state, *make_batch(session.rank, 0))
         reached.clear()
         ended = threading.Event()
@@ -76,7 +88,7 @@ def first_layer_runs(between: Any, params: Any, seconds: float, cast: bool = Fal
         thread.join()
         return in_time
 
-    (in_time,) = on_one_rank_of_two(run, hold_back)
+    (in_time,) = on_one_rank_of_two(run, wrap_transport=hold_back)
     return in_time
 
 
@@ -85,6 +97,26 @@ def first_layer_runs(between: Any, params: Any, seconds: float, cast: bool = Fal
 )
 def test_forward_runs_while_the_last_layer_is_on_its_way(between: Any, cast: bool) -> None:
     assert first_layer_runs(between, make_params(0), 20, cast)
+
+
+def test_the_timeline_shows_the_next_forward_beside_communication(tmp_path: Path) -> None:
+    """As docs/jax.md says: averages of step 0 that come while layers of step 1 run."""
+    assert first_layer_runs(plain, make_params(0), 20, observer=TraceObserver(tmp_path, 0))
+    spans = [event for event in json.loads((tmp_path / "trace.rank0.json").read_text())["traceEvents"] if event["ph"] == "X"]
+
+    def shown(track: str, layer: str, step: int | None = None) -> list[tuple[float, float]]:
+        return [
+            (span["ts"], span["ts"] + span["dur"])
+            for span in spans
+            if span["cat"] == track and span["name"].startswith(layer) and span["args"].get("step") == step
+        ]
+
+    handed_over, there = [begin for begin, _ in shown("queue", "layer1", 0)], [end for _, end in shown("reply", "layer1", 0)]
+    assert len(handed_over) == len(there) > 0
+    first, second = sorted(shown("forward", "layer0"))  # of step 1, in two parts: in step 0 there is nothing to wait for
+    assert max(handed_over) < first[0] < first[1] < second[0] < min(there)
+    (last,) = shown("forward", "layer1.bias")
+    assert last[0] >= max(there)
 
 
 def test_without_the_activation_gates_run_early(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,7 +153,7 @@ def test_gradients_are_handed_over_last_layer_first_while_backward_runs(monkeypa
 
     def run(session: Session) -> None:
         state = cs.create(make_params(0), optax.adam(0.01), session=session)
-        jax.jit(cs.value_and_update(loss))(state, *make_batch(0, 0))
+        jax.jit(cs.value_and_update(loss), compiler_options=AS_EVER)(state, *make_batch(0, 0))
 
     monkeypatch.setattr(TensorGroup, "notify_ready", noted)
     on_one_rank_of_two(run)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -115,6 +116,7 @@ def on_ranks(
     rank: Callable[[Session], Any],
     *,
     delay_seconds: float = 0.002,
+    config: SchedulerConfig = SMALL,
     wrap_transport: Callable[[Transport], Transport] | None = None,
 ) -> list[Any]:
     """``rank`` on every rank, in a session of its own."""
@@ -122,7 +124,7 @@ def on_ranks(
     def delayed(transport: Transport) -> Transport:
         return Delayed(transport, transport.rank, delay_seconds)
 
-    sessions = local_sessions(world_size, SMALL, wrap_transport=wrap_transport or delayed)
+    sessions = local_sessions(world_size, config, wrap_transport=wrap_transport or delayed)
 
     def run(index: int) -> Any:
         with sessions[index] as session:
@@ -135,16 +137,17 @@ def on_ranks(
             session.abort("the test is over")
 
 
-def on_one_rank_of_two(
-    run: Callable[[Session], Any], wrap_transport: Callable[[Transport], Transport] | None = None
-) -> list[Any]:
-    """``run`` with a session that has several ranks, whose averages are its own: one that is alone would train plainly."""
+def on_one_rank_of_two(run: Callable[[Session], Any], **options: Any) -> list[Any]:
+    """``run`` with a session that has several ranks, whose averages are its own: one that is alone would train plainly.
+
+    For what averages are no matter of. ``options`` are those of ``on_ranks``.
+    """
 
     def alone(session: Session) -> Any:
         session.world_size = 2
         return run(session)
 
-    return on_ranks(1, alone, wrap_transport=wrap_transport)
+    return on_ranks(1, alone, **options)
 
 
 def require_close(by_rank: list[Params], alone: Params, tolerance: float = 1e-9) -> None:
@@ -169,16 +172,22 @@ class HoldsBack:
         self._transport = transport
         self._tensors = tensors
         self._held: list[tuple[CommTask, Completion]] = []
+        self._lock = threading.Lock()
 
     def start(self, task: CommTask, completion: Completion) -> None:
-        if task.partition.dtype != "uint8" and task.step == 0 and not self._tensors.isdisjoint(task.partition.tensors):
-            self._held.append((task, completion))
+        with self._lock:
+            held = task.partition.dtype != "uint8" and task.step == 0 and not self._tensors.isdisjoint(task.partition.tensors)
+            if held:
+                self._held.append((task, completion))
+        if held:
             completion.on_sent(task)
         else:
             self._transport.start(task, completion)
 
     def let_go(self) -> None:
-        held, self._held = self._held, []
+        """What is held back, and what would be."""
+        with self._lock:
+            held, self._held, self._tensors = self._held, [], set()
         for task, completion in held:
             self._transport.start(task, Done(completion))
 
