@@ -9,16 +9,22 @@ ENVIRONMENTS := openmpi $(ENGINES)
 # One more than there are cores, since tests wait for each other's ranks as well.
 PYTEST := -m pytest -n $(shell expr $$(nproc) + 1) --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test clean
+.PHONY: demo check environments test clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed-examples
 	$(BIN)/python -m bench demo
 
-test: $(VENV)/.installed-dev $(ENVIRONMENTS:%=.venv-%/.installed)
+check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+environments: $(ENVIRONMENTS:%=.venv-%/.installed)
+
+# Installs go side by side: pip keeps one core busy, much of the time by compiling to bytecode.
+test:
+	$(MAKE) --no-print-directory --jobs=$(shell nproc) check environments
 	rm -rf runs/engines
 	$(BIN)/python $(PYTEST)
 	set -e; for engine in $(ENGINES); do \

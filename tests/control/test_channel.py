@@ -331,6 +331,7 @@ def test_a_server_that_closes_does_not_wait_for_who_was_given_up(monkeypatch: py
     with running(2, fail_after_seconds=0.5, direct=True) as job:
         stopped = threading.Event()
         stream = job.clients[1]._stream
+        monkeypatch.setattr(job.clients[1]._liveness, "tick", lambda now: [])  # who is stopped gives nobody up
         monkeypatch.setattr(stream, "_on_data", lambda data: stopped.wait(PATIENCE_SECONDS))
         monkeypatch.setattr(stream._outbox, "_heartbeat_seconds", 1000.0)
         stream._outbox.put(encode(messages.Beat()))  # ends the wait that has begun

@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("sklearn")
 
 from tests.jobs.job import ROOT, run_job
-from tests.transports.mpi.launch import MPICH, run
+from tests.transports.mpi.launch import BY_DEFAULT, MPICH, run
 
 from .engine_table import Cell, note
 
@@ -42,8 +42,7 @@ def train(engine: str, save: Path, transport: str | None = None) -> dict[str, np
     command = [str(ROOT / "examples" / f"digits_{engine}.py"), "--steps", str(STEPS), "--dtype", ENGINES[engine][0]]
     command += ["--save", str(save)]
     if transport == "mpi":
-        by_default = {"COMMSCHED_HIERARCHY": "", "COMMSCHED_RENDEZVOUS": ""}  # what tests of MPI set, and here is not
-        code, out, err = run(MPICH, 2, *command, **by_default)
+        code, out, err = run(MPICH, 2, *command, **{**BY_DEFAULT, "COMMSCHED_TRANSPORT": transport})
     else:
         given = [] if transport is None else ["--transport", transport]
         ranks = "1" if transport is None else "2"

@@ -28,7 +28,7 @@ def _namespaces() -> None:
     [
         ("ps", "off", {}),
         ("ps", "auto", {}),
-        ("gloo", "off", {"policy": "rsag"}),  # and with a hierarchy: tests/plugins/torch/test_hosts.py
+        ("gloo", "auto", {"order": "static"}),
         ("mpi", "off", {}),
         ("mpi", "auto", {}),
     ],

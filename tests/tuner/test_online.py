@@ -11,6 +11,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ from tests.jobs.job import run_job, worker
 from tests.test_session import Ordered
 
 from .test_meter import Engine, manifest
-from .training import WIDE, Training, Weights, require_same_weights, tuned
+from .training import UNTIL_ENDED, WIDE, Training, Weights, require_same_weights, tuned
 
 TRIALS = Settings(tune=Budget(trials=4), tune_by="random")
 
@@ -123,8 +124,10 @@ def test_weights_are_those_of_training_that_is_not_tuned(by: str) -> None:
         if sum("trial" in line for line in lines) == 4:
             ended.set()
 
+    if by == "bayes":
+        import_module("skopt.learning.gaussian_process.kernels")  # which takes longer than the trials, on a busy machine
     settings = replace(TRIALS, tune_by=by, tune_policies=("fifo", "priority"))
-    training = Training(steps=5000, width=WIDE, config=SchedulerConfig(), open_rank=tuned(settings, say), until=ended)
+    training = Training(steps=UNTIL_ENDED, width=WIDE, config=SchedulerConfig(), open_rank=tuned(settings, say), until=ended)
     by_rank = training.run()
     plain = Training(steps=training.taken, width=WIDE, config=SchedulerConfig()).run()
     require_same_weights(by_rank, plain[0])
@@ -170,7 +173,7 @@ def test_what_is_kept_is_in_use_on_all_ranks_in_the_end(monkeypatch: pytest.Monk
             ended.set()
 
     training = Training(
-        steps=5000, width=WIDE, config=SchedulerConfig(), open_rank=tuned(TRIALS), before_step=note, until=ended
+        steps=UNTIL_ENDED, width=WIDE, config=SchedulerConfig(), open_rank=tuned(TRIALS), before_step=note, until=ended
     )
     training.run()
     assert ended.is_set()
@@ -381,7 +384,7 @@ def train_until_tuned(out: Path, config: SchedulerConfig | None = None) -> tuple
 
     settings = Settings(tune=Budget(trials=3), tune_by="grid", tune_out=str(out))
     training = Training(
-        steps=5000,
+        steps=UNTIL_ENDED,
         width=WIDE,
         config=config or SchedulerConfig(),
         open_rank=tuned(settings, lines.append),
@@ -437,7 +440,7 @@ def asked_with(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
     monkeypatch.setattr(search_module, "make_searcher", spy)
     settings = replace(TRIALS, tune_by="bayes")
-    training = Training(steps=5000, width=WIDE, config=SchedulerConfig(), open_rank=tuned(settings), until=made)
+    training = Training(steps=UNTIL_ENDED, width=WIDE, config=SchedulerConfig(), open_rank=tuned(settings), until=made)
     training.run()
     return found
 
@@ -619,7 +622,7 @@ def test_a_search_that_is_not_possible_is_told_to_who_waits_for_its_end(tmp_path
         lines.append(line)
         ended.set()
 
-    Training(steps=5000, width=WIDE, config=SchedulerConfig(), open_rank=tuned(settings, say), until=ended).run()
+    Training(steps=UNTIL_ENDED, width=WIDE, config=SchedulerConfig(), open_rank=tuned(settings, say), until=ended).run()
     [line] = lines
     assert "line 1, is no line of a journal of tuning" in line
     assert (tmp_path / "end").read_text() == f"ConfigError: {line.removeprefix('tuning: not possible: ')}\n"
@@ -636,7 +639,7 @@ def test_a_job_of_two_stages_is_tuned_for_both(tmp_path: Path) -> None:
 
     settings = Settings(tune=Budget(trials=2), tune_by="random", tune_out=str(out))
     training = Training(
-        steps=5000,
+        steps=UNTIL_ENDED,
         width=WIDE,
         config=SchedulerConfig(),
         open_rank=tuned(settings, say),

@@ -26,6 +26,9 @@ SMALL = SchedulerConfig(400, 800)
 
 _ASK_STEPS = 20
 
+#: Steps: more than there is time for, since ``until`` ends the training.
+UNTIL_ENDED = 10**6
+
 #: Of a network with a little more than twice the smallest partition that tuning tries.
 WIDE = 128
 

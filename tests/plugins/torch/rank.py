@@ -2,7 +2,7 @@
 
 A CASE is JSON: [SYSTEM, task, settings]. SYSTEM is ``commsched``, in a session of its own with these settings; ``plain`` (no
 wrapping at all); or ``ddp`` (torch's DistributedDataParallel over gloo, which meets in the file OUT.store). Cases are counted
-from 0. Or by ``bench.job``, which saves them as OUT.<rank>.
+from 0.
 """
 
 from __future__ import annotations
@@ -11,14 +11,12 @@ import copy
 import json
 import os
 import sys
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 import commsched
-from commsched import Session
 from commsched.core.world import detect_world
 from commsched.plugins.torch import ScheduledOptimizer
 from tests.plugins.torch.test_equality import MODELS, OPTIMIZERS
@@ -45,12 +43,6 @@ def main() -> None:
     if dist.is_initialized():
         dist.barrier()
         os._exit(0)  # gloo's threads now and then keep the interpreter from ending
-
-
-def rank_main(session: Session, arguments: dict[str, Any]) -> None:
-    """What ``bench.job`` calls; ``arguments`` are the task and where to save."""
-    weights = train("commsched", arguments["task"], session.rank, session.world_size)
-    torch.save(weights, f"{arguments['out']}.{session.rank}")
 
 
 def train(system: str, name: str, rank: int, world_size: int, *, store: str = "") -> Weights:

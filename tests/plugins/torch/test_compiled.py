@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 import shutil
 import threading
@@ -233,12 +232,11 @@ def test_training_equals_that_of_uncompiled_plain_torch(make_step: MakeStep) -> 
 @pytest.mark.timeout(150)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of its own imports
 def test_inductor(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = importlib.import_module("torch._inductor.config")
-    monkeypatch.setattr(config, "cpp_cache_precompile_headers", False)
-    monkeypatch.setattr(config.cpp, "simdlen", 1)  # or it looks for the best, at length
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(loops, "TIMEOUT_SECONDS", 100.0)  # for the C++ compiler, on a busy machine
-    require_plain(stepping(_model, steps=3, backend="inductor"))
+    # Else it compiles headers, looks at length for the best instructions, and starts processes that import PyTorch.
+    options = {"cpp_cache_precompile_headers": False, "cpp.simdlen": 1, "compile_threads": 1}
+    require_plain(stepping(_model, steps=3, backend="inductor", options=options))
 
 
 def _by_identity(guards: Any) -> list[bool]:

@@ -23,12 +23,6 @@ def started(job: Job, ranks: int) -> dict[int, int]:
     return {int(line.split()[1]): int(line.split()[-1]) for line in job.lines(ranks)}
 
 
-def test_a_job_ends_by_itself_with_right_numbers() -> None:
-    code, out, err = run_job("-n", "3", *GLOO, "--policy", "rsag", "--order", "static", *worker("100"))
-    assert code == 0, err
-    assert sorted(re.findall(r"rank \d finished", out)) == ["rank 0 finished", "rank 1 finished", "rank 2 finished"]
-
-
 @pytest.mark.parametrize(("victim", "policy", "order"), [(0, "priority", "agreed"), (2, "rsag", "static")])
 def test_a_killed_rank_is_named_by_all_others_within_3_seconds(victim: int, policy: str, order: str) -> None:
     with Job("-n", "3", *GLOO, "--policy", policy, "--order", order, *worker(FOR_EVER)) as job:

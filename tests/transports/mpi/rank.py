@@ -24,6 +24,7 @@ from commsched.testing.check_transport import check_averages, check_equal_bits, 
 from commsched.testing.checked_world import Job, OpenSession
 from commsched.transports.collective import transport as collective
 from tests.jobs.rank import say
+from tests.transports.training import rank_main, train_alone
 
 
 def checked(check: Callable[[OpenSession, int], None]) -> None:
@@ -67,6 +68,17 @@ def check_all_reduce(rounds: str) -> None:
 
 def random_rounds(rounds: str) -> None:
     checked(lambda open_one, ranks: check_random_rounds(lambda: Job(open_one, ranks), int(rounds)))
+
+
+def train() -> None:
+    """Two trainings, one after the other, each in a session of its own."""
+    for policy in ("priority", "rsag"):
+        rendezvous = f"{os.environ['COMMSCHED_RENDEZVOUS']}.{policy}"
+        with commsched.init(policy=policy, rendezvous=rendezvous, partition="600", credit="1200") as session:
+            weights = rank_main(session, {})
+            assert session.gather(weights) == [weights] * session.world_size
+        np.testing.assert_allclose(weights, train_alone(session.world_size), rtol=0, atol=1e-12)
+    say(1, f"rank {session.rank} passed")
 
 
 def fall_back() -> None:

@@ -102,7 +102,8 @@ def connect(address: str, lane: str, on_failure=None, *, rank=0, world_size=1, t
 
 
 def test_conformance_embedded(lane):
-    check_transport(partial(embedded_world, lane=lane), rounds=100 if lane == "tcp" else 30)
+    sizes, rounds = ((1, 2, 3, 4, 5), 100) if lane == "tcp" else ((2, 4), 30)
+    check_transport(partial(embedded_world, lane=lane), world_sizes=sizes, rounds=rounds)
 
 
 def test_conformance_with_a_separate_server():
