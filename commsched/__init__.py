@@ -15,12 +15,13 @@ from .core.errors import (
     TransportError,
     UnsupportedError,
 )
-from .process_session import init, require_world_size, shutdown
+from .process_session import end_first, init, require_world_size, shutdown
 from .session import Session
 from .version import __version__
 
 __all__ = [
     "__version__",
+    "end_first",
     "init",
     "require_world_size",
     "shutdown",

@@ -45,9 +45,15 @@ def init(*, device: str = "cpu", world: World | None = None, **settings: Any) ->
             return _current
         world = detect_world(os.environ) if world is None else _agreed_with_launcher(world)
         _current = open_session(world, Settings.load(settings, os.environ), device)
-        atexit.unregister(_at_exit)
-        atexit.register(_at_exit)
+        end_first()
         return _current
+
+
+def end_first() -> None:
+    """At exit, close the session before all that was imported until now ends. For plugins of engines that end by themselves,
+    when they are imported: the session may have been opened before."""
+    atexit.unregister(_at_exit)
+    atexit.register(_at_exit)
 
 
 def shutdown() -> None:

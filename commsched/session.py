@@ -198,11 +198,29 @@ class Session:
             raise ValueError(f"'{name}' cannot be broadcast from rank {root} of {self.world_size}")
         name = name if root == 0 else f"{name} of rank {root}"
         plan, policy = self._agree_on(Manifest((TensorSpec(name, (len(data),), "uint8"),)))
-        if len(data) == 0:
-            return
         if self.rank != root and isinstance(data, memoryview):
             data[:] = bytes(len(data))
-        group = self._add_group(plan, {"uint8": data}, policy)
+        self._run_once(plan, data, policy)
+
+    def average(self, spec: TensorSpec, data: Sliceable) -> None:
+        """Replace ``data``, the bytes of ``spec``, on every rank by the average of all ranks; for what travels once, and is in
+        no group. Collective; returns when it is there.
+
+        Raises:
+            ManifestMismatch: ``spec`` differs between ranks; on every rank, with ``data`` as it was.
+            ValueError: ``data`` is no such memory; on this rank only.
+            CommschedError: see :meth:`gather`.
+        """
+        manifest = Manifest((spec,))
+        require_buffers(manifest, {spec.dtype: data}, self.device)
+        plan, policy = self._agree_on(manifest)
+        self._run_once(plan, data, policy)
+
+    def _run_once(self, plan: Plan, data: Sliceable, policy: str) -> None:
+        """Sum or average ``data``, the one tensor of ``plan``."""
+        if len(data) == 0:
+            return
+        group = self._add_group(plan, {plan.manifest.tensors[0].dtype: data}, policy)
         group.begin_step()
         group.notify_ready(0)
         group.proxies[0].wait()

@@ -39,7 +39,7 @@ def main() -> None:
         net.add(gluon.nn.Dense(64, activation="relu", dtype=args.dtype))
         net.add(gluon.nn.Dense(10, dtype=args.dtype))
     net.initialize(mx.init.Xavier())
-    net.hybridize(static_alloc=True, static_shape=True)
+    net.hybridize(static_alloc=True, static_shape=True, forward_bulk_size=1, backward_bulk_size=1)  # one operation at a time
     loss_of = gluon.loss.SoftmaxCrossEntropyLoss()
     # Was: trainer = gluon.Trainer(net.collect_params(), "sgd", {...})
     trainer = cs.ScheduledTrainer(net.collect_params(), "sgd", {"learning_rate": 0.1, "momentum": 0.9})  # line 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import threading
+from array import array
 from collections.abc import Callable
 from typing import Any
 
@@ -98,6 +99,20 @@ def test_broadcast_moves_any_bytes_exactly(size: int, root: int) -> None:
         return bytes(data)
 
     assert ranks(3, main, SchedulerConfig(1000, 3000)) == [sent[root]] * 3
+
+
+@pytest.mark.parametrize("numel", [0, 1, 1500])
+def test_average_of_what_travels_once(numel: int) -> None:
+    def main(session: Session) -> list[float]:
+        groups: list[int] = []
+        session.on_register(lambda group, _: groups.append(group))
+        data = memoryview(bytearray(8 * numel))
+        data.cast("d")[:] = memoryview(array("d", [float(session.rank)] * numel))
+        session.average(TensorSpec("something", (numel,), "float64"), data)
+        assert groups == []
+        return data.cast("d").tolist()
+
+    assert ranks(3, main, SchedulerConfig(1000, 3000)) == [[1.0] * numel] * 3
 
 
 @pytest.mark.parametrize(

@@ -46,9 +46,11 @@ class Manifest:
     """Tensors in forward order: index 0 is needed first by the next forward.
 
     The tensors of each dtype lie one after another in that dtype's flat buffer, in this order; :meth:`offset` is where.
+    ``shares_partitions``: small neighbours travel together, so each waits for all of them to be handed over.
     """
 
     tensors: tuple[TensorSpec, ...]
+    shares_partitions: bool = True
 
     @cached_property
     def _offsets(self) -> tuple[int, ...]:

@@ -57,10 +57,13 @@ def cut(manifest: Manifest, partition_bytes: int, fusion_bytes: int | None = Non
     """Cut ``manifest`` into partitions of at most ``partition_bytes`` (at least one element).
 
     A tensor larger than ``partition_bytes`` is split into near-equal pieces on element borders; consecutive smaller
-    tensors of one dtype are packed until they would be more than ``fusion_bytes`` (None: ``partition_bytes``) with the next.
+    tensors of one dtype are packed until they would be more than ``fusion_bytes`` (None: ``partition_bytes``) with the next,
+    unless ``manifest`` does not want that.
     Pure: equal arguments give equal plans on every rank.
     """
     pack_bytes = partition_bytes if fusion_bytes is None else min(fusion_bytes, partition_bytes)
+    if not manifest.shares_partitions:
+        pack_bytes = 0
     partitions: list[Partition] = []
     packed: list[int] = []
 

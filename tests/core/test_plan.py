@@ -161,3 +161,11 @@ def test_the_fingerprint_tells_plans_apart() -> None:
     manifest = tensors((8, "float32"))
     prints = {cut(manifest, 8).fingerprint, cut(manifest, 16).fingerprint, cut(tensors((8, "float64")), 16).fingerprint}
     assert len(prints) == 3
+
+
+def test_tensors_that_share_no_partition() -> None:
+    """However small; large ones are split as ever."""
+    packed = tensors((1, "float32"), (2, "float32"), (60, "float32"), (1, "float32"))
+    alone = Manifest(packed.tensors, shares_partitions=False)
+    assert [p.tensors for p in cut(packed, 100).partitions] == [(0, 1), (2,), (2,), (2,), (3,)]
+    assert [p.tensors for p in cut(alone, 100).partitions] == [(0,), (1,), (2,), (2,), (2,), (3,)]

@@ -20,6 +20,7 @@ _ROUNDING = 1e-9
 class Done:
     """What a rank has done until a round began. Numbers, since they are compared by their mean."""
 
+    ends: int = 0  # 1: this is no round; none comes
     updates: int = 0
     rescale_grad: float = 0.0  # of the last update, as is the next
     learning_rate: float = 0.0
@@ -27,7 +28,12 @@ class Done:
     numbers: int = 0  # a digest of the optimizer's numbers and each parameter's lr_mult and wd_mult at the last update
 
 
+#: For each field of :class:`Done`. Ends first: a rank that goes on differs in other fields for that reason alone.
 _WHAT = (
+    (
+        "has ended its training or not ({}, the mean is {}): detach(), or the end of the session",
+        "make equally many steps on all ranks, and call detach() on all",
+    ),
     ("has called update() {} times, other ranks {} times on the mean", "call step(), or update(), equally often on all ranks"),
     (
         "has scaled gradients by {}, where the mean of all ranks is {}",
@@ -73,6 +79,11 @@ class Agreement:
         self.require()
         shares: list[float] = self._mean[len(_WHAT) : len(_WHAT) + len(self._names)].tolist()
         return shares
+
+    @property
+    def is_known(self) -> bool:
+        """Whether all ranks have begun the round that was begun last."""
+        return self._group.proxies[0].is_open
 
     def require(self) -> None:
         """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import mxnet as mx
@@ -14,6 +14,8 @@ import commsched
 from ...core.errors import ManifestMismatch
 from ..beginning import broadcast_arrays, described, first_difference
 from .slot import dtype_name
+
+_TRAINER_ADVICE = "what is loaded or set after the trainer was made must be on all ranks, and so must the first forward"
 
 
 def begin_from_rank_0(session: commsched.Session, parameters: Sequence[mx.gluon.Parameter]) -> None:
@@ -65,22 +67,31 @@ class _FromRank0(mx.init.Initializer):  # type: ignore[misc]
         _broadcast(self._session, f"parameter {name}", [array])
 
 
-def gather_alike(session: commsched.Session, doing: str, value: Any) -> list[Any]:
+def gather_alike(session: commsched.Session, doing: str, value: Any, advice: str = _TRAINER_ADVICE) -> list[Any]:
     """``session.gather(value)``, where a rank may have come to something else.
 
     Raises:
-        ManifestMismatch: it has.
+        ManifestMismatch: it has; gives ``advice``.
     """
     values = []
     for rank, theirs in enumerate(session.gather({"doing": doing, "value": value})):
         does = theirs.get("doing", "something else") if isinstance(theirs, dict) else "something else"
         if does != doing:
-            raise ManifestMismatch(
-                f"rank {rank} {does} while rank {session.rank} {doing}: what is loaded or set after the trainer was made must "
-                "be on all ranks, and so must the first forward"
-            )
+            raise ManifestMismatch(f"rank {rank} {does} while rank {session.rank} {doing}: {advice}")
         values.append(theirs["value"])
     return values
+
+
+def require_alike(name: str, records: Sequence[Mapping[str, Any]]) -> None:
+    """``records[r]``: of rank ``r``, by what it is called in an error.
+
+    Raises:
+        ManifestMismatch: one is not that of rank 0; calls whose it is ``name``.
+    """
+    for rank, theirs in enumerate(records):
+        for what, ours in records[0].items():
+            if theirs.get(what) != ours:
+                raise ManifestMismatch(f"{name}: {what} is {ours} on rank 0 but {theirs.get(what)} on rank {rank}")
 
 
 def _broadcast(session: commsched.Session, name: str, arrays: Sequence[mx.nd.NDArray]) -> None:

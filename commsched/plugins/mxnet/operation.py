@@ -6,22 +6,27 @@ array is over, and what is queued after it waits until it is completed. None of 
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import itertools
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Protocol
+from weakref import WeakSet
 
 import mxnet as mx
 from mxnet.base import _LIB as _mxnet
 from mxnet.base import check_call
 
 from ...core import errors
-from ...core.errors import CommschedError, UnsupportedError
+from ...core.errors import ClosedError, CommschedError, UnsupportedError
 
 _CPU = (ctypes.c_int * 2)(1, 0)  # the engine's Context: cpu(0)
 _PRIORITIZED = ctypes.c_int(3)  # FnProperty::kCPUPrioritized: begun by threads that compute no layers
+_NORMAL = ctypes.c_int(0)  # FnProperty::kNormal: by the thread that computes layers
 _NAME = b"commsched"
 
 #: engine, where to find :class:`_OnComplete`, and the number under which :func:`push` keeps what is to be called.
@@ -33,6 +38,7 @@ _numbers = itertools.count(1)
 _queued: dict[int, Callable[[Operation], None]] = {}
 _pushing = threading.local()
 _running: dict[int, None] = {}  # threads of the engine that are in :func:`_begin`
+_completing: dict[Operation, None] = {}  # those of which MXNet is being told, by any thread
 
 
 class _OnComplete(ctypes.Structure):
@@ -42,7 +48,7 @@ class _OnComplete(ctypes.Structure):
 
 
 class Operation:
-    """One that has begun. Must be completed, once, by any thread."""
+    """One that has begun. Must be completed, once, by any thread: by :meth:`complete`, or by :func:`fail`."""
 
     __slots__ = ("_arguments", "_complete")
 
@@ -51,14 +57,16 @@ class Operation:
         self._complete = _Complete(callback.complete)
         self._arguments = (callback.engine, callback.operation)
 
-    def complete(self, error: CommschedError | None = None) -> None:
-        """What waits for the array goes on; with ``error``, nothing computes with it, and whoever reads what depends on it gets
-        the error raised. Never waits."""
-        if error is None:
-            self._complete(*self._arguments, None)
-            return
-        with _RuntimeError(f"{type(error).__name__}: {error}") as address:
-            self._complete(*self._arguments, address)
+    def complete(self) -> None:
+        """What waits for the array goes on. Never waits."""
+        self._complete_with(None)
+
+    def _complete_with(self, runtime_error: int | None) -> None:
+        _completing[self] = None
+        try:
+            self._complete(*self._arguments, runtime_error)
+        finally:
+            del _completing[self]
 
 
 class _RuntimeError:
@@ -99,13 +107,18 @@ def push(
     reads: Sequence[mx.nd.NDArray] = (),
     writes: Sequence[mx.nd.NDArray] = (),
     even_if_failed: bool = False,
+    among_layers: bool = False,
 ) -> None:
     """Queue an operation that reads or writes arrays. ``begin`` is called by a thread of the engine, must not wait, and sees to
     it that the operation is completed. If computing one of the arrays has failed, it is called only ``even_if_failed``.
+    ``among_layers``: by the thread that computes layers, which then waits for Python's lock.
 
     Raises:
         UnsupportedError: this engine runs each operation to its end at once (``MXNET_ENGINE_TYPE=NaiveEngine``).
+        ClosedError: the interpreter ends, and MXNet's engine calls nobody any more.
     """
+    if _ended.is_set():
+        raise ClosedError("MXNet's engine has ended with the interpreter: close the session before")
     number = next(_numbers)
     _queued[number] = begin
     _pushing.number = number
@@ -118,7 +131,7 @@ def push(
                 _CPU,
                 *_handles(reads),
                 *_handles(writes),
-                ctypes.byref(_PRIORITIZED),
+                ctypes.byref(_NORMAL if among_layers else _PRIORITIZED),
                 0,
                 _NAME,
                 ctypes.c_bool(even_if_failed),
@@ -136,9 +149,30 @@ def _handles(arrays: Sequence[mx.nd.NDArray]) -> tuple[ctypes.Array[ctypes.c_voi
     return (ctypes.c_void_p * len(arrays))(*(array.handle for array in arrays)), len(arrays)
 
 
+def fail(operations: Sequence[Operation], error: CommschedError) -> None:
+    """Complete ``operations`` so that nothing computes with their arrays, and whoever reads what depends on one gets ``error``
+    raised. Any thread; never waits.
+
+    Operations that are completed with an error by several threads at once corrupt MXNet's memory (its list of errors,
+    ``global_exception_refs_``, seems to be guarded by nothing). So all of ours fail in the thread that computes layers, where
+    those that depend on them are skipped, too.
+    """
+
+    def complete_all(own: Operation) -> None:
+        with _RuntimeError(f"{type(error).__name__}: {error}") as address:
+            for operation in operations:
+                operation._complete_with(address)
+        own.complete()
+
+    if operations:
+        push(complete_all, writes=[mx.nd.empty((1,), ctx=mx.cpu(0))], among_layers=True)
+
+
 def wait(arrays: Sequence[mx.nd.NDArray]) -> None:
-    """Return when all that was queued for ``arrays`` is completed, and no thread of the engine is in Python for us. Unlike
+    """Return when all that was queued for ``arrays`` is completed, and no thread is in the engine or in Python for us. Unlike
     MXNet's ``wait_to_read``, leaves an error there for who reads the arrays: each is raised but once."""
+    if _ended.is_set():
+        return
     over = [threading.Event() for _ in arrays]
 
     def complete(event: threading.Event, operation: Operation) -> None:
@@ -146,12 +180,54 @@ def wait(arrays: Sequence[mx.nd.NDArray]) -> None:
         event.set()
 
     for array, event in zip(arrays, over):
-        push(partial(complete, event), writes=[array], even_if_failed=True)
+        push(partial(complete, event), writes=[array], even_if_failed=True, among_layers=True)
     for event in over:
         event.wait()
-    while _running:
+    while _running or _completing:
         # No event: a thread that sets one still needs Python's lock to leave, and a fork must not find it at that.
         time.sleep(1e-4)
+
+
+_ended = threading.Event()
+
+
+def _end() -> None:
+    """Right before MXNet's own handler, which was registered before: after it no function is called. Errors that nobody has
+    read until now it would print, and they have been told of."""
+    try:
+        mx.nd.waitall()
+    except Exception:
+        pass
+    _ended.set()
+
+
+atexit.register(_end)
+
+
+class Draining(Protocol):
+    """Somebody who queues operations."""
+
+    def drain(self) -> None:
+        """Return when none of them is to come."""
+        ...
+
+
+_draining: WeakSet[Draining] = WeakSet()
+
+
+def drain_before_forks(draining: Draining) -> Callable[[], None]:
+    """Before a fork (for a DataLoader's workers, say), MXNet waits for its queue and joins its threads, with Python's lock
+    held. What is returned takes this back."""
+    _draining.add(draining)
+    return partial(_draining.discard, draining)
+
+
+def _drain_all() -> None:
+    for draining in tuple(_draining):
+        draining.drain()
+
+
+os.register_at_fork(before=_drain_all)
 
 
 def _begin(engine: int, on_complete: int, number: int) -> None:

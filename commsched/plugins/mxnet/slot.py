@@ -2,38 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import mxnet as mx
 import numpy as np
-from numpy.typing import NDArray
 
 from ...core.errors import UnsupportedError
 from ...core.manifest import TensorSpec
+from .queued_group import Place
 
 _DTYPES = ("float16", "float32", "float64")
 
 
 class Slot:
-    """``array`` is the parameter's place in a flat buffer, as an array of MXNet.
+    """A parameter and its ``place``.
 
     The gradient is copied there and the average back, by MXNet's engine. Gradients cannot lie there themselves: a block
     hybridized with ``static_shape=True`` keeps writing to the array that it wrote in its first backward, and before that the
     shapes may not be known.
 
     ``fresh``: backward has written the gradient since the last update, here; ``used``: here or on another rank, as far as this
-    rank had to ask. ``busy``: the average is not in place. ``queued``: the round in which it is to be averaged and was not
-    computed yet; 0: none.
+    rank had to ask.
     """
 
-    def __init__(self, parameter: mx.gluon.Parameter, place: NDArray[Any]) -> None:
+    def __init__(self, parameter: mx.gluon.Parameter, place: Place) -> None:
         self.name: str = parameter.name
         self.parameter = parameter
-        self.array: mx.nd.NDArray = mx.nd.from_numpy(place)
+        self.place = place
         self.fresh = False
         self.used = False
-        self.queued = 0
-        self.busy = False
 
     @property
     def data(self) -> mx.nd.NDArray:
@@ -53,7 +51,8 @@ class Slot:
             UnsupportedError: the parameter was cast, or moved to another device.
         """
         require_averageable(self.parameter)
-        is_now, was = spec_of(self.parameter), TensorSpec(self.name, tuple(self.array.shape), dtype_name(self.array.dtype))
+        array = self.place.array
+        is_now, was = spec_of(self.parameter), TensorSpec(self.name, tuple(array.shape), dtype_name(array.dtype))
         if is_now != was:
             raise UnsupportedError(
                 f"parameter {was} is {is_now} now: make another ScheduledTrainer after detach() of this one, on all ranks"
@@ -78,17 +77,43 @@ def require_averageable(parameter: mx.gluon.Parameter) -> None:
     Raises:
         UnsupportedError: the parameter's gradient cannot be averaged; says why.
     """
-    name, contexts = parameter.name, parameter.list_ctx()
-    if contexts != [mx.cpu(0)]:
-        raise UnsupportedError(
-            f"parameter '{name}' is on {', '.join(map(str, contexts))}; gradients are averaged on cpu(0) alone, "
-            "in one process for each device"
-        )
+    name = f"parameter '{parameter.name}'"
+    _require_on_cpu(name, parameter.list_ctx())
     if parameter._stype != "default" or parameter._grad_stype != "default":
         raise UnsupportedError(
-            f"parameter '{name}' is {parameter._stype}, its gradient {parameter._grad_stype}: only dense ones can be averaged "
+            f"{name} is {parameter._stype}, its gradient {parameter._grad_stype}: only dense ones can be averaged "
             "(sparse_grad=False, grad_stype='default')"
         )
-    dtype = dtype_name(parameter.dtype)
-    if dtype not in _DTYPES:
-        raise UnsupportedError(f"parameter '{name}' is {dtype}; only gradients of {', '.join(_DTYPES)} can be averaged")
+    _require_floats(name, parameter.dtype)
+
+
+def require_averageable_array(name: str, array: mx.nd.NDArray) -> None:
+    """
+    Raises:
+        UnsupportedError: ``array`` cannot be averaged; calls it ``name`` and says why.
+    """
+    _require_on_cpu(name, [array.context])
+    require_dense(name, array)
+    _require_floats(name, array.dtype)
+
+
+def require_dense(name: str, array: mx.nd.NDArray) -> None:
+    """
+    Raises:
+        UnsupportedError: it is sparse.
+    """
+    if array.stype != "default":
+        raise UnsupportedError(f"{name} is {array.stype}: only dense ones can be averaged")
+
+
+def _require_on_cpu(name: str, contexts: Sequence[mx.Context]) -> None:
+    if contexts != [mx.cpu(0)]:
+        raise UnsupportedError(
+            f"{name} is on {', '.join(map(str, contexts))}; gradients are averaged on cpu(0) alone, "
+            "in one process for each device"
+        )
+
+
+def _require_floats(name: str, dtype: Any) -> None:
+    if dtype_name(dtype) not in _DTYPES:
+        raise UnsupportedError(f"{name} is {dtype_name(dtype)}; only gradients of {', '.join(_DTYPES)} can be averaged")

@@ -174,6 +174,27 @@ def test_a_learning_rate_scheduler() -> None:
     require_equal(train_scheduled(mlp, lambda: mx.optimizer.SGD(lr_scheduler=make_schedule())), alone)
 
 
+def test_a_function_for_a_scheduler() -> None:
+    """Plain Gluon takes one, if it is set later."""
+
+    def train(net: Any, trainer: gluon.Trainer, inputs: NDArray[Any], labels: NDArray[Any]) -> None:
+        trainer.optimizer.lr_scheduler = lambda num_update: 0.1 / (1 + num_update)
+        step(net, trainer, inputs, labels)
+
+    same_as_plain(train)
+
+
+def test_averaged_again_what_was_averaged_stays() -> None:
+    def train(net: Any, trainer: gluon.Trainer, inputs: NDArray[Any], labels: NDArray[Any]) -> None:
+        backward(net, inputs, labels)
+        trainer.allreduce_grads()
+        for parameter in net.collect_params().values():
+            parameter.grad()[:] *= 0.5
+        trainer.step(len(inputs), ignore_stale_grad=True)
+
+    same_as_plain(train)
+
+
 def test_a_learning_rate_set_by_hand_counts_from_the_next_step() -> None:
     def train(net: Any, trainer: gluon.Trainer, inputs: NDArray[Any], labels: NDArray[Any]) -> None:
         step(net, trainer, inputs, labels)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,10 +17,9 @@ import pytest
 from mxnet import autograd, gluon, nd
 
 from commsched import ConfigError, ManifestMismatch, Session, TransportError, UnsupportedError
-from commsched.plugins.mxnet import ScheduledTrainer
-from commsched.plugins.mxnet.exchange import GradientExchange
+from commsched.plugins.mxnet import ScheduledTrainer, watch
 from commsched.plugins.mxnet.operation import Operation
-from commsched.plugins.mxnet.slot import Slot
+from commsched.plugins.mxnet.queued_group import Place, QueuedGroup
 from tests.jobs.job import clean_environ
 from tests.plugins.missing import import_without
 
@@ -63,6 +62,17 @@ def test_ranks_with_other_shapes() -> None:
         ScheduledTrainer(net.collect_params(), *SGD, session=session)
 
     both_raise(ManifestMismatch, r"'net_weight' float32\[3, 2\] on rank 0 but 'net_weight' float32\[4, 2\] on rank 1", make)
+
+
+def test_a_trainer_that_was_refused_keeps_no_parameters() -> None:
+    def make(session: Session) -> None:
+        net, other = mlp(), gluon.nn.Dense(1 + session.rank, in_units=2, prefix="other_")
+        other.initialize()
+        with pytest.raises(ManifestMismatch, match="'other_weight'"):
+            ScheduledTrainer([net[0].weight, other.weight], *SGD, session=session)
+        trained(session, net)
+
+    on_ranks(make)
 
 
 def test_a_parameter_that_only_one_rank_has() -> None:
@@ -225,15 +235,40 @@ def test_other_learning_rates() -> None:
     both_raise(UnsupportedError, r"rank \d has a learning rate of 0\.\d, where the mean of all ranks is 0\.15", train)
 
 
+class Listed(mx.lr_scheduler.LRScheduler):
+    """Has rates of its own, of which no number of it tells."""
+
+    def __init__(self, rates: Sequence[float]) -> None:
+        super().__init__()
+        self.rates = list(rates)
+
+    def __call__(self, num_update: int) -> float:
+        return self.rates[num_update]
+
+
+def test_other_learning_rates_of_a_scheduler() -> None:
+    def train(session: Session) -> None:
+        net = mlp()
+        optimizer = mx.optimizer.SGD(lr_scheduler=Listed([0.1, 0.1, 0.1 * (1 + session.rank), 0.1]))
+        trained(session, net, steps=3, trainer=ScheduledTrainer(net.collect_params(), optimizer, session=session))
+        session.close()
+
+    both_raise(UnsupportedError, r"rank \d has a learning rate of 0\.\d, where the mean of all ranks is 0\.15", train)
+
+
 def set_weight_decay(net: Any, trainer: ScheduledTrainer) -> None:
     trainer.optimizer.wd = 0.1
 
 
+def set_numpys_number(net: Any, trainer: ScheduledTrainer) -> None:
+    trainer.optimizer.wd = np.float32(0.1)
+
+
 def set_multiple(net: Any, trainer: ScheduledTrainer) -> None:
-    net[0].weight.lr_mult = 0.1
+    net[0].weight.lr_mult = np.float32(0.1)
 
 
-@pytest.mark.parametrize("set_it", [set_weight_decay, set_multiple])
+@pytest.mark.parametrize("set_it", [set_weight_decay, set_numpys_number, set_multiple])
 def test_other_numbers_of_the_optimizer(set_it: Callable[[Any, ScheduledTrainer], None]) -> None:
     def train(session: Session) -> None:
         net = mlp()
@@ -259,6 +294,39 @@ def test_an_update_that_only_one_rank_makes() -> None:
         session.close()
 
     both_raise(UnsupportedError, r"rank \d has called update\(\) \d times, other ranks 1.5 times on the mean", train)
+
+
+def test_a_trainer_that_only_one_rank_lets_go() -> None:
+    """While the other waits for averages, where only MXNet could end the wait."""
+
+    def train(session: Session) -> None:
+        net = mlp()
+        trainer = trained(session, net)
+        if session.rank == 0:
+            trainer.detach()
+        trained(session, net, trainer=trainer)
+        nd.waitall()
+
+    both_raise(UnsupportedError, r"rank \d has ended its training or not \(\d, the mean is 0.5\): detach\(\)", train)
+
+
+def test_one_of_two_trainers_that_one_rank_steps_once_more() -> None:
+    """The other rank ends, and must not wait for the first trainer's end before it tells of the second's."""
+
+    def train(session: Session) -> None:
+        net = mlp()
+        trainers = [ScheduledTrainer(layer.collect_params(), *SGD, session=session) for layer in (net[0], net[1])]
+        for inputs, labels in batches(2, steps=2):
+            backward(net, inputs[share(session)], labels[share(session)])
+            for trainer in trainers:
+                trainer.step(ROWS)
+        if session.rank == 0:
+            backward(net, inputs[share(session)], labels[share(session)])
+            trainers[1].step(ROWS)
+            weights_of(net)
+        session.close()
+
+    both_raise(UnsupportedError, r"rank \d has ended its training or not \(\d, the mean is 0.5\)", train)
 
 
 def test_states_that_only_one_rank_loads(tmp_path: Path) -> None:
@@ -370,6 +438,27 @@ def test_who_reads_a_parameter_hears_of_a_rank_that_ended() -> None:
     assert heard == [True]
 
 
+def test_who_waits_for_long_is_told_for_what(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 comes late."""
+
+    def run(session: Session) -> None:
+        net = mlp()
+        trainer = trained(session, net)
+        if session.rank == 1:
+            assert warned.wait(20)
+        trained(session, net, trainer=trainer)
+        weights_of(net)
+
+    def note(message: str, *arguments: object) -> None:
+        if "rank 0 has waited 0.05 s and more for the average of 'net_dense" in message % arguments:
+            warned.set()
+
+    warned = threading.Event()
+    monkeypatch.setattr(watch, "WARN_AFTER_SECONDS", 0.05)
+    monkeypatch.setattr(watch.log, "warning", note)
+    on_ranks(run)
+
+
 def test_a_failed_backward_is_told_to_all_ranks() -> None:
     """MXNet skips what depends on an operation that failed; nobody waits for the gradient for ever."""
 
@@ -402,12 +491,12 @@ def test_a_failed_backward_is_told_to_all_ranks() -> None:
 
 def test_a_late_look_for_failures_finds_none_in_the_next_round(monkeypatch: pytest.MonkeyPatch) -> None:
     """What one round makes MXNet's engine do may be done when the next has begun."""
-    look, require = GradientExchange._look_for_failed, GradientExchange._require_computed
+    look, require = QueuedGroup._look_for_failed, QueuedGroup._require_computed
     looks: list[Callable[[], None]] = []
 
-    def look_late(self: GradientExchange, slots: Sequence[Slot], number: int, operation: Operation) -> None:
-        looks.append(partial(look, self, slots, number, done))
-        looks.append(lambda: [require(self, slot, number, done) for slot in slots] and None)
+    def look_late(self: QueuedGroup, places: Sequence[Place], number: int, operation: Operation) -> None:
+        looks.append(partial(look, self, places, number, done))
+        looks.append(lambda: [require(self, place, number, done) for place in places] and None)
         operation.complete()
 
     def run(session: Session) -> None:
@@ -416,7 +505,7 @@ def test_a_late_look_for_failures_finds_none_in_the_next_round(monkeypatch: pyte
         (inputs, labels), *_ = batches(2)
         backward(net, inputs[share(session)], labels[share(session)])
         weights_of(net)
-        monkeypatch.setattr(GradientExchange, "_hand_over", lambda self, tensors: queue(self))
+        monkeypatch.setattr(QueuedGroup, "hand_over", lambda self, gradients: queue(self))
         both.wait(20)
         trainer.allreduce_grads()
         for late in tuple(looks):
@@ -425,31 +514,31 @@ def test_a_late_look_for_failures_finds_none_in_the_next_round(monkeypatch: pyte
         both.wait(20)
         session.abort("as expected")
 
-    def queue(exchange: GradientExchange) -> None:
-        for slot in exchange._slots:
-            slot.queued = exchange._round
+    def queue(group: QueuedGroup) -> None:
+        for place in group.places:
+            place.queued = group.round
 
     done, both = SimpleNamespace(complete=lambda: None), threading.Barrier(2)
-    monkeypatch.setattr(GradientExchange, "_look_for_failed", look_late)
+    monkeypatch.setattr(QueuedGroup, "_look_for_failed", look_late)
     on_ranks(run)
 
 
 def test_a_look_for_failures_leaves_alone_what_is_queued_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients that are not new are queued later than the others; the look at those may come while they are being queued."""
-    hand_over, look = GradientExchange._hand_over, GradientExchange._look_for_failed
+    hand_over, look = QueuedGroup.hand_over, QueuedGroup._look_for_failed
     looked = threading.Event()
 
-    def hand_over_slowly(self: GradientExchange, tensors: Sequence[int]) -> None:
-        for tensor in tensors:
-            self._slots[tensor].queued = self._round
-        if self._round == 2 and 0 in tensors:
+    def hand_over_slowly(self: QueuedGroup, gradients: Mapping[int, Any]) -> None:
+        for tensor in gradients:
+            self.places[tensor].queued = self.round
+        if self.round == 2 and 0 in gradients:
             assert looked.wait(20)
             nd.zeros(1).wait_to_read()  # behind what the look has queued; not by a thread of the engine, which may have but one
-            self._session.core.check()
-        hand_over(self, tensors)
+            self.session.core.check()
+        hand_over(self, gradients)
 
-    def look_and_tell(self: GradientExchange, slots: Sequence[Slot], number: int, operation: Operation) -> None:
-        look(self, slots, number, operation)
+    def look_and_tell(self: QueuedGroup, places: Sequence[Place], number: int, operation: Operation) -> None:
+        look(self, places, number, operation)
         if number == 2:
             looked.set()
 
@@ -463,8 +552,8 @@ def test_a_look_for_failures_leaves_alone_what_is_queued_after_it(monkeypatch: p
             trainer.step(ROWS)  # the first two layers' are not new
         session.close()
 
-    monkeypatch.setattr(GradientExchange, "_hand_over", hand_over_slowly)
-    monkeypatch.setattr(GradientExchange, "_look_for_failed", look_and_tell)
+    monkeypatch.setattr(QueuedGroup, "hand_over", hand_over_slowly)
+    monkeypatch.setattr(QueuedGroup, "_look_for_failed", look_and_tell)
     on_ranks(run)
 
 

@@ -13,9 +13,8 @@ import pytest
 
 from commsched import Session
 from commsched.plugins.mxnet import ScheduledTrainer, operation
-from commsched.plugins.mxnet.exchange import GradientExchange
 from commsched.plugins.mxnet.operation import Operation
-from commsched.plugins.mxnet.slot import Slot
+from commsched.plugins.mxnet.queued_group import Place, QueuedGroup
 from tests.jobs.job import clean_environ
 
 from .training import batches, mlp, on_ranks, share, step
@@ -61,25 +60,25 @@ class Unseen(dict[int, None]):
 
 def test_nothing_is_to_come_when_an_exchange_is_drained(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even what is queued, behind what drain() waits for, when gradients were computed and are not handed over yet."""
-    begin, look, require = GradientExchange._begin, GradientExchange._look_for_failed, GradientExchange._require_computed
-    queued: list[Slot] = []
-    required: list[Slot] = []
+    begin, look, require = QueuedGroup._begin, QueuedGroup._look_for_failed, QueuedGroup._require_computed
+    queued: list[Place] = []
+    required: list[Place] = []
 
-    def begin_late(self: GradientExchange, tensor: int, operation: Operation) -> None:
+    def begin_late(self: QueuedGroup, tensor: int, operation: Operation) -> None:
         time.sleep(0.1)
         begin(self, tensor, operation)
 
-    def look_late(self: GradientExchange, slots: Sequence[Slot], number: int, operation: Operation) -> None:
+    def look_late(self: QueuedGroup, places: Sequence[Place], number: int, operation: Operation) -> None:
         time.sleep(0.03)  # drain() has begun
-        late = [slot for slot in slots if slot.queued == number]
+        late = [place for place in places if place.queued == number]
         queued.extend(late)
         look(self, late, number, done)
         operation.complete()
 
-    def require_late(self: GradientExchange, slot: Slot, number: int, operation: Operation) -> None:
+    def require_late(self: QueuedGroup, place: Place, number: int, operation: Operation) -> None:
         time.sleep(0.02)
-        required.append(slot)
-        require(self, slot, number, operation)
+        required.append(place)
+        require(self, place, number, operation)
 
     def run(session: Session) -> None:
         net = mlp(session.rank)
@@ -87,13 +86,14 @@ def test_nothing_is_to_come_when_an_exchange_is_drained(monkeypatch: pytest.Monk
         (inputs, labels), *_ = batches(2)
         step(net, trainer, inputs[share(session)], labels[share(session)])
         assert trainer._exchange is not None
-        trainer._exchange.drain()
+        assert trainer._exchange._queued is not None
+        trainer._exchange._queued.drain()
         drained.wait(20)
         assert len(required) == len(queued) > 0
 
     done, drained = SimpleNamespace(complete=lambda: None), threading.Barrier(2)
     monkeypatch.setattr(operation, "_running", Unseen())
-    monkeypatch.setattr(GradientExchange, "_begin", begin_late)
-    monkeypatch.setattr(GradientExchange, "_look_for_failed", look_late)
-    monkeypatch.setattr(GradientExchange, "_require_computed", require_late)
+    monkeypatch.setattr(QueuedGroup, "_begin", begin_late)
+    monkeypatch.setattr(QueuedGroup, "_look_for_failed", look_late)
+    monkeypatch.setattr(QueuedGroup, "_require_computed", require_late)
     on_ranks(run)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import mxnet as mx
 import pytest
 from mxnet import gluon, nd
 
@@ -15,10 +16,10 @@ from commsched import SchedulerConfig, Session
 from commsched.core.manifest import Manifest
 from commsched.core.ports import Completion, Transport
 from commsched.core.task import CommTask
-from commsched.plugins.mxnet import ScheduledTrainer
-from commsched.plugins.mxnet.exchange import GradientExchange
+from commsched.plugins.mxnet import ScheduledStore, ScheduledTrainer
 from commsched.plugins.mxnet.operation import Operation
 from commsched.plugins.mxnet.order import forward_order
+from commsched.plugins.mxnet.queued_group import QueuedGroup
 
 from .probe import Call, Probe
 from .training import CLASSES, FEATURES, batches, fill, mlp, on_ranks, require_equal, share, step, train_alone, weights_of
@@ -41,7 +42,8 @@ def probed(seed: int, probes: list[Probe], hybridize: bool = False) -> Any:
 
 
 class Holding:
-    """A transport that keeps back the averages of the tensor ``name`` of the second step until :meth:`let_go`."""
+    """A transport that keeps back the averages of the tensor ``name``, or of its key, of a group's second step until
+    :meth:`let_go`."""
 
     def __init__(self, transport: Transport, name: str) -> None:
         self.rank, self.world_size, self.verbs = transport.rank, transport.world_size, transport.verbs
@@ -72,7 +74,7 @@ class Holding:
     def on_done(self, task: CommTask) -> None:
         names = [self._manifests[task.group].tensors[tensor].name for tensor in task.partition.tensors]
         with self._lock:
-            if self._held is not None and self._name in names and task.step == 1:
+            if self._held is not None and any(self._name in name for name in names) and task.step == 1:
                 self._held.append(task)
                 return
         self._completions[task].on_done(task)
@@ -86,9 +88,25 @@ class Holding:
         return held is not None
 
 
-def forward_frees_the_last_average(hybridize: bool, after_step: Callable[[Any], object], patience_seconds: float) -> list[bool]:
-    """The average of the last layer's weight of the second step is held until the next forward has run its first layer, or for
-    ``patience_seconds``. Whether, on each rank, forward was first."""
+def scheduled_trainer(net: Any, session: Session) -> gluon.Trainer:
+    return ScheduledTrainer(net.collect_params(), "sgd", {"learning_rate": 0.1}, session=session)
+
+
+def trainer_over_store(net: Any, session: Session) -> gluon.Trainer:
+    """Gradients are added up, and not averaged."""
+    optimizer = mx.optimizer.SGD(learning_rate=0.1, rescale_grad=0.5)
+    return gluon.Trainer(net.collect_params(), optimizer, kvstore=ScheduledStore(session))
+
+
+def forward_frees_the_last_average(
+    hybridize: bool,
+    after_step: Callable[[Any], object],
+    patience_seconds: float,
+    make_trainer: Callable[[Any, Session], gluon.Trainer] = scheduled_trainer,
+    held: int = 2,
+) -> list[bool]:
+    """The average of the last layer's weight of the step ``held`` (which is the second of a group) is held until the next
+    forward has run its first layer, or for ``patience_seconds``. Whether, on each rank, forward was first."""
     transports: dict[int, Holding] = {}
 
     def hold(transport: Transport) -> Transport:
@@ -101,15 +119,15 @@ def forward_frees_the_last_average(hybridize: bool, after_step: Callable[[Any], 
         freed: list[bool] = []
 
         def on_forward() -> None:
-            if next(forwards) == 3:
+            if next(forwards) == held + 1:
                 freed.append(transport.let_go())
 
-        net = probed(session.rank, [Probe(on_forward), Probe(), Probe()], hybridize)
-        trainer = ScheduledTrainer(net.collect_params(), "sgd", {"learning_rate": 0.1}, session=session)
+        net = probed(0, [Probe(on_forward), Probe(), Probe()], hybridize)
+        trainer = make_trainer(net, session)
         impatient = threading.Timer(patience_seconds, transport.let_go)
-        for number, (inputs, labels) in enumerate(batches(2, steps=4)):
+        for number, (inputs, labels) in enumerate(batches(2, steps=4), 1):
             step(net, trainer, inputs[share(session)], labels[share(session)])
-            if number == 1:
+            if number == held:
                 impatient.start()
                 after_step(net)
         by_rank[session.rank] = weights_of(net)
@@ -130,6 +148,12 @@ def forward_frees_the_last_average(hybridize: bool, after_step: Callable[[Any], 
 @pytest.mark.parametrize("hybridize", [False, True])
 def test_forward_begins_before_all_averages_are_in(hybridize: bool) -> None:
     assert forward_frees_the_last_average(hybridize, lambda net: None, patience_seconds=20) == [True, True]
+
+
+def test_forward_begins_before_all_sums_of_a_kvstore_are_in() -> None:
+    """Its first step is no group's."""
+    freed = forward_frees_the_last_average(False, lambda net: None, 20, make_trainer=trainer_over_store, held=3)
+    assert freed == [True, True]
 
 
 def test_that_test_can_fail() -> None:
@@ -156,14 +180,14 @@ class HandedOver:
 
 def test_the_last_layer_is_handed_over_while_backward_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Backward of each layer waits until the gradients of those behind it have been handed over."""
-    begin = GradientExchange._begin
+    begin = QueuedGroup._begin
     by_rank = [HandedOver(), HandedOver()]
 
-    def begin_and_note(self: GradientExchange, tensor: int, operation: Operation) -> None:
-        second = self._round == 2  # and no other while this operation is not completed
+    def begin_and_note(self: QueuedGroup, tensor: int, operation: Operation) -> None:
+        second = self.round == 2  # and no other while this operation is not completed
         begin(self, tensor, operation)
         if second:
-            by_rank[self._session.rank].add(self._slots[tensor].name)
+            by_rank[self.session.rank].add(self.places[tensor].name)
 
     def run(session: Session) -> list[bool]:
         in_time: list[bool] = []
@@ -182,7 +206,7 @@ def test_the_last_layer_is_handed_over_while_backward_runs(monkeypatch: pytest.M
         assert by_rank[session.rank].wait_for(6)
         return in_time
 
-    monkeypatch.setattr(GradientExchange, "_begin", begin_and_note)
+    monkeypatch.setattr(QueuedGroup, "_begin", begin_and_note)
     assert on_ranks(run, config=EACH_TENSOR_ALONE) == [[True] * 3] * 2
     assert [each.layers for each in by_rank] == [[2, 2, 1, 1, 0, 0]] * 2
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -214,6 +216,60 @@ def test_a_list_of_parameters() -> None:
     require_equal(on_ranks(run), weights_of(net))
 
 
+class Counting(mx.optimizer.SGD):
+    """Its states are more than arrays."""
+
+    def create_state(self, index: Any, weight: nd.NDArray) -> Any:
+        return {"updates": 0, "momentum": nd.zeros_like(weight)}
+
+    def update(self, index: Any, weight: nd.NDArray, grad: nd.NDArray, state: Any) -> None:
+        self._update_count(index)
+        state["updates"] += 1
+        state["momentum"][:] = 0.9 * state["momentum"] + grad * self.rescale_grad
+        weight[:] = weight - 0.1 * state["momentum"] / state["updates"]
+
+
+def test_states_that_are_more_than_arrays_and_an_optimizer_of_ones_own(tmp_path: Path) -> None:
+    def train(net: Any, trainer: gluon.Trainer, rows: slice, file: Path) -> Weights:
+        for number, (inputs, labels) in enumerate(batches(2)):
+            if number == 4:
+                trainer.save_states(str(file))
+                trainer.load_states(str(file))
+            step(net, trainer, inputs[rows], labels[rows])
+        return weights_of(net)
+
+    def run(session: Session) -> Weights:
+        net = mlp(session.rank)
+        trainer = ScheduledTrainer(net.collect_params(), Counting(), session=session)
+        return train(net, trainer, share(session), tmp_path / str(session.rank))
+
+    net = mlp(0)
+    alone = train(net, gluon.Trainer(net.collect_params(), Counting()), slice(None), tmp_path / "alone")
+    require_equal(on_ranks(run, delay_seconds=0.002), alone)
+
+
+def test_detach_leaves_no_buffers_behind() -> None:
+    """As long as the session lasts."""
+
+    def run(session: Session) -> list[object]:
+        net = mlp(session.rank)
+        trainer = ScheduledTrainer(net.collect_params(), *ADAM, session=session)
+        (inputs, labels), *_ = batches(2)
+        step(net, trainer, inputs[share(session)], labels[share(session)])
+        assert trainer._exchange is not None
+        kept = [weakref.ref(trainer._exchange), *(weakref.ref(slot.place) for slot in trainer._exchange._slots)]
+        trainer.detach()
+        weights_of(net)
+        both.wait(20)
+        if session.rank == 0:
+            gc.collect()  # in two threads at once, one would do nothing
+        both.wait(20)
+        return [ref() for ref in kept]
+
+    both = threading.Barrier(2)
+    assert on_ranks(run) == [[None] * 7] * 2
+
+
 def test_after_detach_it_is_a_trainer_on_this_rank_alone() -> None:
     def run(session: Session) -> None:
         net = mlp(session.rank)
@@ -231,6 +287,31 @@ def test_after_detach_it_is_a_trainer_on_this_rank_alone() -> None:
     on_ranks(run)
     require_equal(together, together[0], 0.0)
     assert not np.array_equal(apart[0]["net_dense0_weight"], apart[1]["net_dense0_weight"])
+
+
+def test_the_parameters_of_a_closed_session_are_free() -> None:
+    """Though its trainer is still there."""
+
+    def run(session: Session) -> Weights:
+        net = nets[session.rank]
+        trainer = ScheduledTrainer(net.collect_params(), *ADAM, session=session)
+        trainers.append(trainer)
+        for inputs, labels in batches(2, steps=2):
+            step(net, trainer, inputs[share(session)], labels[share(session)])
+        session.close()
+        trainer.detach()
+        return weights_of(net)
+
+    nets, trainers = [mlp(0), mlp(1)], []
+    on_ranks(run)
+    ours = on_ranks(run)
+    net = mlp(0)
+    for _ in range(2):
+        trainer = gluon.Trainer(net.collect_params(), *ADAM)
+        for inputs, labels in batches(2, steps=2):
+            step(net, trainer, inputs, labels)
+    require_equal(ours, weights_of(net))
+    assert len(trainers) == 4
 
 
 def test_alone_it_is_gluons_trainer_to_the_bit() -> None:

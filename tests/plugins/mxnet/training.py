@@ -21,6 +21,7 @@ FEATURES, CLASSES = 6, 4
 ROWS = 3  # per rank and step
 STEPS = 8
 SMALL = SchedulerConfig(partition_bytes=200, credit_bytes=400)  # so that tensors are split, merged and queued
+NAG = ("nag", {"learning_rate": 0.1, "momentum": 0.9})
 
 Weights = dict[str, NDArray[Any]]
 MakeTrainer = Callable[[Any], gluon.Trainer]

@@ -1,0 +1,92 @@
+"""Forward spans of the trace, one for each block that has parameters of its own.
+
+A network that is hybridized is one call in Python, whatever it computes, and even one that is not only queues operations. So
+the times are those of MXNet's engine: an operation that reads a block's parameters begins when their update is made, and one
+that would write them, queued behind the forward, when all of forward that reads them is over.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from functools import partial
+from time import monotonic
+from typing import Any
+
+import mxnet as mx
+
+import commsched
+
+from .operation import Operation, drain_before_forks, push, wait
+
+
+def trace_forward(net: mx.gluon.Block, *, session: commsched.Session | None = None) -> None:
+    """Have the forward of ``net``, or what it is called within, in the timeline of the job (the setting ``trace``); without one
+    this does nothing. Call it once, before the training.
+
+    A block's span begins when its parameters are there and the block before is done, and ends when forward has used them.
+    Blocks whose operations MXNet runs as one end together.
+
+    Raises:
+        CommschedError: from ``commsched.init()``.
+    """
+    session = session or commsched.init()
+    if session.observer is not None:
+        _ForwardSpans(net, session.observer.on_span, session)
+
+
+class _ForwardSpans:
+    def __init__(
+        self, net: mx.gluon.Block, on_span: Callable[[str, str, float, float], None], session: commsched.Session
+    ) -> None:
+        self._net = net
+        self._on_span = on_span
+        self._pid = os.getpid()
+        self._lock = threading.Lock()  # guards the two below
+        self._since: dict[mx.gluon.Block, float] = {}  # when the parameters were there for this forward
+        self._last_end = 0.0
+        net.register_forward_pre_hook(self._before)
+        net.register_forward_hook(self._after)
+        session.on_close(self.drain)
+        session.cleanup.callback(self.drain)
+        drain_before_forks(self)
+
+    def drain(self) -> None:
+        """Return when no operation of ours is to come."""
+        if os.getpid() == self._pid:
+            wait([array for _, arrays in self._blocks() for array in arrays])
+
+    def _before(self, *_: Any) -> None:
+        for block, arrays in self._blocks():
+            push(partial(self._begins, block), reads=arrays, even_if_failed=True)
+
+    def _after(self, *_: Any) -> None:
+        for block, arrays in self._blocks():
+            push(partial(self._ends, block), writes=arrays, even_if_failed=True)
+
+    def _blocks(self) -> list[tuple[mx.gluon.Block, list[mx.nd.NDArray]]]:
+        """Those with parameters of their own that are initialised."""
+        found: list[tuple[mx.gluon.Block, list[mx.nd.NDArray]]] = []
+
+        def look_at(block: mx.gluon.Block) -> None:
+            own = [parameter for parameter in block._reg_params.values() if parameter._data is not None]
+            if own:
+                found.append((block, [parameter.data() for parameter in own]))
+
+        self._net.apply(look_at)
+        return found
+
+    def _begins(self, block: mx.gluon.Block, operation: Operation) -> None:
+        """By a thread of MXNet's engine, as is the next. Forward may run as soon as it is completed."""
+        with self._lock:
+            self._since[block] = monotonic()
+        operation.complete()
+
+    def _ends(self, block: mx.gluon.Block, operation: Operation) -> None:
+        with self._lock:
+            end = monotonic()
+            start = max(self._since.get(block, end), self._last_end)
+            self._last_end = end
+        operation.complete()
+        self._on_span("forward", block.name, start, end)
