@@ -7,10 +7,13 @@ what it has captured from a callable, each time it is called: from now on that s
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import tensorflow as tf
+
+_searching = threading.Lock()
 
 
 def settle_at_calls(uses: Iterable[tuple[tf.Variable, Callable[[], None]]]) -> None:
@@ -18,11 +21,30 @@ def settle_at_calls(uses: Iterable[tuple[tf.Variable, Callable[[], None]]]) -> N
     function that is being traced calls it. What that raises, the call raises."""
     takes = {id(variable.handle): _taking(variable, settle) for variable, settle in uses}
     kinds = _kinds(tf.types.experimental.ConcreteFunction)
-    # Not gc.get_objects(), which holds all: another thread that is filling a tuple in C, with a shape say, then fails.
-    for function in [each for each in gc.get_referrers(*kinds) if type(each) in kinds]:
+    for function in _instances(kinds):
         captures = getattr(function, "_captured_inputs", [])  # the public property has called the callables
         if any(id(capture) in takes for capture in captures):
             function.set_external_captures([takes.get(id(capture), capture) for capture in captures])
+
+
+def thaw() -> None:
+    """What was frozen, as programs do before they fork, could not be looked at. To freeze it again would freeze more."""
+    gc.unfreeze()
+
+
+def _instances(kinds: set[type]) -> list[Any]:
+    # What TensorFlow's objects say they refer to, they make on the way, which may start a collection. That moves objects
+    # between the very lists that are being gone through: the process then crashed.
+    with _searching:
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            thaw()
+            # Not gc.get_objects(), which holds all: another thread that is filling a tuple in C, with a shape say, then fails.
+            return [each for each in gc.get_referrers(*kinds) if type(each) in kinds]
+        finally:
+            if collects:
+                gc.enable()
 
 
 def _kinds(base: type) -> set[type]:

@@ -6,8 +6,9 @@ used: by the thread of :mod:`.updater`, or as they have been where the optimizer
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,12 @@ from ..flat import lay_out
 from .guard import own_value
 from .initial_state import common_name
 
+#: Indices of variables, one after another in forward order, whose gradients are handed over in one piece, and whose averages
+#: arrive so and are used so.
+Bundle = tuple[int, ...]
+
+#: What is larger costs more than its handing over: each may then be early by itself.
+_MOST_BUNDLE_BYTES = 256 * 1024
 _DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
@@ -37,13 +44,20 @@ class GradientExchange:
 
     Args:
         order: the indices of ``variables`` in forward order, as rank 0 has measured it.
+        handed_over: is called with a name whenever gradients were.
 
     Raises:
         UnsupportedError: a variable's type cannot be averaged; names it.
         ManifestMismatch: ranks have different variables.
     """
 
-    def __init__(self, session: commsched.Session, variables: Sequence[Any], order: Sequence[int]) -> None:
+    def __init__(
+        self,
+        session: commsched.Session,
+        variables: Sequence[Any],
+        order: Sequence[int],
+        handed_over: Callable[[str], None] | None = None,
+    ) -> None:
         for variable in variables:
             if own_value(variable).dtype.name not in _DTYPES:
                 raise UnsupportedError(
@@ -51,6 +65,7 @@ class GradientExchange:
                     "can be averaged"
                 )
         self._session = session
+        self._handed_over = handed_over
         self._paths = [variable.path for variable in variables]
         self._forward = [int(index) for index in session.gather([int(index) for index in order])[0]]
         specs = [
@@ -62,8 +77,12 @@ class GradientExchange:
         views, self._group = _register(session, specs)
         self._views = dict(zip(self._forward, views))
         self._places = {index: place for place, index in enumerate(self._forward)}
+        self._bundles = self._bundle()
+        alone = [(index,) for index in self._forward]
+        self._flat = {bundle: self._flat_view(bundle) for bundle in {*self._bundles, *alone}}
+        # Not float32, which a ``wire`` type would round.
         (self._flags,), self._flag_group = _register(
-            session, [TensorSpec("commsched.has_gradient", (len(variables) + 1,), "float32")]
+            session, [TensorSpec("commsched.has_gradient", (len(variables) + 1,), "float64")]
         )
         self._notifying = threading.Lock()  # operations of one graph run in several threads
         self._learning_rate = 0.0
@@ -74,6 +93,35 @@ class GradientExchange:
     def forward_order(self) -> Sequence[int]:
         """Indices of the variables, that which the next forward needs first before the others."""
         return self._forward
+
+    def bundles(self, together: Set[int]) -> tuple[Bundle, ...]:
+        """All variables in forward order, bundled as far as all of a bundle are in ``together``."""
+        whole = [[bundle] if together >= set(bundle) else [(index,) for index in bundle] for bundle in self._bundles]
+        return tuple(itertools.chain.from_iterable(whole))
+
+    def _bundle(self) -> list[Bundle]:
+        """What travels in one partition together, as it is cut now: it is there at the same moment, and none of it can leave
+        before the last gradient is handed over."""
+        manifest, by_tensor = self._group.manifest, self._group.plan.by_tensor
+        bundles: list[Bundle] = []
+        owners: tuple[int, ...] = ()  # of the last bundle
+        nbytes = 0
+        for place, index in enumerate(self._forward):
+            nbytes += manifest.tensors[place].nbytes
+            if len(owners) == 1 and by_tensor[place] == owners and nbytes <= _MOST_BUNDLE_BYTES:
+                bundles[-1] += (index,)
+            else:
+                bundles.append((index,))
+                owners, nbytes = by_tensor[place], manifest.tensors[place].nbytes
+        return bundles
+
+    def _flat_view(self, bundle: Bundle) -> NDArray[Any]:
+        manifest, places = self._group.manifest, [self._places[index] for index in bundle]
+        last = manifest.tensors[places[-1]]
+        start, stop = manifest.offset(places[0]), manifest.offset(places[-1]) + last.nbytes
+        buffer = self._group.buffers[last.dtype]
+        assert isinstance(buffer, memoryview)
+        return np.frombuffer(buffer[start:stop], self._views[bundle[0]].dtype)
 
     def begin(self, has_gradient: Sequence[bool] | NDArray[Any], learning_rate: float) -> None:
         """Begin a step. Averages of the step before must have been used.
@@ -108,6 +156,20 @@ class GradientExchange:
             )
         np.copyto(view, gradient)
         self._notify(index)
+        if self._handed_over is not None:
+            self._handed_over(self.name_of((index,)))
+
+    def hand_over_bundle(self, bundle: Bundle, gradients: NDArray[Any]) -> None:
+        """Those of its variables, one after another, of the right shapes. Any thread."""
+        np.copyto(self._flat[bundle], gradients)
+        for index in reversed(bundle):
+            self._notify(index)
+        if self._handed_over is not None:
+            self._handed_over(self.name_of(bundle))
+
+    def name_of(self, bundle: Bundle) -> str:
+        first, *others = (self._paths[index] for index in bundle)
+        return f"{first} and {len(others)} more" if others else f"{first}"
 
     def end(self) -> None:
         """The averages of the step are used, or will be, whatever becomes of the graph that runs it."""
@@ -132,15 +194,16 @@ class GradientExchange:
         with self._notifying:
             self._group.notify_ready(self._places[index])
 
-    def is_there(self, index: int) -> bool:
-        """Whether the average of the variable with this ``index`` is."""
-        return self._group.proxies[self._places[index]].is_open and self._flag_group.proxies[0].is_open
+    def is_there(self, bundle: Bundle) -> bool:
+        """Whether the averages of its variables are."""
+        proxies = self._group.proxies
+        return all(proxies[self._places[index]].is_open for index in bundle) and self._flag_group.proxies[0].is_open
 
     def all_there(self) -> bool:
         return all(proxy.is_open for proxy in self._group.proxies) and self._flag_group.proxies[0].is_open
 
     def wait(self, index: int) -> None:
-        """Until :meth:`is_there`.
+        """Until the average of the variable with this ``index`` is there.
 
         Raises:
             CommschedError: the session failed or was closed meanwhile.
@@ -148,18 +211,26 @@ class GradientExchange:
         self._flag_group.proxies[0].wait()
         self._group.proxies[self._places[index]].wait()
 
-    def average(self, index: int) -> NDArray[Any] | None:
-        """The average, in the flat buffer: it is valid until the next step begins. None: no rank has a gradient.
+    def require_same_learning_rate(self) -> None:
+        """Once any average is there.
 
         Raises:
-            UnsupportedError: ranks have different learning rates.
+            UnsupportedError: ranks have different learning rates, or it is NaN.
         """
-        if abs(self._flags[-1] - self._learning_rate) > 1e-5 * abs(self._learning_rate):
+        if not abs(self._flags[-1] - self._learning_rate) <= 1e-6 * abs(self._learning_rate):
             raise UnsupportedError(
                 f"the learning rate is {self._learning_rate:.6g} here, and {self._flags[-1]:.6g} on average over ranks: set it "
                 "alike on all (a callback must go by what all ranks see)"
             )
-        return self._views[index] if self._flags[index] > 0 else None
+
+    def average(self, index: int) -> NDArray[Any]:
+        """The average, in the flat buffer: it is valid until the next step begins."""
+        return self._views[index]
+
+    def average_of_bundle(self, bundle: Bundle) -> NDArray[Any] | None:
+        """Likewise those of its variables, one after another. None: no rank has a gradient, which can only be where this one
+        has none, so of a variable alone."""
+        return self._flat[bundle] if self._flags[bundle[0]] > 0 else None
 
     def share(self, index: int) -> float:
         """Of the ranks, have a gradient of the variable with this ``index``."""

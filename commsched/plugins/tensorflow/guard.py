@@ -55,24 +55,6 @@ def own_value(variable: Any) -> tf.Variable:
         return variable.value
 
 
-class _Guard:
-    """Mixed in before a variable's own class."""
-
-    @property
-    def value(self) -> Any:
-        settle(self)
-        return super().value  # type: ignore[misc]
-
-    def assign(self, value: Any) -> Any:
-        settle(self)
-        return super().assign(value)  # type: ignore[misc]
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        own = getattr(self, _ATTRIBUTE)[0]
-        with tf.init_scope():
-            return own(self.numpy(), dtype=self.dtype, trainable=self.trainable, name=self.name)  # type: ignore[attr-defined]
-
-
 def settle(variable: Any) -> None:
     """What whoever reads or assigns ``variable`` calls. No-op when it is not guarded."""
     known = getattr(variable, _ATTRIBUTE, None)
@@ -82,4 +64,23 @@ def settle(variable: Any) -> None:
 
 @cache
 def _guarded_class(own: type) -> type:
-    return type(own.__name__, (_Guard, own), {"__module__": own.__module__})
+    """Its methods do not ask for their class: another thread may release the variable while they settle it."""
+
+    class Guarded(own):  # type: ignore[misc]
+        __module__ = own.__module__
+
+        @property
+        def value(self) -> Any:
+            settle(self)
+            return own.value.fget(self)  # type: ignore[attr-defined]
+
+        def assign(self, value: Any) -> Any:
+            settle(self)
+            return own.assign(self, value)  # type: ignore[attr-defined]
+
+        def __deepcopy__(self, memo: Any) -> Any:
+            with tf.init_scope():
+                return own(self.numpy(), dtype=self.dtype, trainable=self.trainable, name=self.name)
+
+    Guarded.__name__ = Guarded.__qualname__ = own.__name__
+    return Guarded

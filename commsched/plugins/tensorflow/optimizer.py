@@ -50,8 +50,14 @@ class ScheduledOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]  # K
         if not isinstance(model, keras.Model):
             raise ConfigError(f"{model!r} is not a model of Keras")
         if isinstance(optimizer, ScheduledOptimizer):
-            raise ConfigError("this optimizer is a ScheduledOptimizer already")
-        own: type = type(optimizer)
+            if not optimizer.is_over:
+                raise ConfigError("this optimizer is a ScheduledOptimizer already")
+            optimizer.__class__ = _own_class(type(optimizer))
+        own: Any = type(optimizer)
+        if own.apply_gradients is not keras.optimizers.Optimizer.apply_gradients:
+            raise UnsupportedError(
+                f"{own.__name__} has an apply_gradients of its own, which would see the gradients of one rank: override apply"
+            )
         optimizer.__class__ = _scheduled_class(own)
         return optimizer
 
@@ -60,6 +66,7 @@ class ScheduledOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]  # K
     ) -> None:
         # Not that of Keras: this object has been initialised as what it was.
         self._schedule: Schedule | None = None
+        self._detached = False
         try:
             session = session or commsched.init()
             if session.world_size == 1:
@@ -121,6 +128,16 @@ class ScheduledOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]  # K
         if self._schedule is not None:
             self._schedule.detach()
             self._schedule = None
+        self._detached = True
+
+    @property
+    def is_over(self) -> bool:
+        """It was detached, or its session is closed."""
+        return self._detached or (self._schedule is not None and self._schedule.ended)
+
+    @property
+    def is_averaging(self) -> bool:
+        return self._schedule is not None and not self._schedule.ended
 
     @property
     def learning_rate(self) -> Any:

@@ -18,6 +18,7 @@ from .exchange import GradientExchange
 from .guard import guard, is_guarded, own_value, release, settle, unguarded
 from .initial_state import broadcast_variables, require_same_optimizer
 from .step import Step
+from .timeline import Timeline
 from .update import Updates, hyper_parameters, why_all_at_once
 from .updater import Updater
 
@@ -43,6 +44,7 @@ class Schedule:
     ) -> None:
         self.session = session
         self.variables = list(variables)
+        self.ended = False
         self._kind = kind
         self._optimizer = optimizer
         self._model = model
@@ -52,14 +54,15 @@ class Schedule:
         if self.why_all_at_once is not None and session.rank == 0:
             log.info("%s: each step waits for all averages", self.why_all_at_once)
         require_same_optimizer(session, kind, optimizer)
+        for variable in [*model.variables, *optimizer.variables]:
+            settle(variable)  # what another ScheduledOptimizer has outstanding: it would come after what is broadcast
         broadcast_variables(session, "initial weights", model.weights)
         broadcast_variables(session, "initial optimizer state", optimizer.variables)
         self._indices = {id(own_value(variable)): index for index, variable in enumerate(self.variables)}
-        paths = [variable.path for variable in self.variables]
-        self._updater = Updater(session, [own_value(variable) for variable in self.variables], paths)
+        self._updater = Updater(session, [own_value(variable) for variable in self.variables])
+        self._timeline = Timeline(session.observer, self._updater.signals, model) if session.observer is not None else None
         self._step: Step | None = None
         self._updates: dict[Any, Updates] = {}  # by hyper-parameters
-        self._ended = False
         self._order: dict[int, None] = {}  # indices by first use
         self._guard()
         # Traced before, these would wait for all variables before they begin.
@@ -93,16 +96,9 @@ class Schedule:
         settle_at_calls(
             [
                 *((own_value(variable), partial(settle, variable)) for variable in guarded),
-                (own_value(self._optimizer.own_iterations), self._refuse_earlier_step),
+                (own_value(self._optimizer.own_iterations), partial(_refuse_earlier_step, self._optimizer)),
             ]
         )
-
-    def _refuse_earlier_step(self) -> None:
-        if not self._ended:
-            raise UnsupportedError(
-                "a function that uses this optimizer was traced before ScheduledOptimizer was made, so it would train without "
-                "averaging: make it after that, with tf.function"
-            )
 
     def _settle(self, index: int) -> None:
         if self._step is None:
@@ -170,7 +166,8 @@ class Schedule:
     def _first_step(self) -> Step:
         with tf.init_scope():
             rest = [index for index in range(len(self.variables)) if index not in self._order]
-            exchange = GradientExchange(self.session, self.variables, [*self._order, *rest])
+            handed_over = None if self._timeline is None else self._timeline.handed_over
+            exchange = GradientExchange(self.session, self.variables, [*self._order, *rest], handed_over)
             self._updater.exchange = exchange
             paths = [variable.path for variable in self.variables]
             self._step = Step(exchange, self._updater, paths, own_value(self._optimizer.own_iterations))
@@ -190,7 +187,12 @@ class Schedule:
     # --- the end ---
 
     def synchronize(self) -> None:
-        self._updater.synchronize()
+        """Also as operations of the graph that is being traced."""
+        if tf.executing_eagerly():
+            self._updater.synchronize()
+        elif self.why_all_at_once is None:
+            for gate in self._updater.gates:
+                gate.settle()
 
     def _finish(self) -> None:
         """Nothing comes after."""
@@ -201,12 +203,22 @@ class Schedule:
         self._forget()
 
     def _end(self, release_groups: bool) -> None:
-        self.synchronize()
+        self._updater.synchronize()
         if self._updater.exchange is not None:
             self._updater.exchange.require_ended()
-        self._ended = True
+        self.ended = True
         for variable in [*self.variables, *self._optimizer.variables]:
             release(variable)
+        if self._timeline is not None:
+            self._timeline.close()
         if self._updater.exchange is not None:
             self._updater.exchange.close(release_groups)
         self._updater.close()
+
+
+def _refuse_earlier_step(optimizer: Any) -> None:
+    if optimizer.is_averaging:
+        raise UnsupportedError(
+            "a function that uses this optimizer was traced before ScheduledOptimizer was made, so it would train without "
+            "averaging: make it after that, with tf.function"
+        )

@@ -1,8 +1,8 @@
 """One step of training, eagerly or as operations of the graph that is being traced.
 
-Each gradient is handed over by an operation that depends on that gradient alone, so while backward runs. In a graph, each group
-of operations is a function of its own whose inputs say what it uses: TensorFlow then keeps its order with respect to those
-and to nothing else.
+Each bundle of gradients is handed over by an operation that depends on those alone, so while backward runs. In a graph, each
+group of operations is a function of its own whose inputs say what it uses: TensorFlow then keeps its order with respect to
+those and to nothing else.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from ...core.errors import UnsupportedError
-from .exchange import GradientExchange
+from .exchange import Bundle, GradientExchange
 from .gate import touch
 from .on_host import on_host
 from .update import Updates
@@ -32,21 +32,24 @@ class Step:
         self._updater = updater
         self._paths = paths
         self._begin = tf.function(self._begin_in_graph, autograph=False)
-        self._hand_over = [tf.function(self._make_hand_over(index), autograph=False) for index in range(len(paths))]
-        self._commits: dict[Updates, Any] = {}
+        self._commits: dict[tuple[Updates, tuple[Bundle, ...]], Any] = {}
 
     def deferred(self, gradients: Gradients, updates: Updates, learning_rate: tf.Tensor) -> None:
         """Average ``gradients``; each variable is updated when its average is there. Waits for no average of this step."""
+        bundles = self._exchange.bundles(gradients.keys())
+        updates.prepare(bundles)
+        self._updater.prepare(bundles)
         if tf.executing_eagerly():
             self._updater.synchronize()
             self._hand_over_eagerly(gradients, learning_rate)
-            self._commit_on_host(updates, learning_rate)
+            self._commit_on_host(updates, bundles, learning_rate)
             return
         handed_over = self._hand_over_in_graph(gradients, learning_rate, all_at_once=False)
-        if updates not in self._commits:
-            self._commits[updates] = tf.function(self._make_commit(len(self._commits)), autograph=False)
+        key = updates, bundles
+        if key not in self._commits:
+            self._commits[key] = tf.function(self._make_commit(len(self._commits)), autograph=False)
         with tf.control_dependencies(handed_over):
-            self._commits[updates](learning_rate)
+            self._commits[key](learning_rate)
 
     def averages(self, gradients: Gradients, learning_rate: tf.Tensor) -> dict[int, tf.Tensor]:
         """Average ``gradients``; waits for all. Once they are used, call :meth:`end`.
@@ -74,7 +77,7 @@ class Step:
 
         def end() -> None:
             for variable in changed:
-                touch(variable)
+                touch(variable.handle)
             on_host(self._exchange.end, [])
 
         tf.function(end, autograph=False)()
@@ -93,8 +96,8 @@ class Step:
                     f"only some ranks have a gradient of '{path}', and this optimizer updates all variables at once; have "
                     "every rank use it in each step"
                 )
-        averages = [self._exchange.average(index) for index in indices]
-        return [average.copy() for average in averages if average is not None]
+        self._exchange.require_same_learning_rate()
+        return [self._exchange.average(index).copy() for index in indices]
 
     # --- eagerly ---
 
@@ -107,16 +110,21 @@ class Step:
 
     def _hand_over_in_graph(self, gradients: Gradients, learning_rate: tf.Tensor, all_at_once: bool) -> list[tf.Tensor]:
         """What is to run after all are handed over must depend on what is returned."""
-        order = self._backward_order(gradients)
-        with tf.control_dependencies([gradients[order[0]]]):  # not before: a graph may end without a step, as its input has
+        first = gradients[self._backward_order(gradients)[0]]
+        with tf.control_dependencies([first]):  # not before: a graph may end without a step, as its input has
             begun = self._begin(tf.constant(self._has_gradient(gradients)), learning_rate, all_at_once)
+        known = {index for index, gradient in gradients.items() if gradient.shape.is_fully_defined()}
         with tf.control_dependencies([begun]):
-            return [self._hand_over[index](gradients[index]) for index in order] + [begun]
+            return [
+                tf.function(self._make_hand_over(bundle), autograph=False)([gradients[index] for index in bundle])
+                for bundle in reversed(self._exchange.bundles(known))
+                if gradients.keys() >= set(bundle)
+            ] + [begun]
 
     def _begin_in_graph(self, has_gradient: tf.Tensor, learning_rate: tf.Tensor, all_at_once: bool) -> tf.Tensor:
         """Once all updates of the step before are made."""
-        wait = self._updater.arrived if all_at_once else self._updater.all_open
-        with tf.control_dependencies([wait.add()]):
+        updater = self._updater
+        with tf.control_dependencies([updater.signals.wait(updater.arrived if all_at_once else updater.all_open)]):
             done = on_host(self._begin_on_host, [has_gradient, learning_rate, all_at_once])
         with tf.control_dependencies([done]):
             return tf.constant(True)
@@ -126,24 +134,28 @@ class Step:
         if all_at_once:
             self._updater.await_all()
 
-    def _make_hand_over(self, index: int) -> Any:
-        def hand_over(gradient: tf.Tensor) -> tf.Tensor:
+    def _make_hand_over(self, bundle: Bundle) -> Any:
+        def hand_over(gradients: Sequence[tf.Tensor]) -> tf.Tensor:
             # Reads a variable, so that TensorFlow does not take it for something that follows all other such operations.
-            with tf.control_dependencies([self._updater.signals.check()]):
-                done = on_host(self._exchange.hand_over, [gradient], first=(index,))
+            with tf.control_dependencies([self._updater.signals.closed.read_value()]):
+                if len(bundle) == 1:
+                    done = on_host(self._exchange.hand_over, gradients, first=bundle)
+                else:
+                    flat = tf.concat([tf.reshape(gradient, [-1]) for gradient in gradients], 0)
+                    done = on_host(self._exchange.hand_over_bundle, [flat], first=(bundle,))
             with tf.control_dependencies([done]):
                 return tf.constant(True)
 
         return hand_over
 
-    def _commit_on_host(self, updates: Updates, learning_rate: Any) -> None:
+    def _commit_on_host(self, updates: Updates, bundles: Sequence[Bundle], learning_rate: Any) -> None:
         # Counted here, and not by an operation of its own: that might run, or not, in a graph that ends by an error.
-        self._updater.commit(updates, tf.convert_to_tensor(learning_rate), self._iterations.read_value())
+        self._updater.commit(updates, bundles, tf.convert_to_tensor(learning_rate), self._iterations.read_value())
         self._iterations.assign_add(1)
         self._exchange.end()
 
     def _commit_numbered(self, number: int, learning_rate: Any) -> None:
-        self._commit_on_host(list(self._commits)[number], learning_rate)
+        self._commit_on_host(*list(self._commits)[number], learning_rate)
 
     def _make_commit(self, number: int) -> Any:
         updater = self._updater
@@ -155,14 +167,14 @@ class Step:
                 updater.signals.closed,
                 self._iterations,
             ]:
-                touch(variable)
+                touch(variable.handle)
             on_host(self._commit_numbered, [learning_rate], first=(number,))
 
         return commit
 
     def _make_collect(self, indices: Sequence[int], dtypes: Sequence[tf.DType]) -> Any:
         def collect() -> Any:
-            with tf.control_dependencies([self._updater.arrived.add()]):
+            with tf.control_dependencies([self._updater.signals.wait(self._updater.arrived)]):
                 return on_host(self._copies, [], dtypes, first=(indices,))
 
         return collect

@@ -1,15 +1,18 @@
-"""The user's own optimizer, narrowed to one variable."""
+"""The user's own optimizer, narrowed to a bundle of variables."""
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
+from .compiled import Compiled
+from .exchange import Bundle
 from .guard import own_value, unguarded
 
 #: Keras's optimizers whose update of a variable depends on that variable's gradient and state alone. Of these exactly: a
@@ -50,51 +53,58 @@ def learning_rate_now() -> Any:
 
 
 def hyper_parameters(optimizer: Any) -> tuple[Any, ...]:
-    """The plain values among the optimizer's attributes: what a traced update has as constants."""
-    return tuple(
-        (name, value)
-        for name, value in sorted(vars(optimizer).items())
-        if value is None or isinstance(value, bool | int | float | str | np.generic)
-    )
+    """The plain values among the optimizer's attributes, as what can be compared: what a traced update has as constants."""
+    return tuple((name, _comparable(value)) for name, value in sorted(vars(optimizer).items()))
+
+
+def _comparable(value: Any) -> Any:
+    if value is None or isinstance(value, bool | int | float | str | np.generic):
+        return value
+    if isinstance(value, np.ndarray):
+        return value.shape, value.dtype.str, value.tobytes()
+    if isinstance(value, list | tuple):
+        return tuple(map(_comparable, value))
+    return ...  # variables, and what else is not a constant
 
 
 class Updates:
-    """One compiled function for each variable that lets ``optimizer`` update exactly this one, with its hyper-parameters as
-    they are now, and the learning rate and the number of the step that it is called with.
-
-    Made in the user's thread: an optimizer that raises, raises there.
-    """
+    """Compiled functions that let ``optimizer`` update exactly the variables of one bundle, with its hyper-parameters as they
+    are now, and the learning rate and the number of the step that they are called with."""
 
     def __init__(self, optimizer: Any, variables: Sequence[Any], learning_rate: tf.TensorSpec) -> None:
-        iterations = tf.TensorSpec((), own_value(optimizer.own_iterations).dtype)
         self._optimizer = optimizer
-        self._functions = []
-        for variable in variables:
-            gradient = tf.TensorSpec(tuple(variable.shape), variable.dtype)
-            function = tf.function(self._make(variable), autograph=False)
-            with tf.init_scope():
-                self._functions.append(function.get_concrete_function(gradient, learning_rate, iterations))
+        self._variables = variables
+        self._step = (learning_rate, tf.TensorSpec((), own_value(optimizer.own_iterations).dtype))
+        self._functions: dict[Bundle, Compiled] = {}
 
-        self._captures = [list(function.captured_inputs) for function in self._functions]
+    def prepare(self, bundles: Sequence[Bundle]) -> None:
+        """Those that are to be called. In the user's thread: an optimizer that raises, raises there."""
+        for bundle in bundles:
+            if bundle not in self._functions:
+                variables = [self._variables[index] for index in bundle]
+                size = sum(math.prod(variable.shape) for variable in variables)
+                gradient = tf.TensorSpec((size,), own_value(variables[0]).dtype)
+                self._functions[bundle] = Compiled(self._make(variables), gradient, *self._step)
 
-    def update(self, index: int, gradient: Any, learning_rate: tf.Tensor, iterations: tf.Tensor) -> None:
-        """The variable with this ``index``. Eagerly."""
-        # As calling the function does, at a fifth of the time, which is Python's.
-        tf.raw_ops.StatefulPartitionedCall(
-            args=[tf.constant(gradient), learning_rate, iterations, *self._captures[index]], Tout=[], f=self._functions[index]
-        )
+    def update(self, bundle: Bundle, gradient: Any, learning_rate: tf.Tensor, iterations: tf.Tensor) -> None:
+        """The variables of ``bundle``, whose gradients lie in ``gradient`` one after another. Eagerly."""
+        self._functions[bundle](tf.constant(gradient), learning_rate, iterations)
 
-    def _make(self, variable: Any) -> Any:
+    def _make(self, variables: Sequence[Any]) -> Callable[[tf.Tensor, tf.Tensor, tf.Tensor], None]:
+        shapes = [tuple(variable.shape) for variable in variables]
+
         def update(gradient: tf.Tensor, learning_rate: tf.Tensor, iterations: tf.Tensor) -> None:
+            pieces = tf.split(gradient, [math.prod(shape) for shape in shapes])
+            gradients = [tf.reshape(piece, shape) for piece, shape in zip(pieces, shapes)]
             counter = self._optimizer.own_iterations
             _local.learning_rate = learning_rate
             try:
                 # Within, Keras assigns to the scope what it assigns by itself (the counter, a constraint's result); what
                 # optimizers assign goes to the variables.
                 with unguarded(), keras.StatelessScope(state_mapping=[(counter, iterations)]) as scope:
-                    self._optimizer.apply_plainly([gradient], [variable])
+                    self._optimizer.apply_plainly(gradients, variables)
                     # The scope knows by identity what was assigned.
-                    known = {id(each): each for each in [variable, *self._optimizer.variables] if each is not counter}
+                    known = {id(each): each for each in [*variables, *self._optimizer.variables] if each is not counter}
                     assigned = {key: scope.get_current_value(each) for key, each in known.items()}
                 with unguarded():
                     for key, value in assigned.items():

@@ -14,8 +14,8 @@ import commsched
 
 from ...core.errors import ClosedError, CommschedError, TransportError
 from ...core.task import CommTask
-from .exchange import GradientExchange
-from .gate import Gate, Passage, Signals, Wait
+from .exchange import Bundle, GradientExchange
+from .gate import Gate, Passage, Signals
 from .update import Updates
 
 log = logging.getLogger("commsched")
@@ -28,31 +28,23 @@ class Updater:
 
     The thread takes what is due front layers first, as far as averages are there. It runs beside the user's step: TensorFlow
     releases Python's lock while it computes.
-
-    ``arrived`` is for optimizers that need all averages at once; ``all_open`` for what comes after all updates.
     """
 
-    def __init__(self, session: commsched.Session, variables: Sequence[tf.Variable], paths: Sequence[str]) -> None:
-        self.signals = Signals(len(variables))
+    def __init__(self, session: commsched.Session, variables: Sequence[tf.Variable]) -> None:
+        count = len(variables)
+        # Beside those of the variables: where what comes after all updates waits, and who needs all averages at once.
+        self.all_open, self.arrived = count, count + 1
+        self.signals = Signals(count + 2)
         self.exchange: GradientExchange | None = None  # with the first step
         self._session = session
-        self._paths = paths
         self._changed = threading.Condition()
         self.gates = [
-            Gate(index, variable, self.signals, self._changed, lambda index=index: self._wait(index))  # type: ignore[misc]
+            Gate(index, variable, self.signals, lambda index=index: self._wait(index))  # type: ignore[misc]
             for index, variable in enumerate(variables)
         ]
-        self.all_open = Wait(
-            self._changed,
-            self.signals,
-            lambda: any(gate.is_closed for gate in self.gates),
-            lambda: tf.reduce_any(self.signals.closed),
-        )
-        self.arrived = Wait(self._changed, self.signals, lambda: self._awaiting, self.signals.awaiting.read_value)
-        self._waits = [*(gate.wait for gate in self.gates), self.all_open, self.arrived]
         self._awaiting = False  # all averages
         self.state: list[tf.Variable] = []  # of the optimizer
-        self._due: dict[int, tuple[Updates, Any, Any]] = {}  # by index, front first: how, learning rate, number of the step
+        self._due: dict[Bundle, tuple[Updates, Any, Any]] = {}  # front first: how, learning rate, number of the step
         self._error: CommschedError | None = None
         self._ends = False
         self._forget = session.observe(self)
@@ -62,22 +54,37 @@ class Updater:
 
     # --- the user's threads, and those of TensorFlow ---
 
-    def commit(self, updates: Updates, learning_rate: tf.Tensor, iterations: tf.Tensor) -> None:
-        """All gradients are handed over: update each variable when its average is there, and let no reader see it before."""
-        assert self.exchange is not None
+    def prepare(self, bundles: Sequence[Bundle]) -> None:
+        """For ``commit``, which should not have to compile anything."""
+        for gates in [*bundles, (self.all_open,)]:
+            self.signals.prepare(gates)
+
+    def commit(self, updates: Updates, bundles: Sequence[Bundle], learning_rate: tf.Tensor, iterations: tf.Tensor) -> None:
+        """All gradients are handed over: update the variables of each bundle when their averages are there, and let no reader
+        see them before.
+
+        Raises:
+            CommschedError: the session failed, or this was closed meanwhile: gates would open no more.
+        """
         with self._changed:
-            self.signals.close_all()
+            self._require_running()
+            self.signals.close(range(self.all_open + 1))
             for gate in self.gates:
                 gate.is_closed = True
-            self._due = dict.fromkeys(self.exchange.forward_order, (updates, learning_rate, iterations))
+            self._due = dict.fromkeys(bundles, (updates, learning_rate, iterations))
             self._changed.notify_all()
 
     def await_all(self) -> None:
-        """``arrived`` is from now on to wait for all averages of the step that has begun."""
+        """``arrived`` is from now on to wait for all averages of the step that has begun. Raises as ``commit``."""
         with self._changed:
-            self.signals.awaiting.assign(True)
+            self._require_running()
+            self.signals.close([self.arrived])
             self._awaiting = True
             self._changed.notify_all()
+
+    def _require_running(self) -> None:
+        if self._error is not None:
+            raise self._error
 
     def synchronize(self) -> None:
         """Wait until no update is due.
@@ -92,7 +99,7 @@ class Updater:
     def make_settle(self, state: tf.Variable) -> Callable[[], None]:
         """What settles ``state`` of the optimizer: it may be that of any variable."""
         self.state.append(state)
-        passage = Passage(state, lambda: [self.all_open])
+        passage = Passage(state, self.signals, self.all_open)
 
         def settle() -> None:
             if tf.executing_eagerly():
@@ -143,59 +150,67 @@ class Updater:
     # --- commsched-update ---
 
     def _run(self) -> None:
-        while (index := self._next()) is not None:
+        while (bundle := self._next()) is not None:
             with self._changed:
-                updates, learning_rate, iterations = self._due[index]
+                updates, learning_rate, iterations = self._due[bundle]
             try:
-                self._update(index, updates, learning_rate, iterations)
+                self._update(bundle, updates, learning_rate, iterations)
             except BaseException as error:
                 # Half an update: no rank may go on from here as if nothing were.
+                name = self._name_of(bundle)
                 ours = TransportError(
-                    f"rank {self._session.rank}: the update of '{self._paths[index]}' raised {type(error).__name__}: {error}"
+                    f"rank {self._session.rank}: the update of '{name}' raised {type(error).__name__}: {error}"
                 )
                 with self._changed:
                     self._due.clear()
                 self._session.report(ours)
                 continue
             with self._changed:
-                del self._due[index]
-                self.gates[index].open()
-                self.all_open.look()
+                del self._due[bundle]
+                self.signals.open(bundle)
+                for index in bundle:
+                    self.gates[index].is_closed = False
+                if not self._due:
+                    self.signals.open((self.all_open,))
                 self._changed.notify_all()
         self._fail()
 
-    def _next(self) -> int | None:
-        """The index of the front-most variable that can be updated, once there is one; None: no more updates."""
+    def _next(self) -> Bundle | None:
+        """The front-most that can be updated, once there is one; None: no more updates."""
         since = monotonic()
         with self._changed:
             while self._error is None and not self._ends:
                 exchange = self.exchange
                 if exchange is not None:
-                    for index in self._due:
-                        if exchange.is_there(index):
-                            return index
+                    for bundle in self._due:
+                        if exchange.is_there(bundle):
+                            return bundle
                     if self._awaiting and exchange.all_there():
                         self._awaiting = False
-                        self.signals.awaiting.assign(False)
-                        self.arrived.look()
+                        self.signals.open((self.arrived,))
                 if not self._changed.wait(_WARN_AFTER_SECONDS):
                     self._warn(monotonic() - since)
             return None
 
     def _warn(self, seconds: float) -> None:
         if self._due:
-            names = [self._paths[index] for index in self._due]
-            log.warning("rank %d has waited %.0f s for the average of '%s'", self._session.rank, seconds, names[0])
+            name = self._name_of(next(iter(self._due)))
+            log.warning("rank %d has waited %.0f s for the average of '%s'", self._session.rank, seconds, name)
 
-    def _update(self, index: int, updates: Updates, learning_rate: Any, iterations: Any) -> None:
+    def _update(self, bundle: Bundle, updates: Updates, learning_rate: Any, iterations: Any) -> None:
         assert self.exchange is not None
-        average = self.exchange.average(index)
+        self.exchange.require_same_learning_rate()
+        average = self.exchange.average_of_bundle(bundle)
         if average is None:
             return
         began = monotonic()
-        updates.update(index, average, learning_rate, iterations)
+        updates.update(bundle, average, learning_rate, iterations)
         if self._session.observer is not None:
-            self._session.observer.on_span("update", self._paths[index], began, monotonic())
+            self._session.observer.on_span("update", self._name_of(bundle), began, monotonic())
+
+    def _name_of(self, bundle: Bundle) -> str:
+        assert self.exchange is not None
+        return self.exchange.name_of(bundle)
 
     def _fail(self) -> None:
         """Let go all graphs that wait, having told them why. Eager readers of stale variables find the gates closed."""
@@ -205,6 +220,4 @@ class Updater:
                 if not self._awaiting and not any(gate.is_closed for gate in self.gates):
                     return
             self.signals.fail(f"{type(self._error).__name__}: {self._error}")
-            for wait in self._waits:
-                wait.fail()
             self._changed.notify_all()

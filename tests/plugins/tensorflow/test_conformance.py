@@ -22,6 +22,7 @@ class Adapter:
 
     def __init__(self, way: str) -> None:
         self.way = way
+        self._alone: dict[tuple[int, int, int], Weights] = {}
 
     def _train(self, model: Any, optimizer: Any, *data: Any) -> Weights:
         weights = train(model, optimizer, *data, self.way)
@@ -39,7 +40,10 @@ class Adapter:
         return self._train(model, optimizer, *share(session, *numbers(steps, world_size, seed)))
 
     def train_alone(self, world_size: int, steps: int, seed: int) -> Weights:
-        return self._train(self._model(seed), keras.optimizers.Adam(0.01), *numbers(steps, world_size, seed))
+        asked = world_size, steps, seed
+        if asked not in self._alone:  # for each configuration
+            self._alone[asked] = self._train(self._model(seed), keras.optimizers.Adam(0.01), *numbers(steps, world_size, seed))
+        return self._alone[asked]
 
 
 @pytest.mark.parametrize("way", ["graph", "eager"])

@@ -12,6 +12,7 @@ from keras import layers, optimizers
 
 from commsched import Session
 from commsched.plugins.tensorflow import ScheduledOptimizer
+from commsched.transports.wire import WireTransport
 
 from .training import (
     RANKS,
@@ -25,6 +26,7 @@ from .training import (
     one_layer,
     require_same_as_alone,
     share,
+    train,
 )
 
 OPTIMIZERS: dict[str, MakeOptimizer] = {
@@ -78,6 +80,31 @@ def test_fit_eagerly() -> None:
     require_same_as_alone(mlp, OPTIMIZERS["amsgrad"], "fit", run_eagerly=True)
 
 
+@pytest.mark.parametrize("compiled", [True, False])
+def test_no_update_is_lost_where_nobody_reads_between_steps(compiled: bool) -> None:
+    """A step that began before the updates of the last are made would take their place."""
+
+    def run(model: Any, optimizer: Any, scale: float) -> Any:
+        gradients = [tf.fill(variable.shape, tf.constant(scale, tf.float64)) for variable in model.trainable_variables]
+
+        def steps() -> None:
+            for step in range(3):
+                optimizer.apply([gradient * (step + 1.0) for gradient in gradients], model.trainable_variables)
+
+        (tf.function(steps) if compiled else steps)()
+        return np.concatenate([weights.ravel() for weights in model.get_weights()])
+
+    plain = run(made(mlp, 0), optimizers.SGD(0.1, momentum=0.9), 0.5)
+    models = [made(mlp, 0) for _ in range(RANKS)]
+
+    def body(session: Session) -> Any:
+        optimizer = ScheduledOptimizer(optimizers.SGD(0.1, momentum=0.9), models[session.rank], session=session)
+        return run(models[session.rank], optimizer, float(session.rank))
+
+    for ours in on_ranks(body):
+        np.testing.assert_allclose(ours, plain, rtol=1e-9)
+
+
 def test_an_optimizer_of_ones_own() -> None:
     """Of which nothing is known: it is called once per step."""
 
@@ -95,11 +122,18 @@ def test_a_learning_rate_that_is_a_function() -> None:
 
 
 def test_hyper_parameters_of_numpy() -> None:
-    """Which are no numbers of Python, count when they change too."""
+    """Which are no numbers of Python, count when they change too; so do those in lists and arrays."""
+
+    class Ours(optimizers.SGD):
+        factors = (1.0, np.ones(2))
+
+        def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+            super().update_step(gradient * self.factors[0] * self.factors[1].sum(), variable, learning_rate)
 
     class Warming(keras.callbacks.Callback):
         def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
             self.model.optimizer.momentum = np.float32(0.5 + 0.1 * batch)
+            self.model.optimizer.factors = [0.5, np.full(2, 0.1 * batch)]
 
     def run(model: Any, optimizer: Any, inputs: Any, targets: Any) -> Any:
         model.compile(optimizer, loss="mse", run_eagerly=True)
@@ -108,11 +142,12 @@ def test_hyper_parameters_of_numpy() -> None:
         return model.get_weights()
 
     inputs, targets = numbers()
-    plain = run(made(one_layer, 0), optimizers.SGD(0.1, momentum=0.9), inputs, targets)
+    plain = run(made(one_layer, 0), Ours(0.1, momentum=0.9), inputs, targets)
     models = [made(one_layer, 0) for _ in range(RANKS)]
 
     def body(session: Session) -> Any:
-        optimizer = ScheduledOptimizer(optimizers.SGD(0.1, momentum=0.9), models[session.rank], session=session)
+        ours = Ours(0.1, momentum=0.9)
+        optimizer = ScheduledOptimizer(ours, models[session.rank], session=session, per_parameter=True)
         return run(models[session.rank], optimizer, *share(session, inputs, targets))
 
     for ours, expected in zip(on_ranks(body)[0], plain):
@@ -162,6 +197,23 @@ def test_tied_variables_and_a_layer_called_twice() -> None:
         return keras.Model(inputs, layers.Dense(3)(twice(layers.Dropout(0.0)(twice(inputs)))))
 
     require_same_as_alone(make_model, lambda: optimizers.Adam(0.01), "graph")
+
+
+def test_a_wire_type_rounds_gradients_and_nothing_else() -> None:
+    """Not the learning rate, by which ranks see that they have the same."""
+    inputs, targets = (array.astype("float32") for array in numbers())
+    keras.config.set_floatx("float32")
+    models = [made(one_layer, 0) for _ in range(RANKS + 1)]
+    plain = train(models.pop(), optimizers.SGD(0.3), inputs, targets, "eager")
+
+    def body(session: Session) -> Any:
+        optimizer = ScheduledOptimizer(optimizers.SGD(0.3), models[session.rank], session=session)
+        return train(models[session.rank], optimizer, *share(session, inputs, targets), "eager")
+
+    first, second = on_ranks(body, wrap=lambda transport: WireTransport(transport, "bfloat16"))
+    for ours, others, expected in zip(first, second, plain):
+        assert ours.tobytes() == others.tobytes()
+        assert 0 < np.abs(ours - expected).max() < 0.02
 
 
 @pytest.mark.parametrize("dtype", ["mixed_bfloat16", "float16", "float32"])

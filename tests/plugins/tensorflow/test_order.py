@@ -112,11 +112,11 @@ def network(probe: Probe) -> Any:
     return keras.Sequential([keras.Input((6,)), first, probe, last])
 
 
-@pytest.mark.parametrize("way", ["graph", "fit", "eager"])
-def test_the_next_forward_begins_before_all_averages_are_there(way: str) -> None:
-    """The average of the last layer is held back until the next forward has run the first layer. It ends only if that does not
-    wait for it."""
-    steps = 4
+def train_holding_the_last_average(
+    way: str, steps: int, prepare: Callable[[Session], None] = lambda session: None
+) -> list[list[Any]]:
+    """Each rank's weights. The average of the last layer is held back until the next forward has run the first layer: this ends
+    only if that does not wait for it. Each rank calls ``prepare`` first."""
     inputs, targets = numbers(steps)
     transports: dict[int, Holding] = {}
 
@@ -135,6 +135,7 @@ def test_the_next_forward_begins_before_all_averages_are_there(way: str) -> None
     models = [made(lambda probe=probe: network(probe), 0) for probe in probes]  # type: ignore[misc]
 
     def body(session: Session) -> list[Any]:
+        prepare(session)
         model = models[session.rank]
         seen[session.rank] = 0
         optimizer = ScheduledOptimizer(keras.optimizers.SGD(0.1), model, session=session)
@@ -151,7 +152,14 @@ def test_the_next_forward_begins_before_all_averages_are_there(way: str) -> None
 
     by_rank = on_ranks(body, wrap=hold, config=EACH_ALONE, timeout_seconds=40)
     assert [transport.count for transport in transports.values()] == [steps, steps]
-    expected = train(made(lambda: network(Probe()), 0), keras.optimizers.SGD(0.1), inputs, targets, "eager")
+    return by_rank
+
+
+@pytest.mark.parametrize("way", ["graph", "fit", "eager"])
+def test_the_next_forward_begins_before_all_averages_are_there(way: str) -> None:
+    steps = 4
+    by_rank = train_holding_the_last_average(way, steps)
+    expected = train(made(lambda: network(Probe()), 0), keras.optimizers.SGD(0.1), *numbers(steps), "eager")
     for ours, plain in zip(by_rank[0], expected):
         assert abs(ours - plain).max() < 1e-12
 

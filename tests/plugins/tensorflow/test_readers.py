@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ import tensorflow as tf
 
 from commsched import Session
 from commsched.plugins.tensorflow import ScheduledOptimizer
+from commsched.testing.fakes import Delayed
 
-from .training import RANKS, STEPS, made, mlp, numbers, on_ranks, share, step_of, train
+from .training import RANKS, STEPS, made, mlp, numbers, on_ranks, one_layer, share, step_of, train
 
 INPUTS, TARGETS = numbers()
 
@@ -183,6 +185,7 @@ def test_evaluation_and_callbacks_of_fit(tmp_path: Path) -> None:
     np.testing.assert_allclose(on_ranks(body)[0], plain, rtol=1e-9)
 
 
+@pytest.mark.thaws
 @pytest.mark.parametrize("compiled", [True, False])
 def test_functions_that_were_traced_before(compiled: bool) -> None:
     """Which read what they captured then, and no Keras variable: called by themselves, by a step, and by a layer's model."""
@@ -212,6 +215,42 @@ def test_functions_that_were_traced_before(compiled: bool) -> None:
 
     plain = run(made(make_model, 0), lambda optimizer, _: optimizer, INPUTS, TARGETS)
     models = [made(make_model, 0) for _ in range(RANKS)]
+
+    def body(session: Session) -> Any:
+        def wrap(optimizer: Any, model: Any) -> Any:
+            session.gather("traced")
+            if session.rank == 0:
+                gc.freeze()  # as before a fork
+            session.gather("frozen")
+            return ScheduledOptimizer(optimizer, model, session=session)
+
+        return run(models[session.rank], wrap, *share(session, INPUTS, TARGETS))
+
+    for ours in on_ranks(body):
+        np.testing.assert_allclose(ours, plain, rtol=1e-9)
+
+
+def test_synchronize_in_a_graph() -> None:
+    """Before it reads variables that no Keras variable was asked for."""
+
+    def run(model: Any, wrap: Any, inputs: Any, targets: Any) -> Any:
+        kernel, bias = raw = [variable.value for variable in model.trainable_variables]
+        optimizer = wrap(keras.optimizers.SGD(0.1), model)
+
+        @tf.function
+        def step(batch: Any, target: Any) -> None:
+            if isinstance(optimizer, ScheduledOptimizer):
+                optimizer.synchronize()
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((tf.tanh(tf.matmul(batch, kernel) + bias) - target) ** 2)
+            optimizer.apply(tape.gradient(loss, raw), model.trainable_variables)
+
+        for batch, target in zip(inputs, targets):
+            step(batch, target)
+        return np.concatenate([weights.ravel() for weights in model.get_weights()])
+
+    plain = run(made(one_layer, 0), lambda optimizer, _: optimizer, INPUTS, TARGETS)
+    models = [made(one_layer, 0) for _ in range(RANKS)]
 
     def body(session: Session) -> Any:
         return run(
@@ -295,4 +334,42 @@ def test_two_optimizers_take_turns() -> None:
         )
 
     for ours in on_ranks(body):
+        np.testing.assert_allclose(ours, plain, rtol=1e-9)
+
+
+def test_a_second_optimizer_while_updates_of_the_first_are_outstanding() -> None:
+    """Of the same model, for a layer that is trained from then on: it begins with updated weights."""
+
+    def run(model: Any, wrap: Any, inputs: Any, targets: Any) -> Any:
+        model.layers[1].trainable = False
+        optimizers = [wrap(keras.optimizers.SGD(0.1), model)]
+
+        def step(batch: Any, target: Any) -> None:
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((model(batch) - target) ** 2)
+            variables = [layer.trainable_variables for layer in model.layers[: len(optimizers)]]
+            gradients = tape.gradient(loss, variables)
+            for optimizer, mine, theirs in zip(optimizers, gradients, variables):
+                optimizer.apply(mine, theirs)
+
+        step(inputs[0], targets[0])
+        model.layers[1].trainable = True
+        second = keras.optimizers.SGD(0.1)
+        second.build(model.layers[1].trainable_variables)
+        optimizers.append(wrap(second, model))
+        for batch, target in zip(inputs[1:], targets[1:]):
+            step(batch, target)
+        return np.concatenate([weights.ravel() for weights in model.get_weights()])
+
+    plain = run(made(mlp, 0), lambda optimizer, _: optimizer, INPUTS, TARGETS)
+    models = [made(mlp, 0) for _ in range(RANKS)]
+
+    def body(session: Session) -> Any:
+        return run(
+            models[session.rank],
+            lambda optimizer, model: ScheduledOptimizer(optimizer, model, session=session),
+            *share(session, INPUTS, TARGETS),
+        )
+
+    for ours in on_ranks(body, wrap=lambda transport: Delayed(transport, transport.rank, 0.05)):
         np.testing.assert_allclose(ours, plain, rtol=1e-9)
