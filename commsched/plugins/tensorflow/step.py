@@ -7,6 +7,7 @@ those and to nothing else.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -33,6 +34,7 @@ class Step:
         self._paths = paths
         self._begin = tf.function(self._begin_in_graph, autograph=False)
         self._commits: dict[tuple[Updates, tuple[Bundle, ...]], Any] = {}
+        self._adding = threading.Lock()  # two threads may trace: each commit has a number of its own
 
     def deferred(self, gradients: Gradients, updates: Updates, learning_rate: tf.Tensor) -> None:
         """Average ``gradients``; each variable is updated when its average is there. Waits for no average of this step."""
@@ -46,8 +48,9 @@ class Step:
             return
         handed_over = self._hand_over_in_graph(gradients, learning_rate, all_at_once=False)
         key = updates, bundles
-        if key not in self._commits:
-            self._commits[key] = tf.function(self._make_commit(len(self._commits)), autograph=False)
+        with self._adding:
+            if key not in self._commits:
+                self._commits[key] = tf.function(self._make_commit(len(self._commits)), autograph=False)
         with tf.control_dependencies(handed_over):
             self._commits[key](learning_rate)
 
