@@ -33,13 +33,21 @@ def specs_of(named: Sequence[tuple[str, Any]]) -> list[TensorSpec]:
     return specs
 
 
-def require_same_shapes(specs: Sequence[TensorSpec], named: Sequence[tuple[str, Any]]) -> None:
+def require_same_form(specs: Sequence[TensorSpec], named: Sequence[tuple[str, Any]]) -> None:
     """
     Raises:
-        UnsupportedError: parameters are no longer those of ``specs``; names the first.
+        UnsupportedError: parameters are no longer those of ``specs``, or of dtypes to which theirs would lose bits; names the
+            first.
     """
     for spec, other in zip_longest(specs, named):
         before = "nothing more" if spec is None else f"'{spec.name}' {list(spec.shape)}"
         now = "nothing more" if other is None else f"'{other[0]}' {list(jnp.shape(other[1]))}"
         if before != now:
             raise UnsupportedError(f"the state has {now} where cs.create() was given {before}; begin anew with cs.create()")
+    for spec, (name, leaf) in zip(specs, named):
+        dtype = jnp.dtype(spec.dtype)
+        if jnp.result_type(dtype, leaf) != dtype:
+            raise UnsupportedError(
+                f"'{name}' has become {jnp.result_type(leaf)}, but cs.create() was given {dtype}, and so its averages are; "
+                "begin anew with cs.create()"
+            )

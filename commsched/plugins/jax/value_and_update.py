@@ -16,7 +16,7 @@ from .host_call import NUMBER, host_call
 from .initial import named_leaves
 from .pending import Pending
 from .program import Lazy, Operation, Program, TrainingProgram, after, has_token
-from .specs import require_same_shapes
+from .specs import require_same_form
 from .state import TrainState
 from .transforms import require_plain
 
@@ -62,7 +62,7 @@ def _step(
 ) -> tuple[Any, TrainState]:
     training = state._training
     begin = state.latest()
-    require_same_shapes(exchange.specs, named_leaves(begin._params))
+    require_same_form(exchange.specs, named_leaves(begin._params))
     leaves, structure = jax.tree.flatten((begin._params, begin._opt_state, begin._outstanding))
     params, opt_state, outstanding = jax.tree.unflatten(structure, require_plain(leaves))
     given, form = jax.tree.flatten((arguments, keywords))

@@ -2,11 +2,13 @@
 
 import gc
 import threading
+import traceback
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 import pytest
 
@@ -62,6 +64,49 @@ def test_an_error_after_the_call_has_returned_is_raised_by_who_reads(monkeypatch
         state._outstanding = Failed(raised.value)
         with pytest.raises(FloatingPointError, match=r"^overflow$"):
             state.params  # noqa: B018
+
+    on_one_rank_of_two(run)
+
+
+def test_an_error_keeps_nothing_of_a_program_s_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever shows the variables of its frames, as pytest --showlocals does, would read memory that was given back."""
+
+    def breaks(group: TensorGroup, tensor: int) -> None:
+        raise FloatingPointError("overflow")
+
+    def run(session: Session) -> None:
+        state = cs.create(make_params(0), TX, session=session)
+        monkeypatch.setattr(TensorGroup, "notify_ready", breaks)
+        with pytest.raises(FloatingPointError) as raised:
+            cs.jit(cs.value_and_update(loss))(state, *make_batch(0, 0))
+        below = [frame for frame, _ in traceback.walk_tb(raised.tb) if frame.f_code.co_filename != __file__]
+        assert "hand_over" in [frame.f_code.co_name for frame in below]
+        assert not [value for frame in below for value in frame.f_locals.values() if isinstance(value, np.ndarray)]
+
+    on_one_rank_of_two(run)
+
+
+def test_without_jit_nothing_is_compiled_again(caplog: pytest.LogCaptureFixture) -> None:
+    """JAX would keep a program for each call of each step."""
+
+    def compiled() -> list[str]:
+        return [message for message in caplog.messages if "XLA compilation" in message]
+
+    def run(session: Session) -> None:
+        state, step = cs.create(make_params(0), TX, session=session), cs.value_and_update(loss)
+        for index in range(3):
+            caplog.clear()
+            with jax.log_compiles():
+                _, state = step(state, *make_batch(0, index))
+        assert compiled() == []
+        tx = optax.chain(cs.average_gradients(session), optax.sgd(0.1))
+        opt_state = tx.init(params := make_params(0))
+        for _ in range(3):
+            caplog.clear()
+            with jax.log_compiles():
+                params, opt_state = tx.update(params, opt_state)
+
+        assert compiled() == []
 
     on_one_rank_of_two(run)
 

@@ -163,6 +163,9 @@ def test_parameters_that_become_others_in_place() -> None:
     def reshape(params: Any) -> None:
         params["layer1"]["kernel"] = jnp.zeros((6, 7))
 
+    def widen(params: Any) -> None:
+        params["layer1"]["bias"] = params["layer1"]["bias"].astype(jnp.float64)
+
     begin_anew = r"; begin anew with cs.create\(\)"
     for change, message in (
         (add, r"^the state has 'a' \[\] where cs.create\(\) was given 'layer0.bias' \[6\]" + begin_anew),
@@ -171,11 +174,15 @@ def test_parameters_that_become_others_in_place() -> None:
             reshape,
             r"^the state has 'layer1.kernel' \[6, 7\] where cs.create\(\) was given 'layer1.kernel' \[6, 6\]" + begin_anew,
         ),
+        (
+            widen,
+            r"^'layer1.bias' has become float64, but cs.create\(\) was given float32, and so its averages are" + begin_anew,
+        ),
     ):
 
         def run(session: Session, change: Any = change, message: str = message) -> None:
             step = jax.jit(cs.value_and_update(loss))
-            _, state = step(cs.create(make_params(0), TX, session=session), *make_batch(0, 0))
+            _, state = step(cs.create(make_params(0, jnp.float32), TX, session=session), *make_batch(0, 0))
             change(state.params)
             with pytest.raises(UnsupportedError, match=message):
                 step(state, *make_batch(0, 1))
