@@ -94,8 +94,11 @@ def _array(name: str, leaf: Any) -> NDArray[Any]:
 
 
 def _like(leaf: Any, array: NDArray[Any]) -> Any:
-    """``array`` as ``leaf`` is: on its device, where it is then committed to stay, and a random key if that is one."""
-    device = next(iter(leaf.devices())) if isinstance(leaf, jax.Array) else jax.local_devices(backend="cpu")[0]
+    """``array`` as ``leaf`` is: on its device if it is committed to stay there, and a random key if that is one."""
+    if isinstance(leaf, jax.Array):
+        device = next(iter(leaf.devices())) if leaf.committed else None
+    else:  # what stands on no device yet would follow the default, which may be one that the plugin cannot train on
+        device = None if jax.default_backend() == "cpu" else jax.local_devices(backend="cpu")[0]
     fresh = jax.device_put(array.copy(), device)
     if isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         fresh = jax.random.wrap_key_data(fresh, impl=jax.random.key_impl(leaf))

@@ -319,6 +319,17 @@ def test_random_keys_in_the_optimizer_become_those_of_rank_0() -> None:
     require_close(on_ranks(2, run), plain())
 
 
+def test_what_is_not_committed_to_a_device_stays_free_to_follow() -> None:
+    """An optimizer's count, say, follows parameters that are on another device."""
+    stays = jax.device_put(jnp.ones(2), jax.devices()[0])
+
+    def run(session: Session) -> list[bool]:
+        kept = cs.broadcast({"free": jnp.zeros(()), "number": np.ones(1), "stays": stays}, session)
+        return [kept[name].committed for name in ("free", "number", "stays")]
+
+    assert on_ranks(2, run) == [[False, False, True]] * 2
+
+
 def test_the_timeline_shows_forward_and_backward_of_each_layer(tmp_path: Path) -> None:
     def run(session: Session) -> None:
         session.observer = TraceObserver(tmp_path, session.rank)
