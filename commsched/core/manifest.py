@@ -80,7 +80,7 @@ class Manifest:
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 over every name, shape and dtype in order: equal if and only if the manifests are."""
+        """SHA-256 over every name, shape and dtype in order: equal if and only if the tensors are."""
         return hashlib.sha256(json.dumps(self.to_record()).encode()).hexdigest()
 
     @cached_property

@@ -25,10 +25,10 @@ from ..core.core import Core
 from ..core.errors import PeerLost
 from ..core.group import TensorGroup
 from ..core.manifest import ITEMSIZE, Manifest, TensorSpec
+from ..core.observers import TaskObserver
 from ..core.order.agreed import STATIC
 from ..core.order.pattern import STABLE_STEPS
 from ..core.plan import cut
-from ..core.task import CommTask
 from .checked_world import CheckedWorld, Job, OpenRanks, OpenSession, OpenWorld, Threads
 from .world import run_world
 
@@ -236,7 +236,8 @@ def check_static_order(open_ranks: OpenRanks) -> None:
             return
         chance = random.Random(rank)
         with world.core(rank, SchedulerConfig(4100, 9000), "static") as core:
-            core.observer = seen = _Channels()
+            static_steps: set[int] = set()
+            core.observer = TaskObserver(lambda task: static_steps.add(task.step) if task.channel == STATIC else None)
             tensors, small = _Tensors(core, manifest, world.size), _Tensors(core, flags, world.size)
             for step in range(3 * alike):
                 if step == alike:
@@ -246,31 +247,11 @@ def check_static_order(open_ranks: OpenRanks) -> None:
                 small.average(rank, range(1))
                 tensors.compare(rank)
             # After so many alike, and the one in which it is seen.
-            assert seen.static_steps >= {alike - 1, 2 * alike - 1}, f"launched without messages: {sorted(seen.static_steps)}"
-            assert not seen.static_steps & {0, alike}, "the order was frozen in a step that is the first of its kind"
-            assert not seen.static_steps >= set(range(2 * alike, 3 * alike)), "another order of readiness did not end it"
+            assert static_steps >= {alike - 1, 2 * alike - 1}, f"launched without messages: {sorted(static_steps)}"
+            assert not static_steps & {0, alike}, "the order was frozen in a step that is the first of its kind"
+            assert not static_steps >= set(range(2 * alike, 3 * alike)), "another order of readiness did not end it"
 
     _run(open_ranks, body)
-
-
-class _Channels:
-    """An Observer of the steps that were launched in a static order."""
-
-    def __init__(self) -> None:
-        self.static_steps: set[int] = set()
-
-    def on_step(self, group: int, step: int, at: float) -> None:
-        pass
-
-    def on_ready(self, group: int, tensor: int, at: float) -> None:
-        pass
-
-    def on_task(self, task: CommTask) -> None:
-        if task.channel == STATIC:
-            self.static_steps.add(task.step)
-
-    def on_span(self, track: str, name: str, start: float, stop: float) -> None:
-        pass
 
 
 def check_leaver(open_world: OpenWorld, *, timeout_seconds: float = 60.0) -> None:

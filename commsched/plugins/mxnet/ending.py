@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import time
+import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 from weakref import WeakKeyDictionary
 
 import commsched
+
+from ...core.errors import CommschedError
+from ...core.observers import TaskObserver
 
 
 class Ending(Protocol):
@@ -50,13 +53,24 @@ def _end(session: commsched.Session, endings: list[Ending]) -> None:
     waiting for its averages where nothing else reaches it."""
     for ending in endings:
         ending.offer_end()
+    changed = threading.Event()
+    session.observe(TaskObserver(lambda _: changed.set()))
+    failures: list[CommschedError] = []
+
+    def fail(error: CommschedError) -> None:
+        failures.append(error)
+        changed.set()
+
+    session.when_failed(fail)
     waiting = list(endings)
     while waiting:
+        changed.clear()
         known = [ending for ending in waiting if ending.end_is_known]
         if known or len(waiting) == 1:
             ending = known[0] if known else waiting[0]
             ending.require_end()
             waiting.remove(ending)
         else:
-            session.core.check()
-            time.sleep(1e-3)
+            if failures:
+                raise failures[0]
+            changed.wait()

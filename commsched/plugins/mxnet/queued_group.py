@@ -20,6 +20,7 @@ import commsched
 
 from ...core.errors import ClosedError, CommschedError, TransportError
 from ...core.manifest import Manifest
+from ...core.observers import TaskObserver
 from ...core.task import REDUCE_SCATTER, CommTask
 from ..flat import lay_out
 from .operation import Operation, drain_before_forks, fail, push, wait
@@ -40,8 +41,8 @@ class Place:
 
 
 class QueuedGroup:
-    """Of the tensors of ``manifest``; making one is collective. Everything but ``_begin``, what it queues and what an
-    ``Observer`` has is called by the thread that trains.
+    """Of the tensors of ``manifest``; making one is collective. Everything but ``_begin``, what it queues and ``_on_task`` is
+    called by the thread that trains.
 
     Raises:
         ManifestMismatch: see ``Session.register``.
@@ -58,7 +59,7 @@ class QueuedGroup:
         self._begun: dict[int, Operation] = {}  # by tensor: handed over, without an average yet
         self._missing: list[int] = []  # by tensor: partitions of this round that are not done
         self._failure: CommschedError | None = None
-        self._forget = session.observe(self)
+        self._forget = session.observe(TaskObserver(self._on_task))
         session.when_failed(self._fail)
         session.cleanup.callback(self._end)
         self._go_undrained = drain_before_forks(self)
@@ -197,9 +198,9 @@ class QueuedGroup:
             tensor = next(iter(self._begun), None)
             return None if tensor is None else (self.round, self.places[tensor].name)
 
-    # --- Observer ---
+    # --- the session's threads ---
 
-    def on_task(self, task: CommTask) -> None:
+    def _on_task(self, task: CommTask) -> None:
         if task.group != self._group.index or task.verb == REDUCE_SCATTER:
             return
         for tensor in task.partition.tensors:
@@ -208,15 +209,6 @@ class QueuedGroup:
                 there = self._missing[tensor] == 0
             if there:
                 self._take_and_complete(tensor)
-
-    def on_step(self, group: int, step: int, at: float) -> None:
-        pass
-
-    def on_ready(self, group: int, tensor: int, at: float) -> None:
-        pass
-
-    def on_span(self, track: str, name: str, start: float, stop: float) -> None:
-        pass
 
 
 def _complete_and_set(event: threading.Event, operation: Operation) -> None:

@@ -13,6 +13,7 @@ import tensorflow as tf
 import commsched
 
 from ...core.errors import ClosedError, CommschedError, TransportError
+from ...core.observers import TaskObserver
 from ...core.task import CommTask
 from .exchange import Bundle, GradientExchange
 from .gate import Gate, Passage, Signals
@@ -47,7 +48,7 @@ class Updater:
         self._due: dict[Bundle, tuple[Updates, Any, Any]] = {}  # front first: how, learning rate, number of the step
         self._error: CommschedError | None = None
         self._ends = False
-        self._forget = session.observe(self)
+        self._forget = session.observe(TaskObserver(self._on_task))
         session.when_failed(self._on_failure)
         self._thread = threading.Thread(target=self._run, name="commsched-update", daemon=True)
         self._thread.start()
@@ -129,18 +130,9 @@ class Updater:
 
     # --- the session's threads: what may have opened a proxy ---
 
-    def on_task(self, task: CommTask) -> None:
+    def _on_task(self, task: CommTask) -> None:
         with self._changed:
             self._changed.notify_all()
-
-    def on_step(self, group: int, step: int, at: float) -> None:
-        pass
-
-    def on_ready(self, group: int, tensor: int, at: float) -> None:
-        pass
-
-    def on_span(self, track: str, name: str, start: float, stop: float) -> None:
-        pass
 
     def _on_failure(self, error: CommschedError) -> None:
         with self._changed:
