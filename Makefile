@@ -19,6 +19,7 @@ check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 
 environments: $(ENVIRONMENTS:%=.venv-%/.installed)
 

@@ -9,7 +9,7 @@ from importlib import import_module
 
 from commsched.core.errors import CommschedError
 
-from .processes import JobFailed
+from .harness.processes import JobFailed
 
 COMMANDS = {
     "demo": "train a small model with and without the scheduler over a capped link",
@@ -17,6 +17,7 @@ COMMANDS = {
     "rounds": "many back-to-back rounds of one small tensor with a slow rank; counts wrong results",
     "idle": "processor time of ranks that do nothing, and of ranks that wait for another",
     "agreement": "time, processor time and messages of agreeing on the order of collectives, by credit",
+    "witness": "what the process costs that tells whether a silent rank runs",
     "profile": "time the layers of a full-size model on this machine's GPU or processor",
     "train": "one training step of several systems, in turn on one network, beside the bound",
     "engines": "a training step under TensorFlow, MXNet or JAX, commsched's beside what each has of its own",
@@ -27,6 +28,7 @@ COMMANDS = {
     "transports": "the tables of the guide to transports: each of them under the same benchmarks",
     "overhead": "microseconds of Python that core spends per partition",
     "gates": "what the PyTorch plugin costs: reading a guarded tensor, and a step of many small parameters",
+    "small": "a step of many small parameters beside DDP's, between two processes",
 }
 
 
@@ -36,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, summary in COMMANDS.items():
         command = commands.add_parser(name, help=summary, description=summary)
-        if arguments[:1] == [name]:  # the others need not be imported: one may want an engine
+        if arguments[:1] == [name]:  # import only this command: others may need an engine
             module = import_module(f"bench.{name}")
             module.add_arguments(command)
             command.set_defaults(run=module.run)

@@ -1,8 +1,8 @@
-"""What it costs that ranks agree on the order of collectives: time, CPU time and messages of each launch, by order and credit.
+"""The cost of agreeing on the order of collectives: time, CPU time and messages of each launch, by order and credit.
 
-One tensor of many partitions, all ready at once, is averaged again and again. Every launch is announced by rank 0, after the
-others told it that they are ready; with a credit of one partition each of these messages is waited for, with more of them they
-travel while others are on their way. In a static order there are none.
+One tensor of many partitions, all ready at once, is averaged repeatedly. Rank 0 announces every launch after the other ranks
+have reported that they are ready. With a credit of one partition, each of these messages adds waiting time. With a greater
+credit, messages overlap with other partitions. A static order needs no messages.
 """
 
 from __future__ import annotations
@@ -16,23 +16,24 @@ from contextlib import ExitStack, contextmanager
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
-from commsched.core.config import SchedulerConfig, parse_rate, parse_seconds
+from commsched.core.config import SchedulerConfig
 from commsched.core.errors import ConfigError
+from commsched.settings import parse_rate, parse_seconds
 
-from .arguments import add_transport_arguments, at_least, float32_bytes, setting, transport_settings, transport_words
 from .collectives import average, register
-from .cpu_time import cpu_seconds
-from .job import Job, run_job
-from .results import Row, add_json_argument, table, write
-from .route import Route, link_share
+from .harness.arguments import add_transport_arguments, at_least, float32_bytes, setting, transport_settings, transport_words
+from .harness.cpu_time import cpu_seconds
+from .harness.job import Job, run_job
+from .harness.results import Row, add_json_argument, table, write
+from .harness.route import Route, link_share
 from .systems.spec import UNORDERED, Way
 
 if TYPE_CHECKING:
-    from commsched.session import Session
+    from commsched.session.session import Session
 
 _ORDERS = ("agreed", "static")
 
-#: Until a static order is one: that of a new configuration is frozen when it has repeated itself for some steps.
+#: Steps until a static order is frozen: after a change of configuration, the order must first be the same for several steps.
 _WARM_UP_STEPS = 9
 
 _COLUMNS = {
@@ -107,8 +108,8 @@ def _row(args: argparse.Namespace, link: str, order: str, credit: int, by_rank: 
 
 
 def rank_main(session: Session, arguments: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """What this rank measured with each order and credit, in that order."""
-    from .train.ways import open_ways
+    """The measurements of this rank for each order and credit, in that order."""
+    from .harness.carriers import open_ways
 
     ways = [Way(arguments["transport"], order) for order in _ORDERS]
     with ExitStack() as stack:
@@ -135,13 +136,13 @@ def _measure(session: Session, step: Callable[[], None], repetitions: int, messa
         step()
         seconds.append(time.perf_counter() - began)
     counted = messages() - messages_began
-    session.gather("end")  # what serves the other ranks belongs to the cost too
+    session.gather("end")  # serving the other ranks is part of the cost
     return {"seconds": seconds, "cpu_seconds": cpu_seconds() - cpu_began, "messages": counted}
 
 
 @contextmanager
 def _counted_messages() -> Iterator[Callable[[], int]]:
-    """How many messages about the order this process has sent so far."""
+    """Yields a function that returns the number of messages about the order that this process has sent so far."""
     from commsched.control.client import ControlClient
 
     count = 0

@@ -1,13 +1,13 @@
-"""Averages one tensor of each of several sizes, in one process per rank, and says how fast, how dear and how right.
+"""Averages one tensor of each of several sizes, in one process per rank. Reports time, bandwidth, CPU cost and correctness.
 
-How long: from a common start to the last rank that has the average in place; the median over repetitions. How fast:
-``algbw`` is the tensor's bytes by that time, ``busbw`` is ``algbw`` times the bytes that the busiest NIC really carries in each
-direction per byte of tensor, so that it compares with the link: half as many if they travel in 16 bits. How dear: CPU time of
-all processes, ranks and servers, by the bytes of gradient that have to cross the network, each counted once; a rank's own shard
-is no network. A byte of gradient is one of float32, and counts once for each host, however it travels: so what saves bytes
-compares with what does not.
+Time: from a common start until the last rank has the average; the median over repetitions. Bandwidth: ``algbw`` is the tensor's
+bytes divided by that time. ``busbw`` is ``algbw`` times the bytes that the busiest NIC carries in each direction per byte of
+tensor, so that it can be compared with the link; gradients in 16 bits have half as many bytes. CPU cost: CPU time of all
+processes, ranks and servers, divided by the bytes of gradient that must cross the network, each counted once. A rank's own
+shard does not cross the network. A byte of gradient is a byte of float32 and counts once for each host, however it travels.
+Configurations that save bytes can therefore be compared with configurations that do not.
 
-A shaped link lets a burst through before its rate counts, so what share of it was filled is said only of many bursts.
+A shaped link lets a burst through before its rate applies. The share of the link is therefore reported only for many bursts.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from commsched.core.config import parse_bytes, parse_rate, parse_seconds
 from commsched.core.errors import ConfigError
 from commsched.core.manifest import Manifest, TensorSpec
+from commsched.settings import parse_bytes, parse_rate, parse_seconds
 
-from .arguments import (
+from .harness.arguments import (
     FLOAT32_BYTES,
     add_transport_arguments,
     at_least,
@@ -33,17 +33,17 @@ from .arguments import (
     transport_settings,
     transport_words,
 )
-from .cpu_time import cpu_seconds
-from .job import Job, run_job
-from .results import Row, add_json_argument, table, write
-from .route import Route, link_share
+from .harness.cpu_time import cpu_seconds
+from .harness.job import Job, run_job
+from .harness.results import Row, add_json_argument, table, write
+from .harness.route import Route, link_share
 
 if TYPE_CHECKING:
     from commsched.core.group import TensorGroup
-    from commsched.session import Session
+    from commsched.session.session import Session
 
-#: Numbers repeat after so many elements: small whole ones, so that sums and their quotients by the number of ranks are exact
-#: in float32. For 16 bits see ``Route.short_periods``.
+#: Numbers repeat after this many elements. They are small whole numbers, so that sums and averages are exact in float32. For 16
+#: bits see ``Route.short_periods``.
 _PERIOD = 8191
 
 _COLUMNS = {
@@ -119,7 +119,7 @@ def _heading(args: argparse.Namespace, route: Route, link: str) -> str:
 
 
 def _row(args: argparse.Namespace, route: Route, link: str, by_rank: Sequence[Mapping[str, Any]]) -> Row:
-    """One size's figures from those of every rank."""
+    """The row of one size, from the measurements of all ranks."""
     size = by_rank[0]["size_bytes"]
     seconds = [max(each) for each in zip(*(rank["seconds"] for rank in by_rank))]
     median = statistics.median(seconds)
@@ -155,21 +155,21 @@ def _row(args: argparse.Namespace, route: Route, link: str, by_rank: Sequence[Ma
 
 
 def rank_main(session: Session, arguments: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """What this rank measured for each of ``arguments["sizes"]``; rank 0 counts the servers' CPU time as its own."""
+    """The measurements of this rank for each of ``arguments["sizes"]``. Rank 0 includes the servers' CPU time."""
     pids = arguments["server_pids"] if session.rank == 0 else []
     start_line = register(session, "start line", FLOAT32_BYTES)[1]
     return [_measure(session, start_line, size, arguments, pids) for size in arguments["sizes"]]
 
 
 def register(session: Session, name: str, nbytes: int) -> tuple[np.ndarray, TensorGroup]:
-    """A float32 tensor that the ranks average: its memory, and the group that holds nothing but it."""
+    """Register a float32 tensor that the ranks average. Returns its memory and its group, which holds only this tensor."""
     buffer = np.zeros(nbytes // FLOAT32_BYTES, np.float32)
     manifest = Manifest((TensorSpec(name, buffer.shape, "float32"),))
     return buffer, session.register(manifest, {"float32": buffer.view(np.uint8).data})
 
 
 def average(group: TensorGroup) -> None:
-    """One step of a group of one tensor."""
+    """Run one step of a group of one tensor."""
     group.begin_step()
     group.notify_ready(0)
     group.proxies[0].wait()
@@ -189,7 +189,7 @@ def _measure(
         cpu_began, began = cpu_seconds(server_pids), time.monotonic()
         average(group)
         ended = time.monotonic()
-        average(start_line)  # what serves the other ranks belongs to the cost too
+        average(start_line)  # serving the other ranks is part of the cost
         if repetition >= 0:
             seconds.append(ended - began)
             used += cpu_seconds(server_pids) - cpu_began

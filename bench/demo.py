@@ -1,8 +1,8 @@
-"""``python -m bench demo``: what the scheduler gains on a real, small training over a capped link, beside the bound.
+"""``python -m bench demo``: the scheduler's gain on a small real training over a capped link, beside the bound.
 
-Two workers train a convolutional network on scikit-learn's digits through the embedded parameter server. In one and the same
-training, blocks of steps with FIFO order and with the scheduler take turns (A B A B). The link is EMULATED: every rank caps
-what it sends. The computation is real.
+Two workers train a convolutional network on scikit-learn's digits through the embedded parameter server. Within one training,
+blocks of steps in FIFO order and with the scheduler alternate (A B A B). The link is EMULATED: every rank caps its sending
+rate. The computation is real.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
-from commsched.core.config import parse_bytes, parse_rate
+from commsched.cli.launch import run as launch
 from commsched.core.errors import ConfigError
-from commsched.launch import run as launch
-from commsched.simulator.bytes_factor import bytes_factor
+from commsched.settings import parse_bytes, parse_rate
+from commsched.simulator.scenario import bytes_factor
 
-from .arguments import at_least, setting
 from .demo_worker import BLOCK_STEPS
+from .harness.arguments import at_least, setting
+from .harness.processes import JobFailed
+from .harness.results import Row, add_json_argument, write
 from .lower_bound import lower_bound, wfbp
-from .processes import JobFailed
-from .results import Row, add_json_argument, write
 
 WANTED_ACCURACY = 0.95
 
@@ -79,7 +79,7 @@ def _launch(workers: int, what: str, steps: int, settings: Mapping[str, str]) ->
 
 
 def _rate_for_equal_times(layers: Mapping[str, Any], workers: int) -> str:
-    """The rate at which all gradients take as long as one step of computation: there order matters most (rho = 1)."""
+    """The rate at which all gradients take as long as one step of computation (rho = 1), where the order matters most."""
     bits = 8 * bytes_factor(workers) * sum(layers["nbytes"])
     return f"{max(1, round(bits / layers['step_seconds'] / 1e6))}mbit"
 
@@ -91,7 +91,7 @@ def _rows(layers: Mapping[str, Any], trained: Mapping[str, Any], rate: str, work
         raise JobFailed(str(error)) from error
     comm = [bytes_factor(workers) * nbytes / bytes_per_second for nbytes in layers["nbytes"]]
     times = layers["forward_seconds"], layers["backward_seconds"], comm
-    # What the loop does between steps is no layer's: it can be hidden, but not be skipped.
+    # The loop's work between steps belongs to no layer: it can be overlapped, but not skipped.
     bound = max(lower_bound(*times), layers["step_seconds"])
     rows: list[Row] = []
     for policy, seconds in trained["seconds"].items():

@@ -19,7 +19,7 @@ from torch import nn
 import commsched
 import commsched.plugins.torch as cs
 
-from .layer_times import LayerTimer
+from .harness.layer_times import LayerTimer
 
 BATCH = 128  # per rank
 TEST_IMAGES = 360
@@ -36,7 +36,7 @@ def make_model() -> nn.Module:
 
 
 class Digits:
-    """The digits, shuffled and shared out in the same way on every rank."""
+    """The digits, shuffled and divided among ranks in the same way on every rank."""
 
     def __init__(self, rank: int, ranks: int) -> None:
         digits = load_digits()
@@ -56,7 +56,7 @@ class Digits:
 
 
 def measure_layers(steps: int) -> dict[str, Any]:
-    """Layer times and step time without communication, while the other rank computes beside."""
+    """Layer times and step time without communication, while the other ranks compute at the same time."""
     model, data = make_model(), Digits(0, 1)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     timer = LayerTimer(model)
@@ -77,7 +77,8 @@ def measure_layers(steps: int) -> dict[str, Any]:
 
 
 def train(steps: int) -> dict[str, Any]:
-    """Train to the end, the policies taking turns; step times by policy, and how good and how equal the weights are."""
+    """Train to the end with alternating policies. Returns step times by policy, the accuracy, and whether the weights are equal
+    on all ranks."""
     session = commsched.init()
     model, data = make_model(), Digits(session.rank, session.world_size)
     optimizer = cs.ScheduledOptimizer(torch.optim.Adam(model.parameters(), lr=1e-3), model)
@@ -99,7 +100,7 @@ def train(steps: int) -> dict[str, Any]:
         policies.append(session.core.config.policy)
     seconds: dict[str, list[float]] = {"fifo": [], "priority": []}
     for step, (before, after) in enumerate(pairwise(began)):
-        settled = policies[max(0, step - SETTLING_STEPS) : step + 2]  # the step after too: its forward ends this step's wait
+        settled = policies[max(0, step - SETTLING_STEPS) : step + 2]  # the next step too: its forward ends this step's wait
         if step >= BLOCK_STEPS and len(set(settled)) == 1:
             seconds[policies[step]].append(after - before)
     model.eval()

@@ -1,7 +1,8 @@
-"""What the PyTorch plugin costs by itself: the read of a guarded tensor, and a step of many small parameters.
+"""The cost of the PyTorch plugin by itself: the read of a guarded tensor, a step of small parameters, the check of clipping,
+and the comparison of weights.
 
-The step is that of one rank, over a transport that takes no time and a control channel that echoes: what is timed is this
-process's Python, and neither network nor other ranks.
+The step runs on one rank, over a transport that takes no time and a control channel that echoes. The times are therefore of
+this process's Python only, without network or other ranks.
 """
 
 from __future__ import annotations
@@ -11,27 +12,30 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from statistics import median
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import Any
 
 import torch
 from torch import nn
 
 import commsched.plugins.torch as cs
-from commsched.control.listener import Listener
+from commsched.control.events import Listener
 from commsched.core.config import SchedulerConfig
 from commsched.core.errors import CommschedError
 from commsched.core.world import World
 from commsched.plugins.torch.guard import guard, release
-from commsched.session import Session
+from commsched.plugins.torch.samples import Samples, first_sample_difference
+from commsched.plugins.torch.weights import ComparedWeights
+from commsched.session.session import Session
+from commsched.settings import Settings
 
-from .arguments import at_least
-from .measure import median_interval
+from .harness.arguments import at_least
+from .harness.measure import median_interval
+from .harness.results import Row, add_json_argument, table, write
 from .overhead import Immediate
-from .results import Row, add_json_argument, table, write
 
 _WIDTH = 16
-#: Parameters of one timed block: so many steps of a small model are timed together.
+#: Parameters per timed block: several steps of a small model are timed together.
 _BLOCK_PARAMETERS = 300
 
 _READ_TENSORS = 200
@@ -53,6 +57,29 @@ _STEP_COLUMNS = {
     "two_ranks_milliseconds": "of two ranks",
     "two_ranks_added_microseconds": "added us/parameter",
 }
+
+_CLIPPING_COLUMNS = {
+    "gradients": "gradients",
+    "megabytes": "MB",
+    "clip_milliseconds": "clip_grad_norm_ CPU ms",
+    "check_milliseconds": "check CPU ms",
+    "check_ratio": "of clipping",
+}
+
+_COMPARISON_COLUMNS = {
+    "megabytes": "MB of weights",
+    "step_milliseconds": "step without, CPU ms",
+    "comparison_milliseconds": "a comparison, CPU ms",
+    "every": "every so many steps",
+    "added_microseconds": "added us/step",
+    "added_percent": "% of a step",
+}
+
+#: The model whose weights are compared: layers, their width and the rows of a batch.
+_COMPARED = (25, 1000, 32)
+
+#: Gradients that are clipped: number, shape and dtype.
+_CLIPPED = [(100, (1000, 1000), torch.float32), (100, (1000, 1000), torch.bfloat16), (2000, (64,), torch.float32)]
 
 _OPERATIONS: dict[str, Callable[[torch.Tensor], Any]] = {
     "view": lambda tensor: tensor.view(-1),
@@ -80,6 +107,8 @@ def run(args: argparse.Namespace) -> int:
     try:
         reads = [measure_reads(operation, args.rounds) for operation in _OPERATIONS]
         steps = [measure_steps(parameters, args.rounds) for parameters in args.parameters]
+        clipped = [measure_clipping(*case, args.rounds) for case in _CLIPPED]
+        compared = measure_comparison(*_COMPARED, args.rounds)
     finally:
         torch.set_num_threads(threads)
     print(f"one operation on a {_WIDTH}x{_WIDTH} tensor; the first read of a guarded one settles it, and later ones are plain")
@@ -88,8 +117,12 @@ def run(args: argparse.Namespace) -> int:
         f"\nforward, backward and step() of {_WIDTH}x{_WIDTH} layers; of two ranks, one is timed, over a network without delay"
     )
     print(table(steps, _STEP_COLUMNS))
+    print("\nclipping by the norm of all gradients, and what is then done to see that all ranks have made the same of them")
+    print(table(clipped, _CLIPPING_COLUMNS))
+    print("\ncomparing a sixteenth of the weights (check_weights), beside forward, backward and step() of one of two ranks")
+    print(table([compared], _COMPARISON_COLUMNS))
     if args.json:
-        write(args.json, [*reads, *steps])
+        write(args.json, [*reads, *steps, *clipped, compared])
     return 0
 
 
@@ -97,7 +130,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def measure_reads(operation: str, rounds: int, tensors: int = _READ_TENSORS) -> Row:
-    """What ``operation`` takes on a plain tensor, on a guarded one the first time, and after it: medians of ``rounds``."""
+    """The time of ``operation`` on a plain tensor, and on a guarded tensor the first time and later: medians of ``rounds``."""
     operate = _OPERATIONS[operation]
     parameters = [nn.Parameter(torch.eye(_WIDTH)) for _ in range(tensors)]
 
@@ -123,13 +156,13 @@ def measure_reads(operation: str, rounds: int, tensors: int = _READ_TENSORS) -> 
 
 
 class OfTwo(Immediate):
-    """One of two ranks, both of which have the same gradients."""
+    """The transport of one of two ranks that have the same gradients."""
 
     world_size = 2
 
 
 class _Echo:
-    """The control channel of a job in which every rank says what this one says."""
+    """The control channel of a job in which every rank sends the same messages as this one."""
 
     clock_offset_seconds = 0.0
 
@@ -153,6 +186,8 @@ class _Echo:
 
     def wait_until_all_left(self) -> None: ...
 
+    def wait_for_callbacks(self) -> None: ...
+
     def close(self) -> None: ...
 
 
@@ -167,7 +202,7 @@ def open_session(transport: Immediate) -> Session:
 
 
 def training(parameters: int, session: Session | None) -> tuple[Callable[[], None], nn.Module]:
-    """One step of a model, scheduled unless there is no ``session``, and the model."""
+    """A function that runs one step of a model, and the model. The step is scheduled if there is a ``session``."""
     model = nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH, bias=False) for _ in range(parameters)))
     with torch.no_grad():
         for parameter in model.parameters():
@@ -186,8 +221,8 @@ def training(parameters: int, session: Session | None) -> tuple[Callable[[], Non
 
 
 def measure_steps(parameters: int, rounds: int) -> Row:
-    """Milliseconds per step of plain torch, of the only rank and of one of two: medians, those of comparisons too, which are
-    within each of ``rounds``."""
+    """Milliseconds per step of plain torch, of the only rank, and of one of two ranks. All figures are medians; the comparisons
+    are made within each of ``rounds``."""
     steps_per_block = max(1, _BLOCK_PARAMETERS // parameters)
 
     def block(step: Callable[[], None]) -> float:
@@ -214,8 +249,85 @@ def measure_steps(parameters: int, rounds: int) -> Row:
     }
 
 
+# --- clipping ---
+
+
+def measure_clipping(gradients: int, shape: tuple[int, ...], dtype: torch.dtype, rounds: int) -> Row:
+    """The time to clip gradients of one of two ranks whose averages are complete, and the time to check samples of them:
+    medians of the CPU time of one thread."""
+    parameters = nn.ParameterList(nn.Parameter(torch.zeros(shape, dtype=dtype)) for _ in range(gradients))
+    clip, check = [], []
+    with open_session(OfTwo()) as session:
+        optimizer = cs.ScheduledOptimizer(torch.optim.SGD(parameters, lr=1e-6), parameters, session=session)
+        torch.stack([parameter.sum() for parameter in parameters]).sum().backward()
+        assert optimizer._exchange is not None
+        slots = optimizer._exchange.places.all
+        assert all(parameter.grad.sum() != 0 for parameter in parameters)  # waits for the averages
+        samples = Samples(slots)
+
+        def look(turn: int) -> None:
+            own = samples.of([True] * len(slots), turn, adopted=True)
+            assert own is not None
+            assert first_sample_difference(own.clone(), own, samples.rounding) is None
+
+        look(0)
+        for number in range(rounds):
+            clip.append(1e3 * _seconds(lambda: nn.utils.clip_grad_norm_(parameters.parameters(), 1e30), process_time))
+            check.append(1e3 * _seconds(partial(look, number), process_time))
+        optimizer.step()
+    return {
+        "gradients": f"{gradients} x {'x'.join(map(str, shape))} {str(dtype).removeprefix('torch.')}",
+        "rounds": rounds,
+        "megabytes": gradients * parameters[0].nbytes / 1e6,
+        "clip_milliseconds": median(clip),
+        "check_milliseconds": median(check),
+        "check_ratio": median(check) / median(clip),
+    }
+
+
+# --- comparing weights ---
+
+
+def measure_comparison(layers: int, width: int, batch: int, rounds: int) -> Row:
+    """The cost per step of ``check_weights`` with its default: the time of a comparison, divided by the steps between two
+    comparisons. Medians of the CPU time of one thread."""
+    model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
+    inputs = torch.ones(batch, width)
+    steps, comparisons = [], []
+    with open_session(OfTwo()) as session:
+        optimizer = cs.ScheduledOptimizer(torch.optim.SGD(model.parameters(), lr=1e-6, momentum=0.9), model, session=session)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            model(inputs).mean().backward()
+            optimizer.step()
+            optimizer.synchronize()
+
+        step()
+        assert optimizer._exchange is not None
+        places = optimizer._exchange.places
+        session.check_weights = 1  # for optimizers that are made from now on
+        weights = ComparedWeights(session, places.device, tuple(places.all), " of the bench")
+        for number in range(rounds):
+            steps.append(_seconds(step, process_time))
+            comparisons.append(_seconds(partial(weights.compare, number), process_time))
+    every = Settings.load({}, {}).check_weights
+    return {
+        "layers": layers,
+        "batch": batch,
+        "rounds": rounds,
+        "megabytes": sum(parameter.nbytes for parameter in model.parameters()) / 1e6,
+        "step_milliseconds": 1e3 * median(steps),
+        "comparison_milliseconds": 1e3 * median(comparisons),
+        "every": every,
+        "added_microseconds": 1e6 * median(comparisons) / every,
+        "added_percent": 100 * median(comparisons) / every / median(steps),
+    }
+
+
 def _side_by_side(a: Callable[[], float], b: Callable[[], float], rounds: int) -> list[tuple[float, float]]:
-    """What ``a`` and ``b`` come to in each round, A B B A or B A A B: a drift is charged to neither, nor what follows what."""
+    """The results of ``a`` and ``b`` in each round, in the order A B B A or B A A B, so that neither drift nor order favours
+    one."""
     a(), b()  # warm-up
     pairs = []
     for index in range(rounds):
@@ -226,7 +338,7 @@ def _side_by_side(a: Callable[[], float], b: Callable[[], float], rounds: int) -
     return pairs
 
 
-def _seconds(what: Callable[[], Any]) -> float:
-    began = perf_counter()
+def _seconds(what: Callable[[], Any], clock: Callable[[], float] = perf_counter) -> float:
+    began = clock()
     what()
-    return perf_counter() - began
+    return clock() - began

@@ -1,6 +1,6 @@
-"""What a session costs while it does nothing: CPU time of each rank, with no traffic, and while all wait for one that is late.
+"""The cost of an idle session: CPU time of each rank without traffic, and while all ranks wait for one that is late.
 
-Training computes for most of a step, and then waits for the network: a transport that polls would take a core from it.
+Training computes for most of a step and then waits for the network. A transport that polls would take a core from it.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from commsched.core.config import parse_seconds
+from commsched.settings import parse_seconds
 
-from .arguments import add_transport_arguments, float32_bytes, setting, transport_settings, transport_words
 from .collectives import average, register
-from .cpu_time import cpu_seconds
-from .job import Job, run_job
-from .results import Row, add_json_argument, table, write
+from .harness.arguments import add_transport_arguments, float32_bytes, setting, transport_settings, transport_words
+from .harness.cpu_time import cpu_seconds
+from .harness.job import Job, run_job
+from .harness.results import Row, add_json_argument, table, write
 
 if TYPE_CHECKING:
-    from commsched.session import Session
+    from commsched.session.session import Session
 
-#: Long enough for what is started late to have started, and for threads to have gone to sleep.
+#: Long enough for late starts to finish, and for threads to go to sleep.
 _SETTLE_SECONDS = 0.5
 _WARM_UP_STEPS = 20
 
@@ -94,8 +94,8 @@ def _percent(text: str) -> float:
 
 
 def rank_main(session: Session, arguments: Mapping[str, Any]) -> dict[str, float]:
-    """Shares of a core that this rank used: ``idle_share`` with nothing to do, ``waiting_share`` while the last rank was late
-    with a tensor that all others had given away."""
+    """Shares of a core that this rank used: ``idle_share`` with nothing to do, and ``waiting_share`` while the last rank was
+    late with a tensor that all other ranks had submitted."""
     _, group = register(session, "awaited", arguments["size"])
     for _ in range(_WARM_UP_STEPS):
         average(group)
@@ -116,7 +116,7 @@ def rank_main(session: Session, arguments: Mapping[str, Any]) -> dict[str, float
 
 
 def _share(seconds: float) -> float:
-    """Of a core, over so many seconds in which this thread sleeps."""
+    """The share of a core that this process uses while this thread sleeps for ``seconds``."""
     cpu, began = cpu_seconds(), time.monotonic()
     time.sleep(seconds)
     return (cpu_seconds() - cpu) / (time.monotonic() - began)

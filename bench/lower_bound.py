@@ -1,13 +1,13 @@
-"""How fast one training iteration can be on a given network, and what the usual orders of sending take. Pure.
+"""The least time of one training iteration on a given network, and the times of the usual orders of sending. Pure.
 
-The model: backward starts at time 0 and goes from the last layer to the first; layer ``h``'s gradient exists when
-``backward_seconds[h:]`` have passed; one network resource averages it in ``comm_seconds[h]``; the next forward goes from
-the first layer to the last, and each layer waits for its own average. Compute is serial, partitions are infinitely small
-and cost nothing by themselves; ``partitioned_bound`` and ``window_bound`` are for those of a real cut.
+The model: backward starts at time 0 and goes from the last layer to the first. Layer ``h``'s gradient exists when
+``backward_seconds[h:]`` have passed. One network resource averages it in ``comm_seconds[h]``. The next forward goes from the
+first layer to the last, and each layer waits for its own average. Compute is serial. Partitions are infinitely small and have
+no overhead; ``partitioned_bound`` and ``window_bound`` are for the partitions of a real cut.
 
 In every function index 0 is the layer at the input side, the sequences have one item per layer, and times are seconds.
 ``comm_seconds[h]`` is ``bytes_factor(...) * bytes of layer h / bytes per second of a NIC``; that factor is in
-``commsched.simulator.bytes_factor``.
+``commsched.simulator.scenario``.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ Term = Literal["compute", "input", "bandwidth", "interior"]
 
 
 def lower_bound(forward_seconds: Sequence[float], backward_seconds: Sequence[float], comm_seconds: Sequence[float]) -> float:
-    """``T*``: the least time of one iteration over all schedules, reached by sending the front-most ready layer first.
+    """``T*``: the least time of one iteration over all schedules. Sending the front-most ready layer first reaches it.
 
-    ``T* = max(Tf + Tb, max_h(b_h + .. + b_L + c_1 + .. + c_h + f_h + .. + f_L))``. It is the problem ``1 | r_i, q_i, pmtn |
-    Cmax`` with the release times ``r_i = b_i + .. + b_L`` and the tails ``q_i = f_i + .. + f_L``, which preemptive
-    largest-tail-first solves (Jackson's rule; J. Carlier, "The one-machine sequencing problem", EJOR 1982). Both fall with
-    ``i``, so the largest tail is the smallest index, and for each ``h`` the set that binds is layers ``1..h``: nothing of
-    them can be sent before ``r_h``, the forward of ``h`` needs them all, and ``q_h`` is left to do.
+    ``T* = max(Tf + Tb, max_h(b_h + .. + b_L + c_1 + .. + c_h + f_h + .. + f_L))``. This is the problem ``1 | r_i, q_i, pmtn |
+    Cmax`` with the release times ``r_i = b_i + .. + b_L`` and the tails ``q_i = f_i + .. + f_L``. Preemptive largest-tail-first
+    solves it (Jackson's rule; J. Carlier, "The one-machine sequencing problem", EJOR 1982). Both fall with ``i``, so the layer
+    with the smallest index has the largest tail. For each ``h`` the binding set is the layers ``1..h``: none of them can be
+    sent before ``r_h``, the forward of ``h`` needs all of them, and ``q_h`` remains after that.
 
     Raises:
         ValueError: the sequences differ in length, or a time is negative.
@@ -39,11 +39,11 @@ def lower_bound(forward_seconds: Sequence[float], backward_seconds: Sequence[flo
 
 @dataclass(frozen=True)
 class Binding:
-    """What an iteration cannot be faster for.
+    """The binding term of the lower bound.
 
     ``term`` is ``compute`` (communication can be hidden), ``input`` (the first layer's gradients, which come last),
-    ``bandwidth`` (all bytes in a row) or ``interior`` (the layers up to one in the middle). ``layer`` is the last of the
-    layers ``0..layer`` whose communication takes longest to fit in, whether or not it binds; None without layers.
+    ``bandwidth`` (all bytes in a row) or ``interior`` (the layers up to one in the middle). ``layer`` ends the range of layers
+    ``0..layer`` with the greatest communication term, whether or not that term binds; None without layers.
     """
 
     term: Term
@@ -52,7 +52,7 @@ class Binding:
 
 
 def binding(forward_seconds: Sequence[float], backward_seconds: Sequence[float], comm_seconds: Sequence[float]) -> Binding:
-    """Which of the terms of :func:`lower_bound` is greatest; ``seconds`` is ``T*``.
+    """The greatest term of :func:`lower_bound`; its ``seconds`` are ``T*``.
 
     Raises:
         ValueError: the sequences differ in length, or a time is negative.
@@ -62,7 +62,7 @@ def binding(forward_seconds: Sequence[float], backward_seconds: Sequence[float],
     if not paths:
         return Binding("compute", None, compute)
     layer = max(range(len(paths)), key=paths.__getitem__)
-    # A layer that sends nothing changes neither end: the first and the last that count are those with bytes.
+    # A layer without bytes does not count: the first and the last layer here are the first and the last with bytes.
     sending = [index for index, seconds in enumerate(comm_seconds) if seconds > 0]
     if not sending or compute >= paths[layer]:
         return Binding("compute", layer, compute)
@@ -73,8 +73,8 @@ def binding(forward_seconds: Sequence[float], backward_seconds: Sequence[float],
 def wfbp(forward_seconds: Sequence[float], backward_seconds: Sequence[float], comm_seconds: Sequence[float]) -> float:
     """Wait-free back-propagation: layers are sent as backward produces them, and the forward waits for all of them.
 
-    ``max_h(b_h + .. + b_L + c_1 + .. + c_h) + Tf`` (H. Zhang et al., "Poseidon", ATC 2017; what DDP does, without its buckets).
-    Dropping the barrier but not the order gives the same time, because the first layer is sent last.
+    ``max_h(b_h + .. + b_L + c_1 + .. + c_h) + Tf`` (H. Zhang et al., "Poseidon", ATC 2017; same as DDP without its buckets).
+    Without the barrier but in the same order the time is the same, because the first layer is sent last.
 
     Raises:
         ValueError: the sequences differ in length, or a time is negative.
@@ -91,12 +91,12 @@ def bucketed_wfbp(
     buckets: Sequence[tuple[int, float]],
     overhead_seconds: float = 0.0,
 ) -> float:
-    """WFBP with several layers sent as one, as DDP and Horovod do: ``E_k = max(E_k-1, ready_k) + overhead + comm_k``.
+    """WFBP with several layers sent as one bucket, as in DDP and Horovod: ``E_k = max(E_k-1, ready_k) + overhead + comm_k``.
 
     Args:
-        buckets: front-most layer and communication seconds of each, in the order in which they are sent; a bucket is ready
-            with the gradient of its front-most layer, which backward produces last.
-        overhead_seconds: what each bucket costs by itself.
+        buckets: front-most layer and communication seconds of each bucket, in the order of sending. A bucket is ready with the
+            gradient of its front-most layer, which backward produces last.
+        overhead_seconds: overhead of each bucket, besides its bytes.
 
     Raises:
         ValueError: the sequences differ in length, a time is negative, or a layer is not there.
@@ -112,7 +112,7 @@ def bucketed_wfbp(
 
 
 def dear(forward_seconds: Sequence[float], backward_seconds: Sequence[float], comm_seconds: Sequence[float]) -> float:
-    """DeAR: reduce-scatter in backward order, and when all of it is over all-gather in forward order, half the time each.
+    """DeAR: reduce-scatter in backward order; after all of it, all-gather in forward order. Each takes half the time.
 
     ``max_h(r_h + RS_1 + .. + RS_h) + max_h(AG_1 + .. + AG_h + q_h)`` (L. Zhang et al., "DeAR", ICDCS 2023, without fusion).
 
@@ -127,7 +127,7 @@ def dear(forward_seconds: Sequence[float], backward_seconds: Sequence[float], co
 
 
 def serial(forward_seconds: Sequence[float], backward_seconds: Sequence[float], comm_seconds: Sequence[float]) -> float:
-    """No overlap: all of backward, then all of the communication, then all of forward.
+    """No overlap: all of backward, then all communication, then all of forward.
 
     Raises:
         ValueError: the sequences differ in length, or a time is negative.
@@ -142,14 +142,14 @@ def partitioned_bound(
     partitions: Sequence[tuple[int, float]],
     overhead_seconds: float = 0.0,
 ) -> float:
-    """``T*(c')``: the least time over all schedules of a given cut whose partitions hold the link a while longer each.
+    """``T*(c')``: the least time over all schedules of a given cut whose partitions have an overhead on the link.
 
-    ``c'_i = c_i + messages_i * overhead``. A partition of several layers is sent when the gradient of the front-most exists,
-    and that layer's forward waits for it: what merging costs is in the bound too.
+    ``c'_i = c_i + messages_i * overhead``. A partition of several layers is sent when the gradient of its front-most layer
+    exists, and that layer's forward waits for it. The bound therefore includes the cost of merging.
 
     Args:
-        partitions: front-most layer and communication seconds of each, in forward order.
-        overhead_seconds: what each partition holds the network resource besides its bytes.
+        partitions: front-most layer and communication seconds of each partition, in forward order.
+        overhead_seconds: additional time for which each partition occupies the network resource.
 
     Raises:
         ValueError: the sequences differ in length, a time is negative, or a layer is not there.
@@ -169,15 +169,16 @@ def window_bound(
     window_seconds: float,
     overhead_seconds: float = 0.0,
 ) -> float:
-    """What priority order takes at most on one resource when partitions already committed are not called back.
+    """The greatest time of priority order on one resource if committed partitions cannot be recalled.
 
-    ``T <= T*(c') + phi W / B + N_W overhead``: when the link was last idle or ended a less urgent message, before the
-    critical partition, that message had been committed while nothing critical was ready; all that could stand before the
-    critical ones are the ``W`` bytes in ``N_W`` messages committed then.
+    ``T <= T*(c') + phi W / B + N_W overhead``. Consider the last moment before the critical partition at which the link was
+    idle or ended a less urgent message. That message was committed while nothing critical was ready. Only the ``W`` bytes in
+    ``N_W`` messages that were committed then can precede the critical ones.
 
     Args:
         partitions, overhead_seconds: as for :func:`partitioned_bound`.
-        window_seconds: the credit in seconds of communication, ``phi W / B``; the largest partition counts if it is more.
+        window_seconds: the credit in seconds of communication, ``phi W / B``; the largest partition counts instead if it takes
+            longer.
 
     Raises:
         ValueError: the sequences differ in length, a time is negative, or a layer is not there.
@@ -202,17 +203,17 @@ def best_partition(
     committed_messages: float = 2.0,
     processor_seconds: float = 0.0,
 ) -> float:
-    """The partition size, in bytes, at which overhead and lost preemption cost the least together.
+    """The partition size in bytes at which the total cost of overhead and lost preemption is least.
 
-    It minimises ``S / size * overhead + all / size * processor + m * size * seconds_per_byte``, where ``S`` are the bytes of
-    the layers up to the one that binds (see :func:`binding`): without ``processor_seconds`` it is ``sqrt(overhead * S / (m
+    It minimises ``S / size * overhead + all / size * processor + m * size * seconds_per_byte``. ``S`` is the number of bytes of
+    the layers up to the binding one (see :func:`binding`). Without ``processor_seconds`` the result is ``sqrt(overhead * S / (m
     seconds_per_byte))``.
 
     Args:
-        seconds_per_byte: of gradient, on the busiest NIC: ``bytes_factor / bytes per second``.
-        overhead_seconds: what each partition costs by itself.
-        processor_seconds: what each partition, wherever it is in the model, takes of the processor that computes.
-        committed_messages: ``m``, partitions in the credit window, and one more if a parameter server passes them on.
+        seconds_per_byte: seconds per byte of gradient on the busiest NIC: ``bytes_factor / bytes per second``.
+        overhead_seconds: overhead of each partition, besides its bytes.
+        processor_seconds: CPU time that each partition, anywhere in the model, takes from the processor that computes.
+        committed_messages: ``m``, the number of partitions in the credit window, plus one if a parameter server passes them on.
 
     Raises:
         ValueError: the sequences differ in length, a time is negative, or a rate or ``committed_messages`` is not positive.

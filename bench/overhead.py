@@ -1,4 +1,4 @@
-"""Python that core spends per partition, with transports whose network takes no time: what scheduling costs by itself."""
+"""The core's Python time per partition, with transports whose network takes no time: the cost of scheduling by itself."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from collections.abc import Callable
 from commsched.core.config import SchedulerConfig
 from commsched.core.core import Core
 from commsched.core.group import TensorGroup
+from commsched.core.interfaces import Completion
 from commsched.core.manifest import Manifest, TensorSpec
 from commsched.core.plan import cut
-from commsched.core.ports import Completion
 from commsched.core.task import CommTask
 
-from .arguments import at_least
-from .results import Row, add_json_argument, table, write
+from .harness.arguments import at_least
+from .harness.results import Row, add_json_argument, table, write
 
 _PARTITION_BYTES = 4096
 
@@ -33,7 +33,7 @@ _COLUMNS = {
 
 
 class Immediate:
-    """A transport whose tasks are sent and done within ``start``: the least that a partition can cost."""
+    """A transport that sends and completes tasks within ``start``: the least possible cost of a partition."""
 
     rank = 0
     world_size = 1
@@ -55,7 +55,8 @@ class Immediate:
 
 
 class _Threaded(Immediate):
-    """The same from a thread of its own, as real transports do it; what handing over costs is in the figures."""
+    """The same, but tasks complete in another thread, as in real transports. The figures include the cost of submitting to that
+    thread."""
 
     def __init__(self) -> None:
         self._started: queue.SimpleQueue[tuple[CommTask, Completion] | None] = queue.SimpleQueue()
@@ -100,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def measure(completion: str, partitions: int, repetitions: int) -> Row:
-    """What a step of ``partitions`` partitions costs each: median, least and most of ``repetitions`` steps."""
+    """The cost per partition of a step of ``partitions`` partitions: median, least and greatest of ``repetitions`` steps."""
     manifest = Manifest(tuple(TensorSpec(str(index), (_PARTITION_BYTES // 4,), "float32") for index in range(partitions)))
     buffer = memoryview(bytearray(manifest.nbytes))
     transport = _TRANSPORTS[completion]()
@@ -132,7 +133,7 @@ def _step(group: TensorGroup) -> None:
 
 
 def _timed(step: Callable[[TensorGroup], None], group: TensorGroup) -> tuple[float, float]:
-    """CPU seconds of the whole process, and seconds, of one step."""
+    """CPU seconds of the whole process and wall-clock seconds of one step."""
     cpu, wall = time.process_time(), time.monotonic()
     step(group)
     return time.process_time() - cpu, time.monotonic() - wall

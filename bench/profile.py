@@ -1,7 +1,7 @@
 """``python -m bench profile``: the layers of a model at full size, timed on this machine's GPU or processor.
 
-The file goes wherever a benchmark takes ``--model``. Times are REAL: training steps of random inputs, without optimizer and
-without communication, medians over the steps.
+Every benchmark accepts the file as ``--model``. Times are REAL: medians over training steps with random inputs, without
+optimizer and without communication.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from pathlib import Path
 import torch
 
 from commsched.core.errors import ConfigError
-from commsched.simulator.profile import Layer, Profile
+from commsched.simulator.profile import LayerProfile, Profile
 
-from .arguments import at_least
-from .layer_times import Clock, LayerTimer, WallClock
+from .harness.arguments import at_least
+from .harness.layer_times import Clock, LayerTimer, WallClock
 from .workloads.derive import to_json
 from .workloads.full_size import FULL_SIZE, FullSize
 
@@ -70,7 +70,7 @@ def measure(
         timer.step(forward_ended, backward_ended, backward_ended)
     times = timer.result(warm_up)
     layers = (
-        Layer(owner.name, tuple(tuple(p.shape) for p in owner.parameters), forward, backward)
+        LayerProfile(owner.name, tuple(tuple(p.shape) for p in owner.parameters), forward, backward)
         for owner, forward, backward in zip(timer.layers, times.forward_seconds, times.backward_seconds)
     )
     arithmetic = "bfloat16 autocast" if bf16 else "float32"
@@ -79,7 +79,8 @@ def measure(
 
 
 class CudaClock:
-    """Moments are events in the current stream: when the GPU gets there, not when it was told to."""
+    """A clock whose moments are events in the current stream: the times at which the GPU reaches them, not the times at which
+    work was submitted."""
 
     def now(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)

@@ -1,7 +1,8 @@
-"""Many back-to-back rounds of one small tensor with one slow rank, each result checked.
+"""Many back-to-back rounds of one small tensor with one slow rank. Each result is checked.
 
-A server that reuses memory too early hands the slow rank the next round's numbers: the fast ranks push them as soon as
-they have this round's. The tensor has several partitions, so that some of a round are still read when others are done.
+A server that reuses memory too early gives the slow rank the numbers of the next round, because the fast ranks push them as
+soon as they have the current round's. The tensor has several partitions, so that some partitions of a round are still being
+read when others are done.
 """
 
 from __future__ import annotations
@@ -14,19 +15,20 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from commsched.core.config import parse_bytes, parse_seconds
 from commsched.core.errors import ConfigError
+from commsched.settings import parse_bytes, parse_seconds
 
-from .arguments import add_transport_arguments, at_least, float32_bytes, setting, transport_settings
 from .collectives import average, register
-from .job import Job, run_job
-from .results import add_json_argument, table, write
-from .route import Route
+from .harness.arguments import add_transport_arguments, at_least, float32_bytes, setting, transport_settings
+from .harness.job import Job, run_job
+from .harness.results import add_json_argument, table, write
+from .harness.route import Route
 
 if TYPE_CHECKING:
-    from commsched.session import Session
+    from commsched.session.session import Session
 
-#: Elements, and rounds, after which numbers repeat: averages are exact in float32. For 16 bits see ``Route.short_periods``.
+#: Numbers of elements and of rounds after which numbers repeat, so that averages are exact in float32. For 16 bits see
+#: ``Route.short_periods``.
 _PERIODS = (1021, 4093)
 
 _COLUMNS = {
@@ -83,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def rank_main(session: Session, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """How many rounds this rank saw a wrong number in, and the seconds that all took."""
+    """The number of rounds in which this rank saw a wrong number, and the seconds of all rounds together."""
     buffer, group = register(session, "round", arguments["size"])
     elements, rounds = arguments["periods"]
     pattern = (np.arange(buffer.size) % elements).astype(np.float32)

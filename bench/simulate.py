@@ -1,7 +1,7 @@
-"""``python -m bench simulate``: the step of each system in virtual time, for clusters that are not at hand.
+"""``python -m bench simulate``: the step of each system in virtual time, for clusters that are not available.
 
-Layers, bytes and overheads go in; the order of sending is made by the library's own Scheduler on its own partitions. With
-``--check`` it is given what ``bench train`` measured, and says how far it is off.
+The inputs are layers, bytes and overheads. The library's own Scheduler determines the order of its own partitions. With
+``--check`` the inputs are measurements of ``bench train``, and the command reports the simulator's errors.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from commsched.core.config import parse_bytes, parse_rate
 from commsched.core.errors import ConfigError
+from commsched.settings import parse_bytes, parse_rate
 
-from .arguments import at_least, setting
-from .results import SCHEMA, add_json_argument, table, write
+from .harness.arguments import at_least, setting
+from .harness.results import SCHEMA, add_json_argument, table, write
 from .simulator.check import NotSimulated, errors, simulated_seconds, typical_error
 from .simulator.row import Case, compare_with_ddp, make_row
 from .simulator.systems import SYSTEMS, best_rules
@@ -26,8 +26,8 @@ from .workloads.registry import load_profile, model_names
 
 _DEFAULT_SYSTEMS = "ddp,ddp-tuned,fifo,commsched,commsched-all-reduce"
 
-#: Of clusters of more workers rows have no timeline: each is long, and there are many rows.
-_MOST_DRAWN_WORKERS = 16
+#: Rows of clusters of more workers have no timeline, because each timeline is long and there are many rows.
+_MAX_DRAWN_WORKERS = 16
 
 _COLUMNS = {
     "model": "model",
@@ -107,7 +107,7 @@ def _predict(args: argparse.Namespace) -> int:
         rows += cell
         print(table([_shown(row) for row in cell], _COLUMNS), flush=True)
     if args.json:
-        write(args.json, [row if row["workers"] <= _MOST_DRAWN_WORKERS else {**row, "timeline": []} for row in rows])
+        write(args.json, [row if row["workers"] <= _MAX_DRAWN_WORKERS else {**row, "timeline": []} for row in rows])
     return 0
 
 

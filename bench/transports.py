@@ -1,8 +1,8 @@
-"""The tables of ``docs/transports.md``: each transport under the same benchmarks, in one go.
+"""The tables of ``docs/transports.md``: each transport under the same benchmarks, in one run.
 
-Each measurement is a command of ``python -m bench`` whose results are a file in the directory given, if all went well and
-nothing was wrong. Those that are there, in this program's layout, are not measured again, so that a run that was stopped goes
-on, and a single one is repeated by removing its file.
+Each measurement is a command of ``python -m bench``. If it succeeds and its results are correct, they are written to a file in
+the given directory. A measurement whose file exists, in this program's layout, is not repeated. A stopped run therefore
+continues, and a single measurement is repeated by removing its file.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .arguments import at_least
-from .results import SCHEMA, Row, markdown_table
+from .harness.arguments import at_least
+from .harness.results import SCHEMA, Row, markdown_table
 
 _ALL = ("ps", "gloo", "mpi")
 _RATE = "500mbit"
 
-#: What a table shows of a row: by heading, a key or what makes text of the row.
+#: The columns of a table: by heading, a key of the row, or a function that formats the row.
 Columns = Mapping[str, str | Callable[[Row], str]]
 
 
@@ -80,7 +80,7 @@ _AGREEMENT: Columns = {
 
 @dataclass(frozen=True)
 class Table:
-    """``commands`` are arguments of ``python -m bench``."""
+    """A table. ``commands`` are arguments of ``python -m bench``."""
 
     title: str
     columns: Columns
@@ -88,7 +88,7 @@ class Table:
 
 
 def tables(rounds: int) -> list[Table]:
-    """What is measured; ``rounds`` are turns of each system that trains."""
+    """The tables to measure. ``rounds`` is the number of turns of each system that trains."""
     systems = "ddp,ddp-tuned,commsched:ps," + ",".join(f"commsched:{name}" for name in _collective(["", "+static", "+rsag"]))
     train = f"train --model uniform --bandwidth {_RATE} --rounds {rounds} --steps 5 --systems {systems} --timeout 3600"
     sizes = "--sizes 64KB,1MB,4MB,64MB"
@@ -133,7 +133,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """0 if all could be measured, and all results were right."""
+    """Run. Returns 0 if everything could be measured and all results were correct."""
     args.out.mkdir(parents=True, exist_ok=True)
     failed = []
     sections = []
@@ -154,7 +154,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _measured(command: str, path: Path) -> bool:
-    """Run it; whether all went well. Else its results, which some benchmarks write all the same, are not kept."""
+    """Run ``command``; return whether it succeeded. If not, its results are removed, because some benchmarks write them
+    anyway."""
     from .__main__ import main
 
     print(f"python -m bench {command}", flush=True)

@@ -9,14 +9,16 @@ from .core.errors import (
     CommschedError,
     ConfigError,
     ManifestMismatch,
+    OrderMismatch,
     PeerLost,
     PeerTimeout,
     ProtocolError,
+    RanksDiverged,
     TransportError,
     UnsupportedError,
 )
-from .process_session import end_first, init, require_world_size, shutdown
-from .session import Session
+from .session.process import end_first, init, require_world_size, shutdown
+from .session.session import Session
 from .version import __version__
 
 __all__ = [
@@ -31,6 +33,8 @@ __all__ = [
     "ConfigError",
     "UnsupportedError",
     "ManifestMismatch",
+    "OrderMismatch",
+    "RanksDiverged",
     "ProtocolError",
     "TransportError",
     "PeerLost",

@@ -1,7 +1,17 @@
-"""``python -m commsched``: the same as the ``commsched`` command."""
+"""The entry point of ``python -m commsched`` and of the ``commsched`` command."""
 
 import sys
 
-from .cli import main
 
-sys.exit(main())
+def main() -> int:
+    """Entry point; returns the exit code."""
+    try:
+        from .cli.main import main as run  # slow: the user may press Ctrl-C meanwhile
+    except KeyboardInterrupt:
+        sys.stderr.write("commsched: interrupted\n")
+        return 130
+    return run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

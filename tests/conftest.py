@@ -5,6 +5,11 @@ import os
 from collections.abc import Generator
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# The same examples every time, and no verdict that depends on how busy the machine is.
+settings.register_profile("commsched", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("commsched")
 
 # Ranks are threads and jobs, models are small, and tests run side by side: more threads would wait for each other by spinning,
 # which took two thirds of the CPU time of tests with PyTorch. Processes that tests start inherit it.

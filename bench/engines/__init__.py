@@ -1,14 +1,14 @@
-"""``python -m bench engines``: commsched under TensorFlow, MXNet or JAX, in turn with what that engine has of its own."""
+"""``python -m bench engines``: commsched under TensorFlow, MXNet or JAX, in turn with that engine's own data parallelism."""
 
 from __future__ import annotations
 
 import argparse
 
-from commsched.core.config import parse_bytes, parse_rate
-from commsched.simulator.bytes_factor import bytes_factor
+from commsched.settings import parse_bytes, parse_rate
+from commsched.simulator.scenario import bytes_factor
 
-from ..arguments import at_least, positive, setting
-from ..results import add_json_argument
+from ..harness.arguments import at_least, positive, setting
+from ..harness.results import add_json_argument
 from .registry import NAMES
 
 
@@ -39,9 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from ..train.ending import end
-    from ..train.links import Links
-    from ..train.scaling import scale
+    from ..harness.links import Links
+    from ..harness.output import end
+    from ..harness.scaling import scale
     from ..workloads.registry import load_profile
     from .compare import Comparison, measure_rows, text
 

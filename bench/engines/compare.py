@@ -1,7 +1,7 @@
-"""What ``python -m bench engines`` measures: commsched under another engine than PyTorch, and that engine's own ways.
+"""The measurements of ``python -m bench engines``: commsched under another engine than PyTorch, and that engine's own systems.
 
-Each turn of a system is a job of its own, since engines start their own communication once in a process; systems take turns,
-another one first in each round, on links that are made alike.
+Each turn of a system is a job of its own, because engines start their communication only once per process. Systems take turns
+on links that are made alike; each round starts with another system.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from typing import Any
 
 from commsched.core.errors import ConfigError
 
-from ..job import Job, run_job
-from ..layers import LayerTimes
-from ..processes import JobFailed
-from ..results import commit, table
-from ..train.links import Links, why_not_shaped
-from ..train.rows import Header, Row, make_rows
-from ..train.scaling import Scaling
-from ..train.table import COLUMNS, heading, shown
+from ..harness.job import Job, run_job
+from ..harness.layers import LayerTimes
+from ..harness.links import Links, why_not_shaped
+from ..harness.processes import JobFailed
+from ..harness.results import commit, table
+from ..harness.row_table import COLUMNS, heading, shown
+from ..harness.rows import Header, Row, make_rows
+from ..harness.scaling import Scaling
 from .registry import systems_of
 
-#: What rank ``r`` returned in the ``i``-th turn of a system: ``turns[name][i][r]``.
+#: ``turns[name][i][r]`` is the result of rank ``r`` in the ``i``-th turn of a system.
 Turns = dict[str, list[list[dict[str, Any]]]]
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What to measure; see ``train.TrainOptions``. ``systems``: all that the engine has if it is empty."""
+    """The options of a measurement; see ``train.TrainOptions``. Empty ``systems`` means all systems of the engine."""
 
     engine: str
     systems: tuple[str, ...]
@@ -89,7 +89,7 @@ def measure_rows(wanted: Comparison) -> list[Row]:
 
 
 def rows_of(header: Header, engine: str, layers: LayerTimes, turns: Turns) -> list[Row]:
-    """The rows."""
+    """The rows of all systems."""
     by_rank = [_measured(layers, turns, rank) for rank in range(header.workers)]
     rows = make_rows(header, by_rank)
     asynchronous = {name for name, found in turns.items() if found[0][0]["max_difference"] is None}
@@ -104,7 +104,7 @@ def rows_of(header: Header, engine: str, layers: LayerTimes, turns: Turns) -> li
 
 
 def text(rows: Sequence[Row]) -> str:
-    """The conditions and a table, as ``bench train`` prints them."""
+    """The conditions and a table, in the format of ``bench train``."""
     hidden = {"speedup_vs_ddp", "speedup_vs_ddp_tuned", "possible_speedup_vs_ddp"}
     columns = {key: heading for key, heading in COLUMNS.items() if key not in hidden}
     columns["speedup_vs_own"] = f"vs {rows[0]['engine']}'s best"
@@ -112,7 +112,8 @@ def text(rows: Sequence[Row]) -> str:
 
 
 def _measured(layers: LayerTimes, turns: Turns, rank: int) -> dict[str, Any]:
-    """As ``train.rank.rank_main`` returns it. Of the network what the best turn found counts: other work only takes from it."""
+    """The measurements in the format of ``train.rank.rank_main``. The network's rates are from the best turn, because other
+    activity only slows the network down."""
     networks = [by_rank[rank]["network"] for found in turns.values() for by_rank in found]
     network = max(networks, key=lambda each: min(each["worker_rates"]))
     times = {key: getattr(layers, key) for key in ("names", "forward_seconds", "backward_seconds", "nbytes", "tensors")}

@@ -1,10 +1,10 @@
-"""The EMULATED network that every engine trains, and what its weights must be.
+"""The EMULATED network that every engine trains, and its reference weights.
 
-A number goes in, which stands for a rank's batch. Each layer multiplies it by a gain near 1 that depends on its weights, and
-the last number is the loss. The gradient of a tensor is its *pattern*, fixed numbers, times the number that came in and the one
-that flows back. (For the pattern's first element alone the gain's own derivative would be right; this is made up, and the same
-for all.) So each weight is always its pattern times one number of its layer, the layer's *coefficient*, and a step of a stale
-or wrong weight shows in all that follows.
+The input is a number that stands for a rank's batch. Each layer multiplies it by a gain near 1 that depends on the layer's
+weights, and the last number is the loss. The gradient of a tensor is its *pattern* of fixed numbers, times the layer's input,
+times the number that flows back. (This gradient is made up, and the same for all engines; the gain's true derivative is nonzero
+only for the first element of the pattern.) Each weight is therefore always its pattern times one number, the layer's
+*coefficient*. A step with a stale or wrong weight changes all later steps.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from numpy.typing import NDArray
 
 from commsched.simulator.profile import Profile
 
-#: Of SGD, in every system.
+#: Learning rate of SGD in every system.
 LEARNING_RATE = 0.05
 MOMENTUM = 0.9
 #: The coefficient of all layers before training.
 INITIAL = 0.1
-#: All layers together change what passes through them by at most a factor of exp(+-_FEEDBACK): nothing runs away.
+#: All layers together change a number by at most a factor of exp(+-_FEEDBACK), so that training does not diverge.
 _FEEDBACK = 1.5
-#: Radians of a gain's phase for each unit of the coefficient: a single step counts.
+#: Radians of a gain's phase for each unit of the coefficient, large enough that a single step has an effect.
 PHASE = 16.0
-#: Two layers in three push one way and one the other, so that they do not make up for one another.
+#: Signs of the layers' feedback: two layers in three have one sign and the third the other, so that they do not cancel.
 _SIGNS = (1, 1, -1)
 _MULTIPLIER = np.uint32(2654435761)  # D. E. Knuth's, of multiplicative hashing
 
@@ -37,9 +37,9 @@ Array = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class EmulatedLayer:
-    """``patterns`` of its tensors, in [0.5, 1.5]. A layer without tensors has a gain of 1; with, its gain is
-    ``exp(feedback * sin(PHASE * (coefficient - INITIAL)))``, and the coefficient is read off the first elements: the mean of
-    each tensor's over its pattern's."""
+    """A layer. ``patterns`` are the patterns of its tensors, in [0.5, 1.5]. A layer without tensors has a gain of 1. With
+    tensors, the gain is ``exp(feedback * sin(PHASE * (coefficient - INITIAL)))``. The coefficient is computed from first
+    elements: the mean over tensors of the tensor's first element divided by the pattern's."""
 
     forward_seconds: float
     backward_seconds: float
@@ -53,7 +53,7 @@ class EmulatedLayer:
 
 
 def make_layers(profile: Profile) -> list[EmulatedLayer]:
-    """The layers of ``profile``, which keep its times and its shapes."""
+    """The layers of ``profile``, with its times and shapes."""
     return [
         EmulatedLayer(
             layer.forward_seconds,
@@ -66,7 +66,8 @@ def make_layers(profile: Profile) -> list[EmulatedLayer]:
 
 
 def batch_number(step: int, rank: int) -> float:
-    """What stands for a rank's batch. It changes sign over steps, so that weights stay bounded; no rank's is the average."""
+    """The number that stands for a rank's batch. It changes sign over steps, so that weights stay bounded. No rank's number
+    equals the average."""
     return (1 + 0.5 * math.cos(2.9 * rank + 0.3 * step)) * math.cos(1.7 * step)
 
 
@@ -75,13 +76,13 @@ def gain(feedback: float, coefficient: float) -> float:
 
 
 def sleep_until(at: float) -> None:
-    """``at``: of ``time.monotonic``."""
+    """Sleep until ``time.monotonic`` reaches ``at``."""
     time.sleep(max(0.0, at - time.monotonic()))
 
 
 def coefficients(layers: Sequence[EmulatedLayer], weights: Iterable[Array]) -> list[float]:
-    """The least and the greatest that any element of a layer says, for each layer that has tensors: they are equal but for
-    rounding. ``weights``: all tensors, in the order of the layers."""
+    """The least and the greatest coefficient computed from any element, for each layer that has tensors; they are equal except
+    for rounding. ``weights`` are all tensors, in the order of the layers."""
     found, rest = [], iter(weights)
     for layer in layers:
         ratios = [np.asarray(next(rest), np.float64) / pattern for pattern in layer.patterns]
@@ -91,7 +92,7 @@ def coefficients(layers: Sequence[EmulatedLayer], weights: Iterable[Array]) -> l
 
 
 def plain_averaging(profile: Profile, steps: int, ranks: int) -> list[float]:
-    """What :func:`coefficients` must say after ``steps`` steps of SGD with the mean of all ranks' gradients."""
+    """The correct result of :func:`coefficients` after ``steps`` steps of SGD with the mean of all ranks' gradients."""
     count = len(profile.layers)
     trained = [bool(layer.shapes) for layer in profile.layers]
     found, momenta = [INITIAL] * count, [0.0] * count
@@ -107,8 +108,8 @@ def plain_averaging(profile: Profile, steps: int, ranks: int) -> list[float]:
 
 
 def difference(found: Sequence[float], wanted: Sequence[float]) -> float:
-    """Of what :func:`coefficients` says, relative to the largest change that training was to make. Infinite for NaN, or where
-    numbers are missing."""
+    """Largest difference of a result of :func:`coefficients` from ``wanted``, relative to the largest change that training
+    should make. Infinite for NaN, or if numbers are missing."""
     change = max((abs(each - INITIAL) for each in wanted), default=0.0)
     if len(found) != len(wanted) or not all(map(math.isfinite, found)) or not 0 < change < math.inf:
         return math.inf
@@ -116,7 +117,7 @@ def difference(found: Sequence[float], wanted: Sequence[float]) -> float:
 
 
 def _gradients(gains: Sequence[float], number: float) -> Iterator[float]:
-    """By layer, for one rank's batch, as a factor of the patterns."""
+    """Gradients of one rank's batch by layer, as factors of the patterns."""
     came_in = [number]
     for each in gains:
         came_in.append(came_in[-1] * each)

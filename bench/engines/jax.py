@@ -1,7 +1,7 @@
 """JAX: through commsched's plugin, and with ``jax.lax.pmean`` over the processes of ``jax.distributed``, by gloo.
 
-The layers of ``emulated.py`` are callbacks from within the compiled program, which sleep for the layer's time; what comes after
-them in the program depends on their results.
+The layers of ``emulated.py`` are callbacks within the compiled program. They sleep for the layer's time; later operations of
+the program depend on their results.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ def through_commsched(turn: Turn) -> Sequence[float]:
 
 
 def by_pmean(turn: Turn) -> Sequence[float]:
-    """What JAX has for several processes: one program on all their devices, with a ``pmean`` of the gradients within."""
+    """Train in JAX's own way for several processes: one program on all their devices, which contains a ``pmean`` of the
+    gradients."""
     session, layers, tx = turn.session, make_layers(turn.profile), _optimizer()
     _be_found_at(turn.hosts[session.rank])
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -114,7 +115,7 @@ def _function_of(layer: EmulatedLayer) -> Callable[[jax.Array, list[jax.Array]],
 
     def backward(kept: tuple[jax.Array, jax.Array, jax.Array], upstream: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
         number, own, result = kept
-        # The last layer's upstream is a constant: that backward begins after forward, the result sees to.
+        # The last layer's upstream is a constant. The operand ``result`` makes backward begin after forward.
         flowing, *gradients = _emulate(layer.backward_seconds, layer.patterns, upstream * own, upstream * number, result)
         return flowing, gradients
 
@@ -125,8 +126,8 @@ def _function_of(layer: EmulatedLayer) -> Callable[[jax.Array, list[jax.Array]],
 
 
 def _emulate(seconds: float, patterns: Sequence[Array], number: jax.Array, *operands: jax.Array) -> Sequence[jax.Array]:
-    """``number``, and the patterns times the first of the operands, ``seconds`` after all operands are there. Results are made
-    first, and handed out when the time is over."""
+    """Return ``number``, and the patterns times the first operand, ``seconds`` after all operands are ready. Results are
+    computed first and returned when the time is over."""
 
     def run(_: Any, results: Sequence[Any], *operands: Any) -> None:
         ends = time.monotonic() + seconds
@@ -138,16 +139,17 @@ def _emulate(seconds: float, patterns: Sequence[Array], number: jax.Array, *oper
         sleep_until(ends)
 
     shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((), *(pattern.shape for pattern in patterns))]
-    # io_callback would copy all it hands over.
+    # io_callback would copy all operands and results.
     results: Sequence[jax.Array] = buffer_callback(run, shapes, has_side_effect=True)(number, *operands)
     return results
 
 
 def _be_found_at(address: str) -> None:
-    """JAX lets gloo listen at the address of the host's name: a name of its own for this process, where hosts are emulated.
+    """Give this process a host name of its own that resolves to ``address``. JAX lets gloo listen at the address of the host
+    name, which is the same for all emulated hosts.
 
     Raises:
-        OSError: it is not root.
+        OSError: this process is not root.
     """
     if socket.gethostbyname(socket.gethostname()) == address:
         return

@@ -1,6 +1,6 @@
 """MXNet: through commsched's plugin, and with its own parameter server (kvstore ``dist_sync``, a server beside each worker).
 
-The layers of ``emulated.py`` are custom operators, which MXNet runs in threads of their own; there they sleep for the layer's
+The layers of ``emulated.py`` are custom operators. MXNet runs them in threads of their own, where they sleep for the layer's
 time.
 """
 
@@ -43,14 +43,14 @@ def through_commsched(turn: Turn) -> Sequence[float]:
 
 
 def by_dist_sync(turn: Turn) -> Sequence[float]:
-    """Updates are made by the servers, as by default. The kvstore adds gradients up."""
+    """Train with the kvstore. It sums gradients, and the servers make the updates, which is the default."""
     with _servers(turn):
         net = _Chain(make_layers(turn.profile))
         trainer = gluon.Trainer(net.collect_params(), *_SGD, kvstore="dist_sync")
         trained = _train(turn, net, trainer, batch_size=turn.session.world_size)
-        turn.session.gather(None)  # whoever leaves first ends the servers
+        turn.session.gather(None)  # the first rank that leaves ends the servers
         del trainer, net
-        gc.collect()  # with the kvstore, which takes leave of its servers
+        gc.collect()  # collects the kvstore, which then disconnects from its servers
     return trained
 
 
@@ -81,7 +81,7 @@ def _servers(turn: Turn) -> Iterator[None]:
         "DMLC_NODE_HOST": turn.hosts[session.rank],
     }
     roles = ["scheduler", "server"] if session.rank == 0 else ["server"]
-    command = [sys.executable, "-W", "ignore", "-c", "import mxnet"]  # which then is what DMLC_ROLE says
+    command = [sys.executable, "-W", "ignore", "-c", "import mxnet"]  # its role is that of DMLC_ROLE
     processes = [subprocess.Popen(command, env={**os.environ, **job, "DMLC_ROLE": role}) for role in roles]
     os.environ.update(job, DMLC_ROLE="worker")
     turn.steps.servers += [process.pid for process in processes]
@@ -96,7 +96,7 @@ def _servers(turn: Turn) -> Iterator[None]:
 
 
 class _Chain(gluon.Block):  # type: ignore[misc]
-    """A number goes in, and the loss comes out."""
+    """The network: its input is a number, its output the loss."""
 
     def __init__(self, layers: Sequence[EmulatedLayer]) -> None:
         super().__init__(prefix="emulated_")
@@ -126,7 +126,7 @@ _emulated: dict[str, tuple[EmulatedLayer, list[nd.NDArray]]] = {}
 
 
 class _Operator(mx.operator.CustomOp):  # type: ignore[misc]
-    """Results are made first, and handed out when the layer's time is over."""
+    """The operator of a layer. Results are computed first and returned when the layer's time is over."""
 
     def __init__(self, key: str) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
-"""TensorFlow's ``ParameterServerStrategy``: asynchronous, so that it trains to other weights than the rest.
+"""TensorFlow's ``ParameterServerStrategy``. It is asynchronous, so that it trains to other weights than the other systems.
 
-On each rank's host run a worker and a parameter server, in processes of their own; variables are spread over the servers. The
-coordinator, which tells workers what to run and transfers no tensor of the model, is rank 0's own process. A worker fetches
-weights, computes, and has its gradients applied, without waiting for any other.
+A worker and a parameter server run on each rank's host, in processes of their own. Variables are spread over the servers. The
+coordinator is rank 0's own process; it schedules work on the workers and transfers no tensor of the model. A worker fetches
+weights, computes, and has its gradients applied, without waiting for any other worker.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ server.join()
 
 
 def by_parameter_server_strategy(turn: Turn) -> None:
-    """A step is over when as many batches as there are workers are trained, of whichever."""
+    """Train. A step is over when as many batches are trained as there are workers, by any workers."""
     session = turn.session
     cluster = {job: free_addresses(turn) for job in ("chief", "worker", "ps")}
     cluster["chief"] = cluster["chief"][:1]
@@ -46,7 +46,7 @@ def by_parameter_server_strategy(turn: Turn) -> None:
 
 
 def _scheduled(turn: Turn, cluster: dict[str, list[str]]) -> Iterator[Any]:
-    """What each batch comes to; all are on their way to whichever worker is free."""
+    """The result of each batch. All batches are scheduled at once; each runs on the next free worker."""
     resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
         tf.train.ClusterSpec(cluster), task_type="chief", task_id=0, rpc_layer="grpc"
     )
@@ -74,7 +74,8 @@ def _scheduled(turn: Turn, cluster: dict[str, list[str]]) -> Iterator[Any]:
 
 @contextmanager
 def _servers(turn: Turn, cluster: dict[str, list[str]]) -> Iterator[None]:
-    """A worker and a parameter server beside each rank. All serve then: the coordinator would wait with Python's lock held."""
+    """Run a worker and a parameter server beside each rank. In the block all of them are serving; otherwise the coordinator
+    would wait for them with Python's lock held."""
     given = [json.dumps([cluster, job, turn.session.rank]) for job in ("worker", "ps")]
     processes = [subprocess.Popen([sys.executable, "-c", _SERVE, each], stdout=subprocess.PIPE) for each in given]
     turn.steps.servers += [process.pid for process in processes]

@@ -10,24 +10,24 @@ from typing import TYPE_CHECKING, Any
 
 from commsched.simulator.profile import Profile
 
-from ..layers import LayerTimes
-from ..nic_load import seconds_per_byte
-from ..train.message_cost import measure_message_cost
-from ..train.network import measure_network, own_address
-from ..train.partition_choice import choose
-from ..train.start_line import StartLine
+from ..harness.config_barrier import ConfigBarrier
+from ..harness.layers import LayerTimes
+from ..harness.message_cost import measure_message_cost
+from ..harness.network import measure_network, own_address
+from ..harness.nic_load import seconds_per_byte
+from ..harness.partition_choice import choose
 from .emulated import difference, plain_averaging
 from .registry import systems_of
 from .turn import Turn
 
 if TYPE_CHECKING:
-    from commsched.session import Session
+    from commsched.session.session import Session
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """What the ranks are to do, as JSON. ``nominal_rates`` and ``capped`` as in ``train.rank.Assignment``; ``steps`` counted
-    ones come after ``settle`` others, the first of which compile and start what is to be started."""
+    """The arguments of the ranks, as JSON. ``nominal_rates`` and ``capped`` are as in ``train.rank.Assignment``. ``steps``
+    steps count, after ``settle`` steps that do not; the first of these compile and start the engine's processes."""
 
     engine: str
     system: str
@@ -42,11 +42,12 @@ class Assignment:
 
 
 def rank_main(session: Session, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """What was measured here: ``seconds`` of each counted step, ``cpu_seconds`` of one on average, ``max_difference`` of the
-    weights to those of plain averaging (None: trained asynchronously), ``network``, and in ``sizes`` what commsched ran with.
+    """Measure on this rank. Returns ``seconds`` of each counted step, mean ``cpu_seconds`` of a step, ``max_difference`` of the
+    weights from plain averaging (None for asynchronous training), ``network``, and ``sizes`` with commsched's configuration.
     """
-    # An engine with threads of OpenMP's gets one, as PyTorch does in ``bench train``. Idle ones spin, and in several processes
-    # that share the cores each layer waits for the last of them: MXNet's steps then took up to four times as long.
+    # An engine that uses OpenMP gets one thread, as PyTorch does in ``bench train``. Idle threads spin. In several processes
+    # that
+    # share the cores, each layer then waits for the last thread: MXNet's steps took up to four times as long.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     task = Assignment(**arguments)
     profile = Profile.from_record(task.profile)
@@ -75,8 +76,9 @@ def rank_main(session: Session, arguments: Mapping[str, Any]) -> dict[str, Any]:
 def _configure(
     session: Session, task: Assignment, layers: LayerTimes, per_byte: float, message_bytes: int
 ) -> tuple[int, int, float]:
-    """Partition and credit in bytes, which the session runs with from now on, and what a partition costs. Collective."""
-    line = StartLine(session)
+    """Choose partition and credit and switch the session to them. Returns both in bytes, and the overhead of a partition.
+    Collective."""
+    line = ConfigBarrier(session)
     cost = measure_message_cost(session, line, message_bytes)
     partition, credit = choose(task.partition, task.credit, [layers], per_byte, cost, session.world_size, 0)
     partition, credit = session.gather([partition, credit])[0]

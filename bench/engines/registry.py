@@ -1,7 +1,7 @@
 """The engines of this benchmark, found by name: ``jax`` is ``bench/engines/jax.py``.
 
-Each has a dictionary ``SYSTEMS``: ``commsched``, and the engine's own ways of data-parallel training, as functions of a
-:class:`turn.Turn`. They all train the same EMULATED layers.
+Each engine's module has a dictionary ``SYSTEMS``: ``commsched``, and the engine's own ways of data-parallel training, as
+functions of a :class:`turn.Turn`. All of them train the same EMULATED layers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ NAMES = ("tensorflow", "mxnet", "jax")
 
 
 def systems_of(engine: str) -> Mapping[str, Train]:
-    """Its systems, by name. Imports the engine.
+    """The systems of ``engine``, by name. Imports the engine.
 
     Raises:
         ConfigError: there is no such engine, or it is not installed here.

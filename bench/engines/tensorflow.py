@@ -1,5 +1,5 @@
-"""TensorFlow: through commsched's plugin, with ``MultiWorkerMirroredStrategy``, its own synchronous way, and with
-``ParameterServerStrategy``, its asynchronous one.
+"""TensorFlow: through commsched's plugin, with its own synchronous ``MultiWorkerMirroredStrategy``, and with its own
+asynchronous ``ParameterServerStrategy``.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def by_multi_worker_mirrored_strategy(turn: Turn) -> Sequence[float]:
     def on_worker(batch: tf.Tensor) -> tf.Tensor:
         with tf.GradientTape() as tape:
             loss = model(batch)
-            share = loss / session.world_size  # Keras's optimizer adds up what the workers have
+            share = loss / session.world_size  # Keras's optimizer sums the workers' gradients
         variables = model.trainable_variables
         optimizer.apply(tape.gradient(share, variables), variables)
         return loss

@@ -1,6 +1,6 @@
-"""What all systems of TensorFlow train: the network of ``emulated.py`` as a Keras model.
+"""The model of all TensorFlow systems: the network of ``emulated.py`` as a Keras model.
 
-Its layers sleep in an operation of TensorFlow's own, which does without Python, so that other processes can run them.
+Its layers sleep in an operation of TensorFlow's own, which needs no Python, so that other processes can run them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def make_optimizer() -> Any:
 
 
 class _Layer(keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
-    """A layer of ``emulated.py``, as Keras knows them."""
+    """A layer of ``emulated.py`` as a Keras layer."""
 
     def __init__(self, layer: EmulatedLayer) -> None:
         super().__init__(dtype="float32")
@@ -59,7 +59,7 @@ def _run(layer: EmulatedLayer, number: tf.Tensor, weights: Sequence[tf.Tensor]) 
         result = _slept(number * gain, layer.forward_seconds)
 
         def backward(upstream: tf.Tensor) -> list[tf.Tensor]:
-            with tf.control_dependencies([result]):  # of the last layer upstream is a constant
+            with tf.control_dependencies([result]):  # the last layer's upstream is a constant
                 upstream = _slept(upstream, layer.backward_seconds)
             return [upstream * gain, *(upstream * number * tf.constant(pattern) for pattern in layer.patterns)]
 
@@ -69,9 +69,10 @@ def _run(layer: EmulatedLayer, number: tf.Tensor, weights: Sequence[tf.Tensor]) 
 
 
 def _slept(number: tf.Tensor, seconds: float) -> tf.Tensor:
-    """``number``, after ``seconds`` in which no thread of Python is needed. It goes through a data set that sleeps."""
+    """Return ``number`` after ``seconds`` during which no Python thread is needed. The number passes through a data set that
+    sleeps."""
     of_one = {"output_types": [number.dtype], "output_shapes": [number.shape]}
     source = tf.raw_ops.TensorDataset(components=[number], output_shapes=[number.shape])
     slow = tf.raw_ops.SleepDataset(input_dataset=source, sleep_microseconds=round(1e6 * seconds), **of_one)
-    once = tf.raw_ops.TakeDataset(input_dataset=slow, count=1, **of_one)  # who looks for a second element would sleep again
+    once = tf.raw_ops.TakeDataset(input_dataset=slow, count=1, **of_one)  # asking for a second element would sleep again
     return tf.raw_ops.DatasetToSingleElement(dataset=once, **of_one)[0]

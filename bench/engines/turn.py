@@ -1,4 +1,4 @@
-"""What one system of an engine is given to train, and what it gives back: between ``rank`` and the engines."""
+"""One turn of a system of an engine: its arguments and its results, between ``rank`` and the engines."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING
 
 from commsched.simulator.profile import Profile
 
-from ..cpu_time import cpu_seconds
+from ..harness.cpu_time import cpu_seconds
 
 if TYPE_CHECKING:
-    from commsched.session import Session
+    from commsched.session.session import Session
 
 _KNOWN_WITHIN_SECONDS = 60.0
 
 
 @dataclass
 class Steps:
-    """When each step was over on this rank, in seconds of ``time.monotonic``: its loss is known; and the processor time until
-    then, of this process and of ``servers``, the ids of processes that serve this rank beside it."""
+    """The end of each step on this rank, in seconds of ``time.monotonic``, when its loss is known, and the CPU time until then.
+    CPU time is of this process and of ``servers``, the ids of the processes that serve this rank."""
 
     servers: list[int] = field(default_factory=list)
     ended: list[float] = field(default_factory=list)
@@ -34,11 +34,11 @@ class Steps:
 
 @dataclass(frozen=True)
 class Turn:
-    """One training of ``count`` steps, each to be told to ``steps``.
+    """One training of ``count`` steps; each step must be reported to ``steps``.
 
-    ``profile`` has the layers, whose times are to be slept and whose shapes are the gradients' (float32); see ``emulated``.
-    ``hosts`` are the addresses at which ranks reach each other, by rank. A session is there for every system: those that do not
-    average by it may ``gather`` with it, to agree on ports, say.
+    ``profile`` has the layers: the times for which they sleep, and the shapes of their gradients (float32); see ``emulated``.
+    ``hosts`` are the addresses at which ranks reach each other, by rank. Every system has a session. A system that does not
+    average by it may still use its ``gather``, for example to agree on ports.
     """
 
     session: Session
@@ -51,8 +51,9 @@ class Turn:
 def free_addresses(turn: Turn) -> list[str]:
     """``host:port`` on each rank's host, with a port that is free now. Collective; rank 0 is not the first to return.
 
-    Rank 0 hears from all others that they know, since what it does next may hold Python's lock until they do their part:
-    TensorFlow starts collectives so. What rank 0 has gathered might not have left by then.
+    Rank 0 waits until all other ranks have confirmed the addresses. Its next call may hold Python's lock until the other ranks
+    do their part, as TensorFlow's start of collectives does. Without the confirmation, rank 0's gathered addresses might not
+    have been sent by then.
     """
     hosts, rank = turn.hosts, turn.session.rank
     with socket.create_server((hosts[rank], 0)) as listener:
@@ -61,12 +62,12 @@ def free_addresses(turn: Turn) -> list[str]:
         if rank == 0:
             for _ in hosts[1:]:
                 with listener.accept()[0] as connection:
-                    connection.recv(1)  # its end: who closes first is left with the port
+                    connection.recv(1)  # waits for its end: the side that closes first keeps the port
         else:
             socket.create_connection((hosts[0], ports[0]), _KNOWN_WITHIN_SECONDS).close()
     return [f"{host}:{port}" for host, port in zip(hosts, ports)]
 
 
-#: A system of an engine. Trains, and returns what ``emulated.coefficients`` says of the weights; None if it trains
-#: asynchronously, to weights of its own.
+#: A system of an engine. It trains and returns ``emulated.coefficients`` of the weights, or None if it trains asynchronously,
+#: to other weights.
 Train = Callable[[Turn], Sequence[float] | None]

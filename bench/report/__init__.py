@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from ..extras import require_extra
+from ..harness.extras import require_extra
 from .markdown import markdown
 from .read import read_files
 
@@ -15,16 +15,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "results", type=Path, nargs="+", metavar="FILE", help=".json of train, simulate or sweep, or .jsonl of sweep --out"
     )
     parser.add_argument("--out", type=Path, default="report.html", metavar="FILE", help="the page (default: report.html)")
+    parser.add_argument(
+        "--timeline",
+        type=Path,
+        metavar="FILE",
+        help="also draw one step of each system to FILE, an .svg, for the first model that has one",
+    )
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="also write the table to FILE")
 
 
 def run(args: argparse.Namespace) -> int:
     require_extra("report", "matplotlib", "jinja2")
-    from .page import page  # needs both
+    from .page import page, timeline  # need both
 
     read = read_files(args.results)
     args.out.write_text(page(read), encoding="utf-8")
+    if args.timeline:
+        args.timeline.write_text(timeline(read), encoding="utf-8")
     if args.markdown:
         args.markdown.write_text(markdown(read.results), encoding="utf-8")
-    print(f"{len(read.results)} rows: {', '.join(str(path) for path in (args.out, args.markdown) if path)}")
+    print(f"{len(read.results)} rows: {', '.join(str(path) for path in (args.out, args.timeline, args.markdown) if path)}")
     return 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ..measure import LEAST_SAMPLES
+from ..harness.measure import MIN_SAMPLES
 from .result import Result
 
 MISSING = "-"
@@ -27,10 +27,10 @@ def milliseconds(seconds: float | None) -> str:
 
 
 def step(result: Result) -> str:
-    """The median and its confidence interval, or the range where there are too few steps for one."""
+    """The median and its confidence interval, or the range if there are too few steps for an interval."""
     if result.low is None or result.high is None or len(result.samples) == 1:
         return milliseconds(result.median)
-    word = " range" if 0 < len(result.samples) < LEAST_SAMPLES else ""
+    word = " range" if 0 < len(result.samples) < MIN_SAMPLES else ""
     return f"{milliseconds(result.median)} [{milliseconds(result.low)}, {milliseconds(result.high)}]{word}"
 
 
@@ -64,7 +64,7 @@ def stands_for(result: Result) -> str:
 
 
 def model(result: Result) -> str:
-    """With its mark, so that a row that is cited alone says what it is."""
+    """The model with its mark, so that a row that is cited alone says what it is."""
     return f"{result.model} ({result.mark})" if result.mark else result.model
 
 
@@ -84,10 +84,10 @@ _POSSIBLE = Column("possible", lambda r: _fixed(r.possible_speedup_vs_ddp, 2))
 _CPU = Column("CPU s/step", lambda r: _fixed(r.cpu, 3))
 _DIFFERENCE = Column("max difference", difference)
 
-#: For the README and the docs.
+#: Columns for the README and the docs.
 SHORT = (*_WHERE, _STEP, _BOUND, _EFFICIENCY, _SPEEDUP, _POSSIBLE, _CPU, _DIFFERENCE)
 
-#: Everything.
+#: All columns.
 LONG = (
     *_WHERE,
     Column("ran with", lambda r: r.config or MISSING, numeric=False),

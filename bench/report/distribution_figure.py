@@ -1,4 +1,4 @@
-"""How long the counted steps took: every step a point, quartiles as a box, the bound as a line."""
+"""The distribution of the times of counted steps: each step is a point, quartiles are a box, the bound is a line."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _BOUNDS: tuple[tuple[str, str, str, Literal["-", ":"]], ...] = (
 
 
 def distribution_figure(group: Group) -> Figure | None:
-    """None if no result has the times of several steps."""
+    """The figure of ``group``; None if no result has the times of several steps."""
     drawn = [[result for result in at if len(result.samples) > 1] for at in group.at_rho]
     drawn = [at for at in drawn if at]
     if not drawn:
@@ -49,11 +49,11 @@ def _panel(axes: Axes, results: Sequence[Result]) -> None:
     for place, result in enumerate(results):
         for attribute, _, colour, line in _BOUNDS:
             if (bound := getattr(result, attribute)) is not None:
-                # Of its own row only: what travels by other hosts has another bound.
+                # The bound is drawn in its own row only, because a system that uses other hosts has another bound.
                 axes.plot([1e3 * bound] * 2, [place - 0.5, place + 0.5], color=colour, linestyle=line, linewidth=1)
         style = look(result.system)
         times = [1e3 * seconds for seconds in result.samples]
-        # Points beside one another by a golden ratio: even, and the same in every report.
+        # The golden ratio spreads the points evenly, and in the same way in every report.
         heights = [place + ((index * _GOLDEN) % 1 - 0.5) * 0.5 for index in range(len(times))]
         axes.boxplot(
             [times],

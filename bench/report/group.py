@@ -1,4 +1,4 @@
-"""Which results belong into one picture. Pure."""
+"""Grouping of results into figures. Pure."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from dataclasses import dataclass
 
 from .result import Result
 
-#: Measured values of rho that differ by less stand for one.
+#: Measured values of rho that differ by less than this factor count as equal.
 _SAME_RHO = 1.1
 
-#: In this order systems appear; others follow by name.
+#: The order in which systems appear; other systems follow by name.
 SYSTEMS = ("serial", "fifo", "wfbp", "ddp", "ddp-tuned", "dear", "p3", "tictac", "commsched", "commsched-all-reduce")
 
 
 @dataclass(frozen=True)
 class Group:
-    """One model on one kind of cluster, over several rho. ``at_rho`` has the results of each rho, in increasing order."""
+    """One model on one kind of cluster, over several values of rho. ``at_rho`` has the results of each value, in increasing
+    order."""
 
     title: str
     mark: str
@@ -37,7 +38,7 @@ class Group:
 
 
 def groups(results: Iterable[Result]) -> list[Group]:
-    """``results`` by model, cluster and what they are: measured, EMULATED or simulated."""
+    """``results`` grouped by model, cluster and kind: measured, EMULATED or simulated."""
     found: dict[tuple[str, str], list[Result]] = {}
     for result in sorted(results, key=_order):
         found.setdefault((_title(result), result.mark), []).append(result)
@@ -45,7 +46,7 @@ def groups(results: Iterable[Result]) -> list[Group]:
 
 
 def systems(results: Iterable[Result]) -> list[str]:
-    """Those that occur, in the order in which they appear everywhere."""
+    """The systems in ``results``, in the order used everywhere."""
     return sorted({result.system for result in results}, key=system_order)
 
 
@@ -65,7 +66,8 @@ def _title(result: Result) -> str:
 
 
 def _network(result: Result) -> str:
-    """EMULATED layers are given a rho at one rate; with real ones the rate is what changes rho, so it does not divide them."""
+    """The part of the key that describes the network. EMULATED layers get a rho at one rate. With real layers the rate changes
+    rho, so results of different rates are in one group."""
     if result.simulated:
         return ""
     if result.emulated or not result.link:
@@ -74,7 +76,7 @@ def _network(result: Result) -> str:
 
 
 def _by_rho(results: Sequence[Result]) -> list[list[Result]]:
-    """``results`` are in order of rho; those without one come first."""
+    """``results`` grouped by rho. They must be in order of rho; results without a rho come first."""
     together: list[list[Result]] = []
     for result in results:
         first = together[-1][0].rho if together else None

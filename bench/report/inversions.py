@@ -1,4 +1,4 @@
-"""Priority inversions of a timeline: tasks of the network that went before a more urgent one that was ready. Pure."""
+"""Priority inversions of a timeline: network tasks that started before a more urgent task that was ready. Pure."""
 
 from __future__ import annotations
 
@@ -6,24 +6,25 @@ from collections.abc import Iterable, Sequence
 
 from .result import Span
 
-#: A task is chosen some moments before its start is noted; what becomes ready in between it could not have waited for.
+#: A task is chosen some time before its start is recorded. A task that becomes ready in between does not count, because it came
+#: too late for the choice.
 SLACK_SECONDS = 1e-3
 
 
 def network_tasks(timeline: Iterable[Span]) -> list[Span]:
-    """By their start."""
+    """The network tasks of ``timeline``, sorted by start."""
     return sorted((span for span in timeline if span.track == "network"), key=lambda span: span.start)
 
 
 def with_priority(tasks: Iterable[Span]) -> list[Span]:
-    """Without, say, the buckets of a system that has none."""
+    """The tasks that have a priority; the buckets of a system without priorities, for example, are left out."""
     return [task for task in tasks if task.priority is not None]
 
 
 def inversions(tasks: Sequence[Span]) -> list[Span]:
-    """Those of ``tasks``, which are sorted by start, that started while a more urgent one was ready and waiting.
+    """The tasks that started while a more urgent task was ready and waiting. ``tasks`` are sorted by start.
 
-    A task that does not say when it was ready or how urgent it was takes no part.
+    A task without a ready time or a priority is ignored.
     """
     judged = [(task, task.priority, task.ready) for task in tasks if task.priority is not None and task.ready is not None]
     return [

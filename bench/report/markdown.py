@@ -9,7 +9,7 @@ from .columns import SHORT
 from .group import Group, groups
 from .result import Result
 
-#: A bracket by itself is none: only ``](`` makes a link.
+#: Markdown's special characters. A bracket alone is not special: only ``](`` makes a link.
 _MARKUP = re.compile(r"[\\`*<>|~]|(?<=])\(|\b_|_\b")
 
 
@@ -28,5 +28,5 @@ def _table(group: Group) -> str:
 
 
 def _escape(text: str) -> str:
-    """A name is no markup, and one cell stays one cell."""
+    """Escape markup in ``text``, so that a name shows as it is and a cell remains one cell."""
     return " ".join(_MARKUP.sub(r"\\\g<0>", text).split())

@@ -1,4 +1,4 @@
-"""The page: all results, with their plots, in one file of HTML that asks for no other."""
+"""The page: all results with their plots, in one HTML file that needs no other file."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from jinja2 import FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
-from ..measure import LEAST_SAMPLES, TOLERATED_DIFFERENCE, median_absolute_error
-from ..results import lasting
+from commsched.core.errors import ConfigError
+
+from ..harness.measure import MIN_SAMPLES, TOLERATED_DIFFERENCE, median_absolute_error
+from ..harness.results import lasting
 from .columns import LONG
 from .distribution_figure import distribution_figure
 from .group import Group, groups
@@ -29,7 +31,7 @@ _CAPTIONS = (
     (
         rho_figure,
         "Efficiency and speed-up against DDP; bars are 95 % confidence intervals of the median, or "
-        f"the range of fewer than {LEAST_SAMPLES} steps; systems stand side by side. "
+        f"the range of fewer than {MIN_SAMPLES} steps; systems stand side by side. "
         "A line goes through the fastest setting of each system; faint points are its others.",
     ),
     (distribution_figure, "Every counted step is a point; the box spans the quartiles, its thick line is the median."),
@@ -51,7 +53,7 @@ class Plot:
 
 @dataclass
 class Machine:
-    """An environment, and when something was measured in it."""
+    """An environment, and the times of measurements in it."""
 
     facts: dict[str, str]
     times: list[str] = field(default_factory=list)
@@ -60,7 +62,7 @@ class Machine:
 
 
 def page(read: Read) -> str:
-    """One thread at a time: it sets matplotlib's state meanwhile."""
+    """The page as HTML. Only one thread may call it at a time, because it changes matplotlib's state."""
     templates = Templates(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -81,10 +83,24 @@ def page(read: Read) -> str:
         sections=sections,
         simulation=simulation_plot,
         limit=TOLERATED_DIFFERENCE,
-        least_samples=LEAST_SAMPLES,
+        least_samples=MIN_SAMPLES,
         disturbed=[result for result in read.results if result.disturbed],
         wrong=[result for result in read.results if result.wrong],
     )
+
+
+def timeline(read: Read) -> str:
+    """The timeline of the first group that has one, as the text of an SVG file. Only one thread may call it at a time (see
+    :func:`page`).
+
+    Raises:
+        ConfigError: no step was recorded.
+    """
+    with styled():
+        figure = next((figure for group in groups(read.results) if (figure := timeline_figure(group)) is not None), None)
+        if figure is None:
+            raise ConfigError("no step was recorded: measure with python -m bench train, which records one of each system")
+        return to_svg(figure, "timeline")
 
 
 def _title(results: Sequence[Result]) -> str:
@@ -115,7 +131,7 @@ def _simulation_plot(figure: Figure, results: Sequence[Result]) -> Plot:
 
 
 def _machines(environments: Iterable[Environment]) -> list[Machine]:
-    """Equal ones together."""
+    """The machines of ``environments``; equal environments are merged."""
     found: dict[str, Machine] = {}
     for environment in environments:
         facts = {_words(key): _fact(key, value) for key, value in lasting(environment).items()}

@@ -1,4 +1,4 @@
-"""Reads the files that a report is made of: results in one JSON document, or a sweep's lines."""
+"""Reads the input files of a report: results in one JSON document, or the lines of a sweep."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from commsched.core.errors import ConfigError
 
-from ..results import SCHEMA
+from ..harness.results import SCHEMA
 from ..sweep.log import read_cells
 from .result import Result, parse_result
 
@@ -27,7 +27,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Read:
-    """``environments`` has one item for each document or cell."""
+    """The contents of the files. ``environments`` has one item for each document or cell."""
 
     results: Sequence[Result]
     environments: Sequence[Environment]
@@ -35,10 +35,11 @@ class Read:
 
 
 def read_files(paths: Iterable[Path]) -> Read:
-    """All rows of all files, in their order.
+    """All rows of all files, in order.
 
     Raises:
-        ConfigError: a file cannot be read or is not what the benchmarks write, or there is no row; names file and row.
+        ConfigError: a file cannot be read or is not in the benchmarks' format, or there is no row; the message names file and
+            row.
     """
     results: list[Result] = []
     environments: list[Environment] = []

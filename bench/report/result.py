@@ -1,4 +1,4 @@
-"""One row of a benchmark of training steps, checked when it is read. Pure."""
+"""One row of a benchmark of training steps, validated when it is read. Pure."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..measure import TOLERATED_DIFFERENCE
+from ..harness.measure import TOLERATED_DIFFERENCE
 
 TRACKS = ("forward", "backward", "network", "wait")
 
 
 @dataclass(frozen=True)
 class Span:
-    """What one track did for some time; seconds from the step's start. A network's task could have started at ``ready``."""
+    """An activity of one track, in seconds from the start of the step. A network task could have started at ``ready``."""
 
     track: str
     name: str
@@ -26,7 +26,7 @@ class Span:
 
 @dataclass(frozen=True)
 class StandsFor:
-    """The real cluster that a scaled row speaks of."""
+    """The real cluster for which a scaled row stands."""
 
     gradient_bytes: float
     compute_seconds: float
@@ -36,9 +36,10 @@ class StandsFor:
 
 @dataclass(frozen=True)
 class Result:
-    """Seconds per step unless the name says otherwise; ``low`` and ``high`` are those of ``measure.median_interval``.
+    """A result. Values are seconds per step unless the name says otherwise. ``low`` and ``high`` are from
+    ``measure.median_interval``.
 
-    None is what was not measured.
+    None means not measured.
     """
 
     system: str
@@ -73,7 +74,7 @@ class Result:
 
     @property
     def mark(self) -> str:
-        """What the row is if it is not simply measured."""
+        """The kind of the row if it is not simply measured."""
         return ", ".join(word for word, holds in (("EMULATED", self.emulated), ("simulated", self.simulated)) if holds)
 
     @property
@@ -82,15 +83,15 @@ class Result:
 
     @property
     def disturbed(self) -> bool:
-        """Faster than any step can be: what the bound is from was measured badly."""
+        """Whether the step was faster than the bound: the measurements behind the bound were disturbed."""
         return not self.simulated and self.bound is not None and self.high is not None and self.high < self.bound
 
 
 def parse_result(row: object) -> Result:
-    """A row of ``bench train``, ``simulate`` or ``sweep``. Keys that are not there count as None.
+    """Parse a row of ``bench train``, ``simulate`` or ``sweep``. Missing keys count as None.
 
     Raises:
-        ValueError: the row lacks what every such row has, or a value is of the wrong kind; says which.
+        ValueError: the row lacks a required key, or a value has the wrong type; the message names it.
     """
     if not isinstance(row, dict):
         raise ValueError(f"is of type {type(row).__name__}, not an object")
@@ -189,7 +190,7 @@ def _needed(record: Mapping[str, Any], key: str) -> float:
 
 
 def _positive(record: Mapping[str, Any], key: str) -> float | None:
-    """A share that is drawn on a logarithmic axis; one worker has no communication, and so none."""
+    """A ratio for a logarithmic axis; None unless it is positive. With one worker there is no communication and no ratio."""
     value = _number(record, key)
     return value if value is None or value > 0 else None
 

@@ -17,13 +17,13 @@ from .style import BOUND_COLOUR, NOTE_COLOUR, look, new_figure
 #: A value and the ends of its confidence interval.
 Estimate = tuple[float, float, float]
 
-_MOST_TICKS = 7
-_LEAST_FRACTION = 1 / 32
+_MAX_TICKS = 7
+_MIN_FRACTION = 1 / 32
 _SIDE_BY_SIDE = 1.025
 
 
 def rho_figure(group: Group) -> Figure | None:
-    """None if no result has both a rho and an efficiency."""
+    """The figure of ``group``; None if no result has both a rho and an efficiency."""
     drawn = [[result for result in at if result.rho is not None and result.efficiency] for at in group.at_rho]
     drawn = [at for at in drawn if at]
     if not drawn:
@@ -41,7 +41,7 @@ def rho_figure(group: Group) -> Figure | None:
 
 
 def best(results: Sequence[Result]) -> Result:
-    """Of several settings of one system the fastest."""
+    """The result of the fastest setting of one system."""
     return min(results, key=lambda result: result.median)
 
 
@@ -85,13 +85,13 @@ def _speedup_of(result: Result) -> Estimate | None:
 
 
 def _around(value: float, result: Result) -> Estimate:
-    """``value`` goes with one over the step time."""
+    """``value`` with the ends of its interval. It is inversely proportional to the step time."""
     low, high = result.low or result.median, result.high or result.median
     return value, value * result.median / high, value * result.median / low
 
 
 def _draw(axes: Axes, drawn: Sequence[Sequence[Result]], estimate: Callable[[Result], Estimate | None]) -> None:
-    """A line through the fastest setting of each system at each rho, and a faint point for every other."""
+    """Draw a line through the fastest setting of each system at each rho, and a faint point for every other setting."""
     names = systems(result for at in drawn for result in at)
     for place, name in enumerate(names):
         aside = _SIDE_BY_SIDE ** (place - (len(names) - 1) / 2)
@@ -133,9 +133,10 @@ def _rho_axis(axes: Axes, values: Sequence[float]) -> None:
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """Powers of 2, or of 10 where those would be too many or too long; none where there are too few to read a scale from."""
-    for base in (2.0, 10.0) if low > _LEAST_FRACTION else (10.0,):
+    """Ticks at powers of 2, or of 10 if powers of 2 would be too many or too long; empty if they are too few to read a
+    scale."""
+    for base in (2.0, 10.0) if low > _MIN_FRACTION else (10.0,):
         powers = range(ceil(log(low, base)), floor(log(high, base)) + 1)
-        if len(powers) <= _MOST_TICKS:
+        if len(powers) <= _MAX_TICKS:
             return [base**power for power in powers] if len(powers) > 1 else []
     return []

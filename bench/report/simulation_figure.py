@@ -1,4 +1,4 @@
-"""Measured step times against what the simulator says of the same rows."""
+"""Measured step times against simulated ones of the same rows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _BAND = 0.05
 
 
 def simulation_figure(results: Sequence[Result]) -> Figure | None:
-    """None if no measured row was simulated."""
+    """The figure; None if no measured row was simulated."""
     pairs = compared(results)
     if not pairs:
         return None

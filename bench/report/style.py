@@ -1,7 +1,7 @@
-"""How the plots look: one colour, marker and line for each system everywhere, and SVG that stands inside a page.
+"""The style of the plots: each system has one colour, marker and line everywhere, and SVG is made for embedding in a page.
 
-Most colours are those of M. Okabe and K. Ito ("Color Universal Design", 2008), which people with any colour vision can tell
-apart; markers tell them apart in print without colour. Vermillion is kept for priority inversions.
+Most colours are from M. Okabe and K. Ito ("Color Universal Design", 2008); people with any colour vision can distinguish them.
+Markers distinguish systems in print without colour. Vermillion is reserved for priority inversions.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ INVERSION_COLOUR = "#D55E00"
 BOUND_COLOUR = "#000000"
 NOTE_COLOUR = "#666666"
 
-#: Inches; as wide as the page.
+#: Width of a figure in inches, equal to the width of the page.
 WIDTH = 10.5
 
 _COLOURS = ("#8A5A2B", "#E69F00", "#CC79A7", "#000000", "#7A7A7A", "#B8A600", "#009E73", "#56B4E9", "#0072B2", "#882255")
@@ -43,7 +43,7 @@ _SETTINGS: dict[Any, Any] = {
     "grid.linewidth": 0.6,
     "axes.axisbelow": True,
     "hatch.linewidth": 0.5,
-    "text.parse_math": False,  # names come from files: a dollar sign is one
+    "text.parse_math": False,  # names come from files: a dollar sign is only a character
     "svg.fonttype": "none",
 }
 _TAG = re.compile(r"<[^>]*>")
@@ -58,7 +58,7 @@ class Look:
 
 
 def look(system: str) -> Look:
-    """The same for a system in every plot of every report."""
+    """The look of a system, which is the same in every plot of every report."""
     if system in SYSTEMS:
         index = SYSTEMS.index(system)
         return Look(_COLOURS[index], _MARKERS[index], "-")
@@ -68,18 +68,18 @@ def look(system: str) -> Look:
 
 @contextmanager
 def styled() -> Iterator[None]:
-    """Figures are made and written in this block. It sets state of the process: one thread at a time."""
+    """Make and write figures in this block. Only one thread may use it at a time, because it changes state of the process."""
     with matplotlib.rc_context(_SETTINGS):
         yield
 
 
 def new_figure(height: float) -> Figure:
-    """``height`` in inches."""
+    """A new figure; ``height`` is in inches."""
     return Figure(figsize=(WIDTH, height), layout="constrained")
 
 
 def to_svg(figure: Figure, name: str) -> str:
-    """An ``<svg>`` element whose identifiers start with ``name``, so that several can stand in one page."""
+    """The figure as an ``<svg>`` element. Its identifiers start with ``name``, so that one page can hold several."""
     text = StringIO()
     with matplotlib.rc_context({"svg.hashsalt": name}):
         figure.savefig(text, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))

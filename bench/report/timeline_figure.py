@@ -1,4 +1,4 @@
-"""One step of each system: what computation, network and waiting did when, with priority inversions marked."""
+"""The timeline of one step of each system: computation, network and waits, with priority inversions marked."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from .style import BOUND_COLOUR, INVERSION_COLOUR, look, new_figure
 
 _COMPUTE_COLOURS = {"backward": "#8C8C8C", "forward": "#BDBDBD"}
 
-#: From top to bottom.
+#: Heights of the tracks, from top to bottom.
 _HEIGHTS = {"backward": 0.8, "forward": 0.8, "network": 4.5, "wait": 0.8}
 _GAP = 0.2
 
-#: What of its row a task fills, unless there are many.
+#: Share of its row that a task fills, unless there are many tasks.
 _FILLED = 0.88
 _MANY = 40
 
-#: What of the axis the black head of an inverted task takes, for print without colours.
+#: Share of the axis for the black head of an inverted task, which marks it in print without colours.
 _HEAD = 0.003
 _PALE = 0.22
 
@@ -36,7 +36,7 @@ Bar = tuple[float, float, float, float]
 
 
 def timeline_figure(group: Group) -> Figure | None:
-    """At the rho nearest to 1, of the fastest setting of each system. None if no step was recorded."""
+    """The figure of the fastest setting of each system at the rho nearest to 1. None if no step was recorded."""
     recorded = [result for result in group.hardest() if result.timeline]
     if not recorded:
         return None
@@ -97,7 +97,7 @@ def _bottoms() -> dict[str, float]:
 
 
 def _network(axes: Axes, tasks: Sequence[Span], inverted: Sequence[Span], bottom: float, colour: str, end: float) -> None:
-    """A row for each task, the most urgent on top: pale while it waits to be started."""
+    """Draw a row for each task, the most urgent on top. A task is pale while it waits to be started."""
     height = _HEIGHTS["network"] / max(1, len(tasks))
     lows = [bottom + (len(tasks) - 1 - row) * height for row in _rows(tasks)]
     filled = height * (_FILLED if len(tasks) <= _MANY else 1)
@@ -112,8 +112,8 @@ def _network(axes: Axes, tasks: Sequence[Span], inverted: Sequence[Span], bottom
 
 
 def _rows(tasks: Sequence[Span]) -> list[int]:
-    """For each task its row: by priority, then those without one; the later these start, the nearer to the top, as the
-    gradients of the first layers come last."""
+    """The row of each task: first by priority, then the tasks without a priority. Of these, later tasks are nearer to the top,
+    because the gradients of the first layers come last."""
     order = sorted(
         range(len(tasks)),
         key=lambda index: (tasks[index].priority is None, tasks[index].priority or 0, -tasks[index].start),
@@ -138,7 +138,7 @@ def _draw(
     line: float = 0.3,
     alpha: float | None = None,
 ) -> None:
-    """All bars as one path: a step may have a thousand tasks, and each element costs a page some hundred bytes."""
+    """Draw all bars as one path: a step may have a thousand tasks, and each element adds some hundred bytes to a page."""
     if not bars:
         return
     corners = [

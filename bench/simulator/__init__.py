@@ -1,1 +1,1 @@
-"""What the simulator (``commsched.simulator``) says of the systems that are compared, as rows of results."""
+"""Results of the simulator (``commsched.simulator``) for the compared systems, as rows."""

@@ -1,4 +1,4 @@
-"""Measured steps against the simulator: each row of ``bench train`` with its own layer times, link and settings."""
+"""Comparison of measured steps with the simulator: each row of ``bench train`` with its own layer times, link and settings."""
 
 from __future__ import annotations
 
@@ -7,28 +7,29 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from commsched.simulator.profile import ITEMSIZE, Layer, Profile
+from commsched.simulator.profile import ITEMSIZE, LayerProfile, Profile
 from commsched.simulator.scenario import Exchange, Rules
 
-from ..measure import median_absolute_error
+from ..harness.measure import median_absolute_error
 from .row import Case
 from .systems import DDP_BUCKET_BYTES, DDP_FIRST_BUCKET_BYTES, SYSTEMS, ddp, rules_of
 
-#: Full detail up to so many workers: beyond, a rank's own shard matters little, and detail takes long.
+#: Up to this number of workers the simulation has full detail. With more workers a rank's own shard matters little, and full
+#: detail takes long.
 _DETAILED_WORKERS = 8
 
 _BUCKETS = re.compile(r"buckets (\d+(?:\.\d+)?(?:e[+-]?\d+)?) MiB( \(default)?")
 
 
 class NotSimulated(Exception):
-    """A row that the simulator has no model of; says why."""
+    """The simulator has no model of the row; the message says why."""
 
 
 def simulated_seconds(row: Mapping[str, Any]) -> float:
-    """What the simulator says of the step that ``row`` measured.
+    """The simulated seconds of the step that ``row`` measured.
 
     Raises:
-        NotSimulated: the row does not say enough, or was measured on what is not modelled.
+        NotSimulated: the row lacks information, or was measured under conditions that are not modelled.
     """
     if row.get("simulated"):
         raise NotSimulated("it was simulated itself")
@@ -51,14 +52,14 @@ def simulated_seconds(row: Mapping[str, Any]) -> float:
 
 
 def errors(rows: list[dict[str, Any]]) -> list[float]:
-    """``simulated / measured - 1`` of the rows that have both."""
+    """``simulated / measured - 1`` for each row that has both."""
     return [
         row["simulated_seconds"] / row["step_seconds"]["median"] - 1 for row in rows if row["simulated_seconds"] is not None
     ]
 
 
 def typical_error(rows: list[dict[str, Any]]) -> float | None:
-    """The median absolute one; None if no row was simulated."""
+    """The median absolute error; None if no row was simulated."""
     pairs = [(row["step_seconds"]["median"], row["simulated_seconds"]) for row in rows if row["simulated_seconds"] is not None]
     return median_absolute_error(pairs) if pairs else None
 
@@ -68,7 +69,7 @@ def _profile(row: Mapping[str, Any]) -> Profile:
     tensors = layers.get("tensors") or [[nbytes] if nbytes else [] for nbytes in layers["nbytes"]]
     columns = layers["names"], tensors, layers["forward_seconds"], layers["backward_seconds"]
     found = (
-        Layer(name, tuple((nbytes // ITEMSIZE,) for nbytes in sizes), forward, backward)
+        LayerProfile(name, tuple((nbytes // ITEMSIZE,) for nbytes in sizes), forward, backward)
         for name, sizes, forward, backward in zip(*columns, strict=True)
     )
     return Profile(row["model"], tuple(found), "measured")
@@ -92,6 +93,6 @@ def _rules(row: Mapping[str, Any]) -> Rules:
         raise NotSimulated("it does not tell partition and credit")
     rules = rules_of(system, row["partition_bytes"], row["credit_bytes"])
     config = replace(rules.config, partition_bytes=row["partition_bytes"], credit_bytes=row["credit_bytes"])
-    # Whoever decides on the order, by whatever collectives: the model is one of a ring, or of what is as fast.
+    # All collectives use one model, whatever decides their order: the model of a ring or of an equally fast algorithm.
     exchange = rules.exchange if row.get("transport", "ps") in ("ps", "local") else Exchange.ALL_REDUCE
     return replace(rules, config=config, exchange=exchange)

@@ -7,22 +7,21 @@ from functools import cached_property
 from math import prod
 from typing import Any, NamedTuple
 
-from commsched.simulator.bytes_factor import bytes_factor
 from commsched.simulator.profile import ITEMSIZE, Profile
-from commsched.simulator.scenario import Cluster, Exchange, Rules, WorkerClass
+from commsched.simulator.scenario import Cluster, Exchange, Rules, WorkerClass, bytes_factor
 from commsched.simulator.simulate import Outcome, simulate
 
 from ..lower_bound import lower_bound, partitioned_bound, wfbp
 
-_STRAGGLER_STEPS = 6  # after a few, steps are alike
+_STRAGGLER_STEPS = 6  # after a few steps, all steps are alike
 
 
 class Case:
-    """A model on machines that are equal but for one that may compute slower.
+    """A model on equal machines, of which one may compute more slowly.
 
     Args:
-        partition_seconds: what each partition, or each all-reduce, costs besides its bytes.
-        straggler: times that the last worker's layers take as long as the others'.
+        partition_seconds: overhead of each partition or all-reduce, besides its bytes.
+        straggler: factor by which the last worker's layers take longer than the others'.
     """
 
     def __init__(
@@ -50,11 +49,11 @@ class Case:
         return simulate(self.profile, self._cluster(rules), rules, _STRAGGLER_STEPS if self.straggler != 1 else 1)
 
     def seconds(self, rules: Rules) -> float:
-        """Of a step; the last one's, when steps differ."""
+        """Seconds of a step; of the last step if steps differ."""
         return self.simulate(rules).step_seconds[-1]
 
     def bytes_factor(self, rules: Rules) -> float:
-        """Collectives run among the workers alone, servers or not."""
+        """Bytes on the busiest NIC per byte of gradient. Collectives run among the workers only, even if there are servers."""
         return bytes_factor(self.workers, self.servers if rules.exchange is Exchange.PARAMETER_SERVER else 0)
 
     @cached_property
@@ -69,7 +68,7 @@ class Case:
             classes.append(WorkerClass(rate, 1, self.straggler))
         message_seconds = self.partition_seconds
         if rules.exchange is Exchange.PARAMETER_SERVER and self.bytes_factor(rules) > 0:
-            # A partition is so many messages on the busiest NIC in each direction.
+            # ``bytes_factor`` is the number of messages per partition on the busiest NIC, in each direction.
             message_seconds /= self.bytes_factor(rules)
         return Cluster(tuple(classes), (rate,) * self.servers, self.latency_seconds, message_seconds)
 
@@ -81,7 +80,7 @@ class _Bounds(NamedTuple):
 
 
 def make_row(case: Case, system: str, rules: Rules) -> dict[str, Any]:
-    """See ``bench train`` for the keys; what only a measurement has is None, and ``simulated`` is True."""
+    """A row with the keys of ``bench train``. Values that only a measurement has are None, and ``simulated`` is True."""
     outcome = case.simulate(rules)
     seconds = outcome.step_seconds[-1]
     profile = case.slowest_profile
@@ -136,7 +135,7 @@ def make_row(case: Case, system: str, rules: Rules) -> dict[str, Any]:
 
 
 def compare_with_ddp(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Fill in the speed-ups of rows that differ in their system only."""
+    """Fill in the speed-ups of rows that differ only in their system."""
     medians = {row["system"]: row["step_seconds"]["median"] for row in rows}
     for row in rows:
         if "ddp" in medians:
@@ -148,7 +147,7 @@ def compare_with_ddp(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def describe(rules: Rules) -> str:
-    """What it runs with, for readers."""
+    """The configuration in words, for readers."""
     if rules.bucket_bytes is not None:
         return f"buckets {rules.bucket_bytes / 2**20:.3g} MiB"
     whole = replace(rules.config, partition_bytes=0) if rules.config.partition_bytes >= 256 * 2**20 else rules.config

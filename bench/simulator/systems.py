@@ -1,4 +1,4 @@
-"""The systems that are compared, as the simulator sees them, and the settings that each is given."""
+"""The compared systems as rules of the simulator, and the choice of their settings."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from functools import partial
 from commsched.core.config import MAX_PARTITION_BYTES, SchedulerConfig
 from commsched.simulator.scenario import Exchange, Rules
 
-#: DDP's buckets unless told otherwise: the one sent first, and the others.
+#: DDP's default buckets: the first one, and the others.
 DDP_FIRST_BUCKET_BYTES = 2**20
 DDP_BUCKET_BYTES = 25 * 2**20
 #: 40,000 float32 elements, P3's own default.
 P3_SLICE_BYTES = 160_000
 
-_LEAST_PARTITION_BYTES = 16_000
-_MOST_PARTITION_BYTES = 16_000_000
-_MOST_PARTITIONS = 2000
+_MIN_PARTITION_BYTES = 16_000
+_MAX_PARTITION_BYTES = 16_000_000
+_MAX_PARTITIONS = 2000
 _UNLIMITED = 2**62
 
 SYSTEMS = (
@@ -36,7 +36,7 @@ SYSTEMS = (
 
 
 def rules_of(system: str, partition_bytes: int, credit_bytes: int) -> Rules:
-    """What ``system`` does with the given partition and credit, where it has them; DDP has its default buckets.
+    """The rules of ``system`` with the given partition and credit, if it has them. DDP has its default buckets.
 
     Raises:
         ValueError: there is no such system.
@@ -62,13 +62,13 @@ def rules_of(system: str, partition_bytes: int, credit_bytes: int) -> Rules:
 
 
 def ddp(bucket_bytes: int, first_bucket_bytes: int | None = None) -> Rules:
-    """Buckets in backward order, all-reduced one after another, and a barrier."""
+    """DDP: buckets in backward order, all-reduced one after another, and a barrier."""
     config = SchedulerConfig(bucket_bytes, _UNLIMITED, "fifo")
     return Rules(config, Exchange.ALL_REDUCE, True, False, bucket_bytes, first_bucket_bytes)
 
 
 def dear(bucket_bytes: int) -> Rules:
-    """Buckets of about that size, reduce-scattered in backward order and all-gathered in forward order."""
+    """DeAR: buckets of about ``bucket_bytes``, reduce-scattered in backward order and all-gathered in forward order."""
     config = SchedulerConfig(bucket_bytes, _UNLIMITED, "fifo")
     return Rules(config, Exchange.REDUCE_SCATTER_ALL_GATHER, bucket_bytes=bucket_bytes)
 
@@ -76,14 +76,15 @@ def dear(bucket_bytes: int) -> Rules:
 def best_rules(
     system: str, gradient_bytes: int, shards: int, partition: int | None, credit: int | None, seconds: Callable[[Rules], float]
 ) -> Rules:
-    """The rules under which ``seconds(rules)`` is least, over what ``system`` may choose.
+    """The rules with the least ``seconds(rules)``, over the choices of ``system``.
 
-    DDP keeps its default buckets; ``ddp-tuned`` and DeAR choose theirs of the total by 1 to 32 and DDP's. What takes partitions
-    tries sizes by factors of two with credit for one on each shard and one more, then other credits for the best size.
+    DDP keeps its default buckets. ``ddp-tuned`` and DeAR choose among DDP's buckets and the total size divided by 1 to 32.
+    Systems with partitions try partition sizes by factors of two, with credit for one partition on each shard and one more.
+    Then they try other credits for the best size.
 
     Args:
-        partition, credit: in bytes, where they are not to be chosen.
-        shards: of the parameter server.
+        partition, credit: sizes in bytes; None means to choose them.
+        shards: number of shards of the parameter server.
     """
     if system in ("ddp", "p3"):
         return rules_of(system, 1, 1)
@@ -95,7 +96,7 @@ def best_rules(
     lanes = 1 if make_rules(1, 1).exchange is Exchange.ALL_REDUCE else shards
 
     def credits(size: int) -> Iterable[int]:
-        """Beginning with what each partition size is tried with."""
+        """The credits to try; the first one is used with every partition size."""
         of_lanes = min(gradient_bytes, (lanes + 1) * size)
         return [credit] if credit else dict.fromkeys([of_lanes, 2 * size, 4 * size, min(gradient_bytes, 3 * lanes * size)])
 
@@ -107,7 +108,8 @@ def best_rules(
 
 
 def _descend(candidates: Iterable[Rules], seconds: Callable[[Rules], float]) -> Rules:
-    """The best, given up when two in a row were no better: time over size has one minimum, and small sizes take longest."""
+    """The best candidate. The search ends after two consecutive candidates that are not better, because time over size has one
+    minimum and small sizes take the longest to simulate."""
     best: tuple[float, Rules] | None = None
     worse = 0
     for each in candidates:
@@ -123,9 +125,9 @@ def _descend(candidates: Iterable[Rules], seconds: Callable[[Rules], float]) -> 
 
 
 def partition_sizes(gradient_bytes: int) -> list[int]:
-    """Sizes worth trying, from 16 MB down by halves."""
-    least = max(_LEAST_PARTITION_BYTES, gradient_bytes // _MOST_PARTITIONS)
-    sizes = [_MOST_PARTITION_BYTES]
+    """Partition sizes to try, from 16 MB down by halves."""
+    least = max(_MIN_PARTITION_BYTES, gradient_bytes // _MAX_PARTITIONS)
+    sizes = [_MAX_PARTITION_BYTES]
     while sizes[-1] // 2 >= least:
         sizes.append(sizes[-1] // 2)
     return sizes

@@ -1,8 +1,8 @@
-"""``python -m bench sweep``: ``bench train`` over a product of options, cell by cell, in a file from which it can go on.
+"""``python -m bench sweep``: ``bench train`` over a product of options, cell by cell. A sweep can continue from its file.
 
-Each finished cell is in the file before the next begins. Cells that are there already are not measured again, unless they
-are of another commit, machine or version; cells that failed are tried again, and cells that are there but not in this product
-stay as they are.
+Each finished cell is written to the file before the next begins. Cells in the file are not measured again, unless they are from
+another commit, machine or version. Failed cells are tried again. Cells in the file that are not in this product are kept
+unchanged.
 """
 
 from __future__ import annotations
@@ -19,26 +19,27 @@ from typing import TYPE_CHECKING, Any
 
 from commsched.core.errors import ConfigError
 
-from .. import results, train
-from ..extras import require_extra
-from ..results import lasting
+from .. import train
+from ..harness import results
+from ..harness.extras import require_extra
+from ..harness.results import lasting
 from ..train import TrainOptions
 from .log import Cell, SweepLog, identity
 
 if TYPE_CHECKING:
     from tqdm import tqdm
 
-#: Options that take several values, and so span the product.
+#: Options that take several values and span the product.
 SWEPT = ("model", "workers", "servers", "bandwidth", "rho", "partition", "credit")
 
-#: They decide when to give up, not what is measured.
+#: Options that decide when to give up; they do not affect the measurement.
 _NO_PART_OF_THE_KEY = ("timeout_seconds",)
 
 Measure = Callable[[TrainOptions], list[dict[str, Any]]]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Those of ``bench train``, some of which take lists."""
+    """Add the arguments of ``bench train``, some of which take lists here."""
     parser.conflict_handler = "resolve"
     train.add_arguments(parser)
     swept = parser.add_argument_group("swept", "each takes a list, A,B,...; every combination is a cell")
@@ -56,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, measure: Measure = train.measure_rows) -> int:
-    """0 if in the end every cell has rows, and right ones; else 1."""
+    """Run the sweep. Returns 0 if in the end every cell has correct rows; otherwise 1."""
     require_extra("report", "tqdm")
     options = cells_of(args)
     with SweepLog(args.out) as log:
@@ -69,14 +70,14 @@ def run(args: argparse.Namespace, measure: Measure = train.measure_rows) -> int:
 
 
 def cells_of(args: argparse.Namespace) -> list[TrainOptions]:
-    """The product, without repetitions; the last option changes fastest."""
+    """The cells of the product, without repetitions; the last option changes fastest."""
     combinations = product(*(getattr(args, name) for name in SWEPT))
     options = (train.options_of(argparse.Namespace(**{**vars(args), **dict(zip(SWEPT, each))})) for each in combinations)
     return list(dict.fromkeys(options))
 
 
 def key_of(options: TrainOptions) -> dict[str, Any]:
-    """What decides the result, as JSON has it."""
+    """The options that decide the result, as JSON values."""
     key = {name: value for name, value in asdict(options).items() if name not in _NO_PART_OF_THE_KEY}
     return {**key, "systems": list(options.systems)}
 
@@ -92,7 +93,7 @@ def _check_options(path: Path, log: SweepLog) -> None:
 
 
 def _sweep(options: Sequence[TrainOptions], log: SweepLog, measure: Measure, keep: bool) -> None:
-    """Measure what ``log`` lacks. What ends this process leaves the finished cells in it."""
+    """Measure the cells that ``log`` lacks. If this process ends early, ``log`` keeps the finished cells."""
     from tqdm import tqdm
 
     here = lasting(results.environment())
@@ -105,7 +106,7 @@ def _sweep(options: Sequence[TrainOptions], log: SweepLog, measure: Measure, kee
         )
     todo = [each for each in options if each not in measured or each in foreign]
     done = len(options) - len(todo)
-    # No smoothing: cells differ in length, so that their mean tells best how long the rest takes.
+    # No smoothing: cells differ in length, so their mean is the best estimate of the remaining time.
     with tqdm(total=len(options), initial=done, unit="cell", smoothing=0, dynamic_ncols=True) as progress:
         try:
             for each in todo:
@@ -128,7 +129,7 @@ def _environment(log: SweepLog, options: TrainOptions) -> Mapping[str, Any]:
 
 
 def _measured(options: TrainOptions, log: SweepLog, measure: Measure) -> Cell:
-    """The cell, which is in ``log``. Whatever goes wrong is the cell's result: the others may be well."""
+    """Measure a cell and add it to ``log``. An error becomes the cell's result, because other cells may succeed."""
     environment, key, began = results.environment(), key_of(options), time.monotonic()
     try:
         rows = measure(options)
@@ -152,14 +153,14 @@ def _say(cell: Cell, options: TrainOptions, progress: tqdm[Any]) -> None:
 
 
 def _name(options: TrainOptions) -> str:
-    """What tells cells apart, in one line."""
+    """The name of a cell, which distinguishes it from other cells, in one line."""
     parts = [options.model, f"{options.workers}+{options.servers}", options.bandwidth or "loopback", f"rho {options.rho:g}"]
     sizes = ((name, getattr(options, name)) for name in ("partition", "credit"))
     return " ".join([*parts, *(f"{name} {value}" for name, value in sizes if value != "auto")])
 
 
 def _write_json(path: Path, log_path: Path, cells: Sequence[Cell]) -> None:
-    """The rows of all cells, with the environment of the cell that was measured last."""
+    """Write the rows of all cells, with the environment of the cell that was measured last."""
     if len({identity(lasting(cell.environment)) for cell in cells}) > 1:
         print(f"the cells were measured in different environments: {log_path} has each, {path} the last one's", file=sys.stderr)
     latest = max(cells, key=lambda cell: str(cell.environment.get("time", "")))
@@ -167,7 +168,7 @@ def _write_json(path: Path, log_path: Path, cells: Sequence[Cell]) -> None:
 
 
 def _conclude(cells: Sequence[Cell], path: Path) -> int:
-    from ..train.rows import disturbed, wrong  # need an engine
+    from ..harness.rows import disturbed, wrong  # need an engine
 
     failed = [cell for cell in cells if cell.error is not None]
     print(f"{len(cells) - len(failed)} of {len(cells)} cells are in {path}")
@@ -189,10 +190,10 @@ def _differing(key: Mapping[str, Any], cells: Sequence[Cell]) -> str:
 
 
 def _values_of(name: str) -> Callable[[str], tuple[Any, ...]]:
-    """For ``type=``: a list of what ``bench train`` takes for this option."""
+    """Parse an option (``type=``): a list of values that ``bench train`` accepts for this option."""
 
     def parse(text: str) -> tuple[Any, ...]:
-        # A comma divides the list, so within one bandwidth a slash stands for it.
+        # A comma separates the list, so a slash stands for the comma within one bandwidth.
         parts = [part.replace("/", ",") if name == "bandwidth" else part for part in text.split(",")]
         if not all(parts):
             raise argparse.ArgumentTypeError(f"{text!r} has an empty place between its commas")

@@ -1,7 +1,8 @@
-"""The file of a sweep: a line of JSON for every cell that was tried, written when it ended. The last line of a cell counts.
+"""The file of a sweep: one line of JSON for every cell that was tried, written when the cell ended. The last line of a cell
+counts.
 
 A line is ``{"schema", "key", "rows", "environment", "wall_seconds", "error"}``. ``key`` holds the options that decide the
-result, and either ``rows`` has something or ``error`` says what went wrong. What a kill left of a last line is dropped.
+result. Either ``rows`` is not empty or ``error`` describes the error. An incomplete last line, left by a kill, is dropped.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 
 from commsched.core.errors import ConfigError
 
-from ..results import Row
+from ..harness.results import Row
 
 #: Version of the layout of a line.
 SCHEMA = 1
@@ -25,7 +26,7 @@ SCHEMA = 1
 
 @dataclass(frozen=True)
 class Cell:
-    """One combination of options and what came of it."""
+    """One combination of options and its result."""
 
     key: Mapping[str, Any]
     rows: Sequence[Row]
@@ -56,7 +57,7 @@ class SweepLog:
     """A sweep's file, open for adding cells, and locked: two sweeps on one machine would disturb each other's figures.
 
     Raises:
-        ConfigError: as :func:`read_cells`, or another process has the file open.
+        ConfigError: see :func:`read_cells`; also if another process has the file open.
     """
 
     def __init__(self, path: Path) -> None:
@@ -80,7 +81,7 @@ class SweepLog:
             raise ConfigError(f"{path} is being written by another sweep") from None
 
     def add(self, cell: Cell) -> None:
-        """Write ``cell``, so that it outlives this process."""
+        """Write ``cell`` durably, so that it survives the end of this process."""
         line = json.dumps({"schema": SCHEMA, **asdict(cell)}, allow_nan=False)
         self._file.write(line.encode() + b"\n")
         self._file.flush()
@@ -102,7 +103,7 @@ def _read(path: Path) -> bytes:
 
 
 def _parse(path: Path, content: bytes) -> tuple[list[Cell], int]:
-    """The cells, and how many bytes of ``content`` are whole lines."""
+    """The cells, and the number of bytes of ``content`` in complete lines."""
     whole_bytes = content.rfind(b"\n") + 1
     cells: dict[str, Cell] = {}
     for number, line in enumerate(content[:whole_bytes].splitlines(), start=1):

@@ -1,8 +1,9 @@
 """The systems that are compared, found by name: ``ddp-tuned`` is ``bench/systems/ddp_tuned.py``.
 
-A peer is added by one file here: a function ``make_system(context)`` that returns a :class:`System`, which trains a model of
-``context.workload`` with plain SGD of ``LEARNING_RATE``, its gradients averaged over all ranks. One on Horovod would wrap the
-optimizer and hardly more. What may not be installed is imported in that function, which raises UnsupportedError without it.
+To add a system, add one file here with a function ``make_system(context)`` that returns a :class:`System`. The system trains a
+model of ``context.workload`` with plain SGD of ``LEARNING_RATE`` and averages its gradients over all ranks. A system on Horovod
+would need little more than a wrapped optimizer. Import optional packages inside that function, and raise UnsupportedError if
+they are missing.
 """
 
 from __future__ import annotations
@@ -17,20 +18,21 @@ from commsched.core.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
-    from ..train.timeline import Recorder
+    from ..harness.timeline import Recorder
     from .context import Context
 
-#: Modules of this package that systems share, and that are none themselves.
+#: Shared modules of this package that are not systems.
 _SHARED = frozenset({"context", "gloo", "scheduled", "spec"})
 
-#: Those whose gradients travel by a transport of commsched, which may be chosen for each (``spec.py``).
+#: Systems whose gradients travel by a transport of commsched; the transport may be chosen for each (``spec.py``).
 ON_COMMSCHED = frozenset({"commsched", "fifo", "p3", "serial", "tictac", "wfbp"})
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What a system runs with. ``transport`` is what gradients travel by, ``words`` say the rest to readers, and
-    ``message_seconds`` is what one message costs besides its bytes. The sizes are None for what is not cut into partitions."""
+    """The setup of a system. ``transport`` is the transport of its gradients. ``words`` describes the rest for readers.
+    ``message_seconds`` is the overhead of one message, besides its bytes. The sizes are None for a system without
+    partitions."""
 
     transport: str
     words: str
@@ -41,9 +43,9 @@ class Setup:
 
 
 class System(Protocol):
-    """One way to train. A turn is ``begin``, some times ``forward`` and ``update``, ``end``; all are collective.
+    """One way to train. A turn is ``begin``, then several times ``forward`` and ``update``, then ``end``. All are collective.
 
-    ``initial`` are the weights that every turn starts from.
+    ``initial`` holds the weights from which every turn starts.
     """
 
     setup: Setup
@@ -51,11 +53,12 @@ class System(Protocol):
     initial: list[torch.Tensor]
 
     def begin(self) -> None:
-        """Start from the initial weights, and with this system's configuration two steps later at the latest."""
+        """Restore the initial weights, and switch to this system's configuration, which is in use two steps later at the
+        latest."""
         ...
 
     def require_ready(self) -> None:
-        """Raise CommschedError unless it runs as it should: called when steps begin to count."""
+        """Raise CommschedError unless the system runs with its configuration. Called when steps begin to count."""
         ...
 
     def forward(self, step: int) -> torch.Tensor:
@@ -63,29 +66,29 @@ class System(Protocol):
         ...
 
     def update(self, loss: torch.Tensor) -> None:
-        """Backward, averaging and the optimizer's step; what may happen later is left for later."""
+        """Backward, averaging and the optimizer's step. Work that a later step can do may stay outstanding."""
         ...
 
     def end(self) -> None:
-        """Return when every update is in place."""
+        """Return when every update is complete."""
         ...
 
     def observe(self, recorder: Recorder) -> None:
-        """Tell ``recorder`` of what is sent from now on. Called once, after the last turn."""
+        """Report all further messages to ``recorder``. Called once, after the last turn."""
         ...
 
 
 def names() -> list[str]:
-    """Of all systems there are, sorted."""
+    """The names of all systems, sorted."""
     modules = (module.name for module in pkgutil.iter_modules(__path__) if module.name not in _SHARED)
     return sorted(name.replace("_", "-") for name in modules)
 
 
 def require(name: str) -> str:
-    """``name``, if there is such a system.
+    """Return ``name`` if there is such a system.
 
     Raises:
-        ConfigError: there is none; lists those there are.
+        ConfigError: there is no such system; the message lists all systems.
     """
     if name not in names():
         raise ConfigError(f"systems: {name!r} is unknown; there are: {', '.join(names())}")
@@ -93,7 +96,7 @@ def require(name: str) -> str:
 
 
 def make(name: str, context: Context) -> System:
-    """The system of that name. Collective; it may train for a while to find its best settings."""
+    """Make the system of that name. Collective. The system may train for a while to find its best settings."""
     module = import_module(f"{__name__}.{require(name).replace('-', '_')}")
     system: System = module.make_system(context)
     return system

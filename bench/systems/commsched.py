@@ -1,4 +1,4 @@
-"""commsched: front layers first, in partitions, and the next forward starts layer by layer."""
+"""commsched: sends front layers first, in partitions; the next forward starts layer by layer."""
 
 from __future__ import annotations
 

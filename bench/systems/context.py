@@ -1,4 +1,4 @@
-"""What a system is given to make itself of."""
+"""The context from which a system is made."""
 
 from __future__ import annotations
 
@@ -6,29 +6,29 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ..train.start_line import StartLine
+from ..harness.config_barrier import ConfigBarrier
 from ..workloads.workload import Workload
 from .spec import Way
 
 if TYPE_CHECKING:
-    from commsched.session import Session
+    from commsched.session.session import Session
 
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
 class Context:
-    """The same on every rank, but for ``session``. There is one for each way of gradients to travel, which has a session of its
-    own, and policy.
+    """The context of a system. There is one context for each pair of a way and a policy; each way has a session of its own. The
+    context is the same on every rank, except for ``session`` and ``host``.
 
-    ``host`` is the address at which other ranks reach this one; ``bytes_scale`` is what an EMULATED model's gradients were
-    multiplied by, as sizes that are meant for the real one are to be; ``partition_bytes`` and ``credit_bytes`` are commsched's;
-    ``message_seconds`` is what a partition costs with ``way`` and ``policy``, which is that of systems that put front layers
-    first.
+    ``host`` is the address at which other ranks reach this one. ``bytes_scale`` is the factor by which an EMULATED model's
+    gradients were multiplied; sizes that are meant for the real model must be multiplied by it too. ``partition_bytes`` and
+    ``credit_bytes`` are commsched's. ``policy`` is the policy of systems that put front layers first. ``message_seconds`` is
+    the overhead of a partition with ``way`` and ``policy``.
     """
 
     session: Session
-    line: StartLine
+    line: ConfigBarrier
     workload: Workload
     host: str
     way: Way
@@ -40,7 +40,7 @@ class Context:
     _shared: dict[Any, Any]
 
     def shared(self, make: Callable[[Context], _T]) -> _T:
-        """What ``make(self)`` gave the first time: what several systems of one session have in common."""
+        """The object that ``make(self)`` returned on the first call. Systems of one session share it."""
         if make not in self._shared:
             self._shared[make] = make(self)
         made: _T = self._shared[make]

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from ..train.reference import LEARNING_RATE, put_weights, weights_of
-from ..train.timeline import Recorder
+from ..harness.reference import LEARNING_RATE, put_weights, weights_of
+from ..harness.timeline import Recorder
 from . import Setup, System
 from .context import Context
 from .gloo import GlooGroup
@@ -32,7 +32,8 @@ class DdpSystem:
         self.setup = Setup("gloo", words, context.shared(GlooGroup).message_seconds)
         self.model = context.workload.make_model()
         self.initial = weights_of(self.model)
-        # Its layers read no buffer that another rank should have made, and every step uses every parameter.
+        # Buffers need no broadcast, because no layer reads a buffer of another rank. The graph is static, because every step
+        # uses every parameter.
         no_broadcast = "forward_sync_buffers" if "forward_sync_buffers" in _OPTIONS else "broadcast_buffers"
         options: dict[str, Any] = {no_broadcast: False, **buckets}
         self._ddp = DistributedDataParallel(self.model, gradient_as_bucket_view=True, static_graph=True, **options)
@@ -44,7 +45,7 @@ class DdpSystem:
         put_weights(self.model, self.initial)
 
     def require_ready(self) -> None:
-        """It has one configuration only."""
+        """Does nothing: the system has only one configuration."""
 
     def forward(self, step: int) -> torch.Tensor:
         self._optimizer.zero_grad()
@@ -57,14 +58,14 @@ class DdpSystem:
         self._optimizer.step()
 
     def end(self) -> None:
-        """Nothing is ever left for later."""
+        """Does nothing: no work is ever outstanding."""
 
     def observe(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._ddp.register_comm_hook(None, lambda state, bucket: self._average(bucket))  # torch refuses our annotations
 
     def _average(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-        """What DDP does without a hook, and its times."""
+        """Average as DDP does without a hook, and record the times."""
         self._last_bucket_at = began = monotonic()
         name = f"bucket {bucket.index()}"
 
@@ -79,7 +80,7 @@ class DdpSystem:
 
 
 def default_buckets(bytes_scale: float) -> tuple[dict[str, Any], str]:
-    """DDP's arguments for its default buckets, scaled like the bytes of the model; and in words."""
+    """DDP's arguments for its default buckets, scaled like the bytes of the model, and their description in words."""
     if bytes_scale == 1:
         return {}, f"buckets {BUCKET_MIB} MiB (default)"
     first, size = FIRST_BUCKET_MIB * bytes_scale, BUCKET_MIB * bytes_scale

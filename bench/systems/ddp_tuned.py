@@ -7,20 +7,20 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
-from ..measure import slowest
+from ..harness.measure import slowest
 from . import System
 from .context import Context
 from .ddp import DdpSystem, default_buckets
 
-#: Of all gradients, in one bucket.
+#: Bucket sizes to try, as divisors of the size of all gradients.
 SHARES = (1, 2, 4, 8, 16, 32)
-#: Beyond them smaller buckets are tried, down to this, as long as the smallest is the best.
-LEAST_SHARE = 128
+#: Smaller buckets are tried, down to this divisor, as long as the smallest is the best.
+MIN_SHARE = 128
 PASSES = 2
-SETTLE_STEPS = 2  # DDP makes its buckets anew after the first
+SETTLE_STEPS = 2  # DDP rebuilds its buckets after the first step
 TRIAL_STEPS = 4
 
-#: Arguments of DDP, and in words.
+#: Arguments of DDP, and their description in words.
 Buckets = tuple[dict[str, Any], str]
 
 
@@ -29,10 +29,10 @@ def make_system(context: Context) -> System:
     tried = [default_buckets(context.bytes_scale), *(_buckets(total, share) for share in SHARES)]
     medians = _medians(context, tried)
     share = SHARES[-1]
-    while share < LEAST_SHARE and medians[-1] == min(medians):
+    while share < MIN_SHARE and medians[-1] == min(medians):
         share *= 2
         tried.append(_buckets(total, share))
-        medians[-1:] = _medians(context, tried[-2:])  # both anew, as these are later than the others
+        medians[-1:] = _medians(context, tried[-2:])  # both again, because these trials are later than the others
     arguments, words = tried[medians.index(min(medians))]
     return DdpSystem(context, arguments, f"{words}; best of {len(tried)}")
 
@@ -43,8 +43,8 @@ def _buckets(total_bytes: int, share: int) -> Buckets:
 
 
 def _medians(context: Context, candidates: Sequence[Buckets]) -> list[float]:
-    """Seconds of a step of each; they take turns, so that all meet the same noise. The same on every rank, so that all choose
-    alike."""
+    """Median seconds of a step of each candidate. Candidates take turns, so that all are exposed to the same noise. The result
+    is the same on every rank, so that all ranks choose the same candidate."""
     samples: list[list[float]] = [[] for _ in candidates]
     for _ in range(PASSES):
         for candidate, found in zip(candidates, samples):
@@ -53,7 +53,7 @@ def _medians(context: Context, candidates: Sequence[Buckets]) -> list[float]:
 
 
 def _trial(context: Context, arguments: dict[str, Any], words: str) -> Sequence[float]:
-    """Seconds of steps on the slowest rank. Collective."""
+    """Train with ``arguments``; return the seconds of each step on the slowest rank. Collective."""
     system = DdpSystem(context, arguments, words)
     system.begin()
     seconds = []

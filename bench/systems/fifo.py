@@ -1,4 +1,5 @@
-"""fifo: as commsched, but sent in the order in which backward produces them. What the priority alone brings."""
+"""fifo: same as commsched, but gradients are sent in the order in which backward produces them. Its difference from commsched
+is the gain from priority alone."""
 
 from __future__ import annotations
 

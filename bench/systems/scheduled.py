@@ -1,4 +1,4 @@
-"""What all systems that run on commsched share: one model under one ScheduledOptimizer, whose configuration changes."""
+"""The shared part of all systems on commsched: one model under one ScheduledOptimizer, whose configuration changes."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import commsched.plugins.torch as cs
 from commsched.core.config import SchedulerConfig
 from commsched.core.errors import TransportError
 
-from ..train.reference import LEARNING_RATE, put_weights, weights_of
-from ..train.timeline import Recorder
+from ..harness.reference import LEARNING_RATE, put_weights, weights_of
+from ..harness.timeline import Recorder
 from . import Setup
 from .context import Context
 
@@ -29,8 +29,8 @@ class Training:
         self._fresh = True
 
     def reset(self) -> None:
-        """Back to the initial weights."""
-        # Not before the first step: it is the first reading of the weights that tells the plugin the order of the layers.
+        """Restore the initial weights."""
+        # Not before the first step: the plugin learns the order of the layers from the first reading of the weights.
         if not self._fresh:
             put_weights(self.model, self.initial)
         self._fresh = False
@@ -40,9 +40,9 @@ class ScheduledSystem:
     """A configuration of the scheduler; see ``systems.System``.
 
     Args:
-        barrier: every average is in place before the next forward begins.
-        hold: nothing is sent before backward is over.
-        words: for readers, instead of the partition and the credit.
+        barrier: whether every average is written before the next forward begins.
+        hold: whether nothing is sent before backward has ended.
+        words: a description for readers, instead of the partition and the credit.
     """
 
     def __init__(
@@ -93,12 +93,12 @@ class ScheduledSystem:
         self._training.optimizer.synchronize()
 
     def observe(self, recorder: Recorder) -> None:
-        # It stays there: transports' threads may be about to call what they find. Once stopped it costs nothing.
+        # The observer stays attached, because transport threads may be about to call it. A stopped recorder costs nothing.
         self._context.session.core.observer = recorder
 
 
 def commsched_config(context: Context) -> SchedulerConfig:
-    """What commsched runs with, for systems that differ from it in one thing."""
+    """The configuration of commsched, for systems that differ from it in one respect."""
     current = context.session.core.config
     return replace(
         current,
@@ -110,11 +110,11 @@ def commsched_config(context: Context) -> SchedulerConfig:
 
 
 def _words(context: Context, sizes: str) -> str:
-    """For readers: of what is not the default, too."""
+    """``sizes`` with the policy and the order added if they are not the default, for readers."""
     split = ", reduce-scatter and all-gather" if context.policy == "rsag" else ""
     return sizes + split + (", static order" if context.way.order == "static" else "")
 
 
 def megabytes(nbytes: int) -> str:
-    """A size for readers."""
+    """Format a size in megabytes, for readers."""
     return f"{nbytes / 1e6:.3g} MB"

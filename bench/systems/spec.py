@@ -1,4 +1,5 @@
-"""What ``--systems`` says of one system: ``commsched``, or with what its gradients travel by, ``commsched:gloo+rsag``. Pure."""
+"""The specification of one system in ``--systems``: a name (``commsched``), or a name with a transport
+(``commsched:gloo+rsag``). Pure."""
 
 from __future__ import annotations
 
@@ -7,19 +8,20 @@ from dataclasses import dataclass
 
 from commsched.core.errors import ConfigError
 
-from ..arguments import require_named
+from ..harness.arguments import require_named
 from . import ON_COMMSCHED, require
 
-#: Each rank or server orders what it sends by itself there, and nothing but all-reduce is a task.
+#: Transports with which each rank or server orders its messages by itself. Their only tasks are all-reduces.
 UNORDERED = frozenset({"local", "ps"})
 
-#: Those that put front layers first, whose policy may therefore be ``rsag`` instead of ``priority``.
+#: Systems that put front layers first. Their policy may therefore be ``rsag`` instead of ``priority``.
 _FRONT_FIRST = frozenset({"commsched", "p3", "tictac"})
 
 
 @dataclass(frozen=True)
 class Way:
-    """How gradients travel, and where their order is from: what a session has only one of. ``order`` as in ``Settings``."""
+    """The way in which gradients travel: a transport and an order. A session has exactly one way. ``order`` is as in
+    ``Settings``."""
 
     transport: str
     order: str = "agreed"
@@ -27,9 +29,10 @@ class Way:
 
 @dataclass(frozen=True)
 class SystemSpec:
-    """``text`` is how it was asked for and is called, ``base`` the file in ``bench/systems``, ``way`` None that of the job.
+    """A system to measure. ``text`` is the specification, which is also the system's name. ``base`` is the file in
+    ``bench/systems``. ``way`` None means the way of the job.
 
-    ``policy`` is what those that put front layers first run with: ``priority``, or ``rsag``.
+    ``policy`` is the policy of systems that put front layers first: ``priority`` or ``rsag``.
     """
 
     text: str
@@ -38,7 +41,7 @@ class SystemSpec:
     policy: str = "priority"
 
     def caps_itself(self, transport: str) -> bool:
-        """Whether it can be held to a rate where links are not shaped; ``transport`` is the job's."""
+        """Whether the system can limit its own rate if links are not shaped. ``transport`` is the job's transport."""
         return self.base in ON_COMMSCHED and (self.way.transport if self.way else transport) in UNORDERED
 
 
@@ -46,7 +49,7 @@ def parse(text: str) -> SystemSpec:
     """``NAME`` or ``NAME:TRANSPORT[+rsag][+static]``.
 
     Raises:
-        ConfigError: there is no such system or transport, or it cannot be had so; says why.
+        ConfigError: there is no such system or transport, or the combination is not possible; the message says why.
     """
     name, colon, rest = text.partition(":")
     base = require(name)
@@ -68,5 +71,6 @@ def parse(text: str) -> SystemSpec:
 
 
 def way_of_job(specs: Sequence[SystemSpec], transport: str) -> Way:
-    """What the ranks' own session has: ``transport``, unless each system says what it wants."""
+    """The way of the ranks' own session: ``transport``, unless every system names its own way; then the way of the first
+    system."""
     return Way(transport) if any(spec.way is None for spec in specs) else specs[0].way or Way(transport)

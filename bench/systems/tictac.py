@@ -1,4 +1,4 @@
-"""tictac: priority of whole tensors, neither cut nor merged (S. H. Hashemi et al., "TicTac", MLSys 2019)."""
+"""tictac: priority order of whole tensors, neither cut nor merged (S. H. Hashemi et al., "TicTac", MLSys 2019)."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from .scheduled import ScheduledSystem, commsched_config, megabytes
 
 
 def make_system(context: Context) -> System:
-    # commsched's credit: a tensor beyond it goes alone, and small ones do not wait for each other's acknowledgement.
+    # The credit is commsched's: a tensor larger than the credit is sent alone, and small tensors do not wait for each other's
+    # acknowledgement.
     config = replace(commsched_config(context), partition_bytes=MAX_PARTITION_BYTES, fusion_bytes=1)
     return ScheduledSystem(context, config, words=f"whole tensors, credit {megabytes(config.credit_bytes)}")

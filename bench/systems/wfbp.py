@@ -1,4 +1,5 @@
-"""wfbp: wait-free back-propagation, as fifo with a barrier (H. Zhang et al., "Poseidon", ATC 2017). DDP without buckets."""
+"""wfbp: wait-free back-propagation, which is fifo with a barrier (H. Zhang et al., "Poseidon", ATC 2017). It corresponds to DDP
+without buckets."""
 
 from __future__ import annotations
 

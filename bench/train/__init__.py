@@ -7,53 +7,56 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from commsched.core.config import Settings, parse_bytes, parse_rate, parse_seconds
 from commsched.core.errors import ConfigError
-from commsched.simulator.bytes_factor import bytes_factor
+from commsched.settings import Settings, parse_bytes, parse_rate, parse_seconds
+from commsched.simulator.scenario import bytes_factor
 
 from .. import systems
-from ..arguments import at_least, check_settings, positive, setting
-from ..job import Job, run_job
-from ..processes import JobFailed
-from ..results import add_json_argument, commit
+from ..harness.arguments import at_least, check_settings, positive, setting
+from ..harness.job import Job, run_job
+from ..harness.links import Links, why_not_shaped
+from ..harness.processes import JobFailed
+from ..harness.results import add_json_argument, commit
+from ..harness.row_table import text
+from ..harness.scaling import Scaling, scale
 from ..systems.spec import SystemSpec, Way, parse, way_of_job
 from ..workloads.registry import load_profile, real_model_names
-from .links import Links, why_not_shaped
-from .scaling import Scaling, scale
-from .table import text
 
-#: A configuration is changed between two steps, and the plan of partitions may follow a step later; the step after that still
-#: waits for what was sent before.
-LEAST_SETTLE_STEPS = 3
+#: A configuration changes between two steps, and the plan of partitions may change a step later. The step after that still
+#: waits for messages from before.
+MIN_SETTLE_STEPS = 3
 
 
-#: Of the same model's order, besides those: it is frozen when it has repeated itself for some steps.
+#: Additional steps for a static order, which is frozen after it has been the same for several steps.
 STATIC_SETTLE_STEPS = 7
 
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """What to measure. Texts are as on the command line, so that a record of them is one of the command.
+    """The options of a measurement. Texts are as on the command line, so that a record of the options is a record of the
+    command.
 
-    EMULATED models have their bytes, times and rates scaled together. The CPU cost of messages and bytes is this machine's, and
-    not scaled: ``host_cores`` of a row says what it would be on the cluster that the row stands for.
+    The bytes, times and rates of EMULATED models are scaled together. The CPU cost of messages and bytes is this machine's and
+    is not scaled; ``host_cores`` of a row says what it would be on the cluster that the row stands for.
 
     Args:
-        model: a name of ``workloads.registry``, or a profile's ``.json`` file.
-        real: the reduced model with this machine's arithmetic, not EMULATED layers.
-        workers: ranks, a process and a host each.
-        servers: separate parameter servers, ``"n"`` for as many as workers; ``"0"``: a shard on every rank.
-        bandwidth: of every link (``"500mbit"``), or one for each host: workers first, then servers; None: loopback.
-        rho: EMULATED: communication over computation at the nominal bandwidth.
-        megabytes: EMULATED: gradients after scaling; None: uniform unscaled, other models 48.
-        systems: names of files in ``bench/systems``, those on commsched also with what gradients travel by
-            (``systems.spec``): ``commsched:gloo+rsag``.
-        rounds: turns of each system.
-        steps: counted in each turn, after ``settle``, at least 3, that are not; with a static order there are 7 more.
-        transport: of systems on commsched that do not name one.
-        lane: how the parameter server's bytes travel; None: its default.
-        partition, credit: of commsched and fifo, as ``"1MB"``; ``"auto"``: chosen from what was measured.
-        timeout_seconds: for the whole job.
+        model: a name from ``workloads.registry``, or a profile's ``.json`` file.
+        real: use the reduced model with real arithmetic on this machine, not EMULATED layers.
+        workers: number of ranks; each has a process and a host of its own.
+        servers: number of separate parameter servers, or ``"n"`` for as many as workers; ``"0"`` means a shard on every rank.
+        bandwidth: rate of every link (``"500mbit"``), or one rate for each host: workers first, then servers. None means
+            loopback.
+        rho: for EMULATED models, communication time over computation time at the nominal bandwidth.
+        megabytes: for EMULATED models, size of the gradients after scaling; None means unscaled for uniform, 48 for others.
+        systems: names of files in ``bench/systems``. A system on commsched may also name its transport (``systems.spec``):
+            ``commsched:gloo+rsag``.
+        rounds: number of turns of each system.
+        steps: number of steps that count in each turn.
+        settle: number of steps, at least 3, before them that do not count; a static order adds 7.
+        transport: transport of systems on commsched that do not name one.
+        lane: lane of the parameter server's bytes; None means the default.
+        partition, credit: sizes for systems on commsched, such as ``"1MB"``; ``"auto"`` chooses them from measurements.
+        timeout_seconds: time limit of the whole job.
     """
 
     model: str = "uniform"
@@ -103,7 +106,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=at_least(1), default=default.rounds, metavar="N", help="turns of each (default: 3)")
     parser.add_argument("--steps", type=at_least(1), default=default.steps, metavar="N", help="counted in a turn (default: 5)")
     parser.add_argument(
-        "--settle", type=at_least(LEAST_SETTLE_STEPS), default=default.settle, metavar="N", help="before them (default: 3)"
+        "--settle", type=at_least(MIN_SETTLE_STEPS), default=default.settle, metavar="N", help="before them (default: 3)"
     )
     parser.add_argument("--transport", default=default.transport, help="of systems that name none (default: ps)")
     parser.add_argument("--lane", help="of the parameter server")
@@ -124,7 +127,7 @@ def options_of(args: argparse.Namespace) -> TrainOptions:
 
 
 def run(args: argparse.Namespace) -> int:
-    from .ending import end
+    from ..harness.output import end
 
     options = options_of(args)
     settle = _settle_steps(options, [parse(text) for text in options.systems])
@@ -138,14 +141,14 @@ def measure_rows(options: TrainOptions) -> list[dict[str, Any]]:
     """One row for each system, in the order of ``options.systems``.
 
     Raises:
-        ConfigError: an option is wrong, or asks for what this machine cannot do; says what.
+        ConfigError: an option is wrong, or this machine cannot do what it asks for; the message names it.
         JobFailed: a process failed or took too long.
     """
-    from .rows import Header, make_rows
+    from ..harness.rows import Header, make_rows
 
-    if options.settle < LEAST_SETTLE_STEPS:
+    if options.settle < MIN_SETTLE_STEPS:
         raise ConfigError(
-            f"settle={options.settle}: the first {LEAST_SETTLE_STEPS} steps of a turn may have, or wait for, "
+            f"settle={options.settle}: the first {MIN_SETTLE_STEPS} steps of a turn may have, or wait for, "
             "what the settings before it left"
         )
     servers = options.workers if options.servers == "n" else int(options.servers)
@@ -195,7 +198,7 @@ def _settle_steps(options: TrainOptions, specs: Sequence[SystemSpec]) -> int:
 
 
 def _settings(options: TrainOptions, own: Way) -> dict[str, str]:
-    """Of the ranks' own session; the others take them over but for their way."""
+    """The settings of the ranks' own session. The other sessions use them too, except for their way."""
     found = {"transport": own.transport}
     if own.order != Way(own.transport).order:
         found["order"] = own.order
@@ -203,7 +206,7 @@ def _settings(options: TrainOptions, own: Way) -> dict[str, str]:
 
 
 def _scaling(options: TrainOptions, links: Links) -> Scaling | None:
-    """None: the model is REAL."""
+    """The scaling of an EMULATED model; None if the model is REAL."""
     if options.real:
         if options.model not in real_model_names():
             raise ConfigError(f"model={options.model}: real models are {', '.join(real_model_names())}")
@@ -220,7 +223,7 @@ def _scaling(options: TrainOptions, links: Links) -> Scaling | None:
     return scale(load_profile(options.model), options.megabytes, options.rho, min(links.rates), factor)
 
 
-# --- kinds of arguments ---
+# --- argument types ---
 
 
 def _systems_help() -> str:

@@ -1,4 +1,4 @@
-"""One rank of ``python -m bench train``: measures the conditions, then lets the systems train in turn."""
+"""One rank of ``python -m bench train``: measures the conditions, then trains with each system in turn."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .. import systems
-from ..cpu_time import cpu_seconds
-from ..layers import LayerTimes
-from ..nic_load import seconds_per_byte
+from ..harness.carriers import OpenWay, open_ways
+from ..harness.compute_only import ComputeOnly
+from ..harness.cpu_time import cpu_seconds
+from ..harness.layers import LayerTimes
+from ..harness.message_cost import measure_message_cost
+from ..harness.network import Network, measure_network, own_address
+from ..harness.nic_load import seconds_per_byte
+from ..harness.partition_choice import choose
+from ..harness.reference import largest_difference, plain_averaging
+from ..harness.timeline import Entry, Recorder
 from ..systems import System
 from ..systems.context import Context
 from ..systems.spec import UNORDERED, SystemSpec, Way, parse
 from ..workloads.workload import Workload, make_workload
-from .compute_only import ComputeOnly
-from .message_cost import measure_message_cost
-from .network import Network, measure_network, own_address
-from .partition_choice import choose
-from .reference import largest_difference, plain_averaging
-from .timeline import Entry, Recorder
-from .ways import OpenWay, open_ways
 
 if TYPE_CHECKING:
-    from commsched.session import Session
+    from commsched.session.session import Session
 
-#: Before the systems take turns; in each round half as many as a system's come on top.
+#: Steps that time the layers before the systems take turns. Each round adds half as many steps as a system's turn counts.
 _LAYER_STEPS = 3
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """What the ranks are to do, as JSON. See ``train.TrainOptions``.
+    """The arguments of the ranks, as JSON. See ``train.TrainOptions``.
 
-    ``workload`` is that of ``make_workload``; ``systems`` are texts that ``systems.spec`` takes, and ``transport`` and
-    ``order`` those of the ranks' own session. ``nominal_rates`` are bytes per second of each host's link, workers before
-    servers, None where they are not shaped; ``capped`` says that the transport itself keeps to them.
+    ``workload`` is the argument of ``make_workload``. ``systems`` are specifications for ``systems.spec``. ``transport`` and
+    ``order`` belong to the ranks' own session. ``nominal_rates`` are the rates of each host's link in bytes per second, workers
+    before servers; None means that links are not shaped. ``capped`` says that the transport itself keeps to these rates.
     """
 
     workload: dict[str, Any]
@@ -60,7 +60,7 @@ class Assignment:
 
 @dataclass
 class _Found:
-    """What was measured of one system; ``cpu_seconds`` are this rank's, and on rank 0 those of all servers too."""
+    """The measurements of one system. ``cpu_seconds`` is the CPU time of this rank; on rank 0 it includes all servers."""
 
     seconds: list[float] = field(default_factory=list)
     cpu_seconds: float = 0.0
@@ -69,7 +69,8 @@ class _Found:
 
 
 def rank_main(session: Session, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """What was measured: ``network`` and ``layers`` (of each rank), the same from every rank, and ``systems`` on this one."""
+    """Measure; return ``network`` and ``layers`` (of each rank), which are the same on every rank, and ``systems`` as measured
+    on this rank."""
     torch.set_num_threads(1)
     task = Assignment(**arguments)
     specs = [parse(text) for text in task.systems]
@@ -109,7 +110,7 @@ def _context(
     network: Network,
     layers: Sequence[LayerTimes],
 ) -> Context:
-    """Measures what a partition costs there. Collective."""
+    """Make the context of a way and a policy, and measure the cost of a partition with them. Collective."""
     session, line = opened.session, opened.line
     cost = measure_message_cost(session, line, network.message_bytes, policy)
     collective = way.transport not in UNORDERED
@@ -122,8 +123,8 @@ def _context(
 def _take_turns(
     task: Assignment, opened: OpenWay, workload: Workload, compute: ComputeOnly, made: Mapping[str, System]
 ) -> tuple[list[LayerTimes], dict[str, _Found]]:
-    """All systems, and training without communication, again and again: all meet the same network and the same noise. Another
-    one begins each time, so that none always follows the same."""
+    """Alternate between training without communication and all systems, so that all are exposed to the same network and the
+    same noise. Each round starts with another system, so that no system always follows the same one."""
     found = {name: _Found() for name in made}
     wanted = plain_averaging(workload, task.settle + task.steps, opened.session.world_size)
     for turn in range(task.rounds):
@@ -139,13 +140,14 @@ def _take_turns(
 
 
 def rotated(names: Sequence[str], turn: int) -> list[str]:
-    """``names``, from another one on in each turn."""
+    """``names``, rotated so that each turn starts with another one."""
     first = turn % len(names)
     return [*names[first:], *names[:first]]
 
 
 def _turn(system: System, task: Assignment, opened: OpenWay, found: _Found) -> None:
-    """A step lasts from the beginning of a forward to that of the next: whatever is left for later is in a later step."""
+    """One turn of ``system``. A step lasts from the beginning of one forward to the beginning of the next. Outstanding work
+    therefore counts in a later step."""
     system.begin()
     opened.line.meet()
     for step in range(task.settle):
@@ -163,7 +165,7 @@ def _turn(system: System, task: Assignment, opened: OpenWay, found: _Found) -> N
 
 
 def _timeline(system: System, layers: LayerTimes) -> list[Entry]:
-    """Of one more iteration with the same settings: a backward, and the forward after it."""
+    """The timeline of one more iteration with the same settings: a backward, and the forward after it."""
     recorder = Recorder(system.model)
     system.observe(recorder)
     loss = system.forward(0)

@@ -1,8 +1,8 @@
 """``python -m bench tune``: searchers side by side on one cluster, against an exhaustive grid.
 
 1. Measured: EMULATED models train with every configuration of a grid, in several passes.
-2. Replayed: each searcher, from several seeds, over the windows that were measured; nothing is trained.
-3. Live (``--live``): the tuner as users have it, in training jobs of its own.
+2. Replayed: each searcher runs from several seeds over the measured windows; nothing is trained.
+3. Live (``--live``): the tuner runs as in a user's job, in training jobs of its own.
 """
 
 from __future__ import annotations
@@ -15,47 +15,47 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from commsched.core.config import parse_rate
 from commsched.core.errors import ConfigError
+from commsched.settings import parse_rate
+from commsched.tuner.search_run import LONGER_AT_MOST
 from commsched.tuner.searchers import searcher_names
-from commsched.tuner.tuning import LONGER_AT_MOST
 
-from ..arguments import at_least, check_settings, positive, require_named, setting
-from ..extras import require_extra
-from ..results import SCHEMA, add_json_argument, write
-from ..train import LEAST_SETTLE_STEPS
+from ..harness.arguments import at_least, check_settings, positive, require_named, setting
+from ..harness.extras import require_extra
+from ..harness.results import SCHEMA, add_json_argument, write
+from ..train import MIN_SETTLE_STEPS
 from .case import Case
 from .comparison import MODEL, Searching, replayed_rows
 from .grid import Row, case_of, measure, read_again
 from .table import live_text, summary_text, text
 
-#: Of a job: what starting and ending it takes, and how many times as long as expected its steps may last.
+#: Limits of a job: seconds for starting and ending, and the factor by which its steps may exceed the expected time.
 _START_SECONDS = 300.0
 _PATIENCE = 6.0
 
-#: Besides the steps of its grid: starting, measuring links and layers.
+#: Seconds of a job besides the steps of its grid: starting, and measuring links and layers.
 _OVERHEAD_SECONDS = 20.0
 
 
 @dataclass(frozen=True)
 class TuneOptions:
-    """What to measure and to replay. Every combination of ``models``, ``workers`` and ``bandwidths`` is a case.
+    """The options of measurement and replay. Every combination of ``models``, ``workers`` and ``bandwidths`` is a case.
 
     Args:
-        models: names of ``workloads.registry``, or profiles' ``.json`` files.
-        workers: ranks, a process and a host each, with a shard of the parameter server.
-        bandwidths: of every link, as ``"500mbit"``.
-        rho: communication over computation at the nominal bandwidth.
-        megabytes: of gradients after scaling.
-        transport: that gradients travel by.
-        grid: ``"fine"``: whole octaves of partition and credit; ``"coarse"``: every other.
-        passes: over the grid, in another order each; one window of ``steps`` per configuration and pass. Two at least: how far
-            they are apart says how much windows differ.
+        models: names from ``workloads.registry``, or profiles' ``.json`` files.
+        workers: numbers of ranks; each rank has a process, a host and a shard of the parameter server.
+        bandwidths: rates of every link, such as ``"500mbit"``.
+        rho: communication time over computation time at the nominal bandwidth.
+        megabytes: size of the gradients after scaling.
+        transport: transport of the gradients.
+        grid: ``"fine"`` means whole octaves of partition and credit, ``"coarse"`` every other octave.
+        passes: number of passes over the grid, each in another order, with one window of ``steps`` per configuration. At least
+            two, because their differences show how much windows differ.
         settle: steps at the beginning of a window that do not count.
-        seeds: replays of each searcher.
-        searchers: names; ``bayes+model`` has seeds and predictions of the simulator.
-        paper: also the search that ByteScheduler's authors published.
-        live: also the tuner itself, in ``seeds`` jobs for each searcher.
+        seeds: number of replays of each searcher.
+        searchers: names of searchers; ``bayes+model`` gets seeds and predictions of the simulator.
+        paper: also run the search that ByteScheduler's authors published.
+        live: also run the tuner itself, in ``seeds`` jobs for each searcher.
     """
 
     models: tuple[str, ...] = ("vgg16",)
@@ -66,7 +66,7 @@ class TuneOptions:
     transport: str = "ps"
     grid: str = "fine"
     passes: int = 3
-    settle: int = LEAST_SETTLE_STEPS
+    settle: int = MIN_SETTLE_STEPS
     steps: int = 5
     seeds: int = 5
     searchers: tuple[str, ...] = (f"bayes{MODEL}", "bayes", "random", "grid", "sgd")
@@ -106,7 +106,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--steps", type=at_least(2), default=default.steps, metavar="N", help="counted in a window (default: 5)"
     )
     parser.add_argument(
-        "--settle", type=at_least(LEAST_SETTLE_STEPS), default=default.settle, metavar="N", help="before them (default: 3)"
+        "--settle", type=at_least(MIN_SETTLE_STEPS), default=default.settle, metavar="N", help="before them (default: 3)"
     )
     parser.add_argument(
         "--seeds", type=at_least(1), default=default.seeds, metavar="N", help="replays of each searcher (default: 5)"
@@ -167,7 +167,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _keep(path: Path | None, rows: Sequence[Row]) -> None:
-    """What is there, whatever becomes of the rest."""
+    """Write the rows so far, so that they are kept if the rest fails."""
     if path is not None:
         write(path, rows)
 
@@ -193,7 +193,7 @@ def _announce(cases: Sequence[Case], options: TuneOptions) -> None:
 
 
 def _live_searchers(options: TuneOptions) -> list[str]:
-    """The tuner always has the model."""
+    """The searchers to run live, without ``+model``, because the tuner always has the model."""
     return list(dict.fromkeys(name.removesuffix(MODEL) for name in options.searchers))
 
 
@@ -237,7 +237,7 @@ def _draw(directory: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     print(directory / "regret.svg")
 
 
-# --- kinds of arguments ---
+# --- argument types ---
 
 
 def _list_of(parse: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:

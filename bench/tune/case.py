@@ -1,4 +1,4 @@
-"""One model on one cluster: what is to be measured there. Pure."""
+"""One model on one cluster, and its measurements. Pure."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from commsched.core.config import SchedulerConfig
-from commsched.simulator.bytes_factor import bytes_factor
+from commsched.simulator.scenario import bytes_factor
 from commsched.tuner.space import Space
 
+from ..harness.links import Links
+from ..harness.scaling import Scaling, scale
 from ..lower_bound import lower_bound
-from ..train.links import Links
-from ..train.scaling import Scaling, scale
 from ..workloads.registry import load_profile
 from .surface import octaves
 
-#: Of partition or credit: no search could tell them apart.
+#: Difference of partition or credit, in octaves, that no search can distinguish.
 _NEARLY_SAME_OCTAVES = 0.1
 
-#: A configuration's step takes so many times the bound, on average over a grid, changes of configuration included.
+#: Step time of a configuration relative to the bound, on average over a grid, including changes of configuration.
 _TYPICAL_SLOWDOWN = 1.4
 
 
 @dataclass(frozen=True)
 class Case:
-    """``bandwidth`` (``"500mbit"``) is that of every link; for the rest see ``tune.TuneOptions``.
+    """One case. ``bandwidth`` (``"500mbit"``) is the rate of every link; for the other fields see ``tune.TuneOptions``.
 
     Raises:
-        ConfigError: there is no such model, or the bandwidth is none.
+        ConfigError: there is no such model, or the bandwidth is invalid.
     """
 
     model: str
@@ -49,7 +49,7 @@ class Case:
 
     @property
     def rate_bytes_per_second(self) -> float:
-        """Nominal, of every link."""
+        """Nominal rate of every link."""
         assert self.links.rates is not None
         return min(self.links.rates)
 
@@ -60,13 +60,14 @@ class Case:
 
     @property
     def space(self) -> Space:
-        """Searches begin with what a job has that is told nothing."""
+        """The space of searches. They start from the default configuration of a job."""
         return Space(SchedulerConfig(), self.scaling.profile.nbytes)
 
     @cached_property
     def grid(self) -> list[SchedulerConfig]:
-        """Every configuration at whole octaves; if ``coarse``, at every other octave of partition and of credit. The one that
-        searches begin with comes first. Of what is nearly the same (a credit of all bytes, and one of a few less) one is there.
+        """Every configuration at whole octaves; if ``coarse``, at every other octave of partition and of credit. The
+        configuration from which searches start is first. Of configurations that are nearly the same (a credit of all bytes, and
+        one of a few less), the grid has only one.
         """
         fine = [self.space.incumbent]
         for config in self.space.lattice():
@@ -80,12 +81,13 @@ class Case:
         return list(dict.fromkeys([fine[0], *(config for same in list(by_size.values())[::2] for config in same[::2])]))
 
     def orders(self, passes: int) -> list[list[int]]:
-        """Places in the grid, shuffled anew for each pass, so that a drift favours none. The same at every call."""
+        """Indexes of the grid, shuffled anew for each pass, so that a drift favours no configuration. Each call returns the
+        same."""
         chance = random.Random(0)
         return [chance.sample(range(len(self.grid)), len(self.grid)) for _ in range(passes)]
 
     def expected_step_seconds(self) -> float:
-        """About; nothing has been measured."""
+        """An estimate; it needs no measurement."""
         layers = self.scaling.profile.layers
         per_byte = bytes_factor(self.workers) / self.rate_bytes_per_second
         bound = lower_bound(

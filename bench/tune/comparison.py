@@ -1,4 +1,4 @@
-"""Searchers side by side over one grid that was measured, as rows."""
+"""Searchers side by side over one measured grid, as rows."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from math import inf
 from statistics import median, median_high
 from typing import Any
 
-from commsched.core.config import DEFAULT_BUDGET
-from commsched.tuner.search import PROFILE_STEPS
+from commsched.settings import DEFAULT_BUDGET
+from commsched.tuner.job import PROFILE_STEPS
 from commsched.tuner.searchers import make_searcher
 from commsched.tuner.trial import Searcher
 from commsched.tuner.verdict import Verdict
@@ -22,23 +22,24 @@ from .prediction import Prediction
 from .replay import Cost, Point, reached, search, tune
 from .surface import Surface
 
-#: After a searcher's name: with seeds and predictions of the simulator, fed with what was measured.
+#: Suffix of a searcher's name: the searcher gets seeds and predictions of the simulator, computed from measurements.
 MODEL = "+model"
-#: The published search.
+#: Name of the published search.
 PAPER = "paper"
-#: So long searches are followed.
+#: Number of trials for which searches are followed.
 TRIALS = 24
-#: What tuning has online if it is told nothing.
+#: The default budget of online tuning, in trials.
 BUDGET_TRIALS = DEFAULT_BUDGET.trials or TRIALS
-#: What a profile online waits for: its steps, the one under way when it begins, and the begin of the one after.
+#: Steps of a profile online: its own steps, the step under way when it begins, and the beginning of the step after it.
 _BEFOREHAND = PROFILE_STEPS + 2
-#: Regrets that count as good enough, as parts.
+#: Relative regrets that count as good enough.
 WITHIN = (0.03, 0.02)
 
 
 @dataclass(frozen=True)
 class Searching:
-    """``searchers`` are names, with :data:`MODEL` or without; ``seeds`` replays of each; ``paper``: the published one too."""
+    """The searches to replay. ``searchers`` are names, with or without :data:`MODEL`. ``seeds`` is the number of replays of
+    each. ``paper`` adds the published search."""
 
     searchers: tuple[str, ...]
     seeds: int
@@ -49,10 +50,10 @@ def replayed_rows(row: Row, searching: Searching) -> list[Row]:
     """One row for each searcher.
 
     Args:
-        row: of the grid, see ``grid.measure``.
+        row: the row of the grid, see ``grid.measure``.
 
     Raises:
-        ConfigError: a searcher needs what is not installed.
+        ConfigError: a searcher needs a package that is not installed.
     """
     case, surface = case_of(row), surface_of(row)
     prediction = Prediction.of(row) if any(name.endswith(MODEL) for name in searching.searchers) else None
@@ -116,7 +117,7 @@ def _row(row: Row, name: str, cost: Cost, curves: Sequence[Sequence[Point]]) -> 
 
 
 def _reached(curves: Sequence[Sequence[Point]], within: float) -> dict[str, Any]:
-    """Medians over seeds, in which one that did not get there took for ever; None: for ever."""
+    """Medians over seeds. A search that did not reach ``within`` counts as infinite; None stands for an infinite median."""
     found = [reached(curve, within) for curve in curves]
     trials = median_high([inf if point is None else point.trial for point in found])
     seconds = median_high([inf if point is None else point.seconds for point in found])
@@ -129,7 +130,8 @@ def _reached(curves: Sequence[Sequence[Point]], within: float) -> dict[str, Any]
 
 
 def _tuning(surface: Surface, verdicts: Sequence[Verdict], beforehand_seconds: float) -> dict[str, Any]:
-    """The whole of tuning, comparison included: what it keeps. The seconds are of training, those beforehand included."""
+    """Results of complete tuning runs, including the comparison: the configurations that they keep. The seconds are training
+    time, including the steps before the first trial."""
     regrets = [surface.regret(verdict.kept) for verdict in verdicts]
     return {
         "regret": median(regrets),

@@ -1,22 +1,23 @@
-"""The measured part: every configuration of a grid, in one job, as a row; and the surface that a row is."""
+"""The measured part: every configuration of a grid, in one job, as a row. Also converts a row to a surface."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from commsched.core.config import SchedulerConfig, Settings
+from commsched.core.config import SchedulerConfig
 from commsched.core.errors import ConfigError
-from commsched.simulator.bytes_factor import bytes_factor
+from commsched.settings import Settings
+from commsched.simulator.scenario import bytes_factor
 
-from ..job import Job, run_job
-from ..layers import LayerTimes
+from ..harness.job import Job, run_job
+from ..harness.layers import LayerTimes
+from ..harness.links import why_not_shaped
+from ..harness.measure import TOLERATED_DIFFERENCE, slowest
+from ..harness.processes import JobFailed
+from ..harness.results import commit
 from ..lower_bound import lower_bound
-from ..measure import TOLERATED_DIFFERENCE, slowest
-from ..processes import JobFailed
-from ..results import commit
 from ..systems.spec import Way
-from ..train.links import why_not_shaped
 from .case import Case
 from .progress import relayed_lines
 from .surface import Surface
@@ -25,7 +26,7 @@ Row = dict[str, Any]
 
 
 def measure(case: Case, *, passes: int, settle: int, steps: int, timeout_seconds: float) -> Row:
-    """Train with every configuration of the case's grid, ``passes`` times, two at least.
+    """Train with every configuration of the case's grid, ``passes`` times (at least two).
 
     Raises:
         JobFailed: a process failed or took too long, links could not be shaped, or weights are not those of plain averaging.
@@ -115,7 +116,7 @@ def _row(case: Case, link: str, settle: int, by_rank: Sequence[Mapping[str, Any]
 
 
 def _found(surface: Surface, incumbent: SchedulerConfig) -> Row:
-    """What follows from the steps."""
+    """The figures that are computed from the steps."""
     return {
         "incumbent_seconds": surface.seconds[incumbent],
         "best": surface.best.to_record(),
@@ -129,10 +130,10 @@ def _found(surface: Surface, incumbent: SchedulerConfig) -> Row:
 
 
 def read_again(row: Row) -> Row:
-    """``row`` of an earlier file, with all that follows from its steps as it is reckoned today.
+    """``row`` of an earlier file, with all figures recomputed from its steps by the current program.
 
     Raises:
-        ConfigError: it is no row of a grid, or none that can be replayed.
+        ConfigError: the row is not of a grid, or cannot be replayed.
     """
     case = case_of(row)
     try:
@@ -142,7 +143,7 @@ def read_again(row: Row) -> Row:
 
 
 def surface_of(row: Mapping[str, Any]) -> Surface:
-    """The steps that ``row`` has kept."""
+    """The surface of the steps in ``row``."""
     names = SchedulerConfig().to_record()
     return Surface(
         {SchedulerConfig(**{name: each[name] for name in names}): each["windows"] for each in row["configs"]},
@@ -150,10 +151,10 @@ def surface_of(row: Mapping[str, Any]) -> Surface:
 
 
 def case_of(row: Mapping[str, Any]) -> Case:
-    """Where ``row`` was measured.
+    """The case in which ``row`` was measured.
 
     Raises:
-        ConfigError: it is no row of a grid.
+        ConfigError: the row is not of a grid.
     """
     try:
         return Case(**row["case"])

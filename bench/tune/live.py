@@ -1,4 +1,4 @@
-"""The tuner as users have it, in training jobs of its own: what it keeps, against a grid that was measured before."""
+"""The tuner as in a user's job, in training jobs of its own. Its result is compared with a grid that was measured before."""
 
 from __future__ import annotations
 
@@ -8,43 +8,44 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from commsched.core.config import DEFAULT_BUDGET
 from commsched.core.errors import CommschedError
-from commsched.tuner.compare import MOST_PAIRS, STATED_PAIRS
+from commsched.settings import DEFAULT_BUDGET
+from commsched.tuner.job import PROFILE_STEPS, journal_path
 from commsched.tuner.online import SETTLE_STEPS, WARM_UP_STEPS
-from commsched.tuner.search import PROFILE_STEPS, journal_path
-from commsched.tuner.tuning import LONGER_AT_MOST
+from commsched.tuner.search_run import LONGER_AT_MOST
+from commsched.tuner.stats import MAX_PAIRS, STATED_PAIRS
 from commsched.tuner.verdict import Verdict
 
-from ..job import Job, run_job
-from ..measure import TOLERATED_DIFFERENCE
-from ..processes import JobFailed
+from ..harness.job import Job, run_job
+from ..harness.measure import TOLERATED_DIFFERENCE
+from ..harness.processes import JobFailed
 from .case import Case
 from .grid import Row, surface_of
 
 if TYPE_CHECKING:
-    from commsched.session import Session
+    from commsched.session.session import Session
 
-#: Ranks ask each other this often whether tuning has ended.
+#: Steps between the ranks' checks whether tuning has ended.
 _ASK_STEPS = 10
-#: Windows of tuning that nothing cuts short: its trials, and pairs that decide and that state the gain; and steps of each.
-_MOST_WINDOWS = (DEFAULT_BUDGET.trials or 0) + 2 * (MOST_PAIRS + STATED_PAIRS)
+#: Windows of a tuning run that does not end early: its trials, the pairs that decide, and the pairs that state the gain.
+_MAX_WINDOWS = (DEFAULT_BUDGET.trials or 0) + 2 * (MAX_PAIRS + STATED_PAIRS)
 _WINDOW_STEPS = 10
-#: Before the first of them.
+#: Steps before the first window.
 _BEFOREHAND_STEPS = WARM_UP_STEPS + PROFILE_STEPS + 2
-#: What tuning takes where steps vary little; at most.
-STEADY_STEPS = _BEFOREHAND_STEPS + _MOST_WINDOWS * (SETTLE_STEPS + _WINDOW_STEPS)
-#: Where they vary much, its windows are longer, and are full at the latest when as many steps were rejected as count.
-_MOST_STEPS = _BEFOREHAND_STEPS + _MOST_WINDOWS * (SETTLE_STEPS + 2 * LONGER_AT_MOST * _WINDOW_STEPS)
+#: Most steps of tuning if steps vary little.
+STEADY_STEPS = _BEFOREHAND_STEPS + _MAX_WINDOWS * (SETTLE_STEPS + _WINDOW_STEPS)
+#: Most steps of tuning if steps vary much. Windows are then longer, and are full at the latest when as many steps were rejected
+#: as count.
+_MAX_STEPS = _BEFOREHAND_STEPS + _MAX_WINDOWS * (SETTLE_STEPS + 2 * LONGER_AT_MOST * _WINDOW_STEPS)
 _START_SECONDS = 300.0
 _PATIENCE = 2.0
 
 
 def live_rows(case: Case, grid: Row, tune_by: Sequence[str], runs: int, budget: str = "1") -> list[Row]:
-    """One row for each searcher and run; ``grid``: see ``grid.measure``.
+    """One row for each searcher and run. For ``grid`` see ``grid.measure``.
 
     Args:
-        budget: as of the setting ``tune``.
+        budget: a value of the setting ``tune``.
 
     Raises:
         JobFailed: a job failed or took too long, or weights are not those of plain averaging.
@@ -63,7 +64,7 @@ def _live(case: Case, grid: Row, tune_by: str, run: int, budget: str) -> Row:
             0,
             case.bandwidth,
             settings,
-            _START_SECONDS + _PATIENCE * _MOST_STEPS * slowest,
+            _START_SECONDS + _PATIENCE * _MAX_STEPS * slowest,
             mpi=case.transport == "mpi",
         )
         workload = {"kind": "emulated", "profile": case.scaling.profile.to_record()}
@@ -89,12 +90,13 @@ def _live(case: Case, grid: Row, tune_by: str, run: int, budget: str) -> Row:
 
 
 def rank_main(session: Session, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Train until tuning has ended: ``verdict``, on the last rank, and how far the weights are from plain averaging's."""
+    """Train until tuning has ended. Returns ``verdict``, on the last rank, and the difference of the weights from plain
+    averaging."""
     import torch
 
     import commsched.plugins.torch as cs
 
-    from ..train.reference import LEARNING_RATE, largest_difference, plain_averaging, weights_of
+    from ..harness.reference import LEARNING_RATE, largest_difference, plain_averaging, weights_of
     from ..workloads.workload import make_workload
 
     torch.set_num_threads(1)
@@ -102,10 +104,10 @@ def rank_main(session: Session, arguments: Mapping[str, Any]) -> dict[str, Any]:
     model = workload.make_model()
     initial = weights_of(model)
     optimizer = cs.ScheduledOptimizer(torch.optim.SGD(model.parameters(), lr=LEARNING_RATE), model, session=session)
-    # Not rank 0, which writes the file: closing it there a second time would give up its lock.
+    # Rank 0 does not read the file, because it writes it: closing the file there a second time would release its lock.
     reads = session.rank == session.world_size - 1
     verdict = None
-    for step in range(_MOST_STEPS):
+    for step in range(_MAX_STEPS):
         optimizer.zero_grad()
         workload.loss(model, step, session.rank).backward()
         optimizer.step()
@@ -115,11 +117,11 @@ def rank_main(session: Session, arguments: Mapping[str, Any]) -> dict[str, Any]:
                 optimizer.synchronize()
                 wanted = plain_averaging(workload, step + 1, session.world_size)
                 return {"verdict": verdict, "max_difference": largest_difference(model, wanted, initial)}
-    raise CommschedError(f"tuning had not ended after {_MOST_STEPS} steps: it is slow, or broke, which rank 0 logs")
+    raise CommschedError(f"tuning had not ended after {_MAX_STEPS} steps: it is slow, or broke, which rank 0 logs")
 
 
 def _verdict(journal: Path) -> dict[str, Any] | None:
-    """What tuning has come to, if it has ended."""
+    """The verdict of tuning; None if it has not ended."""
     if not journal.exists():
         return None
     whole = journal.read_text().rpartition("\n")[0].splitlines()

@@ -1,7 +1,8 @@
 """The search that ByteScheduler's authors published with it, for comparison.
 
-Y. Peng et al., "A Generic Communication Scheduler for Distributed DNN Training Acceleration", SOSP 2019, and their code: 15
-points, the first 10 at random, the others by expected improvement with a margin of 0.1, of 100 steps each; sizes are linear.
+Source: Y. Peng et al., "A Generic Communication Scheduler for Distributed DNN Training Acceleration", SOSP 2019, and their
+code. The search has 15 points of 100 steps each. The first 10 are random; the others maximize expected improvement with a
+margin of 0.1. Coordinates are linear in the sizes.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from commsched.tuner.trial import Candidate, Window
 
 POINTS = 15
 STEPS = 100
-#: A point is applied so many steps after it was chosen.
+#: A point is applied this many steps after it was chosen.
 SETTLE = 10
 
 _RANDOM_POINTS = 10
@@ -25,7 +26,8 @@ _CANDIDATES = 2000
 
 
 class PaperSearch:
-    """See ``trial.Searcher``. Sizes are within the bounds of ``space``, not theirs, which were made for unscaled models."""
+    """The published search; see ``trial.Searcher``. Sizes are within the bounds of ``space``, because the authors' bounds are
+    for unscaled models."""
 
     def __init__(self, space: Space, seed: int) -> None:
         self._space = space
@@ -52,7 +54,7 @@ class PaperSearch:
         return min(self._tried, key=lambda each: each[1])[0] if self._tried else None
 
     def _improvement(self, points: np.ndarray) -> np.ndarray:
-        """Expected, over the fastest so far by more than the margin, in seconds."""
+        """Expected improvement in seconds, beyond the margin, on the fastest point so far."""
         from sklearn.gaussian_process import GaussianProcessRegressor
         from sklearn.gaussian_process.kernels import Matern
         from skopt.acquisition import gaussian_ei
@@ -61,6 +63,6 @@ class PaperSearch:
         seconds = np.array([seconds for _, seconds in self._tried])
         process = GaussianProcessRegressor(Matern(nu=2.5), alpha=1e-6, normalize_y=True, random_state=0)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that the kernel's best length is at a bound
+            warnings.simplefilter("ignore")  # a warning that the kernel's best length is at a bound
             process.fit((sizes - self._low) / (self._high - self._low), seconds)
             return np.asarray(gaussian_ei(points, process, y_opt=seconds.min(), xi=_MARGIN_SECONDS))

@@ -1,4 +1,4 @@
-"""Lines that a rank's process has printed here while its job runs."""
+"""Progress lines of a rank's process, printed by this process while the job runs."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from pathlib import Path
 
 @contextmanager
 def relayed_lines() -> Iterator[str]:
-    """The path of a pipe, in this block; each line that a process writes into it is printed."""
+    """Yields the path of a pipe. In this block, each line that a process writes to the pipe is printed."""
     with tempfile.TemporaryDirectory(prefix="commsched-tune-") as directory:
         path = Path(directory, "progress")
         os.mkfifo(path)
-        # Open for writing too, so that opening waits for nobody and the end comes when this block says so.
+        # Open for writing too, so that opening does not block and the pipe ends only with this block.
         pipe = os.open(path, os.O_RDWR)
         with open(pipe) as lines:
             reader = threading.Thread(target=_relay, args=(lines,), name="commsched-bench-progress", daemon=True)
@@ -31,12 +31,12 @@ def relayed_lines() -> Iterator[str]:
 def _relay(lines: Iterator[str]) -> None:
     for line in lines:
         if line.endswith("\0\n"):
-            print(line[:-2], end="\n" if line[:-2] else "", flush=True)  # of a process that was killed in its midst
+            print(line[:-2], end="\n" if line[:-2] else "", flush=True)  # an incomplete line, from a process that was killed
             return
         print(line, end="", flush=True)
 
 
 def say(path: str, line: str) -> None:
-    """In a rank's process: print ``line`` over there."""
+    """Called in a rank's process: print ``line`` in the process that reads the pipe."""
     with open(path, "w") as pipe:
         pipe.write(f"{line}\n")

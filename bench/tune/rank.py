@@ -11,32 +11,32 @@ import torch
 
 from commsched.core.config import SchedulerConfig
 from commsched.core.manifest import Manifest
+from commsched.tuner.job import PROFILE_STEPS
 from commsched.tuner.profiler import Profiler
-from commsched.tuner.search import PROFILE_STEPS
 
+from ..harness.compute_only import ComputeOnly
+from ..harness.config_barrier import ConfigBarrier
+from ..harness.message_cost import measure_message_cost
+from ..harness.network import measure_network, own_address
+from ..harness.reference import largest_difference, plain_averaging
 from ..systems.context import Context
 from ..systems.scheduled import ScheduledSystem
 from ..systems.spec import Way
-from ..train.compute_only import ComputeOnly
-from ..train.message_cost import measure_message_cost
-from ..train.network import measure_network, own_address
-from ..train.reference import largest_difference, plain_averaging
-from ..train.start_line import StartLine
 from ..workloads.workload import make_workload
 from .progress import say
 
 if TYPE_CHECKING:
-    from commsched.session import Session
+    from commsched.session.session import Session
 
 _LAYER_STEPS = 5
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """What the ranks are to do, as JSON. See ``tune.TuneOptions``.
+    """The arguments of the ranks, as JSON. See ``tune.TuneOptions``.
 
-    ``configs`` are those of the grid, ``orders`` the places in it in the order in which each pass takes them. ``progress`` is a
-    path for ``progress.say``.
+    ``configs`` are the configurations of the grid. ``orders`` has, for each pass, their indexes in the order of that pass.
+    ``progress`` is a path for ``progress.say``.
     """
 
     workload: dict[str, Any]
@@ -55,12 +55,12 @@ class Assignment:
 
 
 def rank_main(session: Session, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """``network``, ``layers`` of each rank and ``message_seconds``, the same from every rank; ``profiled``: what the tuner
-    would know of training; ``passes``: of each pass and configuration the seconds of its steps; ``max_difference``: of the
-    weights, to those of plain averaging."""
+    """Measure. Returns ``network``, ``layers`` of each rank and ``message_seconds``, which are the same on every rank. Also
+    returns ``profiled``, the tuner's profile of training; ``passes``, the seconds of each step for each pass and configuration;
+    and ``max_difference`` of the weights from plain averaging."""
     torch.set_num_threads(1)
     task = Assignment(**arguments)
-    line = StartLine(session)
+    line = ConfigBarrier(session)
     workload = make_workload(task.workload, session.world_size)
     host = own_address()
     network = measure_network(session, host, task.nominal_rates, 0, task.capped)
@@ -105,8 +105,8 @@ def rank_main(session: Session, arguments: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _profile(session: Session, system: ScheduledSystem, task: Assignment, line: StartLine) -> dict[str, Any] | None:
-    """What the tuner's own profiler sees of a few steps, with the configuration that it would see them with."""
+def _profile(session: Session, system: ScheduledSystem, task: Assignment, line: ConfigBarrier) -> dict[str, Any] | None:
+    """The result of the tuner's profiler for a few steps, with the configuration that the tuner would use there."""
     groups: dict[int, Manifest] = {}
     session.on_register(groups.__setitem__)
     _window(system, task, line)  # its first steps measure the order of layers
@@ -126,8 +126,8 @@ def _profile(session: Session, system: ScheduledSystem, task: Assignment, line: 
     }
 
 
-def _window(system: ScheduledSystem, task: Assignment, line: StartLine) -> list[float]:
-    """The seconds of each counted step, from the beginning of a forward to that of the next."""
+def _window(system: ScheduledSystem, task: Assignment, line: ConfigBarrier) -> list[float]:
+    """The seconds of each counted step, from the beginning of one forward to the beginning of the next."""
     system.begin()
     line.meet()
     for step in range(task.settle):

@@ -1,4 +1,4 @@
-"""How far from the best configuration of the grid each search is, over its trials and over the time that they take."""
+"""The regret of each search against the best configuration of the grid, over its trials and over their training time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .comparison import WITHIN
 
 _HEIGHT = 3.2
 
-#: Up to here the scale is linear, above logarithmic.
+#: The scale is linear up to this value and logarithmic above it.
 _LINEAR_PERCENT = 5
 _TICKS = (0, 1, 2, 3, 5, 10, 20, 50, 100, 200)
 
@@ -31,10 +31,10 @@ _OTHER_COLOUR = "#8A5A2B"
 
 
 def regret_figure(rows: Sequence[Mapping[str, Any]]) -> Figure:
-    """A line of panels for each case that was replayed. A search's line is the median over its seeds, the area the range.
+    """A line of panels for each replayed case. The line of a search is the median over its seeds, and its area is the range.
 
     Args:
-        rows: those of ``kind`` "replayed".
+        rows: the rows of ``kind`` "replayed".
     """
     cases = list(dict.fromkeys(row["title"] for row in rows))
     figure = new_figure(_HEIGHT * len(cases) + 0.4)
@@ -71,7 +71,7 @@ def _draw(left: Axes, right: Axes, row: Mapping[str, Any]) -> None:
     colour = _COLOURS.get(row["searcher"], _OTHER_COLOUR)
     curves = row["curves"]
     longest = max(len(curve) for curve in curves)
-    # A search that has ended stays with what it named last.
+    # A search that has ended keeps its last named configuration.
     padded = [[*curve, *[curve[-1]] * (longest - len(curve))] for curve in curves]
     steps = list(zip(*padded))
     regrets = [[100 * point["regret"] for point in at] for at in steps]

@@ -1,4 +1,4 @@
-"""Searches over what was measured before: each trial draws a window for its configuration, and nothing is trained. Pure."""
+"""Searches over earlier measurements: each trial draws a window for its configuration; nothing is trained. Pure."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from commsched.core.config import Budget, SchedulerConfig
+from commsched.core.config import SchedulerConfig
+from commsched.settings import Budget
+from commsched.tuner.search_run import SearchRun
 from commsched.tuner.trial import Searcher, Window
-from commsched.tuner.tuning import Tuning
 from commsched.tuner.verdict import Verdict
 
 from .surface import Surface
@@ -16,22 +17,22 @@ from .surface import Surface
 
 @dataclass(frozen=True)
 class Cost:
-    """``settle`` steps go by uncounted after each change of configuration; then ``steps`` are one trial's. Before the first
-    trial ``beforehand`` steps of the default configuration are needed."""
+    """The cost of a search in steps. After each change of configuration ``settle`` steps do not count; then a trial takes
+    ``steps``. Before the first trial the search needs ``beforehand`` steps of the default configuration."""
 
     settle: int
     steps: int
     beforehand: int = 0
 
     def beforehand_seconds(self, surface: Surface, incumbent: SchedulerConfig) -> float:
-        """Of training, before the first trial."""
+        """Training time before the first trial."""
         return self.beforehand * surface.seconds[surface.nearest(incumbent)]
 
 
 @dataclass(frozen=True)
 class Point:
-    """After ``trial`` trials, in which ``seconds`` of training have passed, the search would name ``named``; see
-    ``Surface.regret``."""
+    """A point of a search's progress: after ``trial`` trials, which took ``seconds`` of training, it would name ``named`` as
+    the best configuration; see ``Surface.regret``."""
 
     trial: int
     seconds: float
@@ -40,10 +41,11 @@ class Point:
 
 
 def search(surface: Surface, searcher: Searcher, incumbent: SchedulerConfig, trials: int, cost: Cost, seed: int) -> list[Point]:
-    """One point for each trial. Fewer than ``trials`` if the searcher ends by itself: what it names then stays.
+    """One point for each trial. There are fewer than ``trials`` points if the searcher ends early; its last named configuration
+    then stays.
 
     Raises:
-        ValueError: the searcher asks for nothing at all.
+        ValueError: the searcher does not propose any configuration.
     """
     chance = random.Random(seed)
     points: list[Point] = []
@@ -61,8 +63,8 @@ def search(surface: Surface, searcher: Searcher, incumbent: SchedulerConfig, tri
 
 
 def reached(points: Sequence[Point], within: float) -> Point | None:
-    """The first from which on the regret stays at most ``within``: a lucky guess that is given up again does not count. None:
-    not in the end."""
+    """The first point from which on the regret stays at most ``within``; None if the last regret is greater. A lucky guess that
+    is given up again does not count."""
     found = None
     for point in reversed(points):
         if point.regret > within:
@@ -72,8 +74,8 @@ def reached(points: Sequence[Point], within: float) -> Point | None:
 
 
 def tune(surface: Surface, searcher: Searcher, incumbent: SchedulerConfig, budget: Budget, cost: Cost, seed: int) -> Verdict:
-    """The whole of tuning as it is done online, with windows as long as there (``cost.steps`` does not count), early end and
-    comparison. Its seconds are of training, without those beforehand."""
+    """A complete tuning run as online, with windows of the online length (``cost.steps`` does not count), early end and
+    comparison. Its seconds are training time, without the steps before the first trial."""
     chance = random.Random(seed)
     clock = 0.0
 
@@ -83,7 +85,7 @@ def tune(surface: Surface, searcher: Searcher, incumbent: SchedulerConfig, budge
         clock += (cost.settle + steps) * window.seconds
         return window
 
-    tuning = Tuning(
+    tuning = SearchRun(
         incumbent,
         searcher,
         measure,

@@ -1,4 +1,4 @@
-"""Step times over configurations, as they were measured: what searches are replayed over. Pure."""
+"""Measured step times over configurations, over which searches are replayed. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from commsched.tuner.trial import Window
 
 
 def window_of(samples: Sequence[float]) -> Window:
-    """What successive steps say, as the meter of a training job would put it.
+    """The window of successive steps, computed as by the meter of a training job.
 
     Raises:
         ValueError: there are no samples.
@@ -29,11 +29,11 @@ def window_of(samples: Sequence[float]) -> Window:
 
 @dataclass(frozen=True)
 class Surface:
-    """``passes[config]`` has the steps of each window that was measured with that configuration, in seconds, one window in each
-    pass over all of them.
+    """A surface of step times. ``passes[config]`` has the seconds of the steps of each window measured with that configuration;
+    each pass over all configurations has one window.
 
     Raises:
-        ValueError: there is no configuration, or one without a window, or a window without steps.
+        ValueError: there is no configuration, a configuration without a window, or a window without steps.
     """
 
     passes: Mapping[SchedulerConfig, Sequence[Sequence[float]]]
@@ -44,7 +44,7 @@ class Surface:
 
     @cached_property
     def seconds(self) -> dict[SchedulerConfig, float]:
-        """What counts as a configuration's step time, the truth of replays: the median of all its steps."""
+        """The step time of each configuration, which replays take as the truth: the median of all its steps."""
         return {config: median(chain.from_iterable(windows)) for config, windows in self.passes.items()}
 
     @cached_property
@@ -53,11 +53,12 @@ class Surface:
 
     @cached_property
     def window_deviation(self) -> float:
-        """Standard deviation of the logarithm of what all steps of a window have in common, and another window of the same
-        configuration has not: as the passes differ, over the whole grid, less what windows differ by as their steps vary.
+        """Standard deviation of the logarithm of the factor that all steps of a window share, but that differs between windows
+        of one configuration. It is estimated from the differences between passes over the whole grid, less the part that is due
+        to the variation of single steps.
 
         Raises:
-            ValueError: there is one pass only.
+            ValueError: there is only one pass.
         """
         windows = [window_of(samples) for own in self.passes.values() for samples in own]
         pairs = [pair for own in self.passes.values() for pair in combinations(map(median, own), 2)]
@@ -69,23 +70,23 @@ class Surface:
         return math.sqrt(max(variance - own_variance, 0.0))
 
     def regret(self, config: SchedulerConfig) -> float:
-        """By what part the nearest configuration of the grid is slower than the best one; 0 of the best."""
+        """The relative amount by which the nearest configuration of the grid is slower than the best one; 0 for the best."""
         return self.seconds[self.nearest(config)] / self.seconds[self.best] - 1
 
     def nearest(self, config: SchedulerConfig) -> SchedulerConfig:
-        """The one measured that is the fewest octaves of partition and of credit, in partitions, away."""
+        """The measured configuration that is nearest in octaves of partition and of credit (in partitions)."""
         if config in self.passes:
             return config
         wanted = octaves(config)
         return min(self.passes, key=lambda each: math.dist(octaves(each), wanted))
 
     def draw(self, config: SchedulerConfig, steps: int, chance: random.Random) -> Window:
-        """A window of so many steps, as if they were made with the nearest configuration: drawn, with replacement, from one of
-        its measured windows, and all multiplied by one random factor, since a window is off as a whole more than its steps say
-        (:attr:`window_deviation`).
+        """A random window of ``steps`` steps of the nearest configuration. The steps are drawn with replacement from one of its
+        measured windows. All are multiplied by one random factor, because windows differ as a whole by more than the variation
+        of their steps (:attr:`window_deviation`).
 
         Raises:
-            ValueError: there is one pass only.
+            ValueError: there is only one pass.
         """
         measured = chance.choice(self.passes[self.nearest(config)])
         factor = math.exp(chance.gauss(0.0, self.window_deviation))
@@ -93,6 +94,6 @@ class Surface:
 
 
 def octaves(config: SchedulerConfig) -> tuple[float, float]:
-    """Where it is in a plane in which one partition or credit that is twice as large is one away."""
-    # Less credit than a partition lets one go all the same.
+    """The position of ``config`` in a plane in which doubling the partition or the credit is a distance of one."""
+    # A credit below one partition still allows one partition.
     return math.log2(config.partition_bytes), math.log2(max(1.0, config.credit_bytes / config.partition_bytes))

@@ -8,14 +8,14 @@ from statistics import median, median_high
 from typing import Any
 
 from commsched.core.config import SchedulerConfig
-from commsched.tuner.verdict import describe
+from commsched.tuner.verdict import describe_config
 
-from ..results import table
+from ..harness.results import table
 from .comparison import WITHIN
 
 Row = Mapping[str, Any]
 
-#: After the name of a search that is not shown after the trials that tuning has by default.
+#: Suffix of a search that is shown after another number of trials than tuning's default.
 _OWN_BUDGET = "*"
 
 _COLUMNS = {
@@ -58,7 +58,7 @@ _LIVE_COLUMNS = {
 
 
 def text(grid: Row, replayed: Sequence[Row]) -> str:
-    """What was measured, and a table of the searches over it, of which there is at least one."""
+    """The measured grid, and a table of the searches over it (at least one)."""
     seeds, budget = replayed[0]["seeds"], replayed[0]["budget_trials"]
     errors = [row["model_error"] for row in replayed if "model_error" in row]
     model = [f"the simulator's predictions are typically {errors[0]:.1%} off the grid's step times"] if errors else []
@@ -79,7 +79,8 @@ def text(grid: Row, replayed: Sequence[Row]) -> str:
 
 
 def summary_text(replayed: Sequence[Row]) -> str:
-    """Each searcher over all cases with as many workers. ``replayed``: the rows of all grids, at least one."""
+    """A summary of each searcher over all cases with the same number of workers. ``replayed`` are the rows of all grids (at
+    least one)."""
     groups: dict[tuple[int, str], list[Row]] = {}
     for row in replayed:
         groups.setdefault((row["workers"], _name(row)), []).append(row)
@@ -114,7 +115,8 @@ def _summed(workers: int, name: str, rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def _at_end(row: Row) -> Row:
-    """After the trials that tuning has by default; of the published search, which has no such budget, after its own."""
+    """The state of a search after tuning's default number of trials. The published search has no such budget; its state is
+    after its own number of trials."""
     found: Row = row["after_budget"] if row["tuning"] is not None else row["in_the_end"]
     return found
 
@@ -124,7 +126,7 @@ def _name(row: Row) -> str:
 
 
 def _notes(replayed: Sequence[Row]) -> list[str]:
-    """What a reader of the lines of some searchers must know."""
+    """Notes that readers need on the lines of some searchers."""
     notes = []
     if own := next((row for row in replayed if row["tuning"] is None), None):
         trials, per_trial = own["in_the_end"]["trials"], f"{own['settle']} + {own['steps']}"
@@ -139,7 +141,7 @@ def _notes(replayed: Sequence[Row]) -> list[str]:
 
 
 def live_text(rows: Sequence[Row]) -> str:
-    """What the tuner itself came to."""
+    """The results of the tuner itself."""
     return "LIVE: the tuner in training jobs of its own; regret is against the grid that was measured before\n" + table(
         [_live_shown(row) for row in rows], _LIVE_COLUMNS
     )
@@ -153,8 +155,8 @@ def _heading(row: Row) -> str:
         f"EMULATED {row['model']}, {row['gradient_bytes'] / 1e6:.1f} MB of gradients, {row['workers']} workers, "
         f"{row['transport']}, link {row['link']}: compute {1e3 * row['compute_seconds']:.0f} ms, communication "
         f"{1e3 * row['comm_seconds']:.0f} ms, T* {1e3 * row['bound_seconds']:.0f} ms\n"
-        f"grid of {len(row['configs'])}, {row['passes']} windows of {row['steps']} steps each: best {describe(best)}: "
-        f"{1e3 * row['best_seconds']:.0f} ms; default {describe(incumbent)}: {1e3 * row['incumbent_seconds']:.0f} ms "
+        f"grid of {len(row['configs'])}, {row['passes']} windows of {row['steps']} steps each: best {describe_config(best)}: "
+        f"{1e3 * row['best_seconds']:.0f} ms; default {describe_config(incumbent)}: {1e3 * row['incumbent_seconds']:.0f} ms "
         f"({default:+.1%}); slowest {1e3 * slowest:.0f} ms; windows of one configuration differ "
         f"by {row['window_deviation']:.1%} (standard deviation) more than their steps say"
     )
@@ -189,7 +191,7 @@ def _live_shown(row: Row) -> dict[str, Any]:
     return {
         **{key: row[key] for key in ("searcher", "run")},
         **{key: verdict[key] for key in ("trials", "steps", "reason")},
-        "kept": describe(SchedulerConfig(**verdict["kept"])),
+        "kept": describe_config(SchedulerConfig(**verdict["kept"])),
         "regret": f"{100 * row['regret']:.1f}",
         "gain": f"{100 * verdict['gain']:.1f}",
         "interval": f"{100 * verdict['low']:.1f} to {100 * verdict['high']:.1f}",

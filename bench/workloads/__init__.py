@@ -1,1 +1,1 @@
-"""What is trained: models as layers with parameters and times, real or emulated."""
+"""The trained models, as layers with parameters and times, real or emulated."""

@@ -1,4 +1,5 @@
-"""Batches for the models: real, small data that each (step, rank) draws from by itself, or random numbers of a given size."""
+"""Batches for the models: small real data, from which each (step, rank) draws independently, or random numbers of a given
+size."""
 
 from __future__ import annotations
 
@@ -8,12 +9,12 @@ import torch
 from sklearn.datasets import load_digits
 from torch import nn
 
-#: Labels that no loss is taken of.
+#: Label of tokens that the loss ignores.
 IGNORED = -100
 _MASKED_SHARE = 0.15
 _RANDOM_SHARE = 0.25
 _NOISE = 0.1
-_RANKS = 1 << 20  # more than there are, so that every (step, rank) has a seed of its own
+_RANKS = 1 << 20  # greater than any number of ranks, so that every (step, rank) has a seed of its own
 
 
 def generator_of(step: int, rank: int) -> torch.Generator:
@@ -27,16 +28,16 @@ def _digits() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def digits(generator: torch.Generator, images: int, image_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """scikit-learn's digits [images, 1, image_size, image_size], enlarged from 8x8 and with some noise, and what they show."""
+    """scikit-learn's digits [images, 1, image_size, image_size], enlarged from 8x8 and with some noise, and their labels."""
     known, labels = _digits()
     rows = torch.randint(len(labels), (images,), generator=generator)
     enlarged = nn.functional.interpolate(known[rows], size=(image_size, image_size), mode="bilinear")
-    # Equal pixels side by side would leave it to rounding which of them max-pooling takes.
+    # Rounding would decide which of equal neighbouring pixels max-pooling takes.
     return enlarged + _NOISE * torch.randn(enlarged.shape, generator=generator), labels[rows]
 
 
 def sentences(generator: torch.Generator, count: int, length: int, vocabulary: int) -> torch.Tensor:
-    """Tokens [count, length] that can be learnt: three in four follow from the one before by a fixed rule."""
+    """Tokens [count, length] that can be learnt: three in four follow from the previous token by a fixed rule."""
     tokens = torch.randint(vocabulary, (count, length), generator=generator)
     random = torch.rand((count, length), generator=generator) < _RANDOM_SHARE
     for place in range(1, length):
@@ -45,7 +46,7 @@ def sentences(generator: torch.Generator, count: int, length: int, vocabulary: i
 
 
 def masked(generator: torch.Generator, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens with some replaced by 0, and what these were; :data:`IGNORED` elsewhere."""
+    """Tokens with some replaced by 0, and labels: the replaced tokens, and :data:`IGNORED` elsewhere."""
     hidden = torch.rand(tokens.shape, generator=generator) < _MASKED_SHARE
-    hidden[:, 0] = True  # so that there is one to learn from
+    hidden[:, 0] = True  # so that there is at least one label
     return tokens.masked_fill(hidden, 0), tokens.masked_fill(~hidden, IGNORED)

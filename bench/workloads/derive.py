@@ -1,4 +1,4 @@
-"""Makes the profiles that are shipped in ``bench/workloads/profiles``: ``python -m bench.workloads.derive``."""
+"""Makes the profiles in ``bench/workloads/profiles``: ``python -m bench.workloads.derive``."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from .full_size import FULL_SIZE
 from .registry import PROFILES
 
 _CHART = "ByteScheduler's published charts (8 V100, 32 images each, 10000 classes)"
-#: Seconds of a step of one GPU: 256 images by the images per second of 8 of them, to three digits.
+#: Seconds of a step of one GPU: 256 images divided by the images per second of 8 GPUs, to three digits.
 _STEP_SECONDS = {"vgg16": 0.324, "resnet50": 0.154}
 _FLOPS_PER_SECOND = 50e12
 
 
 def derive(name: str) -> Profile:
-    """The profile of a model by its floating-point operations."""
+    """The profile of a model, derived from its floating-point operations."""
     model = FULL_SIZE[name]
     batch = f"batch of {model.batch} {model.shape}"
     if name in _STEP_SECONDS:
@@ -28,7 +28,7 @@ def derive(name: str) -> Profile:
 
 
 def to_json(profile: Profile) -> str:
-    """One line for each layer."""
+    """The profile as JSON, with one line for each layer."""
     record = profile.to_record()
     layers = ",\n    ".join(json.dumps(layer) for layer in record.pop("layers"))
     head = "".join(f"  {json.dumps(key)}: {json.dumps(value)},\n" for key, value in record.items())

@@ -1,8 +1,8 @@
-"""EMULATED models: the autograd graph, parameters and gradients of a profile, whose layers sleep for the time a GPU would take.
+"""EMULATED models: the autograd graph, parameters and gradients of a profile. Layers sleep for the time that a GPU would take.
 
-Gradients are real float32 tensors. They depend on the parameter, the rank and the step, and, through the numbers that
-forward passes from layer to layer, on the weights that forward read: who reads a stale weight gets other numbers than
-plain training. What it costs the processor is one multiplication per element of gradient.
+Gradients are real float32 tensors. They depend on the parameter, the rank and the step. Through the numbers that forward passes
+from layer to layer, they also depend on the weights that forward read. A training that reads a stale weight therefore gets
+other numbers than plain training. The CPU cost is one multiplication per element of gradient.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from commsched.simulator.profile import Layer, Profile
+from commsched.simulator.profile import LayerProfile, Profile
 
-#: So many different places of the shared random numbers at which a parameter's pattern can begin.
+#: Number of offsets in the shared random numbers at which a parameter's pattern can begin.
 _OFFSETS = 4096
-_STRIDE = 997  # from one parameter's to the next; coprime to _OFFSETS
-#: All layers together change what passes through them by at most a factor of exp(+-_FEEDBACK): nothing runs away.
+_STRIDE = 997  # between the offsets of successive parameters; coprime to _OFFSETS
+#: All layers together change a number by at most a factor of exp(+-_FEEDBACK), so that training does not diverge.
 _FEEDBACK = 1.5
-#: Radians of a gain's phase for each unit that weights have moved along their patterns; a step moves them by some 0.01.
+#: Radians of a gain's phase for each unit that weights have moved along their patterns; a step moves them by about 0.01.
 _PHASE = 64.0
-#: Two layers in three push one way and one the other. Were they all alike, the next steps would make up for most of what one
-#: stale layer changed; were they to cancel, nobody would see that all layers are stale.
+#: Signs of the layers' feedback: two layers in three have one sign and the third the other. With equal signs, later steps would
+#: compensate most of the effect of one stale layer. If the signs cancelled, a test could not detect that all layers are stale.
 _SIGNS = (1, 1, -1)
 _INITIAL_SCALE = 0.1
-#: Who takes longer to read a layer's parameters has waited for them, or updated them.
+#: If reading a layer's parameters takes longer than this, the host has waited for them or updated them.
 _READING_SECONDS = 200e-6
 
 
 class Clock(Protocol):
     def now(self) -> float:
-        """Seconds, never going back."""
+        """Monotonic time in seconds."""
         ...
 
     def sleep(self, seconds: float) -> None: ...
@@ -47,10 +47,10 @@ class WallClock:
 
 
 class Device:
-    """The GPU that is emulated: it works through its layers, and does not stop when the host wakes up late.
+    """The emulated GPU. It works through its layers and does not stop when the host wakes up late.
 
-    What a layer took too long (a sleep that lasted longer, results that took longer to make) is taken off the next ones, as
-    long as nothing was waited for in between.
+    If a layer took too long (because a sleep lasted longer, or results took longer to compute), the excess is subtracted from
+    the next layers, as long as the host did not wait for anything in between.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -58,14 +58,14 @@ class Device:
         self._late_seconds = 0.0
 
     def idle(self) -> None:
-        """It has run dry: the next layer begins when it is asked for."""
+        """Mark the device as idle: the next layer begins when the host calls :meth:`begin`."""
         self._late_seconds = 0.0
 
     def now(self) -> float:
         return self._clock.now()
 
     def begin(self) -> float:
-        """When the layer that the host begins now began on the device."""
+        """The time at which the layer that the host begins now began on the device."""
         return self._clock.now() - self._late_seconds
 
     def end(self, began: float, seconds: float) -> None:
@@ -79,7 +79,7 @@ class Device:
 
 @dataclass(frozen=True)
 class EmulatedWorkload:
-    """A workload made from a profile, whose times are kept as they are."""
+    """A workload made from a profile, with the profile's times unchanged."""
 
     profile: Profile
     emulated = True
@@ -98,13 +98,13 @@ class EmulatedWorkload:
 
 
 def batch_value(step: int, rank: int) -> float:
-    """The number that stands for a rank's batch. It changes sign over steps, so that weights stay bounded, and the average
-    over ranks is never zero in all steps nor equal to any one rank's."""
+    """The number that stands for a rank's batch. It changes sign over steps, so that weights stay bounded. The average over
+    ranks is never zero in all steps, and never equals the number of one rank."""
     return (1 + 0.5 * math.cos(2.9 * rank + 0.3 * step)) * math.cos(1.7 * step)
 
 
 class EmulatedModel(nn.Module):
-    """A chain of the profile's layers, each a module of its layer's name. A number goes in, and the loss comes out.
+    """A chain of the profile's layers. Each is a module with the layer's name. The input is a number, the output the loss.
 
     Raises:
         ValueError: two layers have one name, or a name cannot be a module's.
@@ -123,29 +123,30 @@ class EmulatedModel(nn.Module):
         self._chain = chain  # a plain list: the modules are registered by name already
 
     def forward(self, batch: torch.Tensor) -> torch.Tensor:
-        self._device.idle()  # between steps one may have waited
+        self._device.idle()  # the host may have waited between steps
         for layer in self._chain:
             batch = layer(batch)
         return batch
 
 
 class EmulatedLayer(nn.Module):
-    """Multiplies the number by one near 1 that depends on the weights; each gradient is its pattern times both numbers, that
-    which came in and that which flows back."""
+    """Multiplies its input number by a gain near 1 that depends on the weights. Each gradient is its pattern times the input
+    number times the number that flows back."""
 
-    def __init__(self, layer: Layer, patterns: Sequence[torch.Tensor], feedback: float, device: Device) -> None:
+    def __init__(self, layer: LayerProfile, patterns: Sequence[torch.Tensor], feedback: float, device: Device) -> None:
         super().__init__()
         self.forward_seconds = layer.forward_seconds
         self.backward_seconds = layer.backward_seconds
         self.device = device
         self.feedback = feedback
-        self.patterns = list(patterns)  # not buffers: nobody is to broadcast or save them
+        self.patterns = list(patterns)  # not buffers, which would be broadcast and saved
         self._firsts = [pattern.flatten()[0].item() for pattern in patterns]
         for index, pattern in enumerate(patterns):
             self.register_parameter(f"weight{index}", nn.Parameter(_INITIAL_SCALE * pattern))
 
     def forward(self, number: torch.Tensor) -> torch.Tensor:
-        # Dispatched to each parameter, at no cost that grows with it: here a guarded one waits for its update.
+        # This call is dispatched to each parameter, at a cost that does not grow with its size. A guarded parameter waits here
+        # for its update.
         asked = self.device.now()
         weights = [parameter.view_as(parameter) for parameter in self._parameters.values() if parameter is not None]
         if self.device.now() - asked > _READING_SECONDS:
@@ -154,9 +155,9 @@ class EmulatedLayer(nn.Module):
         return apply(number, self, *weights)
 
     def gain(self, weights: Sequence[torch.Tensor]) -> float:
-        """The layer's factor, read off the first element of each weight: how far, on the mean, they have moved along their
-        patterns. The phase makes a single step count: who misses one in any layer trains other weights, by far more than
-        rounding."""
+        """The layer's gain. It is computed from the first element of each weight: the mean distance that weights have moved
+        along their patterns. Because of the phase, a single step has an effect: a training that misses one step in any layer
+        gets other weights, by far more than rounding."""
         if not weights:
             return 1.0
         moved = [weight.flatten()[0].item() / first - _INITIAL_SCALE for weight, first in zip(weights, self._firsts)]
@@ -164,7 +165,8 @@ class EmulatedLayer(nn.Module):
 
 
 class _EmulatedFunction(torch.autograd.Function):
-    """Results are made first and handed out when the layer's time is over, so that making them costs no time of its own."""
+    """The autograd function of a layer. Results are computed first and returned when the layer's time is over, so that
+    computing them adds no time."""
 
     @staticmethod
     def forward(ctx: Any, number: torch.Tensor, layer: EmulatedLayer, *weights: torch.Tensor) -> torch.Tensor:
@@ -186,7 +188,7 @@ class _EmulatedFunction(torch.autograd.Function):
 
 
 def _patterns(shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
-    """Fixed numbers in [-1, 1], never 0, for each shape; all are views of one tensor, each from a place of its own."""
+    """Fixed numbers in [-1, 1], never 0, for each shape. All patterns are views of one tensor, each at its own offset."""
     longest = max((math.prod(shape) for shape in shapes), default=0)
     generator = torch.Generator().manual_seed(0)
     numbers = torch.rand(longest + _OFFSETS, generator=generator).mul_(2).sub_(1).add_(2**-25)  # half the least step
@@ -195,7 +197,8 @@ def _patterns(shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
 
 
 def _place(root: nn.Module, name: str, layer: nn.Module) -> None:
-    """Register ``layer`` under the dotted ``name``, making what it lies in, and taking over what lies in it."""
+    """Register ``layer`` under the dotted ``name``. Missing parent modules are made, and existing children are moved into
+    it."""
     *path, last = name.split(".")
     parent = root
     try:

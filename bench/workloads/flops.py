@@ -1,8 +1,8 @@
 """Profiles from arithmetic alone: a layer's time is its share of the model's floating-point operations.
 
-The model runs without data (on torch's meta device), so this needs neither its memory nor a GPU. Forward takes as long as its
-operations, backward twice that, once for the gradient of its inputs and once for that of its weights; the first layer's
-inputs need none. Layers without matrix products or convolutions (norms, embeddings) get no time.
+The model runs without data (on torch's meta device), so this needs neither the model's memory nor a GPU. Forward counts the
+layer's operations. Backward counts twice as many: once for the gradient of the inputs and once for the gradient of the weights;
+the first layer's inputs need no gradient. Layers without matrix products or convolutions (norms, embeddings) get no time.
 """
 
 from __future__ import annotations
@@ -15,19 +15,20 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from commsched.simulator.profile import Layer, Profile
+from commsched.simulator.profile import LayerProfile, Profile
 
-from ..layer_times import parameter_layers
+from ..harness.layer_times import parameter_layers
 from .full_size import FullSize
 
-_DECIMALS = 9  # nanoseconds: the files stay readable, and equal wherever they are made
+_DECIMALS = 9  # nanoseconds: files are readable, and the same on every machine
 
 
 def profile_of(name: str, model: FullSize, source: str, seconds: Callable[[int], float]) -> Profile:
-    """The profile of one step with the model's own size of batch.
+    """The profile of one step with the model's own batch size.
 
     Args:
-        seconds: of a whole step, given the floating-point operations of its forward; ``source`` says where from.
+        source: the source of the times, in words.
+        seconds: returns the seconds of a whole step, given the floating-point operations of its forward.
     """
     device = torch.device("meta")
     with device:
@@ -39,16 +40,19 @@ def profile_of(name: str, model: FullSize, source: str, seconds: Callable[[int],
     modules = dict(module.named_modules())
     owners = parameter_layers([(name, modules[name]) for name in counted])
     layers = tuple(
-        Layer(owner.name, tuple(tuple(p.shape) for p in owner.parameters), _rounded(unit * first), _rounded(unit * second))
+        LayerProfile(
+            owner.name, tuple(tuple(p.shape) for p in owner.parameters), _rounded(unit * first), _rounded(unit * second)
+        )
         for owner, first, second in zip(owners, forward, backward)
     )
     return Profile(name, layers, source)
 
 
 def forward_flops(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> dict[str, int]:
-    """Operations of each module that has parameters, in order of first use, with what runs before the next one's.
+    """Operations of each module that has parameters, in order of first use. Operations that run before the next such module are
+    included.
 
-    A multiplication and an addition are two.
+    A multiplication and an addition count as two operations.
     """
     counter = FlopCounterMode(display=False)
     begins: dict[str, int] = {}

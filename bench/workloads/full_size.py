@@ -1,4 +1,4 @@
-"""The models at full size, with inputs of random numbers: for profiles, which need shapes and times but nothing learnt."""
+"""The models at full size with random inputs, for profiles, which need shapes and times but no learning."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ Inputs = tuple[torch.Tensor, ...]
 
 @dataclass(frozen=True)
 class FullSize:
-    """``inputs`` takes the size of a batch and a device; the first ``forward_inputs`` of them go into the model, and all into
-    ``loss``, after the model."""
+    """A model at full size. ``inputs`` takes a batch size and a device and makes the inputs. The first ``forward_inputs``
+    inputs are arguments of the model. All of them are arguments of ``loss``, after the model."""
 
     make_model: Callable[[], nn.Module]
     inputs: Callable[[int, torch.device], Inputs]

@@ -1,4 +1,4 @@
-"""Initial weights that depend on nothing but the model: neither on the process's random state nor on its threads."""
+"""Initial weights that depend only on the model, not on the process's random state or its threads."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ _EMBEDDING_STD = 0.02
 
 @torch.no_grad()
 def initialise(model: nn.Module) -> None:
-    """Overwrite every matrix and convolution by its fan-in (K. He et al., ICCV 2015) and embeddings as BERT does. Biases are 0.
+    """Initialise every matrix and convolution by its fan-in (K. He et al., ICCV 2015), and embeddings as BERT does. Biases are
+    0.
 
-    Norms keep the ones and zeros they are made with. A tied weight is that of the embedding.
+    Norms keep their initial ones and zeros. A tied weight is initialised as the embedding.
     """
     generator = torch.Generator().manual_seed(0)
     tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}

@@ -1,4 +1,4 @@
-"""Losses of the kinds of models; ``model`` may be wrapped in another module."""
+"""Losses for each kind of model; ``model`` may be wrapped in another module."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def classification(model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor)
 
 
 def next_token(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    """Of every token but the first; tokens are [batch, length]."""
+    """Loss of predicting every token except the first; tokens are [batch, length]."""
     logits = model(tokens)
     return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
@@ -19,7 +19,7 @@ def next_token(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
 def pre_training(
     model: nn.Module, tokens: torch.Tensor, segments: torch.Tensor, token_labels: torch.Tensor, pair_labels: torch.Tensor
 ) -> torch.Tensor:
-    """BERT's: masked tokens, and whether the second half of a sequence belongs to the first."""
+    """BERT's pre-training loss: masked tokens, and whether the second half of a sequence belongs to the first."""
     token_logits, pair_logits = model(tokens, segments)
     of_tokens = nn.functional.cross_entropy(token_logits.flatten(0, 1), token_labels.flatten())
     return of_tokens + nn.functional.cross_entropy(pair_logits, pair_labels)

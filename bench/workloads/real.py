@@ -1,4 +1,4 @@
-"""REAL workloads: reduced models with this machine's own arithmetic, on small data. One core takes some 0.1 to 0.3 s a step.
+"""REAL workloads: reduced models with real arithmetic on this machine, on small data. A step takes 0.1 to 0.3 s on one core.
 
 The caller sets the number of threads.
 """
@@ -27,7 +27,7 @@ _VOCABULARY = 4000
 
 @dataclass(frozen=True)
 class RealWorkload:
-    """``batch_loss`` makes a batch from a generator and runs the forward."""
+    """A REAL workload. ``batch_loss`` makes a batch from a generator and runs the forward."""
 
     model_factory: Callable[[], nn.Module]
     batch_loss: Callable[[nn.Module, torch.Generator], torch.Tensor]
@@ -49,7 +49,7 @@ def make_real(name: str) -> RealWorkload:
     """The reduced form of a model.
 
     Raises:
-        ConfigError: there is none of this name.
+        ConfigError: there is no reduced model of this name.
     """
     if name not in _WORKLOADS:
         raise ConfigError(f"model={name}: REAL workloads are {', '.join(_WORKLOADS)}")
@@ -76,7 +76,7 @@ def _pre_train(count: int, length: int) -> Callable[[nn.Module, torch.Generator]
 
     def loss(model: nn.Module, generator: torch.Generator) -> torch.Tensor:
         tokens = batches.sentences(generator, count, length, _VOCABULARY)
-        others = torch.rand(count, generator=generator) < 0.5  # whose second half is another sentence
+        others = torch.rand(count, generator=generator) < 0.5  # sequences whose second half is another sentence
         swapped = torch.where(segments.bool() & others[:, None], tokens.flip(0), tokens)
         hidden, labels = batches.masked(generator, swapped)
         return losses.pre_training(model, hidden, segments, labels, (~others).long())

@@ -1,4 +1,4 @@
-"""Models by name. Imports no engine: profiles are files, and what is REAL is imported when it is made."""
+"""Models by name. This module imports no engine: profiles are files, and a REAL model is imported when it is made."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def load_profile(name_or_path: str) -> Profile:
     """The profile of a model by its name, or from a file if it ends in ``.json``.
 
     Raises:
-        ConfigError: no such model, or the file cannot be read or is no profile; says what.
+        ConfigError: there is no such model, or the file cannot be read or is not a profile; the message says which.
     """
     if name_or_path == "uniform":
         return uniform.make_profile()

@@ -1,4 +1,4 @@
-"""What a rank trains: a model and the loss of each step, EMULATED or REAL."""
+"""The workload of a rank: a model and the loss of each step, EMULATED or REAL."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from commsched.simulator.profile import Profile
 class Workload(Protocol):
     @property
     def emulated(self) -> bool:
-        """Whether its layers sleep for the time a GPU would take."""
+        """Whether the layers sleep for the time that a GPU would take."""
         ...
 
     def make_model(self) -> torch.nn.Module:
-        """A new model; its weights are the same at every call and on every rank."""
+        """A new model. Its weights are the same at every call and on every rank."""
         ...
 
     def loss(self, model: torch.nn.Module, step: int, rank: int) -> torch.Tensor:
-        """The forward of this rank's batch of this step. ``model`` may be wrapped; the same arguments, the same numbers."""
+        """Run the forward of this rank's batch of this step. ``model`` may be wrapped. Equal arguments give equal numbers."""
         ...
 
     def untimed(self) -> Workload:
-        """The same numbers as fast as this machine computes them, for results to compare with."""
+        """A workload with the same numbers but without sleeping, for reference results."""
         ...
 
 
@@ -33,8 +33,8 @@ def make_workload(spec: Mapping[str, Any], world_size: int) -> Workload:
     """A workload from JSON: ``{"kind": "emulated", "profile": Profile.to_record()}`` or ``{"kind": "real", "model": name}``.
 
     Raises:
-        ConfigError: no such REAL model.
-        ValueError: the profile is none, or the kind is unknown.
+        ConfigError: there is no such REAL model.
+        ValueError: the profile is invalid, or the kind is unknown.
     """
     if world_size < 1:
         raise ValueError(f"a job has at least 1 worker, not {world_size}")

@@ -1,7 +1,12 @@
 """The control channel: rank 0 hosts a server, and every member of the job keeps one stream to it.
 
-It serves every transport: joining and the version check, small values gathered over ranks, what ranks tell rank 0 and what it
-announces, heartbeats, the first failure told to all, the end of the job, and the agreed step of a change of configuration.
-``roster.py`` decides, without I/O; ``server.py`` and ``client.py`` move the messages of ``messages.py`` over gRPC, but those of
-rank 0 itself, which is in the server's process (``direct_stream.py``).
+It serves every transport, and carries:
+
+- joining, with the version check;
+- small values gathered over all ranks, values sent to rank 0, and values that rank 0 announces;
+- heartbeats, the first failure (sent to all members), and the end of the job;
+- the agreed step of a change of configuration.
+
+``roster.py`` makes the decisions, without I/O. ``server.py`` and ``client.py`` move the messages of ``messages.py`` over gRPC.
+Rank 0's own messages need no gRPC, because rank 0 is in the server's process (``direct_stream.py``).
 """

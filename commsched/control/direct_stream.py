@@ -1,4 +1,4 @@
-"""Rank 0's own stream: the server is in its process, so that nothing need pass through a socket."""
+"""Rank 0's own stream. The server is in rank 0's process, so the messages need no socket."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from collections.abc import Callable
 
 import grpc
 
+from ..net.rpc import Unproven
 from .liveness import heartbeat_seconds
-from .messages import Beat, encode
+from .messages import Heartbeat, encode
 from .server import ControlServer
 
-_BEAT = encode(Beat())
+_BEAT = encode(Heartbeat())
 
 
-class DirectStream:
-    """As :class:`~.stream.Stream`, but ``put`` lets ``server`` decide at once, in the caller's thread.
+class InProcessStream:
+    """Has the interface of :class:`~.stream.Stream`, but ``put`` lets ``server`` decide at once, in the caller's thread.
 
-    Half of the way of whatever another rank tells rank 0, and of what rank 0 announces, is this one.
+    Every value that another rank sends to rank 0, or that rank 0 announces, takes this stream on half of its way.
     """
 
     def __init__(
@@ -28,7 +29,7 @@ class DirectStream:
         *,
         hello: Callable[[], bytes],
         on_data: Callable[[bytes], None],
-        on_end: Callable[[grpc.RpcError | None], bool],
+        on_end: Callable[[grpc.RpcError | Unproven | RuntimeError | None], bool],
     ) -> None:
         self._connection = server.connect()
         self._heartbeat_seconds = heartbeat_seconds(fail_after_seconds)
@@ -52,13 +53,14 @@ class DirectStream:
     def close(self) -> None:
         """End the connection and the thread. Idempotent; any thread but the stream's own."""
         self._connection.finish()
-        self._thread.join()
+        if self._thread.ident is not None:  # it was started
+            self._thread.join()
 
     def _run(self) -> None:
         beat_at = 0.0
         for data in self._connection.outbox:
             now = time.monotonic()
-            if now >= beat_at:  # to the server a silent member is a dead one, wherever it is
+            if now >= beat_at:  # the server gives up any silent member, even in its own process
                 beat_at = now + self._heartbeat_seconds
                 self._connection.received(_BEAT)
             self._on_data(data)

@@ -1,4 +1,4 @@
-"""The control channel of ranks that are threads of one process: same promises as ``client.py``, no network."""
+"""The control channel of ranks that are threads of one process. It behaves like ``client.py``, without a network."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from collections.abc import Callable
 from typing import Any
 
 from ..core.errors import ClosedError, CommschedError, PeerLost, TransportError, UnsupportedError
-from .callbacks import CallbackThread
-from .listener import Listener
+from .events import CallbackThread, Listener
 from .roster import first_common_steps
 
 
 class LocalControlWorld:
-    """Where the ranks of one process meet."""
+    """The control channel's shared state of the ranks of one process."""
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
@@ -25,7 +24,7 @@ class LocalControlWorld:
         self.left: set[int] = set()
         self.failure: CommschedError | None = None
         self.proposals: deque[str] = deque()
-        self.promises: dict[int, dict[int, int] | None] | None = None  # of each rank asked, on the proposal in turn
+        self.promises: dict[int, dict[int, int] | None] | None = None  # answers to the current proposal, by rank
 
     def join(self, rank: int, listener: Listener) -> LocalControl:
         with self.changed:
@@ -63,7 +62,7 @@ class LocalControlWorld:
 
 
 class LocalControl:
-    """One rank's end of a :class:`LocalControlWorld`; but for a failure, its listener is called in a thread of its own."""
+    """One rank's end of a :class:`LocalControlWorld`. Its listener is called in a thread of its own, except for a failure."""
 
     clock_offset_seconds = 0.0
 
@@ -82,7 +81,8 @@ class LocalControl:
             values[self.rank] = json.loads(json.dumps(value))  # as it would arrive over the network
             world.changed.notify_all()
             while len(values) < world.world_size:
-                world.check(self.rank)  # not once all have come: who then fails by what came is to hear that
+                # Not once all values are there: a rank that then raises because of the values must raise its own error.
+                world.check(self.rank)
                 gone = world.left - values.keys()
                 if gone:
                     raise PeerLost(f"rank {min(gone)} left; '{tag}' waits for it")
@@ -142,17 +142,20 @@ class LocalControl:
                 world.check(self.rank)
                 world.changed.wait()
 
+    def wait_for_callbacks(self) -> None:
+        self._callbacks.wait()
+
     def close(self) -> None:
         with self._world.changed:
             self._world.members.pop(self.rank, None)
             self._world.changed.notify_all()
         self._callbacks.close()
 
-    # --- called with the world's ``changed`` held, but ``answer_hold`` ---
+    # --- called with the world's ``changed`` held, except ``answer_hold`` ---
 
     def call(self, call: Callable[[Listener], None]) -> None:
-        """Have the listener called, after what it was to be called with before."""
-        if not self._started:  # the one rank of a world of one needs no thread
+        """Enqueue ``call`` on the listener, after all earlier calls."""
+        if not self._started:  # the only rank of a world of size 1 needs no thread
             self._started = True
             self._callbacks.start()
         self._callbacks.put(lambda: call(self.listener))

@@ -1,6 +1,6 @@
-"""What travels on the control channel: one frozen dataclass per message, as a JSON object in UTF-8.
+"""The messages of the control channel: one frozen dataclass per message, encoded as a JSON object in UTF-8.
 
-``decode`` is total: any bytes give a message whose fields have their types, or a ProtocolError.
+``decode`` is total: for any bytes it returns a message whose fields have their types, or raises ProtocolError.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from ..core.errors import ProtocolError
 from ..version import __version__
 from .member import ROLES, Member
 
-#: Raised whenever a message changes. Members of different protocols or versions refuse each other.
-PROTOCOL = 2
+#: Incremented whenever a message changes. Members of different protocols or versions refuse each other.
+PROTOCOL = 3
 
 #: The gRPC method whose one stream per member carries the messages.
 SERVICE, METHOD = "commsched.Control", "Join"
 
-#: Largest message of a member, and so the largest value it may give to a gather.
+#: Largest message of a member, and so the limit of the value that it may give to a gather.
 MAX_MESSAGE_BYTES = 64 * 2**20
 
-#: What gRPC takes: room for the server to say whose message it passes on.
+#: Largest message that gRPC accepts: it leaves room for the server to add the rank whose message it passes on.
 MAX_WIRE_BYTES = MAX_MESSAGE_BYTES + 2**16
 
 
@@ -38,7 +38,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Hello(Message):
-    """First of all. ``within_seconds``: how much longer this member waits for all ranks to join."""
+    """The first message of a member. ``within_seconds``: how much longer this member waits for all ranks to join."""
 
     version: str
     protocol: int
@@ -54,16 +54,16 @@ class Ping(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class Give(Message):
-    """This rank's value for the gather ``tag``, as JSON text that the server need not read."""
+class Gather(Message):
+    """This rank's value for the gather ``tag``, as JSON text that the server need not parse."""
 
     tag: str
     value: str
 
 
 @dataclass(frozen=True, slots=True)
-class Report(Message):
-    """A failure here; ``error`` as made by ``errors.to_record``."""
+class ReportFailure(Message):
+    """A failure of this member; ``error`` is made by ``errors.to_record``."""
 
     error: dict[str, str]
 
@@ -74,33 +74,47 @@ class Leave(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class Bye(Message):
-    """This member closes its end, whether or not it may. Said in words, because gRPC may show a process that was killed as a
+class Part(Message):
+    """This rank has left, and wants to end its process without waiting for the others to leave."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spare(Message):
+    """Answer to :class:`Parting`: nothing on this rank waits for anything from ``rank``."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Disconnect(Message):
+    """This member closes its end, whether or not it may. The message is explicit because gRPC may show a killed process as a
     stream that ended in order."""
 
 
 @dataclass(frozen=True, slots=True)
 class Propose(Message):
+    """Ask all ranks to use ``config`` from a step on that they agree on."""
+
     config: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Tell(Message):
-    """For rank 0, as JSON text that the server need not read."""
+    """A value for rank 0, as JSON text that the server need not parse."""
 
     value: str
 
 
 @dataclass(frozen=True, slots=True)
 class Announce(Message):
-    """From rank 0, for all other ranks, as JSON text that the server need not read."""
+    """A value from rank 0 for all other ranks, as JSON text that the server need not parse."""
 
     value: str
 
 
 @dataclass(frozen=True, slots=True)
-class Held(Message):
-    """Answer to :class:`Hold`: for each group, the first step not yet promised."""
+class Prepared(Message):
+    """Answer to :class:`Prepare`: for each group, the first step not yet promised."""
 
     steps: dict[int, int]
 
@@ -109,8 +123,8 @@ class Held(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class Beat(Message):
-    """Nothing new; the sender lives."""
+class Heartbeat(Message):
+    """The sender is alive and has nothing else to send."""
 
 
 # --- from the server ---
@@ -118,7 +132,7 @@ class Beat(Message):
 
 @dataclass(frozen=True, slots=True)
 class Welcome(Message):
-    """Answer to :class:`Hello`; ``host`` and ``pid`` of rank 0's process."""
+    """Answer to :class:`Hello`, with ``host`` and ``pid`` of rank 0's process."""
 
     host: str
     pid: int
@@ -126,7 +140,9 @@ class Welcome(Message):
 
 @dataclass(frozen=True, slots=True)
 class Ready(Message):
-    """All ranks have joined."""
+    """All ranks have joined. ``witness``: the address of rank 0's witness."""
+
+    witness: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +154,8 @@ class Pong(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class Given(Message):
-    """What ``rank`` gave to the gather ``tag``."""
+class GatherPart(Message):
+    """The value that ``rank`` gave to the gather ``tag``."""
 
     tag: str
     rank: int
@@ -148,7 +164,7 @@ class Given(Message):
 
 @dataclass(frozen=True, slots=True)
 class Told(Message):
-    """To rank 0: what ``rank`` told it."""
+    """To rank 0: the value that ``rank`` sent by :class:`Tell`."""
 
     rank: int
     value: str
@@ -156,7 +172,7 @@ class Told(Message):
 
 @dataclass(frozen=True, slots=True)
 class Announced(Message):
-    """To all other ranks: what rank 0 announced."""
+    """To all other ranks: the value that rank 0 announced."""
 
     value: str
 
@@ -170,21 +186,32 @@ class Failed(Message):
 
 @dataclass(frozen=True, slots=True)
 class Left(Message):
+    """``rank`` has left: it sends nothing more."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Parting(Message):
+    """``rank``, which has left, wants to end its process. The other ranks answer with :class:`Spare`."""
+
     rank: int
 
 
 @dataclass(frozen=True, slots=True)
 class End(Message):
-    """All ranks have left; the last message of a stream."""
+    """All ranks have left, or no rank needs this one any more, or rank 0 ends; the last message of a stream."""
 
 
 @dataclass(frozen=True, slots=True)
-class Hold(Message):
-    """Begin no step that is not begun yet or next, and say which is the first so held."""
+class Prepare(Message):
+    """Hold back every step that has not begun and is not the next one, and answer with the first step held."""
 
 
 @dataclass(frozen=True, slots=True)
-class SwitchAt(Message):
+class Commit(Message):
+    """All ranks use ``config`` from step ``steps[group]`` of each group on."""
+
     config: dict[str, Any]
     steps: dict[int, int]
 
@@ -194,26 +221,29 @@ _KINDS: dict[str, type[Message]] = {
     for kind in (
         Hello,
         Ping,
-        Give,
-        Report,
+        Gather,
+        ReportFailure,
         Leave,
-        Bye,
+        Part,
+        Spare,
+        Disconnect,
         Propose,
         Tell,
         Announce,
-        Held,
-        Beat,
+        Prepared,
+        Heartbeat,
         Welcome,
         Ready,
         Pong,
-        Given,
+        GatherPart,
         Told,
         Announced,
         Failed,
         Left,
+        Parting,
         End,
-        Hold,
-        SwitchAt,
+        Prepare,
+        Commit,
     )
 }
 
@@ -227,16 +257,16 @@ def encode(message: Message) -> bytes:
 def _plain(value: Any) -> Any:
     if isinstance(value, Member):
         return {field.name: getattr(value, field.name) for field in fields(value)}
-    if isinstance(value, dict):  # JSON would turn keys that are numbers into strings
+    if isinstance(value, dict):  # as pairs: JSON would turn keys that are numbers into strings
         return [[key, item] for key, item in value.items()]
     return value
 
 
 def decode(data: bytes) -> Message:
-    """The message that :func:`encode` made ``data`` from.
+    """The message that :func:`encode` turned into ``data``.
 
     Raises:
-        ProtocolError: it made no such bytes.
+        ProtocolError: ``data`` is no encoded message.
     """
     try:
         record = json.loads(data.decode())
@@ -253,7 +283,7 @@ def decode(data: bytes) -> Message:
 
 
 def _require_our_protocol(hello: dict[str, Any]) -> None:
-    """Before the other fields are looked at, which may be different ones in another protocol."""
+    """Check the protocol before the other fields are read: another protocol may have different fields."""
     version, protocol = _text(hello["version"]), _count(hello["protocol"])
     if protocol != PROTOCOL:
         raise ProtocolError(
@@ -306,7 +336,7 @@ def _member(value: Any) -> Member:
     return member
 
 
-#: How to check and read a field, by its annotation.
+#: The function that checks and reads a field, by the field's annotation.
 _READERS: dict[str, Callable[[Any], Any]] = {
     "str": _text,
     "int": _count,

@@ -1,21 +1,21 @@
-"""What one end of a stream still has to send."""
+"""The queue of messages that one end of a stream still has to send."""
 
 from __future__ import annotations
 
 import threading
 from collections import deque
 
-from .messages import Beat, encode
+from .messages import Heartbeat, encode
 
-_BEAT = encode(Beat())
+_BEAT = encode(Heartbeat())
 
 
-class Outbox:
-    """The iterator that gRPC takes a stream's outgoing messages from: those put, in order, and a heartbeat when there has been
-    none for ``heartbeat_seconds``. It ends, after what was put, when closed.
+class MessageQueue:
+    """The iterator from which gRPC takes a stream's outgoing messages: the messages put, in order, and a heartbeat when there
+    was no message for ``heartbeat_seconds``. After :meth:`close` it ends when it has yielded all messages put.
 
-    ``put`` and ``close`` never block; any thread. gRPC asks for the next message only when the last has gone into its window,
-    so nothing piles up for a peer that does not read.
+    ``put`` and ``close`` never block; any thread. gRPC asks for the next message only when the last one has gone into its
+    window, so heartbeats do not pile up for a peer that does not read.
     """
 
     def __init__(self, heartbeat_seconds: float, thread_name: str | None = None) -> None:
@@ -24,36 +24,36 @@ class Outbox:
         self._queue: deque[bytes] = deque()
         self._closed = False
         self._thread_name = thread_name
-        self.thread: threading.Thread | None = None  # that takes the messages, once it has begun to
+        self.thread: threading.Thread | None = None  # the thread that takes the messages, once it has begun
 
     def put(self, data: bytes) -> None:
-        """Send ``data``; nothing happens if the outbox is closed."""
+        """Send ``data``; does nothing if the queue is closed."""
         with self._changed:
             if not self._closed:
                 self._queue.append(data)
                 self._changed.notify()
 
     def close(self) -> None:
-        """Send what was put, and nothing more. Idempotent."""
+        """Send the messages put so far, and nothing more. Idempotent."""
         with self._changed:
             self._closed = True
             self._changed.notify()
 
     def discard(self) -> None:
-        """The stream is gone: send nothing more, not even what was put."""
+        """The stream is gone: send nothing more, not even the messages put so far."""
         with self._changed:
             self._closed = True
             self._queue.clear()
             self._changed.notify()
 
-    def __iter__(self) -> Outbox:
+    def __iter__(self) -> MessageQueue:
         return self
 
     def __next__(self) -> bytes:
         if self.thread is None:
             self.thread = threading.current_thread()
             if self._thread_name is not None:
-                self.thread.name = self._thread_name  # a client's is gRPC's own thread
+                self.thread.name = self._thread_name  # gRPC's own thread, on a client
         with self._changed:
             if not self._queue and not self._closed:
                 self._changed.wait(self._heartbeat_seconds)

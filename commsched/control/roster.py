@@ -1,8 +1,14 @@
-"""What rank 0's control server decides. Pure: messages in, messages out; no thread, lock, clock or I/O.
+"""The decisions of rank 0's control server. Pure: messages in, messages out; no thread, lock, clock or I/O.
 
-Life of a job: members join until every rank is there (Ready); values are gathered, ranks tell rank 0 and it announces, steps
-are agreed on; ranks leave until the last has (End). Or it fails: the first failure counts and is told to every member
-(Failed). Nothing comes after either: a member that has heard it ends its connection.
+The life of a job:
+
+- Members join until every rank is present (Ready).
+- Values are gathered, ranks send values to rank 0 (Tell), rank 0 sends values to the others (Announce), steps are agreed on.
+- Ranks leave until the last one has left (End). A rank that has left need not wait for the others: it may end once no other
+  rank waits for an average that it took part in. End then goes to this rank alone, or to all members if it is rank 0.
+- Or the job fails: the first failure counts and is sent to every member (Failed).
+
+No message follows End or Failed: a member that has received one ends its connection.
 """
 
 from __future__ import annotations
@@ -14,29 +20,32 @@ from typing import Any
 
 from ..core.errors import CommschedError, ConfigError, PeerLost, PeerTimeout, ProtocolError, from_record, to_record
 from ..version import __version__
-from .liveness import Liveness, too_silent
+from .liveness import FailureDetector, too_silent
 from .member import Member
 from .messages import (
     Announce,
     Announced,
-    Beat,
-    Bye,
+    Commit,
+    Disconnect,
     End,
     Failed,
-    Give,
-    Given,
-    Held,
+    Gather,
+    GatherPart,
+    Heartbeat,
     Hello,
-    Hold,
     Leave,
     Left,
     Message,
+    Part,
+    Parting,
     Ping,
     Pong,
+    Prepare,
+    Prepared,
     Propose,
     Ready,
-    Report,
-    SwitchAt,
+    ReportFailure,
+    Spare,
     Tell,
     Told,
     Welcome,
@@ -45,44 +54,59 @@ from .messages import (
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """``message`` is to go out on each of ``connections``."""
+    """``message`` must be sent on each of ``connections``."""
 
     connections: tuple[int, ...]
     message: Message
 
 
 class Roster:
-    """Who is in the job and what has become of it.
+    """The members of the job and the state of the job.
 
-    Connections are numbers that the caller chooses, one for each stream; ``now`` is rank 0's clock, in seconds. Each event
-    returns what to send, in order.
+    The caller chooses one number per stream, its connection. ``now`` is rank 0's clock, in seconds. Each event method returns
+    the messages to send, in order.
 
     Args:
-        host: of the process that decides, and pid: rank 0's; for messages.
+        host: host of rank 0's process, which decides; for messages.
+        pid: process number of rank 0; for messages.
+        servers: number of parameter servers that are processes of their own.
     """
 
     def __init__(
-        self, world_size: int, host: str, pid: int, *, fail_after_seconds: float, join_within_seconds: float, now: float
+        self,
+        world_size: int,
+        host: str,
+        pid: int,
+        *,
+        fail_after_seconds: float,
+        join_within_seconds: float,
+        now: float,
+        servers: int = 0,
     ) -> None:
         self.world_size = world_size
+        self._servers = servers
         self.failure: CommschedError | None = None
         self.members: dict[int, Member] = {}  # by connection
         self.ready = False
         self.left: set[int] = set()
         self.given_up: set[int] = set()  # connections that were silent for too long
+        self._refused = ""  # the process that was refused last
         self._welcome = Welcome(host, pid)
         self._fail_after_seconds = fail_after_seconds
         self._join_within_seconds = join_within_seconds
         self._join_by = now + join_within_seconds
-        self._liveness: Liveness[int] = Liveness(fail_after_seconds, now)
-        self._gathers: dict[str, set[int]] = {}  # tag: the ranks that gave
+        self._liveness: FailureDetector[int] = FailureDetector(fail_after_seconds, now)
+        self._parting: dict[int, set[int]] = {}  # rank that left and wants to end: ranks that have yet to spare it
+        self._released: set[int] = set()  # connections of ranks that may end
+        self._rank_0_ends = False
+        self._gathers: dict[str, set[int]] = {}  # tag: ranks that have given a value
         self._proposals: deque[dict[str, Any]] = deque()
-        self._held: dict[int, dict[int, int] | None] | None = None  # answers to the proposal in turn, by connection
+        self._held: dict[int, dict[int, int] | None] | None = None  # answers to the current proposal, by connection
 
     @property
     def ended(self) -> bool:
-        """Every rank has left."""
-        return len(self.left) == self.world_size
+        """Every rank has left, or rank 0 may end."""
+        return len(self.left) == self.world_size or self._rank_0_ends
 
     @property
     def over(self) -> bool:
@@ -91,11 +115,11 @@ class Roster:
     # --- events ---
 
     def received(self, connection: int, message: Message, now: float) -> list[Send]:
-        """``message`` came in on ``connection``."""
+        """``message`` arrived on ``connection``."""
         member = self.members.get(connection)
         if member is None:
             return self._joins(connection, message, now)
-        if self.over:
+        if self.over or connection in self._released:
             return []
         self._liveness.heard(connection)
         if isinstance(message, Ping):
@@ -106,17 +130,23 @@ class Roster:
         return handler(self, connection, message)
 
     def garbage(self, connection: int, error: ProtocolError) -> list[Send]:
-        """Something came in on ``connection`` that is no message."""
+        """Bytes that are no message arrived on ``connection``."""
         member = self.members.get(connection)
         if member is None:
             return self._refuse(connection, ProtocolError(f"a process that wants to join sent {error}"))
         return self.fail(ProtocolError(f"{member} sent {error}"))
 
+    def refused(self, why: str) -> None:
+        """A process was refused before it could identify itself. It may be one of the missing ranks."""
+        self._refused = why
+
     def disconnected(self, connection: int) -> list[Send]:
-        """Nothing more will come in on ``connection``."""
+        """Nothing more will arrive on ``connection``."""
         member = self.members.pop(connection, None)
         self._liveness.forget(connection)
-        return self.fail(PeerLost(f"{member} is gone: its connection broke")) if member is not None else []
+        if connection in self._released:
+            return []
+        return self.fail(PeerLost(f"{member} is gone: its connection broke", **member.about)) if member is not None else []
 
     def tick(self, now: float) -> list[Send]:
         """Time has passed."""
@@ -127,10 +157,19 @@ class Roster:
             self.given_up.update(connection for connection, _ in overdue)
             connection, silence = max(overdue, key=lambda peer: peer[1])
             member = self.members[connection]
-            return self.fail(too_silent(str(member), silence, self._fail_after_seconds))
+            return self.fail(too_silent(member, silence, self._fail_after_seconds))
         if not self.ready and now >= self._join_by:
             return self.fail(PeerTimeout(self._who_is_missing()))
         return []
+
+    def doubtful(self) -> list[tuple[int, Member]]:
+        """The connections and members that have been silent for so long that their witnesses should be asked."""
+        return [] if self.over else [(connection, self.members[connection]) for connection in self._liveness.doubtful()]
+
+    def runs(self, connection: int) -> None:
+        """A witness reports that the member's process runs."""
+        if connection in self.members and connection not in self._released:
+            self._liveness.heard(connection)
 
     def fail(self, error: CommschedError) -> list[Send]:
         """The job failed, unless it is over already."""
@@ -147,6 +186,8 @@ class Roster:
         if self.over:
             return self._refuse(connection, None)
         member = message.member
+        if member.is_rank and member.index in self.left:  # its next session: rank 0 is still in this one
+            return self._refuse(connection, None)
         objection = self._objection(message)
         if objection is not None:
             return self._refuse(connection, objection)
@@ -154,12 +195,16 @@ class Roster:
         self._liveness.heard(connection)
         sends = [Send((connection,), self._welcome)]
         if self.ready:
-            return [*sends, Send((connection,), Ready()), *(Send((connection,), Left(rank)) for rank in sorted(self.left))]
+            return [
+                *sends,
+                Send((connection,), self._all_joined()),
+                *(Send((connection,), Left(rank)) for rank in sorted(self.left)),
+            ]
         if member.is_rank:
             self._join_by = min(self._join_by, now + message.within_seconds)
         if len(self._ranks()) == self.world_size:
             self.ready = True
-            sends.append(Send(tuple(self.members), Ready()))
+            sends.append(Send(tuple(self.members), self._all_joined()))
         return sends
 
     def _objection(self, hello: Hello) -> CommschedError | None:
@@ -173,6 +218,8 @@ class Roster:
             return ConfigError(f"{member} says there are {member.world_size} ranks, but rank 0 says {self.world_size}")
         if member.is_rank and member.index >= self.world_size:
             return ConfigError(f"{member} is not one of the {self.world_size} ranks, which are counted from 0")
+        if not member.is_rank and member.index >= self._servers:
+            return ConfigError(f"{member} is not one of the {self._servers} parameter servers that rank 0 was given")
         for other in self.members.values():
             if (other.role, other.index) == (member.role, member.index):
                 return ConfigError(
@@ -182,8 +229,8 @@ class Roster:
         return None
 
     def _refuse(self, connection: int, error: CommschedError | None) -> list[Send]:
-        """Turn a process away. Until all ranks are there the job cannot begin without it, so that everybody is told; later
-        the job does not need it, and goes on."""
+        """Refuse a process. Until all ranks have joined, the job cannot begin without it, so the refusal fails the job for
+        every member. Later the job does not need the process, and goes on."""
         sends = self.fail(error) if error is not None and not self.ready else []
         verdict = self.failure or error
         return [*sends, Send((connection,), Failed(to_record(verdict)) if verdict is not None else End())]
@@ -191,18 +238,22 @@ class Roster:
     def _who_is_missing(self) -> str:
         missing = sorted(set(range(self.world_size)) - self._ranks().keys())
         ranks = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
-        return f"{ranks} of {self.world_size} did not join within {self._join_within_seconds:g} s"
+        refused = f"; rank 0 refused {self._refused}" if self._refused else ""
+        return f"{ranks} of {self.world_size} did not join within {self._join_within_seconds:g} s{refused}"
 
     def _ranks(self) -> dict[int, int]:
-        """The connection of each rank that is there."""
+        """The connection of each rank that has joined."""
         return {member.index: connection for connection, member in self.members.items() if member.is_rank}
+
+    def _all_joined(self) -> Ready:
+        return Ready(self.members[self._ranks()[0]].witness if 0 in self._ranks() else "")
 
     # --- while the job runs ---
 
-    def _beat(self, connection: int, message: Beat) -> list[Send]:
+    def _beat(self, connection: int, message: Heartbeat) -> list[Send]:
         return []
 
-    def _give(self, connection: int, message: Give) -> list[Send]:
+    def _give(self, connection: int, message: Gather) -> list[Send]:
         rank, tag = self.members[connection].index, message.tag
         gave = self._gathers.setdefault(tag, set())
         if rank in gave or rank in self.left:
@@ -214,12 +265,14 @@ class Roster:
             del self._gathers[tag]
         if gone := self.left - gave:
             return self._nobody_gives(tag, min(gone))
-        return [Send(tuple(self._ranks().values()), Given(tag, rank, message.value))]
+        return [Send(tuple(self._ranks().values()), GatherPart(tag, rank, message.value))]
 
     def _nobody_gives(self, tag: str, rank: int) -> list[Send]:
-        return self.fail(PeerLost(f"{self.members[self._ranks()[rank]]} left, but '{tag}' waits for it"))
+        connection = self._ranks().get(rank)
+        who = self.members[connection] if connection is not None else f"rank {rank}"
+        return self.fail(PeerLost(f"{who} left, but '{tag}' waits for it", rank=rank))
 
-    def _report(self, connection: int, message: Report) -> list[Send]:
+    def _report(self, connection: int, message: ReportFailure) -> list[Send]:
         return self.fail(from_record(message.error))
 
     def _leave(self, connection: int, message: Leave) -> list[Send]:
@@ -232,16 +285,44 @@ class Roster:
         self.left.add(rank)
         sends = [Send(self._all_but(connection), Left(rank))]
         if self.ended:
-            sends.append(Send(tuple(self.members), End()))
+            return [*sends, Send(tuple(self.members), End())]
+        for parting in tuple(self._parting):  # a rank that leaves has received all averages
+            sends += self._spared(parting, rank)
         return sends
 
-    def _bye(self, connection: int, message: Bye) -> list[Send]:
-        return self.fail(PeerLost(f"{self.members[connection]} is gone: it closed before all ranks had left"))
+    def _part(self, connection: int, message: Part) -> list[Send]:
+        rank = self.members[connection].index
+        if rank not in self.left or rank in self._parting:
+            return self.fail(ProtocolError(f"{self.members[connection]} would end, but has not left, or would again"))
+        self._parting[rank] = set(range(self.world_size)) - self.left
+        return [Send(self._present(), Parting(rank))]
+
+    def _spare(self, connection: int, message: Spare) -> list[Send]:
+        return self._spared(message.rank, self.members[connection].index)
+
+    def _spared(self, rank: int, by: int) -> list[Send]:
+        waiting = self._parting.get(rank)
+        if not waiting:
+            return []
+        waiting.discard(by)
+        if waiting or self.over:
+            return []
+        if rank == 0:
+            self._rank_0_ends = True
+            return [Send(tuple(self.members), End())]
+        connection = self._ranks()[rank]
+        self._released.add(connection)
+        self._liveness.forget(connection)
+        return [Send((connection,), End())]
+
+    def _bye(self, connection: int, message: Disconnect) -> list[Send]:
+        member = self.members[connection]
+        return self.fail(PeerLost(f"{member} is gone: it closed before all ranks had left", **member.about))
 
     def _all_but(self, connection: int) -> tuple[int, ...]:
         return tuple(other for other in self.members if other != connection)
 
-    # --- to rank 0 and from it ---
+    # --- values to rank 0 and from it ---
 
     def _tell(self, connection: int, message: Tell) -> list[Send]:
         rank = self.members[connection].index
@@ -249,7 +330,7 @@ class Roster:
             return self.fail(ProtocolError(f"{self.members[connection]} told itself something"))
         if rank in self.left:
             return self.fail(ProtocolError(f"{self.members[connection]} told rank 0 something after it left"))
-        return [Send((self._ranks()[0],), Told(rank, message.value))]  # even if rank 0 has left: it is there until the end
+        return [Send((self._ranks()[0],), Told(rank, message.value))]  # even if rank 0 has left: it stays until the end
 
     def _announce(self, connection: int, message: Announce) -> list[Send]:
         if self.members[connection].index != 0:
@@ -273,9 +354,9 @@ class Roster:
             return []
         present = self._present()
         self._held = dict.fromkeys(present)
-        return [Send(present, Hold())]
+        return [Send(present, Prepare())]
 
-    def _answer(self, connection: int, message: Held) -> list[Send]:
+    def _answer(self, connection: int, message: Prepared) -> list[Send]:
         if self._held is None or self._held.get(connection, {}) is not None:
             return self.fail(ProtocolError(f"{self.members[connection]} promised steps that nobody asked for"))
         self._held[connection] = message.steps
@@ -283,7 +364,7 @@ class Roster:
         if len(promises) < len(self._held):
             return []
         asked, self._held = tuple(self._held), None
-        return [Send(asked, SwitchAt(self._proposals.popleft(), first_common_steps(promises))), *self._ask()]
+        return [Send(asked, Commit(self._proposals.popleft(), first_common_steps(promises))), *self._ask()]
 
     def __repr__(self) -> str:
         state = "failed" if self.failure else "ended" if self.ended else "ready" if self.ready else "joining"
@@ -291,9 +372,9 @@ class Roster:
 
 
 def first_common_steps(promises: Iterable[dict[int, int]]) -> dict[int, int]:
-    """For every group that all ranks know, the first step that no rank has begun or may begin before it is told.
+    """Return, for every group that all ranks know, the first step that no rank has begun or may begin before it is notified.
 
-    ``promises``: of each rank, group -> the first step that it holds.
+    ``promises``: for each rank, a map from each group to the first step that the rank holds.
     """
     each = list(promises)
     common = set.intersection(*(set(steps) for steps in each))
@@ -303,17 +384,19 @@ def first_common_steps(promises: Iterable[dict[int, int]]) -> dict[int, int]:
 _Handler = Callable[[Roster, int, Any], list[Send]]
 
 _OF_MEMBERS: dict[type[Message], _Handler] = {
-    Beat: Roster._beat,
-    Bye: Roster._bye,
-    Report: Roster._report,
+    Heartbeat: Roster._beat,
+    Disconnect: Roster._bye,
+    ReportFailure: Roster._report,
 }
 
-#: From ranks only, and only once all of them are there.
+#: Messages from ranks only, and only once all ranks have joined.
 _OF_RANKS: dict[type[Message], _Handler] = {
-    Give: Roster._give,
+    Gather: Roster._give,
     Leave: Roster._leave,
+    Part: Roster._part,
+    Spare: Roster._spare,
     Propose: Roster._propose,
     Tell: Roster._tell,
     Announce: Roster._announce,
-    Held: Roster._answer,
+    Prepared: Roster._answer,
 }

@@ -11,32 +11,44 @@ from itertools import count
 
 import grpc
 
+from ..core import timeouts
 from ..core.errors import PeerLost, ProtocolError
-from ..rpc import DaemonExecutor, bind, make_server
+from ..net.rpc import DaemonExecutor, bind, make_server
 from .liveness import heartbeat_seconds, tick_seconds
 from .messages import MAX_WIRE_BYTES, METHOD, SERVICE, decode, encode
-from .outbox import Outbox
+from .outbox import MessageQueue
 from .roster import Roster, Send
+from .witnessed import Doubts
 
-#: How long ``close`` waits for members to have heard how the job ended; one that is frozen never does.
-_FAREWELL_SECONDS = 2.0
+#: Connections allowed beyond one for each member.
+_MORE_CONNECTIONS = 64
 
 
 class ControlServer:
     """Hosts the control channel of a job of ``world_size`` ranks, from its construction to :meth:`close`.
 
     Args:
-        address: host:port to listen at; port 0 for any free one.
-        token: the job's secret; whoever connects must have it.
+        address: host:port to listen at; port 0 for any free port.
+        token: the job's secret; every process that connects must prove it.
         fail_after_seconds: silence after which a member is given up.
         join_within_seconds: all ranks must have joined within this time from now.
+        job: the job's name; members of another job are refused, and this job goes on.
+        servers: number of parameter servers that are processes of their own.
 
     Raises:
-        ConfigError: the address is taken or not of this machine, or the token is empty.
+        ConfigError: the address is taken or is not one of this machine, or the token is empty.
     """
 
     def __init__(
-        self, address: str, token: str, world_size: int, *, fail_after_seconds: float, join_within_seconds: float
+        self,
+        address: str,
+        token: str,
+        world_size: int,
+        *,
+        fail_after_seconds: float,
+        join_within_seconds: float,
+        job: str = "",
+        servers: int = 0,
     ) -> None:
         self._heartbeat_seconds = heartbeat_seconds(fail_after_seconds)
         self._tick_seconds = tick_seconds(fail_after_seconds)
@@ -45,64 +57,69 @@ class ControlServer:
             world_size,
             socket.gethostname(),
             os.getpid(),
+            servers=servers,
             fail_after_seconds=fail_after_seconds,
             join_within_seconds=join_within_seconds,
             now=time.monotonic(),
         )
-        self._outboxes: dict[int, Outbox] = {}
+        self._outboxes: dict[int, MessageQueue] = {}
         self._numbers = count()
         self._closing = False
 
         self._executor = DaemonExecutor("commsched-control-stream")
-        self._server = make_server(self._executor, token, fail_after_seconds, MAX_WIRE_BYTES)
+        most = world_size + servers + _MORE_CONNECTIONS
+        self._server = make_server(self._executor, token, fail_after_seconds, MAX_WIRE_BYTES, job, most, self._refused)
         handlers = {METHOD: grpc.stream_stream_rpc_method_handler(self._serve)}
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
         self.address = f"{address.rpartition(':')[0]}:{bind(self._server, address)}"
-        self._server.start()
+        self._doubts: Doubts[int] = Doubts(fail_after_seconds, self._runs)
         self._watch = threading.Thread(target=self._tick, name="commsched-control-watch", daemon=True)
+        # Start this first: if no thread can be started, no member may reach a server that detects no failures.
         self._watch.start()
+        self._server.start()
 
     def close(self) -> None:
-        """Tell members that rank 0 ends, unless the job is over, and give back the port and all threads. Idempotent.
+        """Notify members that rank 0 ends, unless the job is over, and release the port and all threads. Idempotent.
 
-        Returns when every member has heard how the job ended, or had time to: what is sent, but not yet read, is lost when one
-        that is slow writes to a process that is gone.
+        Returns when every member has received the end of the job, or has had time to. Otherwise a slow member that writes to
+        the ended process would lose the messages that it has not read yet.
         """
         with self._changed:
             self._closing = True
             self._send(self._roster.fail(PeerLost("rank 0 closed the control channel before all ranks had left")))
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._outboxes.keys() <= self._roster.given_up, _FAREWELL_SECONDS)
+            self._changed.wait_for(lambda: self._outboxes.keys() <= self._roster.given_up, timeouts.FAREWELL_SECONDS)
             for outbox in self._outboxes.values():
                 outbox.close()
+        self._doubts.close()
         self._server.stop(None)
         self._executor.shutdown()
         self._watch.join()
 
-    def connect(self) -> Connection:
-        """A new connection, of a member in this process or at the other end of a stream."""
-        outbox = Outbox(self._heartbeat_seconds)
+    def connect(self) -> MemberConnection:
+        """A new connection, for a member in this process or at the other end of a stream."""
+        outbox = MessageQueue(self._heartbeat_seconds)
         with self._changed:
             number = next(self._numbers)
             self._outboxes[number] = outbox
-        return Connection(self, number, outbox)
+        return MemberConnection(self, number, outbox)
 
-    # --- a stream: one thread takes from its outbox, another reads ---
+    # --- a stream: one thread takes messages from its outbox, another thread reads ---
 
     def _serve(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         connection = self.connect()
         if context.add_callback(connection.ended):
             self._executor.submit(self._read, connection, requests)
-        else:  # it ended before we came to it
+        else:  # the call ended before the callback was added
             connection.ended()
         return connection.outbox
 
-    def _read(self, connection: Connection, requests: Iterator[bytes]) -> None:
+    def _read(self, connection: MemberConnection, requests: Iterator[bytes]) -> None:
         try:
             for data in requests:
                 connection.received(data)
         except grpc.RpcError:
-            pass  # a broken connection; it may as well look like the end of the iterator
+            pass  # the connection broke; at other times that looks like the end of the iterator
         connection.finish()
 
     # --- a connection; any thread ---
@@ -130,19 +147,32 @@ class ControlServer:
 
     # --- any thread ---
 
+    def _refused(self, why: str) -> None:
+        with self._changed:
+            self._roster.refused(why)
+
     def _tick(self) -> None:
         while True:
             with self._changed:
                 if self._changed.wait_for(lambda: self._closing, self._tick_seconds):
                     return
             self._decide(lambda: self._roster.tick(time.monotonic()))
+            with self._changed:
+                doubtful = self._roster.doubtful()
+            for connection, member in doubtful:
+                self._doubts.ask(connection, str(member), member.witness)
+
+    def _runs(self, connection: int) -> None:
+        with self._changed:
+            self._roster.runs(connection)
 
     def _decide(self, decision: Callable[[], list[Send]]) -> None:
         with self._changed:
             self._send(decision())
 
     def _send(self, sends: list[Send]) -> None:
-        """Called with the lock held, so that every member gets messages in the order decided; putting never blocks."""
+        """Called with the lock held, so that every member gets the messages in the order of the decisions. ``put`` never
+        blocks."""
         for send in sends:
             data = encode(send.message)
             for connection in send.connections:
@@ -150,25 +180,26 @@ class ControlServer:
                     outbox.put(data)
 
 
-class Connection:
-    """The server's end of the way to one member. What goes to the member is taken from ``outbox``. Any thread; never blocks."""
+class MemberConnection:
+    """The server's end of the connection to one member. Messages to the member are taken from ``outbox``. Any thread; never
+    blocks."""
 
-    def __init__(self, server: ControlServer, number: int, outbox: Outbox) -> None:
+    def __init__(self, server: ControlServer, number: int, outbox: MessageQueue) -> None:
         self.outbox = outbox
         self._server = server
         self._number = number
         self._finished = False
 
     def received(self, data: bytes) -> None:
-        """The member sent ``data``; nothing happens after :meth:`finish`."""
+        """The member sent ``data``. Ignored after :meth:`finish`."""
         if not self._finished:
             self._server._received(self._number, data)
 
     def finish(self) -> None:
-        """The member will send nothing more; ``outbox`` ends after what is in it. Idempotent."""
+        """The member will send nothing more. ``outbox`` ends after the messages that are in it. Idempotent."""
         self._finished = True
         self._server._finished(self._number)
 
     def ended(self) -> None:
-        """Nobody takes from ``outbox`` any more."""
+        """Nothing takes messages from ``outbox`` any more."""
         self._server._ended(self._number)

@@ -1,1 +1,1 @@
-"""The framework-agnostic scheduler. Standard library only."""
+"""The framework-agnostic scheduler. It uses the standard library only."""

@@ -1,19 +1,20 @@
-"""What the flat buffers of a manifest must be like."""
+"""Checks of the flat buffers of a manifest."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
+from .interfaces import Buffer
 from .manifest import Manifest
-from .ports import Sliceable
 
 
-def require_buffers(manifest: Manifest, buffers: Mapping[str, Sliceable], device: str) -> None:
-    """Refuse what is no place for the averages of ``manifest`` on ``device``: they would go to a copy (slices of a
-    ``bytearray`` are copies), or to other elements.
+def require_buffers(manifest: Manifest, buffers: Mapping[str, Buffer], device: str) -> None:
+    """Check that ``buffers`` can receive the averages of ``manifest`` on ``device``. Into other buffers, averages would be
+    written to a copy (slices of a ``bytearray`` are copies) or to the wrong elements.
 
     Raises:
-        ValueError: a buffer is missing or has another size, or is not writable bytes in one piece; says which, and why.
+        ValueError: a buffer is missing, has the wrong size, or is not writable contiguous bytes; the message names the buffer
+            and the reason.
     """
     for dtype, nbytes in manifest.buffer_bytes.items():
         if dtype not in buffers:
@@ -23,12 +24,13 @@ def require_buffers(manifest: Manifest, buffers: Mapping[str, Sliceable], device
             raise ValueError(f"the buffer for {dtype} has {len(buffers[dtype])} bytes; its tensors have {nbytes}")
 
 
-def require_buffer(buffer: Sliceable, name: str, device: str) -> None:
-    """
+def require_buffer(buffer: Buffer, name: str, device: str) -> None:
+    """Check that ``buffer`` is of a kind that can be averaged on ``device``.
+
     Raises:
-        ValueError: ``buffer`` is not what is averaged on ``device``; calls it ``name``.
+        ValueError: it is not; the message calls it ``name``.
     """
-    if device != "cpu":  # whose arrays only the engine knows
+    if device != "cpu":  # only the engine knows the type of the device's arrays
         if isinstance(buffer, memoryview | bytes | bytearray):
             raise ValueError(f"{name} is in the host's memory, but averages are made on {device}")
     elif not isinstance(buffer, memoryview):

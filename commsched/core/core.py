@@ -1,37 +1,43 @@
-"""Core: the only lock and the only dispatcher thread.
+"""Core: the scheduler's lock and its only dispatcher thread.
 
-Decide under the lock, act after releasing it: the transport, the observer and failure callbacks are never called with
-the lock held, and nothing here polls.
+Decisions are made under the lock and carried out after it is released: the transport, the observer and failure callbacks are
+never called with the lock held. Nothing here polls.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from time import monotonic
 from typing import Any
+from weakref import WeakSet
 
 from .config import SchedulerConfig
-from .errors import ClosedError, CommschedError, TransportError, UnsupportedError
+from .errors import FEWER_BATCHES, FORKED, ClosedError, CommschedError, PeerLost, PeerTimeout, TransportError, UnsupportedError
+from .finite import FiniteReport as NotFiniteReport
+from .finite import FirstNotFinite, NotFinite, looks_finite
 from .group import TensorGroup
+from .interfaces import Buffer, Messenger, Observer, OnFailure, Transport
 from .order import Order
 from .order.agreed import AgreedOrder
-from .order.key import Key, range_of
+from .order.key import LaunchKey, range_of
+from .pace import Pace, PaceReport, Stragglers
 from .plan import Partition, Plan, cut
 from .policies import make_policy
-from .ports import Messenger, Observer, OnFailure, Sliceable, Transport
 from .proxy import DependencyProxy
 from .scheduler import Scheduler
+from .stalls import RankProgress, Stalls, StepOfGroup, Wait, progress_of
 from .task import ALL_GATHER, REDUCE_SCATTER, CommTask, State
 
 log = logging.getLogger("commsched")
 
 
 class _NoMessenger:
-    """For transports that need no agreement."""
+    """Stands in for a messenger where ranks need no agreement. A call of it is a bug."""
 
     def tell(self, value: Any) -> None:
         raise AssertionError(f"nothing is to be told, but {value}")
@@ -41,7 +47,7 @@ class _NoMessenger:
 
 @dataclass
 class _Switch:
-    """An agreed change of configuration: a group applies it before it begins its step. ``number`` counts the changes."""
+    """An agreed change of configuration. Each group applies it before its step in ``steps``. ``number`` counts the changes."""
 
     number: int
     config: SchedulerConfig
@@ -53,16 +59,21 @@ class Core:
 
     Args:
         transport: averages partitions; ``Core`` calls its ``start`` from the dispatcher thread only.
-        config: partition, credit and policy to begin with.
-        observer: told of every task, if given.
-        on_failure: told, once and from any thread, of the first failure that arose here, which may be the consequence of
-            another: it is to have :meth:`fail` called with what counts, at once or a moment later. None: that one counts.
-        warn_after_seconds: a wait longer than this is logged, and again each time as long.
-        messenger: for an ordered transport of more than one rank: how the ranks agree on the order.
-        order: on an ordered transport, ``agreed`` always, or ``static`` once it repeats itself.
+        config: initial partition, credit and policy.
+        observer: notified of every task, if given.
+        on_failure: called once, from any thread, with the first failure that arose here. That failure may be the consequence
+            of another one, so the callback must have :meth:`fail` called with the error that counts, at once or a moment
+            later. ``None`` means that the first failure counts.
+        warn_after_seconds: a longer wait is logged with the ranks that are late, and again after each further such time.
+        stall_after_seconds: a longer wait ends the job. ``None`` means no limit.
+        messenger: the channel over which ranks agree on an order, ask each other which rank is late, and compare their speed
+            and whether their gradients are finite. An ordered transport needs it. ``None`` means that ranks do none of this.
+        order: for an ordered transport: ``agreed`` means that ranks agree on every launch; ``static`` means that they do so
+            until the order repeats itself, and then launch without messages.
 
     Raises:
-        UnsupportedError: the transport cannot do what ``config`` asks for.
+        UnsupportedError: the transport does not support ``config`` or ``order``.
+        ValueError: an ordered transport was given without a messenger.
     """
 
     def __init__(
@@ -73,6 +84,7 @@ class Core:
         observer: Observer | None = None,
         on_failure: OnFailure | None = None,
         warn_after_seconds: float = 10.0,
+        stall_after_seconds: float | None = None,
         messenger: Messenger | None = None,
         order: str = "agreed",
     ) -> None:
@@ -85,22 +97,35 @@ class Core:
         self._messenger: Messenger = messenger or _NoMessenger()
         self._on_failure = on_failure or self.fail
         self._warn_after_seconds = warn_after_seconds
+        self._stall_after_seconds = stall_after_seconds
+        self._stalls = self._make_stalls() if messenger is not None else None
+        self._pace = Pace()
+        self._stragglers = Stragglers(transport.world_size)
+        self._looks = messenger is not None and transport.world_size > 1  # check that gradients are finite
+        self._not_finite = NotFinite()  # used by the dispatcher thread only
+        self._first_not_finite = FirstNotFinite(transport.world_size)
+        self._waits: list[Callable[[], Wait]] = []  # the current waits of engine threads
         self._lock = threading.Lock()
-        self._work = threading.Condition(self._lock)  # the dispatcher waits here
-        self._progress = threading.Condition(self._lock)  # engines wait here
+        self._work = threading.Condition(self._lock)  # the dispatcher waits on it
+        self._progress = threading.Condition(self._lock)  # engine threads wait on it
         self._agreement = self._make_agreement(config, order) if transport.ordered else None
         self._order: Order = self._agreement or Scheduler(make_policy(config.policy), config.credit_bytes)
         self._groups: list[TensorGroup] = []
         self._holds: dict[int, int] = {}
         self._switches: list[_Switch] = []  # agreed, but not yet applied by every group
-        self._agreed = self._adopted = 0  # numbers of the last change agreed on, and of the one that config is from
+        self._agreed = self._adopted = 0  # numbers of the last agreed change and of the change that config comes from
         self._failure: CommschedError | None = None
-        self._failed_inside: CommschedError | None = None  # found with the lock held: the dispatcher is to tell it
-        self._reported = False  # a failure arose here: nothing starts any more
+        self.has_raised = False  # the failure was raised to a caller
+        self._failed_inside: CommschedError | None = None  # a failure found with the lock held; the dispatcher reports it
+        self._released: list[TensorGroup] = []  # released groups whose last task is done; the transport must be notified
+        self._reported = False  # a failure arose here: no further task starts
         self._closed = False
-        self._flushing = False  # until all messages are sent
+        self._flushing = False  # a caller waits until all messages are sent
+        self._parted: int | None = None  # the first rank that left and wants to end its process
+        self._spares: list[Callable[[], None]] = []  # called once no average is outstanding here
         self._dispatcher = threading.Thread(target=self._dispatch, name="commsched-dispatch", daemon=True)
         self._dispatcher.start()
+        _cores.add(self)
 
     def _make_agreement(self, config: SchedulerConfig, order: str) -> AgreedOrder:
         return AgreedOrder(
@@ -113,11 +138,23 @@ class Core:
             locate=self._locate,
         )
 
+    def _make_stalls(self) -> Stalls:
+        transport, messenger = self._transport, self._messenger
+        return Stalls(
+            transport.rank,
+            transport.world_size,
+            progress=self._progress_of,
+            send=messenger.announce if transport.rank == 0 else messenger.tell,
+            warn=lambda line: log.warning("%s", line),
+            fail=self._report,
+            stall_after_seconds=self._stall_after_seconds,
+        )
+
     def require_supported(self, config: SchedulerConfig, order: str = "agreed") -> None:
-        """Check that the transport can do what ``config`` asks for.
+        """Check that the transport supports ``config`` and ``order``.
 
         Raises:
-            UnsupportedError: it cannot; says what.
+            UnsupportedError: the transport does not support them; the message names the cause and a remedy.
         """
         transport = self._transport
         if self._splits(config.policy) and not {REDUCE_SCATTER, ALL_GATHER} <= transport.verbs:
@@ -131,29 +168,29 @@ class Core:
             )
 
     def _splits(self, policy: str) -> bool:
-        return self._transport.world_size > 1 and make_policy(policy).splits  # one rank has nothing to split
+        return self._transport.world_size > 1 and make_policy(policy).splits  # a single rank has nothing to split
 
     @property
     def is_static(self) -> bool:
-        """Whether an order is static now, and not agreed on launch by launch."""
+        """Whether a static order is in use now, instead of agreement on each launch."""
         return self._agreement is not None and self._agreement.is_static
 
     @property
     def group_count(self) -> int:
-        """How many groups were added; the index of the next."""
+        """The number of groups that were added, which is the index of the next one."""
         return len(self._groups)
 
     # --- engine threads ---
 
-    def add_group(self, plan: Plan, buffers: Mapping[str, Sliceable], policy: str | None = None) -> TensorGroup:
-        """Take over the tensors of ``plan``; ``buffers`` maps each dtype to its flat buffer of bytes.
+    def add_group(self, plan: Plan, buffers: Mapping[str, Buffer], policy: str | None = None) -> TensorGroup:
+        """Add the tensors of ``plan`` as a group; ``buffers`` maps each dtype to its flat buffer of bytes.
 
-        Ranks add equal plans in the same order, and with them the same ``policy`` (None: that of ``config``), which says
-        whether averages are split; the caller has made sure of it.
+        The caller ensures that all ranks add equal plans in the same order, each with the same ``policy``, which decides
+        whether averages are split. ``None`` means the policy of ``config``.
 
         Raises:
-            TransportError: the job failed; names the first cause.
-            CommschedError: what else ``Transport.add_group`` raises.
+            TransportError: the job failed; the message names the first cause.
+            CommschedError: any other error that ``Transport.add_group`` raises.
         """
         with self._lock:
             self._check()
@@ -164,36 +201,48 @@ class Core:
                 self._agreement.add_group(group.index, sum(plan.manifest.buffer_bytes.values()))
         try:
             self._transport.add_group(group.index, plan.manifest)
-        except TransportError as error:  # a peer that is gone may be the consequence of another
+        except TransportError as error:  # a lost peer may be the consequence of another failure
             self._report(error)
             with self._lock:
-                self._wait_until(lambda: False, lambda: "to be told why the job failed")
+                self._wait_until(lambda: False, lambda: Wait("to be told why the job failed"))
         return group
 
     def release(self, group: TensorGroup) -> None:
+        """Release ``group`` in the transport: at once if none of its tasks is outstanding, otherwise when the last is done."""
         with self._lock:
-            if self._agreement is not None:
-                self._agreement.release(group.index)
-            idle = group.active == 0  # else the job has failed, or is about to: what it has goes with the transport
-        if idle:
-            self._transport.release(group.index)
+            group.is_released = True
+            if group.active > 0:
+                return
+            self._forget(group)
+        self._transport.release(group.index)
+
+    def _forget(self, group: TensorGroup) -> None:
+        """Called with the lock held, when no task of the group is outstanding."""
+        if self._agreement is not None:
+            self._agreement.release(group.index)
+        self._pace.forget(group.index)
 
     def begin_step(self, group: TensorGroup) -> int:
         with self._lock:
             self._wait_until(
                 lambda: group.unfinished == 0 and group.next_step < self._holds.get(group.index, group.next_step + 1),
-                lambda: f"to begin step {group.next_step}",
+                lambda: self._wait_for_step(group, f"to begin step {group.next_step}"),
             )
             self._apply_switches(group)
             step = group.open_step()
+            now = monotonic()
+            report = self._pace.step_begins(group.index, step, now)
         if self.observer is not None:
-            self.observer.on_step(group.index, step, monotonic())
+            self.observer.on_step(group.index, step, now)
+        if report is not None and self._stalls is not None and self._transport.world_size > 1:
+            self._report_pace(report)
         return step
 
     def notify_ready(self, group: TensorGroup, tensor: int) -> None:
         now = monotonic()
         with self._lock:
-            self._check()
+            if self._failure is not None or self._closed:
+                self._check()
             for task in group.gradient_written(tensor):
                 self._add(task, now)
         if self.observer is not None:
@@ -203,6 +252,8 @@ class Core:
         """Called with the lock held."""
         task.ready_at = now
         try:
+            if self._parted is not None:
+                raise self._left_behind(self._parted, task)
             task.order = self._order.add(task)
         except CommschedError as error:
             self._failed_inside = self._failed_inside or error
@@ -211,39 +262,43 @@ class Core:
     def wait_for(self, proxy: DependencyProxy) -> None:
         began = monotonic()
         with self._lock:
-            self._wait_until(lambda: proxy.is_open, lambda: f"for the average of tensor '{proxy.name}'")
+            self._wait_until(lambda: proxy.is_open, lambda: self._wait_for_proxy(proxy))
         if self.observer is not None:
             self.observer.on_span("wait", proxy.name, began, monotonic())
 
     def drain(self) -> None:
-        """Wait until every task that became ready is done.
+        """Wait until every task that became ready is done, except tasks stuck in a static order behind one that is not ready.
 
         Raises:
             CommschedError: the session failed or was closed.
         """
         with self._lock:
-            self._wait_until(lambda: not any(map(self._moves, self._groups)), lambda: "for the last averages", drains=True)
+            self._wait_until(lambda: not self._is_moving(), self._wait_for_last, drains=True)
+
+    def _is_moving(self) -> bool:
+        return any(map(self._moves, self._groups))
 
     def _moves(self, group: TensorGroup) -> bool:
-        """Whether something of it is on its way, or will be without the engine's doing."""
+        """Whether a task of ``group`` is outstanding and can start and finish without the engine."""
         return group.active > (self._agreement.stuck(group.index) if self._agreement is not None else 0)
 
     def check(self) -> None:
-        """Raise the first failure, if there was one, or ClosedError after close."""
+        """Raise the first failure, if there is one, or ClosedError after close."""
         with self._lock:
             self._check()
 
-    # --- agreed changes of configuration (see control) ---
+    # --- agreed changes of configuration (see ``commsched/control``) ---
 
     def hold_steps(self) -> dict[int, int]:
-        """Promise, for each group, not to begin the step returned or a later one before ``switch_at`` is called."""
+        """Return a step for each group. The group begins neither that step nor a later one until ``switch_at`` is called."""
         with self._lock:
-            self._holds = {group.index: group.next_step + 1 for group in self._groups if group.buffers}  # not the released
+            # A released group has no buffers, and no further step.
+            self._holds = {group.index: group.next_step + 1 for group in self._groups if group.buffers}
             return dict(self._holds)
 
     def switch_at(self, config: SchedulerConfig | None, steps: Mapping[int, int]) -> None:
-        """Use ``config`` (None: the one agreed on last) from step ``steps[group]`` of each group on, and release what
-        ``hold_steps`` held."""
+        """Use ``config`` from step ``steps[group]`` of each group on, and let the steps held by ``hold_steps`` begin.
+        ``config=None`` means the configuration agreed on last."""
         with self._lock:
             self._holds = {}
             self._agreed += 1
@@ -251,13 +306,13 @@ class Core:
             switch = _Switch(self._agreed, self._agreed_config, dict(steps))
             for earlier in self._switches:
                 for group, step in steps.items():
-                    if earlier.steps.get(group) == step:  # it has no step with that one
+                    if earlier.steps.get(group) == step:  # the group begins no step with the earlier configuration
                         del earlier.steps[group]
             self._switches = [earlier for earlier in self._switches if earlier.steps]
             if switch.steps:
                 self._switches.append(switch)
             else:
-                self._adopt(switch)  # no group has steps to come: it is for those to be added
+                self._adopt(switch)  # no group has steps to come: the change is for groups added later
             self._progress.notify_all()
 
     def _apply_switches(self, group: TensorGroup) -> None:
@@ -292,9 +347,10 @@ class Core:
                     self._work.wait()
             for act in work:
                 act()
+            del act, work  # they hold a task, which must not keep its buffer alive until the next work comes
 
     def _next_work(self) -> list[Callable[[], None]]:
-        """What to do now, without the lock; called with it held."""
+        """The calls to make now, after the lock is released. Called with the lock held."""
         if self._failure or self._reported or self._closed:
             return []
         if (error := self._failed_inside) is not None:
@@ -302,7 +358,7 @@ class Core:
         try:
             task = self._order.next()
             work = self._messages()
-        except Exception as error:  # a bug of ours is a failure too, and not a dispatcher that is gone
+        except Exception as error:  # a bug of ours must end the job, not silently end the dispatcher
             log.exception("the order of launches broke")
             broken = TransportError(f"the order of launches broke: {type(error).__name__}: {error}")
             return [lambda: self._report(broken)]
@@ -310,9 +366,18 @@ class Core:
             task.advance("start")
             task.started_at = monotonic()
             work.append(partial(self._start, task))
+        if self._released:
+            work += [partial(self._transport.release, group.index) for group in self._released]
+            self._released.clear()
+        if self._spares and not self._is_moving():
+            work += self._spares
+            self._spares = []
         return work
 
     def _start(self, task: CommTask) -> None:
+        # Data on a device cannot be checked without waiting for the device. An all-gather sends averages, not gradients.
+        if self._looks and isinstance(task.data, memoryview) and not looks_finite(task.partition.dtype, task.data):
+            self._warn_of_not_finite(task)
         try:
             self._transport.start(task, self)
         except CommschedError as error:
@@ -321,7 +386,7 @@ class Core:
             log.exception("the transport raised")
             self._report(TransportError(f"the transport raised {type(error).__name__}: {error} at {task!r}"))
 
-    # --- agreeing on an order: only the dispatcher sends, so that messages keep theirs ---
+    # --- agreement on an order: only the dispatcher sends, so that messages stay in order ---
 
     def _messages(self) -> list[Callable[[], None]]:
         if self._agreement is None:
@@ -329,7 +394,7 @@ class Core:
         send = self._messenger.announce if self._transport.rank == 0 else self._messenger.tell
         work: list[Callable[[], None]] = [partial(self._send, send, message) for message in self._agreement.outgoing()]
         if self._agreement.wants_change():
-            # Every agreed change ends a frozen order; this one changes nothing else, whatever is agreed on meanwhile.
+            # Every agreed change ends a frozen order. This one changes nothing else, whatever is agreed on meanwhile.
             work.append(partial(self._send, self._messenger.propose, {}))
         if self._flushing:
             work.append(self._flushed)
@@ -343,37 +408,70 @@ class Core:
     def _send(self, send: Callable[[Any], None], message: Any) -> None:
         try:
             send(message)
-        except CommschedError as error:  # the control channel is over
+        except CommschedError as error:  # the control channel is lost or closed
             self._report(error)
 
     def on_told(self, rank: int, message: Any) -> None:
-        """For rank 0: what ``rank`` told; see ``ports.Messenger``. Any thread, one call at a time; never blocks."""
-        self._agree(lambda agreement: agreement.told(rank, message))
+        """Handle a message that ``rank`` sent to rank 0 (see ``interfaces.Messenger``); called on rank 0. Any thread, one call
+        at a time. Never blocks."""
+        if "stall" in message:
+            if self._stalls is not None:
+                self._stalls.told(rank, message["stall"])
+        elif "pace" in message:
+            self._warn_of_slow(rank, PaceReport(*message["pace"]))
+        elif "not finite" in message:
+            self._name_not_finite(rank, NotFiniteReport(*message["not finite"]))
+        else:
+            self._agree(lambda agreement: agreement.told(rank, message))
 
     def on_announced(self, message: Any) -> None:
-        """For the others: what rank 0 announced. Any thread, one call at a time; never blocks."""
-        self._agree(lambda agreement: agreement.announced(message))
+        """Handle a message that rank 0 announced; called on the other ranks. Any thread, one call at a time. Never blocks."""
+        if "stall" in message:
+            if self._stalls is not None:
+                self._stalls.announced(message["stall"])
+        else:
+            self._agree(lambda agreement: agreement.announced(message))
 
     def leave(self, rank: int) -> None:
-        """``rank`` will send nothing more: what still needs it fails with PeerLost and does not wait. Any thread."""
+        """Note that ``rank`` will send nothing more: any task that still needs it fails with PeerLost instead of waiting. Any
+        thread."""
         self._transport.leave(rank)
+        if self._stalls is not None:
+            self._stalls.leave(rank)
         self._agree(lambda agreement: agreement.leave(rank))
 
+    def part(self, rank: int, spare: Callable[[], None]) -> None:
+        """Note that ``rank``, which has left, wants to end its process. Calls ``spare``, from any thread, once this rank has
+        all averages that ``rank`` took part in. Tasks that become ready from now on fail with PeerLost. Any thread; never
+        blocks."""
+        with self._lock:
+            self._parted = rank if self._parted is None else self._parted
+            self._spares.append(spare)
+            self._work.notify()
+
+    def _left_behind(self, rank: int, task: CommTask) -> PeerLost:
+        at = task.partition
+        names = self._groups[task.group].manifest.names_in(at.dtype, at.start, at.stop)
+        when, cure = (f"after step {task.step - 1}", FEWER_BATCHES) if task.step > 0 else ("before its first step", "")
+        text = f"rank {rank} left {when}; tensor {names} of step {task.step} waits for it{cure}"
+        return PeerLost(text, rank=rank, step=task.step, tensor=self._groups[task.group].manifest.tensors[at.tensors[0]].name)
+
     def farewell(self) -> None:
-        """This rank will begin no step any more; call it when all is drained, before this rank is said to have left."""
+        """Announce that this rank begins no further step. Call it after :meth:`drain`, before the other ranks are notified
+        that this rank has left."""
         if self._agreement is not None:
             self._tell_farewell(self._agreement)
-        # The others are told by the control channel; what this rank's own transport does for others is told here.
+        # The control channel notifies the other ranks. This notifies the part of this rank's transport that serves others.
         self._transport.leave(self._transport.rank)
 
     def _tell_farewell(self, agreement: AgreedOrder) -> None:
         with self._lock:
-            # A step that was broken off here is one that this rank completes no more.
+            # This rank never completes a step that was broken off here.
             steps = {group.index: group.step if group.unfinished else group.next_step for group in self._groups}
             agreement.farewell(steps)
             self._flushing = True
             self._work.notify()
-            self._wait_until(lambda: not self._flushing, lambda: "to take leave", drains=True)
+            self._wait_until(lambda: not self._flushing, lambda: Wait("to take leave"), drains=True)
 
     def _agree(self, event: Callable[[AgreedOrder], None]) -> None:
         with self._lock:
@@ -385,19 +483,19 @@ class Core:
                 self._failed_inside = self._failed_inside or error
             self._work.notify()
 
-    def _describe(self, key: Key) -> str:
-        """Called with the lock held; ``key`` may be another rank's, so nothing of it need be known here."""
+    def _describe(self, key: LaunchKey) -> str:
+        """Called with the lock held. ``key`` may come from another rank, so it may be unknown here."""
         what = f"partition {key.partition} of step {key.step}, {key.verb}"
         at = self._partition(key)
         if at is None:
             return f"an unknown tensor ({what}, group {key.group})"
         return f"tensor {self._groups[key.group].manifest.names_in(at.dtype, at.start, at.stop)} ({what})"
 
-    def _locate(self, key: Key) -> str:
+    def _locate(self, key: LaunchKey) -> str:
         at = self._partition(key)
         return range_of(at) if at is not None else ""
 
-    def _partition(self, key: Key) -> Partition | None:
+    def _partition(self, key: LaunchKey) -> Partition | None:
         group = self._groups[key.group] if 0 <= key.group < len(self._groups) else None
         partitions = group.plan.partitions if group is not None else ()
         return partitions[key.partition] if 0 <= key.partition < len(partitions) else None
@@ -419,6 +517,12 @@ class Core:
                 self._add(group.scattered(task), task.done_at)
             elif group.task_done(task):
                 self._progress.notify_all()
+            if group.is_released and group.active == 0:
+                self._forget(group)
+                self._released.append(group)
+                self._work.notify()
+            if self._spares:
+                self._work.notify()
         if self.observer is not None:
             self.observer.on_task(task)
 
@@ -431,17 +535,34 @@ class Core:
     # --- failure and end ---
 
     def fail(self, error: CommschedError) -> None:
-        """The first failure sticks, opens every wait and is raised at every later call. Any thread; never blocks."""
+        """End the job with ``error``. The first failure counts: it ends every wait, and every later call raises it. Any thread.
+        Never blocks."""
         with self._lock:
             if self._failure is not None or self._closed:
                 return
             self._failure = error
+            if isinstance(error, PeerLost | PeerTimeout) and error.step is None:
+                self._say_where(error)
             self._work.notify_all()
             self._progress.notify_all()
 
+    def _say_where(self, error: CommschedError) -> None:
+        """Add to ``error`` the step and the first tensor whose average was outstanding here. Called with the lock held."""
+        unfinished = [group for group in self._groups if group.unfinished]
+        if not unfinished:
+            return
+        group = max(unfinished, key=lambda group: sum(group.manifest.buffer_bytes.values()))
+        closed = [spec.name for spec, proxy in zip(group.manifest.tensors, group.proxies) if not proxy.is_open]
+        if not closed:
+            return
+        error.step, error.tensor = group.step, closed[0]
+        more = f" and {len(closed) - 1} more" if len(closed) > 1 else ""
+        where = f"rank {self._transport.rank} was in step {group.step}"
+        error.add_note(f"{where}: the average of '{closed[0]}'{more} was not in place yet")
+
     def _report(self, error: CommschedError) -> None:
-        """A failure arose here. Who waits goes on to wait for :meth:`fail`: a peer that is gone may have ended because of what
-        this rank is about to be told."""
+        """Pass on a failure that arose here. Waiting threads continue to wait for :meth:`fail`: a lost peer may have ended
+        because of an earlier failure, which this rank is about to be notified of."""
         with self._lock:
             if self._reported or self._failure is not None or self._closed:
                 return
@@ -449,29 +570,59 @@ class Core:
         self._on_failure(error)
 
     def close(self) -> None:
-        """End the dispatcher; waits and later calls raise ClosedError. Idempotent; any thread but a transport's."""
+        """End the dispatcher. Waits and later calls raise ClosedError. Idempotent. Any thread except a transport's."""
         with self._lock:
             self._closed = True
             self._work.notify_all()
             self._progress.notify_all()
         self._dispatcher.join()
 
+    def leave_in_child(self) -> None:
+        """Make every wait and call raise ClosedError in a forked process, where no thread starts or completes tasks. The locks
+        are replaced because threads that do not exist in the child may hold them."""
+        self._lock = threading.Lock()
+        self._work = threading.Condition(self._lock)
+        self._progress = threading.Condition(self._lock)
+        self._failure = ClosedError(FORKED)
+
     def _check(self) -> None:
         if self._failure is not None:
+            self.has_raised = True
             raise self._failure
         if self._closed:
             raise ClosedError("this session is closed")
 
-    def _wait_until(self, condition: Callable[[], bool], what: Callable[[], str], drains: bool = False) -> None:
-        """Called with the lock held; raises the failure rather than wait for ever. ``drains``: a step that was broken off is
-        not waited for."""
+    def _wait_until(self, condition: Callable[[], bool], wait: Callable[[], Wait], drains: bool = False) -> None:
+        """Called with the lock held. Raises the failure instead of waiting for ever. ``drains`` means that the wait does not
+        include a step that was broken off."""
         self._check()
+        if condition():
+            return
         began = monotonic()
+        self._pace.wait_begins(began)
+        self._waits.append(wait)
+        try:
+            self._wait(condition, wait, began, drains)
+        finally:
+            self._waits.remove(wait)
+            self._pace.wait_ends(monotonic())
+
+    def _wait(self, condition: Callable[[], bool], wait: Callable[[], Wait], began: float, drains: bool) -> None:
+        warned = 0.0  # seconds of waiting at the last warning
         while not condition():
             self._require_hope(drains)
-            if not self._progress.wait(self._warn_after_seconds):
-                self._warn(f"rank {self._transport.rank} has waited {monotonic() - began:.0f} s {what()}")
+            left = self._next_warning(warned) - (monotonic() - began)
+            if left > 0:
+                self._progress.wait(left)
+            else:
+                warned = monotonic() - began
+                self._warn(wait(), warned)
             self._check()
+
+    def _next_warning(self, warned: float) -> float:
+        """The seconds of waiting after which the next warning is due; ``warned`` are the seconds at the last one."""
+        due, stall = warned + self._warn_after_seconds, self._stall_after_seconds
+        return min(due, stall) if stall is not None and warned < stall else due
 
     def _require_hope(self, drains: bool) -> None:
         error = self._agreement.in_vain(stuck_too=not drains) if self._agreement is not None else None
@@ -479,10 +630,101 @@ class Core:
             self._failed_inside = self._failed_inside or error
             self._work.notify()
 
-    def _warn(self, message: str) -> None:
-        """Called with the lock held; log handlers are other people's code and are called without it."""
+    def _warn(self, wait: Wait, seconds: float) -> None:
+        """Called with the lock held. Releases it meanwhile, because log handlers and the messenger are other people's code."""
         self._lock.release()
         try:
-            log.warning("%s", message)
+            self._waits_too_long(wait, seconds)
         finally:
             self._lock.acquire()
+
+    # --- late ranks and slow ranks ---
+
+    def stalled(self, group: TensorGroup, tensor: int, seconds: float) -> None:
+        """See ``TensorGroup.stalled``."""
+        self._waits_too_long(self._wait_for_tensor(group, tensor), seconds)
+
+    def _waits_too_long(self, wait: Wait, seconds: float) -> None:
+        if self._stalls is not None:
+            self._stalls.waits(wait, seconds)
+        else:
+            log.warning("rank %d has waited %.0f s %s", self._transport.rank, seconds, wait.what)
+
+    def _wait_for_proxy(self, proxy: DependencyProxy) -> Wait:
+        group = next(group for group in self._groups if proxy in group.proxies)
+        return self._wait_for_tensor(group, group.proxies.index(proxy))
+
+    def _wait_for_tensor(self, group: TensorGroup, tensor: int) -> Wait:
+        name = group.proxies[tensor].name
+        # Plugins add tensors of their own, in which each rank reports its actions in a step.
+        what = f"for {'what every rank reports as' if name.startswith('commsched.') else 'the average of'} '{name}'"
+        what += f" of step {group.step}"
+        return Wait(what, StepOfGroup(group.index, group.step, tensor))
+
+    def _wait_for_step(self, group: TensorGroup, what: str) -> Wait:
+        return Wait(what, StepOfGroup(group.index, group.step, -1) if group.unfinished else None)
+
+    def _wait_for_last(self) -> Wait:
+        group = next((group for group in self._groups if self._moves(group)), None)
+        what = "for the last averages"
+        return self._wait_for_step(group, what) if group is not None else Wait(what)
+
+    def _progress_of(self, place: StepOfGroup) -> RankProgress:
+        """This rank's answer about ``place``, for ``Stalls``."""
+        with self._lock:
+            group = self._groups[place.group] if place.group < len(self._groups) else None
+            if group is None or group.step < place.step:
+                return RankProgress(begun=False, waits=self._waits[0]().what if self._waits else "")
+            if group.step > place.step:
+                return RankProgress()
+            travel = group.plan.by_tensor[place.tensor] if place.tensor >= 0 else range(len(group.plan.partitions))
+            together = {tensor for partition in travel for tensor in group.plan.partitions[partition].tensors}
+            missing = [tensor for tensor in range(len(group.proxies)) if tensor not in group.notified]
+            here = [group.proxies[tensor].name for tensor in missing if tensor in together]
+            return progress_of(here, [group.proxies[tensor].name for tensor in missing if tensor not in together])
+
+    def _report_pace(self, report: PaceReport) -> None:
+        if self._transport.rank == 0:
+            self._warn_of_slow(0, report)
+            return
+        try:
+            self._messenger.tell({"pace": report})
+        except CommschedError:
+            pass  # the session ends
+
+    def _warn_of_slow(self, rank: int, report: PaceReport) -> None:
+        with self._lock:
+            lines = self._stragglers.add(rank, report)
+        for line in lines:
+            log.warning("%s", line)
+
+    # --- gradients that are not finite ---
+
+    def _warn_of_not_finite(self, task: CommTask) -> None:
+        if task.verb == ALL_GATHER:
+            return
+        report = self._not_finite.add(task, self._groups[task.group].manifest)
+        if report is None:
+            return
+        if self._transport.rank == 0:
+            self._name_not_finite(0, report)
+        else:
+            self._send(self._messenger.tell, {"not finite": report})
+
+    def _name_not_finite(self, rank: int, report: NotFiniteReport) -> None:
+        with self._lock:
+            line = self._first_not_finite.add(rank, report)
+        if line is not None:
+            log.warning("%s", line)
+
+
+#: All cores of this process, for :func:`_leave_in_child`.
+_cores: WeakSet[Core] = WeakSet()
+
+
+def _leave_in_child() -> None:
+    for core in _cores:
+        core.leave_in_child()
+
+
+os.register_at_fork(after_in_child=_leave_in_child)

@@ -1,15 +1,35 @@
-"""Every error commsched raises, sorted by whose fault it is.
+"""Every error that commsched raises, sorted by cause.
 
-The setting is wrong: :class:`ConfigError`. The engine, dtype or device cannot do it: :class:`UnsupportedError`. The ranks
-disagree: :class:`ManifestMismatch`, :class:`OrderMismatch`. The bytes are not ours: :class:`ProtocolError`. The world broke:
-:class:`TransportError`. It was used after close: :class:`ClosedError`.
+A setting is wrong: :class:`ConfigError`. The engine, dtype or device does not support the request: :class:`UnsupportedError`.
+The ranks disagree: :class:`ManifestMismatch`, :class:`OrderMismatch`, :class:`RanksDiverged`. Foreign bytes arrived:
+:class:`ProtocolError`. A network, peer or other rank failed: :class:`TransportError`. A session was used after close:
+:class:`ClosedError`.
 """
 
 from __future__ import annotations
 
 
 class CommschedError(Exception):
-    """Base of all errors of commsched."""
+    """Base of all errors of commsched.
+
+    ``rank`` or ``server`` is the process that the error is about. ``step`` is the step of a group of tensors, counted from 0.
+    ``tensor`` is a tensor's name. A field is ``None`` if it does not apply or is not known. The fields are sent to other ranks
+    with the error.
+    """
+
+    def __init__(
+        self,
+        *arguments: object,
+        rank: int | None = None,
+        server: int | None = None,
+        step: int | None = None,
+        tensor: str | None = None,
+    ) -> None:
+        super().__init__(*arguments)
+        self.rank = rank
+        self.server = server
+        self.step = step
+        self.tensor = tensor
 
 
 class ConfigError(CommschedError, ValueError):
@@ -17,16 +37,21 @@ class ConfigError(CommschedError, ValueError):
 
 
 class UnsupportedError(CommschedError):
-    """This engine, optimizer, dtype or device cannot do what was asked; said before anything is half done."""
+    """This engine, optimizer, dtype or device does not support the request. Raised before anything is half done."""
 
 
 class ManifestMismatch(CommschedError):
-    """Ranks disagree about the tensors; the message names the tensor and both values. Raised before data moves."""
+    """Ranks disagree about the tensors; the message names the tensor and both values. Raised before data is sent."""
 
 
 class OrderMismatch(CommschedError):
-    """Ranks would have launched, or launched, different collectives at one place of the agreed order; the message names both
-    tensors. Collectives carry no identity: nothing else would show it but wrong numbers."""
+    """Ranks would have launched, or launched, different collectives at one place of the agreed or static order. The message
+    names the tensors. Collectives carry no identity, so only wrong numbers would show this otherwise."""
+
+
+class RanksDiverged(CommschedError):
+    """Ranks have different weights, hyper-parameters or other values that must be equal. The message names the first value that
+    differs, the step, and which ranks have which value. The job ends, because training is no longer synchronous."""
 
 
 class ProtocolError(CommschedError):
@@ -34,7 +59,14 @@ class ProtocolError(CommschedError):
 
 
 class TransportError(CommschedError):
-    """The world broke: a network, a peer or the code of another rank failed. The message names the first cause."""
+    """A network, a peer or the code of another rank failed. The message names the first cause."""
+
+
+#: Appended to messages about a rank that left while others continued to train.
+FEWER_BATCHES = "; if it had fewer batches than the others, give every rank as many (DistributedSampler, or drop_last=True)"
+
+#: The message of the error raised when a process forked from a rank uses the rank's objects.
+FORKED = "a forked process takes no part in the job: its rank's threads and connections are not there"
 
 
 class PeerLost(TransportError):
@@ -49,6 +81,9 @@ class ClosedError(CommschedError):
     """A session was used after it was closed."""
 
 
+#: The fields that are numbers, and a bound on their digits: every number has fewer.
+_NUMBERS, _MAX_DIGITS = ("rank", "server", "step"), 19
+
 _BY_NAME: dict[str, type[CommschedError]] = {
     kind.__name__: kind
     for kind in (
@@ -56,6 +91,7 @@ _BY_NAME: dict[str, type[CommschedError]] = {
         UnsupportedError,
         ManifestMismatch,
         OrderMismatch,
+        RanksDiverged,
         ProtocolError,
         TransportError,
         PeerLost,
@@ -66,13 +102,21 @@ _BY_NAME: dict[str, type[CommschedError]] = {
 
 
 def to_record(error: BaseException) -> dict[str, str]:
-    """``error`` as two strings that may travel: the name of its class and its message."""
+    """``error`` as strings that may be sent: the name of its class, its message, and its known fields."""
     name = type(error).__name__
-    if name in _BY_NAME:
-        return {"type": name, "message": str(error)}
-    return {"type": "TransportError", "message": f"{name}: {error}"}
+    known = {"type": name, "message": str(error)} if name in _BY_NAME else {}
+    record = known or {"type": "TransportError", "message": f"{name}: {error}"}
+    fields = {field: getattr(error, field, None) for field in (*_NUMBERS, "tensor")}
+    return {**record, **{field: str(value) for field, value in fields.items() if value is not None}}
 
 
 def from_record(record: dict[str, str]) -> CommschedError:
-    """The error a peer described with :func:`to_record`; a class we do not know becomes a :class:`TransportError`."""
-    return _BY_NAME.get(record.get("type", ""), TransportError)(record.get("message", "no message"))
+    """The error that a peer described with :func:`to_record`; an unknown class becomes a :class:`TransportError`."""
+    error = _BY_NAME.get(record.get("type", ""), TransportError)(
+        record.get("message", "no message"), tensor=record.get("tensor")
+    )
+    for field in _NUMBERS:
+        text = record.get(field, "")
+        if text.isascii() and text.isdecimal() and len(text) < _MAX_DIGITS:
+            setattr(error, field, int(text))
+    return error

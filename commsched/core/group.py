@@ -1,13 +1,13 @@
-"""TensorGroup: the tensors of one model as its plugin sees them."""
+"""TensorGroup: the tensors of one model, as its plugin uses them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from .interfaces import Buffer
 from .manifest import Manifest
 from .plan import Plan
-from .ports import Sliceable
 from .proxy import DependencyProxy
 from .task import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, CommTask, State
 
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
 class TensorGroup:
     """One manifest, its flat buffers and, for each tensor, a :class:`DependencyProxy`.
 
-    A step goes: ``begin_step``; for each tensor in any order, write its gradient at ``manifest.offset(tensor)`` of its
-    dtype's buffer and call ``notify_ready(tensor)``; when its proxy is open the average over all ranks is there instead.
-    Every rank must notify every tensor of every step. Between ``notify_ready`` and the opening of the proxy the tensor's
-    bytes belong to commsched.
+    The plugin calls ``begin_step`` for each step. Then, for each tensor in any order, it writes the gradient at
+    ``manifest.offset(tensor)`` of its dtype's buffer and calls ``notify_ready(tensor)``. When the tensor's proxy is open, the
+    average over all ranks has replaced the gradient. Every rank must notify every tensor of every step. Between
+    ``notify_ready`` and the opening of the proxy the tensor's bytes belong to commsched.
 
-    Made by ``Core.add_group``. ``begin_step`` and ``release`` are for one engine thread; ``notify_ready`` and the waits of
-    proxies may come from any, also side by side. Nothing here need be called at the same time on all ranks.
+    ``Core.add_group`` makes groups. ``begin_step`` and ``release`` are for one engine thread. ``notify_ready`` and the waits
+    of proxies may come from any thread, also concurrently. Ranks need not make any of these calls at the same time.
     """
 
-    def __init__(self, core: Core, index: int, plan: Plan, buffers: Mapping[str, Sliceable], splits: bool = False) -> None:
+    def __init__(self, core: Core, index: int, plan: Plan, buffers: Mapping[str, Buffer], splits: bool = False) -> None:
         self.index = index
         self.plan = plan
         self.splits = splits
@@ -38,6 +38,7 @@ class TensorGroup:
         self.active = 0  # tasks between ready and done
         self.unfinished = 0  # tasks of this step that are not done
         self.notified: set[int] = set()
+        self.is_released = False
         self._core = core
 
     @property
@@ -46,35 +47,51 @@ class TensorGroup:
 
     @property
     def step(self) -> int:
-        """The step begun last; -1 before the first."""
+        """The current step, which is the one begun last; -1 before the first."""
         return self.next_step - 1
 
     def begin_step(self) -> int:
-        """Begin the next step, which closes all proxies, and return its number. Waits until the step before is done: for ever,
-        with a warning now and then, if a tensor of it is never notified.
+        """Begin the next step, which closes all proxies, and return its number. Waits until the previous step is done. If one
+        of that step's tensors is never notified, it waits for ever and logs a warning now and then.
 
         Raises:
             CommschedError: the session failed or was closed.
-            ValueError: it was released.
+            ValueError: the group was released.
         """
         return self._core.begin_step(self)
 
     def notify_ready(self, tensor: int) -> None:
-        """The gradient of ``tensor`` (its index in the manifest) is in the buffer. Never waits for the network.
+        """Report that the gradient of ``tensor`` (its index in the manifest) is in the buffer. Never waits for the network.
 
         Raises:
             CommschedError: the session failed or was closed.
-            ValueError: it was notified before in this step, or there is no such tensor or step.
+            ValueError: the tensor was already notified in this step, or there is no such tensor, or no step has begun.
         """
         self._core.notify_ready(self, tensor)
 
+    def stalled(self, tensor: int, seconds: float) -> None:
+        """Log which ranks have not sent ``tensor``, for a reader that has waited ``seconds`` for its average in the engine
+        instead of at its proxy. The waits of a proxy log this themselves. Never blocks."""
+        self._core.stalled(self, tensor, seconds)
+
+    def missing(self) -> list[int]:
+        """The tensors that are not yet notified in the current step; none before the first step."""
+        return [tensor for tensor in range(len(self.proxies)) if tensor not in self.notified] if self.next_step else []
+
     def release(self) -> None:
-        """Let go of the buffers after the last step, whose averages must have been waited for; no further step may begin."""
-        self.buffers = {}
-        self.tasks = ()
+        """Release the buffers; no further step may begin. All tensors of the last step must have been notified. The caller need
+        not wait for their averages, but cannot use them: the memory is kept only until the transport is done with it. Ranks
+        may release a group at different times.
+        """
+        self.let_go()
         self._core.release(self)
 
-    # What follows is called by Core with its lock held.
+    def let_go(self) -> None:
+        """The part of :meth:`release` that frees memory. It takes no lock, so a finalizer may call it in any thread."""
+        self.buffers = {}
+        self.tasks = ()
+
+    # Core calls the methods below with its lock held.
 
     def open_step(self) -> int:
         if self.manifest.tensors and not self.buffers:
@@ -93,8 +110,8 @@ class TensorGroup:
         return step
 
     def gradient_written(self, tensor: int) -> list[CommTask]:
-        """The tasks that became ready by it."""
-        if not 0 <= tensor < len(self.proxies):  # -1 would be another name of the last
+        """Note that the gradient of ``tensor`` is in the buffer. Returns the tasks that thereby became ready."""
+        if not 0 <= tensor < len(self.proxies):  # a negative index would mean another tensor
             raise ValueError(f"there is no tensor {tensor} among the {len(self.proxies)} of group {self.index}")
         if self.next_step == 0 or tensor in self.notified:
             name = self.manifest.tensors[tensor].name
@@ -111,14 +128,14 @@ class TensorGroup:
         return ready
 
     def scattered(self, task: CommTask) -> CommTask:
-        """The all-gather, ready, that takes the place of a reduce-scatter that is done."""
+        """Return the ready all-gather that follows ``task``, a reduce-scatter that is done."""
         gather = CommTask(task.group, task.step, task.partition, task.data, ALL_GATHER)
         gather.missing = 0
         gather.advance("notify_ready")
         return gather
 
     def task_done(self, task: CommTask) -> bool:
-        """True when a proxy opened by it or the step is done, so that a waiting engine may go on."""
+        """Note that ``task`` is done. True if this opened a proxy or ended the step, so that a waiting engine may continue."""
         self.active -= 1
         self.unfinished -= 1
         opened = [self.proxies[tensor].partition_done() for tensor in task.partition.tensors]

@@ -1,4 +1,4 @@
-"""What will be communicated: the tensors of a model in forward order, equal on every rank."""
+"""Manifest: the tensors of a model to be communicated, in forward order, equal on every rank."""
 
 from __future__ import annotations
 
@@ -12,9 +12,13 @@ from typing import Any
 
 from .errors import ManifestMismatch, ProtocolError, UnsupportedError
 
-#: Bytes of one element. Floating types are averaged (16-bit ones are summed in 32 bits); ``uint8`` is summed, which moves
-#: bytes of any type exactly when every rank but one contributes zeros (see ``Session.broadcast``).
+#: Bytes of one element. Floating-point types are averaged (16-bit types are summed in 32 bits). ``uint8`` is summed, which
+#: transfers bytes of any type exactly if every rank but one contributes zeros (see ``Session.broadcast``).
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "uint8": 1}
+
+
+#: Bounds on a manifest that another process announces: sums and products of arbitrarily long numbers would take seconds.
+_MAX_ELEMENTS, _MAX_DIMENSIONS = 2**62, 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +49,8 @@ class TensorSpec:
 class Manifest:
     """Tensors in forward order: index 0 is needed first by the next forward.
 
-    The tensors of each dtype lie one after another in that dtype's flat buffer, in this order; :meth:`offset` is where.
-    ``shares_partitions``: small neighbours travel together, so each waits for all of them to be handed over.
+    The tensors of each dtype lie one after another in that dtype's flat buffer, in this order; :meth:`offset` is the position.
+    ``shares_partitions``: small neighbours share a partition, so each of them waits until all of them are submitted.
     """
 
     tensors: tuple[TensorSpec, ...]
@@ -63,12 +67,12 @@ class Manifest:
         return tuple(offsets)
 
     def offset(self, tensor: int) -> int:
-        """Where ``tensor`` begins in its dtype's flat buffer, in bytes."""
+        """The position of ``tensor`` in its dtype's flat buffer, in bytes."""
         return self._offsets[tensor]
 
     @cached_property
     def buffer_bytes(self) -> dict[str, int]:
-        """Size in bytes of each dtype's flat buffer."""
+        """The size of each dtype's flat buffer, in bytes."""
         sizes: dict[str, int] = {}
         for spec in self.tensors:
             sizes[spec.dtype] = sizes.get(spec.dtype, 0) + spec.nbytes
@@ -80,16 +84,17 @@ class Manifest:
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 over every name, shape and dtype in order: equal if and only if the tensors are."""
+        """SHA-256 over every name, shape and dtype in order. Two fingerprints are equal if and only if the tensors are."""
         return hashlib.sha256(json.dumps(self.to_record()).encode()).hexdigest()
 
     @cached_property
     def model_fingerprint(self) -> str:
-        """Likewise, whatever the order: where a forward leaves layers out at random, each start measures another one."""
+        """SHA-256 over the same values, independent of their order. If a forward skips layers at random, each start of the
+        training measures another order."""
         return hashlib.sha256(json.dumps(sorted(self.to_record())).encode()).hexdigest()
 
     def to_record(self) -> list[Any]:
-        """As JSON values, for the control channel and the servers."""
+        """The tensors as JSON values, for the control channel and the servers."""
         return [[spec.name, list(spec.shape), spec.dtype] for spec in self.tensors]
 
     @classmethod
@@ -97,7 +102,7 @@ class Manifest:
         """The inverse of :meth:`to_record`.
 
         Raises:
-            ProtocolError: ``record`` is not what :meth:`to_record` makes.
+            ProtocolError: ``record`` is not a valid result of :meth:`to_record`.
         """
         try:
             if type(record) is not list:
@@ -106,26 +111,36 @@ class Manifest:
             for name, shape, dtype in record:
                 if type(name) is not str or type(shape) is not list or not all(type(n) is int and n >= 0 for n in shape):
                     raise ValueError(f"tensor {name!r} with shape {shape!r}")
+                if len(shape) > _MAX_DIMENSIONS or max(shape, default=0) > _MAX_ELEMENTS or prod(shape) > _MAX_ELEMENTS:
+                    raise ValueError(f"tensor {name!r} with over {_MAX_ELEMENTS} elements or {_MAX_DIMENSIONS} dimensions")
                 tensors.append(TensorSpec(name, tuple(shape), dtype))
             return cls(tuple(tensors))
         except (TypeError, ValueError, UnsupportedError) as error:
             raise ProtocolError(f"not a manifest: {error}") from error
 
     def names_in(self, dtype: str, start: int, stop: int) -> str:
-        """The tensors that bytes ``[start, stop)`` of a dtype's buffer belong to, for messages."""
-        names = [
+        """The names of the tensors that own bytes ``[start, stop)`` of a dtype's buffer, for messages."""
+        names = self._names_in(dtype, start, stop)
+        return f"'{names[0]}'" + (f" and {len(names) - 1} more" if len(names) > 1 else "") if names else "no tensor"
+
+    def first_in(self, dtype: str, start: int, stop: int) -> str | None:
+        """The name of the first tensor that owns bytes in ``[start, stop)`` of a dtype's buffer, if there is one."""
+        return next(iter(self._names_in(dtype, start, stop)), None)
+
+    def _names_in(self, dtype: str, start: int, stop: int) -> list[str]:
+        return [
             spec.name
             for index, spec in enumerate(self.tensors)
             if spec.dtype == dtype and max(self.offset(index), start) < min(self.offset(index) + spec.nbytes, stop)
         ]
-        return f"'{names[0]}'" + (f" and {len(names) - 1} more" if len(names) > 1 else "") if names else "no tensor"
 
 
 def require_equal(manifests: Sequence[Manifest]) -> None:
-    """Check that every rank has the manifest of rank 0; ``manifests[r]`` is that of rank ``r``.
+    """Check that every rank has the manifest of rank 0; ``manifests[r]`` is the manifest of rank ``r``.
 
     Raises:
-        ManifestMismatch: names the first rank and tensor that differ, and both values. The same on every rank.
+        ManifestMismatch: two manifests differ; the message names the first rank and tensor that differ, and both values. The
+            message is the same on every rank.
     """
     mine = manifests[0]
     for rank, theirs in enumerate(manifests):

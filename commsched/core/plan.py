@@ -1,4 +1,4 @@
-"""How a manifest is cut into partitions: the unit of scheduling, preemption, credit and wire message."""
+"""Cuts a manifest into partitions. A partition is the unit of scheduling, preemption, credit and wire message."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .manifest import ITEMSIZE, Manifest
 class Partition:
     """One contiguous range of one dtype's flat buffer.
 
-    ``index`` is its place in forward order and thereby its priority: 0 is needed first. ``start`` and ``stop`` are bytes
+    ``index`` is its place in forward order and therefore its priority: 0 is needed first. ``start`` and ``stop`` are bytes
     in the flat buffer of ``dtype``; ``tensors`` are the indices of the tensors that have elements in it.
     """
 
@@ -39,7 +39,7 @@ class Plan:
 
     @cached_property
     def by_tensor(self) -> tuple[tuple[int, ...], ...]:
-        """For each tensor, the indices of the partitions it has elements in. Empty for a tensor without elements."""
+        """The indices of the partitions that each tensor has elements in. Empty for a tensor without elements."""
         owners: list[list[int]] = [[] for _ in self.manifest.tensors]
         for partition in self.partitions:
             for tensor in partition.tensors:
@@ -48,7 +48,7 @@ class Plan:
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 over the manifest and every border."""
+        """SHA-256 over the manifest and the borders of all partitions."""
         borders = [[p.dtype, p.start, p.stop] for p in self.partitions]
         return hashlib.sha256(f"{self.manifest.fingerprint}{json.dumps(borders)}".encode()).hexdigest()
 
@@ -56,9 +56,9 @@ class Plan:
 def cut(manifest: Manifest, partition_bytes: int, fusion_bytes: int | None = None) -> Plan:
     """Cut ``manifest`` into partitions of at most ``partition_bytes`` (at least one element).
 
-    A tensor larger than ``partition_bytes`` is split into near-equal pieces on element borders; consecutive smaller
-    tensors of one dtype are packed until they would be more than ``fusion_bytes`` (None: ``partition_bytes``) with the next,
-    unless ``manifest`` does not want that.
+    A tensor larger than ``partition_bytes`` is split into near-equal pieces on element borders. Consecutive smaller tensors of
+    one dtype are packed as long as they have at most ``fusion_bytes`` together; ``None`` means ``partition_bytes``. Tensors
+    are not packed if ``manifest.shares_partitions`` is False.
     Pure: equal arguments give equal plans on every rank.
     """
     pack_bytes = partition_bytes if fusion_bytes is None else min(fusion_bytes, partition_bytes)
@@ -98,3 +98,14 @@ def _split(numel: int, most: int) -> Iterator[tuple[int, int]]:
     pieces = -(-numel // most)
     for piece in range(pieces):
         yield numel * piece // pieces, numel * (piece + 1) // pieces
+
+
+def place(partition: int, servers: int) -> int:
+    """The server, 0 to ``servers - 1``, of the partition with this index.
+
+    Every rank computes the same server from the index alone, so placement needs no message and survives re-cutting.
+    Partitions are near-equal in size, so each round of ``servers`` consecutive partitions uses every server once. The rounds
+    are shifted against each other because plans are often periodic: with plain ``partition % servers`` and two servers, a
+    model whose layers are cut into a large weight and a small bias would send all weights to one server.
+    """
+    return (partition + partition // servers) % servers

@@ -1,4 +1,4 @@
-"""DependencyProxy: what an engine waits on before it may use a tensor's average."""
+"""DependencyProxy: an engine waits on it before it uses a tensor's average."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ if TYPE_CHECKING:
 
 
 class DependencyProxy:
-    """Closed from ``begin_step`` until the averages of all partitions of one tensor are in place.
+    """Closed from ``begin_step`` until the averages of all partitions of one tensor are complete.
 
-    ``is_open`` may be read by any thread at any time, and any may ``wait``, which raises the session's failure instead of
-    waiting for ever. Before the first step it is open, though there is no average.
+    Any thread may read ``is_open`` at any time. Any thread may call ``wait``, which raises the session's failure instead of
+    waiting for ever. The proxy is open before the first step, although there is no average yet.
     """
 
     __slots__ = ("_core", "_missing", "is_open", "name")
@@ -24,7 +24,7 @@ class DependencyProxy:
         self.name = name
 
     def wait(self) -> None:
-        """Return when the average is in place.
+        """Return when the average is complete.
 
         Raises:
             CommschedError: the session failed or was closed meanwhile.
@@ -32,14 +32,14 @@ class DependencyProxy:
         if not self.is_open:
             self._core.wait_for(self)
 
-    # The two below are called by Core with its lock held.
+    # Core calls the two methods below with its lock held.
 
     def close(self, partitions: int) -> None:
         self._missing = partitions
         self.is_open = partitions == 0
 
     def partition_done(self) -> bool:
-        """One partition's average is in place; True when it was the last and the proxy has opened."""
+        """Note that one partition's average is complete. True if it was the last, so that the proxy opened."""
         self._missing -= 1
         self.is_open = self._missing == 0
         return self.is_open

@@ -1,18 +1,41 @@
-"""Scheduler: which ready task starts next. Pure: no thread, lock, clock or I/O.
-
-The same class runs in Core, in the parameter server's replies and in virtual time in the simulator.
-"""
+"""Scheduler: chooses the next task to send. Pure: no thread, clock or I/O."""
 
 from __future__ import annotations
 
 import heapq
 from typing import Generic, Protocol, TypeVar
 
-from .credit import CreditWindow
+
+class CreditWindow:
+    """The credit: admits at most ``limit`` bytes ``in_flight``. Pure, not thread-safe.
+
+    One task is always admitted when nothing is in flight, so a partition larger than the window cannot block for ever.
+    A smaller limit never revokes credit of tasks in flight; it only delays further tasks.
+    """
+
+    __slots__ = ("in_flight", "limit")
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.in_flight = 0
+
+    def admits(self, nbytes: int) -> bool:
+        return self.in_flight == 0 or self.in_flight + nbytes <= self.limit
+
+    def take(self, nbytes: int) -> None:
+        self.in_flight += nbytes
+
+    def give_back(self, nbytes: int) -> None:
+        if nbytes > self.in_flight:
+            raise AssertionError(f"{nbytes} bytes of credit came back, but only {self.in_flight} are in flight")
+        self.in_flight -= nbytes
+
+    def __repr__(self) -> str:
+        return f"<CreditWindow {self.in_flight}/{self.limit} B>"
 
 
 class Schedulable(Protocol):
-    """What the scheduler needs to know of a task."""
+    """The properties of a task that the scheduler uses."""
 
     @property
     def nbytes(self) -> int: ...
@@ -25,17 +48,18 @@ T = TypeVar("T", bound=Schedulable)
 
 
 class Policy(Protocol):
-    """The order in which ready tasks start. One file in ``core/policies`` each.
+    """The order in which ready tasks start. Each policy is one file in ``core/policies``.
 
-    ``splits``: an average is made by a reduce-scatter and an all-gather, each a task of its own, and not by an all-reduce.
+    ``splits``: a reduce-scatter and an all-gather, each a task of its own, make an average, instead of one all-reduce.
     """
 
     splits: bool
 
     def key(self, task: Schedulable) -> int:
-        """Smaller starts earlier; equal keys start in order of arrival. Must not change while a task waits.
+        """The sort key of ``task``, 0 to 2^32 - 1. Smaller keys start earlier; equal keys start in order of arrival.
 
-        0 to 2^32 - 1: it travels with the task, so that queues behind this rank's scheduler keep the same order.
+        The key must not change while a task waits. It travels with the task, so that queues behind this rank's scheduler keep
+        the same order.
         """
         ...
 
@@ -43,7 +67,7 @@ class Policy(Protocol):
 class Scheduler(Generic[T]):
     """A heap of ready tasks behind a :class:`CreditWindow` (ByteScheduler, SOSP'19, algorithm 1, in bytes).
 
-    Only the best ready task may start. When it does not fit the credit, nothing starts: a smaller task that overtook it
+    Only the best ready task may start. If it does not fit the credit, nothing starts, because a smaller task that overtook it
     would be a priority inversion.
     """
 
@@ -57,14 +81,14 @@ class Scheduler(Generic[T]):
         return len(self._heap)
 
     def add(self, task: T) -> int:
-        """``task`` became ready; its key."""
+        """Add ``task``, which became ready. Returns its key."""
         self._arrivals += 1
         key = self._policy.key(task)
         heapq.heappush(self._heap, (key, self._arrivals, task))
         return key
 
     def next(self) -> T | None:
-        """The task to start now, with its bytes taken from the credit; None if none is ready or the best does not fit."""
+        """Return the task to start now and take its bytes from the credit; None if none is ready or the best does not fit."""
         if not self._heap or not self.credit.admits(self._heap[0][2].nbytes):
             return None
         task = heapq.heappop(self._heap)[2]
@@ -72,7 +96,7 @@ class Scheduler(Generic[T]):
         return task
 
     def sent(self, task: T) -> None:
-        """The bytes of a started task have left: its credit comes back."""
+        """Return the credit of a started task, whose bytes have left this rank."""
         self.credit.give_back(task.nbytes)
 
     def reconfigure(self, policy: Policy, credit_bytes: int) -> None:

@@ -9,16 +9,16 @@ from .plan import Partition
 
 
 class State(Enum):
-    """Where a CommTask is on its way; see :data:`TRANSITIONS`."""
+    """The state of a CommTask; see :data:`TRANSITIONS`."""
 
     PENDING = "pending"  # its gradients are not all computed yet
     READY = "ready"  # waits in the scheduler for credit and its turn
-    STARTED = "started"  # handed to the transport; holds credit
-    SENT = "sent"  # its bytes have left this rank; its credit is back
-    DONE = "done"  # the average is in place
+    STARTED = "started"  # submitted to the transport; holds credit
+    SENT = "sent"  # its bytes have left this rank; its credit is returned
+    DONE = "done"  # the average is written
 
 
-#: The whole life of a CommTask. Anything else is a bug of ours and raises KeyError.
+#: All transitions between a CommTask's states. Any other event is a bug of ours and raises KeyError.
 TRANSITIONS: dict[tuple[State, str], State] = {
     (State.PENDING, "notify_ready"): State.READY,
     (State.READY, "start"): State.STARTED,
@@ -27,7 +27,7 @@ TRANSITIONS: dict[tuple[State, str], State] = {
 }
 
 
-#: What a task does with its partition. One that all-reduces may be done as two: a reduce-scatter, then an all-gather.
+#: The verbs of a task. Two tasks can replace one all-reduce: a reduce-scatter, then an all-gather.
 ALL_REDUCE: Final = "all_reduce"
 REDUCE_SCATTER: Final = "reduce_scatter"
 ALL_GATHER: Final = "all_gather"
@@ -36,16 +36,16 @@ ALL_GATHER: Final = "all_gather"
 class CommTask:
     """One partition in one step (the SubCommTask of ByteScheduler, SOSP'19, section 4).
 
-    ``data`` is the partition's slice of the flat buffer, bytes long: a writable ``memoryview`` of format ``B`` for memory
-    of the host. The transport reads the gradient from it and puts the average into it. From ``start`` to ``done`` nobody
-    else writes there. The ``*_at`` times are seconds of the core's clock, for observers.
+    ``data`` is the partition's slice of the flat buffer, in bytes. In host memory it is a writable ``memoryview`` of format
+    ``B``. The transport reads the gradient from it and writes the average into it. No one else writes to it from the start
+    until the task is done. The ``*_at`` times are seconds of the core's clock, for observers.
 
-    ``verb``: an ``all_reduce`` leaves the average in all of ``data``. A ``reduce_scatter`` leaves it in this rank's chunk, and
-    the ``all_gather`` of the same partition, a later task over the same bytes, spreads the chunks; of ``numel`` elements rank
-    ``r``'s are those from ``numel * r // world_size`` to ``numel * (r + 1) // world_size``.
+    ``verb``: an ``all_reduce`` leaves the average in all of ``data``. A ``reduce_scatter`` leaves it in this rank's chunk. The
+    ``all_gather`` of the same partition, a later task over the same bytes, distributes the chunks. The chunk of rank ``r`` are
+    the elements from ``numel * r // world_size`` to ``numel * (r + 1) // world_size`` of the partition's ``numel`` elements.
 
-    ``channel`` and ``sequence`` are set when a task starts on an ordered transport: the ``sequence``-th start of that channel,
-    the same task on every rank.
+    ``channel`` and ``sequence`` are set when a task starts on an ordered transport. The start is number ``sequence`` of that
+    channel, counted from 0, and the same task has that number on every rank.
     """
 
     __slots__ = (
@@ -75,7 +75,7 @@ class CommTask:
         self.channel = 0
         self.sequence = -1
         self.nbytes = partition.nbytes
-        self.order = 0  # the policy's key: smaller is sent earlier, by every queue on the way
+        self.order = 0  # the policy's key: every queue sends smaller keys earlier
         self.state = State.PENDING
         self.missing = len(partition.tensors)  # gradients still to come
         self.ready_at = self.started_at = self.sent_at = self.done_at = 0.0

@@ -1,4 +1,4 @@
-"""Which rank this process is, as its launcher says: commsched run, torchrun, mpirun (Open MPI, MPICH) or srun."""
+"""The rank of this process, as set by its launcher: commsched run, torchrun, mpirun (Open MPI, MPICH) or srun."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from .errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """``rank`` of ``world_size`` processes, and the same among those of this machine. ``launcher`` says who told."""
+    """This process is ``rank`` of ``world_size`` processes, and ``local_rank`` of ``local_world_size`` on its machine.
+    ``launcher`` names the launcher that set these numbers."""
 
     rank: int = 0
     world_size: int = 1
@@ -24,8 +25,8 @@ class World:
         return self.local_world_size == self.world_size
 
 
-# launcher: the variables of rank, world_size, local_rank, local_world_size. The first whose world_size is set counts, so
-# that a launcher started inside another's job (torchrun in a Slurm allocation) is the one believed.
+# For each launcher, the variables of rank, world_size, local_rank and local_world_size. The first launcher whose world_size is
+# set counts, so that a launcher started inside another's job (torchrun in a Slurm allocation) takes precedence.
 _LAUNCHERS = {
     "commsched run": ("COMMSCHED_RANK", "COMMSCHED_WORLD_SIZE", "COMMSCHED_LOCAL_RANK", "COMMSCHED_LOCAL_WORLD_SIZE"),
     "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
@@ -36,20 +37,20 @@ _LAUNCHERS = {
         "OMPI_COMM_WORLD_LOCAL_SIZE",
     ),
     "mpiexec (MPICH)": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    # SLURM_STEP_NUM_TASKS is set by srun only, not in a batch script or an interactive allocation.
+    # Only srun sets SLURM_STEP_NUM_TASKS; it is not set in a batch script or an interactive allocation.
     "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
 }
 
 
 def detect_world(environ: Mapping[str, str]) -> World:
-    """The world of this process; one rank if no launcher is seen.
+    """The world of this process; one rank if no launcher's variables are set.
 
     Raises:
-        ConfigError: a launcher's variables contradict each other; names them.
+        ConfigError: a launcher's variables contradict each other; the message names them.
     """
     for launcher, names in _LAUNCHERS.items():
         if names[1] not in environ or (launcher == "mpiexec (MPICH)" and names[3] not in environ):
-            continue  # Slurm too sets PMI_SIZE, where it stands in for MPICH's launcher
+            continue  # Slurm also sets PMI_SIZE when it stands in for MPICH's launcher
         rank, size, local_rank = (_number(environ, name) for name in names[:3])
         local_size = _local_world_size(environ, names[3], size)
         if not (0 <= rank < size and 0 <= local_rank < local_size <= size):

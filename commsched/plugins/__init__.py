@@ -1,1 +1,1 @@
-"""Plugins, one per engine. A plugin knows its engine and the core, and nothing of networks."""
+"""Plugins, one per engine (training framework). A plugin depends on its engine and the core, and on no network code."""

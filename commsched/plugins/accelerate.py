@@ -1,4 +1,4 @@
-"""Hugging Face Accelerate: its ``Accelerator``, with ScheduledOptimizer in place of DistributedDataParallel.
+"""Hugging Face Accelerate plugin: an ``Accelerator`` that uses ScheduledOptimizer instead of DistributedDataParallel.
 
     from commsched.plugins.accelerate import Accelerator
 
@@ -34,25 +34,25 @@ from .torch.initial_state import broadcast_model
 
 __all__ = ["Accelerator"]
 
-#: The ScheduledOptimizers made here that still average their gradients.
+#: The ScheduledOptimizers made by this module that still average their gradients.
 _attached: WeakSet[ScheduledOptimizer] = WeakSet()
 
-#: Parameters of prepared models that none of these has, each with the handle of the hook that refuses its gradient.
+#: Parameters of prepared models that no attached optimizer has, each with the handle of the hook that refuses its gradient.
 _unaveraged = WeakTensorKeyDictionary()
 
 
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate has no types
-    """As ``accelerate.Accelerator``, but models stay what they are, and a prepared optimizer is a ScheduledOptimizer.
+    """As ``accelerate.Accelerator``, but models are not wrapped, and a prepared optimizer contains a ScheduledOptimizer.
 
-    An optimizer's gradients are averaged once all models whose parameters it has are prepared too, in any order and in as many
-    calls as you like; its models then hold rank 0's parameters and buffers. With one rank, or with ``COMMSCHED_DISABLE=1``,
-    everything is as in Accelerate, DistributedDataParallel included. Made on every rank, as it joins the job.
+    An optimizer's gradients are averaged once all models whose parameters it has are prepared, too, in any order and in any
+    number of calls. These models then hold rank 0's parameters and buffers. With one rank, or with ``COMMSCHED_DISABLE=1``,
+    everything is as in Accelerate, DistributedDataParallel included. Make one on every rank, because it joins the job.
 
     Raises:
-        UnsupportedError: Accelerate was launched or configured in a way that is not plain data parallelism; names it. Also
-            later: from ``backward`` of a prepared model none of whose prepared optimizers has the parameter, and from ``step``
-            of an optimizer whose model was not prepared.
-        CommschedError: from ``commsched.init()`` and ScheduledOptimizer.
+        UnsupportedError: Accelerate was launched or configured for something other than plain data parallelism; the message
+            names it. It is also raised later: by ``backward`` if no prepared optimizer has a parameter of a prepared model, and
+            by ``step`` of an optimizer whose model was not prepared.
+        CommschedError: ``commsched.init()`` or ScheduledOptimizer failed.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -61,10 +61,10 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
 
     @classmethod
     def adopt(cls, accelerator: accelerate.Accelerator) -> None:
-        """Make one of these of an Accelerate accelerator that others have made, and that has prepared nothing yet.
+        """Change an existing ``accelerate.Accelerator``, which has prepared nothing yet, into an accelerator of this class.
 
         Raises:
-            UnsupportedError: as for making one; or ``accelerator`` is of a class of its own.
+            UnsupportedError: as when making one; or ``accelerator`` is of a subclass.
         """
         if type(accelerator) is not accelerate.Accelerator:
             raise UnsupportedError(f"the accelerator is a {type(accelerator).__qualname__}, not accelerate.Accelerator")
@@ -72,8 +72,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
         accelerator._join()
 
     def _join(self) -> None:
-        self._session: commsched.Session | None = None  # None: all is as in Accelerate
-        self._trained: list[torch.nn.Module] = []  # prepared to be trained, as they were returned
+        self._session: commsched.Session | None = None  # None: everything is as in Accelerate
+        self._trained: list[torch.nn.Module] = []  # models prepared for training, as prepare_model() returned them
         self._preparing = False
         session = commsched.init(device=str(self.device) if self.device.type == "cuda" else "cpu")
         if session.world_size == 1:
@@ -106,7 +106,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
         return result
 
     def prepare_model(self, model: torch.nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
-        """As in Accelerate, except that nothing is wrapped around the model, unless it is compiled."""
+        """As in Accelerate, except that the model is not wrapped, unless it is compiled."""
         if self._session is None or evaluation_mode:
             return super().prepare_model(model, device_placement, evaluation_mode)
         model = super().prepare_model(model, device_placement, evaluation_mode=True)
@@ -126,21 +126,21 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
             raise UnsupportedError(
                 f"{type(prepared.optimizer).__name__} updates within backward, before gradients are averaged"
             )
-        prepared.__class__ = _PreparedOptimizer  # which adds no more than a check: Accelerate's own may be prepared already
+        prepared.__class__ = _PreparedOptimizer  # changed in place: it only adds a check, and may have been prepared before
         self._schedule()
         return prepared
 
     def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
         """As in Accelerate."""
         prepared = super().prepare_scheduler(scheduler)
-        for optimizer in self._optimizers:  # where Accelerate compares, there may be a ScheduledOptimizer by now
+        for optimizer in self._optimizers:  # Accelerate compares optimizers and does not find one inside a ScheduledOptimizer
             inner = optimizer.optimizer
             if isinstance(inner, ScheduledOptimizer) and getattr(scheduler, "optimizer", None) is inner.optimizer:
                 prepared.optimizers = [optimizer]
         return prepared
 
     def _schedule(self) -> None:
-        """Schedule the optimizers all of whose models are here; and refuse gradients that nobody averages."""
+        """Schedule each optimizer whose models are all prepared, and refuse gradients that no optimizer averages."""
         if self._session is None or self._preparing:
             return
         places = {id(parameter): model for model in self._trained for parameter in model.parameters()}
@@ -158,7 +158,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
 
     def _attach(self, optimizer: _PreparedOptimizer, models: list[torch.nn.Module]) -> None:
         plain = optimizer.optimizer
-        if isinstance(plain, ScheduledOptimizer):  # of an earlier training, and detached
+        if isinstance(plain, ScheduledOptimizer):  # from an earlier training, and detached
             plain = plain.optimizer
         own = {id(parameter) for parameter in _parameters(plain)}
         for other in list(_attached):
@@ -166,11 +166,12 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
                 _detach(other)
         scheduled = ScheduledOptimizer(plain, models[0] if len(models) == 1 else torch.nn.ModuleList(models))
         _attached.add(scheduled)
-        optimizer.__setstate__({"optimizer": scheduled})  # with the scaler, if there is one
+        optimizer.__setstate__({"optimizer": scheduled})  # also takes over the scaler, if there is one
         optimizer.models = [self.unwrap_model(model, keep_torch_compile=False) for model in models]
 
     def _refuse_unaveraged(self, model: torch.nn.Module) -> None:
-        """Of ``model``, which Accelerate would have wrapped: begin with rank 0's, and refuse gradients without optimizer."""
+        """Refuse gradients of ``model`` that no optimizer averages. If it has parameters for such gradients, it gets rank 0's
+        values, as Accelerate's wrapper would give it."""
         assert self._session is not None
         averaged = {id(parameter) for optimizer in _attached for parameter in _parameters(optimizer)}
         unaveraged = [
@@ -188,8 +189,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
 
     @contextmanager
     def no_sync(self, model: torch.nn.Module) -> Iterator[None]:
-        """As in Accelerate: backward passes within accumulate on this rank only, also those of other models with the same
-        optimizer."""
+        """As in Accelerate: backward passes within the context accumulate on this rank only. This includes the backward passes
+        of other models with the same optimizer."""
         with ExitStack() as stack:
             if self._session is None:
                 stack.enter_context(super().no_sync(model))
@@ -204,14 +205,14 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
         """As in Accelerate, with one rank.
 
         Raises:
-            UnsupportedError: there are several; those with more batches would wait for the others.
+            UnsupportedError: there are several ranks. Ranks with more batches would wait for the others.
         """
         if self._session is not None:
             raise UnsupportedError("join_uneven_inputs: every rank must take the same number of steps; use even_batches=True")
         return super().join_uneven_inputs(joinables, even_batches)
 
     def free_memory(self, *objects: Any) -> Any:
-        """As in Accelerate. Optimizers must be prepared again before they can go on."""
+        """As in Accelerate. Optimizers must be prepared again before they can be used."""
         for optimizer in self._optimizers:
             if optimizer.optimizer in _attached:
                 _detach(optimizer.optimizer)
@@ -221,9 +222,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
 
 
 class _PreparedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
-    """Refuses to step while its gradients are averaged by nobody."""
+    """Refuses to step while its gradients are not averaged."""
 
-    models: Sequence[torch.nn.Module] = ()  # whose gradients it averages, unwrapped
+    models: Sequence[torch.nn.Module] = ()  # the models, unwrapped, whose gradients it averages
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:
         if self.optimizer not in _attached:
@@ -259,7 +260,7 @@ def _allow_gradients(parameters: Iterable[torch.nn.Parameter]) -> None:
 
 def _refuse_gradient(name: str, model: str, parameter: torch.Tensor) -> None:
     if any(parameter is own for optimizer in _attached for own in _parameters(optimizer)):
-        return  # add_param_group() has come since
+        return  # add_param_group() has added the parameter since
     raise UnsupportedError(
         f"parameter '{name}' of the prepared {model} has a gradient, but no prepared optimizer has the parameter, so it would "
         "not be averaged; prepare the optimizer too, or freeze the parameter with requires_grad_(False)"
@@ -267,9 +268,10 @@ def _refuse_gradient(name: str, model: str, parameter: torch.Tensor) -> None:
 
 
 def _require_data_parallel(accelerator: accelerate.Accelerator) -> None:
-    """
+    """Require plain data parallelism on CPUs or CUDA devices.
+
     Raises:
-        UnsupportedError: something else than plain data parallelism on CPUs or CUDA devices was asked for.
+        UnsupportedError: Accelerate is configured for something else.
     """
     kind = accelerator.distributed_type
     if kind not in (DistributedType.MULTI_CPU, DistributedType.MULTI_GPU):

@@ -1,4 +1,4 @@
-"""Hugging Face Transformers: its ``Trainer``, with ScheduledOptimizer in place of DistributedDataParallel.
+"""Hugging Face Transformers plugin: a ``Trainer`` that uses ScheduledOptimizer instead of DistributedDataParallel.
 
     from commsched.plugins.transformers import Trainer
 
@@ -31,10 +31,11 @@ else:
 
 
 class ScheduledTrainerMixin(_Base):
-    """Put before ``transformers.Trainer`` or a subclass of it: its accelerator becomes that of ``plugins.accelerate``.
+    """Mixin for ``transformers.Trainer`` or a subclass of it, to be named before it among the base classes. The accelerator of
+    the trainer becomes the ``Accelerator`` of ``plugins.accelerate``.
 
     Raises:
-        UnsupportedError: see ``commsched.plugins.accelerate.Accelerator``; or with ``auto_find_batch_size``.
+        UnsupportedError: see ``commsched.plugins.accelerate.Accelerator``; or ``auto_find_batch_size`` is set.
     """
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -46,13 +47,13 @@ class ScheduledTrainerMixin(_Base):
             )
 
     def _get_grad_norm(self, model: torch.nn.Module, grad_norm: Any = None) -> Any:
-        # With max_grad_norm=0 it is for the log only, and computing it waits for all averages.
+        # With max_grad_norm=0 the norm is for the log only, and computing it waits for all averages.
         if grad_norm is None and self.accelerator.is_scheduled and not self._logs_after_this_step():
             return None
         return super()._get_grad_norm(model, grad_norm=grad_norm)  # type: ignore[no-untyped-call]
 
     def _logs_after_this_step(self) -> bool:
-        """As ``transformers.trainer_callback.DefaultFlowCallback`` decides."""
+        """Whether the trainer logs after this step, by the rule of ``transformers.trainer_callback.DefaultFlowCallback``."""
         step = self.state.global_step + 1
         if self.args.logging_strategy == IntervalStrategy.STEPS:
             return step % self.state.logging_steps == 0 or (step == 1 and self.args.logging_first_step)
@@ -60,4 +61,4 @@ class ScheduledTrainerMixin(_Base):
 
 
 class Trainer(ScheduledTrainerMixin, transformers.Trainer):
-    """``transformers.Trainer``, scheduled."""
+    """``transformers.Trainer`` with the accelerator of ``plugins.accelerate``."""

@@ -1,11 +1,11 @@
-"""One training step in virtual time: the library's own Scheduler and cut, on a network of NICs that connections share.
+"""Training steps in virtual time: the library's own Scheduler and ``cut``, on a network whose connections share the NICs.
 
-Event-driven, pure and deterministic: equal arguments give equal results, and nothing waits. Steps go from one backward's
-start to the next forward's end.
+The simulation is event-driven, pure and deterministic: equal arguments give equal results, and nothing waits in real time. A
+step lasts from the start of backward to the end of the next forward.
 """
 
+from .network_sharing import FairShareCache
 from .scenario import Cluster, Exchange, Rules, WorkerClass, equal_workers
-from .shares import Shares
 from .simulate import Outcome, simulate
 
-__all__ = ["Cluster", "Exchange", "Outcome", "Rules", "Shares", "WorkerClass", "equal_workers", "simulate"]
+__all__ = ["Cluster", "Exchange", "Outcome", "Rules", "FairShareCache", "WorkerClass", "equal_workers", "simulate"]

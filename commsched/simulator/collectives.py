@@ -1,4 +1,4 @@
-"""Collectives in virtual time: one network that averages one group of tensors after another."""
+"""Collectives in virtual time: one network that averages one partition after another."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from ..core.config import SchedulerConfig
 from ..core.policies import make_policy
 from ..core.scheduler import Scheduler
 from ..core.task import CommTask
-from .bytes_factor import bytes_factor
-from .clock import VirtualClock
-from .exchange import OnDone
-from .scenario import Cluster
-from .soon import Soon
+from .clock import EndOfInstant, VirtualClock
+from .scenario import Cluster, OnDone, bytes_factor
 
 
 def hops(workers: int) -> int:
-    """Messages one after another of an all-reduce that moves the fewest bytes: ring, or halving and doubling if shorter."""
+    """Return the number of consecutive messages of an all-reduce that moves the fewest bytes.
+
+    It is a ring, or halving and doubling if that needs fewer messages.
+    """
     return min(2 * (workers - 1), 2 * math.ceil(math.log2(workers))) if workers > 1 else 0
 
 
 class _Link:
-    """Serves one after another, in order of asking."""
+    """A link that serves one transfer after another, in the order of the requests."""
 
     def __init__(self, clock: VirtualClock) -> None:
         self._clock = clock
@@ -48,10 +48,10 @@ class _Link:
 
 
 class AllReduce:
-    """See ``ExchangeModel``. One order for all ranks: a task may start when the last rank has it ready.
+    """An ``ExchangeModel`` with one order for all ranks: a task may start when it is ready on the last rank.
 
-    An all-reduce takes ``message_seconds + hops * latency + 2 (n - 1) / n * bytes / rate`` of the slowest NIC. Those that the
-    credit lets start are committed in that order.
+    An all-reduce takes ``message_seconds + hops * latency + 2 (n - 1) / n * bytes / rate``, where ``rate`` is the rate of the
+    slowest NIC. Once the credit lets a task start, its place in the order is fixed. All-reduces run one after another.
     """
 
     def __init__(self, clock: VirtualClock, cluster: Cluster, config: SchedulerConfig, on_done: OnDone) -> None:
@@ -64,7 +64,7 @@ class AllReduce:
         self._seconds_per_byte = bytes_factor(cluster.world_size) / cluster.slowest_rate
         self._ready: Counter[tuple[int, int]] = Counter()
         self._tasks: dict[tuple[int, int], list[CommTask]] = {}
-        self._start_soon = Soon(clock, self._start)
+        self._start_soon = EndOfInstant(clock, self._start)
 
     def ready(self, worker: int, task: CommTask) -> None:
         task.ready_at = self._clock.now
@@ -88,7 +88,7 @@ class AllReduce:
         self._finish(task)
 
     def _finish(self, task: CommTask) -> None:
-        """The average is everywhere."""
+        """Report to every worker class that the average is complete."""
         key = task.step, task.partition.index
         del self._tasks[key]
         for worker in range(self._workers):
@@ -99,13 +99,13 @@ class AllReduce:
             setattr(each, what, self._clock.now)
 
 
-class ReduceScatterAllGather(AllReduce):
-    """DeAR: each task's reduce-scatter as all-reduces would go, then, when the step's last is over, the all-gathers.
+class SimulatedReduceScatterAllGather(AllReduce):
+    """DeAR: the reduce-scatters are ordered like all-reduces; the all-gathers follow the last reduce-scatter of the step.
 
-    Both take half of what an all-reduce takes, and its whole ``message_seconds``.
+    A reduce-scatter and an all-gather each take half the time of an all-reduce, but its whole ``message_seconds``.
 
     Args:
-        partitions: of a step.
+        partitions: number of partitions of a step.
     """
 
     def __init__(

@@ -1,7 +1,8 @@
 """The network between workers and shards: full-duplex NICs around a switch that is never the bottleneck.
 
-There is one connection for each worker and shard and direction, as the ps transport has. It carries one message at a time,
-the most urgent that waits for it, and shares the sender's and the receiver's NIC with the other connections max-min fairly.
+There is one connection per worker, shard and direction, as in the ps transport. A connection carries one message at a time,
+the most urgent of its waiting messages. It shares the NICs of the sender and the receiver with the other connections, max-min
+fairly.
 """
 
 from __future__ import annotations
@@ -13,12 +14,9 @@ import numpy as np
 
 from ..core.policies import make_policy
 from ..core.scheduler import Scheduler
-from .clock import VirtualClock
-from .fair_share import Floats
-from .nics import Connections
+from .clock import EndOfInstant, VirtualClock
+from .network_sharing import Connections, FairShareCache, FloatArray
 from .scenario import Cluster
-from .shares import Shares
-from .soon import Soon
 
 
 @dataclass(slots=True, eq=False)
@@ -34,14 +32,17 @@ def _one_at_a_time() -> Scheduler[_Message]:
 
 @dataclass(slots=True, eq=False)
 class _Connection:
-    """One direction between each of a worker class and one shard; ``key`` is worker, shard and whether it carries pushes."""
+    """One direction between one shard and each worker of a class.
+
+    ``key``: the index of the worker class, the shard, and whether the connection carries pushes.
+    """
 
     key: tuple[int, int, bool]
     waiting: Scheduler[_Message] = field(default_factory=_one_at_a_time)
     current: _Message | None = None
 
     def begin(self) -> bool:
-        """Take the next message; False if there is none, or one is under way."""
+        """Take the next message. Return False if there is none, or if a message is being sent already."""
         if self.current is not None:
             return False
         self.current = self.waiting.next()
@@ -54,44 +55,44 @@ class _Connection:
         return message
 
 
-class Network:
+class SimulatedNetwork:
     """Carries messages between the worker classes of ``cluster`` and its shards. Between two events all rates are constant.
 
     Args:
-        shares: of the NICs of ``cluster``.
+        shares: computes how connections share the NICs of ``cluster``.
     """
 
-    def __init__(self, clock: VirtualClock, cluster: Cluster, shares: Shares) -> None:
+    def __init__(self, clock: VirtualClock, cluster: Cluster, shares: FairShareCache) -> None:
         self._clock = clock
         self._shares = shares
         self._latency_seconds = cluster.latency_seconds
         self._message_seconds = cluster.message_seconds
         self._hosts = shares.hosts
         self._connections: dict[tuple[int, int, bool], _Connection] = {}
-        self._idle: list[_Connection] = []  # may have a message to begin
-        # Those under way, and of each the bytes left at the last plan, the arrival foreseen and the rate.
+        self._idle: list[_Connection] = []  # connections that may have a message to begin
+        # The connections that are sending; for each the bytes left at the last plan, the expected arrival and the rate.
         self._active: list[_Connection] = []
         self._arrays = self._to_arrays([])
-        self._left: Floats = np.empty(0)
-        self._arrival: Floats = np.empty(0)
-        self._rates: Floats = np.empty(0)
+        self._left: FloatArray = np.empty(0)
+        self._arrival: FloatArray = np.empty(0)
+        self._rates: FloatArray = np.empty(0)
         self._plans = 0
-        self._plan_soon = Soon(clock, self._plan)
+        self._plan_soon = EndOfInstant(clock, self._plan)
 
     @property
     def shards(self) -> int:
         return len(self._hosts.shard_rates)
 
     def members_across(self, worker: int, shard: int) -> int:
-        """How many of a class reach ``shard`` through the network: all but the one that hosts it."""
+        """Return how many workers of a class reach ``shard`` through the network: all but the worker that hosts it."""
         return self._hosts.members_across(worker, shard)
 
     def push(self, worker: int, shard: int, order: int, nbytes: int, arrived: Callable[[], None]) -> None:
-        """Each of the class sends ``nbytes`` to ``shard``; ``arrived`` is called once, when all that cross are there."""
+        """Send ``nbytes`` from each worker of the class to ``shard``. ``arrived`` is called once, when all have arrived."""
         self._send(worker, shard, True, _Message(order, nbytes, arrived))
 
     def reply(self, worker: int, shard: int, order: int, nbytes: int, arrived: Callable[[], None]) -> None:
-        """The same from ``shard`` to each of the class."""
+        """Send ``nbytes`` from ``shard`` to each worker of the class, see :meth:`push`."""
         self._send(worker, shard, False, _Message(order, nbytes, arrived))
 
     def _send(self, worker: int, shard: int, is_push: bool, message: _Message) -> None:
@@ -105,7 +106,7 @@ class Network:
             self._plan_soon()
 
     def _plan(self) -> None:
-        """Begin what can begin, and share the NICs anew from now on."""
+        """Begin every message that can begin, and compute new rates for all connections."""
         now = self._clock.now
         begun = [connection for connection in self._idle if connection.begin()]
         self._idle.clear()
@@ -123,7 +124,7 @@ class Network:
             self._clock.call_at(float(self._arrival.min()), lambda: self._arrive(plan))
 
     def _arrive(self, plan: int) -> None:
-        if plan != self._plans:  # the rates have changed since
+        if plan != self._plans:  # the rates have changed since this event was scheduled
             return
         now = self._clock.now
         under_way = self._arrival > now * (1 + 1e-12)
@@ -137,7 +138,7 @@ class Network:
         self._plan_soon()
 
     def _load_bytes(self, connection: _Connection) -> float:
-        """A message's bytes, and as many more as the path carries while it is held besides."""
+        """Return the message's bytes, plus the bytes that the path would carry in ``message_seconds``."""
         assert connection.current is not None
         return connection.current.nbytes + self._message_seconds * self._hosts.path_rate(*connection.key[:2])
 

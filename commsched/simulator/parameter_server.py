@@ -1,4 +1,4 @@
-"""The ps transport in virtual time: each class's own Scheduler, shards that average, replies in order of priority."""
+"""The ps transport in virtual time: one Scheduler per worker class, shards that average, replies in order of priority."""
 
 from __future__ import annotations
 
@@ -6,37 +6,37 @@ from collections.abc import Sequence
 from functools import partial
 
 from ..core.config import SchedulerConfig
-from ..core.placement import place
+from ..core.plan import place
 from ..core.policies import make_policy
 from ..core.scheduler import Scheduler
 from ..core.task import CommTask
-from .clock import VirtualClock
-from .exchange import OnDone
-from .network import Network
-from .scenario import Cluster
-from .shares import Shares
-from .soon import Soon
+from .clock import EndOfInstant, VirtualClock
+from .network import SimulatedNetwork
+from .network_sharing import FairShareCache
+from .scenario import Cluster, OnDone
 
 
 class ParameterServers:
-    """See ``ExchangeModel``.
+    """An ``ExchangeModel`` of the parameter server.
 
-    A partition lives on the shard that ``place`` says. Its push goes over the network unless the shard is the rank's own;
-    credit is back when the push has arrived and the answer to it, which weighs nothing, too, as over gRPC; over TCP the library
-    has it back earlier, by two latencies and what the kernel holds, 64 KB, and that is not modelled. When all ranks' pushes
-    are there, each gets its reply.
+    ``place`` chooses the shard of a partition. A push goes over the network unless the shard is on the rank's own host. Credit
+    comes back when the acknowledgement of the push arrives, as over gRPC; the acknowledgement takes one latency and no
+    bandwidth. Over TCP the library gets the credit back earlier, by two latencies and by the 64 KB that the kernel buffers.
+    This is not modelled. When the pushes of all ranks have arrived, the shard sends a reply to each rank.
     """
 
-    def __init__(self, clock: VirtualClock, cluster: Cluster, shares: Shares, config: SchedulerConfig, on_done: OnDone) -> None:
+    def __init__(
+        self, clock: VirtualClock, cluster: Cluster, shares: FairShareCache, config: SchedulerConfig, on_done: OnDone
+    ) -> None:
         self._clock = clock
         self._cluster = cluster
         self._on_done = on_done
-        self._network = Network(clock, cluster, shares)
+        self._network = SimulatedNetwork(clock, cluster, shares)
         workers = range(len(cluster.workers))
         self._schedulers: Sequence[Scheduler[CommTask]] = [
             Scheduler(make_policy(config.policy), config.credit_bytes) for _ in workers
         ]
-        self._start_soon = [Soon(clock, partial(self._start, worker)) for worker in workers]
+        self._start_soon = [EndOfInstant(clock, partial(self._start, worker)) for worker in workers]
         self._pushed: dict[tuple[int, int], list[CommTask | None]] = {}  # (step, partition) -> the push of each class
 
     def ready(self, worker: int, task: CommTask) -> None:

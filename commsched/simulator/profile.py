@@ -1,4 +1,4 @@
-"""Profile: what scheduling needs to know of a model. Layers in forward order, their parameters and their times. Pure."""
+"""Profile: a model as the scheduling sees it. It lists the layers in forward order, their parameters and their times. Pure."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ ITEMSIZE = 4
 
 
 @dataclass(frozen=True)
-class Layer:
-    """``shapes`` are those of its parameters, which may be none; times are seconds of one step, without communication."""
+class LayerProfile:
+    """A layer. ``shapes`` are the shapes of its parameters and may be empty. Times are per step, without communication."""
 
     name: str
     shapes: tuple[tuple[int, ...], ...]
@@ -30,15 +30,15 @@ class Layer:
 
 @dataclass(frozen=True)
 class Profile:
-    """``source`` says where the times come from, in words that a table can carry."""
+    """The layers of a model. ``source`` says where the times come from, in words that fit into a table."""
 
     model: str
-    layers: tuple[Layer, ...]
+    layers: tuple[LayerProfile, ...]
     source: str
 
     @cached_property
     def nbytes(self) -> int:
-        """Bytes of gradients of one step."""
+        """The bytes of all gradients of one step."""
         return sum(layer.nbytes for layer in self.layers)
 
     @cached_property
@@ -54,7 +54,9 @@ class Profile:
         return self.forward_seconds + self.backward_seconds
 
     def scaled(self, *, nbytes: float = 1.0, seconds: float = 1.0) -> Profile:
-        """The same model with every parameter and every time multiplied; each parameter keeps at least one element.
+        """Return the same model with the size of every parameter and every time multiplied by a factor.
+
+        Each parameter keeps at least one element.
 
         Raises:
             ValueError: a factor is not positive.
@@ -62,14 +64,14 @@ class Profile:
         if nbytes <= 0 or seconds <= 0:
             raise ValueError(f"factors of a profile are positive, not {nbytes} and {seconds}")
 
-        def scaled(layer: Layer) -> Layer:
+        def scaled(layer: LayerProfile) -> LayerProfile:
             shapes = layer.shapes if nbytes == 1 else tuple((max(1, round(prod(s) * nbytes)),) for s in layer.shapes)
-            return Layer(layer.name, shapes, layer.forward_seconds * seconds, layer.backward_seconds * seconds)
+            return LayerProfile(layer.name, shapes, layer.forward_seconds * seconds, layer.backward_seconds * seconds)
 
         return Profile(self.model, tuple(map(scaled, self.layers)), self.source)
 
     def to_record(self) -> dict[str, Any]:
-        """As JSON: the form of the files that hold measured profiles."""
+        """Return the profile as JSON, in the format of the files that hold measured profiles."""
         layers = [
             {
                 "name": layer.name,
@@ -86,12 +88,12 @@ class Profile:
         """The inverse of :meth:`to_record`.
 
         Raises:
-            ValueError: something is missing, of the wrong type or negative; says what.
+            ValueError: a value is missing, has the wrong type or is out of range. Names the value.
         """
         try:
             layers = tuple(_layer(each) for each in record["layers"])
             profile = cls(str(record["model"]), layers, str(record["source"]))
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, OverflowError) as error:
             raise ValueError(f"not a profile: {type(error).__name__}: {error}") from error
         if not layers or profile.nbytes == 0 or profile.compute_seconds <= 0:
             raise ValueError(f"not a profile: {profile.model} has no layers, no parameters or no times")
@@ -99,10 +101,10 @@ class Profile:
 
 
 def read_profile(path: Path) -> Profile:
-    """A profile from a file of JSON.
+    """Read a profile from a JSON file.
 
     Raises:
-        ValueError: it cannot be read, or is not a profile; names the file.
+        ValueError: the file cannot be read or is not a profile. Names the file.
     """
     try:
         return Profile.from_record(json.loads(path.read_text()))
@@ -110,9 +112,9 @@ def read_profile(path: Path) -> Profile:
         raise ValueError(f"{path}: {error}") from error
 
 
-def _layer(record: Mapping[str, Any]) -> Layer:
+def _layer(record: Mapping[str, Any]) -> LayerProfile:
     shapes = tuple(tuple(int(size) for size in shape) for shape in record["shapes"])
-    layer = Layer(str(record["name"]), shapes, float(record["forward_seconds"]), float(record["backward_seconds"]))
+    layer = LayerProfile(str(record["name"]), shapes, float(record["forward_seconds"]), float(record["backward_seconds"]))
     if not (0 <= layer.forward_seconds < float("inf") and 0 <= layer.backward_seconds < float("inf")):
         raise ValueError(f"layer {layer.name} has a time that is negative or not finite")
     if any(size < 1 for shape in shapes for size in shape):

@@ -1,11 +1,43 @@
-"""What is simulated: the machines, and what the system does that runs on them."""
+"""The input of a simulation: the machines, the cost of one byte of gradient, and the rules of the system that runs on them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from typing import Protocol
 
 from ..core.config import SchedulerConfig
+from ..core.task import CommTask
+
+
+def bytes_factor(workers: int, servers: int = 0) -> float:
+    """Return the bytes that the busiest NIC carries in each direction per byte of gradient.
+
+    NICs are full duplex, and the load is spread evenly. With ``servers=0`` every worker hosts a shard of the parameter server:
+    ``2 (n - 1) / n``, as in a ring all-reduce. With ``k`` servers on separate machines: ``max(1, n / k)`` (Y. Jiang et al.,
+    "BytePS", OSDI 2020, section 2).
+
+    Raises:
+        ValueError: ``workers`` is less than 1, or ``servers`` less than 0.
+    """
+    if workers < 1 or servers < 0:
+        raise ValueError(f"a job has at least 1 worker and 0 servers, not {workers} and {servers}")
+    if servers == 0:
+        return 2 * (workers - 1) / workers
+    return max(1.0, workers / servers)
+
+
+#: Called when the average of a partition is complete on a worker class. Arguments: index of the class, step, partition's index.
+OnDone = Callable[[int, int, int], None]
+
+
+class ExchangeModel(Protocol):
+    """An exchange of gradients in virtual time. It reports each complete average through ``OnDone``."""
+
+    def ready(self, worker: int, task: CommTask) -> None:
+        """Submit ``task``: its gradients are written on the worker class with index ``worker``."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -13,8 +45,9 @@ class WorkerClass:
     """``count`` workers that do the same at the same time.
 
     Args:
-        rate_bytes_per_second: of each worker's NIC, in each direction.
-        compute_factor: its layers take so many times as long as the profile says; a straggler has more than 1.
+        rate_bytes_per_second: rate of each worker's NIC, in each direction.
+        count: number of workers.
+        compute_factor: factor on the profile's times; a straggler has more than 1.
     """
 
     rate_bytes_per_second: float
@@ -28,17 +61,19 @@ class WorkerClass:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Workers by class, ranks in that order, and separate parameter servers if there are any.
+    """Workers by class, and separate parameter servers if there are any. Ranks are numbered in the order of the classes.
 
-    With every worker a class of its own the simulation is in full detail. A class of several is one worker that stands for
-    all of them, in lock step. With separate servers that is exact. With shards on the workers it leaves out that a rank's
-    own shard needs no network, by which real ranks drift apart and spread over the shards: the bytes on each NIC are right,
-    but steps of 8 to 16 workers came out between 1 % shorter and 12 % longer than in full detail, 6 % in the median.
+    If every worker is its own class, the simulation is in full detail. In a class of several workers, one worker stands for
+    all of them, in lock step. With separate servers this is exact. With shards on the workers it ignores one effect: a rank's
+    own shard needs no network, so real ranks drift apart and spread over the shards. The bytes on each NIC are still right, but
+    steps of 8 to 16 workers came out between 1 % shorter and 12 % longer than in full detail, 6 % in the median.
 
     Args:
-        server_rates: bytes per second of each server's NIC, in each direction; none: every worker hosts a shard.
-        latency_seconds: from a message's last byte leaving to its being used; it holds nothing.
-        message_seconds: what each message, or each all-reduce, holds its connection's share of the network besides its bytes.
+        workers: the worker classes.
+        server_rates: rate of each server's NIC in each direction, in bytes per second. If empty, every worker hosts a shard.
+        latency_seconds: time from when a message's last byte leaves until the message can be used. It occupies no NIC.
+        message_seconds: time that each message, or each all-reduce, occupies its connection's share of the network in addition
+            to the time of its bytes.
     """
 
     workers: tuple[WorkerClass, ...]
@@ -58,7 +93,7 @@ class Cluster:
 
     @property
     def slowest_rate(self) -> float:
-        """Bytes per second of the slowest worker's NIC."""
+        """The rate of the slowest worker's NIC, in bytes per second."""
         return min(each.rate_bytes_per_second for each in self.workers)
 
 
@@ -71,7 +106,7 @@ def equal_workers(
     message_seconds: float = 0.0,
     detailed: bool = False,
 ) -> Cluster:
-    """A cluster of equal machines: one class of all workers, or if ``detailed`` a class of its own for each.
+    """Return a cluster of equal machines: one class of all workers, or one class per worker if ``detailed``.
 
     Raises:
         ValueError: a number is out of range.
@@ -93,20 +128,21 @@ class Exchange(Enum):
 
 @dataclass(frozen=True)
 class Rules:
-    """What the system does.
+    """The behaviour of the system.
 
     Args:
         config: partition, fusion, credit and policy.
         exchange: how gradients are averaged.
-        barrier: the next forward waits for all averages, not for each layer's own.
-        hold: nothing is sent before backward has ended.
-        bucket_bytes: tensors are not cut but gathered in backward order into buckets that are closed when they hold at least
-            so much, as DDP does; None: partitions of ``config``.
-        first_bucket_bytes: the same for the bucket that is sent first; None: ``bucket_bytes``.
-        pushes_first: on a worker that hosts a shard, replies leave with what its own pushes leave them of the NIC; else both
-            have equal shares. The library lets no reply begin while a push is on its way, even one that its receiver holds up.
-            Modelled so, equal workers stall in step as real ones do not: of 24 equal layers on 4 workers the step was 8 %
-            too long with partitions of 0.33 MB, where this is 3 % too short; with 0.41 MB both are 2 % too short.
+        barrier: the next forward waits for all averages before its first layer, instead of for each layer's own averages.
+        hold: no gradient is sent before backward has ended.
+        bucket_bytes: tensors are not cut. They are gathered in backward order into buckets, as DDP does, and a bucket is closed
+            when it holds at least this many bytes. ``None`` means the partitions of ``config``.
+        first_bucket_bytes: the same limit for the bucket that is sent first. ``None`` means ``bucket_bytes``.
+        pushes_first: on a worker that hosts a shard, replies use only the bandwidth that the worker's own pushes leave.
+            Otherwise pushes and replies have equal shares. The real library begins no reply while a push is being sent, even
+            if the push's receiver holds it up. In a simulation of that rule, equal workers stall in step, and real workers do
+            not: for 24 equal layers on 4 workers with partitions of 0.33 MB the step was 8 % too long, while with
+            ``pushes_first`` it is 3 % too short. With 0.41 MB both are 2 % too short.
     """
 
     config: SchedulerConfig

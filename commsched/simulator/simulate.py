@@ -1,4 +1,4 @@
-"""Composes a simulation and runs it."""
+"""Sets up a simulation and runs it."""
 
 from __future__ import annotations
 
@@ -7,22 +7,23 @@ from itertools import pairwise
 from typing import Any
 
 from .clock import VirtualClock
-from .collectives import AllReduce, ReduceScatterAllGather
-from .exchange import ExchangeModel, OnDone
+from .collectives import AllReduce, SimulatedReduceScatterAllGather
+from .network_sharing import FairShareCache
 from .parameter_server import ParameterServers
 from .profile import Profile
-from .scenario import Cluster, Exchange, Rules
-from .shares import Shares
+from .scenario import Cluster, Exchange, ExchangeModel, OnDone, Rules
 from .tensors import Grouping
 from .worker import Worker
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """``step_seconds`` are of each step, until the last worker's end; ``timeline`` is of the first class in the last step.
+    """The result of a simulation.
 
-    An entry of the timeline has ``track`` (forward, backward, network, wait), ``name``, ``priority`` (of the network's; else
-    None), ``start`` and ``stop`` in seconds from the step's start, and those of the network ``ready``.
+    ``step_seconds`` holds the duration of each step, until the last worker has ended it. ``timeline`` shows the last step of
+    the first worker class. Each entry has ``track`` (forward, backward, network, wait), ``name``, ``priority`` (``None`` unless
+    the track is network), and ``start`` and ``stop`` in seconds from the step's start. Entries of the network also have
+    ``ready``.
     """
 
     step_seconds: tuple[float, ...]
@@ -30,17 +31,19 @@ class Outcome:
     grouping: Grouping
 
 
-def simulate(profile: Profile, cluster: Cluster, rules: Rules, steps: int = 1, *, shares: Shares | None = None) -> Outcome:
-    """Train ``profile`` on ``cluster`` by ``rules``.
+def simulate(
+    profile: Profile, cluster: Cluster, rules: Rules, steps: int = 1, *, shares: FairShareCache | None = None
+) -> Outcome:
+    """Simulate the training of ``profile`` on ``cluster`` under ``rules``.
 
-    With equal workers every step is like the first. One step of thousands of workers in one class takes no longer than that
-    of a few.
+    With equal workers every step is like the first. The simulation of a step takes no longer for thousands of workers in one
+    class than for a few.
 
     Args:
-        shares: of the same NICs under the same rules, from simulations before: what it remembers makes this one faster.
+        shares: cache of earlier simulations with the same NICs and the same rules. It makes this simulation faster.
 
     Raises:
-        ValueError: there is less than one step.
+        ValueError: ``steps`` is less than 1.
     """
     if steps < 1:
         raise ValueError(f"a simulation has at least 1 step, not {steps}")
@@ -66,10 +69,10 @@ def simulate(profile: Profile, cluster: Cluster, rules: Rules, steps: int = 1, *
 
 
 def _exchange(
-    clock: VirtualClock, cluster: Cluster, shares: Shares | None, rules: Rules, on_done: OnDone, partitions: int
+    clock: VirtualClock, cluster: Cluster, shares: FairShareCache | None, rules: Rules, on_done: OnDone, partitions: int
 ) -> ExchangeModel:
     if rules.exchange is Exchange.PARAMETER_SERVER:
-        return ParameterServers(clock, cluster, shares or Shares(cluster, rules.pushes_first), rules.config, on_done)
+        return ParameterServers(clock, cluster, shares or FairShareCache(cluster, rules.pushes_first), rules.config, on_done)
     if rules.exchange is Exchange.ALL_REDUCE:
         return AllReduce(clock, cluster, rules.config, on_done)
-    return ReduceScatterAllGather(clock, cluster, rules.config, on_done, partitions)
+    return SimulatedReduceScatterAllGather(clock, cluster, rules.config, on_done, partitions)

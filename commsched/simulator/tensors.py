@@ -28,20 +28,20 @@ class Tensors:
         return cls(Manifest(tuple(specs)), tuple(layer_of))
 
     def layers_in(self, partition: Partition) -> list[int]:
-        """The layers that have elements in it, front-most first, each once."""
+        """Return the layers that have elements in ``partition``, front-most first, each once."""
         return sorted({self.layer_of[tensor] for tensor in partition.tensors})
 
 
 @dataclass(frozen=True)
 class Grouping:
-    """A plan, as the layers of a model see it."""
+    """A plan, and the layers that each of its partitions belongs to."""
 
     tensors: Tensors
     plan: Plan
 
     @classmethod
     def of(cls, profile: Profile, rules: Rules) -> Grouping:
-        """What ``rules`` make of the tensors of ``profile``."""
+        """Group the tensors of ``profile`` under ``rules``."""
         tensors = Tensors.of(profile)
         if rules.bucket_bytes is None:
             return cls(tensors, cut(tensors.manifest, rules.config.partition_bytes, rules.config.fusion_bytes))
@@ -49,21 +49,21 @@ class Grouping:
 
     @cached_property
     def layers_of(self) -> tuple[tuple[int, ...], ...]:
-        """For each partition, its layers, front-most first."""
+        """The layers of each partition, front-most first."""
         return tuple(tuple(self.tensors.layers_in(partition)) for partition in self.plan.partitions)
 
     def label(self, partition: int) -> str:
-        """For timelines."""
+        """Return the name of a partition for timelines."""
         tensors = self.plan.partitions[partition].tensors
         name = self.tensors.manifest.tensors[tensors[0]].name
         return name if len(tensors) == 1 else f"{name} + {len(tensors) - 1}"
 
 
 def fill_buckets(manifest: Manifest, bucket_bytes: int, first_bucket_bytes: int | None = None) -> Plan:
-    """Buckets as torch's DistributedDataParallel makes them of float32 tensors, once it has seen the order of gradients.
+    """Return the buckets that torch's DistributedDataParallel makes of float32 tensors once it knows the order of gradients.
 
-    From the last tensor to the first, each is added to the open bucket, which is closed when it holds at least the limit; a
-    tensor is never cut. They are numbered in forward order, as partitions are: the last one is sent first.
+    Tensors are added to the open bucket from the last to the first. A bucket is closed when it holds at least the limit. A
+    tensor is never cut. Buckets are numbered in forward order, as partitions are: the last bucket is sent first.
     """
     buckets: list[list[int]] = []
     held, limit = 0, bucket_bytes if first_bucket_bytes is None else first_bucket_bytes

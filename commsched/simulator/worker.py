@@ -1,4 +1,4 @@
-"""A worker class in virtual time: it computes layer after layer, hands gradients over and waits for averages."""
+"""A worker class in virtual time: it computes layer after layer, submits gradients and waits for averages."""
 
 from __future__ import annotations
 
@@ -8,18 +8,17 @@ from typing import Any
 
 from ..core.task import CommTask
 from .clock import VirtualClock
-from .exchange import ExchangeModel
 from .profile import Profile
-from .scenario import Rules
+from .scenario import ExchangeModel, Rules
 from .tensors import Grouping
 
 
 class Worker:
-    """Trains ``steps`` steps, each from backward's start to the next forward's end.
+    """Trains ``steps`` steps. A step lasts from the start of backward to the end of the next forward.
 
     Args:
-        index: of the worker class.
-        profile: times of this class.
+        index: index of the worker class.
+        profile: the profile with the times of this class.
     """
 
     def __init__(self, clock: VirtualClock, index: int, profile: Profile, grouping: Grouping, rules: Rules, steps: int) -> None:
@@ -36,15 +35,15 @@ class Worker:
                 self._partitions_of[layer].append(partition)
         self._step = -1
         self._tasks: list[CommTask] = []
-        self._layers_missing: list[int] = []  # by partition: layers whose gradients do not exist yet
-        self._waits_for: list[int] = []  # by layer: partitions that are not averaged yet
+        self._layers_missing: list[int] = []  # by partition: number of layers whose gradients are not written yet
+        self._waits_for: list[int] = []  # by layer: number of partitions that are not averaged yet
         self._unfinished = 0  # partitions of this step that are not averaged yet
         self._held: list[CommTask] = []
         self._in_backward = False
         self._blocked: tuple[int, float] | None = None  # the layer that waits, and since when
         self._began = 0.0
         self.ended: list[float] = []
-        #: Of the last step: track, name, priority, start and stop in seconds from the step's start; ready of the network's.
+        #: The last step: track, name, priority, start and stop in seconds from the step's start; for the network also ready.
         self.timeline: list[dict[str, Any]] = []
 
     def begin(self, exchange: ExchangeModel) -> None:
@@ -53,7 +52,7 @@ class Worker:
         self._backward()
 
     def done(self, step: int, partition: int) -> None:
-        """The average of a partition is in place."""
+        """Take note that the average of a partition is complete."""
         assert step == self._step
         task = self._tasks[partition]
         task.done_at = self._clock.now
@@ -86,7 +85,7 @@ class Worker:
         self._clock.call_at(at, self._backward_ended)
 
     def _gradients(self, layer: int) -> None:
-        # The last tensor of a partition in order of backward is the front-most, so a partition's own order is kept.
+        # Backward writes the front-most tensor of a partition last, so partitions become ready in their own order.
         for partition in self._partitions_of[layer]:
             self._layers_missing[partition] -= 1
             if self._layers_missing[partition] == 0:

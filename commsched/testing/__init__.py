@@ -1,4 +1,4 @@
-"""Public conformance suites and fakes, for those who write a transport, a plugin or a policy. They need no test framework."""
+"""Public conformance suites and fakes for authors of transports, plugins and policies. They need no test framework."""
 
 from .check_plugin import PluginAdapter, check_plugin
 from .check_policy import check_policy

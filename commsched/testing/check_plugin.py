@@ -1,4 +1,4 @@
-"""check_plugin: what every plugin must hold: training through it is plain synchronous SGD. Needs no test framework."""
+"""check_plugin: checks that training through a plugin equals plain synchronous SGD. Needs no test framework."""
 
 from __future__ import annotations
 
@@ -14,41 +14,41 @@ from numpy.typing import NDArray
 
 from ..core.config import SchedulerConfig
 from ..core.errors import CommschedError
-from ..core.ports import Transport
-from ..core.task import CommTask
-from ..local import local_sessions
-from ..session import Session
+from ..core.interfaces import Observer, Transport
+from ..session.local import local_sessions
+from ..session.session import Session
 from .fakes import Delayed
 from .world import run_world
 
 Weights = Mapping[str, NDArray[Any]]
 
-#: A policy, a partition and a credit each; a few bytes, so that the smallest tensors too are split, merged and queued.
+#: Configurations to train with. Sizes are a few bytes, so that even the smallest tensors are split, merged and queued.
 _CONFIGS = (
     SchedulerConfig(partition_bytes=64, credit_bytes=64, policy="priority"),
     SchedulerConfig(partition_bytes=1000, credit_bytes=3000, policy="fifo"),
 )
 
-#: Sizes in turn, while training runs.
+#: Configurations that are used one after another while training runs.
 _CHANGES = tuple(SchedulerConfig(partition_bytes=size, credit_bytes=2 * size) for size in (200, 48, 10**6, 504))
 
 
 class PluginAdapter(Protocol):
-    """What :func:`check_plugin` needs of a plugin: the same small training twice, with and without it.
+    """The same small training twice, with and without the plugin, for :func:`check_plugin`.
 
-    Every rank must have data of its own, all of ``seed``; initial weights must differ between ranks in ``train``, and those
-    of rank 0 be those of ``train_alone``, so that a missing broadcast is seen.
+    Every rank must have its own data, derived from ``seed``. In ``train`` the initial weights must differ between ranks, and
+    the initial weights of rank 0 must be the initial weights of ``train_alone``. A missing broadcast is then detected.
     """
 
-    #: Largest difference to :meth:`train_alone`, relative to the tensor's largest weight: 1e-9 fits float64, 1e-5 float32.
+    #: Largest allowed difference to :meth:`train_alone`, relative to the tensor's largest weight: 1e-9 suits float64, 1e-5
+    #: float32.
     tolerance: float
 
     def train(self, session: Session, rank: int, world_size: int, steps: int, seed: int) -> Weights:
-        """Train through the plugin, as one rank of ``session``; the final weights by name, not changed any more."""
+        """Train through the plugin, as one rank of ``session``. Return the final weights by name; they do not change later."""
         ...
 
     def train_alone(self, world_size: int, steps: int, seed: int) -> Weights:
-        """Train with the plain engine on the joint batch of ``world_size`` ranks; the final weights by name."""
+        """Train with the plain engine on the joint batch of ``world_size`` ranks. Return the final weights by name."""
         ...
 
 
@@ -61,15 +61,16 @@ def check_plugin(
     most_delay_seconds: float = 0.002,
     timeout_seconds: float = 60.0,
 ) -> None:
-    """Train with ranks as threads and the local transport; every send and every reply is delayed at random. Once more with two
-    or more ranks, the configuration changes in every step, as a tuner may have it.
+    """Train with ranks as threads and with the local transport. Every send and every reply is delayed at random.
 
-    Checks for every world size that no weight was used before its average was in place, that weights are bitwise equal on all
-    ranks and close to training alone (for one rank: bitwise equal to it), and that no thread is left.
+    One more training, with the smallest world size above 1, changes the configuration in every step, as a tuner may do.
+
+    Checks for every world size that no gradient was used before its average was complete, that weights are bitwise equal on
+    all ranks and close to training alone (for one rank: bitwise equal), and that no thread is left.
 
     Raises:
-        AssertionError: says what does not hold, for which world size, configuration, rank and tensor.
-        TimeoutError: ranks hung; with their stacks.
+        AssertionError: a check failed. Names the check, the world size, the configuration, the rank and the tensor.
+        TimeoutError: ranks hung. Shows their stacks.
     """
     changing = [(world_size, None) for world_size in sorted(set(world_sizes) - {1})[:1]]
     for world_size, config in (*itertools.product(world_sizes, _CONFIGS), *changing):
@@ -99,8 +100,8 @@ def _train(
         return Delayed(transport, seed * world_size + transport.rank, most_delay_seconds)
 
     before = set(threading.enumerate())
-    causes: list[BaseException] = []  # in the order in which they arose, before a session tells other ranks
-    sessions = local_sessions(world_size, config or _CONFIGS[0], wrap_transport=delayed)
+    causes: list[BaseException] = []  # errors in the order in which they arose, recorded before a session reports them
+    sessions = local_sessions(world_size, config or _CONFIGS[0], wrap_transport=delayed, check_weights=2)
     changes = _Changes(sessions[0])
     if config is None:
         sessions[0].observe(changes)
@@ -109,11 +110,11 @@ def _train(
         by_rank = run_world(world_size, training, timeout_seconds=timeout_seconds)
     except BaseException:
         if causes:
-            raise causes[0] from None  # and not what other ranks were told of it
+            raise causes[0] from None  # not the error that other ranks received because of it
         raise
     finally:
         for session in sessions:
-            session.abort("the check is over")  # does nothing to a session that has closed in good order
+            session.abort("the check is over")  # has no effect on a session that has closed normally
     left = sorted(thread.name for thread in set(threading.enumerate()) - before if thread.name.startswith("commsched-"))
     if left:
         raise AssertionError(f"{where}: threads are left after close: {', '.join(left)}")
@@ -122,8 +123,8 @@ def _train(
     return by_rank
 
 
-class _Changes:
-    """An observer of rank 0 that asks for another configuration in every step."""
+class _Changes(Observer):
+    """An observer on rank 0 that requests another configuration in every step."""
 
     def __init__(self, session: Session) -> None:
         self.seen: defaultdict[int, set[SchedulerConfig]] = defaultdict(set)  # by group
@@ -132,17 +133,8 @@ class _Changes:
 
     def on_step(self, group: int, step: int, at: float) -> None:
         self.seen[group].add(self._session.core.config)
-        with contextlib.suppress(CommschedError):  # of a job that failed: its ranks raise that themselves
+        with contextlib.suppress(CommschedError):  # if the job failed, its ranks raise the error themselves
             self._session.reconfigure(next(self._next))
-
-    def on_ready(self, group: int, tensor: int, at: float) -> None:
-        pass
-
-    def on_task(self, task: CommTask) -> None:
-        pass
-
-    def on_span(self, track: str, name: str, start: float, stop: float) -> None:
-        pass
 
 
 def _rank_training(
@@ -160,7 +152,7 @@ def _rank_training(
 
 
 def _difference(a: Weights, b: Weights) -> str | None:
-    """The first name whose arrays are not bitwise equal; None if all are."""
+    """Return the first name whose arrays are not bitwise equal, or None if all arrays are equal."""
     for name in sorted(a.keys() | b.keys()):
         if name not in a or name not in b:
             return name

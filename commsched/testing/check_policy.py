@@ -1,4 +1,4 @@
-"""check_policy: what every scheduling policy must hold. Needs no test framework."""
+"""check_policy: checks the rules that every scheduling policy must keep. Needs no test framework."""
 
 from __future__ import annotations
 
@@ -14,17 +14,20 @@ _ROUNDS = 50
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Task:
-    """All that a policy may know of a task, and nothing that it could change."""
+    """The attributes of a task that a policy may read. They cannot be changed."""
 
     nbytes: int
     priority: int
 
 
 def check_policy(make_policy: Callable[[], Policy], seed: int = 0) -> None:
-    """Check the policy that ``make_policy()`` makes anew each time, on random tasks that are the same for equal ``seed``.
+    """Check a policy on random tasks. Equal values of ``seed`` give equal tasks.
+
+    Args:
+        make_policy: returns a new policy on each call.
 
     Raises:
-        AssertionError: says what does not hold, and for which tasks.
+        AssertionError: a rule is broken. Names the rule and the tasks.
     """
     rng = random.Random(seed)
     for _ in range(_ROUNDS):
@@ -63,7 +66,7 @@ def _check_equal_tasks_keep_their_order(make_policy: Callable[[], Policy], rng: 
 
 
 def _starts(make_policy: Callable[[], Policy], tasks: list[_Task], credit_bytes: int, rng: random.Random) -> list[int]:
-    """Places in ``tasks`` in order of start, while tasks arrive, are sent, and the policy is replaced by a new one."""
+    """Return the indices in ``tasks`` in order of start, while tasks arrive and are sent and new policies replace the old."""
     scheduler: Scheduler[_Task] = Scheduler(make_policy(), credit_bytes)
     to_come, in_flight, started = list(tasks), list[_Task](), list[_Task]()
     while to_come or in_flight or len(scheduler):

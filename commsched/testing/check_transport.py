@@ -1,11 +1,11 @@
-"""check_transport: what every transport must do. Needs no test framework; raises AssertionError where one does not.
+"""check_transport: checks what every transport must do. Needs no test framework. A failed check raises AssertionError.
 
-Contributions are small integers whose average over the ranks is an integer too, so the expected bits are known exactly
-whatever type they travel in and however they are rounded. They depend on rank, step and place, so a missing, stale or
-misplaced contribution shows.
+Contributions are small integers whose average over the ranks is also an integer. The expected bits are therefore known
+exactly, for every dtype and every rounding. Contributions depend on rank, step and position, so a missing, stale or misplaced
+contribution is detected.
 
-Ranks are threads of one process (``check_transport``) or, where a transport needs it, processes of a real job, each of which
-calls ``check_job``.
+Ranks are threads of one process (``check_transport``). Where a transport needs it, ranks are processes of a real job, and each
+process calls ``check_job``.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from ..core.config import SchedulerConfig
 from ..core.core import Core
 from ..core.errors import PeerLost
 from ..core.group import TensorGroup
+from ..core.interfaces import TaskObserver
 from ..core.manifest import ITEMSIZE, Manifest, TensorSpec
-from ..core.observers import TaskObserver
 from ..core.order.agreed import STATIC
-from ..core.order.pattern import STABLE_STEPS
+from ..core.order.static import STABLE_STEPS
 from ..core.plan import cut
-from .checked_world import CheckedWorld, Job, OpenRanks, OpenSession, OpenWorld, Threads
+from .checked_world import CheckedJob, CheckedWorld, OpenRanks, OpenSession, OpenWorld, Threads
 from .world import run_world
 
-_ONE_AT_A_TIME = 1  # bytes of credit: a single partition is in flight
+_ONE_AT_A_TIME = 1  # credit in bytes that allows a single partition in flight
 
 
 def check_transport(
@@ -42,17 +42,18 @@ def check_transport(
     rounds: int = 200,
     timeout_seconds: float = 60.0,
 ) -> None:
-    """Run all checks below, with ranks as threads.
+    """Run all checks of this module, with ranks as threads.
 
     Args:
         open_world: opens the transports to check.
-        world_sizes: that results are checked for.
-        rounds: of random readiness, and of one tensor as fast as it goes, with two ranks; fewer with more.
-        timeout_seconds: no single check may take longer.
+        world_sizes: the world sizes for which results are checked.
+        rounds: number of rounds in ``check_random_rounds`` and ``check_back_to_back`` with two ranks. Other world sizes run a
+            tenth of them.
+        timeout_seconds: limit for the ranks of one check. ``check_close`` has a fixed limit of 30 s.
 
     Raises:
-        AssertionError: a result is wrong, or a failure was not told as it should be; says which.
-        TimeoutError: a rank does not end; shows where it stands.
+        AssertionError: a result is wrong, or a failure was not reported correctly. Names the check that failed.
+        TimeoutError: a rank does not end. Shows its stack.
     """
     for size in world_sizes:
         check_results(partial(Threads, open_world, size, timeout_seconds), rounds if size == 2 else rounds // 10)
@@ -62,21 +63,22 @@ def check_transport(
 
 
 def check_job(open_session: OpenSession, world_size: int, *, rounds: int = 200) -> None:
-    """Run all checks of results, each with a session of its own; every rank of a job of ``world_size`` calls it. Large tensors
-    with two ranks only, as ``check_transport``.
+    """Run all checks of results, each with its own session. Every rank of a job of ``world_size`` ranks must call it.
+
+    Large tensors are checked with two ranks only, as in ``check_transport``.
 
     Raises:
-        AssertionError: a result is wrong; says which.
-        CommschedError: the job failed, as on another rank.
+        AssertionError: a result is wrong. Names the result.
+        CommschedError: the job failed, for example on another rank.
     """
-    open_ranks = partial(Job, open_session, world_size)
+    open_ranks = partial(CheckedJob, open_session, world_size)
     check_results(open_ranks, rounds)
     if world_size == 2:
         check_large_tensors(open_ranks)
 
 
 def check_results(open_ranks: OpenRanks, rounds: int) -> None:
-    """Every check that all ranks go through alike."""
+    """Run every check in which all ranks do the same."""
     for policy in ("priority", "rsag"):
         check_averages(open_ranks, policy)
         check_equal_bits(open_ranks, policy)
@@ -88,7 +90,7 @@ def check_results(open_ranks: OpenRanks, rounds: int) -> None:
 
 
 def check_averages(open_ranks: OpenRanks, policy: str = "priority") -> None:
-    """Exact averages of every dtype and odd sizes; each rank is ready in an order, and with delays, of its own."""
+    """Averages (sums, for uint8) are exact for every dtype and for odd sizes. Each rank has its own order and delays."""
     manifest = Manifest(
         tuple(TensorSpec(f"{dtype}-{numel}", (numel,), dtype) for numel in (1, 3, 1021, 20_011) for dtype in ITEMSIZE)
     )
@@ -106,8 +108,11 @@ def check_averages(open_ranks: OpenRanks, policy: str = "priority") -> None:
 
 
 def check_random_rounds(open_ranks: OpenRanks, rounds: int, policy: str = "priority") -> None:
-    """Two groups, in rounds that overlap: each rank has its own order of readiness and its own delays; one partition may be in
-    flight at first, and several in the second half."""
+    """The rounds of two groups overlap, and averages are exact.
+
+    Each rank has its own order of readiness and its own delays. One partition may be in flight in the first half, several in
+    the second half.
+    """
     manifests = [
         Manifest(tuple(TensorSpec(f"{name}{i}", (size + i,), "float32") for i in range(6)))
         for name, size in (("a", 300), ("b", 2))
@@ -132,7 +137,7 @@ def check_random_rounds(open_ranks: OpenRanks, rounds: int, policy: str = "prior
 
 
 def check_large_tensors(open_ranks: OpenRanks) -> None:
-    """Tensors of 64 MB of every dtype, whole and in partitions."""
+    """Averages of 64 MB tensors are exact for every floating dtype: two dtypes in one partition, two in several."""
     for dtype, partition_bytes in (("float16", 2**27), ("bfloat16", 5 * 10**6), ("float32", 2**27), ("float64", 4 * 10**6)):
         numel = 64_000_000 // ITEMSIZE[dtype] + 1
         manifest = Manifest((TensorSpec("large", (numel,), dtype),))
@@ -145,7 +150,7 @@ def check_large_tensors(open_ranks: OpenRanks) -> None:
 
 
 def check_equal_bits(open_ranks: OpenRanks, policy: str = "priority") -> None:
-    """Of numbers that do round, every rank gets the same bits, close to the true average."""
+    """For numbers whose average must be rounded, every rank gets the same bits, close to the true average."""
     manifest = Manifest((TensorSpec("x", (50_021,), "float32"), TensorSpec("y", (50_021,), "bfloat16")))
 
     def inputs(rank: int) -> NDArray[np.float32]:
@@ -174,7 +179,7 @@ def check_equal_bits(open_ranks: OpenRanks, policy: str = "priority") -> None:
 
 
 def check_opposite_orders(open_ranks: OpenRanks) -> None:
-    """Ranks that start in opposite orders, one partition at a time, do not wait for each other for ever."""
+    """Ranks that become ready in opposite orders, with one partition in flight, do not deadlock."""
     manifest = Manifest(tuple(TensorSpec(f"layer{i}", (257,), "float32") for i in range(8)))
 
     def body(world: CheckedWorld, rank: int) -> None:
@@ -187,9 +192,9 @@ def check_opposite_orders(open_ranks: OpenRanks) -> None:
 
 
 def check_back_to_back(open_ranks: OpenRanks, rounds: int, *, numel: int = 64) -> None:
-    """Rounds of one tensor as fast as they go, with a slow last rank: each of them is exact on each rank.
+    """Rounds of one tensor follow each other without pause, and the last rank is slow. Each round is exact on each rank.
 
-    What a fast rank pushes next must never reach what the slow rank is still being sent.
+    The next push of a fast rank must never change the average that the slow rank is still receiving.
     """
     manifest = Manifest((TensorSpec("weight", (numel,), "float32"),))
 
@@ -211,7 +216,7 @@ def check_back_to_back(open_ranks: OpenRanks, rounds: int, *, numel: int = 64) -
 
 
 def check_recut(open_ranks: OpenRanks) -> None:
-    """The same tensors in another plan each step: a partition's index may mean another range than before."""
+    """The plan of the same tensors changes between steps, so a partition's index may mean another range than before."""
     manifest = Manifest(tuple(TensorSpec(f"layer{i}", (1000 + i,), "float32") for i in range(6)))
 
     def body(world: CheckedWorld, rank: int) -> None:
@@ -225,8 +230,10 @@ def check_recut(open_ranks: OpenRanks) -> None:
 
 
 def check_static_order(open_ranks: OpenRanks) -> None:
-    """Steps that are alike are launched without messages, until the plan or the order of readiness changes; each rank has
-    delays of its own."""
+    """Steps that repeat are launched without messages until the plan or the order of readiness changes.
+
+    Each rank has its own delays. The check is skipped where no order may become static.
+    """
     manifest = Manifest(tuple(TensorSpec(f"layer{i}", (1000 + i,), "float32") for i in range(6)))
     flags = Manifest((TensorSpec("flags", (3,), "float32"),))
     alike = 3 * STABLE_STEPS
@@ -246,7 +253,7 @@ def check_static_order(open_ranks: OpenRanks) -> None:
                 tensors.begin(rank, order, lambda: _pause(chance.random() * 0.0005))
                 small.average(rank, range(1))
                 tensors.compare(rank)
-            # After so many alike, and the one in which it is seen.
+            # STABLE_STEPS equal steps freeze the order of the steps that follow: the first two phases end with a static step.
             assert static_steps >= {alike - 1, 2 * alike - 1}, f"launched without messages: {sorted(static_steps)}"
             assert not static_steps & {0, alike}, "the order was frozen in a step that is the first of its kind"
             assert not static_steps >= set(range(2 * alike, 3 * alike)), "another order of readiness did not end it"
@@ -255,7 +262,7 @@ def check_static_order(open_ranks: OpenRanks) -> None:
 
 
 def check_leaver(open_world: OpenWorld, *, timeout_seconds: float = 60.0) -> None:
-    """A rank that leaves while others go on is named in the PeerLost that ends their waiting."""
+    """When a rank leaves while others continue, their waits raise PeerLost, which names that rank."""
     manifest = Manifest(tuple(TensorSpec(f"layer{i}", (300,), "float32") for i in range(6)))
     leaver, world_size = 1, 3
     left = threading.Barrier(world_size)
@@ -287,7 +294,7 @@ def check_leaver(open_world: OpenWorld, *, timeout_seconds: float = 60.0) -> Non
 
 
 def check_close(open_world: OpenWorld) -> None:
-    """``close`` may be called again, and leaves no thread of ours behind."""
+    """``close`` may be called again, and leaves no thread of commsched behind."""
     before = set(threading.enumerate())
     with Threads(open_world, 2) as world:
         run_world(2, lambda rank: world.transports[rank].close(), timeout_seconds=30.0)
@@ -302,14 +309,14 @@ def check_close(open_world: OpenWorld) -> None:
 
 
 class _Tensors:
-    """A group on one rank, its buffers, and what to write into them and expect from them."""
+    """A group on one rank with its buffers. Writes contributions into the buffers and compares the averages."""
 
     def __init__(self, core: Core, manifest: Manifest, world_size: int) -> None:
         self.group, self._buffers = _add_group(core, manifest)
         self._world_size = world_size
 
     def average(self, rank: int, order: Sequence[int], before_each: Callable[[], None] = lambda: None) -> None:
-        """One step: the tensors become ready in ``order``, then all averages are compared, front tensor first."""
+        """Run one step: the tensors become ready in ``order``, then all averages are compared, front tensor first."""
         self.begin(rank, order, before_each)
         self.compare(rank)
 
@@ -351,7 +358,7 @@ def _run(open_ranks: OpenRanks, body: Callable[[CheckedWorld, int], None], polic
             world.run(body)
 
 
-#: The values below repeat after so many elements.
+#: Period, in elements, of the values below.
 _PERIOD = 17 * 4
 
 
@@ -362,7 +369,7 @@ def _average_values(tensor: int, step: int) -> NDArray[np.float64]:
 def _contribution(spec: TensorSpec, tensor: int, rank: int, step: int, world_size: int) -> bytes:
     if spec.dtype == "uint8":
         return ((np.arange(spec.numel) * 31 + tensor + step + 7 * rank) % 256).astype(np.uint8).tobytes()
-    spread = (np.arange(_PERIOD) * 3 + step) % 4 + 1  # times an odd or even number per rank; their sum is zero
+    spread = (np.arange(_PERIOD) * 3 + step) % 4 + 1  # multiplied by one integer per rank; these integers sum to zero
     return _repeated(_average_values(tensor, step) + spread * (2 * rank - (world_size - 1)), spec)
 
 
@@ -378,7 +385,7 @@ def _repeated(values: NDArray[Any], spec: TensorSpec) -> bytes:
 
 
 def _to_bytes(values: NDArray[Any], dtype: str) -> bytes:
-    """``values``, which ``dtype`` can hold exactly."""
+    """Return ``values`` as bytes of ``dtype``, which must represent them exactly."""
     if dtype == "bfloat16":
         return (values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16).tobytes()
     return values.astype(dtype).tobytes()

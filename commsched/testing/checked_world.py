@@ -1,4 +1,4 @@
-"""Where the checks of ``check_transport`` run: ranks as threads of one process, or this process's rank of a real job."""
+"""The worlds in which ``check_transport`` runs its checks: ranks as threads of one process, or one rank of a real job."""
 
 from __future__ import annotations
 
@@ -10,46 +10,46 @@ from typing import Any, Protocol
 from ..core.config import SchedulerConfig
 from ..core.core import Core
 from ..core.errors import CommschedError
-from ..core.ports import OnFailure, Transport
+from ..core.interfaces import OnFailure, Transport
 from ..core.task import REDUCE_SCATTER
-from ..session import Session
+from ..session.session import Session
 from .ordered import Switchboard
 from .world import run_world
 
-#: Opens a transport for every rank, in one process: the n-th is rank n, and tells its failures to the n-th callback.
-#: Closes them at the end. The number of callbacks is the world size.
+#: Opens a transport for every rank, in one process. The n-th transport is rank n and reports its failures to the n-th
+#: callback. The number of callbacks is the world size. The context manager closes the transports at the end.
 OpenWorld = Callable[[Sequence[OnFailure]], AbstractContextManager[Sequence[Transport]]]
 
-#: Opens the session of this process, with this configuration and order (``agreed`` or ``static``); every rank's alike.
+#: Opens the session of this process with a configuration and an order (``agreed`` or ``static``), the same on every rank.
 OpenSession = Callable[[SchedulerConfig, str], Session]
 
 
 class CheckedWorld(Protocol):
-    """``splits``: there is reduce-scatter and all-gather. ``freezes``: an order may become static."""
+    """A world of ranks. ``splits``: reduce-scatter and all-gather exist. ``freezes``: an order may become static."""
 
     size: int
     splits: bool
     freezes: bool
 
     def run(self, body: Callable[[CheckedWorld, int], None]) -> None:
-        """Call ``body(world, rank)`` for every rank that is here."""
+        """Call ``body(world, rank)`` for every rank in this process."""
         ...
 
     def core(self, rank: int, config: SchedulerConfig, order: str = "agreed") -> AbstractContextManager[Core]:
-        """The Core of a rank; at most one each. All ranks open theirs alike."""
+        """Open the Core of a rank. At most one Core per rank may be open. All ranks must use the same arguments."""
         ...
 
     def gather(self, rank: int, value: Any) -> list[Any]:
-        """The JSON value of every rank, for every rank. While its Core is open."""
+        """Return the JSON value of every rank, in rank order. The Core of the rank must be open."""
         ...
 
 
-#: A world that is opened for one check.
+#: Opens a world for one check.
 OpenRanks = Callable[[], AbstractContextManager[CheckedWorld]]
 
 
 class Threads:
-    """Ranks as threads, with a Core each; a failure that one tells ends the waits of all."""
+    """Ranks as threads, each with its own Core. A failure that one rank reports ends the waits of all ranks."""
 
     def __init__(
         self, open_world: OpenWorld, size: int, timeout_seconds: float = 60.0, switchboard: Switchboard | None = None
@@ -108,7 +108,10 @@ class Threads:
         return on_failure
 
     def _tell(self, error: CommschedError) -> None:
-        """All ranks hear of the first, as through a control channel; also those whose Core was not there yet."""
+        """Make the first failure the failure of every open Core, as a control channel would.
+
+        A later failure gives that first failure also to Cores that were opened in between.
+        """
         with self._failing:
             self.failures.append(error)
             first = self.failures[0]
@@ -117,8 +120,8 @@ class Threads:
                 core.fail(first)
 
 
-class Job:
-    """This process is one rank of a job; each Core is that of a session of its own."""
+class CheckedJob:
+    """One rank of a job: this process. Each Core belongs to its own session."""
 
     def __init__(self, open_session: OpenSession, size: int) -> None:
         self.size = size
@@ -130,7 +133,7 @@ class Job:
             self.freezes = transport.ordered and transport.channels > 1
             self.rank = session.rank
 
-    def __enter__(self) -> Job:
+    def __enter__(self) -> CheckedJob:
         return self
 
     def __exit__(self, *exception: Any) -> None:

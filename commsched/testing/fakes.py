@@ -1,4 +1,4 @@
-"""Fakes for tests: the simulator's clock, a transport under the test's control, and one that delays another."""
+"""Fakes for tests: the simulator's clock, a transport that the test controls, and a transport that delays another transport."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import random
 import threading
 from time import monotonic
 
+from ..core.interfaces import Completion, Transport
 from ..core.manifest import Manifest
-from ..core.ports import Completion, Transport
 from ..core.task import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, CommTask
 from ..simulator.clock import VirtualClock
 
@@ -17,7 +17,7 @@ __all__ = ["Delayed", "RecordingTransport", "VirtualClock"]
 
 
 class RecordingTransport:
-    """Starts nothing: it records, and the test says through :meth:`sent` and :meth:`done` what the network did.
+    """A transport that sends nothing. It records all calls, and the test completes tasks with :meth:`sent` and :meth:`done`.
 
     ``started`` holds every task in order of start, ``groups`` every manifest, ``released`` every group that was released,
     ``left`` every rank that left.
@@ -59,10 +59,10 @@ class RecordingTransport:
     # --- for the test ---
 
     def wait_started(self, count: int, timeout_seconds: float = 10.0) -> list[CommTask]:
-        """All tasks started so far, once there are ``count``.
+        """Wait until ``count`` tasks were started, and return all tasks started so far.
 
         Raises:
-            TimeoutError: there are fewer after ``timeout_seconds``.
+            TimeoutError: fewer tasks were started within ``timeout_seconds``.
         """
         with self._changed:
             if not self._changed.wait_for(lambda: len(self.started) >= count, timeout_seconds):
@@ -70,20 +70,20 @@ class RecordingTransport:
             return list(self.started)
 
     def sent(self, task: CommTask) -> None:
-        """The bytes of ``task`` have left."""
+        """Report that the bytes of ``task`` have left this rank."""
         self._completions[task].on_sent(task)
 
     def done(self, task: CommTask) -> None:
-        """The average of ``task`` is in place."""
+        """Report that the average of ``task`` is complete."""
         self._completions[task].on_done(task)
 
 
 class Delayed:
-    """A transport that delays another's sends and replies by random times, and makes every missing wait visible.
+    """A transport that delays the sends and replies of another transport by random times, and exposes every missing wait.
 
-    The wrapped transport works on a copy. From the start of a task until its delayed reply the task's own bytes are
-    ``0xFF``, which is NaN in every floating type: whoever reads before the average is in place, or writes before it has
-    been used, ends with wrong numbers, not with the right ones by luck. For buffers in the host's memory.
+    The wrapped transport works on a copy. From the start of a task until its delayed reply, the task's own bytes are
+    ``0xFF``, which is NaN in every floating dtype. Code that reads before the average is complete, or writes before the
+    average was used, therefore gets wrong numbers; it cannot get the right ones by luck. Buffers must be in the host's memory.
     """
 
     def __init__(self, transport: Transport, seed: int, most_seconds: float) -> None:
@@ -96,7 +96,7 @@ class Delayed:
         self._random = random.Random(seed)
         self._most_seconds = most_seconds
         self._originals: dict[CommTask, tuple[CommTask, Completion]] = {}
-        self._replies: list[tuple[float, int, CommTask]] = []  # a heap of (when, arrival, copy)
+        self._replies: list[tuple[float, int, CommTask]] = []  # a heap of (time due, order of arrival, copy of the task)
         self._arrivals = itertools.count()
         self._closed = False
         self._changed = threading.Condition()
@@ -154,6 +154,7 @@ class Delayed:
                 original, completion = self._originals.pop(copy)
             original.data[:] = copy.data
             completion.on_done(original)
+            del copy, original, completion  # else this thread would keep their memory until the next reply
 
     def _next_reply(self) -> CommTask | None:
         with self._changed:

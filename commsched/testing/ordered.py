@@ -1,7 +1,8 @@
-"""Collectives of ranks that are threads of one process, and a control channel for them; for tests.
+"""Collectives for tests, between ranks that are threads of one process, and a control channel for them.
 
-They have what makes real collectives dangerous: no identity. What two ranks launch at the same place of a channel is averaged,
-whatever it is, and equal sizes give wrong numbers without any error.
+The collectives have the property that makes real collectives dangerous: tasks carry no identity. The tasks that the ranks
+launch at the same position of a channel are averaged, even if they are different tasks. If their sizes are equal, the result
+is wrong numbers without any error.
 """
 
 from __future__ import annotations
@@ -17,28 +18,28 @@ from ..control.roster import first_common_steps
 from ..core.config import SchedulerConfig
 from ..core.core import Core
 from ..core.errors import ClosedError, TransportError
+from ..core.interfaces import Completion, OnFailure
 from ..core.manifest import ITEMSIZE, Manifest
-from ..core.ports import Completion, OnFailure
 from ..core.task import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, CommTask
+from ..transports.averaging.reduce import average
 from ..transports.collective.chunks import chunks_of
-from ..transports.reduce import average
 
 
 class OrderedWorld:
-    """Where the ranks meet."""
+    """The shared state of all ranks: the tasks launched at each position of each channel."""
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
         self._lock = threading.Lock()
         self._places: dict[
             tuple[int, int], dict[int, tuple[CommTask, Completion]]
-        ] = {}  # channel and place: what ranks launched
+        ] = {}  # (channel, position) -> rank -> the task that it launched
 
     def transport(self, rank: int, on_failure: OnFailure) -> OrderedTransport:
         return OrderedTransport(self, rank, on_failure)
 
     def launch(self, rank: int, place: tuple[int, int], task: CommTask, completion: Completion) -> None:
-        """The rank that comes last does the work."""
+        """Launch ``task`` at ``place``. The rank that launches last averages the tasks of all ranks and completes them."""
         with self._lock:
             launched = self._places.setdefault(place, {})
             launched[rank] = task, completion
@@ -88,7 +89,7 @@ class OrderedTransport:
 
 
 def _carry_out(tasks: list[CommTask]) -> None:
-    """On the verb of rank 0's."""
+    """Run the collective on all tasks. The verb of rank 0's task decides which collective."""
     dtype = tasks[0].partition.dtype
     by_rank = [chunks_of(task.data, ITEMSIZE[dtype], len(tasks)) for task in tasks]
     for rank, chunks in enumerate(zip(*by_rank)):
@@ -104,9 +105,9 @@ def _carry_out(tasks: list[CommTask]) -> None:
 
 
 class Switchboard:
-    """The control channel of Cores in one process, as far as they need it to agree on an order.
+    """A control channel between Cores of one process. It has only the calls that they need to agree on an order.
 
-    ``tamper(rank, message)`` may change what rank 0 announces to ``rank``.
+    ``tamper(rank, message)`` may change the message that rank 0 announces to ``rank``.
     """
 
     def __init__(self, tamper: Callable[[int, Any], Any] = lambda rank, message: message) -> None:
@@ -114,7 +115,7 @@ class Switchboard:
         self._lock = threading.Lock()
         self._proposing = threading.Lock()
         self._cores: dict[int, Core] = {}
-        self._early: list[tuple[int, Callable[[Core], None]]] = []  # for Cores that are not there yet
+        self._early: list[tuple[int, Callable[[Core], None]]] = []  # messages for Cores that have not joined yet
 
     def join(self, rank: int, core: Core) -> None:
         with self._lock:
@@ -136,18 +137,18 @@ class Switchboard:
         message(core)
 
     def agree(self, config: SchedulerConfig | None) -> None:
-        """On the step from which all ranks use ``config``; one proposal after another."""
+        """Agree on the step from which all ranks use ``config``. Proposals are handled one after another."""
         with self._proposing:
             steps = first_common_steps([core.hold_steps() for core in self._cores.values()])
             for core in self._cores.values():
                 core.switch_at(config, steps)
 
     def tampered(self, rank: int, value: Any) -> Any:
-        return self._tamper(rank, json.loads(json.dumps(value)))  # as it would arrive over the network
+        return self._tamper(rank, json.loads(json.dumps(value)))  # JSON, as it would arrive over the network
 
 
 class SwitchboardMessenger:
-    """One rank's end."""
+    """The connection of one rank to the switchboard."""
 
     def __init__(self, board: Switchboard, rank: int, world_size: int) -> None:
         self._board = board

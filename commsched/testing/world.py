@@ -1,4 +1,4 @@
-"""run_world: ranks as threads of one process, for tests."""
+"""run_world: runs ranks as threads of one process, for tests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
-#: How long the other ranks may go on after one has raised; they are expected to learn of it and to end.
+#: Time that the other ranks have to end after one rank has raised. They are expected to learn of the error and to end.
 _GRACE_SECONDS = 5.0
 
 
@@ -24,14 +24,14 @@ class _End(Generic[T]):
     error: BaseException | None = None
 
 
-def run_world(world_size: int, fn: Callable[..., T], *args: Any, timeout_seconds: float = 30.0) -> list[T]:
-    """Run ``fn(rank, *args)`` for every rank in a thread of its own; the results in rank order.
+def run_world(world_size: int, fn: Callable[..., T], *args: Any, timeout_seconds: float = 60.0) -> list[T]:
+    """Run ``fn(rank, *args)`` for every rank in its own thread. Return the results in rank order.
 
-    Never hangs: a rank that does not end is named, with the stack it stands at. Its thread is a daemon and is left behind.
+    Never hangs: a rank that does not end is named in the error, with its stack. Its thread is a daemon and is left behind.
 
     Raises:
         TimeoutError: a rank still ran after ``timeout_seconds``, and no rank had raised.
-        BaseException: what a rank raised first. Ranks that raised later, or that then did not end, are named in its notes.
+        BaseException: the first exception of a rank. Its notes name the ranks that raised later or did not end.
     """
     ends: SimpleQueue[_End[T]] = SimpleQueue()
     threads = {

@@ -1,46 +1,29 @@
-"""Ways to average partitions over all ranks, found by name.
+"""Ways to average partitions over all ranks.
 
-``commsched.transports.<name>`` is a transport if it is listed by :func:`transport_names`: a module or package of that name
-that offers ``open_transport(context)``. The other modules here are what transports share.
+backends/    one module for each transport, found by its name
+averaging/   the averaging code that a parameter server's shard and a host's leader share
+collective/  the code that all transports over a library of collectives share
+hierarchy/   the ranks of a host sum in shared memory, and one of them uses the network
+wire         16-bit gradients on the network, around any transport
 """
 
 from __future__ import annotations
 
 import pkgutil
 
-from ..core.errors import ConfigError
-
-#: Modules of this package that transports share, and that are none themselves.
-_SHARED = frozenset(
-    {
-        "aggregator",
-        "buffers",
-        "choice",
-        "collective",
-        "context",
-        "contributions",
-        "host",
-        "opening",
-        "recast",
-        "reduce",
-        "stuck",
-        "wire",
-    }
-)
+from ..settings import require_one_of
+from . import backends
 
 
 def transport_names() -> list[str]:
-    """Names of all transports there are, sorted."""
-    return sorted(module.name for module in pkgutil.iter_modules(__path__) if module.name not in _SHARED)
+    """Names of all available transports, sorted."""
+    return sorted(module.name for module in pkgutil.iter_modules(backends.__path__))
 
 
 def require_transport(name: str) -> str:
-    """``name``, if it is ``auto`` or there is a transport of that name.
+    """Return ``name`` if it is ``auto`` or the name of a transport.
 
     Raises:
-        ConfigError: there is none; the message lists those there are.
+        ConfigError: no transport has that name; the message lists the available transports.
     """
-    names = ["auto", *transport_names()]
-    if name not in names:
-        raise ConfigError(f"transport={name!r} is unknown; there are: {', '.join(names)}")
-    return name
+    return require_one_of(["auto", *transport_names()], name, "transport")

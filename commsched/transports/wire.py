@@ -1,26 +1,70 @@
-"""WireTransport: float32 travels as a 16-bit type, for half the bytes."""
+"""``wire=bfloat16|float16``: gradients are sent in 16 bits and averaged in 32."""
 
 from __future__ import annotations
 
-from ..core.manifest import Manifest
-from ..core.ports import Completion, Transport
-from ..core.task import ALL_GATHER, REDUCE_SCATTER, CommTask
-from .buffers import BufferPool
-from .recast import Recast
-from .reduce import narrow, widen
+from collections.abc import Mapping
+from typing import Any
+
+from ..core.interfaces import Completion, Transport
+from ..core.manifest import ITEMSIZE, Manifest, TensorSpec
+from ..core.plan import Partition
+from ..core.task import ALL_GATHER, REDUCE_SCATTER, CommTask, State
+from .averaging.buffer_pool import BufferPool
+from .averaging.reduce import narrow, widen
+
+
+class DtypeMapping:
+    """One group whose tensors are sent in another dtype: ``dtypes`` maps an original dtype to the dtype that is sent.
+
+    ``manifest`` has the same tensors in the same order. A partition holds consecutive tensors of one dtype, so they are
+    consecutive in the buffer of the other dtype too, whatever other tensors lie in that buffer.
+    """
+
+    def __init__(self, manifest: Manifest, dtypes: Mapping[str, str]) -> None:
+        self._original = manifest
+        self._dtypes = dtypes
+        self.manifest = Manifest(
+            tuple(TensorSpec(spec.name, spec.shape, dtypes.get(spec.dtype, spec.dtype)) for spec in manifest.tensors)
+        )
+
+    def partition(self, original: Partition) -> Partition:
+        """Return the partition of ``manifest`` that holds the tensors of ``original``.
+
+        Raises:
+            ValueError: the tensors are not consecutive there.
+        """
+        dtype = self._dtypes.get(original.dtype, original.dtype)
+        before, after = ITEMSIZE[original.dtype], ITEMSIZE[dtype]
+
+        def place(tensor: int, offset: int) -> int:
+            return self.manifest.offset(tensor) + (offset - self._original.offset(tensor)) // before * after
+
+        start = place(original.tensors[0], original.start)
+        stop = place(original.tensors[-1], original.stop)
+        if stop - start != original.nbytes // before * after:
+            raise ValueError(f"partition {original.index} holds tensors that are not consecutive")
+        return Partition(original.index, dtype, start, stop, original.tensors)
+
+    def task(self, original: CommTask, data: Any) -> CommTask:
+        """Return a started task that applies the verb of ``original`` to ``data``."""
+        task = CommTask(original.group, original.step, self.partition(original.partition), data, original.verb)
+        task.order, task.channel, task.sequence = original.order, original.channel, original.sequence
+        task.state = State.STARTED
+        return task
 
 
 class WireTransport:
-    """Averages float32 partitions through ``inner`` as ``dtype``, ``bfloat16`` or ``float16``; others as they are.
+    """Averages float32 partitions through ``inner`` as ``dtype``, which is ``bfloat16`` or ``float16``.
 
-    Each rank's contribution is rounded, to nearest even; ``inner`` sums what came in float32 and rounds the average once; that
-    is what every rank gets, bit for bit. A float16 holds up to 65504: what is greater arrives as infinity, which code that
-    scales losses takes for an overflow, as it is meant to. NaN stays NaN. bfloat16 has the range of float32.
+    Partitions of other dtypes pass unchanged. Each rank's contribution is rounded to nearest even. ``inner`` sums the
+    contributions in float32 and rounds the average once. Every rank gets that average, bit for bit. A float16 holds up to
+    65504. Greater values arrive as infinity, which code that scales losses takes for an overflow, as it should. NaN stays NaN.
+    bfloat16 has the range of float32.
 
-    With a hierarchy float32 is narrowed by ``host.leader`` and not here: what is rounded then is the sum over the ranks of a
-    host. As a float16 it overflows where gradients exceed 65504 divided by the number of those ranks.
+    With a hierarchy, ``hierarchy.leader`` narrows float32 instead of this transport. It rounds the sum over the ranks of a
+    host. In float16 that sum overflows where gradients exceed 65504 divided by the number of those ranks.
 
-    A reduce-scatter's 16-bit averages are kept for the all-gather of the same partition, and not rounded a second time.
+    The 16-bit averages of a reduce-scatter are kept for the all-gather of the same partition, and not rounded a second time.
     """
 
     def __init__(self, inner: Transport, dtype: str) -> None:
@@ -32,16 +76,16 @@ class WireTransport:
         self._inner = inner
         self._dtype = dtype
         self._buffers = BufferPool()
-        self._groups: dict[int, Recast] = {}
-        self._scattered: dict[tuple[int, int], memoryview] = {}  # by group and partition, between their two tasks
+        self._groups: dict[int, DtypeMapping] = {}
+        self._scattered: dict[tuple[int, int], memoryview] = {}  # by group and partition, between the two tasks
 
     def add_group(self, group: int, manifest: Manifest) -> None:
-        """See ``ports.Transport``."""
-        recast = self._groups[group] = Recast(manifest, {"float32": self._dtype})
+        """See ``interfaces.Transport``."""
+        recast = self._groups[group] = DtypeMapping(manifest, {"float32": self._dtype})
         self._inner.add_group(group, recast.manifest)
 
     def start(self, task: CommTask, completion: Completion) -> None:
-        """See ``ports.Transport``. Rounds the contribution before it returns."""
+        """See ``interfaces.Transport``. Rounds the contribution before it returns."""
         recast = self._groups[task.group]
         if task.partition.dtype != "float32":
             self._inner.start(recast.task(task, task.data), _Passed(task, completion))
@@ -55,28 +99,28 @@ class WireTransport:
         self._inner.start(recast.task(task, narrowed), _Narrowed(self, task, completion))
 
     def release(self, group: int) -> None:
-        """See ``ports.Transport``."""
+        """See ``interfaces.Transport``."""
         del self._groups[group]
         self._inner.release(group)
 
     def leave(self, rank: int) -> None:
-        """See ``ports.Transport``."""
+        """See ``interfaces.Transport``."""
         self._inner.leave(rank)
 
     def close(self, graceful: bool = True) -> None:
-        """See ``ports.Transport``."""
+        """See ``interfaces.Transport``."""
         self._inner.close(graceful)
         self._scattered.clear()
 
     def arrived(self, task: CommTask, narrowed: CommTask) -> None:
-        """``narrowed`` holds the result of ``task``: put it there. The inner transport's thread."""
+        """Write the result, which ``narrowed`` holds, into ``task``. The inner transport's thread calls it."""
         widen(narrowed.data, self._dtype, task.data)
         if task.verb == REDUCE_SCATTER:
             self._scattered[task.group, task.partition.index] = narrowed.data
 
 
 class _Passed:
-    """Tells the completion of an inner task as that of the outer one."""
+    """Reports the completion of the inner task as the completion of the outer task."""
 
     def __init__(self, task: CommTask, completion: Completion) -> None:
         self._task = task
@@ -90,7 +134,7 @@ class _Passed:
 
 
 class _Narrowed(_Passed):
-    """As well puts the result in its place."""
+    """Also writes the result into the outer task."""
 
     def __init__(self, wire: WireTransport, task: CommTask, completion: Completion) -> None:
         super().__init__(task, completion)

@@ -1,9 +1,9 @@
 """Tuning of partition and credit while training runs; see docs/tuning.md.
 
-space       what may be chosen           searchers   what to try next, by name
-meter       every rank: step times       online      what a session adds, and rank 0's thread
-trials      rank 0: windows of all ranks search      one search of a running training
-tuning      the search and its honest end, over anything that can measure
-journal     trials kept in a file        tuned       the result, and the jobs that it is for
-drift       when to tune again
+online      start_tuning, and rank 0's tuner thread    job          one search in a running training
+search_run  the search loop and its final comparison   stats        comparison and drift detection
+space       the configurations to choose from          searchers    proposals of the next configuration, by name
+meter       step times, on every rank                  trials       windows of all ranks, on rank 0
+profiler    measured layer and link times              model        simulated step times (run by model_process)
+journal     the file that keeps trials                 result_file  the tuned file and the jobs that may use it
 """

@@ -1,4 +1,4 @@
-"""The trials of a search, kept in a file so that a job that is started again goes on where it was.
+"""The trials of a search, kept in a file so that a restarted job continues where it was.
 
 JSON lines, each flushed to the disk before the next trial begins::
 
@@ -6,10 +6,10 @@ JSON lines, each flushed to the disk before the next trial begins::
      "error_seconds": 0.004, "steps": 10, "rejected": 0, "took_seconds": 5.4, "spent_steps": 13,
      "why": null}
 
-``phase`` is "search", or "compare" for the windows of the comparison at the end; a failed trial has the status "failed", says
-``why``, and has no seconds. ``trial`` counts all lines. Once tuning has ended a line of the phase "verdict" holds the fields
-of ``verdict.Verdict`` and its ``sentence``. A line of the phase "restart" says that what is before it holds no longer. Where a
-job trains one model after the other, their lines, which have other keys, are in one file.
+``phase`` is "search", or "compare" for the windows of the comparison at the end. A failed trial has the status "failed", the
+reason in ``why``, and no seconds. ``trial`` counts all trials of both phases. Once tuning has ended, a line of the phase
+"verdict" holds the fields of ``verdict.Verdict`` and its ``sentence``. A line of the phase "restart" invalidates the lines
+before it. If a job trains several models in turn, one file holds the lines of all of them, under different keys.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .verdict import Verdict
 SCHEMA = 1
 _BEGINNING = b'{"schema": '
 
-_open_here: set[str] = set()  # paths of journals: the lock keeps only other processes out
+_open_here: set[str] = set()  # paths of journals: the file lock excludes other processes only
 _open_here_lock = threading.Lock()
 
 Phase = Literal["search", "compare"]
@@ -40,8 +40,8 @@ Phase = Literal["search", "compare"]
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One window, or why there is none. ``took_seconds``: since the trial before. ``spent_steps``: of a budget, with those
-    that were left out."""
+    """One window, or the reason why there is none (``why``). ``took_seconds`` is the time since the previous trial.
+    ``spent_steps`` is the number of steps that count against the budget, including those that the window left out."""
 
     phase: Phase
     config: SchedulerConfig
@@ -75,23 +75,24 @@ class Trial:
 
 
 class Journal:
-    """Opens or makes the file ``path``; :attr:`trials` and :attr:`verdict` are what it holds already.
+    """Opens or creates the file ``path``. :attr:`trials` and :attr:`verdict` are its contents.
 
-    ``key`` says which search this is, in JSON values: the job it is for (``tuned.Key``), and what was asked for. A last line
-    that was torn by the end of its process is dropped. Not thread-safe.
+    ``key`` identifies the search, in JSON values: its job (``result_file.Key``) and its settings. An incomplete last line, left
+    by a process that was killed, is dropped. Not thread-safe.
 
     Args:
-        beside_others: the file may hold other searches alone, which stay. Else this one must be among them.
+        beside_others: accept a file that holds only other searches, and keep them. Otherwise a file that is not empty must hold
+            this search.
 
     Raises:
-        ConfigError: the file is of a search with another key (names what differs), is no journal, is in use by another
+        ConfigError: the file is of a search with another key (names the difference), is no journal, is in use by another
             job, or cannot be written.
     """
 
     def __init__(self, path: str | Path, key: Mapping[str, Any], *, beside_others: bool = False) -> None:
         self.path = Path(path)
         self._beside_others = beside_others
-        self._key = json.loads(json.dumps(key))  # as it comes back from the file
+        self._key = json.loads(json.dumps(key))  # as it reads back from the file
         self.trials: list[Trial] = []
         self.verdict: Verdict | None = None
         self._lines = 0
@@ -120,16 +121,16 @@ class Journal:
 
     @property
     def result(self) -> Verdict | None:
-        """Of a search that came to its end."""
+        """The verdict of a search that has finished; otherwise None."""
         return self.verdict if self.verdict is not None and self.verdict.finished else None
 
     def _lock(self) -> None:
         try:
-            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # of this process: what it forks has no share in it
+            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # held by this process; a forked child does not hold it
         except OSError as error:
             if error.errno in (errno.EACCES, errno.EAGAIN):
                 raise ConfigError(f"the journal of tuning {str(self.path)!r} is in use by another job") from error
-            # A file system without locks.
+            # Otherwise the file system has no locks: continue without one.
 
     def _read(self) -> None:
         self._file.seek(0)
@@ -143,7 +144,7 @@ class Journal:
         self._lines = len(self.trials)
 
     def _read_line(self, number: int, line: bytes) -> Mapping[str, Any]:
-        """The key that is in it."""
+        """Apply the line if it belongs to this search. Returns the line's key."""
         try:
             record = json.loads(line)
             if record["schema"] != SCHEMA:
@@ -175,29 +176,29 @@ class Journal:
                 )
 
     def add(self, trial: Trial) -> None:
-        """Keep ``trial``; returns when it is on the disk.
+        """Append ``trial``; returns when it is on the disk.
 
         Raises:
-            OSError: it could not be written.
+            OSError: the line could not be written.
         """
         self._write({**trial.to_record(), "trial": self._lines})
         self._lines += 1
         self.trials.append(trial)
 
     def end(self, verdict: Verdict) -> None:
-        """Keep how it ended; returns when that is on the disk.
+        """Append ``verdict``; returns when it is on the disk.
 
         Raises:
-            OSError: it could not be written.
+            OSError: the line could not be written.
         """
         self._write({"phase": "verdict", **verdict.to_record(), "sentence": verdict.sentence()})
         self.verdict = verdict
 
     def start_over(self) -> None:
-        """What was measured no longer holds; it stays in the file.
+        """Invalidate all trials so far. Their lines stay in the file.
 
         Raises:
-            OSError: it could not be written.
+            OSError: the line could not be written.
         """
         self._write({"phase": "restart"})
         self.trials, self.verdict, self._lines = [], None, 0

@@ -1,24 +1,28 @@
-"""The network that a rank uses, in words: so that what was tuned on one is not used on another."""
+"""Descriptions of the network that a rank uses, so that a result tuned on one network is not used on another. Also detects
+whether the hosts of a job share a faster network."""
 
 from __future__ import annotations
 
 import fcntl
 import socket
 import struct
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from ipaddress import ip_address
+from ipaddress import IPv4Interface, IPv6Interface, ip_address
 from pathlib import Path
 
-_SIOCGIFADDR = 0x8915  # linux/sockios.h: an interface's address
+#: linux/sockios.h: requests for an interface's address and for its network mask.
+_SIOCGIFADDR, _SIOCGIFNETMASK = 0x8915, 0x891B
 _IPV6_ADDRESSES = Path("/proc/net/if_inet6")
 _INTERFACES = Path("/sys/class/net")
 
 
 def describe_link(host: str, rate: float | None = None) -> str:
-    """``loopback``, or the interface with the address ``host`` (a name or an address of this machine) and its speed where the
-    system knows it: ``eth0, 10000 Mb/s``. The same at each call on one machine.
+    """``loopback``, or the interface with the address ``host`` and its speed if the system knows it: ``eth0, 10000 Mb/s``.
+    ``host`` is a name or an address of this machine. Each call on one machine returns the same text.
 
-    What shapes traffic beyond the interface (``tc``, switches) is not seen, but ``rate``, the setting, in bytes per second.
+    Traffic shaping beyond the interface (``tc``, switches) is not visible here. ``rate``, the setting in bytes per second, is
+    included.
     """
     text = _describe(host)
     return text if rate is None else f"{text}, at most {rate * 8 / 1e6:g} Mb/s"
@@ -28,15 +32,62 @@ def _describe(host: str) -> str:
     addresses = _addresses(host)
     if any(ip_address(address).is_loopback for address in addresses):
         return "loopback"
-    for _, interface in socket.if_nameindex():
-        if addresses & _addresses_of(interface):
-            speed = _megabits_per_second(interface)
-            return f"{interface}, {speed} Mb/s" if speed > 0 else interface
-    return "unknown"
+    interface = _interface_with(addresses)
+    if interface is None:
+        return "unknown"
+    speed = _megabits_per_second(interface)
+    return f"{interface}, {speed} Mb/s" if speed > 0 else interface
+
+
+def faster_networks(host: str) -> dict[str, str]:
+    """This machine's networks on cards at least twice as fast as the card with the address ``host``. Maps each network to a
+    description of this machine's card in it. Empty if the system does not know the speed of ``host``'s card.
+
+    Only cards that are up count. Interfaces made by software do not count, because the speed that they report is not real.
+    """
+    used = _interface_with(_addresses(host))
+    speed = _megabits_per_second(used) if used is not None else 0
+    if used is None or speed <= 0:
+        return {}
+    found = {}
+    for _, other in socket.if_nameindex():
+        faster = _megabits_per_second(other)
+        if other != used and faster >= 2 * speed and _is_card(other):
+            for address in _addresses_in_networks(other):
+                if not address.is_link_local:
+                    found[str(address.network)] = f"{address.ip} ({other}, {faster} Mb/s)"
+    return found
+
+
+def advise_faster(host: str, faster: Sequence[Mapping[str, str]]) -> str | None:
+    """Advice for the user if all ranks share a faster network; otherwise None.
+
+    ``host`` is the address of rank 0, and ``faster[r]`` is the result of :func:`faster_networks` on rank ``r``.
+    """
+    for network, by in faster[0].items():
+        if all(network in others for others in faster):
+            return (
+                f"gradients travel by {host} ({_describe(host)}), but every rank has a faster card in {network}, where rank 0 "
+                f"is at {by}: set control to that address, or host on every rank to its own"
+            )
+    return None
+
+
+def _interface_with(addresses: set[str]) -> str | None:
+    return next((name for _, name in socket.if_nameindex() if addresses & _addresses_of(name)), None)
+
+
+def _is_card(interface: str) -> bool:
+    directory = _INTERFACES / interface
+    is_real = any((directory / made_of).exists() for made_of in ("device", "bonding"))
+    try:
+        return is_real and (directory / "operstate").read_text().strip() == "up"
+    except OSError:
+        return False
 
 
 def _addresses(host: str) -> set[str]:
-    """Without the zone of link-local ones."""
+    """The addresses of ``host``, without the zone of link-local addresses."""
     try:
         found = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_DGRAM)
     except OSError:
@@ -45,20 +96,23 @@ def _addresses(host: str) -> set[str]:
 
 
 def _addresses_of(interface: str) -> set[str]:
-    found = set()
-    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asker:  # OSError: it has none
-        answer = fcntl.ioctl(asker, _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
-        found.add(socket.inet_ntoa(answer[20:24]))
+    return {str(address.ip) for address in _addresses_in_networks(interface)}
+
+
+def _addresses_in_networks(interface: str) -> Iterator[IPv4Interface | IPv6Interface]:
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asker:  # OSError: no IPv4 address
+        asked = struct.pack("256s", interface.encode()[:15])
+        address, mask = (socket.inet_ntoa(fcntl.ioctl(asker, what, asked)[20:24]) for what in (_SIOCGIFADDR, _SIOCGIFNETMASK))
+        yield IPv4Interface((address, mask))
     with suppress(OSError):  # a machine without IPv6
         for line in _IPV6_ADDRESSES.read_text().splitlines():
-            digits, *_, name = line.split()
+            digits, _, prefix, *_, name = line.split()
             if name == interface:
-                found.add(str(ip_address(int(digits, 16))))
-    return found
+                yield IPv6Interface((int(digits, 16), int(prefix, 16)))
 
 
 def _megabits_per_second(interface: str) -> int:
-    """0 or less: not known, as of most virtual interfaces."""
+    """The speed of ``interface``; 0 or less means unknown, as for most virtual interfaces."""
     try:
         return int((_INTERFACES / interface / "speed").read_text())
     except (OSError, ValueError):

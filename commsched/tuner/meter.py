@@ -1,4 +1,4 @@
-"""How long steps take on this rank: all along, and in the windows that rank 0 asks for. Every rank has one."""
+"""Step times of this rank, measured all the time and in the windows that rank 0 requests. Every rank has a meter."""
 
 from __future__ import annotations
 
@@ -10,29 +10,30 @@ from statistics import fmean, median, stdev
 from typing import Any
 
 from ..core.errors import CommschedError
+from ..core.interfaces import Observer
 from ..core.manifest import Manifest
-from ..core.task import CommTask
-from .drift import Drift
+from .stats import DriftDetector
 
 log = logging.getLogger("commsched")
 
-#: An interval that is so many times the median is not a step's alone: an evaluation or a checkpoint lies in it.
+#: An interval longer than this multiple of the median is disturbed: it holds more than a step, such as an evaluation or a
+#: checkpoint.
 DISTURBED = 2.0
 
-#: Of a window's intervals, so many at most. More are part of what steps are: of a configuration under which single ones are
-#: slow, or of training that does something else at every fifth.
-MOST_DISTURBED = 0.1
+#: Largest share of a window's intervals to leave out as disturbed. A greater share is normal for these steps: the
+#: configuration makes single steps slow, or training does something else at every fifth step.
+MAX_DISTURBED = 0.1
 
-#: A group that has had no step while the others had so many has probably had its last.
+#: A group without a step during this many steps of the others has probably ended.
 _IDLE_STEPS = 500
 
 
 @dataclass
 class _Group:
     manifest: Manifest
-    steps: int = 0  # begun
-    last_at: float = 0.0  # when the last of them began
-    last_place: int = 0  # of that among the steps of all groups
+    steps: int = 0  # that have begun
+    last_at: float = 0.0  # time at which the last step began
+    last_place: int = 0  # number of the last step among the steps of all groups
     ended: bool = False
 
     @property
@@ -42,8 +43,8 @@ class _Group:
 
 @dataclass
 class WindowUnderWay:
-    """From step ``first_step`` of a group on, ``settle`` intervals from one step's beginning to the next are left out, then
-    counted until :func:`summary` is content."""
+    """A window from step ``first_step`` of a group on. An interval lasts from the beginning of one step to the beginning of the
+    next. The first ``settle`` intervals are left out; then intervals are counted until :func:`summary` has a result."""
 
     trial: int
     group: int
@@ -54,7 +55,7 @@ class WindowUnderWay:
     last_at: float = 0.0
 
     def on_step(self, step: int, at: float) -> dict[str, Any] | None:
-        """``step`` began; the report, once there is one."""
+        """Record the beginning of ``step``. Returns the report when the window is full; otherwise None."""
         if step < self.first_step:
             return None
         began, self.last_at = self.last_at, at
@@ -68,17 +69,18 @@ class WindowUnderWay:
 
 
 def summary(intervals: list[float], steps: int) -> dict[str, Any] | None:
-    """What the ``intervals`` of a window say of a step; None: more are wanted, until ``steps`` are undisturbed.
+    """The step time from the ``intervals`` of a window; None if more intervals are needed.
 
-    The median of the undisturbed ones, as long as no more than :data:`MOST_DISTURBED` are not. Else none is left out, and it is
-    the mean, in which slow steps count as much as they cost. There is an answer after ``1.12 * steps`` intervals.
+    The step time is the median of the undisturbed intervals, if the share of disturbed ones is at most :data:`MAX_DISTURBED`;
+    this takes ``steps`` undisturbed intervals. Otherwise no interval is left out and the step time is the mean, in which slow
+    steps count with their full cost. There is a result after ``1.12 * steps`` intervals at the latest.
     """
     if len(intervals) < steps:
         return None
     most = DISTURBED * median(intervals)
     undisturbed = [interval for interval in intervals if interval <= most]
     rejected = len(intervals) - len(undisturbed)
-    if rejected > MOST_DISTURBED * len(intervals):
+    if rejected > MAX_DISTURBED * len(intervals):
         error = stdev(intervals) / len(intervals) ** 0.5
         return {"seconds": fmean(intervals), "error": error, "steps": len(intervals), "rejected": 0}
     if len(undisturbed) < steps:
@@ -88,18 +90,19 @@ def summary(intervals: list[float], steps: int) -> dict[str, Any] | None:
 
 
 def standard_error(values: list[float], middle: float) -> float:
-    """Of the median ``middle`` of ``values``: as of normal ones, whose spread is estimated by the median absolute deviation."""
+    """Standard error of the median ``middle`` of ``values``, for a normal distribution. The median absolute deviation estimates
+    its spread."""
     sigma = 1.4826 * median(abs(value - middle) for value in values)
     return float(1.2533 * sigma / len(values) ** 0.5)
 
 
-class Meter:
-    """Times steps as an observer of the core (``ports.Observer``), and is told of changes as this rank's ``Tuner`` (see
-    ``session.py``). It tells rank 0 of each window that is full.
+class StepTimer(Observer):
+    """Times steps as an observer of the core (``core.interfaces.Observer``). It is also this rank's tuner
+    (``session.events.Tuner``), which the session notifies of changes. It reports each full window to rank 0.
 
     Args:
-        tell: sends a JSON value to rank 0's tuner; called from an engine's thread, without a lock. It may raise
-            CommschedError, when the session ends: then nobody is there to be told.
+        tell: sends a JSON value to rank 0's tuner. It is called from an engine's thread, without a lock. It may raise
+            CommschedError when the session ends; the report is then dropped.
     """
 
     def __init__(self, tell: Callable[[Any], None]) -> None:
@@ -108,20 +111,20 @@ class Meter:
         self._groups: dict[int, _Group] = {}
         self._steps = 0  # of all groups
         self._window: WindowUnderWay | None = None
-        self._drift: tuple[int, Drift] | None = None
-        self._awaited: Callable[[], bool] | None = None  # by rank 0's tuner
+        self._drift: tuple[int, DriftDetector] | None = None
+        self._awaited: Callable[[], bool] | None = None  # the condition that rank 0's tuner waits for
         self._closed = False
 
     def add_group(self, group: int, manifest: Manifest) -> None:
-        """There is a group, before its first step. Steps of others, broadcasts say, do not count."""
+        """Register a group before its first step. Steps of unregistered groups, such as broadcasts, do not count."""
         with self._changed:
             self._groups[group] = _Group(manifest)
 
     # --- Tuner ---
 
     def on_switch(self, window: Mapping[str, Any], steps: Mapping[int, int]) -> None:
-        """A window begins: ``trial`` is its number, ``group`` whose steps count; ``settle`` intervals are left out, then
-        ``steps`` counted. It replaces one that is not full yet."""
+        """A window begins. ``trial`` is its number, and ``group`` is the group whose steps count. ``settle`` intervals are left
+        out, then ``steps`` intervals are counted. The new window replaces one that is not full yet."""
         trial, group, settle, wanted = (int(window[name]) for name in ("trial", "group", "settle", "steps"))
         under_way = WindowUnderWay(trial, group, settle, wanted, first_step=steps.get(group, -1))
         with self._changed:
@@ -133,10 +136,10 @@ class Meter:
             self._report(under_way.failed(f"group {group} has no steps any more"))
 
     def on_told(self, rank: int, value: Any) -> None:
-        """Only rank 0's tuner is told anything."""
+        """Does nothing: only rank 0's tuner receives messages."""
 
     def on_leave(self, rank: int) -> None:
-        """Nothing to do: rank 0's tuner ends the trial."""
+        """Does nothing: rank 0's tuner ends the trial."""
 
     def close(self, wait: bool = False) -> None:
         with self._changed:
@@ -144,7 +147,7 @@ class Meter:
             self._window = None
             self._changed.notify_all()
 
-    # --- ports.Observer ---
+    # --- Observer: only steps are timed ---
 
     def on_step(self, group: int, step: int, at: float) -> None:
         report = None
@@ -179,29 +182,21 @@ class Meter:
         except CommschedError as error:
             log.debug("no report of a trial: %s", error)
 
-    def on_ready(self, group: int, tensor: int, at: float) -> None:
-        """Steps are what counts here."""
-
-    def on_task(self, task: CommTask) -> None:
-        """Steps are what counts here."""
-
-    def on_span(self, track: str, name: str, start: float, stop: float) -> None:
-        """Steps are what counts here."""
-
     # --- rank 0's tuner ---
 
     def main_group(self) -> int | None:
-        """The group of most bytes of those that are in use; None: training has not begun, or its last group has ended."""
+        """The largest group in bytes among those in use; None if training has not begun or its last group has ended."""
         with self._changed:
             return self._main_group()
 
     def manifests(self) -> list[Manifest]:
-        """Those of all groups, in order."""
+        """The manifests of all groups, ordered by group number."""
         with self._changed:
             return [group.manifest for _, group in sorted(self._groups.items())]
 
     def wait_until_training(self, steps: int) -> tuple[int, Manifest] | None:
-        """The main group and its tensors, when it has begun so many steps; None: closed before."""
+        """Wait until the main group has begun ``steps`` steps. Returns the group and its tensors, or None if the meter was
+        closed first."""
 
         def has_begun() -> bool:
             main = self._main_group()
@@ -213,16 +208,17 @@ class Meter:
             return None if self._closed or main is None else (main, self._groups[main].manifest)
 
     def wait_for_steps(self, group: int, steps: int) -> bool:
-        """Return when ``group`` has begun so many more steps. False: closed before, or another is the main group."""
+        """Wait until ``group`` has begun ``steps`` more steps. Returns False if the meter was closed first, or another group
+        became the main one."""
         with self._changed:
             known = self._groups[group]
             last = known.steps + steps
             self._wait_until(lambda: known.steps >= last or self._is_another(group))
             return known.steps >= last
 
-    def wait_for_change(self, group: int, drift: Drift | None) -> bool:
-        """Tell ``drift`` of each step of ``group``; return when it is found, or another is the main group. False: closed
-        before."""
+    def wait_for_change(self, group: int, drift: DriftDetector | None) -> bool:
+        """Feed each step time of ``group`` to ``drift``; return when drift is found, or another group is the main one. Returns
+        False if the meter was closed first."""
         with self._changed:
             self._drift = None if drift is None else (group, drift)
             self._wait_until(lambda: (drift is not None and drift.found) or self._is_another(group))
@@ -241,7 +237,7 @@ class Meter:
         return max(used, key=used.__getitem__) if used else None
 
     def _wait_until(self, condition: Callable[[], bool]) -> None:
-        """Called with the lock held, by one thread. The engine's thread wakes it only when there is something to wake for."""
+        """Called with the lock held, by one thread. The engine's thread wakes it only when ``condition`` holds."""
         self._awaited = condition
         self._changed.wait_for(lambda: condition() or self._closed)
         self._awaited = None

@@ -1,4 +1,4 @@
-"""Step times of configurations that were not tried, simulated from what was measured."""
+"""Step times of configurations that were not tried, simulated from measured layer and link times."""
 
 from __future__ import annotations
 
@@ -13,56 +13,58 @@ from numpy.typing import NDArray
 from ..core.config import SchedulerConfig
 from ..core.manifest import Manifest
 from ..core.plan import cut
-from ..simulator import Cluster, Exchange, Rules, Shares, equal_workers, simulate
-from ..simulator.bytes_factor import bytes_factor
-from ..simulator.profile import ITEMSIZE, Layer, Profile
+from ..simulator import Cluster, Exchange, FairShareCache, Rules, equal_workers, simulate
+from ..simulator.profile import ITEMSIZE, LayerProfile, Profile
+from ..simulator.scenario import bytes_factor
 from ..simulator.tensors import Tensors
-from .profiler import Link
-from .space import MAX_PARTITION_BYTES, MAX_RATIO, MIN_PARTITION_BYTES
+from .profiler import LinkEstimate
+from .space import MAX_RATIO, MAX_TUNED_PARTITION_BYTES, MIN_TUNED_PARTITION_BYTES
 
-#: Up to so many messages, which take about 0.1 s of CPU, a step is simulated as it is. What has more is far from the best in
-#: most cases, and is simulated with so many, of coarser partitions: that came out up to 18 % longer, and up to
-#: 47 % with separate servers.
-_MOST_MESSAGES = 1600
+#: A step of up to ``_MAX_MESSAGES`` messages is simulated as it is, which takes about 0.1 s of CPU. A step of more messages is
+#: far from the best in most cases. It is simulated with ``_COARSE_MESSAGES`` messages of coarser partitions; such step times
+#: came out up to 18 % too long, and up to 47 % too long with separate servers.
+_MAX_MESSAGES = 1600
 _COARSE_MESSAGES = 600
 
-#: Of more layers some are merged with their neighbours.
-_MOST_LAYERS = 500
+#: A profile of more layers is simulated with neighbouring layers merged.
+_MAX_LAYERS = 500
 
-#: Up to so many workers each is simulated by itself; beyond, all as one, which is off by 12 % at times but takes no longer.
+#: Up to this number of workers, each worker is simulated by itself. More workers are simulated as one, which is off by 12 % at
+#: times, but does not take longer with their number.
 _DETAILED_WORKERS = 4
 
-#: To a parameter server, credit is simulated as for so many partitions at least. With one, simulated workers, which keep step,
-#: all push to the same shard; real ones drift apart, and were hardly slower than with two.
-_LEAST_PUSHES = 2
+#: Least credit in partitions that is simulated for a parameter server. With one partition, simulated workers, which run in
+#: lockstep, all push to the same shard. Real workers drift apart; they were hardly slower with one partition than with two.
+_MIN_PUSHES = 2
 
-#: Trials that a calibration looks at, iterations of it, and the step of its differences in logarithms.
-_MOST_TRIALS = 4
+#: Number of trials in a calibration, number of its iterations, and the step of its finite differences in logarithms.
+_MAX_TRIALS = 4
 _ITERATIONS = 4
 _STEP = 0.2
 
-#: Standard deviations of logarithms: of simulated step times, and of what a link was first taken for (rate, overhead).
+#: Standard deviations of logarithms: of simulated step times, and of the first estimate of a link (rate, overhead).
 _MODEL_DEVIATION = 0.02
 _LINK_DEVIATIONS = np.array([0.5, 1.5])
 
-Floats = NDArray[np.float64]
+FloatArray = NDArray[np.float64]
 
 
 class Model:
     """Simulates ``profile`` on equal workers around ``link``. Not thread-safe.
 
-    A step is simulated on a lattice: partitions of ``anchor_bytes`` times powers of two, credit of a power of two of them; what
-    lies between is interpolated, in logarithms. Each point is simulated once, when it is first needed. What has very many
-    messages, or layers, is simulated with fewer, larger ones that cost as much together.
+    A step is simulated at the points of a lattice: partitions of ``anchor_bytes`` times a power of two, and credit of a power
+    of two in partitions. Between these points the logarithm of the step time is interpolated. Each point is simulated once,
+    when it is first needed. A step with very many messages or layers is simulated with fewer, larger ones of the same total
+    cost.
 
-    ``rsag`` is simulated as ``priority``: there is no model of its halves. A straggler, and hosts that are short of
-    processor time, are not modelled either.
+    ``rsag`` is simulated as ``priority``, because there is no model of its halves. Stragglers, and hosts short of processor
+    time, are not modelled either.
 
     Args:
-        workers: that meet in the network; with a hierarchy, hosts.
-        servers: separate ones; 0: a shard on every worker.
-        collective: partitions are averaged by collectives, one at a time.
-        anchor_bytes: a partition size, the incumbent's say.
+        workers: number of workers that use the network; with a hierarchy, number of hosts.
+        servers: number of separate servers; 0 means a shard on every worker.
+        collective: whether partitions are averaged by collectives, one at a time.
+        anchor_bytes: a partition size of the lattice, for example the incumbent's.
 
     Raises:
         ValueError: there are fewer than two workers, or the profile has nothing to send.
@@ -71,7 +73,7 @@ class Model:
     def __init__(
         self,
         profile: Profile,
-        link: Link,
+        link: LinkEstimate,
         workers: int,
         *,
         servers: int = 0,
@@ -93,7 +95,9 @@ class Model:
 
     def predict(self, config: SchedulerConfig) -> float:
         """Seconds of a step with ``config``."""
-        partition = math.log2(min(max(config.partition_bytes, MIN_PARTITION_BYTES), self._largest_bytes) / self._anchor_bytes)
+        partition = math.log2(
+            min(max(config.partition_bytes, MIN_TUNED_PARTITION_BYTES), self._largest_bytes) / self._anchor_bytes
+        )
         ratio = math.log2(min(max(config.credit_bytes / config.partition_bytes, 1.0), MAX_RATIO))
         logs = 0.0
         for octave, share in _between(partition):
@@ -102,25 +106,25 @@ class Model:
         return math.exp(logs)
 
     def calibrate(self, trials: Sequence[tuple[SchedulerConfig, float]]) -> Model:
-        """The same model with a link whose simulated steps are closest to those measured: ``(config, seconds)``, of which the
-        last few count.
+        """The same model with the link whose simulated step times are closest to the measured ones. Each trial is
+        ``(config, seconds)``; only the last few count.
 
-        Rate and overhead are fitted together by least squares on logarithms (Gauss-Newton), and held by what they were
-        taken for so far: steps that computation hides say little of the network.
+        Rate and overhead are fitted together by least squares on logarithms (Gauss-Newton). The estimate so far is the prior,
+        because steps whose communication is hidden behind computation say little about the network.
 
         Raises:
             ValueError: a time is not a positive number.
         """
         if any(not 0 < seconds < math.inf for _, seconds in trials):
             raise ValueError(f"not the times of steps: {[seconds for _, seconds in trials]}")
-        trials = trials[-_MOST_TRIALS:]
+        trials = trials[-_MAX_TRIALS:]
         measured = np.log([seconds for _, seconds in trials])
 
-        def simulated(logs: Floats) -> Floats:
+        def simulated(logs: FloatArray) -> FloatArray:
             link = self._scaled(logs)
             return np.log([self._simulate(config, link) for config, _ in trials])
 
-        def cost(logs: Floats, found: Floats) -> float:
+        def cost(logs: FloatArray, found: FloatArray) -> float:
             off = np.concatenate([(found - measured) / _MODEL_DEVIATION, logs / _LINK_DEVIATIONS])
             return float(off @ off)
 
@@ -145,10 +149,10 @@ class Model:
             collective=self._collective,
             anchor_bytes=self._anchor_bytes,
         )
-        calibrated._shares = self._shares  # of the same NICs, in units of their rate
+        calibrated._shares = self._shares  # the NICs are the same, in units of their rate
         return calibrated
 
-    def _scaled(self, logs: Floats) -> Link:
+    def _scaled(self, logs: FloatArray) -> LinkEstimate:
         per_byte, partition = np.exp(logs)
         link = self.link
         return replace(
@@ -159,15 +163,15 @@ class Model:
 
     @property
     def _largest_bytes(self) -> int:
-        return min(MAX_PARTITION_BYTES, max(self._profile.nbytes, MIN_PARTITION_BYTES))
+        return min(MAX_TUNED_PARTITION_BYTES, max(self._profile.nbytes, MIN_TUNED_PARTITION_BYTES))
 
     @property
     def _factor(self) -> float:
         return bytes_factor(self._workers, self._servers)
 
     @cached_property
-    def _shares(self) -> Shares:
-        return Shares(self._cluster(0.0))
+    def _shares(self) -> FairShareCache:
+        return FairShareCache(self._cluster(0.0))
 
     def _at(self, octave: int, multiple: int, like: SchedulerConfig) -> float:
         size = round(self._anchor_bytes * 2.0**octave)
@@ -176,21 +180,21 @@ class Model:
             self._known[config] = self._simulate(config, self.link)
         return self._known[config]
 
-    def _simulate(self, config: SchedulerConfig, link: Link) -> float:
+    def _simulate(self, config: SchedulerConfig, link: LinkEstimate) -> float:
         policy = "priority" if config.policy == "rsag" else config.policy
-        credit_bytes = max(config.credit_bytes, (1 if self._collective else _LEAST_PUSHES) * config.partition_bytes)
+        credit_bytes = max(config.credit_bytes, (1 if self._collective else _MIN_PUSHES) * config.partition_bytes)
         exchange = Exchange.ALL_REDUCE if self._collective else Exchange.PARAMETER_SERVER
         rules = Rules(replace(config, credit_bytes=credit_bytes, policy=policy), exchange)
         count = _partitions(self._manifest, rules.config)
         messages = count * self._messages_per_partition
-        if messages > _MOST_MESSAGES:
+        if messages > _MAX_MESSAGES:
             rules = replace(rules, config=_coarser(rules.config, messages / _COARSE_MESSAGES, self._profile.nbytes / count))
         coarser = count / _partitions(self._merged_manifest, rules.config)
-        # In units of what a NIC takes for one byte, so that NICs are the same whatever the link is.
+        # The time unit is a NIC's time for one byte, so that simulated NICs are the same for every link.
         unit = link.seconds_per_byte / self._factor
         partition_seconds = link.partition_seconds * coarser / unit
         if not self._collective:
-            partition_seconds /= self._factor  # a partition is so many messages on the busiest NIC in each direction
+            partition_seconds /= self._factor  # number of messages per partition on the busiest NIC, in each direction
         shares = None if self._collective else self._shares
         cluster = self._cluster(partition_seconds)
         return unit * simulate(self._merged.scaled(seconds=1 / unit), cluster, rules, shares=shares).step_seconds[0]
@@ -208,7 +212,7 @@ class Model:
             return 1
         if not self._is_detailed:
             return 2
-        return 2 * (self._workers if self._servers else self._workers - 1)  # to a worker's own shard none goes
+        return 2 * (self._workers if self._servers else self._workers - 1)  # a worker sends none to its own shard
 
 
 def _partitions(manifest: Manifest, config: SchedulerConfig) -> int:
@@ -216,8 +220,8 @@ def _partitions(manifest: Manifest, config: SchedulerConfig) -> int:
 
 
 def _coarser(config: SchedulerConfig, factor: float, mean_bytes: float) -> SchedulerConfig:
-    """With about so many times fewer partitions, which have ``mean_bytes`` now. ``fusion_bytes`` may be below any tensor, and
-    would then merge none however often it was doubled."""
+    """``config`` with about ``factor`` times fewer partitions. ``mean_bytes`` is their mean size now; it is the least
+    ``fusion_bytes`` to scale, because a value below the size of every tensor would merge none even after scaling."""
     fusion_bytes = config.fusion_bytes
     return replace(
         config,
@@ -228,21 +232,21 @@ def _coarser(config: SchedulerConfig, factor: float, mean_bytes: float) -> Sched
 
 
 def _merge(profile: Profile) -> Profile:
-    """Neighbours merged into one layer of one tensor, as many into each, so that there are at most so many layers."""
-    if len(profile.layers) <= _MOST_LAYERS:
+    """``profile`` with at most ``_MAX_LAYERS`` layers. Runs of neighbours, of equal length, become one layer of one tensor."""
+    if len(profile.layers) <= _MAX_LAYERS:
         return profile
     layers = []
-    each = math.ceil(len(profile.layers) / _MOST_LAYERS)
+    each = math.ceil(len(profile.layers) / _MAX_LAYERS)
     for first in range(0, len(profile.layers), each):
         merged = profile.layers[first : first + each]
         elements = sum(layer.nbytes for layer in merged) // ITEMSIZE
         times = sum(layer.forward_seconds for layer in merged), sum(layer.backward_seconds for layer in merged)
-        layers.append(Layer(merged[0].name, ((elements,),) if elements else (), *times))
+        layers.append(LayerProfile(merged[0].name, ((elements,),) if elements else (), *times))
     return replace(profile, layers=tuple(layers))
 
 
 def _between(x: float) -> list[tuple[int, float]]:
-    """The whole numbers beside ``x``, and how much each counts."""
+    """The whole numbers on both sides of ``x``, with their interpolation weights."""
     below = math.floor(x)
     part = x - below
     return [(below, 1.0)] if part < 1e-6 else [(below, 1 - part), (below + 1, part)]

@@ -1,8 +1,8 @@
-"""The model in a process of its own. Simulating is a matter of seconds of Python, and in rank 0's process each of them would be
-one in which every operation of training waits for the interpreter's lock: steps of 3 ms took 170 ms beside it.
+"""The model in a process of its own. A simulation takes seconds of Python. In rank 0's process it would make every operation of
+training wait for the interpreter's lock: steps of 3 ms took 170 ms beside it.
 
-The process reads requests from its stdin and answers on its stdout, a line of JSON each. It ends with its stdin, and with the
-thread that started it.
+The process reads requests from its stdin and answers on its stdout, one line of JSON each. It ends when its stdin ends, or when
+the thread that started it ends.
 """
 
 from __future__ import annotations
@@ -20,26 +20,27 @@ from typing import Any
 
 from ..core.config import SchedulerConfig
 from ..simulator.profile import Profile
-from .profiler import Link
+from .profiler import LinkEstimate
 from .trial import Stopped
 
 _PR_SET_PDEATHSIG = 1
 
 
 class ModelProcess:
-    """Makes models, each with a link calibrated from the one before. A context manager: with its end, they are of no use.
+    """Makes models, each with a link calibrated from the previous model. A context manager; its models cannot be used after it
+    ends.
 
     Args:
         profile, link, workers, more: see ``model.Model``.
     """
 
-    def __init__(self, profile: Profile, link: Link, workers: int, **more: Any) -> None:
+    def __init__(self, profile: Profile, link: LinkEstimate, workers: int, **more: Any) -> None:
         self._first = {"profile": profile.to_record(), "link": asdict(link), "workers": workers, **more}
         self._process: subprocess.Popen[str] | None = None
         self._cancelled = False
 
     def __enter__(self) -> RemoteModel:
-        # Of this process's group, for launchers end groups.
+        # In this process's group, because launchers end whole groups.
         self._process = subprocess.Popen(
             [sys.executable, "-m", __name__],
             stdin=subprocess.PIPE,
@@ -54,11 +55,11 @@ class ModelProcess:
             raise
 
     def ask(self, request: Mapping[str, Any]) -> Any:
-        """The answer to ``request``; waits for it.
+        """Send ``request`` and wait for its answer.
 
         Raises:
-            Stopped: it was cancelled.
-            RuntimeError: an error there, named; or the process has ended.
+            Stopped: :meth:`cancel` was called.
+            RuntimeError: the request failed in the process (names the error), or the process has ended.
         """
         process = self._process
         assert process is not None
@@ -80,7 +81,7 @@ class ModelProcess:
         return answer
 
     def cancel(self) -> None:
-        """End what is computed; who waits for it gets Stopped, now and later. Any thread, repeatedly."""
+        """Abort the computation. :meth:`ask` raises Stopped, now and in later calls. Any thread may call it, repeatedly."""
         self._cancelled = True
         if self._process is not None:
             self._process.kill()
@@ -92,12 +93,13 @@ class ModelProcess:
         process.wait()
         for pipe in (process.stdin, process.stdout):
             assert pipe is not None
-            with suppress(OSError):  # what was not read is not missed
+            with suppress(OSError):  # unsent requests do not matter
                 pipe.close()
 
 
 class RemoteModel:
-    """``trial.StepModel``; made by :class:`ModelProcess`, whose ``ask`` says what each call raises. One thread at a time."""
+    """A ``trial.StepModel`` made by :class:`ModelProcess`. Its methods raise the errors of ``ModelProcess.ask``. One thread at
+    a time."""
 
     def __init__(self, process: ModelProcess, number: int) -> None:
         self._process = process
@@ -114,10 +116,11 @@ class RemoteModel:
 
 
 def main() -> None:
-    """Answer until stdin ends, or who started this does."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for training
+    """Answer requests until stdin ends. The kernel kills this process when the thread that started it ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is meant for training
     os.nice(19)  # training comes first
-    # Processes forked from rank 0, as DataLoader's are, keep our stdin open, and a simulation does not look at it.
+    # End of stdin is not enough: processes forked from rank 0, such as DataLoader's, keep our stdin open, and a running
+    # simulation does not read it.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     from .model import Model
 
@@ -132,7 +135,7 @@ def main() -> None:
                     trials = [(SchedulerConfig(**config), seconds) for config, seconds in request["calibrate"]]
                     models.append(models[request["of"]].calibrate(trials))
                 else:
-                    profile, link = Profile.from_record(request.pop("profile")), Link(**request.pop("link"))
+                    profile, link = Profile.from_record(request.pop("profile")), LinkEstimate(**request.pop("link"))
                     models.append(Model(profile, link, request.pop("workers"), **request))
                 answer = {"model": len(models) - 1}
         except Exception as error:

@@ -1,4 +1,4 @@
-"""Tuning while training runs: what :func:`start_tuning` adds to a session, and rank 0's thread."""
+"""Tuning while training runs: :func:`start_tuning` adds it to a session; rank 0 runs it in a thread."""
 
 from __future__ import annotations
 
@@ -9,43 +9,45 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ..core.config import SchedulerConfig, Settings
+from ..core.config import SchedulerConfig
 from ..core.core import Core
 from ..core.errors import ClosedError, CommschedError, from_record, to_record
+from ..core.interfaces import Observer, Transport
 from ..core.manifest import Manifest
-from ..core.order.pattern import SLACK, STABLE_STEPS
-from ..core.ports import Observer, Transport
-from .drift import Drift
-from .meter import Meter
-from .text import milliseconds
+from ..core.order.static import SLACK, STABLE_STEPS
+from ..settings import Settings
+from .format import milliseconds
+from .meter import StepTimer
+from .stats import DriftDetector
 from .trial import Stopped
-from .trials import Trials
+from .trials import TrialRunner
 from .verdict import Verdict
 
 if TYPE_CHECKING:
-    from .search import Search  # which needs what searchers need
+    from .job import TuningJob  # imports the searchers' dependencies
 
 log = logging.getLogger("commsched")
 
-#: Steps before anything is measured: caches fill, memory is allocated, engines choose their kernels.
+#: Steps before the first measurement: caches fill, memory is allocated, engines choose their kernels.
 WARM_UP_STEPS = 5
 
-#: Steps that what was sent before a change of configuration, and what waits because of it, may still be felt in.
+#: Steps after a change of configuration that may still be affected by communication from before it.
 SETTLE_STEPS = 3
 
-#: Before it is tuned for a second time; then twice as many each time, so that step times that are never the same cost little.
+#: Steps before a second search. The number doubles each time, so that training whose step times never settle loses little.
 REST_STEPS = 1000
 
-#: For the tuner's thread, when the session closes. What a searcher computes is not interrupted and may take longer; it is of no
-#: use then, and can do nothing with it.
+#: Time limit for the tuner's thread when the session closes. A searcher's computation is not interrupted and may take longer;
+#: its result is then discarded.
 _END_SECONDS = 2.0
 
-#: Searches that end because another group is trained, after which that group is tuned no more: training goes to and fro.
-_MOST_CUT_OFF = 3
+#: A group is not tuned any more after this many searches for it ended because another group was trained: training alternates
+#: between groups.
+_MAX_CUT_OFF = 3
 
 
-class Session(Protocol):
-    """What tuning needs of a session; see ``session.py``."""
+class TunableSession(Protocol):
+    """The part of a session that tuning needs; see ``session/session.py``."""
 
     rank: int
     world_size: int
@@ -72,24 +74,23 @@ class Session(Protocol):
 
 
 class OnlineTuner:
-    """Rank 0's tuner (``session.Tuner``): a thread that waits for training to be under way, searches, and then watches whether
-    step times stay what they were, and whether it is still the same tensors that are trained. Whatever happens in it, training
-    goes on.
+    """Rank 0's tuner (``session.events.Tuner``). Its thread waits until training is under way, searches, and then watches
+    whether step times change and whether other tensors are trained. Errors in the thread do not stop training.
 
     Args:
-        say: takes lines for the user.
-        end: is told why nothing more is searched for, where that left no result.
-        make_drift: given the steps that must pass in any case, what tells that it is time to tune again.
+        say: prints a line for the user.
+        end: is called with the reason when no further search follows and there is no result.
+        make_drift: makes the detector that decides when to tune again, given the steps that must pass first.
     """
 
     def __init__(
         self,
-        meter: Meter,
-        trials: Trials,
-        search: Search,
+        meter: StepTimer,
+        trials: TrialRunner,
+        search: TuningJob,
         say: Callable[[str], None],
         end: Callable[[str], None] = lambda why: None,
-        make_drift: Callable[[int], Drift] = lambda rest_steps: Drift(rest_steps=rest_steps),
+        make_drift: Callable[[int], DriftDetector] = lambda rest_steps: DriftDetector(rest_steps=rest_steps),
     ) -> None:
         self._meter = meter
         self._trials = trials
@@ -98,17 +99,17 @@ class OnlineTuner:
         self._end = end
         self._make_drift = make_drift
         self._rest_steps = REST_STEPS
-        self._before: SchedulerConfig | None = None  # what was in use before any search
-        self._kept: dict[int, SchedulerConfig] = {}  # by group: what a search has ended with
-        self._drifted: int | None = None  # a group whose steps have become slower, or faster, since
-        self._left_alone: set[int] = set()  # groups that there is nothing to choose for, or that come and go
-        self._cut_off: Counter[int] = Counter()  # searches, by group
+        self._before: SchedulerConfig | None = None  # in use before any search
+        self._kept: dict[int, SchedulerConfig] = {}  # by group: the result of its last search
+        self._drifted: int | None = None  # a group whose steps have become slower or faster since its search
+        self._left_alone: set[int] = set()  # groups with nothing to choose, or that come and go
+        self._cut_off: Counter[int] = Counter()  # by group: searches that another group cut off
         self._thread = threading.Thread(target=self._run, name="commsched-tuner", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
-    # --- session.Tuner ---
+    # --- session.events.Tuner ---
 
     def on_switch(self, window: Mapping[str, Any], steps: Mapping[int, int]) -> None:
         self._meter.on_switch(window, steps)
@@ -120,7 +121,7 @@ class OnlineTuner:
         self._stop(f"rank {rank} has left")
 
     def on_failure(self, error: CommschedError) -> None:
-        """The job failed."""
+        """Stop, because the job failed."""
         self._stop(str(error))
 
     def close(self, wait: bool) -> None:
@@ -144,7 +145,7 @@ class OnlineTuner:
                     if not self._goes_on(group, verdict):
                         return
                     if verdict is not None and not verdict.finished:
-                        continue  # with whatever is trained now
+                        continue  # with the group that is trained now
                 self._drifted = None
                 if not self._watch(group):
                     return
@@ -152,7 +153,7 @@ class OnlineTuner:
             self._give_up(error)
 
     def _goes_on(self, group: int, verdict: Verdict | None) -> bool:
-        """After a search: whether there may be another."""
+        """Process the verdict of a search. Returns whether another search may follow."""
         if verdict is None:
             self._left_alone.add(group)
             self._end("nothing is left to choose")
@@ -163,17 +164,17 @@ class OnlineTuner:
             return True
         if self._trials.stopped is not None:
             return False
-        if verdict.reason != "unfinished":  # nor would the next one come to anything
+        if verdict.reason != "unfinished":  # another search would fail too
             self._end(verdict.sentence().removeprefix("tuning: "))
             return False
         self._cut_off[group] += 1
-        if self._cut_off[group] == _MOST_CUT_OFF:
+        if self._cut_off[group] == _MAX_CUT_OFF:
             self._left_alone.add(group)
         self._on_other_group()
         return True
 
     def _watch(self, group: int) -> bool:
-        """Until there is a reason to tune again. False: the session closes."""
+        """Wait until there is a reason to tune again. Returns False if the session closes."""
         drift = self._make_drift(self._rest_steps) if group in self._kept and group not in self._left_alone else None
         if not self._meter.wait_for_change(group, drift):
             return False
@@ -187,7 +188,8 @@ class OnlineTuner:
         return True
 
     def _on_other_group(self) -> None:
-        """What was found for one group is not known to be good for another."""
+        """Apply the main group's own result, or else the configuration from before any search: the result of one group may not
+        be good for another."""
         main = self._meter.main_group()
         self._say("tuning: other tensors are trained now")
         config = self._before if main is None else self._kept.get(main, self._before)
@@ -195,7 +197,8 @@ class OnlineTuner:
             self._trials.apply(config)
 
     def _give_up(self, error: Exception) -> None:
-        """The configuration that was there before the search is in use again, or soon will be."""
+        """Report why the tuner ended. The search has already applied the configuration from before it; all ranks use it from a
+        later step on."""
         if self._trials.stopped is not None or isinstance(error, (ClosedError, Stopped)):
             log.debug("the tuner ended with the session", exc_info=error)
             return
@@ -207,7 +210,7 @@ class OnlineTuner:
 
 
 def start_tuning(
-    session: Session,
+    session: TunableSession,
     settings: Settings,
     transport: str,
     host: str,
@@ -215,37 +218,38 @@ def start_tuning(
     *,
     leads_host: bool = False,
 ) -> None:
-    """Have every rank measure, and rank 0 tune. Collective; before the first group is registered.
+    """Make every rank measure its steps, and rank 0 tune. Collective; call it before the first group is registered.
 
     Args:
-        transport: its name. host: this rank's address.
-        say: takes lines for the user.
-        leads_host: one rank of each host uses the network for all of them.
+        transport: name of the transport.
+        host: this rank's address.
+        say: prints a line for the user.
+        leads_host: whether one rank of each host uses the network for all ranks of the host.
 
     Raises:
-        ConfigError, UnsupportedError: what is asked for cannot be done; the same on all ranks.
+        ConfigError, UnsupportedError: the settings ask for a search that is not possible; raised on all ranks alike.
     """
     refusal = _refusal(settings, session.core) if session.rank == 0 else None
     answers = session.gather({"host": host, "refusal": refusal})
     if answers[0]["refusal"] is not None:
         raise from_record(answers[0]["refusal"])
-    meter = Meter(session.tell_tuner)
+    meter = StepTimer(session.tell_tuner)
     session.on_register(meter.add_group)
     session.observe(meter)
     if session.rank != 0:
         session.use_tuner(meter)
         return
-    from .search import Job, Search
+    from .job import JobFacts, TuningJob
 
-    # Each agreed change ends a static order, which comes back only when readiness has repeated itself for some steps.
+    # Each agreed change ends a static order. The order comes back only after readiness has been the same for several steps.
     is_static = settings.order == "static" and session.transport.ordered
     settle_steps = STABLE_STEPS + SLACK + 3 if is_static else SETTLE_STEPS
-    trials = Trials(session, meter.main_group, settle_steps)
+    trials = TrialRunner(session, meter.main_group, settle_steps)
     hosts = len({answer["host"] for answer in answers})
     workers = hosts if leads_host else session.world_size
-    job = Job(session.world_size, transport, session.transport.ordered, host, hosts, workers)
-    # What was applied may not be in use yet.
-    search = Search(settings, job, meter, trials, lambda: trials.applied or session.core.config, session.observe, say)
+    job = JobFacts(session.world_size, transport, session.transport.ordered, host, hosts, workers)
+    # A configuration that was applied may not be in use yet.
+    search = TuningJob(settings, job, meter, trials, lambda: trials.applied or session.core.config, session.observe, say)
     tuner = OnlineTuner(meter, trials, search, say, partial(_tell_end, settings.tune_end))
     session.use_tuner(tuner)
     session.when_failed(tuner.on_failure)
@@ -253,7 +257,7 @@ def start_tuning(
 
 
 def _tell_end(path: str | None, why: str) -> None:
-    """In one line of the file ``path``, for who waits for a tuned file: there is none, and none comes."""
+    """Append ``why`` as one line to the file ``path``, for a process that waits for a tuned file: none will come."""
     if path is None:
         return
     try:
@@ -264,8 +268,8 @@ def _tell_end(path: str | None, why: str) -> None:
 
 
 def _refusal(settings: Settings, core: Core) -> dict[str, str] | None:
-    """Why rank 0 cannot tune, for all ranks."""
-    from .search import require_possible
+    """The error because of which rank 0 cannot tune, as a record for all ranks; None if it can."""
+    from .job import require_possible
 
     try:
         require_possible(settings, core)

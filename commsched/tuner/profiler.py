@@ -1,4 +1,4 @@
-"""What a few steps of training tell of a model and its network: layer times, and what the link carries."""
+"""Layer times of a model and the rate of its link, measured in a few steps of training."""
 
 from __future__ import annotations
 
@@ -10,30 +10,32 @@ from itertools import accumulate, pairwise
 from statistics import median
 from typing import NamedTuple
 
+from ..core.interfaces import Observer
 from ..core.manifest import Manifest
 from ..core.task import ALL_REDUCE, CommTask
-from ..simulator.profile import ITEMSIZE, Layer, Profile
+from ..simulator.profile import ITEMSIZE, LayerProfile, Profile
 
-#: Of whatever is recorded; some 30 MB. Five steps of a thousand tensors in ten thousand partitions have half of it.
-_MOST_RECORDS = 100_000
+#: Most records of each kind; about 30 MB. Five steps of a thousand tensors in ten thousand partitions need half of that.
+_MAX_RECORDS = 100_000
 
-#: A time in which so many tasks were averaged without a pause tells what the link carries; a single task waits for itself.
+#: A busy period of this many tasks or more shows the rate of the link. A single task does not, because it waits for itself.
 _BUSY_TASKS = 4
 
-#: What a partition costs besides its bytes: bounds of a guess, by what was measured of the parameter server, and of collectives
-#: in an order that ranks agree on. And how much of the link's time at most.
+#: Bounds of a guess of the overhead of a partition, in seconds: for the parameter server, and for collectives in an agreed
+#: order, from measurements. ``_MAX_OVERHEAD`` is the largest share of the link's time.
 _PARTITION_SECONDS = (20e-6, 100e-6)
 _COLLECTIVE_PARTITION_SECONDS = (500e-6, 1e-3)
-_MOST_OVERHEAD = 0.8
+_MAX_OVERHEAD = 0.8
 
 
 @dataclass(frozen=True)
-class Link:
-    """What averaging takes of the slowest link, as this job uses it.
+class LinkEstimate:
+    """The time that averaging takes on the slowest link, as this job uses it.
 
     Args:
-        seconds_per_byte: of gradient, from a rank's memory to the average in place, when many follow each other.
-        partition_seconds: what each partition holds the link besides.
+        seconds_per_byte: seconds per byte of gradient, from a rank's memory until the average is written, when many partitions
+            follow each other.
+        partition_seconds: additional time for which each partition occupies the link.
     """
 
     seconds_per_byte: float
@@ -47,10 +49,10 @@ class Link:
 
 @dataclass(frozen=True)
 class Measured:
-    """``step_seconds`` is the median of ``steps``, with the configuration that was in use."""
+    """The result of a profile. ``step_seconds`` is the median over ``steps`` steps with the configuration in use."""
 
     profile: Profile
-    link: Link
+    link: LinkEstimate
     step_seconds: float
     steps: int
 
@@ -69,7 +71,7 @@ class _Wait(NamedTuple):
 
 @dataclass(frozen=True)
 class _Step:
-    """One step, times from its beginning. ``ready[t]`` is when the gradient of tensor ``t`` was there."""
+    """One step. Times count from its beginning. ``ready[t]`` is the time at which the gradient of tensor ``t`` was ready."""
 
     seconds: float
     ready: tuple[float, ...]
@@ -80,11 +82,11 @@ class _Step:
         return self.ready[0]
 
 
-class Profiler:
-    """An observer of the first ``steps`` steps of one group that begin after it was made. Any thread may call it.
+class Profiler(Observer):
+    """An observer of the first ``steps`` steps of one group that begin after the profiler was made. Any thread may call it.
 
-    ``full`` is set when they have ended, or by :meth:`stop`. From then on nothing is recorded, but for tasks that were still on
-    their way when it became full.
+    ``full`` is set when these steps have ended, or by :meth:`stop`. After that nothing is recorded, except tasks that were
+    still running when the last step ended.
     """
 
     def __init__(self, group: int, steps: int = 5) -> None:
@@ -100,7 +102,7 @@ class Profiler:
         self._waits: list[_Wait] = []
 
     def stop(self) -> None:
-        """Ignore everything from now on; :meth:`result` is still there."""
+        """Ignore all further events. :meth:`result` still works."""
         self._stopped = True
         self.full.set()
 
@@ -113,38 +115,41 @@ class Profiler:
                 self.full.set()
 
     def on_ready(self, group: int, tensor: int, at: float) -> None:
-        if group == self._group and self._began and not self.full.is_set() and len(self._ready) < _MOST_RECORDS:
+        if group == self._group and self._began and not self.full.is_set() and len(self._ready) < _MAX_RECORDS:
             self._ready.append((tensor, at))
 
     def on_task(self, task: CommTask) -> None:
-        if task.group == self._group and self._began and not self._stopped and len(self._tasks) < _MOST_RECORDS:
+        if task.group == self._group and self._began and not self._stopped and len(self._tasks) < _MAX_RECORDS:
             # A reduce-scatter and an all-gather are half an all-reduce each.
             nbytes = task.nbytes if task.verb == ALL_REDUCE else task.nbytes / 2
             self._tasks.append((task.step, _Task(nbytes, task.started_at, task.done_at)))
 
     def on_span(self, track: str, name: str, start: float, stop: float) -> None:
-        if track == "wait" and self._began and not self.full.is_set() and len(self._waits) < _MOST_RECORDS:
+        if track == "wait" and self._began and not self.full.is_set() and len(self._waits) < _MAX_RECORDS:
             self._waits.append(_Wait(name, start, stop))
 
     # ---
 
     def result(self, manifest: Manifest, *, collective: bool = False) -> Measured | None:
-        """What the steps that have ended say of ``manifest``, the group's; None: there is none, or nothing was sent in them.
+        """Layer and link times from the steps that have ended. ``manifest`` is the group's manifest. Returns None if no
+        complete step has ended or nothing was sent.
 
-        Each tensor is a layer, and times are medians over steps. A step goes from the first gradient of a backward to that of
-        the next, as ``begin_step`` is called, and so do these times: the last layer's backward counts at the end of forward.
+        Each tensor is a layer, and times are medians over steps. A step lasts from the first gradient of one backward to the
+        first gradient of the next, because ``begin_step`` is called there. Times follow this: the last layer's backward counts
+        at the end of forward.
 
-        backward: from when one tensor's gradient is there to when that of the tensor before it is.
+        backward: the time from one tensor's gradient to the gradient of the tensor before it.
 
-        forward: what passes between the end of one wait for an average and the beginning of the next belongs to the tensors
-        that are read in between; where one did not wait, it is split by their backward times, or bytes without those. (The last
-        tensor's is taken for the mean at least: its gradient begins the step.)
-        What passes before the first tensor waits belongs to a layer of its own, which waits for nothing. An engine that reads
-        all parameters before it computes is seen as what it is: all of forward after the last average.
+        forward: the time between the end of one wait for an average and the beginning of the next belongs to the tensors that
+        are read in between. Among tensors without a wait it is split by their backward times, or by bytes if these are zero.
+        (The last tensor's backward time counts as at least the mean, because its gradient begins the step.) The time before the
+        first tensor's wait belongs to an extra layer that waits for nothing. An engine that reads all parameters before it
+        computes is represented correctly: all of forward comes after the last average.
 
-        link: bytes over the times in which something was on its way, which is too slow where partitions are few and large, or
-        other ranks late; :meth:`Model.calibrate` with the step's own time corrects it. Of what a partition costs by itself one
-        configuration says little: it is a guess within known bounds, which are higher for ``collective`` transports.
+        link: the bytes divided by the time in which some task was running. This rate is too low if partitions are few and
+        large, or if other ranks are late; :meth:`Model.calibrate` corrects it with the measured step time. The overhead of a
+        partition cannot be measured with one configuration. It is a guess within known bounds, which are higher for
+        ``collective`` transports.
         """
         began = list(self._began)
         steps = [step for step in self._steps(manifest, began) if step is not None]
@@ -158,29 +163,30 @@ class Profiler:
         # Medians of parts do not add up to the median of the whole.
         total = median(sum(each) for each in shares)
         scale = total / sum(forward) if sum(forward) > 0 else 0.0
-        layers = [Layer("before forward", (), scale * forward[0], 0.0)]
+        layers = [LayerProfile("before forward", (), scale * forward[0], 0.0)]
         for spec, f, b in zip(manifest.tensors, forward[1:], backward):
             shapes = ((max(1, round(spec.nbytes / ITEMSIZE)),),) if spec.nbytes else ()
-            layers.append(Layer(spec.name, shapes, scale * f, b))
+            layers.append(LayerProfile(spec.name, shapes, scale * f, b))
         return Measured(
             Profile("training", tuple(layers), "measured"), link, median(step.seconds for step in steps), len(steps)
         )
 
     def _steps(self, manifest: Manifest, began: Sequence[tuple[int, float]]) -> Iterator[_Step | None]:
-        """None: one of which not every gradient was seen."""
+        """Yield each step; None for a step in which a gradient was not seen."""
         waits, ready = list(self._waits), list(self._ready)
         for (_, start), (_, stop) in pairwise(began):
             seen = {tensor: at - start for tensor, at in ready if start <= at < stop}
             if len(seen) < len(manifest.tensors):
                 yield None
                 continue
-            # An earlier layer's gradient may come first (tied or unused parameters); it is of no use before those behind it.
+            # An earlier layer's gradient may come first (tied or unused parameters). It counts only once the gradients of all
+            # later layers are ready.
             at_last = list(accumulate((seen[tensor] for tensor in reversed(range(len(manifest.tensors)))), max))[::-1]
             own = sorted((w for w in waits if start <= w.start < stop), key=lambda w: w.start)
             shifted = (_Wait(w.name, w.start - start, min(w.stop, stop) - start) for w in own)
             yield _Step(stop - start, tuple(at_last), tuple(shifted))
 
-    def _link(self, steps: set[int], bounds: tuple[float, float]) -> Link | None:
+    def _link(self, steps: set[int], bounds: tuple[float, float]) -> LinkEstimate | None:
         tasks = [task for step, task in list(self._tasks) if step in steps and task.done_at > task.started_at]
         periods = _busy_periods(tasks)
         long = [period for period in periods if len(period) >= _BUSY_TASKS] or periods
@@ -189,15 +195,15 @@ class Profiler:
             return None
         busy = sum(max(task.done_at for task in period) - period[0].started_at for period in long)
         count = sum(map(len, long))
-        # A guess: what the quickest task took more than its bytes would take, since it waited for others least.
+        # The guess is the time of the quickest task beyond that of its bytes, because that task waited for others least.
         per_byte = busy / nbytes
         quickest = min(task.done_at - task.started_at - per_byte * task.nbytes for task in tasks)
-        overhead = min(max(quickest, bounds[0]), bounds[1], _MOST_OVERHEAD * busy / count)
-        return Link((busy - overhead * count) / nbytes, overhead)
+        overhead = min(max(quickest, bounds[0]), bounds[1], _MAX_OVERHEAD * busy / count)
+        return LinkEstimate((busy - overhead * count) / nbytes, overhead)
 
 
 def _busy_periods(tasks: Sequence[_Task]) -> list[list[_Task]]:
-    """Tasks that overlap or follow each other at once, in order of start."""
+    """Groups of tasks that overlap or follow each other immediately, in order of start."""
     periods: list[list[_Task]] = []
     until = -math.inf
     for task in sorted(tasks, key=lambda task: task.started_at):
@@ -209,21 +215,21 @@ def _busy_periods(tasks: Sequence[_Task]) -> list[list[_Task]]:
 
 
 def _backward(ready: Sequence[float]) -> list[float]:
-    """Seconds of each tensor, by when each was ready."""
+    """Backward seconds of each tensor, from the times at which gradients were ready."""
     return [now - before for now, before in zip(ready, [*ready[1:], 0.0])]
 
 
 def _forward(step: _Step, manifest: Manifest, weights: Sequence[float]) -> list[float]:
-    """Seconds of what comes before the first tensor, then of each tensor; ``weights`` say how tensors share."""
+    """Forward seconds before the first tensor, then of each tensor. ``weights`` divide a time among tensors."""
     places = {spec.name: place for place, spec in enumerate(manifest.tensors)}
     seconds = [0.0] * (1 + len(places))
     read = -1  # the last tensor that was waited for
     at = step.backward_seconds
-    passed = 0.0  # since it was there
+    passed = 0.0  # computing time since then
     for wait in step.waits:
         passed += max(0.0, wait.start - at)
         at = max(at, wait.stop)
-        place = places.get(wait.name, -1)  # others, of flags say, are waits too, but no tensor's
+        place = places.get(wait.name, -1)  # other waits, such as for flags, belong to no tensor
         if place > read:
             _split(passed, seconds, read, place, manifest, weights)
             read, passed = place, 0.0
@@ -232,7 +238,8 @@ def _forward(step: _Step, manifest: Manifest, weights: Sequence[float]) -> list[
 
 
 def _split(passed: float, seconds: list[float], first: int, stop: int, manifest: Manifest, weights: Sequence[float]) -> None:
-    """Add ``passed`` to tensors from ``first`` on, ``-1`` being what comes before them all, and before ``stop``."""
+    """Divide ``passed`` among the tensors from ``first`` to before ``stop``. ``first`` is ``-1`` if no tensor was read yet;
+    with ``stop`` 0, the time belongs to the part before all tensors."""
     if stop == 0:
         seconds[0] += passed
         return

@@ -1,4 +1,4 @@
-"""What tuning may choose: partition, credit as a multiple of it, and the policy."""
+"""The choices of tuning: partition, credit as a multiple of the partition, and policy."""
 
 from __future__ import annotations
 
@@ -10,45 +10,45 @@ from ..core.config import SchedulerConfig
 from ..core.errors import ConfigError
 from ..core.policies import policy_names
 
-MIN_PARTITION_BYTES = 64_000
-MAX_PARTITION_BYTES = 32_000_000
+MIN_TUNED_PARTITION_BYTES = 64_000
+MAX_TUNED_PARTITION_BYTES = 32_000_000
 
 #: Largest credit, in partitions.
 MAX_RATIO = 32
 
 CHOICES = frozenset({"partition", "credit", "policy"})
 
-#: Steps within an octave of the lattice.
+#: Partition sizes within an octave of the lattice, as factors.
 _FACTORS = {1: (1.0,), 2: (1.0, 1.5)}
 
-#: Credits of the lattice, in partitions: whole ones, since these are what fits.
+#: Credits of the lattice, in whole partitions, because only whole partitions fit into a credit.
 _RATIOS = {1: (1, 2, 4, 8, 16, 32), 2: (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)}
 
-#: A credit that the model's size limits is not in the lattice where it is by no more than this above one of these.
+#: A credit that the model's size limits is left out of the lattice if it exceeds one of these by less than this factor.
 _ALIKE = 1.1
 
 
 @dataclass(frozen=True)
 class Space:
-    """Configurations that a search may propose, as such and as points of a unit cube.
+    """The configurations that a search may propose, and their points in a unit cube.
 
-    A point has one coordinate for each of these that is free: the logarithm of the partition, the logarithm of credit over
-    partition (credit below one partition means the same as one partition), and the policy where several are asked for.
-    What is in ``fixed`` stays as it is in the incumbent, and so do all other fields; and so, within the bounds, does a size
-    whose bounds are less than an octave apart, since the model is small.
+    A point has one coordinate for each free choice: the logarithm of the partition, the logarithm of credit over partition (a
+    credit below one partition means one partition), and the policy if several policies are given. Choices in ``fixed``, and all
+    other fields, stay as in the incumbent. In a small model the bounds of a size may be less than an octave apart; such a size
+    also stays as in the incumbent, within the bounds.
 
-    The incumbent is the configuration in use. It is a legal answer even where it lies outside these bounds, or has a policy
-    that was not asked for; its point is then the nearest.
+    The incumbent is the configuration in use. A search may return it even if it lies outside the bounds, or has a policy that
+    is not in ``policies``; its point is then the nearest one.
 
     Args:
-        incumbent: the configuration to begin with.
-        total_bytes: size of all tensors; no partition and no credit is larger (but for a fixed one).
+        incumbent: the configuration to start from.
+        total_bytes: size of all tensors; no partition and no credit is larger, except a fixed one.
         fixed: any of ``partition``, ``credit``, ``policy``.
-        policies: what to choose from; none: the incumbent's.
+        policies: the policies to choose from; if empty, only the incumbent's.
 
     Raises:
         ConfigError: there is no such policy.
-        ValueError: ``total_bytes`` is below 1, or ``fixed`` has another name in it.
+        ValueError: ``total_bytes`` is below 1, or ``fixed`` contains another name.
     """
 
     incumbent: SchedulerConfig
@@ -66,7 +66,7 @@ class Space:
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """Policies that may be proposed, the incumbent's first if it is among them."""
+        """The policies that may be proposed. The incumbent's policy is first if it is among them."""
         own = self.incumbent.policy
         if not self.policies or "policy" in self.fixed:
             return (own,)
@@ -74,16 +74,16 @@ class Space:
 
     @property
     def dimensions(self) -> int:
-        """Number of coordinates of a point; 0: there is nothing to choose."""
+        """Number of coordinates of a point; 0 means that there is nothing to choose."""
         return self._partition_is_free + self._credit_is_free + self._policy_is_free
 
     @property
     def policy_dimension(self) -> int | None:
-        """Which coordinate is the policy, whose distances mean nothing; None: there is no such."""
+        """Index of the policy's coordinate, in which distances mean nothing; None if the policy is not free."""
         return self.dimensions - 1 if self._policy_is_free else None
 
     def to_point(self, config: SchedulerConfig) -> tuple[float, ...]:
-        """Its place in the unit cube, or that of the nearest configuration within the bounds."""
+        """The point of ``config`` in the unit cube, or the point of the nearest configuration within the bounds."""
         near = self._within(config)
         point = []
         if self._partition_is_free:
@@ -101,7 +101,7 @@ class Space:
         """The configuration at a point, in whole bytes.
 
         Raises:
-            ValueError: wrong number of coordinates, or one outside 0..1.
+            ValueError: the number of coordinates is wrong, or a coordinate is outside 0..1.
         """
         if len(point) != self.dimensions or not all(0 <= x <= 1 for x in point):
             raise ValueError(f"point {tuple(point)}: there must be {self.dimensions} coordinates of 0 to 1")
@@ -117,8 +117,9 @@ class Space:
         return self._within(SchedulerConfig(partition_bytes, credit_bytes, policy))
 
     def lattice(self, per_octave: int = 1) -> list[SchedulerConfig]:
-        """Partitions of the incumbent's size times 1/4, 1/2, 1, 2 ...; for each, credit of 1, 2, 4 ... partitions; all of it
-        for each policy. Two per octave: with 1.5, 3, 6 ... between them. None twice.
+        """A lattice of configurations without duplicates. Partitions have the incumbent's size times 1/4, 1/2, 1, 2 ...;
+        credits have 1, 2, 4 ... partitions; each combination appears with each policy. With two per octave, the factors 1.5, 3,
+        6 ... lie between these.
 
         Raises:
             ValueError: ``per_octave`` is neither 1 nor 2.
@@ -144,7 +145,7 @@ class Space:
         return [config for config in dict.fromkeys(found) if not (self._credit_is_free and _is_beside_another(config))]
 
     def clip(self, config: SchedulerConfig) -> SchedulerConfig:
-        """The incumbent as it is; any other within the bounds, with what is fixed as in the incumbent."""
+        """The incumbent unchanged; any other configuration limited to the bounds, with the incumbent's fixed choices."""
         return config if config == self.incumbent else self._within(config)
 
     def _within(self, config: SchedulerConfig) -> SchedulerConfig:
@@ -161,7 +162,7 @@ class Space:
 
     @property
     def _partition_bounds(self) -> tuple[int, int]:
-        low, high = MIN_PARTITION_BYTES, min(MAX_PARTITION_BYTES, max(self.total_bytes, MIN_PARTITION_BYTES))
+        low, high = MIN_TUNED_PARTITION_BYTES, min(MAX_TUNED_PARTITION_BYTES, max(self.total_bytes, MIN_TUNED_PARTITION_BYTES))
         if high < 2 * low:
             low = high = min(max(self.incumbent.partition_bytes, low), high)
         return low, high
@@ -173,7 +174,7 @@ class Space:
 
     @property
     def _credit_is_free(self) -> bool:
-        smallest = self.incumbent.partition_bytes if "partition" in self.fixed else MIN_PARTITION_BYTES
+        smallest = self.incumbent.partition_bytes if "partition" in self.fixed else MIN_TUNED_PARTITION_BYTES
         return "credit" not in self.fixed and 2 * smallest <= self.total_bytes
 
     @property
@@ -182,7 +183,8 @@ class Space:
 
     @property
     def _places(self) -> tuple[str, ...]:
-        """Policies that have a place of their own on the coordinate: an incumbent's that was not asked for has one too."""
+        """The policies with a place of their own on the coordinate. The incumbent's policy has one even if it may not be
+        proposed."""
         return tuple(dict.fromkeys((self.incumbent.policy, *self.choices)))
 
 

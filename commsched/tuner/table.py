@@ -1,12 +1,12 @@
-"""The trials of a journal as lines of a table: appended, never redrawn, so that it reads well in logs too."""
+"""The trials of a journal as lines of a table. Lines are appended, never redrawn, so that the table reads well in logs too."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from ..core.config import Budget
-from .text import milliseconds, size
+from ..settings import Budget
+from .format import milliseconds, size
 
 _COLUMNS = "{:>11} {:>10} {:>10}  {:8} {:>16} {:>8}  {}"
 
@@ -15,20 +15,20 @@ HEADER = _COLUMNS.format("trial", "partition", "credit", "policy", "ms per step"
 
 
 class Table:
-    """Makes a line of each record of a journal, in their order; ``budget`` is what it counts down."""
+    """Formats each record of a journal, in order, as a line. ``budget`` is the budget that the last column counts down."""
 
     def __init__(self, budget: Budget) -> None:
         self.trials = 0  # of the search
         self.best_seconds: float | None = None  # per step, in the search
         self._budget = budget
-        self._counted = 0  # of them, those that did not fail
+        self._counted = 0  # trials that did not fail
         self._windows = 0  # of the comparison
         self._steps = 0
         self._seconds = 0.0
 
     def line(self, record: Mapping[str, Any]) -> str:
-        """The line of ``record``, a trial as ``journal.py`` writes it, with the number that it has there. Those of the
-        comparison do not count as best: there are only two configurations in it, and the verdict has their times."""
+        """The line of ``record``, a trial as ``journal.py`` writes it, with its number there. Windows of the comparison do not
+        count as best: it has only two configurations, and the verdict reports their times."""
         searching, seconds = record["phase"] == "search", record["seconds"]
         self._seconds += record["took_seconds"]
         self._steps += record["spent_steps"]
@@ -55,8 +55,8 @@ class Table:
         ).rstrip()
 
     def _left(self, searching: bool) -> str:
-        """Of what is limited, as ``Tuning`` counts it. Trials are those of the search that did not fail; steps and seconds are
-        for the comparison too, which keeps some back, so that the search leaves a part of them."""
+        """The rest of each limited budget, as ``SearchRun`` counts it. Trials are successful trials of the search. Steps and
+        seconds also cover the comparison, for which the search leaves a part of them."""
         limits = (
             (self._budget.trials if searching else None, self._counted, "trials"),
             (self._budget.steps, self._steps, "steps"),

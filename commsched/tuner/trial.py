@@ -1,4 +1,4 @@
-"""What a search asks for, and what a trial of it found."""
+"""Interfaces of a search: searchers and models, their candidates, and the windows that trials measure."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from ..core.config import SchedulerConfig
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Consecutive training steps with one configuration, as the slowest rank saw them.
+    """Consecutive training steps with one configuration, as the slowest rank measured them.
 
-    ``seconds`` is the median of its undisturbed steps, or the mean of all where many are disturbed (``meter.summary``), and
-    ``error_seconds`` its standard error. ``steps`` were counted, ``rejected`` left out as disturbed; both without those before
-    the configuration had settled.
+    ``seconds`` is the median of the undisturbed steps, or the mean of all steps if many are disturbed (``meter.summary``).
+    ``error_seconds`` is its standard error. ``steps`` is the number of steps counted, ``rejected`` the number left out as
+    disturbed. Both exclude the steps before the configuration had settled.
     """
 
     seconds: float
@@ -25,7 +25,7 @@ class Window:
     rejected: int = 0
 
     def defect(self) -> str | None:
-        """Why it is no measurement; None: it is one."""
+        """The reason why the window is not a valid measurement; None if it is valid."""
         if not (math.isfinite(self.seconds) and self.seconds > 0):
             return f"{self.seconds} seconds per step"
         if not (math.isfinite(self.error_seconds) and self.error_seconds >= 0):
@@ -34,50 +34,51 @@ class Window:
 
 
 class TrialFailed(Exception):
-    """One trial came to nothing; says why. Training goes on, and so may the search."""
+    """One trial failed; the message gives the reason. Training continues, and the search may continue."""
 
 
 class Stopped(Exception):
-    """Training has ended, or is about to: no trial can be made any more."""
+    """Training has ended or is about to end; no further trial is possible."""
 
 
-#: ``measure(config, steps)`` trains with a configuration until a window of so many undisturbed steps is full. Raises
-#: TrialFailed or Stopped. Blocks: only the tuner's thread calls it.
+#: ``measure(config, steps)`` trains with ``config`` until a window of ``steps`` undisturbed steps is full. It raises
+#: TrialFailed or Stopped. It blocks, and only the tuner's thread calls it.
 Measure = Callable[[SchedulerConfig, int], Window]
 
 
 class StepModel(Protocol):
-    """Says beforehand how long steps take."""
+    """Predicts step times."""
 
     def predict(self, config: SchedulerConfig) -> float:
-        """Seconds of a step with ``config``. Where it is not a positive number, the model cannot tell."""
+        """Seconds of a step with ``config``. A result that is not a positive number means that the model cannot predict it."""
         ...
 
     def calibrate(self, trials: Sequence[tuple[SchedulerConfig, float]]) -> StepModel:
-        """The model that it becomes with what was measured: ``(config, seconds)``."""
+        """A model calibrated with measured step times, each ``(config, seconds)``."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """``expected_gain`` is by what part the searcher expects it to be faster than the best so far (its expected improvement:
-    0.01 is 1 %); None: it has no opinion."""
+    """A configuration to try. ``expected_gain`` is its expected improvement on the best configuration so far (0.01 is 1 %);
+    None if the searcher does not estimate it."""
 
     config: SchedulerConfig
     expected_gain: float | None = None
 
 
 class Searcher(Protocol):
-    """Proposes configurations to try; ask and tell. Not thread-safe; waits for nothing."""
+    """Proposes configurations to try, by ask and tell. Not thread-safe; never blocks."""
 
     def ask(self) -> Candidate | None:
-        """What to try next; None: there is nothing left worth trying."""
+        """The next configuration to try; None if no further one is worth trying."""
         ...
 
     def tell(self, config: SchedulerConfig, window: Window | None) -> None:
-        """What a trial found; None: it failed. Also of configurations that were not asked for: they may teach something."""
+        """Add the result of a trial; ``window`` is None if the trial failed. The searcher also learns from configurations that
+        it did not propose."""
         ...
 
     def best(self) -> SchedulerConfig | None:
-        """The fastest of those tried, as far as it can tell through the noise; None: no trial has succeeded yet."""
+        """The fastest tried configuration, estimated through the noise; None if no trial has succeeded yet."""
         ...

@@ -1,4 +1,4 @@
-"""Trials of configurations in a training that goes on: rank 0's side."""
+"""Trials of configurations while training runs: rank 0's side."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .trial import Stopped, TrialFailed, Window
 
 
 class Reconfigurable(Protocol):
-    """A session, as far as trials need one; see ``session.py``."""
+    """The part of a session that trials need; see ``session/session.py``."""
 
     world_size: int
 
@@ -20,19 +20,20 @@ class Reconfigurable(Protocol):
 
 
 class MainGroupChanged(Stopped):
-    """Another group of tensors is trained now than the one that is tuned for."""
+    """Another group of tensors than the tuned one is trained now."""
 
 
-class Trials:
-    """Has all ranks train with a configuration, and waits for what each of them measured.
+class TrialRunner:
+    """Makes all ranks train with a configuration and waits for the measurement of each rank.
 
-    ``measure`` and ``apply`` are for the tuner's thread; what else is told comes from any thread and never blocks.
+    Call ``measure`` and ``apply`` from the tuner's thread only. Any thread may call the other methods, which never block.
 
     Args:
-        main_group: the group whose steps count at this moment; None: there is none.
-        settle_steps: left out at the beginning of each window.
+        main_group: returns the group whose steps count at this moment, or None if there is none.
+        settle_steps: steps that are left out at the beginning of each window.
 
-    ``stopped`` says why no trial can be made any more; None: they can. ``applied`` is the configuration that was applied last.
+    ``stopped`` is the reason why no further trial is possible; None while trials are possible. ``applied`` is the configuration
+    that was applied last.
     """
 
     def __init__(self, session: Reconfigurable, main_group: Callable[[], int | None], settle_steps: int) -> None:
@@ -40,18 +41,18 @@ class Trials:
         self._main_group = main_group
         self.settle_steps = settle_steps
         self._changed = threading.Condition()  # guards all below
-        self._trial = -1  # that reports are waited for of
+        self._trial = -1  # number of the trial whose reports are awaited
         self._reports: dict[int, Any] = {}  # by rank
         self.stopped: str | None = None
         self.applied: SchedulerConfig | None = None
 
     def measure(self, config: SchedulerConfig, steps: int = 10, *, group: int) -> Window:
-        """Train with ``config`` until every rank has a window of ``steps`` steps of ``group``; that of the slowest. Without a
-        time limit: a user may pause training for as long as he likes.
+        """Train with ``config`` until every rank has a window of ``steps`` steps of ``group``. Returns the window of the
+        slowest rank. There is no time limit, because a user may pause training for any time.
 
         Raises:
-            TrialFailed: the transport cannot do it, or a rank has no such window.
-            MainGroupChanged: ``group`` is not the main one any more.
+            TrialFailed: the transport does not support ``config``, or a rank has no such window.
+            MainGroupChanged: ``group`` is not the main group any more.
             Stopped: training ends, or the job failed.
         """
         self._require_main(group)
@@ -73,10 +74,10 @@ class Trials:
             raise
 
     def apply(self, config: SchedulerConfig) -> None:
-        """Have all ranks use ``config`` from some step soon.
+        """Make all ranks use ``config`` from one of the next steps on.
 
         Raises:
-            TrialFailed: the transport cannot do it.
+            TrialFailed: the transport does not support ``config``.
             Stopped: training ends, or the job failed.
         """
         with self._changed:
@@ -85,14 +86,14 @@ class Trials:
         self.applied = config
 
     def on_told(self, rank: int, report: Any) -> None:
-        """What the meter of ``rank`` reports. One of an earlier trial counts no more."""
+        """Receive a report from the meter of ``rank``. A report of an earlier trial is ignored."""
         with self._changed:
             if isinstance(report, dict) and report.get("trial") == self._trial:
                 self._reports[rank] = report
                 self._changed.notify()
 
     def stop(self, why: str) -> None:
-        """Make no more trials; the first reason counts."""
+        """End all trials. The first reason is kept."""
         with self._changed:
             self.stopped = self.stopped or why
             self._changed.notify()
@@ -110,7 +111,8 @@ class Trials:
             raise Stopped(str(error)) from error
 
     def _is_over(self) -> bool:
-        """Called with the lock held. A rank that has failed needs no waiting for the others: their windows are replaced."""
+        """Called with the lock held. The trial is over at the first failed rank: a new trial replaces the other ranks'
+        windows."""
         failed = any("failed" in report for report in self._reports.values())
         return failed or len(self._reports) == self._session.world_size
 

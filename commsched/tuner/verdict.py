@@ -1,4 +1,4 @@
-"""How tuning ended."""
+"""The verdict of a search: its reason, its result and its cost."""
 
 from __future__ import annotations
 
@@ -6,30 +6,31 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
 from ..core.config import SchedulerConfig
-from .text import milliseconds, size
+from .format import milliseconds, size
 
-#: kept: the winner was confirmed. no gain: nothing tried was better, so there was nothing to confirm. not confirmed: the
-#: comparison did not show it beyond doubt. failed: trial after trial came to nothing, or all but the incumbent's. unfinished:
-#: training, or the training of these tensors, ended first.
+#: kept: the winner was confirmed. no gain: no tried configuration was better, so there was nothing to confirm. not confirmed:
+#: the comparison did not show the gain beyond doubt. failed: too many trials failed in a row, or all except the incumbent's
+#: failed. unfinished: training, or the training of these tensors, ended first.
 Reason = Literal["kept", "no gain", "not confirmed", "failed", "unfinished"]
 
 
-def describe(config: SchedulerConfig, beside: SchedulerConfig | None = None) -> str:
-    """For people, in decimal units: ``partition 2.0 MB, credit 8.0 MB``, and the policy where it is another ``beside``."""
+def describe_config(config: SchedulerConfig, beside: SchedulerConfig | None = None) -> str:
+    """Describe ``config`` for people, in decimal units: ``partition 2.0 MB, credit 8.0 MB``. The policy is added if it differs
+    from the policy of ``beside``."""
     text = f"partition {size(config.partition_bytes)}, credit {size(config.credit_bytes)}"
     return text if beside is None or beside.policy == config.policy else f"{text}, policy {config.policy}"
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What tuning found, and what it keeps.
+    """The result of tuning and the configuration that it keeps.
 
-    ``winner`` is the best that was tried. ``gain`` is the part of the step time that it saves against ``incumbent`` (0.18 is
-    18 %; negative if it is slower), ``low`` and ``high`` the ends of the 95 % interval, from ``pairs`` pairs of windows, those
-    of ``compare.Comparison``; all 0 if there was no comparison. The two ``..._seconds`` are the step times in these pairs, or
-    in the search; 0 if not measured. ``trials`` are those of the search; ``others``, how many of them are windows of another
-    configuration than the incumbent. ``steps`` and ``seconds`` are all that tuning took, also in a job before that was
-    killed.
+    ``winner`` is the best configuration that was tried. ``gain`` is the part of the step time that it saves against
+    ``incumbent`` (0.18 is 18 %; negative if it is slower). ``low`` and ``high`` are the ends of the 95 % interval, from
+    ``pairs`` pairs of windows (the pairs of ``stats.Comparison``). These four are 0 if there was no comparison. The two
+    ``..._seconds`` are the step times in these pairs, or otherwise in the search; 0 if not measured. ``trials`` is the number
+    of trials of the search. ``others`` is the number of its windows of other configurations than the incumbent. ``steps`` and
+    ``seconds`` are the total cost of tuning, including an earlier job that was killed.
     """
 
     reason: Reason
@@ -49,13 +50,13 @@ class Verdict:
 
     @property
     def finished(self) -> bool:
-        """Whether the search came to its end, so that it need not be made again."""
+        """Whether the search is complete, so that it need not be repeated."""
         return self.reason in ("kept", "no gain", "not confirmed") and self.others > 0
 
     def sentence(self) -> str:
-        """For the log."""
+        """The verdict as one sentence for the log."""
         cost = f"tuning: {self.trials} trials, {self.seconds:.0f} s"
-        stays = f"{describe(self.incumbent)} kept"
+        stays = f"{describe_config(self.incumbent)} kept"
         if self.reason == "unfinished":
             return f"{cost}: not finished; {stays}"
         if self.reason == "failed":
@@ -65,19 +66,20 @@ class Verdict:
         if self.winner == self.incumbent:
             why = "nothing tried was faster" if self.others else "nothing was tried"
             return f"{cost}: no gain, {why}; {stays}"
-        winner = describe(self.winner, self.incumbent)
+        winner = describe_config(self.winner, self.incumbent)
         took = f"{milliseconds(self.winner_seconds)} ms instead of {milliseconds(self.incumbent_seconds)} ms"
         interval = f"95 % between {_change(self.low)} and {_change(self.high)}, {self.pairs} pairs"
         compared = f"{winner}: {took} ({_change(self.gain)}, {interval})"
         return f"{cost}: {compared}: {'kept' if self.reason == 'kept' else f'not confirmed; {stays}'}"
 
     def to_record(self) -> dict[str, Any]:
-        """As JSON values."""
+        """The verdict as JSON values."""
         return asdict(self)
 
     @classmethod
     def from_record(cls, record: dict[str, Any]) -> Verdict:
-        """The inverse of :meth:`to_record`; other keys are left aside. KeyError or TypeError if it is none."""
+        """The inverse of :meth:`to_record`; other keys are ignored. Raises KeyError or TypeError if ``record`` is not a
+        verdict."""
         values = {f.name: record[f.name] for f in fields(cls)}
         return cls(**{**values, **{name: SchedulerConfig(**values[name]) for name in ("kept", "incumbent", "winner")}})
 

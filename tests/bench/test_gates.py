@@ -42,9 +42,18 @@ def test_reads_are_measured(operation: str) -> None:
     assert all(row[f"{name}_microseconds"] > 0 for name in ("plain", "first", "later", "guard"))
 
 
-@pytest.mark.timeout(30)
 def test_gates_prints_a_row_for_each_operation_and_each_number_of_parameters(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["gates", "--parameters", "2", "3", "--rounds", "1"]) == 0
-    reads, steps = capsys.readouterr().out.split("\n\n")
+    reads, steps, clipped, compared = capsys.readouterr().out.split("\n\n")
     assert [line.split()[0] for line in reads.splitlines()[2:]] == ["view", "add", "linear"]
     assert [line.split()[0] for line in steps.splitlines()[2:]] == ["2", "3"]
+    assert len(clipped.splitlines()) == 5
+    assert [line.split()[0] for line in compared.splitlines()[2:]] == ["100"]
+
+
+def test_the_comparison_of_weights_is_measured() -> None:
+    row = gates.measure_comparison(layers=3, width=64, batch=2, rounds=2)
+    assert row["megabytes"] == 3 * 64 * 64 * 4 / 1e6
+    assert row["every"] == 100
+    assert row["added_percent"] == pytest.approx(row["comparison_milliseconds"] / row["step_milliseconds"])
+    assert row["comparison_milliseconds"] > 0

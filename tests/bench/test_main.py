@@ -8,8 +8,9 @@ import pytest
 
 from bench import __main__ as bench_main
 from bench import collectives
-from bench.arguments import at_least, float32_bytes, float32_sizes
-from bench.route import Route
+from bench.harness.arguments import at_least, float32_bytes, float32_sizes
+from bench.harness.job import Outcome
+from bench.harness.route import Route
 
 ROOT = Path(__file__).parents[2]
 
@@ -97,7 +98,6 @@ def test_number_arguments():
         float32_bytes("3")
 
 
-@pytest.mark.timeout(60)
 def test_help_lists_every_command_and_imports_no_engine():
     script = "import sys\nfrom bench.__main__ import main\ntry: main(['--help'])\nfinally: assert 'torch' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=50)
@@ -149,3 +149,13 @@ def test_a_tensor_of_few_bursts_says_nothing_of_the_link():
 
 def test_a_row_adds_up_what_is_wrong():
     assert row(wrong=(2, 3))["wrong_elements"] == 5
+
+
+@pytest.mark.parametrize("wrong", [0, 1])
+def test_wrong_elements_fail_the_command(wrong, monkeypatch, capsys):
+    by_rank = [
+        [{"size_bytes": 4096, "seconds": [0.1], "cpu_seconds": 0.1, "wrong_elements": rank * wrong}] for rank in range(2)
+    ]
+    monkeypatch.setattr(collectives, "run_job", lambda job, module, arguments: Outcome(by_rank, "loopback"))
+    assert bench_main.main(["collectives", "--sizes", "4KB:4KB"]) == wrong
+    assert capsys.readouterr().out.splitlines()[-1].split()[-1] == str(wrong)

@@ -7,7 +7,6 @@ from bench.__main__ import main
 
 
 @pytest.mark.parametrize("completion", ["in start", "in a thread"])
-@pytest.mark.timeout(30)
 def test_overhead_measures_and_leaves_no_thread(completion):
     row = overhead.measure(completion, partitions=20, repetitions=3)
     assert row["partitions"] == 20
@@ -15,7 +14,6 @@ def test_overhead_measures_and_leaves_no_thread(completion):
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("commsched-")]
 
 
-@pytest.mark.timeout(30)
 def test_overhead_prints_a_row_for_each_number_of_partitions(capsys):
     assert main(["overhead", "--partitions", "5", "7", "--repetitions", "1"]) == 0
     lines = capsys.readouterr().out.splitlines()[2:]

@@ -2,11 +2,13 @@ import argparse
 import json
 import re
 import sys
+from xml.etree import ElementTree
 
 import pytest
 
 from bench import __main__ as bench_main
-from bench import report, results
+from bench import report
+from bench.harness import results
 from bench.report.group import groups
 from bench.report.inversions import inversions, network_tasks
 from bench.report.markdown import markdown
@@ -411,3 +413,14 @@ def test_without_a_package_the_line_that_installs_it_is_said(module, monkeypatch
     monkeypatch.setitem(sys.modules, module, None)
     assert bench_main.main(["report", str(write(tmp_path / "in.json", sample()))]) == 1
     assert capsys.readouterr().err == f'python -m bench report: this needs {module}: pip install "commsched[report]"\n'
+
+
+def test_the_timeline_is_a_picture_of_its_own(tmp_path, capsys):
+    picture = tmp_path / "step.svg"
+    path = str(write(tmp_path / "in.json", sample()))
+    assert bench_main.main(["report", path, "--out", str(tmp_path / "out.html"), "--timeline", str(picture)]) == 0
+    assert ElementTree.parse(picture).getroot().tag == "{http://www.w3.org/2000/svg}svg"
+    assert "ms since the step began" in picture.read_text()
+    path = str(write(tmp_path / "in.json", [each | {"timeline": []} for each in sample()]))
+    assert bench_main.main(["report", path, "--out", str(tmp_path / "out.html"), "--timeline", str(picture)]) == 1
+    assert "no step was recorded: measure with python -m bench train" in capsys.readouterr().err

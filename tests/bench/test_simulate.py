@@ -6,9 +6,9 @@ from bench import __main__ as bench_main
 from bench.simulator.check import NotSimulated, errors, simulated_seconds, typical_error
 from bench.simulator.row import Case, compare_with_ddp, make_row
 from bench.simulator.systems import SYSTEMS, best_rules, ddp, partition_sizes, rules_of
-from commsched.simulator.profile import Layer, Profile
+from commsched.simulator.profile import LayerProfile, Profile
 
-PROFILE = Profile("small", tuple(Layer(f"l{i}", ((250_000,),), 0.01, 0.02) for i in range(8)), "made up")
+PROFILE = Profile("small", tuple(LayerProfile(f"l{i}", ((250_000,),), 0.01, 0.02) for i in range(8)), "made up")
 
 #: What a row of ``bench train`` has.
 KEYS = {

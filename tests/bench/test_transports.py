@@ -8,7 +8,7 @@ import pytest
 from bench import __main__ as bench_main
 from bench import transports
 from bench.__main__ import main
-from bench.results import SCHEMA
+from bench.harness.results import SCHEMA
 from bench.transports import Table, tables
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+import re
 import socket
 import threading
 import time
@@ -15,10 +16,12 @@ import pytest
 
 from commsched.control import client as client_module
 from commsched.control import messages
-from commsched.control import server as server_module
+from commsched.control import stream as stream_module
 from commsched.control.client import ControlClient, Member
 from commsched.control.messages import METHOD, SERVICE, Failed, decode, encode
+from commsched.control.roster import Roster
 from commsched.control.server import ControlServer
+from commsched.core import timeouts
 from commsched.core.errors import (
     ClosedError,
     CommschedError,
@@ -30,12 +33,11 @@ from commsched.core.errors import (
     UnsupportedError,
     from_record,
 )
-from commsched.rpc import DaemonExecutor, make_channel, token_metadata
+from commsched.net.rpc import Call, DaemonExecutor, make_channel
 from commsched.version import __version__
 
 from .world import PATIENCE_SECONDS, TOKEN, Recorder, joining, results, running
 
-pytestmark = pytest.mark.timeout(60)
 SLOW = {"fail_after_seconds": 10.0, "join_within_seconds": 30.0}
 
 
@@ -58,6 +60,77 @@ def test_ranks_join_gather_and_leave() -> None:
         with pytest.raises(ClosedError, match="the control channel is closed"):
             job.clients[0].gather("late", 0)
     assert all(listener.calls.empty() for listener in job.listeners)
+
+
+def leave(client: ControlClient) -> None:
+    client.leave()
+    client.wait_until_all_left()
+
+
+def test_a_rank_that_nobody_waits_for_need_not_wait_for_the_others() -> None:
+    with running(3, fail_after_seconds=0.2, direct=True) as job:
+        ending = job.start(leave, job.clients[1])
+        spares = []
+        for rank in (0, 2):
+            assert job.listeners[rank].next("leave") == 1
+            leaver, spare = job.listeners[rank].next("parting")
+            assert leaver == 1
+            spares.append(spare)
+        spares[0]()
+        assert not ending.done()
+        spares[1]()
+        ending.result(PATIENCE_SECONDS)
+        job.clients[1].close()
+        assert not threading.Event().wait(0.5)  # more than fail_after: its silence is no failure
+        job.clients[2].tell("still here")
+        assert job.listeners[0].next("told") == (2, "still here")
+        results([job.start(leave, job.clients[rank]) for rank in (0, 2)])
+        assert [job.listeners[0].next("leave"), job.listeners[2].next("leave")] == [2, 0]
+    assert all(listener.calls.empty() for listener in job.listeners)
+
+
+def test_a_rank_0_that_nobody_waits_for_ends_the_channel_for_all() -> None:
+    with running(2, fail_after_seconds=0.2, direct=True) as job:
+        ending = job.start(leave, job.clients[0])
+        assert job.listeners[1].next("leave") == 0
+        job.listeners[1].next("parting")[1]()
+        ending.result(PATIENCE_SECONDS)
+        job.clients[0].close()
+        job.server.close()
+        one = job.clients[1]
+        with pytest.raises(PeerLost, match=r"rank 0 \(host .*\) left, and rank 1 .* cannot go on without it"):
+            one.gather("late", 1)
+        one.tell("nobody hears it")
+        one.propose({})
+        leave(one)
+        assert job.listeners[1].calls.empty()
+        error = PeerLost("what comes after the end")
+        one.report(error)
+        assert job.listeners[1].next("failure") is error
+
+
+def test_a_rank_whose_last_session_others_are_still_in_waits_for_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    refuse, refused = Roster._refuse, []
+    monkeypatch.setattr(Roster, "_refuse", lambda *event: refused.append(event) or refuse(*event))
+    with running(2, fail_after_seconds=0.2, direct=True) as job:
+        ending = job.start(leave, job.clients[1])
+        assert job.listeners[0].next("leave") == 1
+        job.listeners[0].next("parting")[1]()
+        ending.result(PATIENCE_SECONDS)
+        job.clients[1].close()
+        with pytest.raises(PeerTimeout, match=r"could not join .* within 1 s: the job that listens there is about to end"):
+            ControlClient(
+                job.server.address,
+                TOKEN,
+                Member.rank(1, 2),
+                Recorder(),
+                fail_after_seconds=0.2,
+                join_within_seconds=1.0,
+            )
+        assert len(refused) > 1  # it has asked again
+        leave(job.clients[0])
 
 
 def test_a_rank_may_start_before_rank_0_listens() -> None:
@@ -83,6 +156,66 @@ def test_a_rank_may_start_before_rank_0_listens() -> None:
     executor.shutdown()
 
 
+@pytest.mark.parametrize(
+    ("thread", "has_reached_rank_0"),
+    [("commsched-control-watch", False), ("commsched-control-receive", False), ("commsched-control-calls", True)],
+)
+def test_a_rank_that_can_start_no_thread_ends_at_once_and_says_so_to_whom_it_has_reached(
+    monkeypatch: pytest.MonkeyPatch, thread: str, has_reached_rank_0: bool
+) -> None:
+    start = threading.Thread.start
+    this_rank = threading.local()
+
+    def start_or_not(started: threading.Thread) -> None:
+        if started.name == thread and hasattr(this_rank, "has_no_threads"):
+            raise RuntimeError("can't start new thread")
+        start(started)
+
+    def join_without_threads(rank: int) -> ControlClient:
+        this_rank.has_no_threads = True
+        return job.join_rank(rank)
+
+    monkeypatch.setattr(threading.Thread, "start", start_or_not)
+    with joining(2) as job:
+        joined = job.start(job.join_rank, 0) if has_reached_rank_0 else None
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            job.start(join_without_threads, 1).result(PATIENCE_SECONDS)
+        if joined is not None:  # rank 0 hears of it when it has joined, or just before
+            raised = joined.exception(PATIENCE_SECONDS)
+            assert re.match(r"rank 1 \(.*\) is gone: it closed before", str(raised or job.listeners[0].failure()))
+
+
+def test_a_rank_for_which_grpc_can_start_no_thread_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Threadless(Call):
+        def __iter__(self) -> Any:
+            raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(stream_module, "Call", Threadless)
+    with joining(2) as job, pytest.raises(TransportError, match="cannot be joined: can't start new thread"):
+        job.join_rank(1)
+
+
+def test_an_error_of_this_rank_is_not_taken_for_rank_0s_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = threading.Event()
+
+    class Wrong(Call):
+        def __iter__(self) -> Any:
+            for data in super().__iter__():
+                if wrong.is_set():
+                    raise RuntimeError("dictionary changed size during iteration")
+                yield data
+
+    with joining(2, fail_after_seconds=1.0) as job:
+        first = job.start(job.join_rank, 0)
+        monkeypatch.setattr(stream_module, "Call", Wrong)
+        job.join_rank(1)
+        first.result(PATIENCE_SECONDS)
+        wrong.set()  # the next heartbeat is its last
+        failure = job.listeners[1].failure()
+        assert str(failure).startswith("rank 1 (host host-1")
+        assert str(failure).endswith("cannot read the control channel: dictionary changed size during iteration")
+
+
 def test_missing_ranks_are_named_to_those_who_wait() -> None:
     with joining(4, join_within_seconds=0.5) as job:
         joins = [job.start(job.join_rank, rank) for rank in (0, 2)]
@@ -90,6 +223,29 @@ def test_missing_ranks_are_named_to_those_who_wait() -> None:
             with pytest.raises(PeerTimeout, match=r"^ranks 1, 3 of 4 did not join within 0\.5 s$"):
                 join.result(PATIENCE_SECONDS)
     assert all(listener.calls.empty() for listener in job.listeners)  # told by the exception, and not twice
+
+
+def test_who_waits_in_vain_is_told_of_who_was_turned_away() -> None:
+    with joining(2, join_within_seconds=1.0) as job:
+        first = job.start(job.join_rank, 0)
+        with pytest.raises(ConfigError, match="refuses this token"):
+            job.join(Member.rank(1, 2), token="another-secret")
+        refused = (
+            r"rank 1 of 2 did not join within 1 s; rank 0 refused a call from ipv[46]:.*: it does not prove this job's token"
+        )
+        with pytest.raises(PeerTimeout, match=refused):
+            first.result(PATIENCE_SECONDS)
+
+
+def test_a_rank_that_does_not_come_to_a_gather_is_named_and_ends_the_job_after_the_limit() -> None:
+    with running(3) as job:
+        job.clients[0]._stall_after_seconds = 0.2
+        waiting = job.start(job.clients[0].gather, "g", 0)
+        job.start(job.clients[2].gather, "g", 2)
+        limit = r"rank 1 has not come to gather 'g'; rank 0 \(.*\) has waited 0 s for it, and stall_after is 0.2 s"
+        with pytest.raises(PeerTimeout, match=limit):
+            waiting.result(PATIENCE_SECONDS)
+        assert "rank 1 has not come to gather 'g'" in str(job.listeners[1].failure())
 
 
 def test_nobody_listens() -> None:
@@ -125,9 +281,48 @@ def test_a_wrong_token_is_refused_with_one_clear_line_and_shown_nowhere(caplog: 
             f"rank 0 at {job.server.address} refuses this token; set the same COMMSCHED_TOKEN on every rank"
         )
         assert job.clients[0].gather("g", 1) == [1]  # the job goes on
-    assert "does not carry this job's token" in caplog.text
+    assert "does not prove this job's token" in caplog.text
     assert "another-secret" not in caplog.text
     assert TOKEN not in caplog.text
+
+
+def test_a_member_of_another_job_is_refused_by_name_and_this_job_forms() -> None:
+    with joining(2) as job:
+        first = job.start(job.join_rank, 0)
+        with pytest.raises(ConfigError) as refusal:
+            job.join(Member.rank(1, 2), job="that job")
+        assert str(refusal.value) == (
+            f"rank 0 at {job.server.address} refuses this process: it serves a job without a name, and this is job 'that job'; "
+            "give each job an address of its own"
+        )
+        job.join_rank(1)
+        first.result(PATIENCE_SECONDS)
+
+
+def test_who_listens_at_rank_0s_address_and_has_no_token_is_believed_nothing() -> None:
+    heard = []
+
+    def answer(requests: Any, context: grpc.ServicerContext) -> Any:
+        if "commsched-proof-bin" not in dict(context.invocation_metadata()):
+            context.set_trailing_metadata((("commsched-challenge-bin", bytes(72)),))
+            context.abort(grpc.StatusCode.UNAUTHENTICATED, "")
+        yield encode(messages.Welcome("an impostor", 1))
+        heard.extend(requests)
+
+    executor = DaemonExecutor("test")
+    impostor = grpc.server(executor)
+    handlers = {METHOD: grpc.stream_stream_rpc_method_handler(answer)}
+    impostor.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+    address = f"127.0.0.1:{impostor.add_insecure_port('127.0.0.1:0')}"
+    impostor.start()
+    with pytest.raises(ConfigError) as refusal:
+        ControlClient(address, TOKEN, Member.rank(1, 2), Recorder(), **SLOW)
+    assert str(refusal.value) == (
+        f"what listens at {address} does not prove that it has this job's token; another program may listen there"
+    )
+    impostor.stop(None)
+    executor.shutdown()
+    assert heard == []
 
 
 def test_an_empty_token_is_refused() -> None:
@@ -145,7 +340,8 @@ def test_versions_differ(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_protocols_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client_module, "PROTOCOL", messages.PROTOCOL + 1)
     with joining(2) as job:
-        with pytest.raises(ProtocolError, match=r"\(control protocol 3\), but rank 0 runs .* \(control protocol 2\)"):
+        ours, theirs = messages.PROTOCOL, messages.PROTOCOL + 1
+        with pytest.raises(ProtocolError, match=rf"protocol {theirs}\), but rank 0 runs .*protocol {ours}\)"):
             job.join_rank(1)
 
 
@@ -204,7 +400,7 @@ def test_the_largest_value_fits_through_the_server(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(client_module, "MAX_MESSAGE_BYTES", 2**20)
     monkeypatch.setattr("commsched.control.server.MAX_WIRE_BYTES", 2**20 + 2**16)
     monkeypatch.setattr("commsched.control.stream.MAX_WIRE_BYTES", 2**20 + 2**16)
-    room = 2**20 - len(encode(messages.Give("g", '""')))
+    room = 2**20 - len(encode(messages.Gather("g", '""')))
     value = "x" * room
     with running(1) as job:
         assert job.clients[0].gather("g", value) == [value]
@@ -260,7 +456,9 @@ def test_of_two_failures_everybody_is_told_the_same() -> None:
 
 def test_a_very_long_message_is_cut() -> None:
     with running(2) as job:
-        job.clients[0].report(PeerLost("x" * 10**6))
+        error = PeerLost("x" * 10**6)
+        job.clients[0].report(error)
+        assert job.listeners[0].next("failure") is error
         assert len(str(job.listeners[1].next("failure"))) == 10_000
 
 
@@ -302,7 +500,7 @@ def test_a_server_that_closes_while_the_job_runs_says_so() -> None:
 
 def test_a_server_closes_when_every_member_has_heard_why(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its process may end then: what a member had not read by that time might be lost."""
-    monkeypatch.setattr(server_module, "_FAREWELL_SECONDS", 1000.0)
+    monkeypatch.setattr(timeouts, "FAREWELL_SECONDS", 1000.0)
     with running(3, direct=True) as job:
         coming, read = threading.Event(), threading.Event()
         stream = job.clients[2]._stream
@@ -327,14 +525,14 @@ def test_a_server_closes_when_every_member_has_heard_why(monkeypatch: pytest.Mon
 
 
 def test_a_server_that_closes_does_not_wait_for_who_was_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module, "_FAREWELL_SECONDS", 1000.0)
+    monkeypatch.setattr(timeouts, "FAREWELL_SECONDS", 1000.0)
     with running(2, fail_after_seconds=0.5, direct=True) as job:
         stopped = threading.Event()
         stream = job.clients[1]._stream
         monkeypatch.setattr(job.clients[1]._liveness, "tick", lambda now: [])  # who is stopped gives nobody up
         monkeypatch.setattr(stream, "_on_data", lambda data: stopped.wait(PATIENCE_SECONDS))
         monkeypatch.setattr(stream._outbox, "_heartbeat_seconds", 1000.0)
-        stream._outbox.put(encode(messages.Beat()))  # ends the wait that has begun
+        stream._outbox.put(encode(messages.Heartbeat()))  # ends the wait that has begun
         assert isinstance(job.listeners[0].next("failure"), PeerTimeout)
         job.clients[0].close()
         job.start(job.server.close).result(PATIENCE_SECONDS)
@@ -342,7 +540,7 @@ def test_a_server_that_closes_does_not_wait_for_who_was_given_up(monkeypatch: py
 
 
 def test_without_a_verdict_the_reporter_tells_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_module, "_VERDICT_SECONDS", 0.2)
+    monkeypatch.setattr(timeouts, "VERDICT_SECONDS", 0.2)
     with running(2) as job:
         monkeypatch.setattr(job.server, "_received", lambda connection, data: None)
         error = PeerLost("rank 1's shard is gone")
@@ -357,7 +555,7 @@ def test_a_connection_that_breaks_before_the_verdict_tells_the_likeliest_cause(
     monkeypatch: pytest.MonkeyPatch, error: CommschedError, is_a_consequence: bool
 ) -> None:
     """Lanes that break belong to what ended rank 0; another error of our own does not."""
-    monkeypatch.setattr(client_module, "_VERDICT_SECONDS", 1000.0)
+    monkeypatch.setattr(timeouts, "VERDICT_SECONDS", 1000.0)
     with running(2) as job:
         monkeypatch.setattr(job.server, "_received", lambda connection, data: None)
         job.clients[1].report(error)
@@ -366,6 +564,27 @@ def test_a_connection_that_breaks_before_the_verdict_tells_the_likeliest_cause(
         assert ("the control connection to it broke" in str(told)) is is_a_consequence
         assert is_a_consequence or told is error
         assert "the control connection to it broke" in str(job.listeners[0].next("failure"))
+
+
+@pytest.mark.parametrize(
+    ("error", "is_a_consequence"), [(PeerLost("rank 2's shard has closed"), True), (ProtocolError("garbage"), False)]
+)
+def test_what_is_reported_to_a_frozen_rank_0_tells_the_likeliest_cause(
+    monkeypatch: pytest.MonkeyPatch, error: CommschedError, is_a_consequence: bool
+) -> None:
+    """Whoever gives rank 0 up first ends, and its lanes break for the others."""
+    monkeypatch.setattr(timeouts, "VERDICT_SECONDS", 0.2)  # over long before rank 0 is given up
+    with running(2, fail_after_seconds=1.0) as job:
+        monkeypatch.setattr(job.server, "_decide", lambda decision: None)
+        monkeypatch.setattr(job.clients[0]._liveness, "tick", lambda now: [])  # who is frozen gives nobody up
+        for outbox in job.server._outboxes.values():
+            monkeypatch.setattr(outbox, "_heartbeat_seconds", 1000.0)
+            outbox.put(encode(messages.Heartbeat()))  # ends the wait that has begun
+        assert not threading.Event().wait(0.6)  # rank 0 is silent by now, and not given up
+        job.clients[1].report(error)
+        told = job.listeners[1].next("failure")
+        assert isinstance(told, PeerTimeout) is is_a_consequence, told
+        assert str(told).startswith("rank 0 (host ") if is_a_consequence else told is error
 
 
 def test_a_listener_that_raises_fails_the_job() -> None:
@@ -398,7 +617,7 @@ def test_silence_of_a_member_is_told_with_its_seconds(monkeypatch: pytest.Monkey
     with running(2, fail_after_seconds=0.5) as job:
         outbox = job.clients[1]._stream._outbox
         monkeypatch.setattr(outbox, "_heartbeat_seconds", 1000.0)
-        outbox.put(encode(messages.Beat()))  # ends the wait that has begun
+        outbox.put(encode(messages.Heartbeat()))  # ends the wait that has begun
         for listener in job.listeners:
             error = listener.next("failure")
             assert isinstance(error, PeerTimeout)
@@ -417,8 +636,7 @@ def test_heartbeats_keep_an_idle_job_alive() -> None:
 def test_garbage_with_the_token_is_turned_away_and_the_job_goes_on(garbage: bytes) -> None:
     with running(2) as job:
         channel = make_channel(job.server.address, 10.0, messages.MAX_WIRE_BYTES)
-        call = channel.stream_stream(f"/{SERVICE}/{METHOD}")(iter([garbage]), metadata=token_metadata(TOKEN))
-        [answer] = [decode(data) for data in call]
+        [answer] = [decode(data) for data in Call(channel, f"/{SERVICE}/{METHOD}", iter([garbage]), TOKEN, "")]
         channel.close()
         assert isinstance(answer, Failed)
         assert isinstance(from_record(answer.error), ProtocolError)

@@ -1,9 +1,10 @@
 from __future__ import annotations
 
-from commsched.control.liveness import Liveness, heartbeat_seconds, tick_seconds, too_silent
+from commsched.control.liveness import FailureDetector, heartbeat_seconds, tick_seconds, too_silent
+from commsched.control.member import Member
 
 
-def watch(liveness: Liveness[str], begin: float, end: float, speaking: set[str]) -> list[tuple[str, float]]:
+def watch(liveness: FailureDetector[str], begin: float, end: float, speaking: set[str]) -> list[tuple[str, float]]:
     """Ticks and heartbeats as they come, from ``begin`` to ``end``; who was given up."""
     overdue, now = [], begin
     while now < end:
@@ -15,7 +16,7 @@ def watch(liveness: Liveness[str], begin: float, end: float, speaking: set[str])
 
 
 def test_a_silent_peer_is_given_up_once_and_within_two_seconds_after_fail_after() -> None:
-    liveness: Liveness[str] = Liveness(10.0, now=0.0)
+    liveness: FailureDetector[str] = FailureDetector(10.0, now=0.0)
     for peer in ("silent", "speaking"):
         liveness.heard(peer)
     [(peer, silence)] = watch(liveness, 0.0, 12.0, {"speaking"})
@@ -25,24 +26,27 @@ def test_a_silent_peer_is_given_up_once_and_within_two_seconds_after_fail_after(
 
 
 def test_a_pause_of_less_than_fail_after_is_forgiven() -> None:
-    liveness: Liveness[str] = Liveness(10.0, now=0.0)
+    liveness: FailureDetector[str] = FailureDetector(10.0, now=0.0)
     liveness.heard("a")
     assert watch(liveness, 0.0, 10.0 + heartbeat_seconds(10.0), set()) == []  # its last beat came an interval before
 
 
 def test_a_pause_of_our_own_is_not_held_against_peers() -> None:
-    liveness: Liveness[str] = Liveness(10.0, now=0.0)
+    liveness: FailureDetector[str] = FailureDetector(10.0, now=0.0)
     liveness.heard("a")
     assert liveness.tick(1000.0) == []
     assert watch(liveness, 1000.0, 1009.0, set()) == []
 
 
 def test_a_forgotten_peer_is_not_given_up() -> None:
-    liveness: Liveness[str] = Liveness(10.0, now=0.0)
+    liveness: FailureDetector[str] = FailureDetector(10.0, now=0.0)
     liveness.heard("a")
     liveness.forget("a")
     assert watch(liveness, 0.0, 30.0, set()) == []
 
 
 def test_the_message_names_the_peer_and_the_seconds() -> None:
-    assert str(too_silent("rank 3", 11.23, 10.0)) == "rank 3 has been silent for 11.2 s; fail_after is 10 s"
+    error = too_silent(Member("rank", 3, 4, "h", 5), 11.23, 10.0)
+    assert str(error) == "rank 3 (host h, pid 5) has been silent for 11.2 s; fail_after is 10 s"
+    assert (error.rank, error.server) == (3, None)
+    assert too_silent(Member("server", 2, 0, "h", 5), 11.23, 10.0).server == 2

@@ -22,31 +22,34 @@ json_values = st.recursive(
 configs = st.dictionaries(text, json_values, max_size=3)
 steps = st.dictionaries(counts, counts, max_size=3)
 errors = st.dictionaries(text, text, max_size=3)
-members = st.builds(Member, st.sampled_from(["rank", "server"]), counts, counts, text, counts)
+members = st.builds(Member, st.sampled_from(["rank", "server"]), counts, counts, text, counts, text)
 
 every_message = st.one_of(
     st.builds(messages.Hello, text, st.just(PROTOCOL), members, seconds),
     st.builds(messages.Ping, seconds),
-    st.builds(messages.Give, text, text),
-    st.builds(messages.Report, errors),
+    st.builds(messages.Gather, text, text),
+    st.builds(messages.ReportFailure, errors),
     st.builds(messages.Leave),
-    st.builds(messages.Bye),
+    st.builds(messages.Part),
+    st.builds(messages.Spare, counts),
+    st.builds(messages.Disconnect),
     st.builds(messages.Propose, configs),
-    st.builds(messages.Held, steps),
+    st.builds(messages.Prepared, steps),
     st.builds(messages.Tell, text),
     st.builds(messages.Announce, text),
     st.builds(messages.Told, counts, text),
     st.builds(messages.Announced, text),
-    st.builds(messages.Beat),
+    st.builds(messages.Heartbeat),
     st.builds(messages.Welcome, text, counts),
-    st.builds(messages.Ready),
+    st.builds(messages.Ready, text),
     st.builds(messages.Pong, seconds, seconds),
-    st.builds(messages.Given, text, counts, text),
+    st.builds(messages.GatherPart, text, counts, text),
     st.builds(messages.Failed, errors),
     st.builds(messages.Left, counts),
+    st.builds(messages.Parting, counts),
     st.builds(messages.End),
-    st.builds(messages.Hold),
-    st.builds(messages.SwitchAt, configs, steps),
+    st.builds(messages.Prepare),
+    st.builds(messages.Commit, configs, steps),
 )
 
 
@@ -64,26 +67,29 @@ def _one_of_each() -> list[Message]:
     return [
         messages.Hello("1", PROTOCOL, member, 1.0),
         messages.Ping(1.0),
-        messages.Give("t", "1"),
-        messages.Report({}),
+        messages.Gather("t", "1"),
+        messages.ReportFailure({}),
         messages.Leave(),
-        messages.Bye(),
+        messages.Part(),
+        messages.Spare(1),
+        messages.Parting(1),
+        messages.Disconnect(),
         messages.Propose({}),
-        messages.Held({}),
+        messages.Prepared({}),
         messages.Tell("1"),
         messages.Announce("1"),
         messages.Told(0, "1"),
         messages.Announced("1"),
-        messages.Beat(),
+        messages.Heartbeat(),
         messages.Welcome("h", 1),
-        messages.Ready(),
+        messages.Ready("h:1"),
         messages.Pong(1.0, 2.0),
-        messages.Given("t", 0, "1"),
+        messages.GatherPart("t", 0, "1"),
         messages.Failed({}),
         messages.Left(0),
         messages.End(),
-        messages.Hold(),
-        messages.SwitchAt({}, {}),
+        messages.Prepare(),
+        messages.Commit({}, {}),
     ]
 
 

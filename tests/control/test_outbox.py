@@ -4,12 +4,12 @@ import threading
 
 import pytest
 
-from commsched.control.messages import Beat, decode
-from commsched.control.outbox import Outbox
+from commsched.control.messages import Heartbeat, decode
+from commsched.control.outbox import MessageQueue
 
 
 def test_what_was_put_comes_in_order_and_then_it_ends() -> None:
-    outbox = Outbox(heartbeat_seconds=60)
+    outbox = MessageQueue(heartbeat_seconds=60)
     outbox.put(b"1")
     outbox.put(b"2")
     outbox.close()
@@ -19,18 +19,18 @@ def test_what_was_put_comes_in_order_and_then_it_ends() -> None:
 
 
 def test_a_heartbeat_when_nothing_was_put() -> None:
-    assert decode(next(Outbox(heartbeat_seconds=0.001))) == Beat()
+    assert decode(next(MessageQueue(heartbeat_seconds=0.001))) == Heartbeat()
 
 
 def test_nothing_more_after_discard() -> None:
-    outbox = Outbox(heartbeat_seconds=60)
+    outbox = MessageQueue(heartbeat_seconds=60)
     outbox.put(b"1")
     outbox.discard()
     assert list(outbox) == []
 
 
 def test_close_ends_a_wait() -> None:
-    outbox = Outbox(heartbeat_seconds=60, thread_name="test-outbox")
+    outbox = MessageQueue(heartbeat_seconds=60, thread_name="test-outbox")
     thread = threading.Thread(target=lambda: list(outbox), daemon=True)
     thread.start()
     outbox.close()
@@ -41,7 +41,7 @@ def test_close_ends_a_wait() -> None:
 
 
 def test_a_put_ends_a_wait() -> None:
-    outbox = Outbox(heartbeat_seconds=60)
+    outbox = MessageQueue(heartbeat_seconds=60)
     got: list[bytes] = []
     thread = threading.Thread(target=lambda: got.append(next(outbox)), daemon=True)
     thread.start()

@@ -13,24 +13,27 @@ from commsched.control.messages import (
     PROTOCOL,
     Announce,
     Announced,
-    Beat,
-    Bye,
+    Commit,
+    Disconnect,
     End,
     Failed,
-    Give,
-    Given,
-    Held,
+    Gather,
+    GatherPart,
+    Heartbeat,
     Hello,
-    Hold,
     Leave,
     Left,
     Message,
+    Part,
+    Parting,
     Ping,
     Pong,
+    Prepare,
+    Prepared,
     Propose,
     Ready,
-    Report,
-    SwitchAt,
+    ReportFailure,
+    Spare,
     Tell,
     Told,
     Welcome,
@@ -41,7 +44,7 @@ from commsched.version import __version__
 
 
 def new_roster(world_size: int) -> Roster:
-    return Roster(world_size, "h", 70, fail_after_seconds=10.0, join_within_seconds=60.0, now=0.0)
+    return Roster(world_size, "h", 70, fail_after_seconds=10.0, join_within_seconds=60.0, now=0.0, servers=2)
 
 
 def member(rank: int, world_size: int = 2) -> Member:
@@ -74,7 +77,34 @@ def test_ranks_are_welcomed_and_told_when_all_are_there() -> None:
     roster = new_roster(2)
     welcome = Welcome("h", 70)
     assert roster.received(7, hello(member(1)), 0.0) == [Send((7,), welcome)]
-    assert roster.received(9, hello(member(0)), 1.0) == [Send((9,), welcome), Send((7, 9), Ready())]
+    assert roster.received(9, hello(member(0)), 1.0) == [Send((9,), welcome), Send((7, 9), Ready(""))]
+
+
+def test_all_are_told_where_to_ask_whether_rank_0_runs() -> None:
+    roster = new_roster(2)
+    roster.received(7, hello(member(1)), 0.0)
+    sends = roster.received(9, hello(replace(member(0), witness="h0:5")), 0.0)
+    assert sends[-1] == Send((7, 9), Ready("h0:5"))
+
+
+def test_a_silent_member_whose_witness_says_that_it_runs_is_not_given_up() -> None:
+    roster, now = joined(3), 0.0
+    while now < 30.0:
+        now += 0.1
+        for rank in (0, 2):
+            roster.received(rank, Heartbeat(), now)
+        assert roster.tick(now) == []
+        for connection, who in roster.doubtful():
+            assert (connection, who) == (1, member(1, 3))
+            roster.runs(connection)
+    sends: list[Send] = []
+    while not sends:  # and no longer than ``fail_after`` once the witness says nothing
+        now += 0.1
+        for rank in (0, 2):
+            roster.received(rank, Heartbeat(), now)
+        sends = roster.tick(now)
+    assert 35.0 < now < 42.0
+    assert told(sends).startswith("rank 1 (host h1, pid 71) has been silent for ")
 
 
 def test_a_server_may_join_before_or_after_and_hears_who_has_left() -> None:
@@ -82,15 +112,19 @@ def test_a_server_may_join_before_or_after_and_hears_who_has_left() -> None:
     early, late = Member.server(0), Member.server(1)
     assert roster.received(5, hello(early), 0.0) == [Send((5,), Welcome("h", 70))]
     roster.received(0, hello(member(0)), 0.0)
-    assert roster.received(1, hello(member(1)), 0.0)[-1] == Send((5, 0, 1), Ready())
+    assert roster.received(1, hello(member(1)), 0.0)[-1] == Send((5, 0, 1), Ready(""))
     roster.received(1, Leave(), 0.0)
-    assert [send.message for send in roster.received(6, hello(late), 0.0)] == [Welcome("h", 70), Ready(), Left(1)]
+    assert [send.message for send in roster.received(6, hello(late), 0.0)] == [Welcome("h", 70), Ready(""), Left(1)]
 
 
 @pytest.mark.parametrize(
     ("stranger", "message"),
     [
         (member(0, 3), "rank 0 (host h0, pid 70) says there are 3 ranks, but rank 0 says 2"),
+        (
+            replace(Member.server(2, "s"), pid=9),
+            "server 2 (host s, pid 9) is not one of the 2 parameter servers that rank 0 was given",
+        ),
         (member(2, 2), "rank 2 (host h2, pid 72) is not one of the 2 ranks, which are counted from 0"),
         (
             Member("rank", 1, 2, "elsewhere", 5),
@@ -127,7 +161,7 @@ def test_a_stray_process_is_turned_away_from_a_running_job_which_goes_on() -> No
 
 
 def test_who_says_no_hello_is_turned_away() -> None:
-    assert told(joined(2).received(8, Beat(), 0.0)) == "a process sent Beat before its hello"
+    assert told(joined(2).received(8, Heartbeat(), 0.0)) == "a process sent Heartbeat before its hello"
 
 
 def test_missing_ranks_are_named_at_the_deadline_of_whoever_waits_least() -> None:
@@ -136,8 +170,10 @@ def test_missing_ranks_are_named_at_the_deadline_of_whoever_waits_least() -> Non
     roster.received(2, hello(member(2, 4), within_seconds=20.0), 5.0)
     assert roster.tick(24.9) == []
     for rank in (0, 2):
-        roster.received(rank, Beat(), 25.0)
-    assert told(roster.tick(25.1)) == "ranks 1, 3 of 4 did not join within 60 s"
+        roster.received(rank, Heartbeat(), 25.0)
+    roster.refused("a call from 10.0.0.7: it does not prove this job's token")
+    refused = "; rank 0 refused a call from 10.0.0.7: it does not prove this job's token"
+    assert told(roster.tick(25.1)) == f"ranks 1, 3 of 4 did not join within 60 s{refused}"
 
 
 def test_who_comes_late_hears_how_it_ended() -> None:
@@ -157,8 +193,8 @@ def test_the_first_failure_counts_and_is_told_to_every_member() -> None:
     roster = joined(2)
     roster.received(8, hello(Member.server(0)), 0.0)
     error = to_record(PeerLost("rank 9 is gone"))
-    assert roster.received(1, Report(error), 0.0) == [Send((0, 1, 8), Failed(error))]
-    assert roster.received(0, Report(to_record(PeerLost("another"))), 0.0) == []
+    assert roster.received(1, ReportFailure(error), 0.0) == [Send((0, 1, 8), Failed(error))]
+    assert roster.received(0, ReportFailure(to_record(PeerLost("another"))), 0.0) == []
     assert roster.disconnected(1) == []
     assert roster.tick(1000.0) == []
 
@@ -171,7 +207,9 @@ def test_a_member_that_disconnects_is_lost_even_after_it_left() -> None:
 
 def test_a_member_that_says_bye_before_the_end_is_lost_by_its_own_doing() -> None:
     roster = joined(2)
-    assert told(roster.received(1, Bye(), 0.0)) == "rank 1 (host h1, pid 71) is gone: it closed before all ranks had left"
+    assert (
+        told(roster.received(1, Disconnect(), 0.0)) == "rank 1 (host h1, pid 71) is gone: it closed before all ranks had left"
+    )
     assert roster.disconnected(1) == []
 
 
@@ -180,21 +218,33 @@ def test_the_most_silent_member_is_named() -> None:
     sends: list[Send] = []
     while not sends:
         now += 0.1
-        roster.received(0, Beat(), now)
+        roster.received(0, Heartbeat(), now)
         if now < 0.5:
-            roster.received(1, Beat(), now)
+            roster.received(1, Heartbeat(), now)
         sends = roster.tick(now)
     assert now < 12.0
     assert told(sends).startswith("rank 2 (host h2, pid 72) has been silent for ")
 
 
-@pytest.mark.parametrize("message", [Ready(), Welcome("h", 1), hello(member(0)), Held({})])
+def test_of_several_that_are_given_up_together_the_most_silent_is_named() -> None:
+    roster = joined(3)
+    roster.tick(0.1)
+    roster.received(1, Heartbeat(), 0.1)
+    sends: list[Send] = []
+    for now in (0.1 + 0.5 * tick for tick in range(1, 30)):
+        roster.received(0, Heartbeat(), now)
+        sends = sends or roster.tick(now)
+    assert roster.given_up == {1, 2}
+    assert told(sends).startswith("rank 2 (host h2, pid 72) has been silent for ")
+
+
+@pytest.mark.parametrize("message", [Ready(""), Welcome("h", 1), hello(member(0)), Prepared({})])
 def test_a_member_that_sends_what_is_not_its_to_send_fails_the_job(message: Message) -> None:
     roster = joined(2)
     assert told(roster.received(1, message, 0.0)).startswith("rank 1 (host h1, pid 71) ")
 
 
-@pytest.mark.parametrize("message", [Give("t", "1"), Leave(), Propose({}), Tell("1"), Announce("1"), Held({})])
+@pytest.mark.parametrize("message", [Gather("t", "1"), Leave(), Propose({}), Tell("1"), Announce("1"), Prepared({})])
 def test_a_server_cannot_act_as_a_rank_nor_a_rank_before_all_are_there(message: Message) -> None:
     expected = f"sent {type(message).__name__}, which is not its to send now"
     roster = joined(1)
@@ -219,30 +269,36 @@ def test_a_ping_is_answered_with_rank_0s_time() -> None:
 def test_what_a_rank_gives_goes_to_all_ranks_and_a_tag_is_forgotten_after() -> None:
     roster = joined(2)
     roster.received(8, hello(Member.server(0)), 0.0)
-    assert roster.received(1, Give("t", '"b"'), 0.0) == [Send((0, 1), Given("t", 1, '"b"'))]
-    assert roster.received(0, Give("t", '"a"'), 0.0) == [Send((0, 1), Given("t", 0, '"a"'))]
+    assert roster.received(1, Gather("t", '"b"'), 0.0) == [Send((0, 1), GatherPart("t", 1, '"b"'))]
+    assert roster.received(0, Gather("t", '"a"'), 0.0) == [Send((0, 1), GatherPart("t", 0, '"a"'))]
     assert roster._gathers == {}
 
 
 def test_giving_twice_is_refused() -> None:
     roster = joined(2)
-    roster.received(1, Give("t", "1"), 0.0)
-    assert told(roster.received(1, Give("t", "1"), 0.0)) == "rank 1 (host h1, pid 71) gave to 't' twice"
+    roster.received(1, Gather("t", "1"), 0.0)
+    assert told(roster.received(1, Gather("t", "1"), 0.0)) == "rank 1 (host h1, pid 71) gave to 't' twice"
+
+
+def test_giving_after_leaving_is_refused() -> None:
+    roster = joined(2)
+    roster.received(1, Leave(), 0.0)
+    assert told(roster.received(1, Gather("t", "1"), 0.0)) == "rank 1 (host h1, pid 71) gave to 't' after it left"
 
 
 @pytest.mark.parametrize("leave_first", [True, False])
 def test_a_gather_with_a_leaver_fails_and_names_it_and_the_tag(leave_first: bool) -> None:
     roster = joined(2)
-    events: list[tuple[int, Message]] = [(1, Leave()), (0, Give("t", "1"))]
+    events: list[tuple[int, Message]] = [(1, Leave()), (0, Gather("t", "1"))]
     sends = [roster.received(*event, 0.0) for event in (events if leave_first else events[::-1])]
     assert told(sends[1]) == "rank 1 (host h1, pid 71) left, but 't' waits for it"
 
 
 def test_a_rank_may_leave_after_it_gave() -> None:
     roster = joined(2)
-    roster.received(1, Give("t", "1"), 0.0)
+    roster.received(1, Gather("t", "1"), 0.0)
     assert roster.received(1, Leave(), 0.0) == [Send((0,), Left(1))]
-    assert roster.received(0, Give("t", "1"), 0.0) == [Send((0, 1), Given("t", 0, "1"))]
+    assert roster.received(0, Gather("t", "1"), 0.0) == [Send((0, 1), GatherPart("t", 0, "1"))]
 
 
 def test_when_the_last_leaves_all_are_told_the_end() -> None:
@@ -253,6 +309,64 @@ def test_when_the_last_leaves_all_are_told_the_end() -> None:
     assert roster.received(0, Leave(), 0.0) == [Send((1, 8), Left(0)), Send((0, 1, 8), End())]
     assert roster.ended
     assert roster.disconnected(1) == []
+
+
+def test_a_rank_that_left_may_end_once_every_other_has_left_or_spares_it() -> None:
+    roster = joined(4)
+    roster.received(1, Leave(), 0.0)
+    assert roster.received(1, Part(), 0.0) == [Send((0, 2, 3), Parting(1))]
+    assert roster.received(2, Spare(1), 0.0) == []
+    assert roster.received(3, Leave(), 0.0) == [Send((0, 1, 2), Left(3))]
+    assert roster.received(0, Spare(1), 0.0) == [Send((1,), End())]
+    roster.runs(1)  # its witness was asked before
+    for now in range(1, 60):
+        for connection in (0, 2, 3):
+            roster.received(connection, Heartbeat(), now)
+        assert roster.tick(now) == []
+    assert roster.received(1, Disconnect(), 0.0) == roster.received(1, Heartbeat(), 0.0) == roster.disconnected(1) == []
+    assert not roster.over
+    assert told(roster.received(0, Gather("t", "1"), 0.0)) == "rank 1 left, but 't' waits for it"
+
+
+def test_the_last_to_leave_lets_go_of_who_would_end() -> None:
+    roster = joined(3)
+    roster.received(1, Leave(), 0.0)
+    roster.received(1, Part(), 0.0)
+    assert roster.received(2, Leave(), 0.0) == [Send((0, 1), Left(2))]
+    assert roster.received(2, Part(), 0.0) == [Send((0,), Parting(2))]
+    assert roster.received(0, Spare(2), 0.0) == [Send((2,), End())]
+    assert roster.received(0, Leave(), 0.0) == [Send((1, 2), Left(0)), Send((0, 1, 2), End())]
+
+
+def test_when_rank_0_may_end_the_channel_does() -> None:
+    roster = joined(3)
+    roster.received(8, hello(Member.server(0)), 0.0)
+    roster.received(0, Leave(), 0.0)
+    assert roster.received(0, Part(), 0.0) == [Send((1, 2), Parting(0))]
+    roster.received(1, Spare(0), 0.0)
+    assert roster.received(2, Spare(0), 0.0) == [Send((0, 1, 2, 8), End())]
+    assert roster.over
+    assert roster.disconnected(0) == []
+
+
+@pytest.mark.parametrize("left", [True, False])
+def test_a_rank_may_ask_to_end_once_and_after_it_left(left: bool) -> None:
+    roster = joined(2)
+    if left:
+        roster.received(1, Leave(), 0.0)
+        roster.received(1, Part(), 0.0)
+    said = told(roster.received(1, Part(), 0.0))
+    assert said == "rank 1 (host h1, pid 71) would end, but has not left, or would again"
+
+
+def test_a_rank_that_comes_again_while_the_others_are_not_done_is_turned_away_without_harm() -> None:
+    roster = joined(2)
+    roster.received(1, Leave(), 0.0)
+    roster.received(1, Part(), 0.0)
+    roster.received(0, Spare(1), 0.0)
+    roster.disconnected(1)
+    assert roster.received(9, hello(member(1)), 0.0) == [Send((9,), End())]
+    assert not roster.over
 
 
 # --- to rank 0 and from it ---
@@ -306,25 +420,25 @@ def test_common_groups_get_the_largest_promise() -> None:
 
 def test_proposals_are_handled_one_after_another() -> None:
     roster = joined(2)
-    assert roster.received(0, Propose({"p": 1}), 0.0) == [Send((0, 1), Hold())]
+    assert roster.received(0, Propose({"p": 1}), 0.0) == [Send((0, 1), Prepare())]
     assert roster.received(1, Propose({"p": 2}), 0.0) == []
-    assert roster.received(1, Held({0: 4}), 0.0) == []
-    assert roster.received(0, Held({0: 6}), 0.0) == [Send((0, 1), SwitchAt({"p": 1}, {0: 6})), Send((0, 1), Hold())]
-    roster.received(0, Held({0: 8}), 0.0)
-    assert roster.received(1, Held({0: 7}), 0.0) == [Send((0, 1), SwitchAt({"p": 2}, {0: 8}))]
+    assert roster.received(1, Prepared({0: 4}), 0.0) == []
+    assert roster.received(0, Prepared({0: 6}), 0.0) == [Send((0, 1), Commit({"p": 1}, {0: 6})), Send((0, 1), Prepare())]
+    roster.received(0, Prepared({0: 8}), 0.0)
+    assert roster.received(1, Prepared({0: 7}), 0.0) == [Send((0, 1), Commit({"p": 2}, {0: 8}))]
 
 
 def test_a_rank_that_has_left_is_not_asked() -> None:
     roster = joined(2)
     roster.received(1, Leave(), 0.0)
-    assert roster.received(0, Propose({}), 0.0) == [Send((0,), Hold())]
+    assert roster.received(0, Propose({}), 0.0) == [Send((0,), Prepare())]
 
 
 def test_a_promise_nobody_asked_for_fails_the_job() -> None:
     roster = joined(2)
     roster.received(0, Propose({}), 0.0)
-    roster.received(1, Held({}), 0.0)
-    assert told(roster.received(1, Held({}), 0.0)) == "rank 1 (host h1, pid 71) promised steps that nobody asked for"
+    roster.received(1, Prepared({}), 0.0)
+    assert told(roster.received(1, Prepared({}), 0.0)) == "rank 1 (host h1, pid 71) promised steps that nobody asked for"
 
 
 class SteppingRank:
@@ -348,11 +462,11 @@ class SteppingRank:
 
     def take(self) -> None:
         match self.inbox.popleft():
-            case Hold():
+            case Prepare():
                 assert self.held_from is None
                 self.held_from = self.next_step + 1
-                self.outbox.append(Held({0: self.held_from}))
-            case SwitchAt(config, steps):
+                self.outbox.append(Prepared({0: self.held_from}))
+            case Commit(config, steps):
                 assert self.held_from is not None
                 assert steps[0] >= self.held_from >= self.next_step, "told of a step below its promise"
                 self.held_from = None

@@ -16,8 +16,6 @@ from commsched.core.errors import ClosedError, PeerLost, ProtocolError, Transpor
 
 from .world import PATIENCE_SECONDS, Recorder, running
 
-pytestmark = pytest.mark.timeout(60)
-
 #: Rank 0 over a socket, rank 0 beside its server, and no network at all.
 WAYS = ["grpc", "direct", "local"]
 

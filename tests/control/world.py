@@ -12,10 +12,10 @@ from typing import Any
 from commsched.control.client import ControlClient, Member
 from commsched.control.server import ControlServer
 from commsched.core.errors import CommschedError
-from commsched.rpc import DaemonExecutor
+from commsched.net.rpc import DaemonExecutor
 
 TOKEN = "the-secret-of-this-test"
-PATIENCE_SECONDS = 20.0  # for what is to happen: only a failing test waits as long
+PATIENCE_SECONDS = 50.0  # for what is to happen: only a failing test waits as long
 
 
 class Recorder:
@@ -30,6 +30,9 @@ class Recorder:
 
     def on_leave(self, rank: int) -> None:
         self.calls.put(("leave", rank))
+
+    def on_parting(self, rank: int, spare: Callable[[], None]) -> None:
+        self.calls.put(("parting", (rank, spare)))
 
     def on_end(self) -> None:
         self.calls.put(("end", None))
@@ -70,7 +73,7 @@ class Job:
         self.world_size = world_size
         self.direct = direct
         self.timing = {"fail_after_seconds": fail_after_seconds, "join_within_seconds": join_within_seconds}
-        self.server = ControlServer("127.0.0.1:0", TOKEN, world_size, **self.timing)
+        self.server = ControlServer("127.0.0.1:0", TOKEN, world_size, **self.timing, servers=4)
         self.listeners = [Recorder() for _ in range(world_size)]
         self.clients: list[ControlClient] = []
         self._stack = stack
@@ -78,9 +81,11 @@ class Job:
         stack.callback(self._executor.shutdown)
         stack.callback(self.server.close)
 
-    def join(self, member: Member, listener: Any = None, token: str = TOKEN) -> ControlClient:
+    def join(self, member: Member, listener: Any = None, token: str = TOKEN, job: str = "") -> ControlClient:
         server = self.server if self.direct and member.is_rank and member.index == 0 else None
-        client = ControlClient(self.server.address, token, member, listener or Recorder(), **self.timing, server=server)
+        client = ControlClient(
+            self.server.address, token, member, listener or Recorder(), **self.timing, server=server, job=job
+        )
         self._stack.callback(client.close)
         return client
 

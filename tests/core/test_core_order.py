@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -16,8 +18,6 @@ from commsched.core.manifest import Manifest, TensorSpec
 from commsched.core.plan import cut
 from commsched.core.task import ALL_GATHER, REDUCE_SCATTER
 from commsched.testing.fakes import RecordingTransport
-
-pytestmark = pytest.mark.timeout(30)
 
 MANIFEST = Manifest(tuple(TensorSpec(f"layer{index}", (10,), "uint8") for index in range(3)))
 WHOLE = SchedulerConfig(partition_bytes=10, credit_bytes=1000)
@@ -124,6 +124,51 @@ def test_a_mismatch_is_a_failure_of_the_core(leader: Rank) -> None:
         leader.group.proxies[1].wait()
     assert len(leader.failures) == 1
     assert leader.transport.started == []
+
+
+def test_a_rank_that_has_gone_on_to_the_next_step_is_late_with_nothing_of_the_last() -> None:
+    rank = Rank(1, ordered=False)
+    try:
+        for tensor in range(3):
+            rank.group.notify_ready(tensor)
+        for task in rank.transport.wait_started(3):
+            rank.transport.done(task)
+        rank.group.begin_step()
+        for step in (0, 1):
+            rank.core.on_announced({"stall": {"place": [0, step, 1], "number": step}})
+        answers = [message["stall"]["answer"] for _, message in rank.sent.wait(2)]
+        assert [(answer["missing"], answer["others"]) for answer in answers] == [(0, ()), (1, ["layer0", "layer2"])]
+    finally:
+        rank.core.close()
+
+
+def test_a_wait_as_long_as_stall_after_ends_the_job_though_no_warning_is_due() -> None:
+    failures: SimpleQueue[CommschedError] = SimpleQueue()
+    core = Core(
+        RecordingTransport(0, 1),
+        WHOLE,
+        messenger=Sent(),
+        on_failure=failures.put,
+        warn_after_seconds=1e6,
+        stall_after_seconds=0.01,
+    )
+    group = core.add_group(cut(MANIFEST, 10), {"uint8": memoryview(bytearray(30))})
+    group.begin_step()
+
+    def wait() -> None:
+        with suppress(ClosedError):
+            group.proxies[0].wait()
+
+    waiting = threading.Thread(target=wait, daemon=True)
+    waiting.start()
+    try:
+        error = failures.get(timeout=10)
+        assert str(error).startswith(
+            "rank 0 has not sent 'layer0'; rank 0 has waited 0 s for the average of 'layer0' of step 0"
+        )
+    finally:
+        core.close()
+        waiting.join(10)
 
 
 def test_a_farewell_is_sent_when_it_returns(follower: Rank) -> None:

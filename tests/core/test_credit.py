@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commsched.core.credit import CreditWindow
+from commsched.core.scheduler import CreditWindow
 
 
 @given(st.integers(1, 100), st.lists(st.integers(1, 150), max_size=40), st.data())

@@ -1,3 +1,4 @@
+import copy
 import json
 
 import pytest
@@ -18,6 +19,7 @@ def test_the_hierarchy() -> None:
         "UnsupportedError": "CommschedError",
         "ManifestMismatch": "CommschedError",
         "OrderMismatch": "CommschedError",
+        "RanksDiverged": "CommschedError",
         "ProtocolError": "CommschedError",
         "TransportError": "CommschedError",
         "PeerLost": "TransportError",
@@ -54,3 +56,16 @@ def test_an_empty_record_still_is_an_error() -> None:
 def test_a_lost_peer_is_a_transport_error() -> None:
     with pytest.raises(TransportError, match="rank 2 is gone"):
         raise PeerLost("rank 2 is gone")
+
+
+def test_what_an_error_is_about_travels_with_it() -> None:
+    error = PeerLost("rank 2 is gone", rank=2, step=7, tensor="layer0.weight")
+    arrived = from_record(json.loads(json.dumps(to_record(error))))
+    assert (arrived.rank, arrived.server, arrived.step, arrived.tensor) == (2, None, 7, "layer0.weight")
+    assert to_record(arrived) == to_record(error)
+    assert vars(copy.copy(error)) == vars(error)
+
+
+@pytest.mark.parametrize("rank", ["-1", "one", "", "1" * 5000, "\u0661"])
+def test_a_number_that_is_none_is_not_known(rank: str) -> None:
+    assert from_record({"type": "PeerLost", "message": "m", "rank": rank}).rank is None

@@ -103,6 +103,12 @@ def test_any_json_is_a_manifest_or_a_protocol_error(record: Any) -> None:
         ([["w", "", "float32"]], "not a manifest: tensor 'w' with shape ''"),
         ([[7, [2], "float32"]], "not a manifest: tensor 7 with shape [2]"),
         ([["w", [2], "int8"]], "not a manifest: tensor 'w' has dtype int8; commsched communicates "),
+        ([["w", [2**62 + 1], "uint8"]], "not a manifest: tensor 'w' with over 4611686018427387904 elements or 64 dimensions"),
+        ([["w", [1] * 65, "uint8"]], "not a manifest: tensor 'w' with over 4611686018427387904 elements or 64 dimensions"),
+        (
+            [["w", [10**4000] * 64, "uint8"]],
+            "not a manifest: tensor 'w' with over 4611686018427387904 elements or 64 dimensions",
+        ),
         ([["w", [2], []]], "not a manifest: unhashable type: 'list'"),
     ],
 )
@@ -110,6 +116,11 @@ def test_garbage_is_a_protocol_error(record: Any, said: str) -> None:
     with pytest.raises(ProtocolError) as raised:
         Manifest.from_record(record)
     assert str(raised.value).startswith(said)
+
+
+def test_a_tensor_may_be_large_or_have_no_elements() -> None:
+    for shape in ([2**31, 2**31], [2**62], [2**62, 2**62, 0], [1] * 64):
+        assert Manifest.from_record([["w", shape, "uint8"]]).to_record() == [["w", shape, "uint8"]]
 
 
 def test_equal_manifests_are_accepted() -> None:

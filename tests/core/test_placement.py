@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commsched.core.placement import place
+from commsched.core.plan import place
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 64))

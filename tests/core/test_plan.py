@@ -109,6 +109,10 @@ def test_neighbours_are_merged_up_to_fusion_bytes_only(manifest: Manifest, parti
     ]
 
 
+def test_fusion_never_exceeds_the_partition() -> None:
+    assert borders(cut(tensors((1, "float32"), (1, "float32")), 4, 8)) == [("float32", 0, 4, (0,)), ("float32", 4, 8, (1,))]
+
+
 def test_without_fusion_every_tensor_travels_alone() -> None:
     manifest = tensors((1, "float32"), (2, "float32"), (9, "float32"))
     assert borders(cut(manifest, 1000, 1)) == [

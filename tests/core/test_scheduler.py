@@ -81,7 +81,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestScheduler = SchedulerMachine.TestCase
-TestScheduler.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestScheduler.settings = settings(max_examples=60, stateful_step_count=40)
 
 tasks = st.builds(Task, st.integers(1, 50), st.integers(0, 5))
 

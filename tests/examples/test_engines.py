@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("sklearn")
 
 from tests.jobs.job import ROOT, run_job
-from tests.transports.mpi.launch import BY_DEFAULT, MPICH, run
+from tests.transports.backends.mpi.launch import BY_DEFAULT, MPICH, run
 
 from .engine_table import Cell, note
 

@@ -21,7 +21,6 @@ pytest.importorskip("sklearn")
 
 from tests.jobs.job import ROOT, run_job
 
-pytestmark = pytest.mark.timeout(120)
 EXAMPLES = ROOT / "examples"
 NAMES = ("language_model", "digits_convolutional", "digits_transformer", "gan")
 RANKS, STEPS = 2, 6

@@ -6,14 +6,11 @@ import re
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests.jobs.job import ROOT, run_job
 
 GUIDE = (ROOT / "docs" / "pytorch.md").read_text()
 
 
-@pytest.mark.timeout(90)
 def test_the_first_script(tmp_path: Path) -> None:
     script, line = re.search(r"```python\n(.*?)```", GUIDE, re.DOTALL), re.search(r"^commsched: .*\n", GUIDE, re.MULTILINE)
     assert script is not None

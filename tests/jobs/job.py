@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import time
@@ -69,14 +71,14 @@ class Job:
         assert self.process.stdout is not None
         return [self.process.stdout.readline().strip() for _ in range(count)]
 
-    def end(self, timeout_seconds: float = 30.0) -> tuple[int, str, str]:
+    def end(self, timeout_seconds: float = 120.0) -> tuple[int, str, str]:
         """Exit code, stdout and stderr, once it has ended."""
         out, err = self.process.communicate(timeout=timeout_seconds)
         return self.process.returncode, out, err
 
 
 def run_job(
-    *arguments: str, environ: Mapping[str, str] | None = None, timeout_seconds: float = 50.0, subcommand: str = "run"
+    *arguments: str, environ: Mapping[str, str] | None = None, timeout_seconds: float = 120.0, subcommand: str = "run"
 ) -> tuple[int, str, str]:
     """Run a job to its end."""
     with Job(*arguments, environ=environ, subcommand=subcommand) as job:
@@ -88,8 +90,9 @@ def worker(*arguments: str) -> Sequence[str]:
     return ["--", sys.executable, str(WORKER), *arguments]
 
 
-def gone(pid: int, timeout_seconds: float = 10.0) -> bool:
-    """Whether the process ends within the time; a zombie has ended."""
+def gone(pid: int, timeout_seconds: float = 60.0) -> bool:
+    """Whether the process ends within the time; a zombie has ended. How soon it ends is what ``tests.soak strikes`` measures:
+    here a busy machine has all the time it needs."""
     deadline = time.monotonic() + timeout_seconds
     while time.monotonic() < deadline:
         try:
@@ -99,3 +102,22 @@ def gone(pid: int, timeout_seconds: float = 10.0) -> bool:
             return True
         time.sleep(0.02)  # somebody else's process: nothing could tell us
     return False
+
+
+def listening(pid: int) -> set[tuple[str, int]]:
+    """Addresses and ports on which the process listens."""
+    sockets = set()
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            sockets.add(os.readlink(descriptor))
+        except OSError:
+            continue  # closed meanwhile
+    found = set()
+    for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            words = line.split()
+            if words[3] == "0A" and f"socket:[{words[9]}]" in sockets:
+                address, _, port = words[1].rpartition(":")
+                parts = struct.unpack(f">{len(address) // 8}I", bytes.fromhex(address))  # each in the machine's order
+                found.add((socket.inet_ntop(family, struct.pack(f"={len(parts)}I", *parts)), int(port, 16)))
+    return found

@@ -5,15 +5,17 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
-from .job import WORKER, Job, gone, run_job, worker
+from .job import WORKER, Job, clean_environ, gone, run_job, worker
 
-pytestmark = pytest.mark.timeout(90)
 FOR_EVER = "1000000"
+PATIENT = ("--fail-after", "100")  # so long that only a broken connection can tell
 
 
 def started(job: Job, ranks: int) -> dict[int, int]:
@@ -38,29 +40,28 @@ def server_pids(job: Job) -> list[int]:
 
 @pytest.mark.parametrize("servers", [0, 2])
 @pytest.mark.parametrize("victim", [0, 2])
-def test_a_killed_rank_is_named_by_all_others_within_3_seconds(servers: int, victim: int) -> None:
-    with Job("-n", "3", "--servers", str(servers), *worker(FOR_EVER)) as job:
+def test_a_killed_rank_is_named_by_all_others_at_once(servers: int, victim: int) -> None:
+    with Job("-n", "3", "--servers", str(servers), *PATIENT, *worker(FOR_EVER)) as job:
         pids = started(job, 3)
         extra = server_pids(job)
         os.kill(pids[victim], signal.SIGKILL)
-        killed_at = time.monotonic()
-        assert all(gone(pid, 3.0) for pid in [*pids.values(), *extra])
-        took = time.monotonic() - killed_at
+        assert all(gone(pid) for pid in [*pids.values(), *extra])
         code, _, err = job.end()
     assert code != 0
     named = re.findall(rf"PeerLost: rank {victim}\b.*", err)
     assert len(named) >= 2 + (servers > 0), err
     assert "PeerLost: rank" not in re.sub(rf"PeerLost: rank {victim}\b", "", err), err
-    assert took <= 3.0
+    told = f"commsched run: rank {victim} (pid {pids[victim]}) was killed by SIGKILL (out of memory?)"
+    assert err.splitlines()[-1] == f"{told}; then {2 + servers} more ended with errors"
 
 
 def test_a_killed_server_is_named_by_all_ranks() -> None:
-    with Job("-n", "2", "--servers", "2", *worker(FOR_EVER)) as job:
+    with Job("-n", "2", "--servers", "2", *PATIENT, *worker(FOR_EVER)) as job:
         pids = started(job, 2)
         servers = server_pids(job)
         assert len(servers) == 2
         os.kill(servers[1], signal.SIGKILL)
-        assert all(gone(pid, 3.0) for pid in [*pids.values(), *servers])
+        assert all(gone(pid) for pid in [*pids.values(), *servers])
         code, _, err = job.end()
     assert code != 0
     assert len(re.findall(r"PeerLost: server [01]\b", err)) >= 2, err
@@ -68,18 +69,40 @@ def test_a_killed_server_is_named_by_all_ranks() -> None:
 
 @pytest.mark.parametrize("victim", ["rank 0", "rank 1", "server"])
 def test_a_stopped_process_is_given_up_after_fail_after(victim: str) -> None:
-    fail_after = 1.0
     servers = "1" if victim == "server" else "0"
-    with Job("-n", "2", "--servers", servers, "--fail-after", str(fail_after), *worker(FOR_EVER)) as job:
+    with Job("-n", "2", "--servers", servers, "--fail-after", "1", *worker(FOR_EVER)) as job:
         pids = started(job, 2)
         stopped = server_pids(job)[0] if victim == "server" else pids[int(victim[-1])]
         os.kill(stopped, signal.SIGSTOP)
         others = [pid for pid in pids.values() if pid != stopped]
-        assert all(gone(pid, fail_after + 2.0) for pid in others)
+        assert all(gone(pid) for pid in others)
         code, _, err = job.end()
-        assert gone(stopped, 1.0)
+        assert gone(stopped)
     assert code != 0
+    assert f"(pid {stopped}) was stopped by SIGSTOP\n" in err
     assert re.search(rf"(PeerTimeout|PeerLost): {victim}", err), err
+
+
+@pytest.mark.parametrize("lane", ["tcp", "grpc"])
+def test_a_frozen_rank_0_is_named_by_every_survivor(lane: str) -> None:
+    """The first that gives it up ends, which breaks its connections to the others: that rank is not to blame."""
+    with Job("-n", "4", "--lane", lane, "--fail-after", "1", *worker(FOR_EVER)) as job:
+        pids = started(job, 4)
+        os.kill(pids[0], signal.SIGSTOP)
+        assert all(gone(pids[rank]) for rank in (1, 2, 3))
+        os.kill(pids[0], signal.SIGKILL)  # else the launcher gives it some seconds
+        code, _, err = job.end()
+    assert code != 0
+    assert re.findall(r"^(Peer\w+: (?:rank|server) \d)", err, re.MULTILINE) == ["PeerTimeout: rank 0"] * 3, err
+
+
+@pytest.mark.parametrize(("busy", "how"), [("0", []), ("1", ["--lane", "grpc"]), ("0", ["--servers", "1"])])
+def test_a_rank_in_a_call_that_holds_the_interpreters_lock_for_longer_than_fail_after_goes_on(
+    busy: str, how: list[str]
+) -> None:
+    code, out, err = run_job("-n", "2", "--fail-after", "1", *how, *worker("20", "--rank", busy, "--hold-at", "9"))
+    assert (code, out.count("finished")) == (0, 2), err
+    assert re.search(rf"rank {busy} \(host .*\) does not answer, but its process runs: one call may hold the", err), err
 
 
 def test_a_process_stopped_for_less_than_fail_after_does_no_harm() -> None:
@@ -88,7 +111,7 @@ def test_a_process_stopped_for_less_than_fail_after_does_no_harm() -> None:
         os.kill(pids[1], signal.SIGSTOP)
         time.sleep(1.5)
         os.kill(pids[1], signal.SIGCONT)
-        code, out, err = job.end(60)
+        code, out, err = job.end()
     assert code == 0, err
     assert "rank 0 finished" in out
     assert "rank 1 finished" in out
@@ -99,6 +122,115 @@ def test_an_exception_is_told_to_the_others_by_its_name(rank: str) -> None:
     code, _, err = run_job("-n", "2", *worker(FOR_EVER, "--fail-at", "5", "--rank", rank))
     assert code == 1
     assert f"TransportError: rank {rank} ended: ValueError: boom" in err
+    assert re.fullmatch(
+        rf"commsched run: rank {rank} \(pid \d+\) ended with exit code 1; then 1 more ended with errors", err.splitlines()[-1]
+    )
+
+
+def test_a_rank_that_is_killed_before_it_joins_is_named_by_the_launcher() -> None:
+    code, _, err = run_job("-n", "2", "--", "sh", "-c", "if [ $RANK = 1 ]; then kill -9 $$; fi")
+    assert code == 128 + signal.SIGKILL
+    told = r"commsched run: rank 1 \(pid \d+\) was killed by SIGKILL \(out of memory\?\) before it joined the job\n"
+    assert re.fullmatch(told, err)
+
+
+@pytest.mark.parametrize(
+    ("end", "exit_code", "message"),
+    [("--fail-at", r"exitcode  : 1 ", "ValueError: boom"), ("--kill-at", r"exitcode  : -9 ", r"Signal 9 \(SIGKILL\) received")],
+)
+def test_torchrun_takes_the_culprit_for_the_root_cause(end: str, exit_code: str, message: str) -> None:
+    """The others hear of it within a few milliseconds, and wait: here until torchrun has seen the end of the culprit and ends
+    them, however long that takes on a busy machine."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3", "--no-python"]
+    wait = "from commsched.core import timeouts; timeouts.CONSEQUENCE_SECONDS = 60.0; "
+    run = f"import runpy; runpy.run_path({str(WORKER)!r}, run_name='__main__')"
+    script = [sys.executable, "-c", wait + run, FOR_EVER, end, "7", "--rank", "2"]
+    ended = subprocess.run([*torchrun, *script], env=clean_environ(), capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 1
+    cause = ended.stderr.rpartition("Root Cause (first observed failure):")[2]
+    assert re.search(r"rank      : 2 ", cause), ended.stderr
+    assert re.search(exit_code, cause), cause
+    assert re.search(message, cause), cause
+
+
+def test_a_server_that_is_kept_serves_the_restarted_job_and_the_next() -> None:
+    environ = clean_environ(COMMSCHED_TOKEN="a token of this test", COMMSCHED_JOIN_WITHIN="30")
+    server = [sys.executable, "-m", "commsched", "server", "--keep"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(server, env=environ, **pipes) as serving:
+        try:
+            assert serving.stdout is not None
+            environ["COMMSCHED_SERVERS"] = serving.stdout.readline().split()[-1]
+            for end in (["--fail-at", "7"], []):
+                ended = subprocess.run([*torchrun, str(WORKER), "20", *end], env=environ, timeout=120, **pipes)
+                assert (ended.returncode, ended.stdout.count("finished")) == (0, 2), ended.stderr
+        finally:
+            serving.terminate()
+            _, said = serving.communicate(timeout=60)
+    assert serving.returncode == -signal.SIGTERM
+    first, *rest = said.splitlines()
+    assert "commsched server: the job has failed: TransportError: rank 1 ended: ValueError: boom; the next may come" in first
+    assert rest == ["commsched server: the job has ended; the next may come"] * 2
+
+
+def test_the_number_of_a_rank_that_has_ended_is_nobody_elses_while_the_job_lasts(tmp_path: Path) -> None:
+    """The launcher signals process groups by it."""
+    told = tmp_path / "pid"
+    wait = f"for i in $(seq 1000); do grep -q ') Z' /proc/$(cat {told})/stat && exit 0; sleep 0.05; done; exit 1"
+    script = f"if [ $RANK = 0 ]; then echo $$ > {told}.new; mv {told}.new {told}; else {wait}; fi"
+    code, _, err = run_job("-n", "2", "--", "sh", "-c", script)
+    assert code == 0, err
+
+
+@pytest.mark.parametrize(("transport", "fail_after", "stall_after"), [("ps", 1, 2), ("gloo", 3, 4)])
+def test_a_rank_that_lives_and_does_not_send_is_named(transport: str, fail_after: int, stall_after: int) -> None:
+    limits = ("--transport", transport, "--fail-after", str(fail_after), "--stall-after", str(stall_after))
+    code, _, err = run_job("-n", "3", *limits, *worker(FOR_EVER, "--stall-at", "7", "--rank", "2"))
+    assert code == 1
+    for rank in (0, 1):
+        line = f"rank {rank} has waited {fail_after} s for the average of 'layer0' of step 7: rank 2 has not sent 'layer0'"
+        assert line in err
+    error = rf"PeerTimeout: rank 2 has not sent 'layer0'; rank \d has waited {stall_after} s for .*, and stall_after is "
+    assert len(re.findall(error, err)) >= 2, err
+    told = r"commsched run: rank 2 \(pid \d+\) had to be ended; 2 processes ended with errors that name the cause"
+    assert re.fullmatch(told, err.splitlines()[-1]), err
+
+
+def test_the_traceback_is_that_of_the_rank_that_failed() -> None:
+    both = "import commsched\nsession = commsched.init()\nsession.gather(0)\n"
+    script = both + "if session.rank == 1:\n    raise ValueError('boom')\nsession.gather(1)\n"
+    code, _, err = run_job("-n", "2", "--", sys.executable, "-c", script)
+    assert code == 1
+    assert err.count("Traceback") == 1, err
+    line = "commsched: rank 0: TransportError: rank 1 ended: ValueError: boom (at <string>:6; COMMSCHED_LOG=debug shows all)"
+    assert line in err.splitlines()
+    code, _, err = run_job("-n", "2", "--log", "debug", "--", sys.executable, "-c", script)
+    assert err.count("Traceback") == 2, err
+
+
+@pytest.mark.parametrize("early", [0, 1])
+@pytest.mark.parametrize("how", [["--servers", "0"], ["--servers", "1"], ["--hierarchy", "on"]])
+def test_a_rank_that_has_finished_does_not_wait_for_others_that_evaluate(tmp_path: Path, how: list[str], early: int) -> None:
+    """They may wait, in a library of theirs, for nothing but its end."""
+    enough = tmp_path / "enough"
+    arguments = ["--rank", str(early), "--evaluate", str(enough)]
+    with Job("-n", "3", *how, "--fail-after", "0.5", *worker("5", *arguments)) as job:
+        pids = started(job, 3)
+        assert gone(pids.pop(early))
+        assert not any(gone(pid, 0.3) for pid in pids.values())
+        enough.touch()
+        code, out, err = job.end()
+    assert (code, out.count("finished")) == (0, 3), err
+    assert "Error" not in err
+    assert "Lost" not in err
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_an_exit_code_is_told_to_the_others(rank: str) -> None:
+    code, _, err = run_job("-n", "2", *worker(FOR_EVER, "--exit-at", "5", "--rank", rank, "--exit-code", "3"))
+    assert code in (1, 3)  # of whichever is seen to end first
+    assert f"TransportError: rank {rank} ended: exit code 3" in err
 
 
 @pytest.mark.parametrize("servers", ["0", "1"])
@@ -128,7 +260,7 @@ def test_ctrl_c_ends_every_process() -> None:
         pids = [*started(job, 2).values(), *server_pids(job)]
         job.process.send_signal(signal.SIGINT)
         code, _, _ = job.end()
-        assert all(gone(pid, 1.0) for pid in pids)
+        assert all(gone(pid) for pid in pids)
     assert code == 128 + signal.SIGINT
 
 
@@ -137,11 +269,11 @@ def test_a_rank_killed_while_another_connects_to_a_server_is_named() -> None:
     environ = {"COMMSCHED_SERVERS": "127.0.0.1:1", "COMMSCHED_JOIN_WITHIN": "60"}
     announce = "import os,sys; os.write(1, f'rank {os.environ[\"COMMSCHED_RANK\"]} pid {os.getpid()}\\n'.encode());"
     join = f"{announce} sys.argv = ['worker', '5']; import runpy; runpy.run_path({str(WORKER)!r}, run_name='__main__')"
-    with Job("-n", "2", "--", sys.executable, "-c", join, environ=environ) as job:
+    with Job("-n", "2", *PATIENT, "--", sys.executable, "-c", join, environ=environ) as job:
         pids = started(job, 2)
         time.sleep(4)  # until both are in the control channel; were they not yet, the test would pass for less reason
         os.kill(pids[1], signal.SIGKILL)
-        assert gone(pids[0], 3.0)
+        assert gone(pids[0])
         _, _, err = job.end()
     assert "PeerLost: rank 1" in err
 
@@ -152,7 +284,7 @@ def test_a_launcher_that_is_ended_ends_its_processes(number: signal.Signals) -> 
         pids = list(started(job, 2).values())
         job.process.send_signal(number)
         code, _, _ = job.end()
-        assert all(gone(pid, 1.0) for pid in pids)
+        assert all(gone(pid) for pid in pids)
     assert code == 128 + number
 
 
@@ -164,7 +296,7 @@ def test_what_a_launcher_was_told_to_ignore_it_ignores(number: signal.Signals) -
         job.process.send_signal(number)
         job.process.send_signal(signal.SIGTERM)
         code, _, _ = job.end()
-        assert gone(pid, 1.0)
+        assert gone(pid)
     assert code == 128 + signal.SIGTERM  # the first that it took notice of
 
 
@@ -172,8 +304,8 @@ def test_a_launcher_that_is_killed_takes_its_job_along() -> None:
     with Job("-n", "2", "--servers", "1", *worker(FOR_EVER)) as job:
         pids = [*started(job, 2).values(), *server_pids(job)]
         assert len(pids) == 3
-        job.process.kill()
-        assert all(gone(pid, 5.0) for pid in pids)
+        os.killpg(job.process.pid, signal.SIGKILL)  # as by who ends what a shell has started
+        assert all(gone(pid) for pid in pids)
 
 
 def test_what_does_not_end_by_sigterm_is_killed_after_its_launcher() -> None:
@@ -181,11 +313,11 @@ def test_what_does_not_end_by_sigterm_is_killed_after_its_launcher() -> None:
     with Job("-n", "1", "--", "sh", "-c", stubborn) as job:
         pids = [int(line.split()[-1]) for line in job.lines(2)]
         job.process.kill()
-        assert all(gone(pid, 20.0) for pid in pids)
+        assert all(gone(pid) for pid in pids)
 
 
 def test_what_a_rank_leaves_running_ends_with_the_job() -> None:
     with Job("-n", "1", "--", "sh", "-c", "sleep 1000 & echo x x $!") as job:
         (pid,) = (int(line.split()[-1]) for line in job.lines(1))
         assert job.process.wait(20) == 0
-        assert gone(pid, 1.0)
+        assert gone(pid)

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from tests.transports.mpi.launch import BY_DEFAULT, OPEN_MPI, run
+from tests.transports.backends.mpi.launch import BY_DEFAULT, OPEN_MPI, run
 
 from .job import ROOT, clean_environ, run_job
 
@@ -63,5 +63,6 @@ def test_srun(expected: str) -> None:
             rank.wait()
     assert [rank.returncode for rank in ranks] == [0, 0], ends
     assert ends[0][1].startswith("commsched: 2 ranks on 1 host, ps over tcp, ")
+    assert "commsched: srun sets no RANK and WORLD_SIZE: a script that shares out its data by them reads the same" in ends[0][1]
     assert ends[1][1] == ""
     assert weights("".join(out for out, _ in ends)) == expected

@@ -5,6 +5,8 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -12,8 +14,6 @@ import pytest
 from commsched.transports import transport_names
 
 from .job import WORKER, clean_environ, run_job, worker
-
-pytestmark = pytest.mark.timeout(90)
 
 
 @pytest.mark.parametrize(
@@ -48,6 +48,12 @@ def test_one_may_ask_for_less_or_more_than_the_first_line() -> None:
     assert code == 0, err
     chosen = "commsched: transport=auto: ps (every rank hosts a shard; no servers are named)\n"
     assert err == chosen + _first_line(2, "ps over tcp")
+
+
+@pytest.mark.parametrize("streams", ["<&- >&- 2>&-", "2> /dev/full"])
+def test_a_job_needs_nobody_to_hear_what_it_says(streams: str) -> None:
+    launched = f"{sys.executable} -m commsched run -n 2 --servers 1 {' '.join(worker('5'))} {streams}"
+    assert subprocess.run(["bash", "-c", launched], env=clean_environ(), timeout=120).returncode == 0
 
 
 @pytest.mark.parametrize(("level", "seen"), [("INFO", True), ("WARNING", False)])
@@ -90,14 +96,16 @@ def test_disabled_ranks_are_worlds_of_their_own() -> None:
             ["--transport", "carrier-pigeon"],
             f"ConfigError: transport='carrier-pigeon' is unknown; there are: auto, {', '.join(transport_names())}",
         ),
-        (["--policy", "lifo"], "ConfigError: policy='lifo' is unknown; there are: fifo, priority, rsag"),
+        (["--transport", "glo"], "ConfigError: transport='glo' is unknown; did you mean gloo? there are: auto, "),
+        (["--policy", "lifo"], "ConfigError: policy='lifo' is unknown; did you mean fifo? there are: fifo, priority, rsag"),
         (["--log", "loud"], "ConfigError: log='loud' is unknown; there are: warning, info, debug"),
         (["--fail-after", "-1"], "ConfigError: fail_after='-1' is not a time; write it in seconds, like 10 or 2.5"),
     ],
 )
 def test_a_wrong_setting_is_one_line_before_anything_starts(arguments: list[str], message: str) -> None:
     code, out, err = run_job("-n", "2", f"{arguments[0]}={arguments[1]}", *worker("5"))
-    assert (code, out, err) == (2, "", f"commsched: {message}\n")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith(f"commsched: {message}")
 
 
 @pytest.mark.parametrize(
@@ -115,15 +123,46 @@ def test_a_wrong_environment_is_one_line(environ: dict[str, str], message: str) 
     assert err.count("\n") == 1
 
 
+def test_ranks_that_never_joined_are_told_that_nothing_was_averaged() -> None:
+    """As by a script that lacks line 2."""
+    code, _, err = run_job("-n", "2", "--", sys.executable, "-c", "import commsched.plugins.numpy")
+    assert code == 0
+    assert err.startswith("commsched run: no rank joined the job, so nothing was averaged: each of 2 processes ran alone.")
+    assert err.count("\n") == 1
+    assert run_job("-n", "2", "--disable", "1", "--", "true") == (0, "", "")
+    assert run_job("-n", "1", "--", "true") == (0, "", "")
+
+
+def test_another_launchers_ranks_without_a_session_are_told_so_by_rank_0() -> None:
+    """As by a script that has line 1, but not line 2, under torchrun."""
+
+    def ends(script: str, **environ: str) -> str:
+        world = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", **environ}
+        command = [sys.executable, "-c", script]
+        ended = subprocess.run(command, env=clean_environ(**world), capture_output=True, text=True, timeout=120)
+        return ended.stderr
+
+    imports = "import commsched.plugins.numpy"
+    said = "commsched: no rank joined a job, so nothing was averaged: each of 2 processes ran alone."
+    assert ends(imports).startswith(said)
+    assert ends(imports, RANK="1", LOCAL_RANK="1") == ""
+    assert ends(imports, COMMSCHED_DISABLE="1") == ""
+    assert ends(f"{imports}, os; os.environ['WORLD_SIZE'] = os.environ['LOCAL_WORLD_SIZE'] = '1'; commsched.init()") == ""
+    assert ends("import commsched") == ""
+    assert said not in ends(f"{imports}; raise ValueError")
+
+
 def test_a_command_that_is_not_there_is_one_line() -> None:
     code, _, err = run_job("-n", "2", "--", "no-such-program")
     assert (code, err) == (2, "commsched: ConfigError: command 'no-such-program' is not found\n")
 
 
-def _rank(rank: int, size: int, **environ: str) -> subprocess.Popen[str]:
+def _rank(rank: int, size: int, few_files: int | None = None, **environ: str) -> subprocess.Popen[str]:
+    """``few_files``: how many it may have open."""
+    limit = ["prlimit", f"--nofile={few_files}"] if few_files else []
     place = {"COMMSCHED_RANK": str(rank), "COMMSCHED_WORLD_SIZE": str(size), "COMMSCHED_LOCAL_RANK": str(rank)}
     return subprocess.Popen(
-        [sys.executable, str(WORKER), "5"],
+        [*limit, sys.executable, str(WORKER), "5"],
         env=clean_environ(**place, COMMSCHED_LOCAL_WORLD_SIZE=str(size), **environ),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -135,7 +174,7 @@ def _ends(processes: list[subprocess.Popen[str]]) -> list[tuple[int, str]]:
     ends = []
     for process in processes:
         try:
-            _, err = process.communicate(timeout=40)
+            _, err = process.communicate(timeout=120)
         finally:
             process.kill()
         ends.append((process.returncode, err))
@@ -162,6 +201,36 @@ def test_a_wrong_token_is_refused_in_one_clear_line() -> None:
     assert "rank 1" in ends[0][1].splitlines()[-1]
 
 
+def test_ranks_of_two_jobs_with_one_token_and_address_do_not_mix() -> None:
+    """Rank 1 of job B comes first to where job A forms, and A's own comes later."""
+    job = {"COMMSCHED_CONTROL": f"127.0.0.1:{_free_port()}", "COMMSCHED_TOKEN": "secret"}
+    first = _rank(0, 2, **job, COMMSCHED_JOB="A")
+    [(code, err)] = _ends([_rank(1, 2, **job, COMMSCHED_JOB="B")])
+    assert code == 1
+    assert f"rank 0 at {job['COMMSCHED_CONTROL']} refuses this process: it serves job 'A', and this is job 'B'" in err
+    ends = _ends([first, _rank(1, 2, **job, COMMSCHED_JOB="A")])
+    assert [code for code, _ in ends] == [0, 0], ends
+    assert "it is of job 'B', and this is job 'A'" in ends[0][1]
+
+
+def test_idle_strangers_at_the_control_port_neither_end_a_job_nor_keep_it_from_starting() -> None:
+    """As many as rank 0 may have files: it needs some of its own to train."""
+    port = _free_port()
+    job = {"COMMSCHED_CONTROL": f"127.0.0.1:{port}", "COMMSCHED_TOKEN": "secret", "COMMSCHED_JOIN_WITHIN": "30"}
+    job["COMMSCHED_FAIL_AFTER"] = "60"  # keepalive would end them after 1.5 times that
+    first = _rank(0, 2, **job, few_files=100)
+    with ExitStack() as strangers:
+        deadline = time.monotonic() + 120
+        while len(strangers._exit_callbacks) < 150:
+            try:
+                strangers.enter_context(socket.create_connection(("127.0.0.1", port), timeout=120))
+            except ConnectionRefusedError:  # rank 0 does not listen yet
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+        ends = _ends([first, _rank(1, 2, **job)])
+    assert [code for code, _ in ends] == [0, 0], ends
+
+
 def test_a_control_address_needs_a_token() -> None:
     ends = _ends([_rank(0, 2, COMMSCHED_CONTROL="127.0.0.1:0")])
     assert "ConfigError: control is set, but no token: set the same COMMSCHED_TOKEN" in ends[0][1]
@@ -182,7 +251,7 @@ def test_a_taken_port_is_named() -> None:
             env=clean_environ(COMMSCHED_TOKEN="secret"),
             capture_output=True,
             text=True,
-            timeout=40,
+            timeout=120,
         )
     assert server.returncode == 2
     assert server.stderr.startswith("commsched: ConfigError: ")
@@ -204,7 +273,7 @@ def test_settings_that_differ_between_ranks_are_refused(tmp_path: Path) -> None:
     ends = _ends([_rank(r, 2, COMMSCHED_RENDEZVOUS=meet, COMMSCHED_PARTITION=f"{r + 1}MB") for r in (0, 1)])
     for code, err in ends:
         assert code == 1
-        assert "partition_bytes is 1000000 on rank 0 but 2000000 on rank 1" in err
+        assert "partition is 1000000 on rank 0 but 2000000 on rank 1" in err
 
 
 def test_servers_that_differ_between_ranks_are_refused(tmp_path: Path) -> None:
@@ -228,6 +297,6 @@ def test_several_machines_need_an_address_and_a_token() -> None:
         env=clean_environ(RANK="0", WORLD_SIZE="4", LOCAL_RANK="0", LOCAL_WORLD_SIZE="2"),
         capture_output=True,
         text=True,
-        timeout=40,
+        timeout=120,
     )
     assert "ConfigError: 4 ranks on several machines (torchrun): set COMMSCHED_CONTROL=host:port" in done.stderr

@@ -17,7 +17,6 @@ import pytest
 
 from .job import ROOT, Job, gone, run_job
 
-pytestmark = pytest.mark.timeout(90)
 FOR_EVER = "1000000"
 
 #: An emulated link, slow enough for partition and credit to matter.
@@ -47,9 +46,9 @@ def records(journal: Path) -> list[dict[str, Any]]:
 
 
 def wait_for_trials(journal: Path, count: int) -> list[dict[str, Any]]:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while len(found := records(journal)) < count:
-        assert time.monotonic() < deadline, f"{found} after 30 s"
+        assert time.monotonic() < deadline, f"{found} after 120 s"
         time.sleep(0.02)  # another process writes it: nothing could tell us
     return found
 
@@ -78,7 +77,7 @@ def test_what_is_found_serves_the_same_job_and_no_other(tmp_path: Path) -> None:
 
     code, said, err = run_job("-n", "2", *LINK, *training("10", "--width", "160", "200"), environ=config)
     assert (code, len(weights(said))) == (0, 4)  # another model, after that which it is for
-    assert "\na group of tensors (6 tensors, 220840 bytes) was not there when the tuned file was made" in err, err
+    assert "\ncommsched: a group of tensors (6 tensors, 220840 bytes) was not there when the tuned file was made" in err, err
     assert err.count("\n") == 2
 
     code, _, err = run_job(*tuning(out), *training(FOR_EVER), subcommand="tune")
@@ -168,7 +167,7 @@ def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
         ranks = pids(job)
         wait_for_trials(tmp_path / "tuned.jsonl", 1)
         job.process.kill()
-        assert all(gone(pid, 5.0) for pid in ranks)
+        assert all(gone(pid) for pid in ranks)
 
 
 def test_any_launcher_can_tune_and_nothing_is_written_unasked(tmp_path: Path) -> None:

@@ -1,17 +1,22 @@
 """A rank of the tests' jobs: averages one tensor per step, checks every number, and misbehaves as told.
 
-worker.py STEPS [--shape N] [--dtype NAME] [--tensors N] [--fail-at STEP] [--exit-at STEP] [--late SECONDS] [--rank R]
+worker.py STEPS [--shape N] [--dtype NAME] [--tensors N] [--fail-at STEP] [--exit-at STEP] [--kill-at STEP]
+          [--stall-at STEP] [--hold-at STEP] [--exit-code CODE] [--evaluate FILE] [--rank R]
 
-The misbehaviour is that of rank ``--rank`` only.
+The misbehaviour is that of rank ``--rank`` only, and not after torchrun has restarted the job. The others evaluate, after their
+last step, until there is ``--evaluate``.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import os
+import signal
 import sys
 import time
 from array import array
+from pathlib import Path
 
 import commsched
 from commsched.core.manifest import Manifest, TensorSpec
@@ -26,11 +31,16 @@ def main() -> None:
     parser.add_argument("--tensors", type=int, default=2)
     parser.add_argument("--fail-at", type=int, default=-1)
     parser.add_argument("--exit-at", type=int, default=-1)
+    parser.add_argument("--kill-at", type=int, default=-1)
+    parser.add_argument("--stall-at", type=int, default=-1)
+    parser.add_argument("--hold-at", type=int, default=-1)
+    parser.add_argument("--exit-code", type=int)
+    parser.add_argument("--evaluate", type=Path)
     parser.add_argument("--rank", type=int, default=1)
     args = parser.parse_args()
 
     session = commsched.init()
-    odd = session.rank == args.rank
+    odd = session.rank == args.rank and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
     shape = args.shape if odd else 1000
     dtype = args.dtype if odd else "float32"
     tensors = args.tensors if odd else 2
@@ -43,17 +53,25 @@ def main() -> None:
     for step in range(args.steps):
         if odd and step == args.fail_at:
             raise ValueError("boom")
+        if odd and step == args.kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
         if odd and step == args.exit_at:
-            return
+            sys.exit(args.exit_code)
+        if odd and step == args.hold_at:
+            ctypes.PyDLL(None).usleep(5_000_000)  # with the interpreter's lock, unlike what CDLL calls
         values[:] = array("f", [session.rank + step]) * len(values)
         group.begin_step()
         for tensor in reversed(range(tensors)):
+            if odd and step == args.stall_at and tensor == 0:
+                time.sleep(1000)  # it lives, and does not send
             group.notify_ready(tensor)
         for proxy in group.proxies:
             proxy.wait()
         if set(values) != {mean + step}:
             sys.exit(f"rank {session.rank} step {step}: wrong numbers")
         time.sleep(0.001)  # a step's computation
+    while not odd and args.evaluate is not None and not args.evaluate.exists():
+        time.sleep(0.02)
     say(1, f"rank {session.rank} finished")
 
 

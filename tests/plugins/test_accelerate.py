@@ -13,8 +13,6 @@ import torch
 from tests.jobs.job import ROOT, clean_environ
 from tests.plugins.missing import import_without
 
-pytestmark = pytest.mark.timeout(150)
-
 #: Small partitions on a slow link, so that what is not waited for is not there.
 SLOW = {"TRANSPORT": "ps", "RATE": "10mbit", "PARTITION": "600", "CREDIT": "1200"}
 

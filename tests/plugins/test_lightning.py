@@ -17,7 +17,7 @@ import torch
 import commsched
 from commsched.core.errors import ConfigError
 from commsched.core.world import World
-from commsched.local import local_sessions
+from commsched.session.local import local_sessions
 from tests.jobs.job import ROOT, clean_environ
 
 pytestmark = pytest.mark.timeout(300)

@@ -11,16 +11,14 @@ from numpy.typing import NDArray
 import commsched
 from commsched.core.config import SchedulerConfig
 from commsched.core.errors import CommschedError, ManifestMismatch, TransportError, UnsupportedError
-from commsched.core.ports import Completion, Transport
+from commsched.core.interfaces import Completion, Transport
 from commsched.core.task import CommTask
-from commsched.local import local_sessions
 from commsched.plugins.numpy import SGD, Linear, Network, ReLU, ScheduledOptimizer, softmax_cross_entropy
-from commsched.session import Session
+from commsched.session.local import local_sessions
+from commsched.session.session import Session
+from commsched.session.trace import TraceObserver
 from commsched.testing.check_plugin import check_plugin
 from commsched.testing.world import run_world
-from commsched.trace import TraceObserver
-
-pytestmark = pytest.mark.timeout(60)
 
 FEATURES, CLASSES, BATCH = 6, 3, 4
 Weights = dict[str, NDArray[Any]]

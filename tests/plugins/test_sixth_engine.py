@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from commsched.session import Session
+from commsched.session.session import Session
 from commsched.testing.check_plugin import check_plugin
 from tests.jobs.job import ROOT
 
@@ -69,5 +69,6 @@ def test_without_its_gate_it_does_not(written: dict[str, Any]) -> None:
             if i in self.outstanding:
                 written["descend"](self.engine.weights[i], self.gradients[i], self.outstanding.pop(i))
 
-    with pytest.raises(AssertionError, match="is not finite; memory was read between notify_ready and the opening"):
+    # Which of the two is found first depends on how far the average has come when a rank reads it.
+    with pytest.raises(AssertionError, match=r"is not finite; memory was read|is not bitwise equal on rank 0"):
         check_plugin(Adapter({**written, "Scheduled": Ungated}), world_sizes=[2])

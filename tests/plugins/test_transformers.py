@@ -14,8 +14,6 @@ from tests.plugins.missing import import_without
 
 from .test_accelerate import require_equal
 
-pytestmark = pytest.mark.timeout(150)
-
 CASES = ("as_documented", "accumulated", "mixed_precision", "resumed", "trained_twice")
 
 

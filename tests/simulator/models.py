@@ -2,14 +2,14 @@
 
 from hypothesis import strategies as st
 
-from commsched.simulator.profile import ITEMSIZE, Layer, Profile
+from commsched.simulator.profile import ITEMSIZE, LayerProfile, Profile
 
 RATE = float(ITEMSIZE)
 
 
 def model(rows):
     """A profile from rows of forward seconds, backward seconds and elements."""
-    layers = (Layer(f"layer{i}", ((size,),) if size else (), f, b) for i, (f, b, size) in enumerate(rows))
+    layers = (LayerProfile(f"layer{i}", ((size,),) if size else (), f, b) for i, (f, b, size) in enumerate(rows))
     return Profile("model", tuple(layers), "made up")
 
 

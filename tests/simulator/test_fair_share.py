@@ -3,8 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commsched.simulator.fair_share import fair_rates
-from commsched.simulator.nics import Connections, Hosts, SharedNics
+from commsched.simulator.network_sharing import Connections, Hosts, SharedNics, fair_rates
 from commsched.simulator.scenario import Cluster, WorkerClass, equal_workers
 
 

@@ -1,11 +1,11 @@
 from commsched.core.config import SchedulerConfig
-from commsched.simulator.profile import Layer, Profile
+from commsched.simulator.profile import LayerProfile, Profile
 from commsched.simulator.scenario import Rules
 from commsched.simulator.tensors import Grouping, Tensors, fill_buckets
 
 PROFILE = Profile(
     "two",
-    (Layer("a", ((2, 3), (3,)), 1, 1), Layer("norm", (), 1, 1), Layer("b", ((4,), (1,)), 1, 1)),
+    (LayerProfile("a", ((2, 3), (3,)), 1, 1), LayerProfile("norm", (), 1, 1), LayerProfile("b", ((4,), (1,)), 1, 1)),
     "made up",
 )
 

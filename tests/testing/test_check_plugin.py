@@ -9,10 +9,8 @@ from numpy.typing import NDArray
 
 from commsched.core.group import TensorGroup
 from commsched.core.manifest import Manifest, TensorSpec
-from commsched.session import Session
+from commsched.session.session import Session
 from commsched.testing.check_plugin import check_plugin
-
-pytestmark = pytest.mark.timeout(60)
 
 SIZE, RATE = 40, 0.5
 Weights = dict[str, NDArray[Any]]

@@ -8,8 +8,6 @@ from commsched.core.plan import Partition
 from commsched.core.task import CommTask
 from commsched.testing.fakes import Delayed, RecordingTransport, VirtualClock
 
-pytestmark = pytest.mark.timeout(30)
-
 
 class Told:
     """A Completion that remembers."""

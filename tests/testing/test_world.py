@@ -4,8 +4,6 @@ import pytest
 
 from commsched.testing.world import run_world
 
-pytestmark = pytest.mark.timeout(30)
-
 
 def test_results_come_in_rank_order_from_named_threads() -> None:
     def fn(rank: int, word: str) -> tuple[int, str, str]:

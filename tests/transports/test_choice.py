@@ -2,44 +2,51 @@
 
 import subprocess
 import sys
+from itertools import product
 
 import pytest
 
-from commsched.core.config import Settings
 from commsched.core.world import World
-from commsched.transports.choice import Seen, choose, look_around
+from commsched.settings import Settings
+from commsched.transports import transport_names
+from commsched.transports.auto import Capabilities, choose, detect_capabilities
 
 TORCHRUN = World(0, 4, 0, 4, "torchrun")
 MPICH = World(0, 4, 0, 4, "mpiexec (MPICH)")
 OPENMPI = World(0, 4, 0, 4, "mpirun (Open MPI)")
 SERVERS = {"servers": ("10.0.0.7:1", "10.0.0.8:1")}
-EVERYTHING = Seen(cuda_tensors=True, nccl=True, torch_group=True, gloo=True, mpi4py=True)
+EVERYTHING = Capabilities(cuda_tensors=True, nccl=True, torch_group=True, gloo=True, mpi4py=True)
 
 
 @pytest.mark.parametrize(
     ("settings", "world", "seen", "line"),
     [
-        ({}, TORCHRUN, Seen(), "ps (every rank hosts a shard; no servers are named)"),
-        ({}, TORCHRUN, Seen(mpi4py=True, gloo=True), "ps (every rank hosts a shard; no servers are named)"),
-        ({}, TORCHRUN, Seen(torch_group=True, gloo=True), "gloo (torch.distributed is initialised)"),
-        ({}, TORCHRUN, Seen(torch_group=True), "ps (every rank hosts a shard; no servers are named)"),
-        ({}, MPICH, Seen(mpi4py=True), "mpi (started by mpiexec (MPICH))"),
-        ({}, OPENMPI, Seen(mpi4py=True, torch_group=True, gloo=True), "mpi (started by mpirun (Open MPI))"),
+        ({}, TORCHRUN, Capabilities(), "ps (every rank hosts a shard; no servers are named)"),
+        ({}, TORCHRUN, Capabilities(mpi4py=True, gloo=True), "ps (every rank hosts a shard; no servers are named)"),
+        ({}, TORCHRUN, Capabilities(torch_group=True, gloo=True), "gloo (torch.distributed is initialised)"),
+        ({}, TORCHRUN, Capabilities(torch_group=True), "ps (every rank hosts a shard; no servers are named)"),
+        ({}, MPICH, Capabilities(mpi4py=True), "mpi (started by mpiexec (MPICH))"),
+        ({}, OPENMPI, Capabilities(mpi4py=True, torch_group=True, gloo=True), "mpi (started by mpirun (Open MPI))"),
         (
             {},
             OPENMPI,
-            Seen(),
+            Capabilities(),
             'ps (started by mpirun (Open MPI), but mpi4py is missing: pip install "commsched[mpi]" gives mpi)',
         ),
-        ({}, OPENMPI, Seen(torch_group=True, gloo=True), "gloo (torch.distributed is initialised)"),
+        ({}, OPENMPI, Capabilities(torch_group=True, gloo=True), "gloo (torch.distributed is initialised)"),
         ({}, OPENMPI, EVERYTHING, "nccl (CUDA tensors, and PyTorch has NCCL)"),
-        ({}, TORCHRUN, Seen(nccl=True), "ps (every rank hosts a shard; no servers are named)"),  # a model on the CPU
-        ({}, MPICH, Seen(cuda_tensors=True, mpi4py=True), "mpi (started by mpiexec (MPICH))"),  # the plugin will refuse it
+        ({}, TORCHRUN, Capabilities(nccl=True), "ps (every rank hosts a shard; no servers are named)"),  # a model on the CPU
+        (
+            {},
+            MPICH,
+            Capabilities(cuda_tensors=True, mpi4py=True),
+            "mpi (started by mpiexec (MPICH))",
+        ),  # the plugin will refuse it
         (SERVERS, OPENMPI, EVERYTHING, "ps (servers=10.0.0.7:1,10.0.0.8:1)"),
         (SERVERS, World(0, 1), EVERYTHING, "local (one rank, nothing to send)"),
     ],
 )
-def test_the_line(settings: dict, world: World, seen: Seen, line: str) -> None:
+def test_the_line(settings: dict, world: World, seen: Capabilities, line: str) -> None:
     assert str(choose(Settings(transport="auto", **settings), world, seen)) == f"transport=auto: {line}"
 
 
@@ -48,15 +55,17 @@ def test_what_is_set_is_not_questioned() -> None:
 
 
 def test_every_choice_is_a_transport_there_is() -> None:
-    from commsched.transports import transport_names
-
-    assert {"ps", "local", "nccl"} <= set(transport_names())
+    worlds, all_seen = (World(0, 1), TORCHRUN, OPENMPI), (Capabilities(*seen) for seen in product([False, True], repeat=5))
+    settings = (Settings(transport="auto"), Settings(transport="auto", **SERVERS))
+    choices = {choose(*given).name for given in product(settings, worlds, all_seen)}
+    assert choices == {"gloo", "local", "mpi", "nccl", "ps"} <= set(transport_names())
 
 
 SCRIPT = """
 import sys
-from commsched.transports.choice import look_around
-seen = look_around("cuda:1")
+from commsched.transports import transport_names
+from commsched.transports.auto import detect_capabilities
+seen = detect_capabilities("cuda:1")
 assert "torch" not in sys.modules and "mpi4py" not in sys.modules
 assert seen.cuda_tensors and not seen.nccl and not seen.torch_group and not seen.gloo, seen
 """
@@ -68,7 +77,7 @@ def test_looking_imports_no_engine() -> None:
 
 def test_looking_at_a_torch_that_is_there() -> None:
     torch = pytest.importorskip("torch")
-    seen = look_around("cpu")
+    seen = detect_capabilities("cpu")
     assert not seen.cuda_tensors
     assert seen.gloo == torch.distributed.is_gloo_available()
     assert not seen.torch_group

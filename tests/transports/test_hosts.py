@@ -5,12 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from bench.cluster import Cluster, ClusterUnavailable
-from bench.job import Job, run_job
+from bench.harness.cluster import Cluster, ClusterUnavailable
+from bench.harness.job import Job, run_job
 
 from .training import train_alone
 
-pytestmark = pytest.mark.timeout(120)
 RANKS = 4
 
 

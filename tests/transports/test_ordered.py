@@ -11,8 +11,8 @@ import pytest
 
 from commsched.core.config import SchedulerConfig
 from commsched.core.errors import OrderMismatch
+from commsched.core.interfaces import OnFailure, Transport
 from commsched.core.manifest import Manifest, TensorSpec
-from commsched.core.ports import OnFailure, Transport
 from commsched.testing.check_transport import _Tensors, check_transport
 from commsched.testing.checked_world import CheckedWorld, Threads
 from commsched.testing.ordered import Switchboard

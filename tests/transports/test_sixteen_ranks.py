@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from bench.job import Job, run_job
+from bench.harness.job import Job, run_job
 from commsched import SchedulerConfig, Session
-from commsched.core.ports import Transport
-from commsched.local import local_sessions
+from commsched.core.interfaces import Transport
+from commsched.session.local import local_sessions
 from commsched.testing.world import run_world
 
 from .training import Weights, rank_main, train_alone
@@ -28,7 +28,7 @@ def train(transport: str) -> Weights:
 
 def train_in_threads() -> Weights:
     """As ``train("gloo")``, without sixteen processes that import PyTorch each."""
-    from commsched.transports import gloo
+    from commsched.transports.backends import gloo
 
     meeting = Meeting(RANKS)
 

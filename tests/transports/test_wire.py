@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from commsched.core.interfaces import Completion, OnFailure, Transport
 from commsched.core.manifest import ITEMSIZE, Manifest, TensorSpec
 from commsched.core.plan import Partition, cut
-from commsched.core.ports import Completion, OnFailure, Transport
 from commsched.core.task import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, CommTask
 from commsched.testing.check_transport import (
     check_averages,
@@ -27,14 +27,12 @@ from commsched.testing.check_transport import (
     check_recut,
 )
 from commsched.testing.checked_world import OpenWorld, Threads
-from commsched.transports.local import LocalWorld
-from commsched.transports.recast import Recast
-from commsched.transports.reduce import average, narrow, widen
-from commsched.transports.wire import WireTransport
+from commsched.transports.averaging.reduce import average, narrow, widen
+from commsched.transports.backends.local import LocalWorld
+from commsched.transports.wire import DtypeMapping, WireTransport
 
 from .worlds import embedded_world, local_world
 
-pytestmark = pytest.mark.timeout(120)
 DTYPES = ("bfloat16", "float16")
 
 
@@ -178,6 +176,23 @@ def test_an_all_gather_sends_what_the_reduce_scatter_left_and_keeps_order_channe
     assert (wire.ordered, wire.channels) == (True, 1)
 
 
+def test_each_partition_gathers_what_its_own_reduce_scatter_left() -> None:
+    inner = Splitting()
+    wire = WireTransport(inner, "bfloat16")
+    manifest = Manifest((TensorSpec("x", (12,), "float32"),))
+    wire.add_group(0, manifest)
+    values = np.arange(1.0, 13.0, dtype=np.float32)
+    data = memoryview(values).cast("B")
+    plan = cut(manifest, 16)
+    for verb, order in ((REDUCE_SCATTER, (0, 1, 2)), (ALL_GATHER, (2, 0, 1))):
+        for index in order:
+            at = plan.partitions[index]
+            wire.start(CommTask(0, 0, at, data[at.start : at.stop], verb), Kept())
+    scattered, gathered = inner.started[:3], inner.started[3:]
+    assert all(gathered[place].data is scattered[index].data for place, index in enumerate((2, 0, 1)))
+    assert values.tolist() == [0.5, 1.0, 0.5, 1.0, 2.5, 3.0, 2.5, 3.0, 4.5, 5.0, 4.5, 5.0]
+
+
 def test_memory_is_used_again() -> None:
     wire = WireTransport(LocalWorld(1).transport(0, pytest.fail), "bfloat16")
     manifest = Manifest((TensorSpec("x", (1000,), "float32"),))
@@ -204,7 +219,7 @@ def manifests(draw: Callable[[st.SearchStrategy[Any]], Any]) -> Manifest:
 def test_partitions_of_the_other_manifest_cover_it_once(
     manifest: Manifest, partition_bytes: int, dtypes: dict[str, str]
 ) -> None:
-    recast = Recast(manifest, dtypes)
+    recast = DtypeMapping(manifest, dtypes)
     seen = {dtype: bytearray(nbytes) for dtype, nbytes in recast.manifest.buffer_bytes.items()}
     for original in cut(manifest, partition_bytes).partitions:
         there = recast.partition(original)
@@ -220,4 +235,4 @@ def test_partitions_of_the_other_manifest_cover_it_once(
 def test_a_partition_of_tensors_that_are_not_consecutive_is_refused() -> None:
     manifest = Manifest(tuple(TensorSpec(dtype, (2,), dtype) for dtype in ("float32", "bfloat16", "float32")))
     with pytest.raises(ValueError, match="partition 0 holds tensors that are not consecutive"):
-        Recast(manifest, {"float32": "bfloat16"}).partition(Partition(0, "float32", 0, 16, (0, 2)))
+        DtypeMapping(manifest, {"float32": "bfloat16"}).partition(Partition(0, "float32", 0, 16, (0, 2)))

@@ -1,4 +1,4 @@
-"""A small training in numpy, for what depends on the transport and not on the engine. ``bench.job`` starts a rank of it."""
+"""A small training in numpy, for what depends on the transport and not on the engine; ``bench.harness.job`` starts ranks."""
 
 from __future__ import annotations
 

@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 
-from commsched.core.config import Settings
-from commsched.core.ports import OnFailure, Transport
+from commsched.core.interfaces import OnFailure, Transport
 from commsched.core.world import World
+from commsched.settings import Settings
 from commsched.testing.ordered import OrderedWorld
 from commsched.testing.world import run_world
+from commsched.transports.backends.local import LocalWorld
+from commsched.transports.backends.ps.rate_limiter import RateLimiter
+from commsched.transports.backends.ps.shard import Shard
+from commsched.transports.backends.ps.transport import PsTransport
 from commsched.transports.context import TransportContext
-from commsched.transports.local import LocalWorld
-from commsched.transports.ps.pacer import Pacer
-from commsched.transports.ps.shard import Shard
-from commsched.transports.ps.transport import PsTransport
 
 TOKEN = "a secret of the tests"
 
@@ -48,7 +48,7 @@ def embedded_world(
     """Every rank hosts a shard, over a real network."""
     size = len(listeners)
     with ExitStack() as stack:
-        pacers = [None if rate_bytes_per_second is None else Pacer(rate_bytes_per_second) for _ in listeners]
+        pacers = [None if rate_bytes_per_second is None else RateLimiter(rate_bytes_per_second) for _ in listeners]
         shards = []
         for rank, on_failure in enumerate(listeners):
             name = f"rank {rank}'s shard"
@@ -99,7 +99,7 @@ def separate_world(listeners: Sequence[OnFailure], *, lane: str = "tcp", servers
 def gloo_world(listeners: Sequence[OnFailure]) -> Iterator[Sequence[Transport]]:
     """All-reduce over gloo, over a real network; skipped without PyTorch."""
     pytest.importorskip("torch.distributed")
-    from commsched.transports.gloo import open_transport
+    from commsched.transports.backends.gloo import open_transport
 
     size, meeting = len(listeners), Meeting(len(listeners))
     transports = run_world(size, lambda rank: open_transport(meeting.context(rank, listeners[rank])))

@@ -6,8 +6,8 @@ from random import Random
 import pytest
 from scipy.stats import t
 
-from commsched.tuner import compare as compare_module
-from commsched.tuner.compare import LEAST_GAIN, MOST_PAIRS, STATED_PAIRS, Comparison, compare
+from commsched.tuner import stats as compare_module
+from commsched.tuner.stats import MAX_PAIRS, MIN_GAIN, STATED_PAIRS, PairedComparison, compare
 
 
 def noisy(seconds: float, deviation: float, random: Random) -> Callable[[], float]:
@@ -16,7 +16,7 @@ def noisy(seconds: float, deviation: float, random: Random) -> Callable[[], floa
 
 def test_the_quantiles_are_those_of_student() -> None:
     for table, quantile in ((compare_module._T_SURE, 0.998), (compare_module._T_95, 0.975)):
-        assert table == {pairs: pytest.approx(t.ppf(quantile, pairs - 1), abs=1e-3) for pairs in range(4, MOST_PAIRS + 1, 2)}
+        assert table == {pairs: pytest.approx(t.ppf(quantile, pairs - 1), abs=1e-3) for pairs in range(4, MAX_PAIRS + 1, 2)}
 
 
 def test_a_clear_gain_is_seen_after_the_fewest_pairs() -> None:
@@ -27,7 +27,7 @@ def test_a_clear_gain_is_seen_after_the_fewest_pairs() -> None:
     assert (found.incumbent_seconds, found.winner_seconds) == pytest.approx((0.4, 0.3))
 
 
-@pytest.mark.parametrize("winner", [0.4, 0.5, 0.4 * (1 - 0.9 * LEAST_GAIN)])
+@pytest.mark.parametrize("winner", [0.4, 0.5, 0.4 * (1 - 0.9 * MIN_GAIN)])
 def test_what_is_no_faster_is_dropped_after_the_fewest_pairs(winner: float) -> None:
     found = compare(lambda: 0.4, lambda: winner)
     assert not found.better
@@ -111,7 +111,7 @@ def test_what_is_faster_by_some_windows_noises_is_confirmed(gain: float, deviati
     assert sum(outcomes(gain, deviation, 300)) >= 285
 
 
-def kept(gain: float, deviation: float, times: int) -> list[Comparison]:
+def kept(gain: float, deviation: float, times: int) -> list[PairedComparison]:
     random = Random(5)
     found = (compare(noisy(1.0, deviation, random), noisy(1 - gain, deviation, random)) for _ in range(times))
     return [one for one in found if one.better]

@@ -2,18 +2,18 @@ from __future__ import annotations
 
 import pytest
 
-from commsched.tuner.drift import Drift
+from commsched.tuner.stats import DriftDetector
 
 
-def feed(drift: Drift, *windows: float, steps: int = 10) -> bool:
+def feed(drift: DriftDetector, *windows: float, steps: int = 10) -> bool:
     for seconds in windows:
         for _ in range(steps):
             drift.add(seconds)
     return drift.found
 
 
-def make(rest_steps: int = 0) -> Drift:
-    return Drift(window_steps=10, windows=3, tolerance=0.1, rest_steps=rest_steps)
+def make(rest_steps: int = 0) -> DriftDetector:
+    return DriftDetector(window_steps=10, windows=3, tolerance=0.1, rest_steps=rest_steps)
 
 
 @pytest.mark.parametrize("now", [1.2, 0.8])

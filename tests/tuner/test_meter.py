@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from commsched.core.errors import ClosedError
 from commsched.core.manifest import Manifest, TensorSpec
 from commsched.testing.world import run_world
-from commsched.tuner.drift import Drift
-from commsched.tuner.meter import Meter, summary
+from commsched.tuner.meter import StepTimer, summary
+from commsched.tuner.stats import DriftDetector
 
 
 def manifest(elements: int) -> Manifest:
@@ -24,7 +24,7 @@ def manifest(elements: int) -> Manifest:
 class Engine:
     """Begins the steps of a group, each so many seconds after the one before."""
 
-    def __init__(self, meter: Meter, group: int = 0) -> None:
+    def __init__(self, meter: StepTimer, group: int = 0) -> None:
         self.meter = meter
         self.group = group
         self.step = 0
@@ -38,9 +38,9 @@ class Engine:
             self.meter.on_step(self.group, self.step, self.at)
 
 
-def metered() -> tuple[Meter, list[Any]]:
+def metered() -> tuple[StepTimer, list[Any]]:
     told: list[Any] = []
-    meter = Meter(told.append)
+    meter = StepTimer(told.append)
     meter.add_group(0, manifest(100))
     return meter, told
 
@@ -182,13 +182,17 @@ def test_a_group_without_steps_to_come_is_said_at_once_and_is_the_main_one_no_mo
 
 
 def test_nobody_to_tell_is_no_error_of_the_engine() -> None:
+    tried: list[Any] = []
+
     def tell(report: Any) -> None:
+        tried.append(report)
         raise ClosedError("this session is closed")
 
-    meter = Meter(tell)
+    meter = StepTimer(tell)
     meter.add_group(0, manifest(1))
     meter.on_switch(window(settle=0, steps=1), {0: 1})
     Engine(meter).steps(1.0, 1.0, 1.0)
+    assert [report["trial"] for report in tried] == [0]
 
 
 def test_it_tells_without_holding_its_lock() -> None:
@@ -199,7 +203,7 @@ def test_it_tells_without_holding_its_lock() -> None:
         seen.append(report["trial"])
         meter.on_switch(window(report["trial"] + 1, settle=0, steps=1), {0: 100})
 
-    meter = Meter(tell)
+    meter = StepTimer(tell)
     meter.add_group(0, manifest(1))
     meter.on_switch(window(settle=0, steps=1), {0: 1})
     run_world(1, lambda rank: Engine(meter).steps(1.0, 1.0, 1.0), timeout_seconds=5)
@@ -252,7 +256,7 @@ def test_waiting_until_training_is_under_way() -> None:
 def test_waiting_for_a_drift() -> None:
     meter, _ = metered()
     engine = Engine(meter)
-    drift = Drift(window_steps=2, windows=2, rest_steps=0)
+    drift = DriftDetector(window_steps=2, windows=2, rest_steps=0)
     waiting = in_thread(lambda: meter.wait_for_change(0, drift))
 
     def until_told(times: Iterable[float]) -> None:
@@ -270,7 +274,7 @@ def test_waiting_ends_when_another_group_is_trained() -> None:
     meter, _ = metered()
     Engine(meter).steps(1.0, 1.0)
     meter.add_group(1, manifest(1000))
-    waits = [in_thread(lambda: meter.wait_for_change(0, Drift()))]
+    waits = [in_thread(lambda: meter.wait_for_change(0, DriftDetector()))]
     larger = Engine(meter, 1)
     larger.steps(1.0)
     assert waits[0]() is True
@@ -286,6 +290,6 @@ def test_closing_ends_every_wait(began: bool) -> None:
     waits = [in_thread(lambda: meter.wait_until_training(50))]
     meter.close()
     assert waits[0]() is None
-    assert meter.wait_for_change(0, Drift()) is False
+    assert meter.wait_for_change(0, DriftDetector()) is False
     assert meter.wait_for_steps(0, 5) is False
     assert meter.wait_until_training(1) is None

@@ -8,10 +8,10 @@ import pytest
 
 from commsched.core.config import SchedulerConfig
 from commsched.simulator import Exchange, Rules, equal_workers, simulate
-from commsched.simulator.bytes_factor import bytes_factor
-from commsched.simulator.profile import Layer, Profile
+from commsched.simulator.profile import LayerProfile, Profile
+from commsched.simulator.scenario import bytes_factor
 from commsched.tuner.model import Model
-from commsched.tuner.profiler import Link
+from commsched.tuner.profiler import LinkEstimate
 from commsched.tuner.space import Space
 
 MB = 1_000_000
@@ -19,7 +19,7 @@ MB = 1_000_000
 
 def uniform(layers=24, megabytes=48, step_seconds=0.3):
     size = megabytes * MB // 4 // layers
-    rows = (Layer(f"{i}", ((size,),), step_seconds / 3 / layers, 2 * step_seconds / 3 / layers) for i in range(layers))
+    rows = (LayerProfile(f"{i}", ((size,),), step_seconds / 3 / layers, 2 * step_seconds / 3 / layers) for i in range(layers))
     return Profile("made up", tuple(rows), "made up")
 
 
@@ -31,7 +31,7 @@ def config(partition, ratio, policy="priority"):
     ("workers", "servers", "collective"), [(2, 0, False), (4, 0, False), (2, 2, False), (8, 0, False), (4, 0, True)]
 )
 def test_it_says_what_the_simulator_says(workers, servers, collective):
-    profile, link = uniform(), Link(0.3 / (48 * MB), 2e-4)
+    profile, link = uniform(), LinkEstimate(0.3 / (48 * MB), 2e-4)
     model = Model(profile, link, workers, servers=servers, collective=collective)
     factor = bytes_factor(workers, servers)
     cluster = equal_workers(
@@ -48,12 +48,12 @@ def test_it_says_what_the_simulator_says(workers, servers, collective):
 
 
 def test_workers_drift_apart_so_that_credit_for_one_push_is_as_good_as_for_two():
-    model = Model(uniform(), Link(0.3 / (48 * MB), 2e-4), 4)
+    model = Model(uniform(), LinkEstimate(0.3 / (48 * MB), 2e-4), 4)
     assert model.predict(config(1, 1)) == model.predict(config(1, 2))
 
 
 def test_smaller_partitions_than_are_simulated_cost_what_they_cost_together():
-    profile, link = uniform(), Link(0.3 / (48 * MB), 2e-4)
+    profile, link = uniform(), LinkEstimate(0.3 / (48 * MB), 2e-4)
     model = Model(profile, link, 4, anchor_bytes=MB)
     small = config(0.125, 8)  # 384 of them, 6 messages each
     cluster = equal_workers(4, 1.5 / link.seconds_per_byte, message_seconds=2e-4 / 1.5, detailed=True)
@@ -63,14 +63,14 @@ def test_smaller_partitions_than_are_simulated_cost_what_they_cost_together():
 
 
 def test_between_points_of_the_lattice_it_is_between_their_times():
-    model = Model(uniform(), Link(0.3 / (48 * MB), 2e-4), 2)
+    model = Model(uniform(), LinkEstimate(0.3 / (48 * MB), 2e-4), 2)
     for (a, b), ratio in ((pair, ratio) for pair in pairwise((0.25, 0.5, 1, 2, 4, 8)) for ratio in (1, 2, 4)):
         ends = model.predict(config(a, ratio)), model.predict(config(b, ratio))
         assert min(ends) * (1 - 1e-9) <= model.predict(config((a * b) ** 0.5, ratio)) <= max(ends) * (1 + 1e-9)
 
 
 def test_what_is_out_of_bounds_is_as_at_the_bound():
-    model = Model(uniform(megabytes=8), Link(0.3 / (8 * MB), 2e-4), 2)
+    model = Model(uniform(megabytes=8), LinkEstimate(0.3 / (8 * MB), 2e-4), 2)
     assert model.predict(SchedulerConfig(1, 1)) == model.predict(SchedulerConfig(64_000, 64_000))
     assert model.predict(config(8, 1)) == model.predict(config(200, 1))
     assert model.predict(SchedulerConfig(MB, 1)) == model.predict(SchedulerConfig(MB, MB))
@@ -78,7 +78,7 @@ def test_what_is_out_of_bounds_is_as_at_the_bound():
 
 
 def link_of(messages=1e-3):
-    return Link(0.3 / (48 * MB), messages)
+    return LinkEstimate(0.3 / (48 * MB), messages)
 
 
 def test_small_tensors_that_are_not_merged_are_so_many_partitions():
@@ -98,12 +98,12 @@ def test_a_model_of_many_layers_takes_as_long_as_one_of_fewer(fusion_bytes):
     tried = replace(config(1, 4), fusion_bytes=fusion_bytes)
     many = Model(uniform(1500), link_of(1e-4), 2).predict(tried)
     cost = 1e-4 * (0 if fusion_bytes is None else 1500 - 48)
-    few = Model(uniform(400), Link((0.3 + cost) / (48 * MB), 1e-4), 2).predict(config(1, 4))
+    few = Model(uniform(400), LinkEstimate((0.3 + cost) / (48 * MB), 1e-4), 2).predict(config(1, 4))
     assert many == pytest.approx(few, rel=0.05)
 
 
 def test_policies():
-    model = Model(uniform(), Link(0.3 / (48 * MB), 2e-4), 4, collective=True)
+    model = Model(uniform(), LinkEstimate(0.3 / (48 * MB), 2e-4), 4, collective=True)
     in_order, by_need, halves = (model.predict(config(1, 2, policy)) for policy in ("fifo", "priority", "rsag"))
     assert by_need == halves
     assert in_order > 1.2 * by_need  # a third of the step is forward, which then overlaps with nothing
@@ -111,7 +111,7 @@ def test_policies():
 
 def test_the_valley_moves_as_theory_says():
     def best(overhead):
-        model = Model(uniform(), Link(0.3 / (48 * MB), overhead), 2)
+        model = Model(uniform(), LinkEstimate(0.3 / (48 * MB), overhead), 2)
         return min((config(2.0**k, 4) for k in range(-4, 4)), key=model.predict).partition_bytes
 
     assert best(1e-5) < best(2e-3)
@@ -127,8 +127,8 @@ def trials(model, *tried):
 @pytest.mark.parametrize("collective", [False, True])
 def test_a_calibrated_model_is_near_the_truth_where_nothing_was_tried(collective):
     profile = uniform()
-    truth = Model(profile, Link(0.4 / (48 * MB), 6e-4), 2, collective=collective)
-    guess = Model(profile, Link(0.25 / (48 * MB), 1e-4), 2, collective=collective)
+    truth = Model(profile, LinkEstimate(0.4 / (48 * MB), 6e-4), 2, collective=collective)
+    guess = Model(profile, LinkEstimate(0.25 / (48 * MB), 1e-4), 2, collective=collective)
     found = guess.calibrate(trials(truth, config(0.125, 4), config(4, 4)))
     for other in (config(0.25, 4), config(1, 4), config(2, 2)):
         before, after = (abs(model.predict(other) / truth.predict(other) - 1) for model in (guess, found))
@@ -139,39 +139,39 @@ def test_a_calibrated_model_is_near_the_truth_where_nothing_was_tried(collective
 
 def test_what_computation_hides_says_nothing_of_the_link():
     profile = uniform(megabytes=1)
-    guess = Model(profile, Link(1e-9, 1e-5), 2)
+    guess = Model(profile, LinkEstimate(1e-9, 1e-5), 2)
     found = guess.calibrate([(config(0.25, 4), 0.3)])
     assert found.link.seconds_per_byte == pytest.approx(1e-9, rel=0.05)
     assert found.link.partition_seconds == pytest.approx(1e-5, rel=0.05)
 
 
 def test_an_impossible_measurement_does_not_run_away():
-    found = Model(uniform(), Link(0.3 / (48 * MB), 1e-4), 2).calibrate([(config(1, 4), 1e-3), (config(1, 4), 1e3)])
+    found = Model(uniform(), LinkEstimate(0.3 / (48 * MB), 1e-4), 2).calibrate([(config(1, 4), 1e-3), (config(1, 4), 1e3)])
     assert 1e-12 < found.link.seconds_per_byte < 1e-4
     assert 0 < found.predict(config(1, 4)) < 1e4
 
 
 def test_calibrating_by_nothing_changes_nothing():
-    model = Model(uniform(), Link(0.3 / (48 * MB), 1e-4), 2)
+    model = Model(uniform(), LinkEstimate(0.3 / (48 * MB), 1e-4), 2)
     assert model.calibrate([]).link == model.link
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])
 def test_times_that_are_none(seconds):
     with pytest.raises(ValueError, match="not the times of steps"):
-        Model(uniform(), Link(1e-8, 1e-4), 2).calibrate([(config(1, 4), seconds)])
+        Model(uniform(), LinkEstimate(1e-8, 1e-4), 2).calibrate([(config(1, 4), seconds)])
 
 
 def test_nothing_to_send():
     with pytest.raises(ValueError, match="1 workers"):
-        Model(uniform(), Link(1e-8, 1e-4), 1)
+        Model(uniform(), LinkEstimate(1e-8, 1e-4), 1)
     with pytest.raises(ValueError, match="0 bytes"):
-        Model(Profile("empty", (Layer("a", (), 1.0, 1.0),), "made up"), Link(1e-8, 1e-4), 2)
+        Model(Profile("empty", (LayerProfile("a", (), 1.0, 1.0),), "made up"), LinkEstimate(1e-8, 1e-4), 2)
 
 
 def test_a_step_of_thousands_of_tensors_costs_no_more():
     """About 0.1 s of CPU each, wherever; the limit is for busy machines."""
-    model = Model(uniform(3000, 400), Link(0.3 / (400 * MB), 1e-4), 4, anchor_bytes=4 * MB)
+    model = Model(uniform(3000, 400), LinkEstimate(0.3 / (400 * MB), 1e-4), 4, anchor_bytes=4 * MB)
     tried = [config(partition, ratio) for partition in (0.0625, 1, 32) for ratio in (1, 32)]
     began = time.thread_time()
     for fusion_bytes in (None, 1):
@@ -182,7 +182,7 @@ def test_a_step_of_thousands_of_tensors_costs_no_more():
 def test_a_whole_lattice_costs_little():
     """Of a large model. It takes less than 2 s of CPU; the limit is for busy machines."""
     profile = uniform(150, 400)
-    model = Model(profile, Link(0.3 / (400 * MB), 1e-4), 2, anchor_bytes=4 * MB)
+    model = Model(profile, LinkEstimate(0.3 / (400 * MB), 1e-4), 2, anchor_bytes=4 * MB)
     lattice = Space(config(4, 4), 400 * MB).lattice(per_octave=2)
     began = time.thread_time()
     seconds = [model.predict(each) for each in lattice]

@@ -9,15 +9,15 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from commsched.core.config import SchedulerConfig
-from commsched.simulator.profile import Layer, Profile
+from commsched.simulator.profile import LayerProfile, Profile
 from commsched.tuner.model import Model
 from commsched.tuner.model_process import ModelProcess
-from commsched.tuner.profiler import Link
+from commsched.tuner.profiler import LinkEstimate
 from commsched.tuner.trial import Stopped
 from tests.jobs.job import ROOT, gone
 
-PROFILE = Profile("test", tuple(Layer(f"layer{i}", ((500_000,),), 0.01, 0.02) for i in range(6)), "made up")
-LINK = Link(1e-8, 1e-4)
+PROFILE = Profile("test", tuple(LayerProfile(f"layer{i}", ((500_000,),), 0.01, 0.02) for i in range(6)), "made up")
+LINK = LinkEstimate(1e-8, 1e-4)
 TRIALS = [(SchedulerConfig(1_000_000, 4_000_000), 0.31), (SchedulerConfig(250_000, 500_000), 0.29)]
 
 
@@ -83,4 +83,4 @@ def test_it_does_not_outlive_a_process_that_is_killed() -> None:
         assert holder.stdout is not None
         pid = int(holder.stdout.readline())
         holder.kill()
-    assert gone(pid, 5.0)
+    assert gone(pid)

@@ -6,10 +6,11 @@ from random import Random
 
 import pytest
 
-from commsched.core.config import Budget, SchedulerConfig
+from commsched.core.config import SchedulerConfig
+from commsched.settings import Budget
+from commsched.tuner.search_run import SearchRun
 from commsched.tuner.searchers import make_searcher
 from commsched.tuner.space import Space
-from commsched.tuner.tuning import Tuning
 from commsched.tuner.verdict import Verdict
 
 from .surface import DEFAULT, TOTAL_BYTES, Training, step_seconds
@@ -49,7 +50,7 @@ SURFACES = {"small is better": step_seconds, "large is better": overhead_counts,
 def tune(name: str, true: Callable[[SchedulerConfig], float], bias: Bias, run: int) -> Verdict:
     training = Training(true, noise=0.2, seed=run, bias=lambda number, changed: bias(number, changed, run))
     searcher = make_searcher(name, Space(DEFAULT, TOTAL_BYTES), random_seed=run)
-    verdict = Tuning(
+    verdict = SearchRun(
         DEFAULT, searcher, training.measure, Budget(trials=12), apply=training.applied.append, say=lambda line: None
     ).run()
     assert training.applied == [verdict.kept]

@@ -13,32 +13,34 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import commsched
-from commsched.core.config import Budget, SchedulerConfig, Settings
+from commsched.core.config import SchedulerConfig
+from commsched.core.interfaces import Observer, Transport
 from commsched.core.manifest import Manifest
-from commsched.core.ports import Transport
 from commsched.core.task import CommTask
 from commsched.core.world import World
-from commsched.opening import open_session
-from commsched.session import Session
+from commsched.session.opening import open_session
+from commsched.session.session import Session
+from commsched.settings import Budget, Settings
+from commsched.tuner import job as search_module
 from commsched.tuner import online
-from commsched.tuner import search as search_module
-from commsched.tuner.drift import Drift
-from commsched.tuner.meter import Meter
+from commsched.tuner.job import TuningJob
+from commsched.tuner.meter import StepTimer
 from commsched.tuner.online import OnlineTuner
-from commsched.tuner.search import Search
+from commsched.tuner.search_run import SearchRun
 from commsched.tuner.searchers import make_searcher
 from commsched.tuner.space import Space
+from commsched.tuner.stats import DriftDetector
 from commsched.tuner.trial import Candidate, Stopped, Window
-from commsched.tuner.trials import Trials
-from commsched.tuner.tuning import Tuning
+from commsched.tuner.trials import TrialRunner
 from commsched.tuner.verdict import Reason, Verdict
 from tests.jobs.job import run_job, worker
-from tests.test_session import Ordered
+from tests.session.test_session import Ordered
 
 from .test_meter import Engine, manifest
 from .training import UNTIL_ENDED, WIDE, Training, Weights, require_same_weights, tuned
@@ -63,7 +65,7 @@ def no_tuner_is_left() -> Any:
 # --- changes of configuration ---
 
 
-class Borders:
+class Borders(Observer):
     """An observer: the partitions of each step of a rank, as they were averaged."""
 
     def __init__(self) -> None:
@@ -73,10 +75,6 @@ class Borders:
     def on_task(self, task: CommTask) -> None:
         with self._lock:
             self.of_step[task.step][task.verb].add((task.partition.start, task.partition.stop))
-
-    def on_step(self, group: int, step: int, at: float) -> None: ...
-    def on_ready(self, group: int, tensor: int, at: float) -> None: ...
-    def on_span(self, track: str, name: str, start: float, stop: float) -> None: ...
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -148,13 +146,13 @@ def test_what_is_kept_is_in_use_on_all_ranks_in_the_end(monkeypatch: pytest.Monk
     verdicts: list[Verdict] = []
     done = threading.Event()
 
-    class Recorded(Tuning):
+    class Recorded(SearchRun):
         def run(self) -> Verdict:
             verdicts.append(super().run())
             done.set()
             return verdicts[0]
 
-    class Rigged(Trials):
+    class Rigged(TrialRunner):
         """Measures what it measures, and says that smaller partitions are faster."""
 
         def measure(self, config: SchedulerConfig, steps: int = 10, *, group: int) -> Window:
@@ -162,8 +160,8 @@ def test_what_is_kept_is_in_use_on_all_ranks_in_the_end(monkeypatch: pytest.Monk
             seconds = config.partition_bytes / 1e6
             return replace(window, seconds=seconds, error_seconds=seconds / 100)
 
-    monkeypatch.setattr(search_module, "Tuning", Recorded)
-    monkeypatch.setattr("commsched.tuner.online.Trials", Rigged)
+    monkeypatch.setattr(search_module, "SearchRun", Recorded)
+    monkeypatch.setattr("commsched.tuner.online.TrialRunner", Rigged)
     ended = threading.Event()
     configs: dict[int, SchedulerConfig] = {}
 
@@ -328,7 +326,7 @@ def test_one_rank_has_nothing_to_tune(
     world_size: int, disable: bool, why: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
-    monkeypatch.setattr("commsched.opening.say", said.append)
+    monkeypatch.setattr("commsched.session.opening.say", said.append)
     with open_session(World(0, world_size, 0, world_size, "threads"), replace(TRIALS, disable=disable)) as session:
         assert session.world_size == 1
     assert said == [f"there is nothing to tune with {why}"]
@@ -368,6 +366,33 @@ def test_a_static_order_has_time_to_come_back(order: str, monkeypatch: pytest.Mo
         begin = window["first"] + window["settle"]
         counted = static[begin + 1 : begin + 1 + window["steps"]]
         assert counted == [order == "static"] * len(counted)
+
+
+@pytest.mark.parametrize(("leads_host", "workers"), [(False, 4), (True, 2)])
+def test_with_a_hierarchy_each_host_is_one_worker_of_the_network(
+    leads_host: bool, workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Enough(Exception):
+        pass
+
+    def search(settings: Settings, job: search_module.JobFacts, *_: Any) -> None:
+        assert (job.world_size, job.hosts, job.workers) == (4, 2, workers)
+        raise Enough
+
+    monkeypatch.setattr(search_module, "TuningJob", search)
+    monkeypatch.setattr(online, "_refusal", lambda settings, core: None)
+    session: Any = SimpleNamespace(
+        rank=0,
+        world_size=4,
+        core=None,
+        transport=SimpleNamespace(ordered=False),
+        gather=lambda value: [{**value, "host": host} for host in ("a", "a", "b", "b")],
+        tell_tuner=None,
+        observe=lambda observer: None,
+        on_register=lambda callback: None,
+    )
+    with pytest.raises(Enough):
+        online.start_tuning(session, TRIALS, "ps", "a", print, leads_host=leads_host)
 
 
 # --- files ---
@@ -466,13 +491,14 @@ def test_without_a_model_it_is_tuned_all_the_same(monkeypatch: pytest.MonkeyPatc
 # --- after tuning ---
 
 
-class Counted(Search):
+class Counted(TuningJob):
     """Ends at once with one of these verdicts after the other, and remembers how it was asked."""
 
     def __init__(self, *reasons: Reason | None) -> None:
         self.asked: list[tuple[int, bool]] = []
         self.reasons = reasons
         self.called = threading.Semaphore(0)
+        self.kept = BEFORE
 
     def stop(self) -> None:
         """It has no model."""
@@ -482,7 +508,9 @@ class Counted(Search):
         reason = self.reasons[len(self.asked) - 1]
         self.called.release()
         kept = SchedulerConfig(1_000_000 * len(self.asked)) if reason == "kept" else BEFORE
-        return None if reason is None else Verdict(reason, kept, BEFORE, kept, 3, 2, 100, 1.0)
+        incumbent = self.kept if again else BEFORE
+        self.kept = kept
+        return None if reason is None else Verdict(reason, kept, incumbent, kept, 3, 2, 100, 1.0)
 
 
 BEFORE = SchedulerConfig()
@@ -492,15 +520,15 @@ class Watched:
     """A tuner on two groups, the second larger, with steps that the test makes."""
 
     def __init__(self, *reasons: Reason | None) -> None:
-        self.meter, self.search = Meter(lambda report: None), Counted(*reasons)
+        self.meter, self.search = StepTimer(lambda report: None), Counted(*reasons)
         self.lines: list[str] = []
         self.ends: list[str] = []
         self.applied: list[SchedulerConfig] = []
-        self.drifts: list[Drift] = []
+        self.drifts: list[DriftDetector] = []
         self.rests: list[int] = []
         self.meter.add_group(0, manifest(5))
         self.meter.add_group(1, manifest(500))
-        self.trials = Trials(self, self.meter.main_group, 3)
+        self.trials = TrialRunner(self, self.meter.main_group, 3)
         self.tuner = OnlineTuner(
             self.meter, self.trials, self.search, self.lines.append, self.ends.append, make_drift=self._make_drift
         )
@@ -512,9 +540,9 @@ class Watched:
         assert window is None  # trials are not these tests'
         self.applied.append(config)
 
-    def _make_drift(self, rest_steps: int) -> Drift:
+    def _make_drift(self, rest_steps: int) -> DriftDetector:
         self.rests.append(rest_steps)
-        self.drifts.append(Drift(window_steps=2, windows=3))
+        self.drifts.append(DriftDetector(window_steps=2, windows=3))
         return self.drifts[-1]
 
     def begin(self, group: int) -> Engine:
@@ -562,6 +590,21 @@ def test_each_stage_of_a_job_is_tuned_with_what_was_there_before() -> None:
     assert watched.applied == [BEFORE]
     assert watched.lines == ["tuning: other tensors are trained now"]
     assert watched.ends == []
+
+
+def test_a_stage_after_a_second_search_begins_with_what_was_there_before_the_first() -> None:
+    watched = Watched("kept", "kept", "kept")
+    engine, drifts = watched.begin(0), watched.drifts
+    watched.require_searched()
+    while not drifts or drifts[-1].before_seconds == 0.0:  # until it watches, nothing is told
+        engine.steps(1.0)
+    engine.steps(*[2.0] * 10)
+    watched.require_searched()
+    watched.begin(1)
+    watched.require_searched()
+    watched.end()
+    assert watched.search.asked == [(0, False), (0, True), (1, False)]
+    assert watched.applied == [BEFORE]
 
 
 def test_a_stage_that_comes_back_has_what_was_found_for_it() -> None:

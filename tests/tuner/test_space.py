@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from commsched.core.config import SchedulerConfig
 from commsched.core.errors import ConfigError
 from commsched.core.policies import policy_names
-from commsched.tuner.space import MAX_PARTITION_BYTES, MAX_RATIO, MIN_PARTITION_BYTES, Space
+from commsched.tuner.space import MAX_RATIO, MAX_TUNED_PARTITION_BYTES, MIN_TUNED_PARTITION_BYTES, Space
 
 CONFIGS = st.builds(
     SchedulerConfig,
@@ -41,8 +41,8 @@ def assert_legal(space: Space, config: SchedulerConfig) -> None:
     if "partition" in space.fixed:
         assert config.partition_bytes == incumbent.partition_bytes
     else:
-        most = min(MAX_PARTITION_BYTES, max(space.total_bytes, MIN_PARTITION_BYTES))
-        assert MIN_PARTITION_BYTES <= config.partition_bytes <= most
+        most = min(MAX_TUNED_PARTITION_BYTES, max(space.total_bytes, MIN_TUNED_PARTITION_BYTES))
+        assert MIN_TUNED_PARTITION_BYTES <= config.partition_bytes <= most
     if "credit" in space.fixed:
         assert config.credit_bytes == incumbent.credit_bytes
     else:
@@ -112,7 +112,7 @@ def test_the_lattice_of_the_default_configuration() -> None:
 def test_points_are_logarithms_of_the_partition_and_of_credit_over_partition() -> None:
     space = Space(SchedulerConfig(), 10**10)
     middle = space.from_point((0.5, 0.5))
-    assert middle.partition_bytes == round(math.sqrt(MIN_PARTITION_BYTES * MAX_PARTITION_BYTES))
+    assert middle.partition_bytes == round(math.sqrt(MIN_TUNED_PARTITION_BYTES * MAX_TUNED_PARTITION_BYTES))
     assert middle.credit_bytes / middle.partition_bytes == pytest.approx(math.sqrt(MAX_RATIO))
     assert space.to_point(SchedulerConfig(1, 1)) == (0.0, 0.0)
     assert space.to_point(SchedulerConfig(4_000_000, 1)) == space.to_point(SchedulerConfig(4_000_000, 4_000_000))

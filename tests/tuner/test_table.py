@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from commsched.core.config import Budget, SchedulerConfig
+from commsched.core.config import SchedulerConfig
+from commsched.settings import Budget
 from commsched.tuner.journal import Trial
 from commsched.tuner.table import HEADER, Table
 from commsched.tuner.trial import Window

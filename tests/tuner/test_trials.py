@@ -13,7 +13,7 @@ import pytest
 from commsched.core.config import SchedulerConfig
 from commsched.core.errors import ClosedError, CommschedError, UnsupportedError
 from commsched.tuner.trial import Stopped, TrialFailed, Window
-from commsched.tuner.trials import MainGroupChanged, Trials
+from commsched.tuner.trials import MainGroupChanged, TrialRunner
 
 CONFIG = SchedulerConfig(1000, 2000)
 
@@ -40,7 +40,7 @@ class FakeSession:
             self.then(window)
 
 
-def answered(*reports: dict[str, Any]) -> tuple[Trials, FakeSession]:
+def answered(*reports: dict[str, Any]) -> tuple[TrialRunner, FakeSession]:
     """Each trial is answered by these, rank by rank; their trial number is that of the window, unless it is another."""
 
     def answer(window: dict[str, int]) -> None:
@@ -48,7 +48,7 @@ def answered(*reports: dict[str, Any]) -> tuple[Trials, FakeSession]:
             trials.on_told(rank, {**given, "trial": window["trial"] + given.get("trial", 0)})
 
     session = FakeSession(answer)
-    trials = Trials(session, lambda: 4, settle_steps=3)
+    trials = TrialRunner(session, lambda: 4, settle_steps=3)
     return trials, session
 
 
@@ -106,6 +106,14 @@ def test_reports_of_an_earlier_trial_count_no_more() -> None:
     assert trials.measure(CONFIG, group=4).seconds == 2.0
 
 
+def test_what_an_earlier_trial_measured_is_no_answer_to_the_next() -> None:
+    trials, session = answered(report(0), report(0), report(0))
+    assert trials.measure(CONFIG, group=4).seconds == 1.0
+    session.then = lambda window: trials.stop("training ends")
+    with pytest.raises(Stopped, match="training ends"):
+        trials.measure(CONFIG, group=4)
+
+
 def test_what_the_transport_cannot_do_fails_the_trial() -> None:
     trials, session = answered(report(0))
     session.error = UnsupportedError("policy='rsag' averages by ...")
@@ -125,7 +133,7 @@ def test_a_closed_session_or_a_failed_job_stops() -> None:
 def test_a_group_that_is_not_the_main_one_is_not_measured(main: int | None) -> None:
     session = FakeSession()
     with pytest.raises(MainGroupChanged, match=f"group 4 of tensors is not trained any more, .* that is {main}"):
-        Trials(session, lambda: main, 3).measure(CONFIG, group=4)
+        TrialRunner(session, lambda: main, 3).measure(CONFIG, group=4)
     assert session.proposed == []
 
 
@@ -137,7 +145,7 @@ def test_a_group_that_is_trained_no_more_in_the_middle_of_a_trial_is_no_failed_t
         main = 5
         trials.on_told(1, {"trial": window["trial"], "failed": "group 4 is not the main one any more"})
 
-    trials = Trials(FakeSession(answer), lambda: main, 3)
+    trials = TrialRunner(FakeSession(answer), lambda: main, 3)
     with pytest.raises(MainGroupChanged):
         trials.measure(CONFIG, group=4)
 
@@ -145,7 +153,7 @@ def test_a_group_that_is_trained_no_more_in_the_middle_of_a_trial_is_no_failed_t
 def test_stopping_ends_a_wait_and_all_that_comes_later() -> None:
     waits = threading.Event()
     session = FakeSession(lambda window: waits.set())
-    trials = Trials(session, lambda: 0, 3)
+    trials = TrialRunner(session, lambda: 0, 3)
     why: list[str] = []
 
     def measure() -> None:

@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from commsched.core.config import SchedulerConfig, Settings
-from commsched.core.ports import Transport
-from commsched.local import local_sessions
+from commsched.core.config import SchedulerConfig
+from commsched.core.interfaces import Transport
 from commsched.plugins.numpy import SGD, Linear, Network, ReLU, ScheduledOptimizer, softmax_cross_entropy
-from commsched.session import Session
+from commsched.session.local import local_sessions
+from commsched.session.session import Session
+from commsched.settings import Settings
 from commsched.testing.fakes import Delayed
 from commsched.testing.world import run_world
 from commsched.tuner.online import start_tuning
@@ -61,7 +62,7 @@ class Training:
     sessions: list[Session] = field(default_factory=list)
     taken: int = 0  # steps
 
-    def run(self, timeout_seconds: float = 50.0) -> list[Weights]:
+    def run(self, timeout_seconds: float = 100.0) -> list[Weights]:
         """The weights of each rank."""
         self.sessions = local_sessions(self.world_size, self.config, wrap_transport=self._wrap, order=self.order)
         try:

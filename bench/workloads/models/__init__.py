@@ -1,1 +1,1 @@
-"""The models that are trained, at full size and reduced: plain torch modules, without dropout."""
+"""The trained models, at full size and reduced: plain torch modules without dropout."""

@@ -25,7 +25,7 @@ class Embeddings(nn.Module):
 
 
 class Block(nn.Module):
-    """Post-norm, as published."""
+    """A post-norm block, as published."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Block(nn.Module):
 class Bert(nn.Module):
     """Tokens and segments (0 or 1), both [batch, length], to logits of tokens [batch, length, vocabulary] and pairs [batch, 2].
 
-    Full size as is: 110,106,428 parameters, those of the token head's weight, which is the word embedding's, counted once.
+    The defaults are the full size: 110,106,428 parameters. The token head's weight is the word embedding's and is counted once.
     """
 
     def __init__(

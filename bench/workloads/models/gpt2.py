@@ -32,7 +32,7 @@ class Block(nn.Module):
 class GPT2(nn.Module):
     """Tokens [batch, length] to logits [batch, length, vocabulary].
 
-    Full size as is: 124,439,808 parameters, those of the head, which are the token embedding's, counted once.
+    The defaults are the full size: 124,439,808 parameters. The head's weight is the token embedding's and is counted once.
     """
 
     def __init__(

@@ -7,7 +7,8 @@ from torch import nn
 
 
 class MLP(nn.Module):
-    """Inputs [batch, inputs] to logits; ``depth`` hidden layers of ``width``, each with a residual so that deep ones learn."""
+    """Inputs [batch, inputs] to logits. It has ``depth`` hidden layers of ``width``, each with a residual connection so that
+    deep models learn."""
 
     def __init__(self, inputs: int, classes: int, width: int, depth: int) -> None:
         super().__init__()

@@ -19,7 +19,7 @@ class Bottleneck(nn.Module):
         self.bn2 = nn.BatchNorm2d(width)
         self.conv3 = nn.Conv2d(width, outputs, 1, bias=False)
         self.bn3 = nn.BatchNorm2d(outputs)
-        nn.init.zeros_(self.bn3.weight)  # a block begins as the identity: else gradients explode (P. Goyal et al., 2017)
+        nn.init.zeros_(self.bn3.weight)  # a block starts as the identity; otherwise gradients explode (P. Goyal et al., 2017)
         self.activation = activation
         self.downsample: nn.Module = nn.Identity()
         if stride != 1 or channels != outputs:
@@ -33,10 +33,10 @@ class Bottleneck(nn.Module):
 
 
 class ResNet50(nn.Module):
-    """Images [batch, image_channels, height, width] to logits; full size as is: 25,557,032 parameters.
+    """Images [batch, image_channels, height, width] to logits. The defaults are the full size: 25,557,032 parameters.
 
-    ``width`` is the channels of the stem. ``smooth``: GELU and average pooling in place of ReLU and maximum, so that rounding
-    cannot flip a gradient and trainings can be compared.
+    ``width`` is the number of channels of the stem. ``smooth`` replaces ReLU and maximum by GELU and average pooling, so that
+    rounding cannot flip a gradient and trainings can be compared.
     """
 
     def __init__(self, classes: int = 1000, width: int = 64, image_channels: int = 3, smooth: bool = False) -> None:

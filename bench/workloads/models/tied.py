@@ -1,4 +1,4 @@
-"""An output projection whose weight is that of the token embedding."""
+"""An output projection that shares the weight of the token embedding."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import nn
 
 
 class TiedLinear(nn.Module):
-    """``hidden -> logits`` with the embedding's weight, and a bias of its own if asked (O. Press, L. Wolf, EACL 2017)."""
+    """``hidden -> logits`` with the embedding's weight, and optionally a bias of its own (O. Press, L. Wolf, EACL 2017)."""
 
     def __init__(self, embedding: nn.Embedding, bias: bool) -> None:
         super().__init__()

@@ -1,19 +1,19 @@
-"""VGG-16 (K. Simonyan, A. Zisserman, ICLR 2015, configuration D): most of its bytes lie in the last three layers."""
+"""VGG-16 (K. Simonyan, A. Zisserman, ICLR 2015, configuration D). Most of its bytes are in the last three layers."""
 
 from __future__ import annotations
 
 import torch
 from torch import nn
 
-_CONVOLUTIONS = ((1, 2), (2, 2), (4, 3), (8, 3), (8, 3))  # channels, in units of width, and how many, before each pooling
+_CONVOLUTIONS = ((1, 2), (2, 2), (4, 3), (8, 3), (8, 3))  # (channels / width, convolutions) before each pooling
 
 
 class VGG16(nn.Module):
-    """Images [batch, image_channels, image_size, image_size] to logits; full size as is: 138,357,544 parameters.
+    """Images [batch, image_channels, image_size, image_size] to logits. The defaults are the full size: 138,357,544 parameters.
 
-    ``width`` is the channels of the first stage, ``hidden`` the width of the two fully connected layers. ``smooth``: GELU and
-    average pooling in place of ReLU and maximum, so that rounding cannot flip a gradient and trainings can be compared.
-    """
+    ``width`` is the number of channels of the first stage, ``hidden`` the width of the two fully connected layers. ``smooth``
+    replaces ReLU and maximum by GELU and average pooling, so that rounding cannot flip a gradient and trainings can be
+    compared."""
 
     def __init__(
         self,

@@ -1,7 +1,8 @@
 """The order in which ready tasks start.
 
-Where messages carry their identity (a parameter server), each rank orders for itself, with a ``Scheduler``. Collectives carry
-none: every rank must launch the same ones in the same order, which the ranks agree on with an :class:`~.agreed.AgreedOrder`.
+If messages carry their identity (a parameter server), each rank orders its own tasks with a ``Scheduler``. Collectives carry no
+identity: every rank must launch the same collectives in the same order. The ranks agree on that order with an
+:class:`~.agreed.AgreedOrder`.
 """
 
 from __future__ import annotations
@@ -13,21 +14,21 @@ from ..task import CommTask
 
 
 class Order(Protocol):
-    """What Core asks for the next task; called with its lock held. Pure: no thread, lock, clock or I/O.
+    """The source of Core's next task. Core calls it with its lock held. Pure: no thread, lock, clock or I/O.
 
-    ``AgreedOrder`` raises CommschedError from its methods where the ranks cannot go on; ``Scheduler`` raises nothing.
+    The methods of ``AgreedOrder`` raise CommschedError if the ranks cannot continue. ``Scheduler`` raises nothing.
     """
 
     def add(self, task: CommTask) -> int:
-        """``task`` became ready; its policy's key."""
+        """Add ``task``, which became ready. Returns its key by the policy."""
         ...
 
     def next(self) -> CommTask | None:
-        """The task to start now, if there is one."""
+        """Return the task to start now, if there is one."""
         ...
 
     def sent(self, task: CommTask) -> None:
-        """The bytes of a started task have left: its credit comes back."""
+        """Return the credit of a started task, whose bytes have left this rank."""
         ...
 
     def reconfigure(self, policy: Policy, credit_bytes: int) -> None:

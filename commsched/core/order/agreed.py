@@ -10,29 +10,30 @@ from typing import Any
 from ..errors import OrderMismatch, PeerLost, ProtocolError
 from ..scheduler import Policy
 from ..task import CommTask
-from .decider import Decider, keys_of, left_behind
-from .frozen import Frozen
-from .key import EMPTY, Key, roll, roll_text
-from .pattern import Pattern
+from .key import EMPTY, LaunchKey, roll, roll_text
+from .leader import OrderLeader, keys_of, left_behind
+from .static import ReadinessPattern, StaticOrder
 
-#: The channel of launches that were agreed on one by one, and that of a frozen order: neither waits for the other's.
+#: The channel of launches that were agreed on one by one, and the channel of a frozen order. The launches of one channel do not
+#: wait for those of the other.
 AGREED, STATIC = 0, 1
 
-#: Values, JSON, for ``Messenger.tell`` (to rank 0) or ``announce`` (from rank 0).
-Message = dict[str, Any]
+#: A JSON value for ``Messenger.tell`` (to rank 0) or ``announce`` (from rank 0).
+OrderMessage = dict[str, Any]
 
 
 class AgreedOrder:
-    """Launches what rank 0 decided on (:class:`~.decider.Decider`), in that order; see ``order.Order``. Pure.
+    """Launches the tasks that rank 0 decided on (:class:`~.leader.OrderLeader`), in that order; see ``order.Order``. Pure.
 
-    Ranks tell rank 0 what is ready, and with it what they have launched since they told it last; rank 0 announces launches. An
-    announcement carries the digest of all launches up to its end, of which each rank makes its own before it launches anything.
+    Ranks report their ready tasks to rank 0, together with their launches since the last report. Rank 0 announces launches.
+    An announcement carries the digest of all launches up to its end. Each rank computes the same digest from its own tasks and
+    compares it before it launches anything.
 
     Args:
-        freeze: once an order has repeated itself for some steps it is launched without messages (:class:`~.frozen.Frozen`),
-            on a channel of its own, until the configuration changes.
+        freeze: once an order has repeated for some steps, it is frozen: launched without messages
+            (:class:`~.static.StaticOrder`), on a channel of its own, until the configuration changes.
         describe: names a task, for messages.
-        locate: the bytes that a task covers, of its group's plan here; empty if there is none such.
+        locate: returns the bytes that a task covers by its group's plan here; empty if the plan has no such task.
     """
 
     def __init__(
@@ -43,32 +44,32 @@ class AgreedOrder:
         credit_bytes: int,
         *,
         freeze: bool = False,
-        describe: Callable[[Key], str] = str,
-        locate: Callable[[Key], str] = str,
+        describe: Callable[[LaunchKey], str] = str,
+        locate: Callable[[LaunchKey], str] = str,
     ) -> None:
         self._rank = rank
         self._policy = policy
         self._credit_bytes = credit_bytes
         self._describe = describe
         self._locate = locate
-        self._ready: dict[Key, CommTask] = {}  # ready here, and its launch not yet agreed on
-        self._agreed: deque[CommTask] = deque()  # to be started, in this order
+        self._ready: dict[LaunchKey, CommTask] = {}  # tasks that are ready here and whose launch is not yet agreed on
+        self._agreed: deque[CommTask] = deque()  # tasks to start, in this order
         self._sequences = {AGREED: 0, STATIC: 0}
-        self._received = 0  # places of the agreed order known here
-        self._digest = EMPTY  # of all launches up to there
-        self._unconfirmed: list[Key] = []  # the last of them, that rank 0 was not yet told of
-        self._offers: list[Key] = []  # ready here, and not yet told
-        self._outgoing: list[Message] = []
-        self._frozen: Frozen | None = None
-        self._last_frozen: Frozen | None = None  # the same, or what it was before it ended
-        self._freezes = 0  # how many there were
-        self._asked = False  # for an end of it
-        self._decider = Decider(world_size, policy, credit_bytes, describe) if rank == 0 else None
-        self._pattern = Pattern() if rank == 0 and freeze else None
-        self._static_digests: dict[int, dict[int, str]] = {}  # rank 0: of static steps, by rank
+        self._received = 0  # number of agreed launches known here
+        self._digest = EMPTY  # digest of these launches
+        self._unconfirmed: list[LaunchKey] = []  # the last of these launches, not yet reported to rank 0
+        self._offers: list[LaunchKey] = []  # tasks that are ready here and not yet reported to rank 0
+        self._outgoing: list[OrderMessage] = []
+        self._frozen: StaticOrder | None = None
+        self._last_frozen: StaticOrder | None = None  # the current frozen order, or the last one if it has ended
+        self._freezes = 0  # number of frozen orders so far
+        self._asked = False  # an end of the frozen order was requested
+        self._decider = OrderLeader(world_size, policy, credit_bytes, describe) if rank == 0 else None
+        self._pattern = ReadinessPattern() if rank == 0 and freeze else None
+        self._static_digests: dict[int, dict[int, str]] = {}  # on rank 0: digests of static steps, by step and rank
         self._world_size = world_size
         self._left: set[int] = set()
-        self._last_steps: dict[int, dict[int, tuple[int, int]]] = {}  # of ranks that left, by group: see ``Frozen.leave``
+        self._last_steps: dict[int, dict[int, tuple[int, int]]] = {}  # by rank that left and group; see ``StaticOrder.leave``
 
     # --- order.Order ---
 
@@ -76,9 +77,9 @@ class AgreedOrder:
         """See ``order.Order``.
 
         Raises:
-            PeerLost: a rank that it needs has left, of which an agreement has to come.
+            PeerLost: the task needs an agreement of all ranks, and one of them has left.
         """
-        key = Key.of(task)
+        key = LaunchKey.of(task)
         if self._frozen is not None and self._frozen.covers(key):
             self._frozen.add(task)
         else:
@@ -121,15 +122,15 @@ class AgreedOrder:
             self._decider.scheduler.reconfigure(policy, credit_bytes)
             self._decide(self._decider)
 
-    # --- what else Core tells ---
+    # --- other events from Core ---
 
     def add_group(self, group: int, nbytes: int) -> None:
-        """There is a group, of that many bytes; added before its first task."""
+        """Add a group of ``nbytes`` bytes. Call it before the group's first task."""
         if self._pattern is not None:
             self._pattern.add_group(group, nbytes)
 
     def release(self, group: int) -> None:
-        """``group`` has had its last step."""
+        """Forget ``group``, which has had its last step."""
         self._thaw(group)
         if self._pattern is not None:
             self._pattern.release(group)
@@ -137,17 +138,17 @@ class AgreedOrder:
             self._decider.forget(lambda key: key.group == group)
 
     def recut(self, group: int) -> None:
-        """``group`` begins a step with another plan, the same on every rank: what was frozen does not fit it any more. Nothing
-        of the group is outstanding."""
+        """Note that ``group`` begins a step with another plan, the same on every rank. A frozen order of the group does not fit
+        that plan, so it ends. No task of the group is outstanding."""
         self._thaw(group)
         if self._pattern is not None:
             self._pattern.forget(group)
 
     def leave(self, rank: int) -> None:
-        """``rank`` will launch nothing more.
+        """Note that ``rank`` will launch nothing more.
 
         Raises:
-            PeerLost: something waits for it.
+            PeerLost: a task waits for that rank.
         """
         self._left.add(rank)
         if self._decider is not None:
@@ -156,7 +157,8 @@ class AgreedOrder:
             raise left_behind(0, self._describe(next(iter(self._ready))))
 
     def farewell(self, first_missing_steps: Mapping[int, int]) -> None:
-        """This rank will launch nothing more; of each group, the first step that it does not complete."""
+        """Announce that this rank will launch nothing more. ``first_missing_steps`` maps each group to the first step that this
+        rank does not complete."""
         frozen = self._frozen
         steps = [
             [group, step, frozen.launched(step) if frozen is not None and frozen.group == group else 0]
@@ -165,25 +167,26 @@ class AgreedOrder:
         self._outgoing.append({"leaves": self._rank, "steps": steps})
 
     def wants_change(self) -> bool:
-        """Whether the frozen order does not fit any more, said once: any agreed change of configuration ends it."""
+        """Whether to request a change of configuration, because the frozen order does not fit any more. Any agreed change ends
+        a frozen order. True once for each frozen order."""
         if self._frozen is None or not self._frozen.unfit or self._asked:
             return False
         self._asked = True
         return True
 
     def stuck(self, group: int) -> int:
-        """How many tasks of a frozen ``group`` are ready, and wait for one that is before them and is not."""
+        """The number of ready tasks of ``group`` that wait, in a frozen order, for an earlier task that is not ready."""
         return self._frozen.stuck() if self._frozen is not None and self._frozen.group == group else 0
 
     def in_vain(self, stuck_too: bool = True) -> PeerLost | None:
-        """Why waiting for what is outstanding in a frozen order lasts for ever; None if no rank is missing. ``stuck_too``: also
-        for what :meth:`stuck` counts."""
+        """The PeerLost error if an outstanding task of a frozen order can never complete because a rank has left; otherwise
+        None. ``stuck_too`` includes the tasks that :meth:`stuck` counts."""
         return self._frozen.in_vain(stuck_too) if self._frozen is not None else None
 
     # --- messages ---
 
-    def outgoing(self) -> list[Message]:
-        """What to send now, in order: to rank 0, or from rank 0 to all others."""
+    def outgoing(self) -> list[OrderMessage]:
+        """Return the messages to send now, in order: to rank 0, or from rank 0 to all others."""
         if self._offers:
             ready = [key.to_record() for key in self._offers]
             self._outgoing.append({"ready": ready, "freezes": self._freezes, **self._report()})
@@ -191,27 +194,28 @@ class AgreedOrder:
         messages, self._outgoing = self._outgoing, []
         return messages
 
-    def _report(self) -> Message:
-        """What was launched here since the last report; what is to start at once, and in order, counts as launched."""
+    def _report(self) -> OrderMessage:
+        """Return the launches here since the last report. A task that will start unconditionally, in the agreed order, counts
+        as launched."""
         first = self._received - len(self._unconfirmed)
         report = {"first": first, "launched": [key.to_record() for key in self._unconfirmed], "digest": self._digest}
         self._unconfirmed = []
         return report
 
-    def told(self, rank: int, message: Message) -> None:
-        """For rank 0: what ``rank`` told.
+    def told(self, rank: int, message: OrderMessage) -> None:
+        """Handle a message that ``rank`` sent to rank 0; called on rank 0.
 
         Raises:
-            OrderMismatch: it launched something else than rank 0.
-            PeerLost: a rank that has left is waited for.
-            ProtocolError: no rank tells such a thing.
+            OrderMismatch: ``rank`` launched another task than rank 0.
+            PeerLost: a task waits for a rank that has left.
+            ProtocolError: the message is malformed, or this is not rank 0.
         """
         decider = self._decider
         if decider is None:
             raise ProtocolError(f"rank {rank} told rank {self._rank} what only rank 0 is told")
         try:
             if "leaves" in message:
-                self._outgoing.append(message)  # for the others
+                self._outgoing.append(message)  # forwarded to the other ranks
                 self._rank_leaves(message)
             elif "freeze" in message:
                 self._refused_freeze(rank, keys_of(message["freeze"]))
@@ -231,11 +235,11 @@ class AgreedOrder:
         except (KeyError, TypeError, ValueError) as error:
             raise ProtocolError(f"rank {rank} told rank 0 what is no message of an order: {error!r}") from error
 
-    def announced(self, message: Message) -> None:
-        """What rank 0 announced, for another rank.
+    def announced(self, message: OrderMessage) -> None:
+        """Handle a message that rank 0 announced; called on the other ranks.
 
         Raises:
-            ProtocolError: rank 0 announces no such thing.
+            ProtocolError: the message is malformed.
         """
         try:
             if "leaves" in message:
@@ -247,7 +251,7 @@ class AgreedOrder:
         except (KeyError, TypeError, ValueError) as error:
             raise ProtocolError(f"rank 0 announced what is no message of an order: {error!r}") from error
 
-    def _follow(self, first: int, keys: list[Key], digest: str) -> None:
+    def _follow(self, first: int, keys: list[LaunchKey], digest: str) -> None:
         mine, tasks = self._digest, []
         for key in keys:
             task = self._ready.get(key)
@@ -255,12 +259,12 @@ class AgreedOrder:
                 break
             mine = roll(mine, task)
             tasks.append(task)
-        if first != self._received or len(tasks) < len(keys) or len(set(keys)) < len(keys) or mine != digest:
-            # Nothing of it is launched: rank 0, which knows what it said, names both tensors.
+        if first != self._received or len(tasks) < len(keys) or mine != digest:
+            # None of these tasks is launched. Rank 0 knows what it announced, so it raises the error that names both tensors.
             self._outgoing.append({"first": first, "launched": [key.to_record() for key in keys], "refused": True})
             return
         for task in tasks:
-            del self._ready[Key.of(task)]
+            del self._ready[LaunchKey.of(task)]
         self._agreed.extend(tasks)
         self._received += len(tasks)
         self._unconfirmed += keys
@@ -268,9 +272,10 @@ class AgreedOrder:
 
     # --- rank 0 ---
 
-    def _offered(self, decider: Decider, rank: int, key: Key, freezes: int) -> None:
-        # A rank that knows of the last freeze, and offers what is frozen here, has seen its end before rank 0. One that does
-        # not know of it may be heard after its end.
+    def _offered(self, decider: OrderLeader, rank: int, key: LaunchKey, freezes: int) -> None:
+        # Ignore the offer of a task that the static order launches, sent before its rank knew of the last freeze. Such an offer
+        # may arrive even after the freeze has ended. A rank that knew of the freeze and yet offers the task has seen the end of
+        # the freeze before rank 0, so its offer counts.
         if self._last_frozen is not None and self._last_frozen.covers(key) and freezes < self._freezes:
             return
         if not decider.offer(rank, key):
@@ -278,26 +283,26 @@ class AgreedOrder:
         task = self._ready[key]
         order = self._pattern.became_ready(task) if self._pattern is not None else None
         if order is not None and self._frozen is None:
-            keys = [Key(key.group, key.step, *place) for place in order]
+            keys = [LaunchKey(key.group, key.step, *place) for place in order]
             self._outgoing.append({"freeze": [each.to_record() for each in keys], "digest": self._digest_of(keys)})
-            self._freeze(Frozen(key.group, key.step, order, self._credit_bytes, self._describe))
+            self._freeze(StaticOrder(key.group, key.step, order, self._credit_bytes, self._describe))
             return
         del self._ready[key]
         decider.scheduler.add(task)
         self._decide(decider)
 
-    def _decide(self, decider: Decider) -> None:
+    def _decide(self, decider: OrderLeader) -> None:
         first, tasks = decider.decided, decider.decide()
         if not tasks:
             return
         self._agreed.extend(tasks)
         if self._pattern is not None:
             for task in tasks:
-                self._pattern.launched(Key.of(task))
+                self._pattern.launched(LaunchKey.of(task))
         if self._world_size > 1:
-            keys = [Key.of(task).to_record() for task in tasks]
+            keys = [LaunchKey.of(task).to_record() for task in tasks]
             last = self._outgoing[-1] if self._outgoing else {}
-            if "launch" in last:  # not sent yet: one message for both
+            if "launch" in last:  # the last message is not sent yet, so it takes these launches too
                 last["launch"] += keys
                 last["digest"] = decider.digest
             else:
@@ -307,7 +312,7 @@ class AgreedOrder:
 
     @property
     def is_static(self) -> bool:
-        """Whether there is one, here."""
+        """Whether this rank uses a frozen order now."""
         return self._frozen is not None
 
     def _thaw(self, group: int) -> None:
@@ -315,7 +320,7 @@ class AgreedOrder:
             self._frozen = None
             self._static_digests.clear()
 
-    def _freeze(self, frozen: Frozen) -> None:
+    def _freeze(self, frozen: StaticOrder) -> None:
         self._frozen = self._last_frozen = frozen
         self._freezes += 1
         self._asked = False
@@ -328,31 +333,31 @@ class AgreedOrder:
         for key in [key for key in self._ready if frozen.covers(key)]:
             frozen.add(self._ready.pop(key))
 
-    def _digest_of(self, keys: Sequence[Key]) -> str:
-        """Of a whole step, by this rank's plan."""
+    def _digest_of(self, keys: Sequence[LaunchKey]) -> str:
+        """The digest of a whole step's launches, by this rank's plan."""
         digest = EMPTY
         for key in keys:
             digest = roll_text(digest, f"{key} {self._locate(key)}")
         return digest
 
-    def _follow_freeze(self, keys: list[Key], digest: str) -> None:
+    def _follow_freeze(self, keys: list[LaunchKey], digest: str) -> None:
         if self._digest_of(keys) != digest or len({(key.group, key.step) for key in keys}) != 1:
-            self._outgoing.append({"freeze": [key.to_record() for key in keys]})  # rank 0 names both tensors
+            self._outgoing.append({"freeze": [key.to_record() for key in keys]})  # rank 0 raises an error with both tensors
             return
         order = [(key.partition, key.verb) for key in keys]
-        self._freeze(Frozen(keys[0].group, keys[0].step, order, self._credit_bytes, self._describe))
+        self._freeze(StaticOrder(keys[0].group, keys[0].step, order, self._credit_bytes, self._describe))
 
-    def _refused_freeze(self, rank: int, keys: Sequence[Key]) -> None:
-        """``rank`` has heard of another order, or its plan has other bytes at these places."""
+    def _refused_freeze(self, rank: int, keys: Sequence[LaunchKey]) -> None:
+        """Raise OrderMismatch about ``rank``, which received another order, or whose plan has other bytes in these places."""
         frozen = self._last_frozen
-        wanted = [] if frozen is None else [Key(frozen.group, frozen.first_step, *place) for place in frozen.order]
+        wanted = [] if frozen is None else [LaunchKey(frozen.group, frozen.first_step, *place) for place in frozen.order]
         for theirs, ours in zip_longest(keys, wanted):
             if theirs != ours:
                 what, instead = (self._describe(key) if key is not None else "nothing" for key in (theirs, ours))
                 raise OrderMismatch(f"rank {rank} would launch {what} where the static order of rank 0 has {instead}")
         raise OrderMismatch(f"rank {rank} has cut its tensors differently from rank 0: {self._describe(wanted[0])} or another")
 
-    def _static_step_ended(self, frozen: Frozen, step: int, digest: str) -> None:
+    def _static_step_ended(self, frozen: StaticOrder, step: int, digest: str) -> None:
         if self._decider is not None:
             self._confirm_static(0, step, digest)
         else:
@@ -360,20 +365,20 @@ class AgreedOrder:
 
     def _confirm_static(self, rank: int, step: int, digest: str) -> None:
         if self._frozen is None:
-            return  # a change of configuration has ended it since
+            return  # a change of configuration has ended the frozen order meanwhile
         digests = self._static_digests.setdefault(step, {})
         digests[rank] = digest
         for other, theirs in digests.items():
             if theirs != digest:
                 partition, verb = self._frozen.order[0]
-                what = self._describe(Key(self._frozen.group, step, partition, verb))
+                what = self._describe(LaunchKey(self._frozen.group, step, partition, verb))
                 raise OrderMismatch(
                     f"ranks {other} and {rank} launched different tasks in the static order that begins with {what}"
                 )
         if len(digests) == self._world_size:
             del self._static_digests[step]
 
-    def _rank_leaves(self, message: Message) -> None:
+    def _rank_leaves(self, message: OrderMessage) -> None:
         rank = int(message["leaves"])
         steps = {int(group): (int(step), int(launched)) for group, step, launched in message["steps"]}
         self._last_steps[rank] = steps

@@ -1,4 +1,4 @@
-"""What a launch is known by on every rank, and a rolling digest of launches."""
+"""The key that identifies a launch on every rank, and a rolling digest of launches."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from ..task import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, CommTask
 _VERBS = (ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER)
 
 
-class Key(NamedTuple):
-    """One task, whichever rank it is on."""
+class LaunchKey(NamedTuple):
+    """Identifies one task; the key is the same on every rank."""
 
     group: int
     step: int
@@ -21,18 +21,18 @@ class Key(NamedTuple):
     verb: str
 
     @classmethod
-    def of(cls, task: CommTask) -> Key:
+    def of(cls, task: CommTask) -> LaunchKey:
         return cls(task.group, task.step, task.partition.index, task.verb)
 
     def to_record(self) -> list[int]:
         return [self.group, self.step, self.partition, _VERBS.index(self.verb)]
 
     @classmethod
-    def from_record(cls, record: Sequence[Any]) -> Key:
+    def from_record(cls, record: Sequence[Any]) -> LaunchKey:
         """The inverse of :meth:`to_record`.
 
         Raises:
-            ValueError: it made no such record.
+            ValueError: ``record`` is not a valid result of :meth:`to_record`.
         """
         group, step, partition, verb = (int(number) for number in record)
         if not 0 <= verb < len(_VERBS):
@@ -45,7 +45,7 @@ EMPTY = ""
 
 
 def roll(digest: str, task: CommTask) -> str:
-    """The digest of the launches that ``digest`` is of, and then of ``task``, which bytes it covers included."""
+    """Extend ``digest`` by the launch of ``task``, including the bytes that it covers."""
     return roll_text(digest, f"{task.group} {task.step} {task.verb} {range_of(task.partition)}")
 
 
@@ -54,5 +54,5 @@ def roll_text(digest: str, text: str) -> str:
 
 
 def range_of(partition: Partition) -> str:
-    """The bytes of a partition, for digests and messages."""
+    """The dtype and byte range of a partition, for digests and messages."""
     return f"{partition.dtype} {partition.start} {partition.stop}"

@@ -1,4 +1,4 @@
-"""In order of readiness, last layer first: what engines do without a scheduler."""
+"""Tasks start in order of readiness, last layer first, as engines send without a scheduler."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Front layers first: what the next forward needs soonest starts first (ByteScheduler, SOSP'19; P3, MLSys'19).
+"""Front layers first: the layer that the next forward needs first starts first (ByteScheduler, SOSP'19; P3, MLSys'19).
 
-Optimal for infinitely small partitions and no overhead: it is preemptive largest-tail-first, where the tail of a layer
-is the forward time from it to the end.
+The policy is optimal for infinitely small partitions without overhead: it is preemptive largest-tail-first, where the tail of
+a layer is the forward time from it to the end.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Front layers first, each average in two tasks: a reduce-scatter, ready with the gradient, and then an all-gather.
 
-Between the two a more urgent task may go first, and neither phase waits for the other's end: DeAR (ICDCS'23) sends all
-reduce-scatters in backward and all all-gathers in the next forward; here both are in one queue, ordered by layer.
+A more urgent task may go between the two, and neither phase waits for the end of the other. DeAR (ICDCS'23) sends all
+reduce-scatters in backward and all all-gathers in the next forward. Here both are in one queue, ordered by layer.
 """
 
 from __future__ import annotations

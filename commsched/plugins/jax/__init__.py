@@ -1,4 +1,4 @@
-"""JAX: data-parallel training in which the next step's forward starts layer by layer, while averages are still on their way.
+"""JAX plugin: data-parallel training in which the next step's forward starts layer by layer, while averages are outstanding.
 
 import commsched.plugins.jax as cs
 """
@@ -10,7 +10,7 @@ except ModuleNotFoundError as error:
     raise ModuleNotFoundError('this plugin needs JAX and Optax: pip install "commsched[jax]"', name=error.name) from error
 
 from .average_gradients import average_gradients
-from .initial import broadcast
+from .initial_state import broadcast
 from .named_errors import jit
 from .state import TrainState, create, synchronize
 from .value_and_update import value_and_update

@@ -1,7 +1,7 @@
-"""GradientExchange: what compiled programs call back to: gradients into the flat buffers, averages out of them.
+"""GradientExchange: the callbacks of compiled programs, which copy gradients into the flat buffers and averages out of them.
 
-A *round* is one exchange of all gradients. Rounds are counted from a number drawn at random, and states carry the number of the
-round whose averages they have yet to apply, so that a state from elsewhere, or one that is used twice, is found out.
+A *round* is one exchange of all gradients. Round numbers start at a random number. A state carries the number of the round
+whose averages it has yet to apply. A state from another job, or a state that is used twice, is therefore detected.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import secrets
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from time import monotonic
 from typing import Any
@@ -24,27 +24,28 @@ import commsched
 from ...core.errors import UnsupportedError
 from ...core.group import TensorGroup
 from ...core.manifest import Manifest, TensorSpec
-from ..flat import lay_out
+from ..common.flat import lay_out
+from ..common.weights_check import WeightsCheck, digest_of
 from .registered import RegisteredGroups
 
 _exchanges: weakref.WeakSet[GradientExchange] = weakref.WeakSet()
 _adding = threading.Lock()
 
-#: The number of no round: nothing is to be applied.
+#: Stands for no round: there are no averages to apply.
 NOTHING = 0
 
 
 class GradientExchange:
-    """The gradients of ``specs``, of which :meth:`register` says the order.
+    """Exchanges the gradients of ``specs``, in the order given to :meth:`register`.
 
-    ``take_average``, ``begin`` and ``hand_over`` are called back by programs, from the engine's threads. None waits for the
-    network but ``take_average``. What they raise is kept in ``failures``, since the engine makes a text of it.
+    Programs call back ``take_average``, ``begin`` and ``hand_over``, from the engine's threads. Only ``take_average`` waits for
+    the network. Their errors are kept in ``failures``, since the engine reduces an error to text.
     """
 
     def __init__(self, session: commsched.Session, specs: Sequence[TensorSpec]) -> None:
         self.session = session
         self.specs = tuple(specs)
-        self.failures: deque[BaseException] = deque(maxlen=16)  # several callbacks may fail side by side
+        self.failures: deque[BaseException] = deque(maxlen=16)  # several callbacks may fail concurrently
         self._first = int(session.gather(secrets.randbelow(2**30 - 1) + 1)[0])
         self._round = NOTHING
         self._group: TensorGroup | None = None
@@ -52,17 +53,30 @@ class GradientExchange:
         self._views: list[NDArray[Any]] = []  # by place in specs
         self._lock = threading.Lock()
         self._timeline = _Timeline(session)
+        training = RegisteredGroups.of(session).count_training()
+        of_which = "" if training == 1 else f" of training {training}"  # numbered in the order in which trainings began
+        self._optimizers = "optimizers" + of_which
+        self._check = WeightsCheck(
+            session, [spec.name for spec in specs], [spec.nbytes for spec in specs], "weights" + of_which
+        )
         with _adding:
             _exchanges.add(self)
 
+    @property
+    def compares(self) -> bool:
+        """Whether parameters and optimizers are compared between ranks in some steps."""
+        return self.session.check_weights > 0
+
+    @property
+    def is_registered(self) -> bool:
+        return self._group is not None
+
     def register(self, order: Sequence[int]) -> None:
-        """Agree on tensors in the forward order that rank 0 has measured; does nothing if that was done. Collective.
+        """Register the tensors in rank 0's ``order``, which should be the forward order. Call it once. Collective.
 
         Raises:
             ManifestMismatch: ranks disagree.
         """
-        if self._group is not None:
-            return
         order = self.session.gather(list(order))[0]
         manifest = Manifest(tuple(self.specs[place] for place in order))
         registered = RegisteredGroups.of(self.session)
@@ -73,13 +87,13 @@ class GradientExchange:
         self._group = self.session.register(manifest, buffers)
         registered.add(self, self._group)
 
-    # --- what programs call back to ---
+    # --- callbacks of programs ---
 
     def take_average(self, place: int, round_number: int, into: NDArray[Any]) -> None:
-        """Copy the average of that round to ``into``, once it is there; zeros if the number is that of none.
+        """Wait for the average of that round and copy it to ``into``. For ``NOTHING``, write zeros at once.
 
         Raises:
-            UnsupportedError: the number is not of the last round.
+            UnsupportedError: ``round_number`` is not the last round's.
             CommschedError: the session failed or was closed.
         """
         with self._keeping_errors():
@@ -91,11 +105,14 @@ class GradientExchange:
             self._copy_average(place, round_number, into)
             self._timeline.layer_begins(self.specs[place].name)
 
-    def begin(self, round_number: int) -> int:
-        """Begin the next round, with a state that has that round's averages applied; its number.
+    def begin(self, round_number: int, optimizer: Callable[[], Mapping[str, Any]] | None = None) -> int:
+        """Begin the next round, from a state to which the averages of ``round_number`` are applied. Returns the new number.
+
+        ``optimizer`` returns values beside the weights that must be equal on all ranks. It is called, and its values are
+        compared, in the steps in which weights are.
 
         Raises:
-            UnsupportedError: that is neither the last round nor none.
+            UnsupportedError: ``round_number`` is neither the last round's nor ``NOTHING``, or the last round was broken off.
             CommschedError: the session failed or was closed.
         """
         with self._keeping_errors(), self._lock:
@@ -107,34 +124,43 @@ class GradientExchange:
             self._timeline.backward_begins()
             step = group.begin_step()
             self._round = (self._first + step) % (2**31 - 1) or 1
+            if step > 0 and self._check.begin(step - 1) and optimizer is not None:
+                self.session.compare(self._optimizers, step - 1, optimizer())
             return self._round
 
-    def hand_over(self, place: int, round_number: int, gradient: Any) -> None:
-        """Put ``gradient`` into the buffer and tell the core: its average is on its way.
+    def hand_over(self, place: int, round_number: int, gradient: Any, parameter: NDArray[Any] | None = None) -> None:
+        """Copy ``gradient`` into the flat buffer and notify the core that it is ready.
+
+        ``parameter``, from which the gradient was computed, is compared between ranks in some steps.
 
         Raises:
             UnsupportedError: another round has begun meanwhile.
             CommschedError: the session failed or was closed.
         """
-        with self._keeping_errors(), self._lock:
-            self.require_last(round_number)
-            np.copyto(self._views[place], np.asarray(gradient))
-            self._require_group().notify_ready(self._tensors[place])
-            self._timeline.handed_over(self.specs[place].name)
+        with self._keeping_errors():
+            with self._lock:
+                self.require_last(round_number)
+                np.copyto(self._views[place], np.asarray(gradient))
+                self._require_group().notify_ready(self._tensors[place])
+                self._timeline.handed_over(self.specs[place].name)
+                part = self._check.wanted(place)
+            if parameter is not None and part is not None:
+                digest = digest_of(parameter.reshape(-1).view(np.uint8).data[slice(*part)])
+                with self._lock:
+                    self._check.add(place, digest)
 
     # --- outside of programs ---
 
     def averages(self, round_number: int) -> list[NDArray[Any]]:
-        """Copies of all averages of that round; waits for them.
+        """Wait for all averages of that round and return copies of them.
+
+        All its gradients are submitted, because a program returns a round's number only then.
 
         Raises:
-            UnsupportedError: the number is not of the last round.
+            UnsupportedError: ``round_number`` is not the last round's.
             CommschedError: the session failed or was closed.
         """
         self.require_last(round_number)
-        group = self._require_group()
-        if len(group.notified) < len(self.specs):
-            self._refuse_broken_off()
         copies = [np.empty_like(view) for view in self._views]
         for place, copy in enumerate(copies):
             self._copy_average(place, round_number, copy)
@@ -143,18 +169,20 @@ class GradientExchange:
     def _copy_average(self, place: int, round_number: int, into: NDArray[Any]) -> None:
         self._require_group().proxies[self._tensors[place]].wait()
         np.copyto(into, self._views[place])
-        self.require_last(round_number)  # still: no gradient of another round can have been written over what was copied
+        self.require_last(round_number)  # again: then no gradient of a later round has overwritten the average meanwhile
 
     def require_last(self, round_number: int) -> None:
-        """
+        """Require the number of the last round.
+
         Raises:
-            UnsupportedError: the number is not of the last round.
+            UnsupportedError: ``round_number`` is another.
         """
         if round_number != self._round:
             raise UnsupportedError(
                 "this state lacks an update whose averages are gone, or were never here: it was stepped from before, or the "
                 "step from it was broken off, or it was saved without cs.synchronize(), or copied from another job. Step from "
-                "each state once, and call state = cs.synchronize(state) on what is to be kept"
+                "each state once, and call state = cs.synchronize(state) on what is to be kept. To leave out an update that is "
+                "not finite, use optax.apply_if_finite(tx, ...)"
             )
 
     def _refuse_broken_off(self) -> None:
@@ -179,7 +207,7 @@ class GradientExchange:
 
 
 def take_failure(text: str) -> BaseException | None:
-    """What a callback has raised, of which the engine made ``text``; once."""
+    """Return and forget the callback's error that the engine reduced to ``text``; None if there is no such error."""
     with _adding:
         exchanges = list(_exchanges)
     for exchange in exchanges:
@@ -192,8 +220,8 @@ def take_failure(text: str) -> BaseException | None:
 
 
 class _Timeline:
-    """Spans of the trace: between two gates forward works on the layer of the first, between two gradients backward on that of
-    the second."""
+    """Spans of the trace. Between two waits for averages, forward works on the layer of the first. Between two gradients,
+    backward works on the layer of the second."""
 
     def __init__(self, session: commsched.Session) -> None:
         self._span: Callable[[str, str, float, float], None] | None = None

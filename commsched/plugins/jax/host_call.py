@@ -12,22 +12,23 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.buffer_callback import buffer_callback
 
-#: The number of a round, or a zero of which the compiler does not know: whatever needs it comes after the call.
+#: A round's number, or a zero whose value the compiler does not know. An operation that needs it runs after the call.
 NUMBER = jax.ShapeDtypeStruct((), jnp.int32)
 
 
 def host_call(function: Callable[..., None], results: Sequence[jax.ShapeDtypeStruct], *operands: Any) -> Sequence[Any]:
-    """``results``, into which the program has ``function(*results, *operands)`` write, once each time it comes by; outside of
-    programs, at once.
+    """Have the program call ``function(*results, *operands)``, which writes ``results``; return them.
 
-    The function gets numpy arrays that are the program's own memory: results hold anything before, operands are not to be
-    written to, and none may be kept. ``io_callback`` would copy them all, at ten times the cost of the call.
+    The program makes the call once each time it gets there. Outside a program the call is made at once.
+
+    The function gets numpy arrays that are the program's own memory. Results are uninitialized, operands must not be written
+    to, and no array may be kept. ``io_callback`` would copy all arrays, at ten times the cost of the call.
     """
     if not any(isinstance(operand, jax.core.Tracer) for operand in operands):
-        # JAX would compile a program for this call alone, and keep it.
+        # Otherwise JAX would compile a program for this call alone, and keep it.
         made = [np.empty(result.shape, result.dtype) for result in results]
         function(*made, *map(np.asarray, operands))
-        return [jnp.asarray(result) for result in made]
+        return [jax.device_put(result) for result in made]
     called: Sequence[Any] = buffer_callback(partial(_call, function), list(results), has_side_effect=True)(*operands)
     return called
 
@@ -36,7 +37,7 @@ def _call(function: Callable[..., None], _: Any, results: Sequence[Any], *operan
     try:
         function(*map(np.asarray, results), *map(np.asarray, operands))
     except BaseException as error:
-        # The error is kept, and the frames below with it, whose arrays may be shown later (by pytest --showlocals, say), when
-        # the program's memory is no more.
+        # The error is kept, and with it the frames below. Their arrays may be shown later (for example by
+        # pytest --showlocals), when the program's memory is freed.
         traceback.clear_frames(error.__traceback__)
         raise

@@ -1,4 +1,4 @@
-"""Errors of callbacks by their own class: the engine makes one text of whatever they raise."""
+"""Raises errors of callbacks by their own class, where the engine reduces them to text."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from .exchange import take_failure
 
 
 def jit(function: Callable[..., Any] | None = None, **options: Any) -> Callable[..., Any]:
-    """As ``jax.jit``, but an error of commsched within it is raised by its own class, such as ``PeerLost``, from JAX's.
+    """Like ``jax.jit``, but an error of commsched within it is raised by its own class, such as ``PeerLost``, from JAX's error.
 
-    With ``jax.jit`` itself it is a ``JaxRuntimeError`` whose text ends with class and message of the error. So it is here too
-    if the call has returned before its program is over: then whoever reads a value of it gets the error.
+    With ``jax.jit`` itself the error is a ``JaxRuntimeError`` whose text ends with the class and message of the commsched
+    error. ``cs.jit`` raises that too if the call has returned before its program ends: then reading one of the program's
+    values raises it.
     """
     if function is None:
         return functools.partial(jit, **options)
@@ -34,7 +35,7 @@ def jit(function: Callable[..., Any] | None = None, **options: Any) -> Callable[
 
 @contextmanager
 def named_errors() -> Iterator[None]:
-    """What a callback raised is raised in place of what the engine made of it."""
+    """Raise a callback's own error in place of the engine's ``JaxRuntimeError``."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:

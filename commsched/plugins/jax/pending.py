@@ -1,4 +1,4 @@
-"""The update that a state lacks, as part of a program: made for each parameter where that is used."""
+"""The outstanding update of a state as part of a program, which makes it for each parameter where the parameter is used."""
 
 from __future__ import annotations
 
@@ -14,19 +14,22 @@ from numpy.typing import NDArray
 from ...core.errors import UnsupportedError
 from .exchange import NOTHING, GradientExchange
 from .host_call import NUMBER, host_call
-from .initial import named_leaves
+from .initial_state import named_leaves
 from .program import Lazy, Program, has_token, token_of
+from .same_update import digest_of, operations
 
 
 class Pending:
-    """Parameters and optimizer state after ``update(averages, opt_state, params)``, leaf by leaf, each with those averages only
-    that it is computed from: Optax's elementwise transformations need one, a clip by the global norm all.
+    """Parameters and optimizer state after ``update(averages, opt_state, params)``, leaf by leaf.
 
-    ``after``: arrays that must have been computed before a wait for an average may begin. Without it, the compiler may
+    Each leaf waits only for the averages that it is computed from. Optax's elementwise transformations need one average, a
+    clip by the global norm needs all.
+
+    ``after`` holds arrays that must be computed before a wait for an average may begin. Without them, the compiler may
     have the program wait for the last layer's average at its very beginning.
 
     Raises:
-        UnsupportedError: ``update`` has side effects, which are no leaf's, or gives a state of another form.
+        UnsupportedError: ``update`` has side effects, which belong to no leaf, or returns a state of another form.
     """
 
     def __init__(
@@ -54,6 +57,9 @@ class Pending:
                 "ranks it is made leaf by leaf, so do that beside the step, with what state.opt_state gives"
             )
         _require_alike((params, opt_state), updated)
+        self.operations = operations(closed)
+        self.digest = digest_of(self.operations)
+        self._names = [name for name, _ in named_leaves(opt_state)]
         program = Program(closed)
         count = len(averages)
         known = [*self._before[count:], *self._before[:count]]
@@ -62,14 +68,21 @@ class Pending:
         self._after_update = Lazy(program, dict(zip(program.inputs[count:], known)), give)
 
     def leaf(self, place: int) -> Any:
-        """Of parameters, then optimizer state, this one."""
+        """The leaf with the index ``place``; parameters come first, then the optimizer state."""
         if place not in self._leaves:
             updated = self._after_update[self._outputs[place]]
             self._leaves[place] = jnp.where(self._outstanding == NOTHING, self._before[place], updated)
         return self._leaves[place]
 
+    def numbers(self) -> tuple[list[str], list[Any]]:
+        """The names and values of the scalar numbers in the optimizer's state, such as rates and counts."""
+        first = len(self._before) - len(self._names)
+        leaves = {name: self.leaf(first + index) for index, name in enumerate(self._names)}
+        numbers = {name: leaf for name, leaf in leaves.items() if leaf.shape == () and jnp.issubdtype(leaf.dtype, jnp.number)}
+        return list(numbers), list(numbers.values())
+
     def finish(self) -> tuple[Any, Any, Any]:
-        """Parameters, optimizer state, and a zero that is there once all waits are over."""
+        """Parameters, optimizer state, and a zero that is available once all waits are over."""
         leaves = [self.leaf(place) for place in range(len(self._before))]
         params, opt_state = jax.tree.unflatten(self._structure, leaves)
         return params, opt_state, sum(self._passed, jnp.int32(0))
@@ -89,7 +102,13 @@ class Pending:
 
 
 def _require_alike(before: tuple[Any, Any], updated: tuple[Any, Any]) -> None:
-    """A program knows only when it runs whether there is an update to make: so it must fit in the place of what was before."""
+    """Require a state of the same form after the update as before it.
+
+    A program knows only when it runs whether there is an update to make. So both outcomes must have the same form.
+
+    Raises:
+        UnsupportedError: the forms differ; names the first difference.
+    """
     for old, new in zip_longest(_named(*before), _named(*updated)):
         ours, theirs = (None if each is None else (each[0], jnp.shape(each[1])) for each in (old, new))
         if ours != theirs or jnp.result_type(old[1], new[1]) != new[1].dtype:

@@ -1,4 +1,4 @@
-"""What is averaged: the floating-point leaves of a pytree, as the core knows tensors."""
+"""The core's tensor specifications of the leaves of a pytree that are averaged: the floating-point ones."""
 
 from __future__ import annotations
 
@@ -11,33 +11,39 @@ import jax.numpy as jnp
 from ...core.errors import UnsupportedError
 from ...core.manifest import TensorSpec
 
+_AVERAGED = ("float32", "float64", "float16", "bfloat16")
+
 
 def specs_of(named: Sequence[tuple[str, Any]]) -> list[TensorSpec]:
-    """
+    """The specifications of the leaves, in their order.
+
     Raises:
-        UnsupportedError: there is none, or one is not of a floating-point type that can be averaged; names it.
+        UnsupportedError: there are no leaves, or one is not of a floating-point type that is averaged; names it.
     """
     if not named:
         raise UnsupportedError("there are no parameters")
     specs = []
     for name, leaf in named:
         try:
-            spec = TensorSpec(name, tuple(jnp.shape(leaf)), str(jnp.result_type(leaf).name))
+            dtype = jnp.result_type(leaf)
         except TypeError as error:
             raise UnsupportedError(f"'{name}' is a {type(leaf).__name__}, not an array") from error
-        if spec.dtype == "uint8":
+        if not jnp.issubdtype(dtype, jnp.inexact):
             raise UnsupportedError(
-                f"'{spec.name}' is of uint8, so it has no gradient; pass it to the loss beside the parameters"
+                f"'{name}' is of {dtype.name}, so it has no gradient; pass it to the loss beside the parameters"
             )
-        specs.append(spec)
+        if dtype.name not in _AVERAGED:
+            raise UnsupportedError(f"'{name}' is of {dtype.name}; the JAX plugin averages {', '.join(_AVERAGED)}")
+        specs.append(TensorSpec(name, tuple(jnp.shape(leaf)), dtype.name))
     return specs
 
 
 def require_same_form(specs: Sequence[TensorSpec], named: Sequence[tuple[str, Any]]) -> None:
-    """
+    """Require parameters of the form that the training began with.
+
     Raises:
-        UnsupportedError: parameters are no longer those of ``specs``, or of dtypes to which theirs would lose bits; names the
-            first.
+        UnsupportedError: a name or shape is no longer the one in ``specs``, or a parameter has a dtype whose bits would be lost
+            in the dtype in ``specs``; names the first such parameter.
     """
     for spec, other in zip_longest(specs, named):
         before = "nothing more" if spec is None else f"'{spec.name}' {list(spec.shape)}"

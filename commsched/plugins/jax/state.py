@@ -1,13 +1,15 @@
-"""TrainState: parameters and optimizer state, one update behind while its averages are on their way."""
+"""TrainState: parameters and optimizer state, one update behind while its averages are outstanding."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from typing import Any, NoReturn
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.extend.core import set_current_trace, take_current_trace
 
@@ -15,20 +17,29 @@ import commsched
 
 from ...core.errors import UnsupportedError
 from .exchange import NOTHING, GradientExchange
-from .initial import broadcast_all, named_leaves, require_concrete
+from .initial_state import broadcast_all, named_leaves, require_concrete
 from .named_errors import named_errors
 from .pending import Pending
 from .specs import specs_of
 
 
 class Training:
-    """What states of one training share: the user's optimizer, the form of the parameters, the exchange (None: one rank)."""
+    """The parts that the states of one training share: the user's optimizer, the form of the parameters, and the exchange.
+
+    The exchange is None with one rank.
+    """
 
     def __init__(self, tx: optax.GradientTransformation, params: Any, exchange: GradientExchange | None) -> None:
         self.tx = tx
         self.structure = jax.tree.structure(params)
         self.exchange = exchange
         self.apply: Callable[..., tuple[Any, Any]] = jax.jit(self.update)
+
+    def __reduce__(self) -> NoReturn:
+        raise UnsupportedError(
+            "a TrainState belongs to this process; save state.params and state.opt_state, and go on from them with "
+            "cs.create(params, tx, opt_state=opt_state)"
+        )
 
     def update(self, gradients: Any, opt_state: Any, params: Any) -> tuple[Any, Any]:
         """Parameters and optimizer state after one update by the user's optimizer.
@@ -49,42 +60,42 @@ class Training:
 
 @jax.tree_util.register_pytree_with_keys_class
 class TrainState:
-    """What a training step takes and gives back: a pytree, to be passed through ``jit``, ``scan`` and the like.
+    """The state that a training step takes and returns: a pytree that can pass through ``jit``, ``scan`` and the like.
 
-    Made by :func:`create`. With several ranks its leaves lack the last update until the next step, so parameters are read by
-    ``params`` and ``opt_state``, which have it: outside ``jit`` they wait for the averages, within it the program does.
+    :func:`create` makes the first state. With several ranks, its leaves lack the last update until the next step. So read
+    ``params`` and ``opt_state``, which include it. Outside ``jit`` they wait for the averages; within it the program waits.
     """
 
     def __init__(self, params: Any, opt_state: Any, outstanding: Any, training: Training) -> None:
         self._params = params
         self._opt_state = opt_state
-        self._outstanding = outstanding  # the number of the round whose averages are to be applied
+        self._outstanding = outstanding  # the number of the round whose averages are yet to be applied
         self._training = training
-        self._trace = _current_trace() if isinstance(outstanding, jax.core.Tracer) else None  # of the program that has it
+        self._trace = _current_trace() if isinstance(outstanding, jax.core.Tracer) else None  # of the program that it is in
         self._seen: _Seen | None = None
 
     @property
     def params(self) -> Any:
-        """The parameters, with all updates. See :func:`synchronize` for what it raises."""
+        """The parameters with all updates. Raises as :func:`synchronize`."""
         return synchronize(self)._params
 
     @property
     def opt_state(self) -> Any:
-        """The optimizer's state, with all updates. See :func:`synchronize` for what it raises."""
+        """The optimizer's state with all updates. Raises as :func:`synchronize`."""
         return synchronize(self)._opt_state
 
     def remember(self, synchronized: TrainState) -> None:
-        """Let it be what whoever reads this state in this program gets, if the program is that which has it."""
+        """Use ``synchronized`` for later reads of this state in the program that is being traced, if this state is in it."""
         if self._trace is not None and self._trace is _current_trace():
             self._seen = _Seen(synchronized)
 
     def latest(self) -> TrainState:
-        """This state, or what was made of it, to go on from."""
+        """The state to step from: this state, or the synchronized state that was made from it."""
         if self._seen is None:
             return self
         if self._trace is not None:  # a program cannot ask for the averages again
             return self._seen.state
-        # If it was only read, the program of the step makes the update, so that ranks which have not read it get the same bits.
+        # If it was only read, the program of the step makes the update, so that ranks that have not read it get the same bits.
         return self._seen.state if self._seen.changed() else self
 
     def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any], ...], Training]:
@@ -108,7 +119,7 @@ class TrainState:
 
 
 class _Seen:
-    """``state``, with no update outstanding, as the user got it, who may have changed it in place since."""
+    """A ``state`` with no update outstanding that the user has read, and may have modified in place since."""
 
     def __init__(self, state: TrainState) -> None:
         self.state = state
@@ -126,13 +137,13 @@ def create(
     opt_state: Any = None,
     session: commsched.Session | None = None,
 ) -> TrainState:
-    """The state to begin with: rank 0's ``params`` and optimizer state, on every rank. Collective; not within ``jit``.
+    """The initial state: rank 0's ``params`` and optimizer state, on every rank. Collective; do not call it within ``jit``.
 
     Args:
         params: a pytree of floating-point arrays.
-        tx: the optimizer, from Optax or like one.
-        opt_state: its state, from a checkpoint say; by default that of ``tx.init(params)``.
-        session: a session other than that of ``commsched.init()``.
+        tx: the optimizer, from Optax or with the same interface.
+        opt_state: the optimizer's state, for example from a checkpoint; ``tx.init(params)`` by default.
+        session: a session other than the one that ``commsched.init()`` returns.
 
     Raises:
         UnsupportedError: a parameter has a dtype or lies on a device that is not supported; names it.
@@ -154,13 +165,13 @@ def create(
 
 
 def synchronize(state: TrainState) -> TrainState:
-    """``state`` with no update outstanding: it may be kept, saved, copied, and stepped from more than once.
+    """``state`` with no update outstanding. The result may be kept, saved, copied, and stepped from more than once.
 
-    Outside ``jit`` it waits for the averages of the last step; within, the program waits for all of them where they are used.
-    Step from what it gives on all ranks or on none: another program makes the update, which may round otherwise.
+    Outside ``jit`` it waits for the averages of the last step. Within ``jit`` the program waits for them where they are used.
+    Step from the result on all ranks or on none: it is computed by another program, which may round differently.
 
     Raises:
-        UnsupportedError: the averages are gone, since another step was made from ``state``, or were never here.
+        UnsupportedError: the averages are gone, since another step was made from ``state``, or were never in this process.
         CommschedError: the session failed.
     """
     exchange = state._training.exchange
@@ -168,16 +179,16 @@ def synchronize(state: TrainState) -> TrainState:
         return state
     if state._seen is None:
         if state._trace is not None:
-            with set_current_trace(state._trace):  # not the branch or the inner function that reads it
+            with set_current_trace(state._trace):  # not the trace of a branch or inner function that reads the state
                 pending = Pending(exchange, state._training.update, state._params, state._opt_state, state._outstanding)
                 params, opt_state, passed = pending.finish()
                 state._seen = _Seen(TrainState(params, opt_state, passed, state._training))
         else:
-            with named_errors(), jax.ensure_compile_time_eval():  # whatever is being traced, this state is not
+            with named_errors(), set_current_trace(_no_trace()):  # this state is not traced, even if something else is
                 number = int(state._outstanding)
                 if number == NOTHING:
                     return state
-                averages = jax.tree.unflatten(state._training.structure, exchange.averages(number))
+                averages = jax.tree.unflatten(state._training.structure, jax.device_put(exchange.averages(number)))
                 params, opt_state = state._training.apply(averages, state._opt_state, state._params)
                 state._seen = _Seen(TrainState(params, opt_state, _nothing(params), state._training))
     return state._seen.state
@@ -188,8 +199,16 @@ def _current_trace() -> Any:
         return trace
 
 
+@cache
+def _no_trace() -> Any:
+    """The trace of a thread that traces nothing. While it is the current trace, everything is computed at once."""
+    # ``ensure_compile_time_eval`` would also compute constants of the update's program at once, and so transfer them.
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(_current_trace).result()
+
+
 def _nothing(params: Any) -> Any:
-    """Committed to a device if the parameters are: else the second step would be compiled anew, as its state is then."""
-    number = jnp.int32(NOTHING)
+    """``NOTHING`` as an array, committed to a device if the parameters are. Otherwise the second step would be compiled anew,
+    since its state is committed."""
     first = next(iter(jax.tree.leaves(params)), None)
-    return jax.device_put(number, first.sharding) if isinstance(first, jax.Array) and first.committed else number
+    return jax.device_put(np.int32(NOTHING), first.sharding if isinstance(first, jax.Array) and first.committed else None)

@@ -1,4 +1,4 @@
-"""Transformations under which a step's callbacks would run more or less often than once, refused where they are traced."""
+"""Refuses, while they are traced, transformations under which a step's callbacks would not run exactly once."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ _plain.defjvp(_refuse_derivative)
 
 
 def require_plain(values: Sequence[Any]) -> list[Any]:
-    """``values`` of a step, to be used in their place.
+    """Return ``values`` of a step in a form that refuses such transformations. Use the result in their place.
 
     Raises:
-        UnsupportedError: now or later, where they are mapped, differentiated, or spread over several devices, or where JAX
-            looks for what is not finite.
+        UnsupportedError: the values are mapped, differentiated, or spread over several devices; or JAX is set to look for
+            values that are not finite. For mapping and differentiation it may be raised later, where they are traced.
     """
     for option in ("jax_debug_nans", "jax_debug_infs"):
         if getattr(jax.config, option):

@@ -13,29 +13,33 @@ from numpy.typing import NDArray
 from ...core.errors import UnsupportedError
 from .exchange import GradientExchange
 from .host_call import NUMBER, host_call
-from .initial import named_leaves
+from .initial_state import named_leaves
 from .pending import Pending
-from .program import Lazy, Operation, Program, TrainingProgram, after, has_token
+from .program import Lazy, Program, TracedOperation, TrainingProgram, after, has_token
+from .same_update import require_same_update
 from .specs import require_same_form
 from .state import TrainState
 from .transforms import require_plain
+
+_TRACED = object()
 
 
 def value_and_update(loss: Callable[..., Any], has_aux: bool = False) -> Callable[..., tuple[Any, TrainState]]:
     """A function that makes one step: ``value, state = value_and_update(loss)(state, batch)``.
 
-    It takes the place of ``jax.value_and_grad``, ``tx.update`` and ``optax.apply_updates``, and is to be called within
-    ``jit``, as they are. ``loss(params, *arguments)`` gives a number, or with ``has_aux`` a pair of a number and anything else;
-    ``value`` is what it gives, of this rank's arguments.
+    It replaces ``jax.value_and_grad``, ``tx.update`` and ``optax.apply_updates``. Call it within ``jit``, as you would call
+    them. ``loss(params, *arguments)`` returns a number, or with ``has_aux`` a pair of a number and anything else. ``value`` is
+    the loss's result for this rank's arguments.
 
-    The averages of a step are applied by the next one, each parameter's where the loss first uses it. Tracing it for the first
-    time is collective, as the ranks agree on the order of the layers.
+    The next step applies the averages of a step, to each parameter where the loss first uses it. Tracing the first step is
+    collective, because the ranks agree on the order of the layers.
 
     Raises:
-        UnsupportedError: from tracing, if it is mapped, differentiated, or spread over several devices. From running, if
-            ``state`` was stepped from before.
-        ManifestMismatch: from tracing.
-        CommschedError: from running, if the session failed; see ``cs.jit``.
+        UnsupportedError: from tracing, if the step is mapped, differentiated, or spread over several devices. When the program
+            runs, if ``state`` was stepped from before.
+        ManifestMismatch: from tracing, if the ranks disagree about the tensors.
+        RanksDiverged: from tracing, if the ranks' optimizers make different updates.
+        CommschedError: when the program runs, if the session failed; see ``cs.jit``.
     """
     value_and_grad = jax.value_and_grad(loss, has_aux=has_aux)
 
@@ -66,22 +70,28 @@ def _step(
     leaves, structure = jax.tree.flatten((begin._params, begin._opt_state, begin._outstanding))
     params, opt_state, outstanding = jax.tree.unflatten(structure, require_plain(leaves))
     given, form = jax.tree.flatten((arguments, keywords))
-    is_array = [isinstance(leaf, jax.Array | np.ndarray | np.generic) for leaf in given]  # others stay what they are
+    is_array = [isinstance(leaf, jax.Array | np.ndarray | np.generic) for leaf in given]  # other leaves are passed unchanged
     arrays = require_plain([leaf for leaf, array in zip(given, is_array) if array])
+
+    seen: list[Any] = []  # leaves of value and auxiliary data: _TRACED for a program's output, others as the loss returned them
 
     def value_and_gradients(params: Any, arrays: Sequence[Any]) -> Any:
         remaining = iter(arrays)
         leaves = [next(remaining) if array else leaf for array, leaf in zip(is_array, given)]
         arguments, keywords = jax.tree.unflatten(form, leaves)
-        return value_and_grad(params, *arguments, **keywords)
+        value, gradients = value_and_grad(params, *arguments, **keywords)
+        leaves, structure = jax.tree.flatten(value)
+        seen[:] = [_TRACED if isinstance(leaf, jax.core.Tracer) else leaf for leaf in leaves], structure
+        return [leaf for leaf in leaves if isinstance(leaf, jax.core.Tracer)], gradients
 
-    closed, shapes = jax.make_jaxpr(value_and_gradients, return_shape=True)(params, arrays)
+    closed = jax.make_jaxpr(value_and_gradients)(params, arrays)
     program = Program(closed)
     program.constants |= zip(program.captured, require_plain([program.constants[number] for number in program.captured]))
     traced = TrainingProgram(program, parameters=len(exchange.specs))
-    exchange.register(traced.first_use())
-
     pending = Pending(exchange, training.update, params, opt_state, outstanding)
+    if not exchange.is_registered:
+        require_same_update(exchange.session, pending.operations)
+        exchange.register(traced.first_use())
     values = traced.values(pending.leaf, arrays)
     handover = _HandOver(exchange, pending, outstanding)
     for operation in traced.steps:
@@ -93,47 +103,54 @@ def _step(
         for number, result in zip(operation.results, results):
             for place in traced.gradients.get(number, ()):
                 handover.give(place, result)
-    for number, places in traced.gradients.items():  # what was not made of data: of parameters that the loss does not use, say
+    for number, places in traced.gradients.items():  # gradients without data, such as of parameters that the loss does not use
         for place in places:
             if place not in handover.given:
                 handover.give(place, values[number])
-    value, _ = jax.tree.unflatten(jax.tree.structure(shapes), [values[number] for number in program.outputs])
+    outputs = iter(program.outputs)
+    value = jax.tree.unflatten(seen[1], [values[next(outputs)] if leaf is _TRACED else leaf for leaf in seen[0]])
     params, opt_state, passed = pending.finish()
-    state.remember(TrainState(params, opt_state, passed, training))  # for who reads it after the step
+    state.remember(TrainState(params, opt_state, passed, training))  # for reads of ``state`` after the step
     return value, TrainState(params, opt_state, handover.number(), training)
 
 
 class _HandOver:
-    """Gradients go to the exchange where they are produced. The first begins the round, once all averages of the one before are
-    taken."""
+    """Submits gradients to the exchange where they are produced. The first one begins the round, once all averages of the
+    previous round are taken."""
 
     def __init__(self, exchange: GradientExchange, pending: Pending, outstanding: Any) -> None:
-        self.given: dict[int, Any] = {}  # place -> a zero, once it is handed over
+        self.given: dict[int, Any] = {}  # place -> a zero, available once the gradient is submitted
         self._exchange = exchange
         self._pending = pending
         self._outstanding = outstanding
         self._number: Any = None
-        self._last: Any = None  # of those given, if nothing was held back for it yet
+        self._last: Any = None  # the zero given last, if no operation was held back for it yet
 
     def give(self, place: int, gradient: Any) -> None:
         exchange = self._exchange
 
-        def begin(number: NDArray[Any], outstanding: NDArray[Any]) -> None:
-            number[...] = exchange.begin(int(outstanding))
+        def begin(number: NDArray[Any], outstanding: NDArray[Any], *values: NDArray[Any]) -> None:
+            number[...] = exchange.begin(
+                int(outstanding),
+                lambda: {"operations of the update": made, **{name: value.item() for name, value in zip(names, values)}},
+            )
 
-        def hand_over(given: NDArray[Any], number: NDArray[Any], gradient: NDArray[Any]) -> None:
-            exchange.hand_over(place, int(number), gradient)
+        def hand_over(given: NDArray[Any], number: NDArray[Any], *operands: NDArray[Any]) -> None:
+            exchange.hand_over(place, int(number), *operands)
             given[...] = 0
 
         if self._number is None:
             _, _, passed = self._pending.finish()
-            (self._number,) = host_call(begin, [NUMBER], self._outstanding + passed)
-        (self._last,) = host_call(hand_over, [NUMBER], self._number, gradient)
+            made = self._pending.digest
+            names, values = self._pending.numbers() if exchange.compares else ([], [])
+            (self._number,) = host_call(begin, [NUMBER], self._outstanding + passed, *values)
+        parameter = [self._pending.leaf(place)] if exchange.compares else []
+        (self._last,) = host_call(hand_over, [NUMBER], self._number, gradient, *parameter)
         self.given[place] = self._last
 
-    def hold_back(self, operation: Operation, values: Lazy, activations: Container[int]) -> None:
-        """Let ``operation`` of backward begin once what was given so far is handed over: nothing else keeps the compiler from
-        putting that off."""
+    def hold_back(self, operation: TracedOperation, values: Lazy, activations: Container[int]) -> None:
+        """Delay ``operation`` of backward until the gradients given so far are submitted. Nothing else keeps the compiler from
+        delaying the submission."""
         if self._last is None:
             return
         able = [number for number in operation.operands if number in activations and has_token(values[number])]
@@ -143,5 +160,5 @@ class _HandOver:
             self._last = None
 
     def number(self) -> Any:
-        """Of the round, once every gradient is handed over."""
+        """The round's number, available once every gradient is submitted."""
         return self._number + sum(self.given.values())

@@ -3,10 +3,10 @@
     import commsched.plugins.lightning
     trainer = lightning.pytorch.Trainer(strategy="commsched", devices=4, ...)
 
-Everything else of the training script stays as it is. Settings are those of ``commsched.init``: in the environment, or given to
-the strategy itself, ``Trainer(strategy=ScheduledStrategy(transport="gloo"), ...)``.
+Everything else of the training script stays as it is. The settings are the same as for ``commsched.init``. Set them in the
+environment, or pass them to the strategy: ``Trainer(strategy=ScheduledStrategy(transport="gloo"), ...)``.
 
-Where ``pytorch_lightning`` is the package that the script has imported before, the strategy is registered with that one.
+If the script has imported ``pytorch_lightning`` before, the strategy is registered with that package.
 """
 
 try:

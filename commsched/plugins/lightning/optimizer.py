@@ -1,4 +1,4 @@
-"""What Lightning hands to the user instead of an optimizer."""
+"""LightningOptimizer, the wrapper that Lightning gives to the user instead of an optimizer, around a ScheduledOptimizer."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from .package import LightningOptimizer
 
 
 def forward_to_optimizer(wrapper: LightningOptimizer) -> None:
-    """From now on, all that ``wrapper`` does not do itself is done by the ScheduledOptimizer that it wraps.
+    """Make ``wrapper`` forward every attribute that it does not define itself to the ScheduledOptimizer that it wraps.
 
-    A ``LightningOptimizer`` becomes an instance of the class of what it wraps, without the state of one, and its ``optimizer``
-    is not what that class calls so. Methods of ScheduledOptimizer would run with the wrapper as ``self``.
+    A ``LightningOptimizer`` changes its class to a subclass of the wrapped object's class, but does not have the state of such
+    an object, and its attribute ``optimizer`` has another meaning than in ScheduledOptimizer. Without the forwarding, methods
+    of ScheduledOptimizer would run with the wrapper as ``self``.
     """
     kind: Any = type(wrapper)
     wrapper.__class__ = _forwarding(kind)

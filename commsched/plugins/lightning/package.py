@@ -1,7 +1,7 @@
-"""Which Lightning: ``lightning.pytorch``, or ``pytorch_lightning``, the same code under the name of its own package.
+"""Chooses between ``lightning.pytorch`` and ``pytorch_lightning``, which is the same code in a package of its own.
 
-Their classes are not each other's, so the strategy must be of the one whose ``Trainer`` is used: the one imported so far, else
-the one installed.
+The classes of the two packages are different, so the strategy must use the package whose ``Trainer`` is used. This is the
+package imported so far, or else the installed one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""ScheduledStrategy: Lightning's DDP strategy, with ScheduledOptimizer around optimizers instead of DDP around the model."""
+"""ScheduledStrategy: Lightning's DDP strategy, but ScheduledOptimizer wraps the optimizers and DDP does not wrap the model."""
 
 from __future__ import annotations
 
@@ -18,36 +18,35 @@ from torch.optim import Optimizer
 
 import commsched
 
-from ...core.config import Settings
+from ...core import timeouts
 from ...core.errors import CommschedError, UnsupportedError
 from ...core.world import World
+from ...settings import Settings
 from ..torch import ScheduledOptimizer
 from .optimizer import forward_to_optimizer
 from .package import DDPStrategy
 
-#: Of one broadcast of buffers, as in DistributedDataParallel.
+#: The maximum size of one broadcast of buffers, as in DistributedDataParallel.
 _BROADCAST_BYTES = 250 * 2**20
-#: More than the control channel takes to say why a rank is gone.
-_VERDICT_SECONDS = 3.0
 
 
 class ScheduledStrategy(DDPStrategy):
     """Every rank trains a replica of the model; commsched averages the gradients. Registered as "commsched".
 
-    Processes, samplers, metrics, barriers and checkpoints are those of Lightning's "ddp", over the same process group. The
-    session lasts from the setting up of ``fit`` to its end; ``commsched.init()`` must not be called besides. With one rank,
-    nothing is wrapped; with ``disable=1``, this is the "ddp" strategy.
+    Processes, samplers, metrics, barriers and checkpoints are the same as with Lightning's "ddp", over the same process group.
+    The session lasts from the setup of ``fit`` to its end. Do not call ``commsched.init()`` yourself. With one rank, neither
+    model nor optimizers are wrapped. With ``disable=1``, this is the "ddp" strategy.
 
     Args:
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin, process_group_backend, timeout:
-            as those of ``DDPStrategy``.
-        broadcast_buffers: whether rank 0's buffers (batch statistics) go to all ranks before training steps and validation, as
-            with DDP. If not, every rank begins with rank 0's and then keeps its own.
+            as for ``DDPStrategy``.
+        broadcast_buffers: whether rank 0's buffers (batch statistics) are sent to all ranks before training steps and
+            validation, as with DDP. If not, every rank begins with rank 0's buffers and then keeps its own.
         per_parameter: see ``ScheduledOptimizer``.
-        settings: those of ``commsched.init``.
+        settings: the settings of ``commsched.init``.
 
     Raises:
-        ConfigError: a setting is unknown or wrong; names it.
+        ConfigError: a setting is unknown or wrong; the message names it.
     """
 
     strategy_name = "commsched"
@@ -66,8 +65,8 @@ class ScheduledStrategy(DDPStrategy):
         per_parameter: bool | None = None,
         **settings: Any,
     ) -> None:
-        Settings.load(settings, {})  # refused here, before Lightning starts any process
-        ddp: dict[str, Any] = {} if broadcast_buffers else {"broadcast_buffers": False}  # with disable=1
+        Settings.load(settings, {})  # wrong settings are refused here, before Lightning starts any process
+        ddp: dict[str, Any] = {} if broadcast_buffers else {"broadcast_buffers": False}  # DDP is used with disable=1
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -83,20 +82,21 @@ class ScheduledStrategy(DDPStrategy):
         self._broadcast_buffers = broadcast_buffers
         self._accumulates = False  # within block_backward_sync()
         self._buffers_due = True
-        self._session: commsched.Session | None = None  # while fit lasts, if there are other ranks
+        self._session: commsched.Session | None = None  # set during fit, if there are other ranks
 
     # --- fit begins and ends ---
 
     def setup_environment(self) -> None:
-        """
+        """Set up the environment as "ddp" does, if the number of ranks is right.
+
         Raises:
-            ConfigError: what started this process has another number of ranks than Lightning.
+            ConfigError: the launcher of this process has another number of ranks than Lightning.
         """
         commsched.require_world_size(self.num_nodes * self.num_processes, "Lightning's Trainer(devices=..., num_nodes=...)")
         super().setup_environment()
 
     def configure_ddp(self) -> None:
-        """Open the session, where DDP would wrap the model. Collective."""
+        """Open the session, instead of wrapping the model in DDP. Collective."""
         if self.world_size == 1:
             return
         session = self._open_session()
@@ -110,16 +110,16 @@ class ScheduledStrategy(DDPStrategy):
         world = World(self.global_rank, self.world_size, self.local_rank, self.num_processes, "Lightning")
         settings = dict(self._settings)
         if world.one_machine:
-            # Not the launcher's, from which Lightning's own ranks do not have one parent in common.
+            # The launcher's default rendezvous needs a common parent process, which Lightning's own ranks do not have.
             directory = Path(tempfile.gettempdir()) / f"commsched-{os.getuid()}"
             settings.setdefault("rendezvous", self.broadcast(str(directory / f"lightning-{secrets.token_hex(8)}.json")))
         return commsched.init(device=str(self.root_device), world=world, **settings)
 
     def setup_optimizers(self, trainer: Any) -> None:
-        """``configure_optimizers`` of the model, and a ScheduledOptimizer around each optimizer. Collective.
+        """Call the model's ``configure_optimizers``, and wrap each optimizer in a ScheduledOptimizer. Collective.
 
         Raises:
-            UnsupportedError: there is none, or one that ScheduledOptimizer refuses.
+            UnsupportedError: there is no optimizer, or ScheduledOptimizer refuses one.
         """
         super().setup_optimizers(trainer)
         if self._session is not None:
@@ -127,7 +127,7 @@ class ScheduledStrategy(DDPStrategy):
 
     def _schedule(self, optimizer: Optimizer) -> ScheduledOptimizer:
         assert self.lightning_module is not None
-        if type(optimizer).__name__ == "_MockOptimizer":  # Lightning's own
+        if type(optimizer).__name__ == "_MockOptimizer":  # made by Lightning if configure_optimizers returns none
             raise UnsupportedError(
                 "configure_optimizers returned no optimizer: only gradients of parameters of the optimizers that it returns "
                 "are averaged. Return them from there, also for manual optimization"
@@ -146,13 +146,13 @@ class ScheduledStrategy(DDPStrategy):
                 forward_to_optimizer(wrapper)
 
     def on_exception(self, exception: BaseException) -> None:
-        """Tell every rank, so that none waits for this one."""
+        """Report the exception to every rank, so that no rank waits for this one."""
         super().on_exception(exception)
         if self._session is not None:
             self._session.abort(f"{type(exception).__name__}: {exception}")
 
     def teardown(self) -> None:
-        """Put the last updates in place and close the session. Collective, unless the training has failed."""
+        """Run the outstanding updates and close the session. Collective, unless the training has failed."""
         session = self._session
         if session is not None and not session.closed:
             for optimizer in self._scheduled():
@@ -160,7 +160,7 @@ class ScheduledStrategy(DDPStrategy):
             commsched.shutdown()
             session = None
         self._session = None
-        with suppress(CommschedError) if session is not None else nullcontext():  # after a failure, no update can be had
+        with suppress(CommschedError) if session is not None else nullcontext():  # updates raise after a failure
             super().teardown()
 
     # --- training ---
@@ -170,7 +170,7 @@ class ScheduledStrategy(DDPStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Backward passes within accumulate gradients on this rank only."""
+        """Let backward passes within the context accumulate gradients on this rank only."""
         with ExitStack() as stack:
             stack.enter_context(super().block_backward_sync())
             for optimizer in self._scheduled():
@@ -191,14 +191,18 @@ class ScheduledStrategy(DDPStrategy):
         super().on_validation_start()
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Before the first batch only, since ranks may validate different numbers of them; and not before callbacks have put
-        the weights that are to be validated in place."""
+        """Run a validation step; before the first batch, send rank 0's buffers to all ranks.
+
+        They are sent before the first batch only, because ranks may validate different numbers of batches. They are not sent
+        earlier, because callbacks may first have to load the weights to validate.
+        """
         self._share_buffers()
         self._buffers_due = False
         return super().validation_step(*args, **kwargs)
 
     def _share_buffers(self) -> None:
-        """When DDP does: unless they are what they were, or only this rank's accumulating has changed them."""
+        """Send rank 0's buffers to all ranks, when DDP would do so: not if they are unchanged since the last time, or if only
+        accumulating steps of this rank have changed them since."""
         if self._session is None or not self._broadcast_buffers or not self._buffers_due:
             return
         assert self.lightning_module is not None
@@ -211,11 +215,12 @@ class ScheduledStrategy(DDPStrategy):
                 raise self._cause(error) from error
 
     def _cause(self, error: RuntimeError) -> Exception:
-        """Why another rank is gone, if the job knows: its connections break a moment before the cause is told."""
+        """Return the error that says why another rank is lost, if the job reports one, else ``error``. It waits a moment,
+        because the lost rank's connections break before the cause is reported."""
         assert self._session is not None
         told: SimpleQueue[CommschedError] = SimpleQueue()
         self._session.when_failed(told.put)
         try:
-            return told.get(timeout=_VERDICT_SECONDS)
+            return told.get(timeout=timeouts.RAISE_SECONDS)
         except Empty:
             return error

@@ -3,7 +3,7 @@
     import commsched.plugins.mxnet as cs
     trainer = cs.ScheduledTrainer(net.collect_params(), "sgd", {"learning_rate": 0.1})
 
-Everything else of the training loop stays as it is. It also adds a kvstore of the name "dist_sync_commsched".
+The rest of the training loop does not change. The plugin also adds a kvstore with the name "dist_sync_commsched".
 """
 
 try:
@@ -15,7 +15,7 @@ import commsched
 
 from ...core.errors import UnsupportedError
 
-# How an operation of the engine is told to complete changed with MXNet 2; calling it wrongly would be a crash.
+# MXNet 2 changed how an operation of the engine is completed. The wrong call would crash the process.
 if not _mxnet.__version__.startswith("1."):
     raise UnsupportedError(f"this plugin is for MXNet 1, and this is {_mxnet.__version__}")
 
@@ -23,6 +23,6 @@ from .forward_spans import trace_forward
 from .store import ScheduledStore
 from .trainer import ScheduledTrainer
 
-commsched.end_first()  # what is outstanding is finished by MXNet's engine
+commsched.end_first()  # outstanding operations need MXNet's engine, so sessions close before it does
 
 __all__ = ["ScheduledStore", "ScheduledTrainer", "trace_forward"]

@@ -1,7 +1,7 @@
-"""GradientExchange: a trainer's gradients to the network as MXNet's engine produces them, averages in their place.
+"""GradientExchange: sends a trainer's gradients as MXNet's engine produces them, and replaces them by their averages.
 
-In each round (see :mod:`.queued_group`) a copy back follows each average. The updates, and all that reads a gradient or a
-parameter, follow by the engine's own dependencies.
+In each round (see :mod:`.queued_group`) each average is copied back into its gradient. Updates, and all operations that read a
+gradient or a parameter, run after it because of the engine's own dependencies.
 """
 
 from __future__ import annotations
@@ -18,60 +18,85 @@ import commsched
 
 from ...core.errors import ClosedError, ConfigError, ManifestMismatch, UnsupportedError
 from ...core.manifest import Manifest
-from .agreement import Agreement, Done
-from .described import require_equal_optimizers
-from .ending import end_with
-from .initial import gather_alike, require_equal_values
-from .order import measure_order
+from .agreement import Agreement, RoundOutcome
+from .initial_state import gather_alike, require_equal_values
+from .layer_order import measure_order
+from .optimizer_numbers import require_equal_optimizers
 from .queued_group import QueuedGroup
+from .session_end import end_with
 from .slot import Slot, require_averageable, spec_of
+from .weights import ComparedWeights
 
-#: By id of parameter, which its exchange keeps alive.
+#: id of a parameter -> its exchange, which keeps the parameter alive.
 _exchanges: WeakValueDictionary[int, GradientExchange] = WeakValueDictionary()
 
 
 class GradientExchange:
-    """Of one trainer; for the thread that trains.
+    """Exchanges the gradients of one trainer. Call it from the training thread only.
 
-    The flat buffers are made in the first round: when shapes are known, and backward has shown the order of the layers.
+    The flat buffers are made in the first round. By then all shapes are known, and backward has shown the order of the layers.
     """
 
     def __init__(self, session: commsched.Session, parameters: Sequence[mx.gluon.Parameter]) -> None:
-        self.done = Done()
+        self.done = RoundOutcome()
         self._session = session
         self._parameters = parameters
         self._pid = os.getpid()
         self._slots: list[Slot] = []  # in forward order
         self._queued: QueuedGroup | None = None
         self._agreement: Agreement | None = None
-        self._averaged = False  # gradients are averages, or on their way to be, and were not used yet
+        self._weights: ComparedWeights | None = None
+        self._averaged = False  # the gradients are averages, or their averages are queued; no update has used them yet
         names: set[str] = set()
         for parameter in parameters:
             if parameter.name in names:
                 raise ConfigError(f"the trainer has two parameters named '{parameter.name}': give their blocks other prefixes")
             names.add(parameter.name)
-            other = _exchanges.get(id(parameter))
-            if other is not None and not other._session.closed:
-                raise ConfigError(f"parameter '{parameter.name}' belongs to another ScheduledTrainer; call its detach() first")
+        self._replaced = False
+        self._take_over()
         for parameter in parameters:
             _exchanges[id(parameter)] = self
         self._let_end = end_with(session, self)
 
-    # --- what the trainer calls ---
+    def _take_over(self) -> None:
+        """Take the parameters from an earlier trainer of exactly these parameters. Collective.
 
-    def average(self, hyper_parameters: Mapping[str, Any]) -> None:
-        """Begin a round. Returns when all is queued; waits for the averages of the last round, which all forwards have read by
-        then, and for other ranks only if there is a parameter whose gradient is not new.
-
-        ``hyper_parameters`` of the optimizer, as JSON; they are compared in the first round.
+        There is such a trainer if a notebook's cell is run again, for example.
 
         Raises:
-            UnsupportedError: ranks have parted, or a parameter changed so that its gradient cannot be averaged.
-            ManifestMismatch: ranks train other parameters; in the first round.
+            ConfigError: a parameter belongs to a trainer with other parameters or of another session.
+            RanksDiverged: other ranks continue with the earlier trainer.
+        """
+        owners = {parameter.name: _exchanges.get(id(parameter)) for parameter in self._parameters}
+        owned = {name: other for name, other in owners.items() if other is not None and not other._session.closed}
+        for name, other in owned.items():
+            if other._session is not self._session or set(map(id, other._parameters)) != set(map(id, self._parameters)):
+                raise ConfigError(f"parameter '{name}' belongs to another ScheduledTrainer; call its detach() first")
+        for other in set(owned.values()):
+            other.detach()
+            other._replaced = True
+
+    # --- called by the trainer ---
+
+    def average(self, hyper_parameters: Mapping[str, Any]) -> None:
+        """Begin a round. Returns when all operations are queued.
+
+        Waits for the averages of the last round, which all forwards have read by then. Waits for the other ranks in the first
+        round, and later only if the gradient of a parameter is not new.
+
+        Args:
+            hyper_parameters: the numbers of the optimizer, as JSON. They are compared in the first round.
+
+        Raises:
+            RanksDiverged: ranks did different things, or their weights differ.
+            UnsupportedError: a parameter changed so that its gradient cannot be averaged.
+            ManifestMismatch: ranks train different parameters or with different optimizers. In the first round only.
             CommschedError: the session failed or was closed.
         """
         if os.getpid() != self._pid:
             raise ClosedError("a forked process cannot average gradients")
+        if self._replaced:
+            raise UnsupportedError("another ScheduledTrainer was made for the same parameters: use that one")
         self._session.core.check()
         if self._queued is None:
             self._register(hyper_parameters)
@@ -79,9 +104,14 @@ class GradientExchange:
         assert self._agreement is not None
         self._queued.settle()
         self._agreement.require()
+        if self._weights is not None:
+            self._weights.compare()
+            self._weights.take(self._queued.round, [slot.data for slot in self._slots])
         self._look_at_parameters()
         self._queued.begin_round()
-        self._agreement.offer(self.done, [slot.fresh for slot in self._slots], [slot.is_frozen for slot in self._slots])
+        self._agreement.offer(
+            replace(self.done), [slot.fresh for slot in self._slots], [slot.is_frozen for slot in self._slots]
+        )
         tensors = range(len(self._slots))[::-1]  # last layers first, as backward produces them
         self._hand_over(
             self._queued, [tensor for tensor in tensors if self._slots[tensor].fresh or self._slots[tensor].is_frozen]
@@ -93,15 +123,15 @@ class GradientExchange:
                 slot = self._slots[tensor]
                 slot.used = share[tensor] > 0
                 if slot.used and slot.parameter.grad_req == "write":
-                    slot.gradient[:] = 0  # what is left of an earlier step; what is added to ("add") counts
+                    slot.gradient[:] = 0  # it is left from an earlier step; an accumulated gradient ("add") counts
             self._hand_over(self._queued, late)
         self._averaged = True
 
     def before_update(self, ignore_stale_grad: bool) -> None:
-        """Mark the gradients that are to be used as new.
+        """Mark the gradients that the update must use as new.
 
         Raises:
-            UnsupportedError: what is in the gradients is no average.
+            UnsupportedError: a gradient is not an average.
         """
         if not self._averaged:
             raise UnsupportedError(
@@ -117,19 +147,21 @@ class GradientExchange:
             if slot.fresh or (ignore_stale_grad and slot.used):
                 slot.data._fresh_grad = True
 
-    def updated(self, rescale_grad: float, learning_rate: float, numbers: int) -> None:
-        """``numbers``: see :class:`Done`."""
+    def updated(self, numbers: Mapping[str, Any]) -> None:
+        """Record that an update was made, with these ``numbers`` of the optimizer (see :class:`RoundOutcome`)."""
         self._averaged = False
         self.done.updates += 1
-        self.done.rescale_grad, self.done.learning_rate, self.done.numbers = rescale_grad, learning_rate, numbers
+        self.done.numbers = numbers
 
     def detach(self) -> None:
-        """End, unless the session is closed, and let go of the parameters. Collective.
+        """Agree with all ranks on the end, unless the session is closed, and release the parameters. Collective.
 
         Raises:
-            UnsupportedError: ranks have parted.
+            RanksDiverged: ranks did different things.
             CommschedError: the session failed.
         """
+        if self._replaced:
+            return
         if not self._session.closed:
             self.offer_end()
             self.require_end()
@@ -139,7 +171,7 @@ class GradientExchange:
         self.let_go()
 
     def let_go(self) -> None:
-        """Of the parameters; nothing is outstanding."""
+        """Release the parameters. No average may be outstanding."""
         self._let_end()
         for parameter in self._parameters:
             if _exchanges.get(id(parameter)) is self:
@@ -151,7 +183,9 @@ class GradientExchange:
         if self._queued is not None and self._agreement is not None:
             self._queued.settle()
             self._agreement.require()
-            self._offer(self._agreement, replace(self.done, ends=1))
+            if self._weights is not None:
+                self._weights.compare()
+            self._offer(self._agreement, replace(self.done, ends=True))
 
     @property
     def end_is_known(self) -> bool:
@@ -180,7 +214,9 @@ class GradientExchange:
         require_equal_values(self._session, list(trained.values()))
         self._queued = QueuedGroup(self._session, Manifest(tuple(spec_of(trained[name]) for name in names)))
         self._slots = [Slot(trained[place.name], place) for place in self._queued.places]
-        self._agreement = Agreement(self._session, names)
+        what = f"'{next(iter(trained))}' and {len(names) - 1} more"
+        self._agreement = Agreement(self._session, what, names)
+        self._weights = ComparedWeights(self._session, what, names, [spec.nbytes for spec in self._queued.manifest.tensors])
 
     # --- each round ---
 
@@ -189,12 +225,12 @@ class GradientExchange:
             slot.require_as_registered()
             if not self._averaged:
                 slot.fresh = slot.used = False
-            # Else what was averaged is averaged again, which changes nothing where backward has not run since.
+            # Else the averages are averaged again, which changes nothing where backward has not run since.
             if slot.is_frozen:
                 slot.fresh = slot.used = False
             elif slot.data._fresh_grad:
                 slot.fresh = slot.used = True
-                slot.data._fresh_grad = False  # until the update: true then means that backward has run since
+                slot.data._fresh_grad = False  # if it is true before the update, backward has run again
         trained = {id(slot.parameter) for slot in self._slots}
         for parameter in self._parameters:
             if parameter.grad_req != "null" and id(parameter) not in trained:
@@ -203,7 +239,7 @@ class GradientExchange:
                     "detach() of this one, on all ranks"
                 )
 
-    def _offer(self, agreement: Agreement, done: Done) -> None:
+    def _offer(self, agreement: Agreement, done: RoundOutcome) -> None:
         agreement.offer(done, [slot.used for slot in self._slots], [slot.is_frozen for slot in self._slots])
 
     def _hand_over(self, queued: QueuedGroup, tensors: Sequence[int]) -> None:

@@ -1,8 +1,9 @@
 """Forward spans of the trace, one for each block that has parameters of its own.
 
-A network that is hybridized is one call in Python, whatever it computes, and even one that is not only queues operations. So
-the times are those of MXNet's engine: an operation that reads a block's parameters begins when their update is made, and one
-that would write them, queued behind the forward, when all of forward that reads them is over.
+A hybridized network is one call in Python, and a network that is not hybridized only queues operations. Times in Python would
+therefore show nothing, and the spans use the times of MXNet's engine. An operation that reads a block's parameters begins when
+their update is made. An operation that is declared to write them and is queued after the forward begins when all operations of
+the forward that read them are over.
 """
 
 from __future__ import annotations
@@ -22,11 +23,13 @@ from .operation import Operation, drain_before_forks, push, wait
 
 
 def trace_forward(net: mx.gluon.Block, *, session: commsched.Session | None = None) -> None:
-    """Have the forward of ``net``, or what it is called within, in the timeline of the job (the setting ``trace``); without one
-    this does nothing. Call it once, before the training.
+    """Record the forward of each block of ``net`` in the timeline of the job (the setting ``trace``).
 
-    A block's span begins when its parameters are there and the block before is done, and ends when forward has used them.
-    Blocks whose operations MXNet runs as one end together.
+    Without a timeline this does nothing. Call it once, before the training, with the block that the training loop calls: a
+    hybridized block does not call its children in each forward.
+
+    A block's span begins when its parameters are updated and the block before has ended. It ends when forward has used the
+    parameters. Blocks whose operations MXNet runs as one end together.
 
     Raises:
         CommschedError: from ``commsched.init()``.
@@ -43,8 +46,8 @@ class _ForwardSpans:
         self._net = net
         self._on_span = on_span
         self._pid = os.getpid()
-        self._lock = threading.Lock()  # guards the two below
-        self._since: dict[mx.gluon.Block, float] = {}  # when the parameters were there for this forward
+        self._lock = threading.Lock()  # guards the two fields below
+        self._since: dict[mx.gluon.Block, float] = {}  # the time at which the parameters were ready for this forward
         self._last_end = 0.0
         net.register_forward_pre_hook(self._before)
         net.register_forward_hook(self._after)
@@ -53,7 +56,7 @@ class _ForwardSpans:
         drain_before_forks(self)
 
     def drain(self) -> None:
-        """Return when no operation of ours is to come."""
+        """Return when all operations of this object are completed."""
         if os.getpid() == self._pid:
             wait([array for _, arrays in self._blocks() for array in arrays])
 
@@ -66,7 +69,7 @@ class _ForwardSpans:
             push(partial(self._ends, block), writes=arrays, even_if_failed=True)
 
     def _blocks(self) -> list[tuple[mx.gluon.Block, list[mx.nd.NDArray]]]:
-        """Those with parameters of their own that are initialised."""
+        """Return the blocks with initialised parameters of their own, and these parameters."""
         found: list[tuple[mx.gluon.Block, list[mx.nd.NDArray]]] = []
 
         def look_at(block: mx.gluon.Block) -> None:
@@ -78,7 +81,7 @@ class _ForwardSpans:
         return found
 
     def _begins(self, block: mx.gluon.Block, operation: Operation) -> None:
-        """By a thread of MXNet's engine, as is the next. Forward may run as soon as it is completed."""
+        """Record the start. Runs, like ``_ends``, in a thread of MXNet's engine."""
         with self._lock:
             self._since[block] = monotonic()
         operation.complete()

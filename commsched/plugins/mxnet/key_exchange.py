@@ -1,8 +1,8 @@
-"""KeyExchange: averages for a kvstore, which is told of one key after another and of no end of a step.
+"""KeyExchange: averages for a kvstore, which receives one key after another and is not notified of the end of a step.
 
-In the first step each key is averaged by itself, while the caller waits: this shows which keys there are, and how urgent. The
-first key that is pushed again registers them all as a group, and from then on averages are queued (see :mod:`.queued_group`).
-No key shares a partition with another, so that a weight may be read when not all keys of its step have been pushed.
+In the first step each key is averaged by itself, while the caller waits. This step shows the keys and their priorities. The
+first key that is pushed again registers all keys as a group. From then on averages are queued (see :mod:`.queued_group`). No
+key shares a partition with another key, so a weight can be read before all keys of its step have been pushed.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import mxnet as mx
 import numpy as np
@@ -19,27 +20,33 @@ import commsched
 
 from ...core.errors import ClosedError, UnsupportedError
 from ...core.manifest import Manifest, TensorSpec
-from .agreement import Agreement, Done
-from .ending import end_with
-from .initial import gather_alike, require_alike
+from .agreement import Agreement, RoundOutcome
+from .initial_state import gather_alike, require_alike
 from .queued_group import QueuedGroup
+from .session_end import end_with
+from .weights import ComparedWeights
+
+#: Number of key exchanges in each session that have begun their second step. Equal on all ranks: that beginning is collective.
+_registered: WeakKeyDictionary[commsched.Session, int] = WeakKeyDictionary()
 
 _ADVICE = "push the same keys, in the same order, on all ranks"
 
 
 class KeyExchange:
-    """Of one kvstore; for the thread that trains."""
+    """Averages the gradients of one kvstore. Call it from the training thread only."""
 
     def __init__(self, session: commsched.Session) -> None:
         self._session = session
         self._pid = os.getpid()
         self._specs: dict[str, TensorSpec] = {}  # in the order of the first step
         self._priorities: dict[str, int] = {}
-        self._tensors: dict[str, int] = {}  # index in the group
-        self._pushed: list[str] = []  # in this step
+        self._tensors: dict[str, int] = {}  # index of each key's tensor in the group
+        self._pushed: list[str] = []  # keys that were pushed in this step
         self._queued: QueuedGroup | None = None
         self._agreement: Agreement | None = None
-        self._done = Done()  # of the round begun last
+        self._weights: ComparedWeights | None = None
+        self._updated: dict[str, mx.nd.NDArray] = {}
+        self._done = RoundOutcome()  # the record of the last round
         end_with(session, self)
 
     def average(
@@ -47,20 +54,25 @@ class KeyExchange:
         spec: TensorSpec,
         priority: int,
         gradient: mx.nd.NDArray,
-        done: Callable[[], Done],
+        weight: mx.nd.NDArray | None,
+        done: Callable[[], RoundOutcome],
         alike: Callable[[], Mapping[str, Any]],
     ) -> mx.nd.NDArray:
-        """The array that will hold the average of ``gradient`` over all ranks: to be read and written by operations of MXNet
-        that are queued now, before the next call for this key. Waits for other ranks in the first step, and at the beginning
-        of each for the averages of the step before.
+        """Return the array that will hold the average of ``gradient`` over all ranks.
+
+        MXNet operations that read or write the array must be queued before the next call for this key. Waits for the other
+        ranks in the first step. At the beginning of each later step, waits for the averages of the step before.
 
         Args:
-            done: gives what is compared in each step.
-            alike: gives what is compared when the key is pushed for the first time, by what it is called in an error; JSON.
+            weight: the weight that is updated with the average. ``None`` means that it is unknown.
+            done: returns the record that is compared in each step.
+            alike: returns the values, as JSON, that are compared when the key is pushed for the first time. The keys are the
+                names that an error gives to the values.
 
         Raises:
-            UnsupportedError: it is a new key, or another one was to be pushed before it, or ranks have parted.
-            ManifestMismatch: ranks push other keys.
+            UnsupportedError: the key was not pushed in the first step, its shape or type changed, or another key is next.
+            RanksDiverged: ranks did different things, or their weights differ.
+            ManifestMismatch: ranks push different keys.
             CommschedError: the session failed or was closed.
         """
         if os.getpid() != self._pid:
@@ -83,16 +95,21 @@ class KeyExchange:
         if not self._pushed:
             self._queued.settle()
             self._agreement.require()
+            if self._weights is not None and len(self._updated) == len(self._specs):
+                self._weights.compare()
+                self._weights.take(self._queued.round, [self._updated[name] for name in self._tensors])
             self._queued.begin_round()
             self._done = done()
             self._agreement.offer(self._done, (), ())
         self._pushed.append(spec.name)
+        if weight is not None:
+            self._updated[spec.name] = weight
         tensor = self._tensors[spec.name]
         self._queued.hand_over({tensor: gradient})
         return self._queued.places[tensor].array
 
     def require_all_pushed(self, what: str) -> None:
-        """``what`` is about to be done.
+        """Require that no step is incomplete. ``what`` names the reason in the error.
 
         Raises:
             UnsupportedError: a step has begun, and a key was not pushed in it.
@@ -106,9 +123,10 @@ class KeyExchange:
             )
 
     def _require_turn(self, name: str) -> None:
-        """Where ranks push in other orders than each other, an operation that one rank has queued behind an update may keep it
-        from computing a gradient that an update of another rank waits for, and the other way round: so all keep the order of
-        the first step, which is the same on all.
+        """Require that ``name`` is the next key in the order of the first step, which is the same on all ranks.
+
+        Different orders can deadlock. An operation that rank A has queued behind an update may block the computation of a
+        gradient that an update of rank B waits for, while rank B blocks rank A in the same way.
 
         Raises:
             UnsupportedError: another key is next.
@@ -126,7 +144,9 @@ class KeyExchange:
         if self._queued is not None and self._agreement is not None:
             self._queued.settle()
             self._agreement.require()
-            self._agreement.offer(replace(self._done, ends=1), (), ())
+            if self._weights is not None:
+                self._weights.compare()
+            self._agreement.offer(replace(self._done, ends=True), (), ())
 
     @property
     def end_is_known(self) -> bool:
@@ -154,8 +174,12 @@ class KeyExchange:
 
     def _register(self) -> None:
         gather_alike(self._session, "begins its second step", None, _ADVICE)
-        urgent_first = sorted(self._specs, key=lambda name: -self._priorities[name])  # stable: those of one keep their order
+        number = _registered[self._session] = _registered.get(self._session, 0) + 1
+        urgent_first = sorted(self._specs, key=lambda name: -self._priorities[name])  # stable: equal ones keep their order
         self._tensors = {name: tensor for tensor, name in enumerate(urgent_first)}
         specs = tuple(self._specs[name] for name in urgent_first)
         self._queued = QueuedGroup(self._session, Manifest(specs, shares_partitions=False))
-        self._agreement = Agreement(self._session, ())
+        first = next(iter(self._specs))
+        what = f"kvstore {number} ({first} and {len(self._specs) - 1} more)"
+        self._agreement = Agreement(self._session, what, ())
+        self._weights = ComparedWeights(self._session, what, urgent_first, [spec.nbytes for spec in specs])

@@ -1,7 +1,7 @@
-"""Operations of MXNet's own engine that begin in Python and end when another thread says so.
+"""Operations of MXNet's own engine that begin in Python and end when any thread completes them.
 
-``MXEnginePushAsyncND`` queues an operation that writes an array: it begins when all that was queued before and touches the
-array is over, and what is queued after it waits until it is completed. None of the engine's threads waits meanwhile.
+``MXEnginePushAsyncND`` queues an operation that writes an array. It begins when all earlier operations on the array are over,
+and later operations on the array wait until it is completed. Meanwhile no thread of the engine waits.
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ from ...core import errors
 from ...core.errors import ClosedError, CommschedError, UnsupportedError
 
 _CPU = (ctypes.c_int * 2)(1, 0)  # the engine's Context: cpu(0)
-_PRIORITIZED = ctypes.c_int(3)  # FnProperty::kCPUPrioritized: begun by threads that compute no layers
-_NORMAL = ctypes.c_int(0)  # FnProperty::kNormal: by the thread that computes layers
+_PRIORITIZED = ctypes.c_int(3)  # FnProperty::kCPUPrioritized: runs in threads that compute no layers
+_NORMAL = ctypes.c_int(0)  # FnProperty::kNormal: runs in the thread that computes layers
 _NAME = b"commsched"
 
-#: engine, where to find :class:`_OnComplete`, and the number under which :func:`push` keeps what is to be called.
+#: Arguments: the engine, the address of the :class:`_OnComplete`, and the number under which :func:`push` stores ``begin``.
 _Function = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
-#: engine, the operation, and a C++ ``std::runtime_error`` or nothing.
+#: Arguments: the engine, the operation, and the address of a C++ ``std::runtime_error`` or null.
 _Complete = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
 
 _numbers = itertools.count(1)
 _queued: dict[int, Callable[[Operation], None]] = {}
 _pushing = threading.local()
-_running: dict[int, None] = {}  # threads of the engine that are in :func:`_begin`
-_completing: dict[Operation, None] = {}  # those of which MXNet is being told, by any thread
+_running: dict[int, None] = {}  # threads of the engine that are running :func:`_begin`
+_completing: dict[Operation, None] = {}  # operations that some thread is completing now
 
 
 class _OnComplete(ctypes.Structure):
-    """``mxnet::engine::CallbackOnComplete``; the engine's own is gone when the operation's function has returned."""
+    """``mxnet::engine::CallbackOnComplete``. The engine frees its instance when the operation's function has returned."""
 
     _fields_ = [("complete", ctypes.c_void_p), ("engine", ctypes.c_void_p), ("operation", ctypes.c_void_p)]
 
 
 class Operation:
-    """One that has begun. Must be completed, once, by any thread: by :meth:`complete`, or by :func:`fail`."""
+    """An operation that has begun. It must be completed exactly once, by :meth:`complete` or :func:`fail`, in any thread."""
 
     __slots__ = ("_arguments", "_complete")
 
@@ -58,7 +58,7 @@ class Operation:
         self._arguments = (callback.engine, callback.operation)
 
     def complete(self) -> None:
-        """What waits for the array goes on. Never waits."""
+        """Complete the operation, so that operations that wait for its arrays can run. Never waits."""
         self._complete_with(None)
 
     def _complete_with(self, runtime_error: int | None) -> None:
@@ -70,7 +70,7 @@ class Operation:
 
 
 class _RuntimeError:
-    """A ``std::runtime_error`` for the time of a call. The engine's errors are that; ``dmlc::Error`` adds nothing."""
+    """A ``std::runtime_error`` that exists during one call. The engine's errors, ``dmlc::Error``, add nothing to that type."""
 
     def __init__(self, message: str) -> None:
         self._memory = ctypes.create_string_buffer(64)
@@ -84,7 +84,7 @@ class _RuntimeError:
         _destroy(self._memory)
 
 
-_standard = ctypes.CDLL("libstdc++.so.6")  # the one that libmxnet has loaded
+_standard = ctypes.CDLL("libstdc++.so.6")  # the library that libmxnet has loaded
 _construct = _standard["_ZNSt13runtime_errorC1EPKc"]
 _construct.argtypes, _construct.restype = (ctypes.c_void_p, ctypes.c_char_p), None
 _destroy = _standard["_ZNSt13runtime_errorD1Ev"]
@@ -92,7 +92,7 @@ _destroy.argtypes, _destroy.restype = (ctypes.c_void_p,), None
 
 
 def _raised_as(kind: type[CommschedError]) -> None:
-    """What the engine raises in the user's thread is of the class, and has the message, that it was completed with."""
+    """Have the engine raise, in the user's thread, the class and message of the error that completed an operation."""
     mx.error.register(kind.__name__, lambda message: kind(message.removeprefix(f"{kind.__name__}: ")))
 
 
@@ -109,13 +109,18 @@ def push(
     even_if_failed: bool = False,
     among_layers: bool = False,
 ) -> None:
-    """Queue an operation that reads or writes arrays. ``begin`` is called by a thread of the engine, must not wait, and sees to
-    it that the operation is completed. If computing one of the arrays has failed, it is called only ``even_if_failed``.
-    ``among_layers``: by the thread that computes layers, which then waits for Python's lock.
+    """Queue an operation that reads or writes arrays.
+
+    Args:
+        begin: called in a thread of the engine. It must not wait, and must ensure that the operation is completed.
+        reads: arrays that the operation reads.
+        writes: arrays that the operation writes.
+        even_if_failed: call ``begin`` also if the computation of one of the arrays has failed.
+        among_layers: call ``begin`` in the thread that computes layers. That thread then waits for Python's lock.
 
     Raises:
         UnsupportedError: this engine runs each operation to its end at once (``MXNET_ENGINE_TYPE=NaiveEngine``).
-        ClosedError: the interpreter ends, and MXNet's engine calls nobody any more.
+        ClosedError: the interpreter is ending, and MXNet's engine calls no function any more.
     """
     if _ended.is_set():
         raise ClosedError("MXNet's engine has ended with the interpreter: close the session before")
@@ -127,7 +132,7 @@ def push(
             _mxnet.MXEnginePushAsyncND(
                 _function,
                 ctypes.c_void_p(number),
-                None,  # nothing to be freed
+                None,  # no deleter
                 _CPU,
                 *_handles(reads),
                 *_handles(writes),
@@ -150,12 +155,13 @@ def _handles(arrays: Sequence[mx.nd.NDArray]) -> tuple[ctypes.Array[ctypes.c_voi
 
 
 def fail(operations: Sequence[Operation], error: CommschedError) -> None:
-    """Complete ``operations`` so that nothing computes with their arrays, and whoever reads what depends on one gets ``error``
-    raised. Any thread; never waits.
+    """Complete ``operations`` with ``error``. Any thread; never waits.
 
-    Operations that are completed with an error by several threads at once corrupt MXNet's memory (its list of errors,
-    ``global_exception_refs_``, seems to be guarded by nothing). So all of ours fail in the thread that computes layers, where
-    those that depend on them are skipped, too.
+    No operation then computes with their arrays, and a read of an array that depends on them raises ``error``.
+
+    If several threads complete operations with an error at the same time, MXNet's memory is corrupted: its list of errors,
+    ``global_exception_refs_``, seems to have no lock. Therefore all operations of this plugin fail in the thread that computes
+    layers. That thread also skips the operations that depend on them.
     """
 
     def complete_all(own: Operation) -> None:
@@ -169,8 +175,10 @@ def fail(operations: Sequence[Operation], error: CommschedError) -> None:
 
 
 def wait(arrays: Sequence[mx.nd.NDArray]) -> None:
-    """Return when all that was queued for ``arrays`` is completed, and no thread is in the engine or in Python for us. Unlike
-    MXNet's ``wait_to_read``, leaves an error there for who reads the arrays: each is raised but once."""
+    """Return when all operations on ``arrays`` are completed, and no thread runs code of this module for the engine.
+
+    MXNet raises an error once only. Unlike MXNet's ``wait_to_read``, this function leaves it to the next reader of the arrays.
+    """
     if _ended.is_set():
         return
     over = [threading.Event() for _ in arrays]
@@ -184,7 +192,7 @@ def wait(arrays: Sequence[mx.nd.NDArray]) -> None:
     for event in over:
         event.wait()
     while _running or _completing:
-        # No event: a thread that sets one still needs Python's lock to leave, and a fork must not find it at that.
+        # An event would not do: the thread that sets it still needs Python's lock to leave, and must be gone before a fork.
         time.sleep(1e-4)
 
 
@@ -192,8 +200,11 @@ _ended = threading.Event()
 
 
 def _end() -> None:
-    """Right before MXNet's own handler, which was registered before: after it no function is called. Errors that nobody has
-    read until now it would print, and they have been told of."""
+    """Wait for all operations at exit, and mark the engine as ended.
+
+    Runs right before MXNet's own exit handler, which was registered earlier and after which the engine calls no function. That
+    handler would print errors that were not read; they are discarded here, because they have been reported.
+    """
     try:
         mx.nd.waitall()
     except Exception:
@@ -205,10 +216,10 @@ atexit.register(_end)
 
 
 class Draining(Protocol):
-    """Somebody who queues operations."""
+    """An object that queues operations."""
 
     def drain(self) -> None:
-        """Return when none of them is to come."""
+        """Return when all of its operations are completed."""
         ...
 
 
@@ -216,8 +227,11 @@ _draining: WeakSet[Draining] = WeakSet()
 
 
 def drain_before_forks(draining: Draining) -> Callable[[], None]:
-    """Before a fork (for a DataLoader's workers, say), MXNet waits for its queue and joins its threads, with Python's lock
-    held. What is returned takes this back."""
+    """Call ``draining.drain()`` before each fork, for example before a DataLoader starts its workers.
+
+    In a fork MXNet waits for its queue and joins its threads while it holds Python's lock, so operations that need Python
+    would never end. The returned function undoes the registration.
+    """
     _draining.add(draining)
     return partial(_draining.discard, draining)
 
@@ -236,13 +250,13 @@ def _begin(engine: int, on_complete: int, number: int) -> None:
     try:
         begin = _queued.pop(number)
         operation = Operation(on_complete)
-        if getattr(_pushing, "number", None) == number:  # the thread that pushes; the other engines never do that
+        if getattr(_pushing, "number", None) == number:  # in the thread that pushes: only NaiveEngine does that
             _pushing.number = None
             operation.complete()
         else:
             begin(operation)
     finally:
-        del _running[thread]  # not by a call: after one, Python may hand its lock to others
+        del _running[thread]  # a statement, not a call: after a call, Python may give its lock to another thread
 
 
-_function = _Function(_begin)  # as long as the process: operations may be pending
+_function = _Function(_begin)  # kept as long as the process, since operations may be pending

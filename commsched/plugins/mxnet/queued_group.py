@@ -1,8 +1,9 @@
 """QueuedGroup: a group of tensors whose averages are operations in MXNet's own engine.
 
-A *round* is one average of all tensors. For each of them two operations are queued: a copy of the gradient to its place in a
-flat buffer, and one that then tells the core and is completed when the average is in that place. They begin when backward has
-written the gradient. What is queued after them and reads the place follows by the engine's own dependencies.
+A *round* is one average of all tensors. For each tensor two operations are queued. The first copies the gradient to the
+tensor's place in a flat buffer, once backward has written the gradient. The second then notifies the core, and is completed
+when the average is in that place. Operations that are queued later and read the place run after it because of the engine's own
+dependencies.
 """
 
 from __future__ import annotations
@@ -19,18 +20,19 @@ from numpy.typing import NDArray
 import commsched
 
 from ...core.errors import ClosedError, CommschedError, TransportError
+from ...core.interfaces import TaskObserver
 from ...core.manifest import Manifest
-from ...core.observers import TaskObserver
 from ...core.task import REDUCE_SCATTER, CommTask
-from ..flat import lay_out
+from ..common.flat import lay_out
 from .operation import Operation, drain_before_forks, fail, push, wait
-from .watch import Watch
+from .overdue import OverdueWatch
 
 
-class Place:
-    """One tensor's place in a flat buffer; ``array``: as an array of MXNet.
+class BufferPlace:
+    """The place of one tensor in a flat buffer. ``array`` is the place as an MXNet array.
 
-    ``busy``: the average is not there. ``queued``: the round in which it is to be averaged and was not computed yet; 0: none.
+    ``busy``: an average is queued and not complete. ``queued``: the round in which the tensor is queued while its gradient is
+    not computed yet, else 0.
     """
 
     def __init__(self, name: str, place: NDArray[Any]) -> None:
@@ -41,8 +43,10 @@ class Place:
 
 
 class QueuedGroup:
-    """Of the tensors of ``manifest``; making one is collective. Everything but ``_begin``, what it queues and ``_on_task`` is
-    called by the thread that trains.
+    """Queues the averages of the tensors of ``manifest``. The constructor is collective.
+
+    Call the public methods from the training thread only. Section headings and docstrings below name the threads that call the
+    private methods.
 
     Raises:
         ManifestMismatch: see ``Session.register``.
@@ -54,19 +58,23 @@ class QueuedGroup:
         self._pid = os.getpid()
         buffers, places = lay_out(manifest)
         self._group = session.register(manifest, buffers)
-        self.places = [Place(spec.name, place) for spec, place in zip(manifest.tensors, places)]
-        self._lock = threading.Lock()  # guards the three below
-        self._begun: dict[int, Operation] = {}  # by tensor: handed over, without an average yet
-        self._missing: list[int] = []  # by tensor: partitions of this round that are not done
+        self.places = [BufferPlace(spec.name, place) for spec, place in zip(manifest.tensors, places)]
+        self._lock = threading.Lock()  # guards the three fields below
+        self._begun: dict[int, Operation] = {}  # by tensor: the operation that waits for the average
+        self._missing: list[int] = []  # by tensor: number of partitions of this round that are not done
         self._failure: CommschedError | None = None
         self._forget = session.observe(TaskObserver(self._on_task))
         session.when_failed(self._fail)
         session.cleanup.callback(self._end)
         self._go_undrained = drain_before_forks(self)
-        self._watch = Watch(session.rank, self._awaited)
+        self._watch = OverdueWatch(self._awaited, self._group.stalled)
+
+    @property
+    def manifest(self) -> Manifest:
+        return self._group.manifest
 
     def begin_round(self) -> None:
-        """Waits until the round before is over.
+        """Begin a round. Waits until the round before is over.
 
         Raises:
             CommschedError: the session failed or was closed.
@@ -75,7 +83,7 @@ class QueuedGroup:
         self._missing = [len(partitions) for partitions in self._group.plan.by_tensor]
 
     def hand_over(self, gradients: Mapping[int, mx.nd.NDArray | None]) -> None:
-        """Queue the averages of these tensors, in this order. None: what is in the tensor's place counts."""
+        """Queue the averages of these tensors, in this order. ``None`` means that the gradient is already in the place."""
         places = [self.places[tensor] for tensor in gradients]
         for (tensor, gradient), place in zip(gradients.items(), places):
             place.queued, place.busy = self.round, True
@@ -87,14 +95,14 @@ class QueuedGroup:
             push(partial(self._look_for_failed, places, self.round), reads=computed, even_if_failed=True)
 
     def settle(self) -> None:
-        """Return when everything that was queued is completed.
+        """Return when all queued operations are completed.
 
         Raises:
             CommschedError: the session failed, or an average was never begun because computing the gradient failed.
             MXNetError: an operation of MXNet failed.
         """
         if self.places:
-            over = threading.Event()  # for which Python can wait, and hear of Ctrl-C
+            over = threading.Event()  # Ctrl-C interrupts a wait for it, but not a wait in MXNet
             push(partial(_complete_and_set, over), reads=[place.array for place in self.places], even_if_failed=True)
             over.wait()
         for place in self.places:
@@ -109,13 +117,13 @@ class QueuedGroup:
                 raise self._not_computed(place)
 
     def drain(self) -> None:
-        """Return when no operation of ours is to come; leaves errors to those who read what was computed."""
-        if os.getpid() == self._pid:  # in a forked process there are none
+        """Return when all operations of this group are completed. Errors are left to the readers of the arrays."""
+        if os.getpid() == self._pid:  # a forked process has no operations
             for _ in range(2):  # :meth:`_look_for_failed` may queue more
                 wait([place.array for place in self.places])
 
     def release(self) -> None:
-        """No round follows, and all is settled. Lets go of the buffers; the session keeps what is left."""
+        """Release the buffers. No round may follow, and all operations must be settled."""
         self._watch.close()
         self.drain()
         self._go_undrained()
@@ -123,14 +131,17 @@ class QueuedGroup:
         self._group.release()
         self.places = []
 
-    # --- by threads of MXNet's engine ---
+    # --- called by threads of MXNet's engine ---
 
-    def _look_for_failed(self, places: Sequence[Place], round_: int, operation: Operation) -> None:
-        """The gradients of ``places``, which were queued, have been computed, or an operation before them has failed: then
-        MXNet skips theirs, and ``_begin`` is never called. Nobody may wait for them."""
+    def _look_for_failed(self, places: Sequence[BufferPlace], round_: int, operation: Operation) -> None:
+        """Look for gradients that were never computed.
+
+        Runs when the gradients of ``places`` have been computed, or an operation before them has failed. After a failure MXNet
+        skips the operations on these places and never calls ``_begin``, so no rank may wait for their averages.
+        """
         operation.complete()
         for place in places:
-            if place.queued == round_:  # as yet: its copy may be under way
+            if place.queued == round_:  # not yet a failure: its copy may be running
                 push(
                     partial(self._require_computed, place, round_),
                     writes=[place.array],
@@ -138,19 +149,19 @@ class QueuedGroup:
                     among_layers=True,
                 )
 
-    def _require_computed(self, place: Place, round_: int, operation: Operation) -> None:
+    def _require_computed(self, place: BufferPlace, round_: int, operation: Operation) -> None:
         operation.complete()
         if place.queued == round_:
             self.session.report(self._not_computed(place))
 
-    def _not_computed(self, place: Place) -> TransportError:
+    def _not_computed(self, place: BufferPlace) -> TransportError:
         return TransportError(
             f"rank {self.session.rank} has not computed the gradient of '{place.name}': an operation of MXNet before it "
             "failed, and the error is raised where its result is read"
         )
 
     def _begin(self, tensor: int, operation: Operation) -> None:
-        """The gradient has been written."""
+        """Notify the core that the gradient of ``tensor`` is in its place. ``operation`` is completed with the average."""
         self.places[tensor].queued = 0
         with self._lock:
             failure = self._failure
@@ -164,10 +175,10 @@ class QueuedGroup:
             self._group.notify_ready(tensor)
         except CommschedError as error:
             self._fail(error)
-        except Exception as error:  # whatever it is: nobody may wait for it
+        except Exception as error:  # any error: no reader may wait for this average
             self._fail(TransportError(f"{type(error).__name__}: {error}"))
         if self._missing[tensor] == 0:
-            self._take_and_complete(tensor)  # it has no elements
+            self._take_and_complete(tensor)  # all of its partitions are done, or it has no elements
 
     def _take_and_complete(self, tensor: int) -> None:
         with self._lock:
@@ -177,7 +188,7 @@ class QueuedGroup:
             operation.complete()
 
     def _fail(self, error: CommschedError) -> None:
-        """Whoever waits for an average, or will, gets the error instead. Any thread."""
+        """Complete all present and later operations with ``error``, so that readers of an average get it. Any thread."""
         with self._lock:
             if self._failure is not None:
                 return
@@ -188,17 +199,21 @@ class QueuedGroup:
         fail(list(begun.values()), error)
 
     def _end(self) -> None:
-        """The session is over. No operation of ours may begin any more when the interpreter has ended."""
+        """End the group at the end of the session, in the thread that closes it.
+
+        No operation may begin after the interpreter has ended.
+        """
         self._watch.close()
         self._fail(ClosedError("this session is closed"))
         self.drain()
 
-    def _awaited(self) -> tuple[int, str] | None:
+    def _awaited(self) -> tuple[int, int] | None:
+        """Return the round and the tensor of the average that is awaited longest. Runs in the thread of the watch."""
         with self._lock:
             tensor = next(iter(self._begun), None)
-            return None if tensor is None else (self.round, self.places[tensor].name)
+            return None if tensor is None else (self.round, tensor)
 
-    # --- the session's threads ---
+    # --- called by threads of the session ---
 
     def _on_task(self, task: CommTask) -> None:
         if task.group != self._group.index or task.verb == REDUCE_SCATTER:

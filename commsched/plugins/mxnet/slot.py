@@ -1,4 +1,4 @@
-"""Slot: one trained parameter, and where its gradient travels."""
+"""Slot: one trained parameter, and the place of its gradient in a flat buffer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from ...core.errors import UnsupportedError
 from ...core.manifest import TensorSpec
-from .queued_group import Place
+from .queued_group import BufferPlace
 
 _DTYPES = ("float16", "float32", "float64")
 
@@ -18,15 +18,15 @@ _DTYPES = ("float16", "float32", "float64")
 class Slot:
     """A parameter and its ``place``.
 
-    The gradient is copied there and the average back, by MXNet's engine. Gradients cannot lie there themselves: a block
-    hybridized with ``static_shape=True`` keeps writing to the array that it wrote in its first backward, and before that the
-    shapes may not be known.
+    MXNet's engine copies the gradient to the place, and the average back. The gradient's own array cannot lie in the flat
+    buffer: a block that is hybridized with ``static_shape=True`` always writes to the array of its first backward, and before
+    that backward the shapes may be unknown.
 
-    ``fresh``: backward has written the gradient since the last update, here; ``used``: here or on another rank, as far as this
-    rank had to ask.
+    ``fresh``: backward has written the gradient on this rank since the last update. ``used``: backward has written it on this
+    rank or on another rank. Other ranks are asked only where this rank has no new gradient.
     """
 
-    def __init__(self, parameter: mx.gluon.Parameter, place: Place) -> None:
+    def __init__(self, parameter: mx.gluon.Parameter, place: BufferPlace) -> None:
         self.name: str = parameter.name
         self.parameter = parameter
         self.place = place
@@ -39,16 +39,17 @@ class Slot:
 
     @property
     def gradient(self) -> mx.nd.NDArray:
-        return self.parameter.grad().as_nd_ndarray()  # of an mx.np.ndarray: the same memory
+        return self.parameter.grad().as_nd_ndarray()  # an mx.np.ndarray keeps its memory
 
     @property
     def is_frozen(self) -> bool:
         return str(self.parameter.grad_req) == "null"
 
     def require_as_registered(self) -> None:
-        """
+        """Require that the parameter still has the shape, dtype and device that were registered.
+
         Raises:
-            UnsupportedError: the parameter was cast, or moved to another device.
+            UnsupportedError: the parameter was cast or reshaped, or moved to another device.
         """
         require_averageable(self.parameter)
         array = self.place.array
@@ -65,7 +66,7 @@ def spec_of(parameter: mx.gluon.Parameter) -> TensorSpec:
 
 
 def dtype_name(dtype: Any) -> str:
-    """As numpy calls it; MXNet knows types that numpy does not."""
+    """Return numpy's name of ``dtype``, or its own name for a type that only MXNet has."""
     try:
         return str(np.dtype(dtype))
     except TypeError:
@@ -73,9 +74,10 @@ def dtype_name(dtype: Any) -> str:
 
 
 def require_averageable(parameter: mx.gluon.Parameter) -> None:
-    """
+    """Require that the parameter's gradient can be averaged.
+
     Raises:
-        UnsupportedError: the parameter's gradient cannot be averaged; says why.
+        UnsupportedError: it cannot be averaged. Says why.
     """
     name = f"parameter '{parameter.name}'"
     _require_on_cpu(name, parameter.list_ctx())
@@ -88,9 +90,10 @@ def require_averageable(parameter: mx.gluon.Parameter) -> None:
 
 
 def require_averageable_array(name: str, array: mx.nd.NDArray) -> None:
-    """
+    """Require that ``array`` can be averaged.
+
     Raises:
-        UnsupportedError: ``array`` cannot be averaged; calls it ``name`` and says why.
+        UnsupportedError: it cannot be averaged. Calls it ``name`` and says why.
     """
     _require_on_cpu(name, [array.context])
     require_dense(name, array)
@@ -98,7 +101,8 @@ def require_averageable_array(name: str, array: mx.nd.NDArray) -> None:
 
 
 def require_dense(name: str, array: mx.nd.NDArray) -> None:
-    """
+    """Require that ``array`` is dense.
+
     Raises:
         UnsupportedError: it is sparse.
     """

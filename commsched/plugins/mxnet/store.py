@@ -1,4 +1,4 @@
-"""ScheduledStore: the kvstore of MXNet, whose sums over the ranks are scheduled."""
+"""ScheduledStore: a kvstore of MXNet whose sums over the ranks are scheduled."""
 
 from __future__ import annotations
 
@@ -12,41 +12,41 @@ import commsched
 
 from ...core.errors import ManifestMismatch, UnsupportedError
 from ...core.manifest import TensorSpec
-from ..beginning import broadcast_arrays
-from .agreement import Done
-from .described import describe, digest_numbers, digest_states, prepare, require_equal_optimizers
-from .initial import gather_alike, require_alike
+from ..common.initial_state import broadcast_arrays
+from .agreement import RoundOutcome
+from .initial_state import gather_alike, require_alike
 from .key_exchange import KeyExchange
+from .optimizer_numbers import describe_optimizer, digest_states, numbers_of, prepare_optimizer, require_equal_optimizers
 from .slot import dtype_name, require_averageable_array, require_dense
 
-#: Where there is one device MXNet makes no kvstore of a name without "dist"; and with "_sync" in its type too, a Module divides
-#: by the batch of all workers.
+#: With one device, MXNet creates no kvstore whose name lacks "dist". If the type also contains "_sync", a Module divides by the
+#: batch size of all workers.
 NAME = "dist_sync_commsched"
 
-Key: TypeAlias = int | str
+StoreKey: TypeAlias = int | str
 Arrays: TypeAlias = Any  #: an NDArray, or a list of one
 
 
 class ScheduledStore(mx.kv.KVStoreBase):  # type: ignore[misc]
-    """What ``mx.kv.create("dist_sync_commsched")`` gives; for ``gluon.Trainer``, ``Module`` and loops of one's own.
+    """The kvstore that ``mx.kv.create("dist_sync_commsched")`` returns, for ``gluon.Trainer``, ``Module`` and custom loops.
 
-    As with ``dist_sync``, pushes of all workers are added up, and the optimizer that is set updates the weights. It does so in
-    each process, in MXNet's own engine: ``pushpull`` queues sums and updates and returns, and whoever reads a weight waits for
-    exactly that one. Keys of higher priority go first. In each step every key is pushed once, in the order of the first step,
-    the same on all ranks. With one rank, or with ``COMMSCHED_DISABLE=1``, nothing is sent.
+    As with ``dist_sync``, the pushes of all workers are summed, and the optimizer that is set updates the weights. The update
+    runs in each process, in MXNet's own engine: ``pushpull`` queues sums and updates and returns. A read of a weight waits for
+    the update of that weight only. Keys of higher priority are sent first. Every step must push every key once, in the order of
+    the first step, which must be the same on all ranks. With one rank, or with ``COMMSCHED_DISABLE=1``, nothing is sent.
 
-    ``broadcast``, ``init``, ``set_optimizer`` and the first step are collective. Use it from one thread.
+    ``broadcast``, ``init``, ``set_optimizer`` and the first step are collective. Use the store from one thread.
 
     Args:
-        session: a session other than that of ``commsched.init()``.
+        session: the session to use instead of the session of ``commsched.init()``.
     """
 
     def __init__(self, session: commsched.Session | None = None) -> None:
         self._session = session or commsched.init()
         self._updater: mx.optimizer.Updater | None = None  # under the name that gluon.Trainer looks for
         self._loaded = 0
-        self._names: dict[Key, str] = {}
-        self._begun_with: set[Key] = set()  # those that were broadcast
+        self._names: dict[StoreKey, str] = {}
+        self._begun_with: set[StoreKey] = set()  # keys that were broadcast
         self._keys: KeyExchange | None = None if self._session.world_size == 1 else KeyExchange(self._session)
 
     @property
@@ -66,15 +66,15 @@ class ScheduledStore(mx.kv.KVStoreBase):  # type: ignore[misc]
             return True
         raise ValueError(f"unknown capability: {capability}")
 
-    # --- values to begin with ---
+    # --- initial values ---
 
-    def broadcast(self, key: Key, value: Arrays, out: Arrays, priority: int = 0) -> None:
+    def broadcast(self, key: StoreKey, value: Arrays, out: Arrays, priority: int = 0) -> None:
         """Put rank 0's ``value`` into ``out`` on all ranks. Collective.
 
         Raises:
-            UnsupportedError: it is not dense, or the key was broadcast before, or a step was begun and not ended.
-            ManifestMismatch: ranks differ in key, shape or type; or ``out`` is a weight whose backward has run with another
-                value than rank 0's.
+            UnsupportedError: ``value`` is not dense, the key was broadcast before, or a step was begun and not completed.
+            ManifestMismatch: ranks differ in key, shape or type; or ``out`` is a weight whose backward has run on some rank
+                with another value than rank 0's.
         """
         value = self._only(key, value)
         outs = out if isinstance(out, (list, tuple)) else [out]
@@ -93,8 +93,10 @@ class ScheduledStore(mx.kv.KVStoreBase):  # type: ignore[misc]
             if array is not value:
                 value.copyto(array.as_nd_ndarray())
 
-    def init(self, key: Key, value: Arrays) -> None:
-        """What a Module calls instead of ``broadcast`` where updates are not on the kvstore: it does not let values be changed.
+    def init(self, key: StoreKey, value: Arrays) -> None:
+        """Require that ``value`` is equal on all ranks. Collective.
+
+        A Module calls this instead of ``broadcast`` if its updates are not on the kvstore. It takes no values from the kvstore.
 
         Raises:
             UnsupportedError: see :meth:`broadcast`.
@@ -107,8 +109,8 @@ class ScheduledStore(mx.kv.KVStoreBase):  # type: ignore[misc]
                     "kvstore (MXNET_UPDATE_ON_KVSTORE=0) a Module takes no values from it: begin alike on all ranks"
                 )
 
-    def _gather_values(self, key: Key, value: mx.nd.NDArray, used: bool) -> list[list[Any]]:
-        """Of each rank: a digest of ``value``, and ``used``."""
+    def _gather_values(self, key: StoreKey, value: mx.nd.NDArray, used: bool) -> list[list[Any]]:
+        """Return the digest of ``value`` and ``used`` of each rank."""
         name = self._name(key)
         if key in self._begun_with:
             raise UnsupportedError(f"{name} was broadcast before: create a kvstore for each Trainer, Module or loop")
@@ -125,14 +127,17 @@ class ScheduledStore(mx.kv.KVStoreBase):  # type: ignore[misc]
 
     # --- steps ---
 
-    def pushpull(self, key: Key, value: Arrays, out: Arrays | None = None, priority: int = 0) -> None:
-        """Queue the sum of ``value`` over all ranks. With an optimizer set it updates ``out``, the weight; else the sum is in
-        ``out``, or in ``value`` if there is none. In the first step it waits.
+    def pushpull(self, key: StoreKey, value: Arrays, out: Arrays | None = None, priority: int = 0) -> None:
+        """Queue the sum of ``value`` over all ranks. In the first step, wait for it.
+
+        If an optimizer is set, it updates the weight ``out`` with the sum. Otherwise the sum is written to ``out``, or to
+        ``value`` if ``out`` is ``None``.
 
         Raises:
-            UnsupportedError: several devices, or not dense, or of another type than floats; a new key, another shape, or
-                another order than in the first step; ranks have parted. Says which.
-            ManifestMismatch: ranks push other keys, or update other weights; in the first step.
+            UnsupportedError: there are several devices, or an array is not dense or not of a floating type; or the key is new,
+                or the shape or order differs from the first step. Says which.
+            RanksDiverged: ranks did different things, or their weights differ.
+            ManifestMismatch: ranks push different keys, or update different weights. In the first step only.
             CommschedError: the session failed or was closed.
         """
         gradient = self._only(key, value)
@@ -154,23 +159,18 @@ class ScheduledStore(mx.kv.KVStoreBase):  # type: ignore[misc]
     def _add_up(
         self, keys: KeyExchange, name: str, priority: int, gradient: mx.nd.NDArray, result: mx.nd.NDArray
     ) -> mx.nd.NDArray:
-        average = keys.average(_spec(name, gradient), priority, gradient, self._done, partial(self._alike, result))
-        flat = average.reshape((-1,))  # of a scalar, too
-        # Not times a number: until it is done, that keeps one of the few pieces of temporary memory that all operations share,
-        # and the next forward would wait for it.
+        weight = None if self._updater is None else result
+        average = keys.average(_spec(name, gradient), priority, gradient, weight, self._done, partial(self._alike, result))
+        flat = average.reshape((-1,))  # a scalar, too, becomes an array of one dimension
+        # A product with a Python number would hold one of the few pieces of temporary memory that all operations share until it
+        # is computed, and the next forward would wait for that memory. Therefore the factor is an array.
         mx.nd.broadcast_mul(flat, mx.nd.full((1,), self.num_workers, dtype=flat.dtype), out=flat)
         return average
 
-    def _done(self) -> Done:
+    def _done(self) -> RoundOutcome:
         if self._updater is None:
-            return Done()
-        optimizer = self._updater.optimizer
-        return Done(
-            rescale_grad=optimizer.rescale_grad,
-            learning_rate=optimizer.learning_rate,
-            loaded=self._loaded,
-            numbers=digest_numbers(optimizer),
-        )
+            return RoundOutcome()
+        return RoundOutcome(loaded=self._loaded, numbers=numbers_of(self._updater.optimizer))
 
     def _alike(self, result: mx.nd.NDArray) -> dict[str, Any]:
         if self._updater is None:
@@ -184,7 +184,8 @@ class ScheduledStore(mx.kv.KVStoreBase):  # type: ignore[misc]
         }
 
     def push(self, *_: Any, **__: Any) -> None:
-        """
+        """Not supported.
+
         Raises:
             UnsupportedError: always.
         """
@@ -193,7 +194,8 @@ class ScheduledStore(mx.kv.KVStoreBase):  # type: ignore[misc]
     pull = row_sparse_pull = push
 
     def set_gradient_compression(self, compression_params: Any) -> None:
-        """
+        """Not supported.
+
         Raises:
             UnsupportedError: always.
         """
@@ -202,23 +204,23 @@ class ScheduledStore(mx.kv.KVStoreBase):  # type: ignore[misc]
     # --- the optimizer ---
 
     def set_optimizer(self, optimizer: mx.optimizer.Optimizer) -> None:
-        """Have ``optimizer``, this very one, update weights from now on. Collective.
+        """Update weights with ``optimizer`` from now on. Uses this object, not a copy. Collective.
 
         Raises:
-            UnsupportedError: it is SGLD.
-            ManifestMismatch: the ranks' differ.
+            UnsupportedError: the optimizer is SGLD, or a step was begun and not completed.
+            ManifestMismatch: the optimizers of the ranks differ.
         """
         if self._keys is not None:
-            prepare(optimizer)
+            prepare_optimizer(optimizer)
             self._keys.require_all_pushed("an optimizer is set")
             doing = "sets the optimizer of a kvstore"
             require_equal_optimizers(
-                gather_alike(self._session, doing, describe(optimizer), "use the kvstore alike on all ranks")
+                gather_alike(self._session, doing, describe_optimizer(optimizer), "use the kvstore alike on all ranks")
             )
         self._updater = mx.optimizer.get_updater(optimizer)
 
     def save_optimizer_states(self, fname: str, dump_optimizer: bool = False) -> None:
-        """As the kvstore ``local`` does; this rank's, which are the same on all.
+        """Save the states of this rank's optimizer, as the kvstore ``local`` does. The states are the same on all ranks.
 
         Raises:
             UnsupportedError: no optimizer is set.
@@ -228,7 +230,9 @@ class ScheduledStore(mx.kv.KVStoreBase):  # type: ignore[misc]
             file.write(states)
 
     def load_optimizer_states(self, fname: str) -> None:
-        """As the kvstore ``local`` does; the same on all ranks, else the next step but one says so.
+        """Load the states of the optimizer, as the kvstore ``local`` does.
+
+        All ranks must load the same states. Otherwise the step after the next one raises ``RanksDiverged``.
 
         Raises:
             UnsupportedError: no optimizer is set.
@@ -237,7 +241,7 @@ class ScheduledStore(mx.kv.KVStoreBase):  # type: ignore[misc]
         with open(fname, "rb") as file:
             updater.set_states(file.read())
         if self._keys is not None:
-            prepare(updater.optimizer)  # it may be the one that was saved
+            prepare_optimizer(updater.optimizer)  # the saved file may have replaced the optimizer
             self._loaded += digest_states(updater.states)
 
     def _require_updater(self) -> mx.optimizer.Updater:
@@ -247,14 +251,17 @@ class ScheduledStore(mx.kv.KVStoreBase):  # type: ignore[misc]
 
     # ---
 
-    def _name(self, key: Key) -> str:
-        """What it is called in messages, for as long as this is: with the parameter's name, where a Trainer tells it."""
+    def _name(self, key: StoreKey) -> str:
+        """Return the name of ``key`` in messages. It does not change later.
+
+        It includes the name of the parameter if a Trainer has given that to the optimizer.
+        """
         if key not in self._names:
             parameters = self._updater.optimizer.param_dict if self._updater is not None else {}
             self._names[key] = f"key {key!r}" + (f" ({parameters[key].name})" if key in parameters else "")
         return self._names[key]
 
-    def _only(self, key: Key, arrays: Arrays) -> mx.nd.NDArray:
+    def _only(self, key: StoreKey, arrays: Arrays) -> mx.nd.NDArray:
         if not isinstance(key, (int, str)):
             raise UnsupportedError(f"one key at a time, not {key!r}")
         if not isinstance(arrays, (list, tuple)):
@@ -263,7 +270,7 @@ class ScheduledStore(mx.kv.KVStoreBase):  # type: ignore[misc]
             raise UnsupportedError(
                 f"{self._name(key)} comes from {len(arrays)} devices: commsched takes one process for each device"
             )
-        return arrays[0].as_nd_ndarray()  # of an mx.np.ndarray: the same memory
+        return arrays[0].as_nd_ndarray()  # an mx.np.ndarray keeps its memory
 
 
 mx.kv.KVStoreBase.kv_registry[NAME] = ScheduledStore

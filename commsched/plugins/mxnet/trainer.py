@@ -1,4 +1,4 @@
-"""ScheduledTrainer: Gluon's trainer, whose gradients are averaged over all ranks."""
+"""ScheduledTrainer: a Gluon trainer that averages gradients over all ranks."""
 
 from __future__ import annotations
 
@@ -9,37 +9,38 @@ import mxnet as mx
 
 import commsched
 
-from .described import describe, digest_numbers, digest_states, prepare
 from .exchange import GradientExchange
-from .initial import begin_from_rank_0
+from .initial_state import begin_from_rank_0
+from .optimizer_numbers import describe_optimizer, digest_states, numbers_of, prepare_optimizer
 from .slot import require_averageable
 
 
 class ScheduledTrainer(mx.gluon.Trainer):  # type: ignore[misc]
-    """Average gradients over all ranks, front layers first, and let the next forward start layer by layer.
+    """Averages gradients over all ranks, front layers first, and lets the next forward start layer by layer.
 
-    In place of ``gluon.Trainer``, with one difference: averages take the place of the kvstore, so there is none::
+    Use it instead of ``gluon.Trainer``. There is one difference: averages replace the kvstore, so there is no kvstore::
 
         trainer = ScheduledTrainer(net.collect_params(), "sgd", {"learning_rate": 0.1})
 
-    Every rank begins with rank 0's parameters. ``step(batch_size)`` queues averages and updates in MXNet's engine and returns;
-    each is made when it can be, and whoever reads a parameter, a gradient or a state waits for exactly that one. Gradients are
-    averaged, not added: ``batch_size`` is that of this rank, the same on all ranks, and the result is that of one process with
-    the joint batch. With one rank, or with ``COMMSCHED_DISABLE=1``, this is ``gluon.Trainer``.
+    Every rank begins with rank 0's parameters. ``step(batch_size)`` queues averages and updates in MXNet's engine and returns.
+    The engine runs each of them as early as possible. A read of a parameter, a gradient or a state waits for the operation
+    that writes it, and for no other. Gradients are averaged, not summed: ``batch_size`` is the batch size of this rank and must
+    be the same on all ranks. The result equals the training of one process with the joint batch. With one rank, or with
+    ``COMMSCHED_DISABLE=1``, this class behaves like ``gluon.Trainer``.
 
-    Making one is collective: every rank does, in the same order. Use it from one thread.
+    The constructor is collective: every rank must call it, in the same order. Use the trainer from one thread.
 
     Args:
-        params: the parameters, as for ``gluon.Trainer``. Their order is that of the layers as far as the first backward does
-            not show it; ``collect_params()`` has it.
-        optimizer: its name, or an ``mxnet.optimizer.Optimizer``.
+        params: the parameters, as for ``gluon.Trainer``. Where the first backward does not show the order of the layers, the
+            order of ``params`` counts; ``collect_params()`` returns the order of the layers.
+        optimizer: the optimizer's name, or an ``mxnet.optimizer.Optimizer``.
         optimizer_params: as for ``gluon.Trainer``.
-        session: a session other than that of ``commsched.init()``.
+        session: the session to use instead of the session of ``commsched.init()``.
 
     Raises:
         UnsupportedError: a parameter cannot be averaged (sparse, bfloat16, not on cpu(0)); names it. Or the optimizer is SGLD.
-        ManifestMismatch: the ranks' parameters differ; names what.
-        ConfigError: a parameter belongs to another ScheduledTrainer, or two have one name.
+        ManifestMismatch: the parameters of the ranks differ. Names the difference.
+        ConfigError: a parameter belongs to another ScheduledTrainer, or two parameters have the same name.
         CommschedError: from ``commsched.init()``.
     """
 
@@ -59,7 +60,7 @@ class ScheduledTrainer(mx.gluon.Trainer):  # type: ignore[misc]
         if isinstance(optimizer, str):
             optimizer, optimizer_params = mx.optimizer.create(optimizer, **(optimizer_params or {})), None
         if isinstance(optimizer, mx.optimizer.Optimizer):
-            prepare(optimizer)
+            prepare_optimizer(optimizer)
         super().__init__(params, optimizer, optimizer_params, kvstore=None)
         parameters: list[Any] = list(params if isinstance(params, Sequence) else params.values())
         for parameter in parameters:
@@ -73,35 +74,43 @@ class ScheduledTrainer(mx.gluon.Trainer):  # type: ignore[misc]
             raise
 
     def allreduce_grads(self) -> None:
-        """Have the gradients averaged; for clipping and the like before ``update``. Whoever reads one waits for its average.
+        """Queue the averages of the gradients, for example to clip them before ``update``.
+
+        A read of a gradient waits for its average.
 
         Raises:
-            UnsupportedError: ranks have parted, or parameters changed so that they cannot be averaged; says how.
-            ManifestMismatch: ranks train other parameters or by other optimizers; in the first step.
+            RanksDiverged: ranks did different things, or their weights differ. Says which.
+            UnsupportedError: parameters changed so that they cannot be averaged. Says how.
+            ManifestMismatch: ranks train different parameters or with different optimizers. In the first step only.
             CommschedError: the session failed or was closed.
         """
         if self._exchange is None:
             super().allreduce_grads()
         else:
-            self._exchange.average(describe(self.optimizer))
+            self._exchange.average(describe_optimizer(self.optimizer))
 
     def update(self, batch_size: float, ignore_stale_grad: bool = False) -> None:
-        """As in Gluon, after :meth:`allreduce_grads`. With ``ignore_stale_grad``, a parameter that any rank has a new gradient
-        of is updated on all; ranks without one count as zeros.
+        """Update as Gluon's trainer does. Call it after :meth:`allreduce_grads`.
+
+        With ``ignore_stale_grad``, a parameter that has a new gradient on any rank is updated on all ranks. A rank without a
+        new gradient contributes zeros.
 
         Raises:
-            UnsupportedError: the gradients are no averages.
+            UnsupportedError: a gradient is not an average.
         """
         if self._exchange is None:
             super().update(batch_size, ignore_stale_grad)
             return
         self._exchange.before_update(ignore_stale_grad)
         super().update(batch_size, ignore_stale_grad)
-        optimizer = self.optimizer
-        self._exchange.updated(optimizer.rescale_grad, optimizer.learning_rate, digest_numbers(optimizer))
+        self._exchange.updated(numbers_of(self.optimizer))
 
     def step(self, batch_size: float, ignore_stale_grad: bool = False) -> None:
-        """Average and update, each when it can be made; returns before. ``batch_size``: of this rank, the same on all.
+        """Queue averages and updates, and return before they are made.
+
+        Args:
+            batch_size: the batch size of this rank. It must be the same on all ranks.
+            ignore_stale_grad: see :meth:`update`.
 
         Raises:
             CommschedError: see :meth:`allreduce_grads`.
@@ -113,18 +122,22 @@ class ScheduledTrainer(mx.gluon.Trainer):  # type: ignore[misc]
         self.update(batch_size, ignore_stale_grad)
 
     def load_states(self, fname: str) -> None:
-        """As in Gluon; the same on all ranks, else the next step but one says so."""
+        """Load the optimizer's states, as Gluon's trainer does.
+
+        All ranks must load the same states. Otherwise the step after the next one raises ``RanksDiverged``.
+        """
         super().load_states(fname)
         if self._exchange is not None:
-            prepare(self.optimizer)  # it is the one that was saved
+            prepare_optimizer(self.optimizer)  # the saved file has replaced the optimizer
             self._exchange.done.loaded += digest_states(self._updaters[0].states)
 
     def detach(self) -> None:
-        """Wait for all averages and let the parameters go: from now on this is ``gluon.Trainer``, on this rank alone.
-        Collective.
+        """Wait for all averages and release the parameters. Collective.
+
+        From then on this trainer behaves like ``gluon.Trainer``, on this rank alone.
 
         Raises:
-            CommschedError: the session failed or was closed, or ranks have parted.
+            CommschedError: the session failed or was closed, or ranks diverged.
         """
         if self._exchange is not None:
             self._exchange.detach()

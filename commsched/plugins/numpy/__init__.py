@@ -1,4 +1,4 @@
-"""A small numpy engine and its plugin: the reference for what a plugin does."""
+"""A small numpy engine and its plugin: the reference implementation of a plugin."""
 
 from .engine import SGD, Layer, Linear, Network, ReLU, softmax_cross_entropy
 from .plugin import ScheduledOptimizer

@@ -1,7 +1,7 @@
-"""A small reference engine: fully connected networks, layer by layer, in numpy. It knows nothing of commsched.
+"""A small reference engine: fully connected networks, layer by layer, in numpy. It does not depend on commsched.
 
-What a scheduler needs of an engine is here in its simplest form: layers that run in a known order, a gradient array per
-parameter that backward writes into, hooks around each layer's work, and an optimizer that can update one layer alone.
+The engine has everything that a scheduler needs, in its simplest form: layers that run in a known order, one gradient array
+per parameter that backward writes into, hooks around each layer's work, and an optimizer that can update one layer alone.
 """
 
 from __future__ import annotations
@@ -13,23 +13,25 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-#: Entered with the index of a layer before its work, left after it.
+#: A context manager that is entered with a layer's index before the layer's work and left after it.
 LayerHook = Callable[[int], AbstractContextManager[object]]
 
 
 class Layer(Protocol):
-    """One step of a network. ``gradients[name]`` is where ``backward`` writes the gradient of ``parameters[name]``, in
-    place: whoever wants gradients elsewhere puts another array of the same shape and dtype there."""
+    """One layer of a network. ``backward`` writes the gradient of ``parameters[name]`` into the array ``gradients[name]``.
+
+    To have gradients written elsewhere, replace that array by another one of the same shape and dtype.
+    """
 
     parameters: dict[str, NDArray[Any]]
     gradients: dict[str, NDArray[Any]]
 
     def forward(self, inputs: NDArray[Any]) -> NDArray[Any]:
-        """Outputs for ``inputs`` of shape [batch, features]; keeps what ``backward`` needs."""
+        """Return the outputs for ``inputs`` of shape [batch, features]. Keeps the values that ``backward`` needs."""
         ...
 
     def backward(self, output_gradient: NDArray[Any]) -> NDArray[Any]:
-        """Write the gradients of the parameters; return that of the inputs of the last ``forward``."""
+        """Write the gradients of the parameters. Return the gradient of the inputs of the last ``forward``."""
         ...
 
 
@@ -69,7 +71,7 @@ class ReLU:
 
 
 class Network:
-    """Layers, one after another. ``around_forward`` and ``around_backward`` may be replaced to act around each layer."""
+    """A sequence of layers. Replace ``around_forward`` and ``around_backward`` to run code around each layer."""
 
     def __init__(self, layers: Iterable[Layer]) -> None:
         self.layers = tuple(layers)
@@ -83,7 +85,7 @@ class Network:
         return inputs
 
     def backward(self, output_gradient: NDArray[Any]) -> None:
-        """Write the gradients of all layers, last layer first; follows a ``forward``."""
+        """Write the gradients of all layers, last layer first. Call it after ``forward``."""
         for index in reversed(range(len(self.layers))):
             with self.around_backward(index):
                 output_gradient = self.layers[index].backward(output_gradient)
@@ -101,7 +103,7 @@ class SGD:
         ]
 
     def step(self) -> None:
-        """Update every layer by its gradients."""
+        """Update every layer with its gradients."""
         for index in range(len(self.network.layers)):
             self.update(index)
 
@@ -115,7 +117,7 @@ class SGD:
 
 
 def softmax_cross_entropy(logits: NDArray[Any], labels: NDArray[Any]) -> tuple[float, NDArray[Any]]:
-    """The mean loss of a batch, and its gradient; ``logits`` are [batch, classes], ``labels`` integers [batch]."""
+    """Return the mean loss of a batch and its gradient. ``logits`` are [batch, classes], ``labels`` are integers [batch]."""
     rows = np.arange(len(labels))
     shifted = logits - logits.max(axis=1, keepdims=True)
     log_probabilities = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))

@@ -1,9 +1,9 @@
-"""The plugin of the numpy engine, and the shortest example of one. Every plugin does these four things:
+"""The plugin of the numpy engine: the shortest example of a plugin. Every plugin does these four things:
 
 (a) it describes the tensors, in forward order, and puts their gradients into one flat buffer per dtype;
-(b) it tells when a gradient has been written (``notify_ready``);
-(c) it lets nothing read a parameter before its update is in place (``proxy.wait``, then the update, before each layer);
-(d) it updates with the user's own optimizer, narrowed to what is done.
+(b) it reports each gradient as soon as backward has written it (``notify_ready``);
+(c) it makes each parameter's update before anything reads the parameter (``proxy.wait``, then the update, before each layer);
+(d) it updates with the user's own optimizer, restricted to the layers whose averages are complete.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ import commsched
 
 from ...core.errors import UnsupportedError
 from ...core.manifest import Manifest, TensorSpec
-from ..flat import lay_out
+from ..common.flat import lay_out
+from ..common.weights_check import WeightsCheck, digest_of
 from .engine import SGD
 
 
 class ScheduledOptimizer:
-    """Averages the gradients of ``optimizer.network`` over all ranks; the training loop stays as it was::
+    """Averages the gradients of ``optimizer.network`` over all ranks. The training loop does not change::
 
         optimizer = ScheduledOptimizer(SGD(network, learning_rate=0.1, momentum=0.9))
         for inputs, labels in batches:                                   # this rank's share of the data
@@ -35,19 +36,21 @@ class ScheduledOptimizer:
             optimizer.step()
         optimizer.synchronize()                                          # before reading parameters outside forward
 
-    Parameters and velocities become those of rank 0. ``step`` only orders the updates: each layer's is made when the next
-    forward reaches the layer, so that forward runs while the averages of later layers are still on their way. From
-    ``backward`` to the update a layer's ``gradients`` belong to commsched.
+    The constructor replaces the parameters and velocities of every rank by the values of rank 0. ``step`` does not update the
+    layers itself. It records an update for each layer, and the next forward makes that update when it reaches the layer.
+    Forward therefore runs while the averages of later layers are still being computed. From ``backward`` to the update, a
+    layer's ``gradients`` belong to commsched: do not read or write them.
 
-    Making one is collective: every rank does, in the same order. To be used from one thread.
+    The constructor is collective: every rank must call it, in the same order. Use the optimizer from one thread.
 
     Args:
-        optimizer: updates one layer at a time; its hyper-parameters count as they are when ``step`` is called.
-        session: the running session; by default that of ``commsched.init()``.
+        optimizer: updates one layer at a time, with the hyper-parameters that it has when ``step`` is called.
+        session: the running session. The default is the session of ``commsched.init()``.
 
     Raises:
         UnsupportedError: a parameter's dtype or memory layout cannot be communicated.
-        ManifestMismatch: ranks have different networks; raised on every rank, before any data moves.
+        ManifestMismatch: ranks have different networks. Raised on every rank. Parameters before the first that differs may
+            already have the values of rank 0.
     """
 
     def __init__(self, optimizer: SGD, session: commsched.Session | None = None) -> None:
@@ -57,19 +60,26 @@ class ScheduledOptimizer:
         self._names = [f"{index} {type(layer).__name__}" for index, layer in enumerate(self._network.layers)]
         self._begin_from_rank_0()
         self._register()
-        self._due: dict[int, SGD] = {}  # layer -> the optimizer as it was when its update was ordered
+        self._due: dict[int, SGD] = {}  # outstanding updates: layer -> copy of the optimizer, made when ``step`` was called
         self._network.around_forward = self._around_forward
         self._network.around_backward = self._around_backward
         self._session.on_close(self.synchronize)
 
     def step(self) -> None:
-        """Order the update of every layer, with the hyper-parameters of this moment. Returns at once."""
-        self.synchronize()  # nothing is due, unless no forward came since the last step
-        then = copy.copy(self._optimizer)  # its numbers as they are now; the velocities stay shared
+        """Record an update for every layer, with the current hyper-parameters.
+
+        Returns at once, unless no forward has run since the last ``step``: then it makes the outstanding updates first.
+
+        Raises:
+            CommschedError: the session failed.
+        """
+        self.synchronize()  # does nothing if a forward has run since the last step
+        then = copy.copy(self._optimizer)  # copies the hyper-parameters; the velocities stay shared
+        self._check.begin(self._group.step)
         self._due = dict.fromkeys(range(len(self._network.layers)), then)
 
     def synchronize(self) -> None:
-        """Make all updates ordered so far; afterwards the parameters may be read.
+        """Make all outstanding updates. Afterwards the parameters may be read.
 
         Raises:
             CommschedError: the session failed.
@@ -77,7 +87,7 @@ class ScheduledOptimizer:
         for index in sorted(self._due):
             self._update(index)
 
-    # --- (a) ---
+    # --- (a) describe the tensors ---
 
     def _register(self) -> None:
         layers = self._network.layers
@@ -93,6 +103,8 @@ class ScheduledOptimizer:
             layers[index].gradients[name] = place
             self._tensors[index].append(tensor)
         self._group = self._session.register(manifest, buffers)
+        self._parameters = [layers[index].parameters[name] for index, name in slots]
+        self._check = WeightsCheck(self._session, [spec.name for spec in specs], [spec.nbytes for spec in specs])
 
     def _begin_from_rank_0(self) -> None:
         for index, layer in enumerate(self._network.layers):
@@ -101,7 +113,7 @@ class ScheduledOptimizer:
                 velocity = self._optimizer.velocities[index][name]
                 self._session.broadcast(f"{index}.{name}.velocity", _bytes_of(velocity, f"{index}.{name}.velocity"))
 
-    # --- (b) ---
+    # --- (b) report written gradients ---
 
     @contextmanager
     def _around_backward(self, index: int) -> Iterator[None]:
@@ -114,12 +126,12 @@ class ScheduledOptimizer:
 
     def _begin_step(self) -> None:
         missing = len(self._group.manifest.tensors) - len(self._group.notified)
-        if self._group.step >= 0 and missing:  # the other ranks wait for these: going on could only hang
+        if self._group.step >= 0 and missing:  # the other ranks wait for these gradients: to continue would hang
             raise RuntimeError(f"backward of step {self._group.step} was broken off: {missing} gradients were never written")
-        self.synchronize()  # of a step that no forward followed: its averages are about to be overwritten
+        self.synchronize()  # if no forward followed the last step: this backward overwrites its averages
         self._group.begin_step()
 
-    # --- (c) and (d) ---
+    # --- (c) and (d) update each layer before its forward ---
 
     @contextmanager
     def _around_forward(self, index: int) -> Iterator[None]:
@@ -133,6 +145,10 @@ class ScheduledOptimizer:
             self._group.proxies[tensor].wait()
         with self._span("update", index):
             self._due.pop(index).update(index)
+        for tensor in self._tensors[index]:
+            if (part := self._check.wanted(tensor)) is not None:
+                weights = self._parameters[tensor].reshape(-1).view(np.uint8).data
+                self._check.add(tensor, digest_of(weights[slice(*part)]))
 
     # --- for the timeline ---
 
@@ -145,7 +161,7 @@ class ScheduledOptimizer:
 
 
 def _bytes_of(array: NDArray[Any], name: str) -> memoryview:
-    """The memory of ``array`` itself as bytes, to be written to."""
+    """Return a writable view of the memory of ``array`` as bytes, without a copy."""
     if not array.flags.c_contiguous or not array.flags.writeable:
         raise UnsupportedError(f"tensor '{name}' is not one writable piece of memory; give the layer a contiguous array")
     return array.reshape(-1).view(np.uint8).data

@@ -11,6 +11,11 @@ try:
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError('this plugin needs TensorFlow: pip install "commsched[tensorflow]"', name="tensorflow") from error
 
+from ...core.errors import CommschedError
+from .logs import AverageLogs
 from .optimizer import ScheduledOptimizer
 
-__all__ = ["ScheduledOptimizer"]
+# AutoGraph replaces an error whose class has its own constructor by a StagingError. This attribute makes it pass the error on.
+CommschedError.ag_pass_through = True  # type: ignore[attr-defined]
+
+__all__ = ["AverageLogs", "ScheduledOptimizer"]

@@ -1,14 +1,15 @@
-"""GradientExchange: gradients into the flat buffers, averages out of them, as operations of whoever runs the step.
+"""GradientExchange: copies gradients into the flat buffers and averages out of them, on the host, for the code of the step.
 
-What happens in a step, on the host: ``begin`` once; ``hand_over`` for each gradient; ``end`` once their averages are sure to be
-used: by the thread of :mod:`.updater`, or as they have been where the optimizer needs all at once.
+Calls of a step, on the host: ``begin`` once; ``hand_over`` for each gradient; ``end`` once the averages are certain to be used.
+They are certain to be used as soon as the thread of :mod:`.updater` has the updates to make. If the optimizer needs all
+averages at once, ``end`` follows their use.
 """
 
 from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -20,31 +21,32 @@ import commsched
 from ...core.errors import ClosedError, UnsupportedError
 from ...core.group import TensorGroup
 from ...core.manifest import Manifest, TensorSpec
-from ..flat import lay_out
+from ..common.flat import lay_out
+from .agreement import FLAGS, Agreement
 from .guard import own_value
 from .initial_state import common_name
 
-#: Indices of variables, one after another in forward order, whose gradients are handed over in one piece, and whose averages
-#: arrive so and are used so.
+#: Indices of variables, consecutive in forward order. Their gradients are submitted in one piece, and their averages arrive and
+#: are used in one piece.
 Bundle = tuple[int, ...]
 
-#: What is larger costs more than its handing over: each may then be early by itself.
-_MOST_BUNDLE_BYTES = 256 * 1024
+#: Gradients above this size are not bundled: their bytes cost more than a submission, so each is submitted early by itself.
+_MAX_BUNDLE_BYTES = 256 * 1024
 _DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
 class GradientExchange:
-    """The flat buffers of the gradients of ``variables``, which all ranks have, in the same order.
+    """The flat buffers of the gradients of ``variables``. All ranks must have the same variables, in the same order.
 
-    Beside the gradients travels one flag for each: whether this rank has one. Where it has none it sends zeros, which is what
-    it contributes to the joint batch; a variable of which no rank has a gradient is not updated. With the flags travels the
-    learning rate, which must be the same on all ranks.
+    Beside the gradients, one flag for each variable says whether this rank has its gradient. Where it has none it sends zeros,
+    which is its contribution to the joint batch. A variable of which no rank has a gradient is not updated. The digests of
+    ``agreement`` travel with the flags.
 
-    Collective. Methods that say "eagerly" and those in graphs do the same.
+    Making one is collective.
 
     Args:
-        order: the indices of ``variables`` in forward order, as rank 0 has measured it.
-        handed_over: is called with a name whenever gradients were.
+        order: the indices of ``variables`` in forward order, as measured; rank 0's is used on all ranks.
+        handed_over: called with a name whenever gradients were submitted.
 
     Raises:
         UnsupportedError: a variable's type cannot be averaged; names it.
@@ -56,6 +58,7 @@ class GradientExchange:
         session: commsched.Session,
         variables: Sequence[Any],
         order: Sequence[int],
+        agreement: Agreement,
         handed_over: Callable[[str], None] | None = None,
     ) -> None:
         for variable in variables:
@@ -65,6 +68,7 @@ class GradientExchange:
                     "can be averaged"
                 )
         self._session = session
+        self._agreement = agreement
         self._handed_over = handed_over
         self._paths = [variable.path for variable in variables]
         self._forward = [int(index) for index in session.gather([int(index) for index in order])[0]]
@@ -80,35 +84,35 @@ class GradientExchange:
         self._bundles = self._bundle()
         alone = [(index,) for index in self._forward]
         self._flat = {bundle: self._flat_view(bundle) for bundle in {*self._bundles, *alone}}
-        # Not float32, which a ``wire`` type would round.
+        # float64, because a ``wire`` type would round float32.
         (self._flags,), self._flag_group = _register(
-            session, [TensorSpec("commsched.has_gradient", (len(variables) + 1,), "float64")]
+            session, [TensorSpec("commsched.has_gradient", (len(variables) + FLAGS,), "float64")]
         )
+        self._shares: list[float] = []  # by index: the fraction of ranks that have a gradient in this step
         self._notifying = threading.Lock()  # operations of one graph run in several threads
-        self._learning_rate = 0.0
         self._ended = True
         self._closed = False
 
     @property
     def forward_order(self) -> Sequence[int]:
-        """Indices of the variables, that which the next forward needs first before the others."""
+        """The indices of the variables, in the order in which the next forward needs them."""
         return self._forward
 
     def bundles(self, together: Set[int]) -> tuple[Bundle, ...]:
-        """All variables in forward order, bundled as far as all of a bundle are in ``together``."""
+        """All variables in forward order. A bundle stays whole if all its variables are in ``together``."""
         whole = [[bundle] if together >= set(bundle) else [(index,) for index in bundle] for bundle in self._bundles]
         return tuple(itertools.chain.from_iterable(whole))
 
     def _bundle(self) -> list[Bundle]:
-        """What travels in one partition together, as it is cut now: it is there at the same moment, and none of it can leave
-        before the last gradient is handed over."""
+        """Bundle variables whose gradients travel in one partition, as the plan is now. Their averages arrive at the same
+        moment, and none of the gradients can be sent before the last one is submitted."""
         manifest, by_tensor = self._group.manifest, self._group.plan.by_tensor
         bundles: list[Bundle] = []
-        owners: tuple[int, ...] = ()  # of the last bundle
+        owners: tuple[int, ...] = ()  # the partitions of the last bundle
         nbytes = 0
         for place, index in enumerate(self._forward):
             nbytes += manifest.tensors[place].nbytes
-            if len(owners) == 1 and by_tensor[place] == owners and nbytes <= _MOST_BUNDLE_BYTES:
+            if len(owners) == 1 and by_tensor[place] == owners and nbytes <= _MAX_BUNDLE_BYTES:
                 bundles[-1] += (index,)
             else:
                 bundles.append((index,))
@@ -123,11 +127,14 @@ class GradientExchange:
         assert isinstance(buffer, memoryview)
         return np.frombuffer(buffer[start:stop], self._views[bundle[0]].dtype)
 
-    def begin(self, has_gradient: Sequence[bool] | NDArray[Any], learning_rate: float) -> None:
-        """Begin a step. Averages of the step before must have been used.
+    def begin(self, has_gradient: Sequence[bool] | NDArray[Any], numbers: Mapping[str, Any], learning_rate: float) -> None:
+        """Begin a step. The averages of the previous step must have been used.
+
+        Args:
+            numbers: the optimizer's numbers, which must be equal on all ranks.
 
         Raises:
-            UnsupportedError: the step before was broken off on this rank.
+            UnsupportedError: the previous step was broken off on this rank.
             CommschedError: the session failed or was closed.
         """
         if self._closed:
@@ -135,20 +142,37 @@ class GradientExchange:
         self._session.core.check()
         self.require_ended()
         self._ended = False
-        self._learning_rate = float(learning_rate)
         self._group.begin_step()
-        self._flag_group.begin_step()
-        self._flags[:-1] = has_gradient
-        self._flags[-1] = self._learning_rate
-        with self._notifying:
-            self._flag_group.notify_ready(0)
+        self._send_flags(has_gradient, self._agreement.offer(numbers, learning_rate))
         for index in reversed(self._forward):
             if not has_gradient[index]:
                 self._views[index][...] = 0
                 self._notify(index)
 
+    def meet(self, doing: str) -> None:
+        """Wait until all ranks are ``doing`` this, which is not a step. Call it only after :meth:`require_alike` of the last
+        step.
+
+        Raises:
+            RanksDiverged: another rank has begun a step instead, in which it would wait for this rank for ever.
+            CommschedError: the session failed or was closed.
+        """
+        self._send_flags([False] * len(self._paths), self._agreement.offer_meeting(doing))
+        self.wait_for_flags()
+        self._agreement.require(self._flags[-FLAGS:].tolist(), self._flag_group.step)
+
+    def _send_flags(self, has_gradient: Sequence[bool] | NDArray[Any], offered: Sequence[float]) -> None:
+        self._flag_group.begin_step()
+        self._flags[:] = (*has_gradient, *offered)
+        with self._notifying:
+            self._flag_group.notify_ready(0)
+
     def hand_over(self, index: int, gradient: NDArray[Any]) -> None:
-        """The gradient of the variable with this ``index``. Any thread."""
+        """Submit the gradient of the variable with this ``index``. Any thread.
+
+        Raises:
+            UnsupportedError: the gradient and the variable have different shapes.
+        """
         view = self._views[index]
         if gradient.shape != view.shape:
             raise UnsupportedError(
@@ -160,7 +184,7 @@ class GradientExchange:
             self._handed_over(self.name_of((index,)))
 
     def hand_over_bundle(self, bundle: Bundle, gradients: NDArray[Any]) -> None:
-        """Those of its variables, one after another, of the right shapes. Any thread."""
+        """Submit the gradients of a bundle's variables, flat and one after another. Their sizes must be right. Any thread."""
         np.copyto(self._flat[bundle], gradients)
         for index in reversed(bundle):
             self._notify(index)
@@ -172,19 +196,22 @@ class GradientExchange:
         return f"{first} and {len(others)} more" if others else f"{first}"
 
     def end(self) -> None:
-        """The averages of the step are used, or will be, whatever becomes of the graph that runs it."""
+        """End the step. Its averages must have been used, or be certain to be used even if the graph that runs it fails."""
         self._ended = True
 
     def require_ended(self) -> None:
-        """
+        """Require that the last step, if any, has ended.
+
         Raises:
             UnsupportedError: the last step was broken off on this rank.
+            CommschedError: the session failed, which broke the step off.
         """
         if self._ended:
             return
+        self._session.core.check()
         group = self._group
         missing = len(self._forward) - len(group.notified)
-        if missing:  # the others wait for these: going on could only hang
+        if missing:  # other ranks wait for these gradients, so a new step would only hang
             reason = f"{missing} of its gradients were never computed here, and other ranks wait for them"
         else:
             reason = "this rank has not made its update, or not all of it, which others have made"
@@ -195,49 +222,74 @@ class GradientExchange:
             self._group.notify_ready(self._places[index])
 
     def is_there(self, bundle: Bundle) -> bool:
-        """Whether the averages of its variables are."""
+        """Whether the averages of the bundle's variables are available."""
         proxies = self._group.proxies
-        return all(proxies[self._places[index]].is_open for index in bundle) and self._flag_group.proxies[0].is_open
+        return all(proxies[self._places[index]].is_open for index in bundle)
 
-    def all_there(self) -> bool:
-        return all(proxy.is_open for proxy in self._group.proxies) and self._flag_group.proxies[0].is_open
+    def flags_are_there(self) -> bool:
+        """Whether all ranks have begun the step."""
+        return self._flag_group.proxies[0].is_open
 
-    def wait(self, index: int) -> None:
-        """Until the average of the variable with this ``index`` is there.
+    def wait_for_flags(self) -> None:
+        """Wait until all ranks have begun the step.
 
         Raises:
             CommschedError: the session failed or was closed meanwhile.
         """
         self._flag_group.proxies[0].wait()
-        self._group.proxies[self._places[index]].wait()
 
-    def require_same_learning_rate(self) -> None:
-        """Once any average is there.
+    def all_there(self) -> bool:
+        return all(proxy.is_open for proxy in self._group.proxies)
+
+    def stalled(self, bundle: Bundle, seconds: float) -> None:
+        """Report that graphs have waited this long for the averages of ``bundle``."""
+        closed = [self._places[index] for index in bundle if not self._group.proxies[self._places[index]].is_open]
+        if closed:
+            self._group.stalled(closed[0], seconds)
+        else:
+            self._flag_group.stalled(0, seconds)
+
+    def wait(self, index: int) -> None:
+        """Wait until the average of the variable with this ``index`` is available.
 
         Raises:
-            UnsupportedError: ranks have different learning rates, or it is NaN.
+            CommschedError: the session failed or was closed meanwhile.
         """
-        if not abs(self._flags[-1] - self._learning_rate) <= 1e-6 * abs(self._learning_rate):
-            raise UnsupportedError(
-                f"the learning rate is {self._learning_rate:.6g} here, and {self._flags[-1]:.6g} on average over ranks: set it "
-                "alike on all (a callback must go by what all ranks see)"
-            )
+        self._group.proxies[self._places[index]].wait()
+
+    @property
+    def step(self) -> int:
+        """The number of the step that was begun last."""
+        return self._group.step
+
+    def require_alike(self) -> None:
+        """Require equal optimizers on all ranks. Call it once in each step, after the flags arrive and before averages are
+        used.
+
+        Raises:
+            RanksDiverged: ranks have different optimizers. If the job failed earlier, that failure is raised instead.
+        """
+        self._shares = self._flags[:-FLAGS].tolist()  # copied: later flags may come before all averages are used
+        self._agreement.require(self._flags[-FLAGS:].tolist(), self._flag_group.step)
 
     def average(self, index: int) -> NDArray[Any]:
-        """The average, in the flat buffer: it is valid until the next step begins."""
+        """The average, as a view of the flat buffer. It is valid until the next step begins."""
         return self._views[index]
 
     def average_of_bundle(self, bundle: Bundle) -> NDArray[Any] | None:
-        """Likewise those of its variables, one after another. None: no rank has a gradient, which can only be where this one
-        has none, so of a variable alone."""
-        return self._flat[bundle] if self._flags[bundle[0]] > 0 else None
+        """The averages of the bundle's variables, one after another, as a view of the flat buffer. Valid until the next step.
+
+        None if no rank has a gradient. Then this rank has none either, so the bundle is a single variable.
+        """
+        return self._flat[bundle] if self._shares[bundle[0]] > 0 else None
 
     def share(self, index: int) -> float:
-        """Of the ranks, have a gradient of the variable with this ``index``."""
-        return float(self._flags[index])
+        """The fraction of ranks that have a gradient of the variable with this ``index``."""
+        return self._shares[index]
 
     def close(self, release: bool) -> None:
-        """No step is to come. ``release``: the session goes on, and the last step was used."""
+        """Allow no more steps. ``release``: also release the buffers. The session must then go on, and the averages of the last
+        step must have been used."""
         self._closed = True
         if release:
             self._group.release()

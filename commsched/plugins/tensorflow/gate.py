@@ -1,10 +1,10 @@
 """Gates: where readers of a variable wait while its update is outstanding.
 
-A graph waits by an asynchronous kernel, that of a queue's ``dequeue``: who waits holds no thread of the executor, so that all
-else goes on with a single thread too, and no Python. What counts is a variable that says which gates are closed; an element in
-the queue only wakes the graph up to look again. A graph that ends by an error between two operations can therefore leave an
-element behind, or take one along, without any harm. (A queue as a lock would lose it; TensorFlow's ``MutexLock`` unlocks when
-somebody who waits is cancelled.)
+A graph waits in an asynchronous kernel, a queue's ``dequeue``. The wait holds no thread of the executor, so everything else
+goes on even with a single thread. It runs no Python either. A variable says which gates are closed, and only this variable
+counts. An element in the queue merely wakes the graph to look again. A graph that ends with an error between two operations can
+therefore leave an element behind, or take one along, without harm. (If the queue were the lock, the lock would be lost then.
+TensorFlow's ``MutexLock`` unlocks when a waiter is cancelled.)
 """
 
 from __future__ import annotations
@@ -19,20 +19,21 @@ import tensorflow as tf
 from ...core.errors import UnsupportedError
 from .compiled import Compiled
 
-#: Stateful operations that are no step of training, and contain none.
+#: Stateful operations that are not a training step and do not contain one.
 _READS = frozenset(("ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape", "VarIsInitializedOp"))
 
 _RESOURCE = tf.TensorSpec((), tf.resource)
-#: Which gates are closed, which one is meant, how many wait at it and what they wait by, and why no gate opens any more.
+#: The signature of a gate's handles: which gates are closed, the gate's index, the number of its waiters, the queue in which
+#: they wait, and the failure after which no gate opens any more.
 _GATE = (_RESOURCE, tf.TensorSpec((), tf.int32), _RESOURCE, _RESOURCE, _RESOURCE)
 
 
-_waking = threading.Lock()  # held while those who wait are told of a failure
+_waking = threading.Lock()  # held while waiters are notified of a failure
 
 
 def touch(resource: tf.Tensor) -> None:
-    """An operation that TensorFlow, which knows what uses a variable, takes for an assignment: it runs after all that read the
-    variable before, in the order of the program, and before all that read it later."""
+    """Add an operation that TensorFlow treats as an assignment to the variable. In the order of the program, it runs after all
+    operations that read the variable before it, and before all operations that read the variable after it."""
     tf.raw_ops.VarIsInitializedOp(resource=resource)
 
 
@@ -49,7 +50,7 @@ class Signals:
         self._openings: dict[tuple[int, ...], Compiled] = {}
 
     def gate(self, index: int) -> list[tf.Tensor]:
-        """What operations need to know of it, as ``_GATE`` says."""
+        """Handles that graph operations need to wait on this gate (see ``_GATE``)."""
         return [
             self.closed.handle,
             self._indices[index],
@@ -59,8 +60,8 @@ class Signals:
         ]
 
     def wait(self, index: int) -> tf.Tensor:
-        """Add to the graph that is being traced what waits until the gate is open. What is to run after it must depend on what
-        is returned; where it waits and there is a failure, it raises that as ``InvalidArgumentError``."""
+        """Add a wait for the gate to the graph that is being traced. Operations that must run after it must depend on the
+        returned tensor. If the gate is closed and there is a failure, the wait raises it as ``InvalidArgumentError``."""
         return _wait(*self.gate(index))
 
     def close(self, gates: Sequence[int]) -> None:
@@ -69,7 +70,7 @@ class Signals:
         )
 
     def prepare(self, gates: tuple[int, ...]) -> None:
-        """For ``open``, which else compiles what it runs."""
+        """Compile the function that ``open`` runs, which otherwise compiles it at its first call."""
         if gates not in self._openings:
 
             def opening() -> None:
@@ -87,32 +88,32 @@ class Signals:
         self._openings[gates]()
 
     def fail(self, message: str) -> None:
-        """Wake all; they find the failure. So does who is to wait from now on."""
+        """Wake all waiters with the failure ``message``. A later wait at a closed gate raises it too."""
         with _waking:
             self._failure.assign(message)
             for index in range(len(self._indices)):
                 self._wake(index)
 
     def _wake(self, index: int) -> None:
-        """An element for each that has said it would wait, so that whoever does finds one."""
+        """Add one element for each announced waiter, so that each finds one."""
         waiting = self._waiting[index]
-        count = tf.maximum(waiting.read_value(), 0)  # below: there are elements for those who come
+        count = tf.maximum(waiting.read_value(), 0)  # negative: the queue already has elements for the next waiters
         waiting.assign_sub(count)
         tf.raw_ops.QueueEnqueueManyV2(handle=self._queues[index].queue_ref, components=[tf.fill([count], True)])
 
 
-# The functions below hold nothing of an optimizer: TensorFlow traces them once, and keeps them.
+# The functions below hold no object of an optimizer, because TensorFlow traces them once and keeps them.
 
 
 def _wait(closed: tf.Tensor, index: tf.Tensor, *rest: tf.Tensor) -> tf.Tensor:
-    """A call, and not what it consists of: a branch that is not taken costs what its operations are."""
+    """Wait until the gate is open. The branch is one call of a function: operations cost time even in a branch not taken."""
     return tf.cond(_is_closed(closed, index), lambda: _until_open(closed, index, *rest), lambda: tf.constant(True))
 
 
 @tf.function(input_signature=_GATE, autograph=False, experimental_attributes={"_noinline": True})  # type: ignore[untyped-decorator]
 def _until_open(closed: tf.Tensor, index: tf.Tensor, waiting: tf.Tensor, queue: tf.Tensor, failure: tf.Tensor) -> tf.Tensor:
     def wait(_: tf.Tensor) -> tuple[tf.Tensor]:
-        # Who says first that it waits and looks then is not missed by who opens first and counts then.
+        # A waiter announces itself first and then looks. An opener opens first and then counts waiters. So none is missed.
         said = tf.raw_ops.AssignAddVariableOp(resource=waiting, value=tf.constant(1))
         with tf.control_dependencies([said]):
             waits = tf.logical_and(_is_closed(closed, index), tf.equal(_read_failure(failure), ""))
@@ -138,16 +139,40 @@ def _until_open(closed: tf.Tensor, index: tf.Tensor, waiting: tf.Tensor, queue: 
 
 
 def _does_not_wait(waiting: tf.Tensor) -> tf.Tensor:
-    """Whoever has opened meanwhile may have put an element there already: the next who waits takes it, and so counts as none.
-    Not to take it back would leave ever more of them, each of which wakes for nothing at each wait."""
+    """Take back the announcement of a waiter that need not wait.
+
+    An opener may have added an element for it already. The next waiter takes that element, and then needs none of its own.
+    Without this, ever more elements would stay in the queue, each of which wakes a later waiter for nothing.
+    """
     with tf.control_dependencies([tf.raw_ops.AssignSubVariableOp(resource=waiting, value=tf.constant(1))]):
         return tf.constant(True)
 
 
 def _all_are_woken() -> bool:
-    """Who raised before would have TensorFlow cancel the others' ``dequeue``, and might see that error instead of its own."""
+    """Wait until all waiters of a failure are woken.
+
+    If one raised before that, TensorFlow would cancel the others' ``dequeue``, and the error of that might be seen instead.
+    """
     with _waking:
         return True
+
+
+def refuse_xla(graph: Any, what: str) -> None:
+    """Refuse a graph that XLA compiles. ``what`` says in the error what happens in the graph.
+
+    Raises:
+        UnsupportedError: XLA compiles the function of ``graph``, or a function around it.
+    """
+    while graph is not None:
+        context = graph._get_control_flow_context()  # there is no public API for this
+        while context is not None:
+            if context.IsXLAContext():
+                raise UnsupportedError(
+                    f"{what} in a function that XLA compiles, where commsched can neither wait for averages nor send "
+                    "gradients: leave jit_compile=True away, and write model.compile(..., jit_compile=False)"
+                )
+            context = context.outer_context
+        graph = getattr(graph, "outer_graph", None)
 
 
 def _is_closed(closed: tf.Tensor, index: tf.Tensor) -> tf.Tensor:
@@ -167,18 +192,18 @@ def _pass(
 
 
 class Passage:
-    """What a graph goes through before it reads ``variable``: the gate of ``signals`` with this ``index``."""
+    """The wait of graphs before they read ``variable``, at the gate of ``signals`` with this ``index``."""
 
     def __init__(self, variable: tf.Variable, signals: Signals, index: int) -> None:
         self._variable = variable
         self._gate = signals.gate(index)
-        self._passed_at: WeakKeyDictionary[tf.Graph, int] = WeakKeyDictionary()  # by graph: its stateful operations then
+        self._passed_at: WeakKeyDictionary[tf.Graph, int] = WeakKeyDictionary()  # by graph: _Traced.stateful at the last wait
 
     def add(self) -> None:
-        """To the graph that is being traced, once for each piece of it that contains no step.
+        """Add the wait to the graph that is being traced, once for each stretch of it that contains no training step.
 
         Raises:
-            UnsupportedError: it is a graph of another kind.
+            UnsupportedError: the graph is not a ``tf.function``'s, or XLA compiles it.
         """
         if not tf.inside_function():
             raise UnsupportedError(
@@ -186,6 +211,7 @@ class Passage:
                 "export a model, call optimizer.detach() before"
             )
         graph = tf.compat.v1.get_default_graph()
+        refuse_xla(graph, f"'{self._variable.name}' is read")
         traced = _traced.setdefault(graph, _Traced())
         traced.look(graph)
         if self._passed_at.get(graph) != traced.stateful:
@@ -195,8 +221,8 @@ class Passage:
 
 
 class Gate:
-    """That of ``variable``, TensorFlow's and not Keras's, as this process's threads see it. ``wait_eagerly`` waits until it is
-    open."""
+    """The gate of ``variable`` (TensorFlow's, not Keras's) as this process's threads see it. ``wait_eagerly`` waits until the
+    gate is open."""
 
     def __init__(self, index: int, variable: tf.Variable, signals: Signals, wait_eagerly: Callable[[], None]) -> None:
         self.variable = variable
@@ -205,7 +231,7 @@ class Gate:
         self._passage = Passage(variable, signals, index)
 
     def settle(self) -> None:
-        """Wait, or have the graph that is being traced wait."""
+        """Wait until the gate is open, or add the wait to the graph that is being traced."""
         if not tf.executing_eagerly():
             self._passage.add()
         elif self.is_closed:
@@ -213,14 +239,14 @@ class Gate:
 
 
 class _Traced:
-    """What was traced so far of one graph, as far as passages need to know."""
+    """Counts the operations of one graph that were traced so far, for passages."""
 
     def __init__(self) -> None:
         self.operations = 0
-        self.stateful = 0  # of those that may be, or contain, a step of training
+        self.stateful = 0  # the number of operations that may be, or contain, a training step
 
     def look(self, graph: Any, ours: bool = False) -> None:
-        """``ours``: what is new was added by a passage."""
+        """Count the new operations. ``ours``: a passage has added them."""
         operations = graph.get_operations()
         if not ours:
             self.stateful += sum(

@@ -1,7 +1,8 @@
 """Guarded variables: the Keras variable itself is the dependency proxy.
 
-A guarded variable's object has a class whose ``value``, through which Keras and TensorFlow read it wherever they do, first
-settles what is outstanding. Eagerly that waits; while a graph is traced it adds operations that will wait.
+A guarded variable's object gets a class whose ``value`` first settles the variable's outstanding update. Keras and TensorFlow
+always read a variable through ``value``. To settle eagerly is to wait. While a graph is traced, settling adds operations that
+will wait.
 """
 
 from __future__ import annotations
@@ -14,15 +15,17 @@ from typing import Any
 
 import tensorflow as tf
 
-#: A guarded variable's attribute: its own class, and what settles it. Held by nothing else, so that a model can be collected.
+#: The attribute of a guarded variable that holds its own class and its callbacks. Nothing else holds them, so that a model can
+#: be collected.
 _ATTRIBUTE = "_commsched_guard"
 _local = threading.local()
 
 
-def guard(variable: Any, settle: Callable[[], None]) -> None:
-    """From now on whoever reads or assigns the Keras ``variable`` calls ``settle`` first, until :func:`release`."""
+def guard(variable: Any, settle: Callable[[], None], assigned: Callable[[], None]) -> None:
+    """Guard the Keras ``variable`` until :func:`release`: a read or an assignment calls ``settle`` first, and an eager
+    assignment calls ``assigned`` afterwards."""
     own: type = type(variable)
-    setattr(variable, _ATTRIBUTE, (own, settle))
+    setattr(variable, _ATTRIBUTE, (own, settle, assigned))
     variable.__class__ = _guarded_class(own)
 
 
@@ -40,7 +43,7 @@ def is_guarded(variable: Any) -> bool:
 
 @contextmanager
 def unguarded() -> Iterator[None]:
-    """Within, this thread takes variables as they are."""
+    """A context in which this thread reads and assigns guarded variables without settling them."""
     before = getattr(_local, "passes", False)
     _local.passes = True
     try:
@@ -50,21 +53,28 @@ def unguarded() -> Iterator[None]:
 
 
 def own_value(variable: Any) -> tf.Variable:
-    """The variable of TensorFlow beneath that of Keras."""
+    """The TensorFlow variable of a Keras variable."""
     with unguarded():
         return variable.value
 
 
 def settle(variable: Any) -> None:
-    """What whoever reads or assigns ``variable`` calls. No-op when it is not guarded."""
+    """Settle ``variable`` before it is read or assigned. No-op when it is not guarded."""
     known = getattr(variable, _ATTRIBUTE, None)
     if known is not None and not getattr(_local, "passes", False):
         known[1]()
 
 
+def _assigned(variable: Any) -> None:
+    known = getattr(variable, _ATTRIBUTE, None)
+    if known is not None and not getattr(_local, "passes", False) and tf.executing_eagerly():
+        known[2]()
+
+
 @cache
 def _guarded_class(own: type) -> type:
-    """Its methods do not ask for their class: another thread may release the variable while they settle it."""
+    """The guarded subclass of ``own``. Its methods do not look up the object's class, because another thread may release the
+    variable while they settle it."""
 
     class Guarded(own):  # type: ignore[misc]
         __module__ = own.__module__
@@ -76,7 +86,9 @@ def _guarded_class(own: type) -> type:
 
         def assign(self, value: Any) -> Any:
             settle(self)
-            return own.assign(self, value)  # type: ignore[attr-defined]
+            result = own.assign(self, value)  # type: ignore[attr-defined]
+            _assigned(self)
+            return result
 
         def __deepcopy__(self, memo: Any) -> Any:
             with tf.init_scope():

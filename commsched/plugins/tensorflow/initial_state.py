@@ -13,21 +13,27 @@ from keras.saving import serialize_keras_object
 import commsched
 
 from ...core.errors import ManifestMismatch, UnsupportedError
-from ..beginning import broadcast_arrays, described, first_difference
+from ..common.initial_state import broadcast_arrays, described, first_difference
 from .guard import unguarded
 
 
 def common_name(index: int, variable: Any) -> str:
-    """A name that is the same on all ranks: without the numbers that Keras gives to the layers of one process."""
-    return f"{index} {re.sub(r'_[0-9]+(?=[/_]|$)', '', variable.path)}"
+    """A name that is the same on all ranks. It omits the numbers that Keras gives to the layers of one process."""
+    return f"{index} {without_numbers(variable.path)}"
+
+
+def without_numbers(path: str) -> str:
+    return re.sub(r"_[0-9]+(?=[/_]|$)", "", path)
 
 
 def require_same_optimizer(session: commsched.Session, kind: type, optimizer: Any) -> None:
-    """
+    """Require equal optimizers on all ranks. A constant learning rate may differ, since rank 0's is used. Collective.
+
     Raises:
-        ManifestMismatch: the ranks' optimizers differ in more than a constant learning rate, which is rank 0's; names in what.
+        ManifestMismatch: the ranks' optimizers differ; names the hyper-parameter that does.
     """
     config = {key: value for key, value in optimizer.get_config().items() if key != "name"}
+    config["variables excluded from weight decay"] = _excluded(optimizer)
     if isinstance(config.get("learning_rate"), float):
         del config["learning_rate"]
     record = {"class": kind.__name__, **json.loads(json.dumps(serialize_keras_object(config), default=repr))}
@@ -40,12 +46,18 @@ def require_same_optimizer(session: commsched.Session, kind: type, optimizer: An
                 )
 
 
+def _excluded(optimizer: Any) -> list[str]:
+    """The names of variables excluded by ``exclude_from_weight_decay``, which Keras's config does not contain."""
+    trained = enumerate(optimizer._trainable_variables)
+    return [common_name(index, variable) for index, variable in trained if not optimizer._use_weight_decay(variable)]
+
+
 def broadcast_variables(session: commsched.Session, what: str, variables: Sequence[Any]) -> None:
-    """Rank 0's values of Keras variables, of any type, bit for bit. Not guarded ones.
+    """Assign rank 0's values to Keras variables of any type, bit for bit. Collective. The variables must not be guarded.
 
     Raises:
-        ManifestMismatch: the ranks have other variables; names the first.
-        UnsupportedError: a variable has no fixed-size values.
+        ManifestMismatch: the ranks have different variables; names the first that differs.
+        UnsupportedError: a variable's values have no fixed size.
     """
     records = [[common_name(index, each), list(each.shape), str(each.dtype)] for index, each in enumerate(variables)]
     if different := first_difference(session.gather(records)):

@@ -1,4 +1,4 @@
-"""ScheduledOptimizer: the user's optimizer, whose updates happen when averages arrive, while the next forward runs."""
+"""ScheduledOptimizer: the user's optimizer, which makes its updates when averages arrive, while the next forward runs."""
 
 from __future__ import annotations
 
@@ -17,34 +17,38 @@ from .update import learning_rate_now
 
 
 class ScheduledOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]  # Keras has no types
-    """Average the gradients of ``model`` over all ranks, front layers first, and let the next forward start layer by layer.
+    """Averages the gradients of ``model`` over all ranks, front layers first, and lets the next forward start layer by layer.
 
-    ``optimizer`` is any optimizer of Keras over the trainable variables of ``model``; it does the updates. After this line
-    ``model.compile`` and ``fit``, or a training step of your own, eager or a ``tf.function``, stay as they are::
+    ``optimizer`` is any Keras optimizer over the trainable variables of ``model``; it makes the updates. After this line
+    ``model.compile`` and ``fit`` stay as they are, and so does a training step of your own, eager or a ``tf.function``::
 
         optimizer = ScheduledOptimizer(optimizer, model)
 
-    What is returned is the same object, of a class in front of its own. Every rank begins with rank 0's weights and optimizer
-    state. ``apply`` and ``apply_gradients`` hand each gradient over as soon as it is computed, and wait for no average: the
-    first reader of a variable waits until that variable is updated. With one rank, or with ``COMMSCHED_DISABLE=1``, it is the
-    plain optimizer.
+    The returned object is ``optimizer`` itself. Its class is replaced by a subclass of its own class and of ScheduledOptimizer.
+    Every rank begins with rank 0's weights and optimizer state. ``apply`` and ``apply_gradients`` submit each gradient as soon
+    as it is computed, and wait for no average. The first read of a variable waits until that variable is updated. With one
+    rank, or with ``COMMSCHED_DISABLE=1``, it is the plain optimizer.
 
     Args:
         optimizer: the user's optimizer.
-        model: a Keras model, built: with a given input shape, by ``model.build``, or called once.
-        session: a session other than that of ``commsched.init()``.
+        model: a built Keras model: with a given input shape, by ``model.build``, or called once.
+        session: a session other than the one that ``commsched.init()`` returns.
         per_parameter: whether ``optimizer`` treats each variable independently of the others, so that it may be called for one.
-            None: yes for those of Keras that do. If not, ``apply`` waits for all averages.
+            If not, ``apply`` waits for all averages. ``None`` means yes for the optimizers of Keras that are known to do so,
+            and no for others.
 
     Raises:
+        ConfigError: the arguments are not an optimizer and a model of Keras, or belong to another ScheduledOptimizer.
         UnsupportedError: the optimizer, the model or a variable's type is not supported; says which.
-        ManifestMismatch: the ranks' models or optimizers differ; names what.
+        ManifestMismatch: the ranks' models or optimizers differ; names the difference.
         CommschedError: from ``commsched.init()``.
     """
 
     def __new__(cls, optimizer: Any, model: Any, **_: Any) -> Any:
         if keras.backend.backend() != "tensorflow":
             raise UnsupportedError(f"Keras runs on {keras.backend.backend()}; set KERAS_BACKEND=tensorflow")
+        if isinstance(optimizer, keras.Model) and isinstance(model, keras.optimizers.Optimizer):
+            raise ConfigError("the optimizer comes first: ScheduledOptimizer(optimizer, model)")
         if not isinstance(optimizer, keras.optimizers.Optimizer):
             raise ConfigError(f"{optimizer!r} is not an optimizer of Keras")
         if not isinstance(model, keras.Model):
@@ -64,7 +68,7 @@ class ScheduledOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]  # K
     def __init__(
         self, optimizer: Any, model: Any, *, session: commsched.Session | None = None, per_parameter: bool | None = None
     ) -> None:
-        # Not that of Keras: this object has been initialised as what it was.
+        # Keras's ``__init__`` is not called, because this object is an initialised optimizer already.
         self._schedule: Schedule | None = None
         self._detached = False
         try:
@@ -90,12 +94,12 @@ class ScheduledOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]  # K
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
-        """As in Keras, but gradients are averaged.
+        """Like Keras's ``apply``, but gradients are averaged.
 
         Raises:
-            UnsupportedError: see docs/tensorflow.md for what is refused; names it.
+            UnsupportedError: the use is refused (see docs/tensorflow.md); the message names the reason.
             CommschedError: the session failed or was closed. From a graph, TensorFlow raises an error of its own, which names
-                that one.
+                this error.
         """
         if self._schedule is None:
             super().apply(grads, trainable_variables)
@@ -107,7 +111,7 @@ class ScheduledOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]  # K
             )
 
     def apply_plainly(self, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
-        """The user's optimizer."""
+        """Apply ``gradients`` by the user's optimizer, without averaging."""
         super().apply(gradients, variables)
 
     def synchronize(self) -> None:
@@ -120,7 +124,7 @@ class ScheduledOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]  # K
             self._schedule.synchronize()
 
     def detach(self) -> None:
-        """Wait until every update is made, and let the model go: from now on, this is the user's optimizer, on this rank alone.
+        """Wait until every update is made, and release the model. Then this is the user's optimizer again, on this rank alone.
 
         Collective. The model may then be exported, or be given to another ScheduledOptimizer. Functions that were traced for
         training before must be traced again.
@@ -132,7 +136,7 @@ class ScheduledOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]  # K
 
     @property
     def is_over(self) -> bool:
-        """It was detached, or its session is closed."""
+        """Whether it was detached, or its session is closed."""
         return self._detached or (self._schedule is not None and self._schedule.ended)
 
     @property
@@ -141,7 +145,7 @@ class ScheduledOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]  # K
 
     @property
     def learning_rate(self) -> Any:
-        """As in Keras. What counts is what it is at ``apply``."""
+        """Like Keras's ``learning_rate``. An update uses the learning rate at the time of its ``apply``."""
         now = learning_rate_now()
         return super().learning_rate if now is None else now
 
@@ -161,17 +165,17 @@ class ScheduledOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]  # K
 
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Any:
-        """A plain optimizer: a copy belongs to no session."""
+        """A plain optimizer of the user's class, because a copy belongs to no session."""
         own = _own_class(cls)
         return own.from_config(config, custom_objects) if custom_objects else own.from_config(config)  # type: ignore[attr-defined]
 
 
 @cache
 def _scheduled_class(own: type) -> type:
-    # Keras saves a model with the name of its optimizer's class: it is loaded as what it was before.
+    # Keras saves a model with the name of its optimizer's class. With the own class's name, it loads as the user's optimizer.
     return type(own.__name__, (ScheduledOptimizer, own), {"__module__": own.__module__, "__doc__": own.__doc__})
 
 
 def _own_class(scheduled: type) -> type:
-    """Of the user's optimizer."""
+    """The own class of the user's optimizer."""
     return scheduled.__mro__[2]

@@ -1,11 +1,12 @@
-"""Schedule: what a ScheduledOptimizer has beside the user's optimizer while it averages gradients."""
+"""Schedule: the state and methods that a ScheduledOptimizer adds to the user's optimizer while it averages gradients."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary, ref
 
 import keras
 import tensorflow as tf
@@ -13,21 +14,27 @@ import tensorflow as tf
 import commsched
 
 from ...core.errors import ConfigError, ManifestMismatch, UnsupportedError
-from .earlier import settle_at_calls
+from .agreement import Agreement, numbers_of
 from .exchange import GradientExchange
+from .gate import refuse_xla
 from .guard import guard, is_guarded, own_value, release, settle, unguarded
-from .initial_state import broadcast_variables, require_same_optimizer
+from .initial_state import broadcast_variables, common_name, require_same_optimizer, without_numbers
+from .logs import hook_fit, leave_fit, meet_in
 from .step import Step
 from .timeline import Timeline
+from .traced_functions import settle_at_calls
 from .update import Updates, hyper_parameters, why_all_at_once
 from .updater import Updater
 
 log = logging.getLogger("commsched")
 
+_made: WeakKeyDictionary[commsched.Session, list[ref[Schedule]]] = WeakKeyDictionary()  # making one is collective
+
 
 class Schedule:
-    """For ``optimizer``, of class ``kind`` before it was wrapped. The gradients' places are made with the first step, when
-    the first forward has shown the order of the layers.
+    """Averages gradients for ``optimizer``, whose own class is ``kind``. Making one is collective.
+
+    The flat buffers are made with the first step, when the first forward has shown the order of the layers.
 
     Raises:
         UnsupportedError, ManifestMismatch, ConfigError: see ScheduledOptimizer.
@@ -45,30 +52,44 @@ class Schedule:
         self.session = session
         self.variables = list(variables)
         self.ended = False
+        self.replaced = False
         self._kind = kind
         self._optimizer = optimizer
         self._model = model
         self._per_parameter = per_parameter
+        self._take_over()
         self._require_plain()
         self.why_all_at_once = why_all_at_once(kind, optimizer, per_parameter)
         if self.why_all_at_once is not None and session.rank == 0:
             log.info("%s: each step waits for all averages", self.why_all_at_once)
         require_same_optimizer(session, kind, optimizer)
         for variable in [*model.variables, *optimizer.variables]:
-            settle(variable)  # what another ScheduledOptimizer has outstanding: it would come after what is broadcast
+            settle(variable)  # an outstanding update of another ScheduledOptimizer would come after the broadcast
         broadcast_variables(session, "initial weights", model.weights)
         broadcast_variables(session, "initial optimizer state", optimizer.variables)
         self._indices = {id(own_value(variable)): index for index, variable in enumerate(self.variables)}
-        self._updater = Updater(session, [own_value(variable) for variable in self.variables])
+        self._agreement = self._agree()
+        self._updater = Updater(session, [own_value(variable) for variable in self.variables], self._agreement)
         self._timeline = Timeline(session.observer, self._updater.signals, model) if session.observer is not None else None
         self._step: Step | None = None
         self._updates: dict[Any, Updates] = {}  # by hyper-parameters
         self._order: dict[int, None] = {}  # indices by first use
         self._guard()
-        # Traced before, these would wait for all variables before they begin.
+        # Functions that were traced before would wait for all variables before they begin.
         model.train_function = model.test_function = model.predict_function = None
+        hook_fit(session, model, lambda used: getattr(used, "is_averaging", False))
+        meet_in(session, self.meet)
         self._forget = session.on_close(self._finish)
         session.cleanup.callback(self._updater.close)
+
+    def _take_over(self) -> None:
+        """Detach an earlier ScheduledOptimizer of exactly these variables, such as one from an earlier run of a notebook's
+        cell."""
+        for known in _made.get(self.session, ()):
+            other = known()
+            if other is not None and not other.ended and set(map(id, other.variables)) == set(map(id, self.variables)):
+                other.detach()
+                other.replaced = True
 
     def _require_plain(self) -> None:
         known = {id(variable) for variable in self._model.variables}
@@ -84,14 +105,34 @@ class Schedule:
                     f"variable '{variable.path}' is overwritten by its gradient (float8), which is not averaged"
                 )
 
-    def _guard(self) -> None:
-        for index, variable in enumerate(self.variables):
-            guard(variable, partial(self._settle, index))
+    def _agree(self) -> Agreement:
+        variables = [*self.variables, *self._state()]
+        made = _made.setdefault(self.session, [])
+        made.append(ref(self))
+        number = len(made)
+        return Agreement(
+            self.session,
+            f"{'the model' if number == 1 else f'model {number},'} '{without_numbers(self._model.name)}'",
+            [common_name(index, variable) for index, variable in enumerate(variables)],
+            [own_value(variable) for variable in variables],
+            len(self.variables),
+            own_value(self._optimizer.own_iterations),
+            reads_iterations=self.why_all_at_once is None,
+        )
+
+    def _state(self) -> list[Any]:
+        """The optimizer's variables that the update of a single variable changes. Empty if updates are made all at once."""
         counters = [self._optimizer.own_iterations, self._optimizer.own_learning_rate]
-        if self.why_all_at_once is None:
-            for variable in self._optimizer.variables:
-                if not any(variable is counter for counter in counters):
-                    guard(variable, self._updater.make_settle(own_value(variable)))
+        if self.why_all_at_once is not None:
+            return []
+        return [variable for variable in self._optimizer.variables if not any(variable is counter for counter in counters)]
+
+    def _guard(self) -> None:
+        settles: list[Callable[[], None]] = [partial(self._settle, index) for index in range(len(self.variables))]
+        state = self._state()
+        settles += [self._updater.make_settle(own_value(variable)) for variable in state]
+        for index, (variable, settle_it) in enumerate(zip([*self.variables, *state], settles)):
+            guard(variable, settle_it, partial(self._agreement.assigned, index))
         guarded = [variable for variable in [*self.variables, *self._optimizer.variables] if is_guarded(variable)]
         settle_at_calls(
             [
@@ -110,6 +151,8 @@ class Schedule:
 
     def apply(self, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
         """See ScheduledOptimizer."""
+        if self.replaced:
+            raise UnsupportedError("another ScheduledOptimizer was made for the same variables: use that one")
         self._require_supported()
         indices = [self._index(variable) for variable in variables]
         if len(set(indices)) < len(indices) or len(gradients) != len(variables):
@@ -120,10 +163,11 @@ class Schedule:
         step = self._first_step() if self._step is None else self._step
         learning_rate = self._learning_rate()
         if self.why_all_at_once is not None:
-            averages = step.averages(by_index, learning_rate)
-            self._optimizer.apply_plainly(
-                [averages[index] for index in averages], [self.variables[index] for index in averages]
-            )
+            averages = step.averages(by_index, numbers_of(self._optimizer), learning_rate)
+            with unguarded():  # updates assign the same values on all ranks, so their assignments need no comparison
+                self._optimizer.apply_plainly(
+                    [averages[index] for index in averages], [self.variables[index] for index in averages]
+                )
             step.end([own_value(variable) for variable in [*self.variables, *self._optimizer.variables]])
             return
         step.deferred(by_index, self._updates_for(learning_rate), learning_rate)
@@ -133,8 +177,8 @@ class Schedule:
             raise UnsupportedError(
                 f"{type(tf.distribute.get_strategy()).__name__} is active: it distributes training itself; use one or the other"
             )
-        if not tf.executing_eagerly() and self._model.jit_compile:
-            raise UnsupportedError("XLA cannot hand gradients over while it computes: model.compile(..., jit_compile=False)")
+        if not tf.executing_eagerly():
+            refuse_xla(tf.compat.v1.get_default_graph(), "apply() is called")
         outer = getattr(self._model, "optimizer", None)
         if isinstance(outer, keras.optimizers.LossScaleOptimizer) and outer.inner_optimizer is self._optimizer:
             raise UnsupportedError(
@@ -167,10 +211,10 @@ class Schedule:
         with tf.init_scope():
             rest = [index for index in range(len(self.variables)) if index not in self._order]
             handed_over = None if self._timeline is None else self._timeline.handed_over
-            exchange = GradientExchange(self.session, self.variables, [*self._order, *rest], handed_over)
+            exchange = GradientExchange(self.session, self.variables, [*self._order, *rest], self._agreement, handed_over)
             self._updater.exchange = exchange
             paths = [variable.path for variable in self.variables]
-            self._step = Step(exchange, self._updater, paths, own_value(self._optimizer.own_iterations))
+            self._step = Step(exchange, self._updater, self._agreement, paths, own_value(self._optimizer.own_iterations))
         return self._step
 
     def _learning_rate(self) -> tf.Tensor:
@@ -184,10 +228,21 @@ class Schedule:
                 self._updates[key] = Updates(self._optimizer, self.variables, spec)
         return self._updates[key]
 
+    def meet(self, doing: str) -> None:
+        """Wait until all ranks are ``doing`` this instead of a step. No-op before the first step and after the end.
+
+        Raises:
+            RanksDiverged: another rank has begun a step, or does something else.
+            CommschedError: the session failed.
+        """
+        if self._updater.exchange is not None and not self.ended:
+            self._updater.wait_for_flags()
+            self._updater.exchange.meet(doing)
+
     # --- the end ---
 
     def synchronize(self) -> None:
-        """Also as operations of the graph that is being traced."""
+        """Wait until every update is made, or add that wait to the graph that is being traced."""
         if tf.executing_eagerly():
             self._updater.synchronize()
         elif self.why_all_at_once is None:
@@ -195,11 +250,12 @@ class Schedule:
                 gate.settle()
 
     def _finish(self) -> None:
-        """Nothing comes after."""
+        """End, because the session closes."""
         self._end(release_groups=False)
 
     def detach(self) -> None:
         self._end(release_groups=True)
+        self._model.train_function = None  # the traced function would average
         self._forget()
 
     def _end(self, release_groups: bool) -> None:
@@ -209,6 +265,7 @@ class Schedule:
         self.ended = True
         for variable in [*self.variables, *self._optimizer.variables]:
             release(variable)
+        leave_fit(self._model)
         if self._timeline is not None:
             self._timeline.close()
         if self._updater.exchange is not None:

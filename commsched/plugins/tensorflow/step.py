@@ -1,8 +1,8 @@
-"""One step of training, eagerly or as operations of the graph that is being traced.
+"""One training step, eagerly or as operations of the graph that is being traced.
 
-Each bundle of gradients is handed over by an operation that depends on those alone, so while backward runs. In a graph, each
-group of operations is a function of its own whose inputs say what it uses: TensorFlow then keeps its order with respect to
-those and to nothing else.
+In a graph, an operation that depends only on the gradients of one bundle submits them, so it runs while backward does. Each
+group of operations is a function of its own, whose inputs say which variables it uses. TensorFlow then keeps its order with
+respect to operations on these variables, and to no others.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from typing import Any
 import tensorflow as tf
 
 from ...core.errors import UnsupportedError
+from .agreement import Agreement
 from .exchange import Bundle, GradientExchange
 from .gate import touch
-from .on_host import on_host
+from .host_call import on_host
 from .update import Updates
 from .updater import Updater
 
@@ -25,28 +26,40 @@ Gradients = Mapping[int, tf.Tensor]
 
 
 class Step:
-    """The operations of a step, for the variables of ``updater``. ``iterations`` is what counts deferred steps."""
+    """The operations of a step, for the variables of ``updater``.
 
-    def __init__(self, exchange: GradientExchange, updater: Updater, paths: Sequence[str], iterations: tf.Variable) -> None:
+    A step is *deferred* if its updates are made when their averages arrive. ``iterations`` counts deferred steps.
+    """
+
+    def __init__(
+        self,
+        exchange: GradientExchange,
+        updater: Updater,
+        agreement: Agreement,
+        paths: Sequence[str],
+        iterations: tf.Variable,
+    ) -> None:
+        self._agreement = agreement
         self._iterations = iterations
         self._exchange = exchange
         self._updater = updater
         self._paths = paths
         self._begin = tf.function(self._begin_in_graph, autograph=False)
+        self._numbers: list[Mapping[str, Any]] = []  # by number of a traced step: the optimizer's numbers at tracing
         self._commits: dict[tuple[Updates, tuple[Bundle, ...]], Any] = {}
-        self._adding = threading.Lock()  # two threads may trace: each commit has a number of its own
+        self._adding = threading.Lock()  # two threads may trace, and each commit must get its own number
 
     def deferred(self, gradients: Gradients, updates: Updates, learning_rate: tf.Tensor) -> None:
-        """Average ``gradients``; each variable is updated when its average is there. Waits for no average of this step."""
+        """Average ``gradients``; each variable is updated when its average arrives. Does not wait for averages of this step."""
         bundles = self._exchange.bundles(gradients.keys())
         updates.prepare(bundles)
         self._updater.prepare(bundles)
         if tf.executing_eagerly():
             self._updater.synchronize()
-            self._hand_over_eagerly(gradients, learning_rate)
+            self._hand_over_eagerly(gradients, updates.numbers, learning_rate)
             self._commit_on_host(updates, bundles, learning_rate)
             return
-        handed_over = self._hand_over_in_graph(gradients, learning_rate, all_at_once=False)
+        handed_over = self._hand_over_in_graph(gradients, updates.numbers, learning_rate, all_at_once=False)
         key = updates, bundles
         with self._adding:
             if key not in self._commits:
@@ -54,36 +67,47 @@ class Step:
         with tf.control_dependencies(handed_over):
             self._commits[key](learning_rate)
 
-    def averages(self, gradients: Gradients, learning_rate: tf.Tensor) -> dict[int, tf.Tensor]:
-        """Average ``gradients``; waits for all. Once they are used, call :meth:`end`.
+    def averages(self, gradients: Gradients, numbers: Mapping[str, Any], learning_rate: tf.Tensor) -> dict[int, tf.Tensor]:
+        """Average ``gradients``, wait for all averages and return them. Call :meth:`end` once the averages are used.
+
+        Args:
+            numbers: the optimizer's numbers, which must be equal on all ranks.
 
         Raises:
             UnsupportedError: some ranks have a gradient that others have not. From a graph, as TensorFlow's ``UnknownError``.
+            RanksDiverged: the ranks' optimizers differ. From a graph, as TensorFlow's ``InvalidArgumentError``.
             CommschedError: the session failed. From a graph, as TensorFlow's ``InvalidArgumentError``.
         """
         indices = sorted(gradients)
         if tf.executing_eagerly():
-            self._hand_over_eagerly(gradients, learning_rate)
+            self._hand_over_eagerly(gradients, numbers, learning_rate)
+            self._exchange.wait_for_flags()
+            self._exchange.require_alike()
             for index in range(len(self._paths)):
                 self._exchange.wait(index)
             return dict(zip(indices, map(tf.constant, self._copies(indices))))
         collect = tf.function(self._make_collect(indices, [gradients[index].dtype for index in indices]), autograph=False)
-        with tf.control_dependencies(self._hand_over_in_graph(gradients, learning_rate, all_at_once=True)):
+        with tf.control_dependencies(self._hand_over_in_graph(gradients, numbers, learning_rate, all_at_once=True)):
             averages = collect()
         return {index: tf.ensure_shape(average, gradients[index].shape) for index, average in zip(indices, averages)}
 
     def end(self, changed: Sequence[tf.Variable]) -> None:
-        """All updates of the step are made, of the variables ``changed``; in a graph, by what was added to it so far."""
+        """End the step. All its updates must be made, or be in the graph so far; they are updates of the variables
+        ``changed``."""
         if tf.executing_eagerly():
-            self._exchange.end()
+            self._end_on_host()
             return
 
         def end() -> None:
             for variable in changed:
                 touch(variable.handle)
-            on_host(self._exchange.end, [])
+            on_host(self._end_on_host, [])
 
         tf.function(end, autograph=False)()
+
+    def _end_on_host(self) -> None:
+        self._agreement.check_all(self._exchange.step)
+        self._exchange.end()
 
     def _backward_order(self, gradients: Gradients) -> list[int]:
         return [index for index in reversed(self._exchange.forward_order) if index in gradients]
@@ -92,30 +116,38 @@ class Step:
         return [index in gradients for index in range(len(self._paths))]
 
     def _copies(self, indices: Sequence[int]) -> list[Any]:
-        """Averages of exactly the variables ``indices``, of which this rank has gradients."""
+        """Copies of the averages of the variables ``indices``, exactly those of which this rank has gradients.
+
+        Raises:
+            UnsupportedError: only some ranks have a gradient of a variable; names it.
+        """
         for index, path in enumerate(self._paths):
             if 0 < self._exchange.share(index) < 1:
                 raise UnsupportedError(
                     f"only some ranks have a gradient of '{path}', and this optimizer updates all variables at once; have "
                     "every rank use it in each step"
                 )
-        self._exchange.require_same_learning_rate()
         return [self._exchange.average(index).copy() for index in indices]
 
     # --- eagerly ---
 
-    def _hand_over_eagerly(self, gradients: Gradients, learning_rate: tf.Tensor) -> None:
-        self._exchange.begin(self._has_gradient(gradients), float(learning_rate))
+    def _hand_over_eagerly(self, gradients: Gradients, numbers: Mapping[str, Any], learning_rate: tf.Tensor) -> None:
+        self._exchange.begin(self._has_gradient(gradients), numbers, float(learning_rate))
         for index in self._backward_order(gradients):
             self._exchange.hand_over(index, gradients[index].numpy())
 
     # --- in graphs ---
 
-    def _hand_over_in_graph(self, gradients: Gradients, learning_rate: tf.Tensor, all_at_once: bool) -> list[tf.Tensor]:
-        """What is to run after all are handed over must depend on what is returned."""
+    def _hand_over_in_graph(
+        self, gradients: Gradients, numbers: Mapping[str, Any], learning_rate: tf.Tensor, all_at_once: bool
+    ) -> list[tf.Tensor]:
+        """Submit gradients in the graph. Operations that must run after all submissions must depend on the returned tensors."""
+        with self._adding:
+            self._numbers.append(numbers)
+            number = len(self._numbers) - 1
         first = gradients[self._backward_order(gradients)[0]]
-        with tf.control_dependencies([first]):  # not before: a graph may end without a step, as its input has
-            begun = self._begin(tf.constant(self._has_gradient(gradients)), learning_rate, all_at_once)
+        with tf.control_dependencies([first]):  # not before the first gradient: a graph ends without a step if its input ends
+            begun = self._begin(tf.constant(self._has_gradient(gradients)), tf.constant(number), learning_rate, all_at_once)
         known = {index for index, gradient in gradients.items() if gradient.shape.is_fully_defined()}
         with tf.control_dependencies([begun]):
             return [
@@ -124,22 +156,24 @@ class Step:
                 if gradients.keys() >= set(bundle)
             ] + [begun]
 
-    def _begin_in_graph(self, has_gradient: tf.Tensor, learning_rate: tf.Tensor, all_at_once: bool) -> tf.Tensor:
-        """Once all updates of the step before are made."""
+    def _begin_in_graph(
+        self, has_gradient: tf.Tensor, number: tf.Tensor, learning_rate: tf.Tensor, all_at_once: bool
+    ) -> tf.Tensor:
+        """Begin the step once all updates of the previous step are made."""
         updater = self._updater
         with tf.control_dependencies([updater.signals.wait(updater.arrived if all_at_once else updater.all_open)]):
-            done = on_host(self._begin_on_host, [has_gradient, learning_rate, all_at_once])
+            done = on_host(self._begin_on_host, [has_gradient, number, learning_rate, all_at_once])
         with tf.control_dependencies([done]):
             return tf.constant(True)
 
-    def _begin_on_host(self, has_gradient: Any, learning_rate: Any, all_at_once: Any) -> None:
-        self._exchange.begin(has_gradient, float(learning_rate))
+    def _begin_on_host(self, has_gradient: Any, number: Any, learning_rate: Any, all_at_once: Any) -> None:
+        self._exchange.begin(has_gradient, self._numbers[int(number)], float(learning_rate))
         if all_at_once:
             self._updater.await_all()
 
     def _make_hand_over(self, bundle: Bundle) -> Any:
         def hand_over(gradients: Sequence[tf.Tensor]) -> tf.Tensor:
-            # Reads a variable, so that TensorFlow does not take it for something that follows all other such operations.
+            # This function reads a variable. Otherwise TensorFlow would order it after all other such operations.
             with tf.control_dependencies([self._updater.signals.closed.read_value()]):
                 if len(bundle) == 1:
                     done = on_host(self._exchange.hand_over, gradients, first=bundle)
@@ -152,7 +186,7 @@ class Step:
         return hand_over
 
     def _commit_on_host(self, updates: Updates, bundles: Sequence[Bundle], learning_rate: Any) -> None:
-        # Counted here, and not by an operation of its own: that might run, or not, in a graph that ends by an error.
+        # Counted here and not by a separate operation, which might or might not run in a graph that ends with an error.
         self._updater.commit(updates, bundles, tf.convert_to_tensor(learning_rate), self._iterations.read_value())
         self._iterations.assign_add(1)
         self._exchange.end()

@@ -1,4 +1,5 @@
-"""What the trace shows of a model's forward and backward. Only there when a trace is wanted: it adds operations to graphs."""
+"""Spans of a model's forward and backward for the trace. Used only if a trace is wanted, because it adds operations to
+graphs."""
 
 from __future__ import annotations
 
@@ -12,34 +13,34 @@ from weakref import WeakMethod
 import keras
 import tensorflow as tf
 
-from ...core.ports import Observer
+from ...core.interfaces import Observer
 from .gate import Signals
 
-#: Where Keras notes with a tensor which of its time steps count.
+#: The tensor attribute in which Keras notes which of the tensor's time steps count.
 _MASK = "_keras_mask"
 
 
 class Timeline:
-    """Spans of ``model``'s layers for ``observer``, until :meth:`close`.
+    """Reports spans of ``model``'s layers to ``observer``, until :meth:`close`.
 
-    A span of forward begins when what comes into a layer has been computed, and ends when what goes out of it has: with the
-    wait for its weights. Layers are those with variables of their own, and recurrent ones. A span of backward lies between two
-    moments at which gradients were handed over; the first begins with the end of forward.
+    A span of forward begins when the input of a layer is computed, and ends when its output is. So it includes the wait for the
+    layer's weights. Spans exist for layers with variables of their own, and for recurrent layers. A span of backward lies
+    between two submissions of gradients. The first one begins with the end of forward.
     """
 
     def __init__(self, observer: Observer, signals: Signals, model: Any) -> None:
         self._observer = observer
         self._signals = signals
         self._lock = threading.Lock()
-        self._began: dict[str, float] = {}  # by name of a layer
+        self._began: dict[str, float] = {}  # by layer name, in monotonic seconds
         self._since = monotonic()
         self._layers = list(_layers_with_variables(model))
         for layer in self._layers:
-            # Found before the method of the class; neither saved nor copied with the layer.
+            # An attribute of the object is found before the method of the class. It is neither saved nor copied with the layer.
             layer.call = self._watched(layer.path or layer.name, layer.call)
 
     def handed_over(self, name: str) -> None:
-        """Gradients. Any thread."""
+        """Note that the gradients ``name`` were submitted. Any thread."""
         with self._lock:
             self._tell("backward", name, self._since)
             self._since = monotonic()
@@ -72,8 +73,9 @@ class Timeline:
         return watched
 
     def _operation(self, method: Callable[[str], None], name: str) -> Callable[[tf.Tensor], tf.Tensor]:
-        """What returns its tensor, with a call of ``method`` once that has been computed, before anything uses it."""
-        known = WeakMethod(method)  # TensorFlow keeps what an operation calls until the process ends
+        """A function that returns its tensor. It adds a call of ``method`` that runs once the tensor is computed, and before
+        any operation uses the result."""
+        known = WeakMethod(method)  # weak, because TensorFlow keeps an operation's Python function until the process ends
         signals = self._signals
 
         def told(_: Any) -> bool:
@@ -104,10 +106,10 @@ class Timeline:
 def _layers_with_variables(model: Any) -> Iterator[Any]:
     layers = list(model._flatten_layers())
     recurrent = [layer for layer in layers if isinstance(layer, keras.layers.RNN)]
-    cells = {id(inner) for layer in recurrent for inner in layer.cell._flatten_layers()}  # run at each of their times
+    cells = {id(inner) for layer in recurrent for inner in layer.cell._flatten_layers()}  # these run once in each time step
     for layer in layers:
         wanted = isinstance(layer, keras.layers.RNN) or (layer._trainable_variables and id(layer) not in cells)
-        if wanted and "call" not in vars(layer):  # one watches already, for another optimizer
+        if wanted and "call" not in vars(layer):  # otherwise another optimizer's timeline watches the layer already
             yield layer
 
 

@@ -1,4 +1,4 @@
-"""The user's own optimizer, narrowed to a bundle of variables."""
+"""The user's own optimizer, applied to one bundle of variables at a time."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from .agreement import numbers_of
 from .compiled import Compiled
 from .exchange import Bundle
 from .guard import own_value, unguarded
 
-#: Keras's optimizers whose update of a variable depends on that variable's gradient and state alone. Of these exactly: a
-#: subclass may do anything.
+#: Keras's optimizers whose update of a variable depends on that variable's gradient and state alone. Subclasses do not count:
+#: they may do anything.
 _ALONE = (
     keras.optimizers.SGD,
     keras.optimizers.Adam,
@@ -35,7 +36,7 @@ _local = threading.local()
 
 
 def why_all_at_once(kind: type, optimizer: Any, per_parameter: bool | None) -> str | None:
-    """Why ``optimizer``, of class ``kind``, must be given all gradients in one call, as a clause; None: it need not."""
+    """The reason, as a clause, why ``optimizer`` of class ``kind`` needs all gradients in one call; None if it does not."""
     if optimizer.global_clipnorm:
         return "global_clipnorm needs the norm of all gradients"
     if optimizer.use_ema:
@@ -48,12 +49,13 @@ def why_all_at_once(kind: type, optimizer: Any, per_parameter: bool | None) -> s
 
 
 def learning_rate_now() -> Any:
-    """Within an update, the learning rate of the step that it belongs to; else None."""
+    """The learning rate of the step whose update this thread is making; None outside an update."""
     return getattr(_local, "learning_rate", None)
 
 
 def hyper_parameters(optimizer: Any) -> tuple[Any, ...]:
-    """The plain values among the optimizer's attributes, as what can be compared: what a traced update has as constants."""
+    """The plain values among the optimizer's attributes, in a form that can be compared. They are constants of a traced
+    update."""
     return tuple((name, _comparable(value)) for name, value in sorted(vars(optimizer).items()))
 
 
@@ -64,21 +66,24 @@ def _comparable(value: Any) -> Any:
         return value.shape, value.dtype.str, value.tobytes()
     if isinstance(value, list | tuple):
         return tuple(map(_comparable, value))
-    return ...  # variables, and what else is not a constant
+    return ...  # variables, and other values that are not constants
 
 
 class Updates:
-    """Compiled functions that let ``optimizer`` update exactly the variables of one bundle, with its hyper-parameters as they
-    are now, and the learning rate and the number of the step that they are called with."""
+    """Compiled functions in which ``optimizer`` updates exactly the variables of one bundle.
+
+    They use its hyper-parameters as they are now. The learning rate and the number of the step are arguments of each call.
+    """
 
     def __init__(self, optimizer: Any, variables: Sequence[Any], learning_rate: tf.TensorSpec) -> None:
+        self.numbers = numbers_of(optimizer)
         self._optimizer = optimizer
         self._variables = variables
         self._step = (learning_rate, tf.TensorSpec((), own_value(optimizer.own_iterations).dtype))
         self._functions: dict[Bundle, Compiled] = {}
 
     def prepare(self, bundles: Sequence[Bundle]) -> None:
-        """Those that are to be called. In the user's thread: an optimizer that raises, raises there."""
+        """Compile the functions for ``bundles``. Call it in the user's thread, so that an optimizer's error is raised there."""
         for bundle in bundles:
             if bundle not in self._functions:
                 variables = [self._variables[index] for index in bundle]
@@ -87,7 +92,7 @@ class Updates:
                 self._functions[bundle] = Compiled(self._make(variables), gradient, *self._step)
 
     def update(self, bundle: Bundle, gradient: Any, learning_rate: tf.Tensor, iterations: tf.Tensor) -> None:
-        """The variables of ``bundle``, whose gradients lie in ``gradient`` one after another. Eagerly."""
+        """Update the variables of ``bundle``, eagerly. ``gradient`` holds their gradients, flat and one after another."""
         self._functions[bundle](tf.constant(gradient), learning_rate, iterations)
 
     def _make(self, variables: Sequence[Any]) -> Callable[[tf.Tensor, tf.Tensor, tf.Tensor], None]:
@@ -99,11 +104,11 @@ class Updates:
             counter = self._optimizer.own_iterations
             _local.learning_rate = learning_rate
             try:
-                # Within, Keras assigns to the scope what it assigns by itself (the counter, a constraint's result); what
-                # optimizers assign goes to the variables.
+                # In the scope, Keras's own assignments (the counter, a constraint's result) go to the scope. The optimizer's
+                # assignments go to the variables.
                 with unguarded(), keras.StatelessScope(state_mapping=[(counter, iterations)]) as scope:
                     self._optimizer.apply_plainly(gradients, variables)
-                    # The scope knows by identity what was assigned.
+                    # The scope identifies the assigned variables by identity.
                     known = {id(each): each for each in [*variables, *self._optimizer.variables] if each is not counter}
                     assigned = {key: scope.get_current_value(each) for key, each in known.items()}
                 with unguarded():

@@ -1,8 +1,7 @@
-"""Updater: the thread that updates each variable once its average is there, and then opens its gate."""
+"""Updater: the thread that updates each variable once its average arrives, and then opens the variable's gate."""
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Sequence
 from time import monotonic
@@ -13,39 +12,44 @@ import tensorflow as tf
 import commsched
 
 from ...core.errors import ClosedError, CommschedError, TransportError
-from ...core.observers import TaskObserver
+from ...core.interfaces import TaskObserver
 from ...core.task import CommTask
+from .agreement import Agreement
 from .exchange import Bundle, GradientExchange
 from .gate import Gate, Passage, Signals
 from .update import Updates
 
-log = logging.getLogger("commsched")
-
 _WARN_AFTER_SECONDS = 10.0
+#: A note on the error that a reader of a variable gets, for example to save it, if a failure has made its update impossible.
+_LOST = "an update that was outstanding then is not made any more, so go on from the last checkpoint"
 
 
 class Updater:
     """One gate for each variable, and one thread, ``commsched-update``.
 
-    The thread takes what is due front layers first, as far as averages are there. It runs beside the user's step: TensorFlow
-    releases Python's lock while it computes.
+    The thread makes the outstanding updates, front layers first, as far as their averages are available. It runs beside the
+    user's step, because TensorFlow releases Python's lock while it computes.
     """
 
-    def __init__(self, session: commsched.Session, variables: Sequence[tf.Variable]) -> None:
+    def __init__(self, session: commsched.Session, variables: Sequence[tf.Variable], agreement: Agreement) -> None:
         count = len(variables)
-        # Beside those of the variables: where what comes after all updates waits, and who needs all averages at once.
+        # Two gates beside those of the variables. ``all_open`` opens after all updates, ``arrived`` when all averages have
+        # arrived, for optimizers that need them at once.
         self.all_open, self.arrived = count, count + 1
         self.signals = Signals(count + 2)
-        self.exchange: GradientExchange | None = None  # with the first step
+        self.exchange: GradientExchange | None = None  # set with the first step
         self._session = session
+        self._agreement = agreement
         self._changed = threading.Condition()
         self.gates = [
             Gate(index, variable, self.signals, lambda index=index: self._wait(index))  # type: ignore[misc]
             for index, variable in enumerate(variables)
         ]
-        self._awaiting = False  # all averages
-        self.state: list[tf.Variable] = []  # of the optimizer
-        self._due: dict[Bundle, tuple[Updates, Any, Any]] = {}  # front first: how, learning rate, number of the step
+        self._awaiting = False  # whether ``arrived`` is closed until all averages arrive
+        self.state: list[tf.Variable] = []  # the optimizer's variables that have a settle function
+        # The outstanding updates, front layers first: the compiled functions, the learning rate, the number of the step.
+        self._due: dict[Bundle, tuple[Updates, Any, Any]] = {}
+        self._alike = True  # whether ranks were found alike in this step; True before the first step
         self._error: CommschedError | None = None
         self._ends = False
         self._forget = session.observe(TaskObserver(self._on_task))
@@ -53,19 +57,19 @@ class Updater:
         self._thread = threading.Thread(target=self._run, name="commsched-update", daemon=True)
         self._thread.start()
 
-    # --- the user's threads, and those of TensorFlow ---
+    # --- the user's threads, and TensorFlow's threads ---
 
     def prepare(self, bundles: Sequence[Bundle]) -> None:
-        """For ``commit``, which should not have to compile anything."""
+        """Compile the functions that open the gates of ``bundles``, so that nothing is compiled after ``commit``."""
         for gates in [*bundles, (self.all_open,)]:
             self.signals.prepare(gates)
 
     def commit(self, updates: Updates, bundles: Sequence[Bundle], learning_rate: tf.Tensor, iterations: tf.Tensor) -> None:
-        """All gradients are handed over: update the variables of each bundle when their averages are there, and let no reader
-        see them before.
+        """Close all gates, and update the variables of each bundle when their averages arrive. Call it once all gradients are
+        submitted.
 
         Raises:
-            CommschedError: the session failed, or this was closed meanwhile: gates would open no more.
+            CommschedError: the session failed, or this updater was closed meanwhile, so gates would not open any more.
         """
         with self._changed:
             self._require_running()
@@ -73,14 +77,16 @@ class Updater:
             for gate in self.gates:
                 gate.is_closed = True
             self._due = dict.fromkeys(bundles, (updates, learning_rate, iterations))
+            self._alike = False
             self._changed.notify_all()
 
     def await_all(self) -> None:
-        """``arrived`` is from now on to wait for all averages of the step that has begun. Raises as ``commit``."""
+        """Close the gate ``arrived`` until all averages of the step that has begun have arrived. Raises as ``commit``."""
         with self._changed:
             self._require_running()
             self.signals.close([self.arrived])
             self._awaiting = True
+            self._alike = False
             self._changed.notify_all()
 
     def _require_running(self) -> None:
@@ -88,7 +94,7 @@ class Updater:
             raise self._error
 
     def synchronize(self) -> None:
-        """Wait until no update is due.
+        """Wait until no update is outstanding.
 
         Raises:
             CommschedError: the session failed or was closed.
@@ -97,8 +103,19 @@ class Updater:
             if gate.is_closed:
                 self._wait(index)
 
+    def wait_for_flags(self) -> None:
+        """Wait until all ranks have begun the last step and were found alike.
+
+        Raises:
+            CommschedError: the ranks differ, or the session failed or was closed.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._alike or self._error is not None)
+            self._require_running()
+
     def make_settle(self, state: tf.Variable) -> Callable[[], None]:
-        """What settles ``state`` of the optimizer: it may be that of any variable."""
+        """A function that settles the optimizer's variable ``state``. It waits for all updates, since any of them may change
+        ``state``."""
         self.state.append(state)
         passage = Passage(state, self.signals, self.all_open)
 
@@ -113,14 +130,19 @@ class Updater:
     def _wait(self, index: int) -> None:
         exchange = self.exchange
         assert exchange is not None
-        exchange.wait(index)  # which warns, and raises what the session failed by
-        with self._changed:
-            self._changed.wait_for(lambda: not self.gates[index].is_closed or self._error is not None)
-            if self.gates[index].is_closed and self._error is not None:
-                raise self._error
+        try:
+            exchange.wait(index)  # warns of a long wait, and raises the failure of the session
+            with self._changed:
+                self._changed.wait_for(lambda: not self.gates[index].is_closed or self._error is not None)
+                if self.gates[index].is_closed and self._error is not None:
+                    raise self._error
+        except CommschedError as error:
+            if _LOST not in getattr(error, "__notes__", ()):
+                error.add_note(_LOST)
+            raise
 
     def close(self) -> None:
-        """End the thread; what is due is not waited for, and its readers are told. Idempotent."""
+        """End the thread. Outstanding updates are not made, and readers that wait for them get an error. Idempotent."""
         with self._changed:
             self._ends = True
             self._changed.notify_all()
@@ -128,7 +150,7 @@ class Updater:
             self._thread.join()
         self._forget()
 
-    # --- the session's threads: what may have opened a proxy ---
+    # --- the session's threads: events that may have opened a proxy ---
 
     def _on_task(self, task: CommTask) -> None:
         with self._changed:
@@ -143,12 +165,15 @@ class Updater:
 
     def _run(self) -> None:
         while (bundle := self._next()) is not None:
+            if not bundle:
+                self._require_alike()
+                continue
             with self._changed:
                 updates, learning_rate, iterations = self._due[bundle]
             try:
                 self._update(bundle, updates, learning_rate, iterations)
             except BaseException as error:
-                # Half an update: no rank may go on from here as if nothing were.
+                # The update may be half made, so the job must fail on all ranks.
                 name = self._name_of(bundle)
                 ours = TransportError(
                     f"rank {self._session.rank}: the update of '{name}' raised {type(error).__name__}: {error}"
@@ -167,13 +192,37 @@ class Updater:
                 self._changed.notify_all()
         self._fail()
 
+    def _require_alike(self) -> None:
+        """Require ranks that are alike, before any update of the step. It also runs if gradients never arrive, because another
+        rank does something else."""
+        assert self.exchange is not None
+        try:
+            self.exchange.require_alike()
+        except CommschedError as error:
+            with self._changed:
+                self._due.clear()
+            self._session.report(error)
+        with self._changed:
+            if self._due:
+                self._agreement.begin_check(self.exchange.step)
+            self._alike = True
+            self._changed.notify_all()
+
     def _next(self) -> Bundle | None:
-        """The front-most that can be updated, once there is one; None: no more updates."""
+        """Wait for the thread's next work.
+
+        Returns:
+            The front-most bundle that can be updated. An empty bundle if the ranks must be compared first. None if no updates
+            will follow.
+        """
         since = monotonic()
         with self._changed:
             while self._error is None and not self._ends:
                 exchange = self.exchange
-                if exchange is not None:
+                if exchange is not None and not self._alike:  # averages may arrive before the flags
+                    if exchange.flags_are_there():
+                        return ()
+                elif exchange is not None:
                     for bundle in self._due:
                         if exchange.is_there(bundle):
                             return bundle
@@ -185,31 +234,30 @@ class Updater:
             return None
 
     def _warn(self, seconds: float) -> None:
-        if self._due:
-            name = self._name_of(next(iter(self._due)))
-            log.warning("rank %d has waited %.0f s for the average of '%s'", self._session.rank, seconds, name)
+        if self._due and self.exchange is not None:
+            self.exchange.stalled(next(iter(self._due)), seconds)
 
     def _update(self, bundle: Bundle, updates: Updates, learning_rate: Any, iterations: Any) -> None:
         assert self.exchange is not None
-        self.exchange.require_same_learning_rate()
         average = self.exchange.average_of_bundle(bundle)
-        if average is None:
-            return
-        began = monotonic()
-        updates.update(bundle, average, learning_rate, iterations)
-        if self._session.observer is not None:
-            self._session.observer.on_span("update", self._name_of(bundle), began, monotonic())
+        if average is not None:
+            began = monotonic()
+            updates.update(bundle, average, learning_rate, iterations)
+            if self._session.observer is not None:
+                self._session.observer.on_span("update", self._name_of(bundle), began, monotonic())
+        for index in bundle:
+            self._agreement.check(index)
 
     def _name_of(self, bundle: Bundle) -> str:
         assert self.exchange is not None
         return self.exchange.name_of(bundle)
 
     def _fail(self) -> None:
-        """Let go all graphs that wait, having told them why. Eager readers of stale variables find the gates closed."""
+        """Wake all waiting graphs with the failure. Eager readers of stale variables find the gates closed."""
         with self._changed:
             if self._error is None:
                 self._error = ClosedError("this session is closed")
                 if not self._awaiting and not any(gate.is_closed for gate in self.gates):
                     return
-            self.signals.fail(f"{type(self._error).__name__}: {self._error}")
+            self.signals.fail(f"{type(self._error).__name__}: {self._error}; {_LOST}")
             self._changed.notify_all()

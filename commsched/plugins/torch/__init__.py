@@ -5,8 +5,8 @@
 
 Everything else of the training loop stays as it is.
 
-On a CUDA device, updates are in order on the stream that reads the parameters. Before another stream reads them, call
-``optimizer.synchronize()`` and let it wait for this one, as for any work of another stream.
+On a CUDA device, updates run in order on the stream that reads the parameters. Before another stream reads them, call
+``optimizer.synchronize()`` and let that stream wait for the current one, as for any work of another stream.
 """
 
 try:

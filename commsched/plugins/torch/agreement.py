@@ -1,28 +1,255 @@
-"""What all ranks must have done alike, or they would part: each refusal names the parameter."""
+"""The flags and checks by which ranks compare, in each round, what they do, so that they cannot diverge unnoticed."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import Any
+from weakref import ref
 
 import torch
 
-from ...core.errors import ManifestMismatch, TransportError, UnsupportedError
-from .flags import Kept, Used
-from .projection import projection
+import commsched
+
+from ...core.errors import ConfigError, ManifestMismatch, RanksDiverged, TransportError, UnsupportedError
+from ...core.group import TensorGroup
+from ...core.manifest import TensorSpec
+from .device import Device
+from .flat import register_flat
+from .guard import guard, release, unguarded
+from .hyper_parameters import BITS, by_name, digests_differ
+from .samples import Samples, first_sample_difference
 from .slot import Slot
+
+_FIRST = 3 + BITS  # number of floats in the second set before the floats for each parameter
+
+
+@dataclass(frozen=True)
+class BackwardFlags:
+    """The first set of flags, sent when backward is over. Each float is a share of ranks (0 to 1); the comment beside it says
+    what these ranks do."""
+
+    unfrozen: float  # have a parameter that needs a place in a buffer, or may need one later
+    adding: float  # have run no backward, but wait to add parameters
+    share: list[float]  # by flag: have a gradient for the parameter
+
+
+@dataclass(frozen=True)
+class StepFlags:
+    """The second set of flags, sent at the end of the round. Each float is a share of ranks (0 to 1); the comment beside it
+    says what these ranks do."""
+
+    committed: float  # called step()
+    unfrozen: float  # as in BackwardFlags
+    own_changed: float  # have changed gradients that were their own sums, not averages
+    hyper_parameters_differ: bool  # whether the ranks' hyper-parameters differ
+    share: list[float]  # by flag: still have a gradient for the parameter
+    changed: list[float]  # by flag: have something other than the gradient they submitted or its average
+    samples: torch.Tensor  # means over ranks of the sample norms and projections of read or changed gradients, on the host
+    own_samples: torch.Tensor | None  # this rank's norms and projections
+
+
+class _Floats:
+    """Holds numbers as a tensor on the host. The tensor is reused while the numbers stay the same, as in most steps."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._numbers: Sequence[float] | None = None
+        self._tensor: torch.Tensor
+
+    def of(self, numbers: Sequence[float], missing: int) -> torch.Tensor:
+        """Return ``numbers``, followed by ``missing`` NaNs. The tensor must not be written to, and is valid until the next
+        call."""
+        if numbers != self._numbers:
+            self._numbers = numbers
+            self._tensor = torch.tensor([*numbers, *[math.nan] * missing], dtype=self._dtype, device="cpu")
+        return self._tensor
+
+
+class Flags:
+    """Two sets of floats that are averaged over the ranks, some of them per parameter of the optimizer.
+
+    Each set is a group of its own. So no gradient shares a partition with the flags and waits for them, and both sets are sent
+    before all gradients but the first ones.
+    """
+
+    def __init__(self, session: commsched.Session, device: Device, parameters: int) -> None:
+        self._device = device
+        self._world_size = session.world_size
+        (self._used,), self._used_group = register_flat(
+            session, device, [TensorSpec("commsched.used", (2 + parameters,), "float32")]
+        )
+        (self._kept,), self._kept_group = register_flat(
+            session, device, [TensorSpec("commsched.kept", (_FIRST + 4 * parameters,), "float64")]
+        )  # float64, because norms are compared and no wire dtype narrows float64
+        self._all_used: BackwardFlags | None = None  # the averaged flags of this round, once they were read
+        self._all_kept: StepFlags | None = None
+        self._own: torch.Tensor | None = None  # this rank's norms and projections of samples
+        self._say_used, self._say_kept = _Floats(torch.float32), _Floats(torch.float64)
+
+    @property
+    def registered(self) -> list[tuple[TensorGroup, list[torch.Tensor]]]:
+        """The groups of the flags, with their tensors."""
+        return [(self._used_group, [self._used]), (self._kept_group, [self._kept])]
+
+    def begin_step(self) -> None:
+        self._used_group.begin_step()
+        self._kept_group.begin_step()
+
+    def settle(self) -> None:
+        """Wait until the last round is over on all ranks."""
+        self.used()
+        self.kept()
+
+    def release(self) -> None:
+        """Wait for the end of the last round, then release the groups. No round may begin afterwards."""
+        self.settle()
+        self._used_group.release()
+        self._kept_group.release()
+
+    def offer_used(self, unfrozen: bool, adding: bool, used: Sequence[bool]) -> None:
+        self._all_used = None
+        with self._device.aside():
+            self._used.copy_(self._say_used.of([unfrozen, adding, *used], 0))
+        self._used_group.notify_ready(0)
+
+    def offer_kept(
+        self,
+        committed: bool,
+        unfrozen: bool,
+        own_changed: bool,
+        kept: Sequence[bool],
+        changed: Sequence[bool],
+        samples: torch.Tensor | None,
+        hyper_parameters: Sequence[float],
+    ) -> None:
+        """Submit this rank's second set of flags. Never waits.
+
+        Args:
+            kept: by flag: whether this rank still has a gradient.
+            changed: by flag: whether this rank has changed the gradient.
+            samples: the result of ``Samples.of``.
+            hyper_parameters: the bits of the digest of the hyper-parameters.
+        """
+        self._all_kept = None
+        self._own = samples
+        numbers = [committed, unfrozen, own_changed, *hyper_parameters, *kept, *changed]
+        with self._device.aside():
+            self._kept.copy_(self._say_kept.of(numbers, 2 * len(kept)))
+        if samples is not None:
+            self._kept[-samples.numel() :].copy_(samples.view(-1))
+        self._device.when_written(self._notify_kept)
+
+    def _notify_kept(self) -> None:
+        self._kept_group.notify_ready(0)
+
+    def are_there(self) -> bool:
+        return self._used_group.proxies[0].is_open and self._kept_group.proxies[0].is_open
+
+    def used(self) -> BackwardFlags:
+        """Wait until backward is over on all ranks, and return the first flags."""
+        if self._all_used is None:
+            self._used_group.proxies[0].wait()
+            with self._device.aside():
+                unfrozen, adding, *share = self._used.tolist()
+            self._all_used = BackwardFlags(unfrozen, adding, share)
+        return self._all_used
+
+    def kept(self) -> StepFlags:
+        """Wait until the round is over on all ranks, and return the second flags."""
+        if self._all_kept is None:
+            self._kept_group.proxies[0].wait()
+            with self._device.aside():
+                kept = self._kept.to("cpu", copy=True)
+                own = self._own.to("cpu") if self._own is not None else None
+            count = (len(kept) - _FIRST) // 4
+            committed, unfrozen, own_changed = kept[:3].tolist()
+            differ = digests_differ(kept[3:_FIRST].tolist(), self._world_size)
+            share, changed = kept[_FIRST : _FIRST + 2 * count].view(2, count).tolist()
+            samples = kept[_FIRST + 2 * count :].view(2, count)
+            self._all_kept = StepFlags(committed, unfrozen, own_changed, differ, share, changed, samples, own)
+        return self._all_kept
+
+
+class OwnSums:
+    """Remembers gradients that backward has made but that do not travel yet, to detect whether the user has changed them.
+
+    This costs nothing until a gradient is read. Then it costs one norm, because a change through ``.data`` leaves no trace.
+    """
+
+    def __init__(self) -> None:
+        self._sums: dict[Slot, _OwnSum] = {}
+
+    def __contains__(self, slot: Slot) -> bool:
+        return slot in self._sums
+
+    def note(self, slot: Slot, gradient: torch.Tensor) -> None:
+        """Remember ``gradient``, the ``.grad`` of ``slot``, after backward has added to it."""
+        known = self._sums.get(slot)
+        if known is not None:
+            release(known.gradient)
+        self._sums[slot] = _OwnSum(gradient)
+
+    def forget(self) -> None:
+        """Forget all gradients, because they travel from here on."""
+        for own in self._sums.values():
+            release(own.gradient)
+        self._sums.clear()
+
+    def changed(self) -> str | None:
+        """The name of a parameter whose gradient differs from backward's, and was neither dropped nor zeroed; else None."""
+        with unguarded():
+            return next((slot.name for slot, own in self._sums.items() if own.is_changed(slot.parameter.grad)), None)
+
+
+class _OwnSum:
+    def __init__(self, gradient: torch.Tensor) -> None:
+        self.gradient = gradient
+        self._version = gradient._version
+        self._norm: float | None = None  # norm of the gradient when it was first read
+        guard(gradient, self._read_by(ref(self)))
+
+    @staticmethod
+    def _read_by(weak: ref[_OwnSum]) -> Callable[[], None]:
+        def read() -> None:
+            own = weak()
+            if own is not None:  # else the model is gone, so no change need be detected
+                own._read()
+
+        return read
+
+    def _read(self) -> None:
+        release(self.gradient)
+        self._norm = norm(self.gradient)
+
+    def is_changed(self, gradient: torch.Tensor | None) -> bool:
+        if gradient is None:
+            return False
+        as_it_was = (
+            gradient is self.gradient
+            and gradient._version == self._version
+            and (self._norm is None or norm(gradient) == self._norm)
+        )
+        return not as_it_was and norm(gradient) != 0.0
+
+
+#: Seconds to wait until all ranks have reported their hyper-parameters, so that the error names the difference. Each rank
+#: finds the difference when it first needs an update, but it may wait elsewhere before that.
+_NAMED_WITHIN_SECONDS = 10.0
 
 
 def describe(slots: Sequence[Slot]) -> list[list[object]]:
-    """As JSON."""
+    """Describe each slot's parameter (name, shape, type, whether it is sparse) as JSON."""
     return [[slot.name, list(slot.parameter.shape), str(slot.parameter.dtype), slot.is_sparse] for slot in slots]
 
 
 def require_equal_parameters(described: Sequence[list[list[object]]]) -> None:
-    """``described[r]`` is what rank ``r`` has.
+    """Require that all ranks have the same parameters. ``described[r]`` is :func:`describe` on rank ``r``.
 
     Raises:
-        ManifestMismatch: names the first rank and parameter that differ.
+        ManifestMismatch: they differ; the message names the first rank and parameter that differ.
     """
     for rank, theirs in enumerate(described):
         for ours, other in zip([*described[0], None], [*theirs, None]):
@@ -30,25 +257,91 @@ def require_equal_parameters(described: Sequence[list[list[object]]]) -> None:
                 raise ManifestMismatch(f"the optimizer has parameter {ours} on rank 0 but {other} on rank {rank}")
 
 
-def require_same_end(kept: Kept, committed: bool, rank: int, step: int) -> None:
-    """
+def require_same_owners(owned: Sequence[Sequence[int]], slots: Sequence[Slot]) -> None:
+    """Require that each parameter belongs to the same earlier ScheduledOptimizer on all ranks.
+
+    Args:
+        owned: ``owned[r][i]`` is the number of the earlier ScheduledOptimizer that has parameter ``i`` on rank ``r``. -1 means
+            that none has it.
+        slots: the slots of the parameters.
+
     Raises:
-        TransportError: some ranks called step() in a round, ``rank`` if it has ``committed``, and others did not.
+        ConfigError: the ranks differ, so that they cannot end the earlier ones together.
+    """
+    for rank, theirs in enumerate(owned):
+        for slot, ours, other in zip(slots, owned[0], theirs):
+            if ours != other:
+                who = ["an earlier ScheduledOptimizer" if each >= 0 else "no other one" for each in (ours, other)]
+                raise ConfigError(
+                    f"parameter '{slot.name}' belongs to {who[0]} on rank 0, but to {who[1]} on rank {rank}; call detach() on "
+                    "all ranks, or on none"
+                )
+
+
+def require_same_optimizer(numbers: Sequence[int]) -> None:
+    """Require that all ranks send the first gradients of the same ScheduledOptimizer.
+
+    Args:
+        numbers: ``numbers[r]`` is the number (first, second, ...) of the ScheduledOptimizer on rank ``r``.
+
+    Raises:
+        ConfigError: the ranks differ, and would average gradients of different models.
+    """
+    for rank, number in enumerate(numbers):
+        if number != numbers[0]:
+            raise ConfigError(
+                f"the first gradients are those of ScheduledOptimizer {numbers[0]} on rank 0, but of {number} on rank {rank}: "
+                "the first backward of each must come in the same order on all ranks. If several threads train a model each, "
+                "make the first backward of each in one thread"
+            )
+
+
+def require_same_end(kept: StepFlags, committed: bool, rank: int, step: int) -> None:
+    """Require that all ranks end the round in the same way. ``committed`` says whether ``rank`` called step().
+
+    Raises:
+        TransportError: some ranks called step() and others did not.
     """
     if kept.committed != committed:
         stepped, other = f"called step() in step {step}", "dropped the gradients of that round or ran backward again"
         here, there = (stepped, other) if committed else (other, stepped)
         raise TransportError(
-            f"rank {rank} {here}, but another rank {there} (a caught exception, a skipped step or another number of backward "
-            "passes, or several that use different parts of the model on different ranks): the ranks would part"
+            f"rank {rank} {here}, but another rank {there}: all ranks must call step() after the same backward passes, or the "
+            "ranks would part. Look for a caught exception, a skipped step() or another number of backward passes. If ranks "
+            "use different parts of the model in several passes before step(), put all but the last within optimizer.no_sync()"
         )
 
 
-def require_added_alike(share: float, rank: int) -> None:
-    """``share`` of the ranks waits to add parameters.
+def require_equal_hyper_parameters(
+    kept: StepFlags, session: commsched.Session, label: str, step: int, groups: Sequence[Mapping[str, Any]], keys: Set[str]
+) -> None:
+    """Require that all ranks have the same hyper-parameters in ``step``.
+
+    Args:
+        label: names the optimizer in messages.
+        groups: the groups of this rank's optimizer.
+        keys: the keys that are compared.
 
     Raises:
-        UnsupportedError: some ranks do, and others train on.
+        RanksDiverged: the ranks differ; the message names the first hyper-parameter that differs and the ranks' values.
+    """
+    if not kept.hyper_parameters_differ:
+        return
+    failed = threading.Event()
+    session.when_failed(lambda _: failed.set())
+    session.compare(f"hyper-parameters{label}", step, by_name(groups, keys))  # every rank that comes here does the same
+    failed.wait(_NAMED_WITHIN_SECONDS)
+    session.core.check()
+    raise RanksDiverged(
+        f"hyper-parameters{label} differ between ranks in step {step}; rank {session.rank} has {by_name(groups, keys)}"
+    )
+
+
+def require_added_alike(share: float, rank: int) -> None:
+    """Require that all ranks add parameters, or none. ``share`` is the share of ranks that wait to add some.
+
+    Raises:
+        UnsupportedError: some ranks wait, and others continue training.
     """
     if 0 < share < 1:
         raise UnsupportedError(
@@ -58,10 +351,14 @@ def require_added_alike(share: float, rank: int) -> None:
 
 
 def require_unfrozen_alike(share: float, late: Iterable[Slot], rank: int) -> None:
-    """``share`` of the ranks has unfrozen something; ``late`` are the parameters that have no place in a buffer.
+    """Require that all ranks have unfrozen parameters, or none.
+
+    Args:
+        share: the share of ranks that have unfrozen parameters.
+        late: the parameters that have no place in a buffer.
 
     Raises:
-        UnsupportedError: some ranks have, and others have not.
+        UnsupportedError: some ranks have unfrozen parameters, and others have not.
     """
     if 0 < share < 1:
         names = [slot.name for slot in late if slot.has_gradient or slot.parameter.requires_grad]
@@ -73,10 +370,15 @@ def require_unfrozen_alike(share: float, late: Iterable[Slot], rank: int) -> Non
 
 
 def require_averaged_before_changed(share: float, name: str | None, rank: int) -> None:
-    """``share`` of the ranks has changed gradients that were their own; ``name`` is that of a parameter whose ``rank`` has.
+    """Require that no rank has changed gradients that were its own sums.
+
+    Args:
+        share: the share of ranks that have changed such gradients.
+        name: a parameter whose gradient was changed on ``rank``, or None.
 
     Raises:
-        UnsupportedError: there is such a rank. The average of what each has clipped is not the clipped average.
+        UnsupportedError: a rank has changed one. The average of gradients that each rank has clipped is not the clipped
+            average.
     """
     if share > 0:
         here, there = f"the gradient of '{name}' was changed on rank {rank}", "a gradient was changed on another rank"
@@ -86,98 +388,55 @@ def require_averaged_before_changed(share: float, name: str | None, rank: int) -
         )
 
 
-def require_changed_alike(kept: Kept, slots: Sequence[Slot]) -> None:
-    """``slots`` are by flag.
+def require_changed_alike(kept: StepFlags, slots: Sequence[Slot]) -> None:
+    """Require that all ranks have changed a gradient, or none. ``slots`` are by flag.
 
     Raises:
-        UnsupportedError: some ranks have put something into a gradient since it was handed over, or dropped it, and others
-            have the average, or nothing.
+        UnsupportedError: some ranks have changed or dropped a gradient since it was submitted, and others have the average, or
+            no gradient.
     """
     for flag, changed in enumerate(kept.changed):
-        if changed and kept.share[flag] and not changed == kept.share[flag] == 1.0:  # neither dropped nor changed by all
+        if changed and kept.share[flag] and not changed == kept.share[flag] == 1.0:  # not dropped by all, nor changed by all
             raise UnsupportedError(
                 f"the gradient of '{slots[flag].name}' was changed or dropped before step() on some ranks, but others have "
                 "what was averaged, or none: the ranks would part"
             )
 
 
-def norms(slots: Sequence[Slot | None]) -> list[float]:
-    """Of their gradients, whose averages were awaited. NaN for None; -1: it is not finite."""
-    return [math.nan if slot is None or slot.parameter.grad is None else norm(slot.parameter.grad) for slot in slots]
-
-
-def projections(slots: Sequence[Slot | None]) -> list[float]:
-    """Likewise; 0 where it is not finite."""
-    return [
-        math.nan if slot is None or slot.parameter.grad is None else projection(_values(slot.parameter.grad)) for slot in slots
-    ]
-
-
-def require_equal_norms(kept: Kept, slots: Sequence[Slot], unaveraged: Callable[[], str | None]) -> None:
-    """Whatever ranks have made of a gradient that all have read, it must be the same: only an average stays one. Told by its
-    norm, and by its projection onto one direction, as there are edits that leave the norm: of signs, say.
+def require_equal_values(
+    kept: StepFlags, slots: Sequence[Slot], samples: Samples, unaveraged: Callable[[], str | None]
+) -> None:
+    """Require that a gradient which all ranks have read, and may have changed, has the same values on all ranks.
 
     Args:
         slots: by flag.
-        unaveraged: the name of a parameter of the model whose gradient is averaged by nobody, if there is one.
+        samples: the samples of their gradients, by which the values are compared.
+        unaveraged: returns the name of a parameter of the model whose gradient nothing averages, if there is one.
 
     Raises:
-        UnsupportedError: it is not, by more than rounding.
+        UnsupportedError: the values differ by more than rounding.
     """
-    for slot in slots:
-        mean, own = kept.norm[slot.flag], kept.own_norm[slot.flag]
-        if math.isnan(mean):
-            continue
-        longest = max(abs(own), abs(mean))
-        apart = abs(kept.own_projection[slot.flag] - kept.projection[slot.flag])
-        as_long = abs(own - mean) <= _rounding_of_norm(slot.parameter) * longest
-        if as_long and (own < 0 or apart <= _rounding_of_projection(slot.parameter) * longest):
-            continue
-        other = unaveraged()
-        hint = (
-            f" '{other}' is in no ScheduledOptimizer, so its gradient is this rank's own: freeze it, give it to an optimizer, "
-            "or clip without it"
-            if other is not None
-            else ""
-        )
-        raise UnsupportedError(
-            f"the gradient of '{slot.name}' was changed before step() to other values here than on other ranks (clipped by a "
-            f"norm of this rank only, or with other random numbers?): the ranks would part.{hint}"
-        )
+    if kept.own_samples is None:
+        return
+    different = first_sample_difference(kept.samples, kept.own_samples, samples.rounding)
+    if different is None:
+        return
+    other = unaveraged()
+    hint = (
+        f" '{other}' is in no ScheduledOptimizer, so its gradient is this rank's own: freeze it, give it to an optimizer, "
+        "or clip without it"
+        if other is not None
+        else ""
+    )
+    raise UnsupportedError(
+        f"the gradient of '{slots[different].name}' was changed before step() to other values here than on other ranks "
+        f"(clipped by a norm of this rank only, or with other random numbers?): the ranks would part.{hint}"
+    )
 
 
 def norm(gradient: torch.Tensor) -> float:
-    """In float64; -1: it is not finite."""
-    length = float(torch.linalg.vector_norm(_values(gradient), dtype=torch.float64))
+    """The norm of ``gradient``, computed in float64; -1 if it is not finite."""
+    values = (gradient.coalesce().values() if gradient.is_sparse else gradient).detach()
+    values = torch.view_as_real(values) if values.is_complex() else values
+    length = float(torch.linalg.vector_norm(values, dtype=torch.float64))
     return length if math.isfinite(length) else -1.0
-
-
-def _values(gradient: torch.Tensor) -> torch.Tensor:
-    return (gradient.coalesce().values() if gradient.is_sparse else gradient).detach()
-
-
-def _rounding_of_norm(parameter: torch.Tensor) -> float:
-    """Relative, of a gradient that different processors have scaled alike: that of its elements averages out."""
-    return _rounding_of_factor(parameter) + 2 * torch.finfo(parameter.dtype).eps / math.sqrt(max(1, parameter.numel()))
-
-
-def _rounding_of_projection(parameter: torch.Tensor) -> float:
-    """Relative to the norm."""
-    return _rounding_of_factor(parameter) + 2 * torch.finfo(parameter.dtype).eps
-
-
-def _rounding_of_factor(parameter: torch.Tensor) -> float:
-    return 1e-10 if parameter.dtype == torch.float64 else 1e-5
-
-
-def require_gradients(used: Used, slots: Sequence[Slot], rank: int) -> None:
-    """
-    Raises:
-        UnsupportedError: other ranks have a gradient of one of ``slots``, and ``rank`` has none.
-    """
-    for slot in slots:
-        if used.share[slot.flag] > 0 and not slot.has_gradient:
-            raise UnsupportedError(
-                f"gradients are read before step() (to clip them, say), but '{slot.name}' has one on other ranks and none on "
-                f"rank {rank}: the ranks would part"
-            )

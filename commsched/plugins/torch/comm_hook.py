@@ -1,11 +1,11 @@
-"""A communication hook for those who keep DistributedDataParallel (DDP).
+"""A communication hook for training scripts that keep DistributedDataParallel (DDP).
 
     ddp = DistributedDataParallel(model)
     ddp.register_comm_hook(cs.CommHookState(ddp), cs.comm_hook)
 
 Everything else of the training loop stays as it is.
 """
-# Without ``from __future__ import annotations``: DDP compares the hook's annotations with classes, and would find strings.
+# No ``from __future__ import annotations`` here: DDP compares the hook's annotations with classes, and would find strings.
 
 import weakref
 from collections.abc import Iterable
@@ -26,7 +26,8 @@ from .flat import register_flat, spec_of
 
 
 class _Bucket(NamedTuple):
-    """One that was handed over: what DDP waits for, what it is to get, and the gradients in it by index of tensor."""
+    """A submitted bucket: the future that DDP waits for, the buffer that the future returns, and the gradients in the buffer
+    by index of tensor."""
 
     average: torch.futures.Future[torch.Tensor]
     buffer: torch.Tensor
@@ -36,33 +37,33 @@ class _Bucket(NamedTuple):
 class CommHookState:
     """Averages the gradients of ``ddp`` over all ranks, front layers first, instead of bucket after bucket.
 
-    Every gradient is a tensor of its own to the scheduler, so partition, credit, policy and transport are those of the session.
-    It is handed over when DDP's bucket is full: with small buckets (``bucket_cap_mb=1``) communication begins earlier and there
-    is more to order. DDP ends each backward by waiting for all averages, so the next forward cannot start layer by layer, as it
-    does with ``ScheduledOptimizer``: what is gained is gained within backward.
+    The scheduler treats every gradient as a separate tensor, so the session's partition, credit, policy and transport apply. A
+    gradient is submitted when DDP's bucket is full. With small buckets (``bucket_cap_mb=1``) communication begins earlier, and
+    there are more gradients to order. DDP waits for all averages at the end of each backward, so the next forward cannot start
+    layer by layer as with ``ScheduledOptimizer``: time is saved within backward only.
 
-    All else is DDP's: the initial broadcast, ``no_sync()``, ``join()``, unused parameters, buffers, the optimizer. With one
-    rank, or with ``COMMSCHED_DISABLE=1``, the hook does what DDP does without one, over DDP's own process group.
+    DDP does everything else: the initial broadcast, ``no_sync()``, ``join()``, unused parameters, buffers, the optimizer. With
+    one rank, or with ``COMMSCHED_DISABLE=1``, the hook does the same as DDP without a hook, over DDP's own process group.
 
-    Making one is collective: every rank does, in the same order. An error of the session, or of another rank, is raised by
-    ``backward()``.
+    Making one is collective: every rank makes its own, in the same order. An error of the session, or of another rank, is
+    raised by ``backward()``.
 
     Args:
-        ddp: the model, wrapped; all ranks must be in its process group.
-        session: a session other than that of ``commsched.init()``.
+        ddp: the model, wrapped in DDP. All ranks must be in its process group.
+        session: the session to use instead of the one of ``commsched.init()``.
 
     Raises:
-        UnsupportedError: a parameter's type or device, or the process group, is not supported; says which.
-        ManifestMismatch: the ranks' models differ; names the parameter.
-        CommschedError: from ``commsched.init()``.
+        UnsupportedError: a parameter's type or device, or the process group, is not supported; the message says which.
+        ManifestMismatch: the ranks' models differ; the message names the parameter.
+        CommschedError: ``commsched.init()`` failed.
     """
 
     def __init__(self, ddp: DistributedDataParallel, *, session: commsched.Session | None = None) -> None:
         if not isinstance(ddp, DistributedDataParallel):
             raise ConfigError(f"the hook is for a DistributedDataParallel, not for a {type(ddp).__name__}")
-        self._ddp = weakref.ref(ddp)  # which holds this in turn, where no garbage collector sees it
+        self._ddp = weakref.ref(ddp)  # weak, because DDP refers to this object where the garbage collector does not see it
         self._group: TensorGroup | None = None
-        self._buckets: list[_Bucket] = []  # of the backward that is going on
+        self._buckets: list[_Bucket] = []  # the submitted buckets of the running backward
         parameters = [
             (name, parameter)
             for name, parameter in ddp.module.named_parameters()
@@ -82,7 +83,7 @@ class CommHookState:
         self._tensors = {id(parameter): tensor for tensor, (_, parameter) in enumerate(parameters)}
 
     def detach(self) -> None:
-        """Let go of the flat buffers: from now on DDP averages by itself. Every rank must, after the same step."""
+        """Release the flat buffers: from now on DDP averages by itself. Every rank must call it, after the same step."""
         if self._group is not None:
             self._group.release()
             self._device.close()
@@ -102,7 +103,7 @@ class CommHookState:
         if self._group is None:
             return _all_reduce(bucket.buffer(), ddp.process_group)
         if bucket.index() == 0:
-            if self._buckets:  # to begin a step would be to wait for ever
+            if self._buckets:  # beginning a step would wait forever
                 raise UnsupportedError(f"the first bucket comes again before all of step {self._group.step} have come")
             self._group.begin_step()
         self._hand_over(bucket, self._group, ddp)
@@ -110,12 +111,12 @@ class CommHookState:
         if bucket.is_last():
             self._require_all(self._group)
             if torch._C._current_autograd_node() is None:
-                # No backward is going on: a rank that has joined, or the first step of a static graph, whose buckets come when
-                # backward is over. What comes next is the wait for all buckets.
+                # No backward is running: this rank has joined, or this is the first step of a static graph, where DDP submits
+                # the buckets after backward. DDP waits for all buckets next.
                 self._wait(self._group)
             else:
-                # Ours comes before DDP's own, which waits for the buckets. To wait there, and not in a thread, is to raise an
-                # error as it is: DDP would make another of one that it finds in a bucket.
+                # This callback runs before DDP's own callback, which waits for the buckets. Waiting in the callback, not in a
+                # thread, raises an error unchanged: DDP would replace an error that it finds in a bucket's future.
                 torch.autograd.Variable._execution_engine.queue_callback(partial(self._wait, self._group))
         return average
 
@@ -133,7 +134,7 @@ class CommHookState:
             self._device.when_written(partial(group.notify_ready, tensor))
 
     def _wait(self, group: TensorGroup) -> None:
-        """Put all averages into the buckets."""
+        """Wait for all averages, put them into the buckets, and complete the buckets' futures."""
         gradients = {tensor: gradient for bucket in self._buckets for tensor, gradient in bucket.gradients.items()}
         for tensor in sorted(gradients, key=lambda tensor: (not group.proxies[tensor].is_open, tensor)):
             group.proxies[tensor].wait()
@@ -143,7 +144,7 @@ class CommHookState:
         for bucket in buckets:
             bucket.average.set_result(bucket.buffer)
 
-    # --- what would end in a hang, or in wrong numbers ---
+    # --- checks for cases that would hang or average wrongly ---
 
     def _tensor(self, parameter: torch.Tensor, ddp: DistributedDataParallel) -> int:
         tensor = self._tensors.get(id(parameter))
@@ -165,16 +166,17 @@ class CommHookState:
 
 
 def comm_hook(state: CommHookState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """What DDP calls with each bucket of gradients; the future becomes the bucket's average over all ranks.
+    """Average a bucket of gradients over all ranks; the returned future gets the average.
 
-    For ``DistributedDataParallel.register_comm_hook``, with a :class:`CommHookState`. Called within backward, by the thread
-    that runs it; never waits for other ranks but where DDP waits itself.
+    Pass it to ``DistributedDataParallel.register_comm_hook``, with a :class:`CommHookState`. DDP calls it with each bucket,
+    within backward, in the thread that runs backward. It waits for other ranks only where DDP itself waits.
     """
     return state.average(bucket)
 
 
 def _all_reduce(buffer: torch.Tensor, process_group: dist.ProcessGroup) -> torch.futures.Future[torch.Tensor]:
-    """As DDP does without a hook, which multiplies and does not divide: for the same bits."""
+    """Average ``buffer`` as DDP does without a hook. DDP multiplies by 1 / ranks instead of dividing; doing the same gives the
+    same bits."""
     with torch.no_grad():
         buffer.mul_(1.0 / dist.get_world_size(process_group))
     work = dist.all_reduce(buffer, group=process_group, async_op=True)

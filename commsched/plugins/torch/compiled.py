@@ -1,8 +1,9 @@
-"""Code that torch.compile makes reads parameters without asking for their update.
+"""Detects torch.compile, because compiled code reads parameters without waiting for their update.
 
-Compiled code takes the parameters' memory and goes through no ``__torch_function__`` when it runs. But it is made when it is
-first run, and again for tensors of another class; torch says when that begins. From then on, ``step()`` must leave no update
-outstanding: whatever is compiled finds parameters of their own class, and is not compiled again for others in each step.
+Compiled code uses the parameters' memory directly and does not call ``__torch_function__``. But torch compiles code when it is
+first run, and again for tensors of another class, and it calls a function when a compilation begins. From then on, ``step()``
+must leave no update outstanding. Compiled code then always finds parameters of their own class, and is not compiled again in
+each step for guarded ones.
 """
 
 from __future__ import annotations
@@ -13,15 +14,16 @@ from weakref import WeakMethod
 
 from torch._compile import _disable_dynamo
 
-from .outside import outside
+from .guard import outside
 
 _watchers: list[WeakMethod[Callable[[], None]]] = []
 
 
-def watch(before_compiling: Callable[[], None]) -> None:
-    """Call this bound method, which is held weakly, in every thread that is about to compile something.
+def watch_compiled(before_compiling: Callable[[], None]) -> None:
+    """Call ``before_compiling`` in every thread that is about to compile code.
 
-    What was compiled before is not told, see :func:`was_seen`. It must not raise.
+    It is a bound method, which is held weakly. It must not raise. It is not called for code that was compiled before; see
+    :func:`was_seen`.
     """
     _watchers[:] = [watcher for watcher in _watchers if watcher() is not None]
     _watchers.append(WeakMethod(before_compiling))
@@ -29,8 +31,8 @@ def watch(before_compiling: Callable[[], None]) -> None:
 
 
 def keep_watching() -> None:
-    """``torch._dynamo.reset()`` forgets whom to call."""
-    import torch._dynamo.callback  # every optimizer of torch has imported it: this takes no time
+    """Register with torch again, because ``torch._dynamo.reset()`` drops the registration."""
+    import torch._dynamo.callback  # already imported by every optimizer of torch, so this takes no time
 
     callbacks = torch._dynamo.callback.callback_handler.start_callbacks
     if _begins not in callbacks:
@@ -44,7 +46,7 @@ def was_seen() -> bool:
     return torch._dynamo.utils.counters["frames"]["total"] > 0
 
 
-@_disable_dynamo  # compiling this, it would wait for itself
+@_disable_dynamo  # if this function were compiled, it would wait for itself
 def _begins(_: Any) -> None:
     with outside():
         for watcher in list(_watchers):

@@ -1,4 +1,4 @@
-"""What differs between gradients in the host's memory and those of a CUDA device."""
+"""The operations that differ between gradients in host memory and gradients on a CUDA device."""
 
 from __future__ import annotations
 
@@ -12,50 +12,63 @@ import torch.distributed as dist
 
 import commsched
 
+from ...core.device_events import EventWatcher
 from ...core.errors import CommschedError, ConfigError, TransportError, UnsupportedError
-from ...core.event_watcher import EventWatcher
+from ..common.weights_check import digest_of
 
-#: More than the kernels of a backward take, which a session that ends in an error may still find queued.
+#: Time limit for queued work when the device is closed. Longer than the kernels of a backward take, which may still be queued
+#: when a session ends in an error.
 _CLOSE_SECONDS = 5.0
+
+_DIGEST_BLOCK = 1 << 20  # number of elements that are widened to int64 at a time
+_ODD = 0x1E3779B97F4A7C15
 
 
 class Device(Protocol):
-    """Where the parameters of one exchange, their gradients and the flat buffers lie."""
+    """The device that holds the parameters of one exchange, their gradients and the flat buffers."""
 
     def allocate(self, nbytes: int) -> tuple[torch.Tensor, Any]:
-        """Zeros, as a tensor of uint8 and as the buffer to register."""
+        """Allocate zeros, and return them as a tensor of uint8 and as the buffer to register."""
         ...
 
     def when_written(self, notify: Callable[[], None]) -> None:
-        """Call ``notify`` once what the current stream was given is done. Never waits."""
+        """Call ``notify`` once the work queued so far on the current stream is done. Never waits."""
         ...
 
     def aside(self) -> AbstractContextManager[object]:
-        """Within, copies between host and device neither wait for the training's kernels nor outlast the block."""
+        """Return a context for copies between host and device. They do not wait for the kernels of the training, and are done
+        when the block ends."""
         ...
 
     def read(self) -> None:
-        """A parameter is read for the first time."""
+        """Called when a parameter is read for the first time."""
         ...
 
     def updating(self) -> AbstractContextManager[object]:
-        """Around an update that others may read as soon as the block has ended."""
+        """Return the context to run an update in. Any thread or stream may read the parameters once the block has ended."""
+        ...
+
+    def digest(self, values: torch.Tensor, report: Callable[[int], None]) -> None:
+        """Call ``report`` with a digest of ``values`` (bytes in one dimension), as of this point of the current stream.
+
+        ``report`` is called now, or later from another thread. Never waits.
+        """
         ...
 
     def settle(self) -> None:
-        """Return when nothing more is to be notified."""
+        """Wait until every ``notify`` and ``report`` was called."""
         ...
 
     def close(self) -> None:
-        """Give back the thread, if there is one; nothing may be outstanding."""
+        """End the watcher's thread, if there is one. No ``notify`` or ``report`` may be outstanding."""
         ...
 
 
 class Host:
-    """The CPU: what was given to do is done."""
+    """The CPU, where operations are done when they return."""
 
     def allocate(self, nbytes: int) -> tuple[torch.Tensor, memoryview]:
-        # Not by torch: share_memory() on a gradient would free what it moves, while averages are written there.
+        # Not by torch: share_memory() on a gradient would free the old memory, while averages are still written there.
         memory = np.zeros(nbytes, np.uint8)
         return torch.from_numpy(memory), memory.data
 
@@ -71,6 +84,9 @@ class Host:
     def updating(self) -> AbstractContextManager[object]:
         return nullcontext()
 
+    def digest(self, values: torch.Tensor, report: Callable[[int], None]) -> None:
+        report(digest_of(values.numpy().data))
+
     def settle(self) -> None:
         pass
 
@@ -79,20 +95,24 @@ class Host:
 
 
 class Cuda:
-    """A CUDA device. The host runs ahead of it, so a gradient is reported when its kernel is done and not when it is queued:
-    in a queue of collectives, one that waits for the front layer's gradient, which comes last, would block all others.
+    """A CUDA device.
 
-    An average is there when the device has it, so the host waits for what it reads first; no stream waits for a collective,
-    and a broken one cannot block the training's stream.
+    The host runs ahead of the device. A gradient is therefore reported ready when its kernel is done, not when the kernel is
+    queued. Otherwise a collective that waits for the front layer's gradient, which comes last, would block all others in the
+    queue of collectives.
 
-    Updates run on the stream that reads the parameter first. Where one stream reads all of them, as nearly everywhere, its
-    order is all the order there needs to be. Once several are seen, every update waits for the device, before and after.
+    An average is complete when the device has it. The host waits for the average before it reads it; no stream waits for a
+    collective, so a broken collective cannot block the stream of the training.
+
+    Updates run on the stream that reads the parameter first. Where one stream reads all parameters, as nearly everywhere, the
+    order on that stream suffices. Once several streams have read parameters, every update waits for the whole device before it
+    and for its own stream after it.
     """
 
     def __init__(self, device: torch.device, session: commsched.Session) -> None:
         self._device = device
         self._report = session.report
-        self._stream: torch.cuda.Stream | None = None  # that reads the parameters
+        self._stream: torch.cuda.Stream | None = None  # the first stream that read a parameter
         self._several_streams = False
         self._aside = torch.cuda.Stream(device, priority=-1)
         self._watcher = EventWatcher("commsched-gradients")
@@ -100,7 +120,7 @@ class Cuda:
 
     def allocate(self, nbytes: int) -> tuple[torch.Tensor, torch.Tensor]:
         flat = torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
-        torch.cuda.current_stream(self._device).synchronize()  # it is zeroed, whichever stream writes to it next
+        torch.cuda.current_stream(self._device).synchronize()  # another stream may write to it next
         return flat, flat
 
     def when_written(self, notify: Callable[[], None]) -> None:
@@ -111,7 +131,7 @@ class Cuda:
         self._watcher.call_after(event, notify, self._failed)
 
     def _failed(self, error: Exception) -> None:
-        if not isinstance(error, CommschedError):  # the session's own failure is raised at the engine's next call
+        if not isinstance(error, CommschedError):  # the session's own error is raised by the next call anyway
             cause = f"{type(error).__name__}: {error}"
             self._report(TransportError(f"{self._device} failed while it computed gradients: {cause}"))
 
@@ -137,6 +157,13 @@ class Cuda:
         yield
         torch.cuda.current_stream(self._device).synchronize()
 
+    def digest(self, values: torch.Tensor, report: Callable[[int], None]) -> None:
+        there = torch.empty((), dtype=torch.int64, device="cpu", pin_memory=True)
+        there.copy_(digest_on_device(values), non_blocking=True)
+        event = torch.cuda.Event(blocking=True)
+        event.record(torch.cuda.current_stream(self._device))
+        self._watcher.call_after(event, lambda: report(int(there) % 2**64), self._failed)
+
     def settle(self) -> None:
         self._watcher.settle()
 
@@ -144,11 +171,23 @@ class Cuda:
         self._watcher.close(_CLOSE_SECONDS)
 
 
+def digest_on_device(values: torch.Tensor) -> torch.Tensor:
+    """Compute a digest of ``values`` (bytes in one dimension) on their device: one int64. Any single different bit changes the
+    digest."""
+    whole = len(values) % 4 == 0 and values.storage_offset() % 4 == 0
+    words = values.view(torch.int32) if whole else values
+    factors = torch.arange(1, 2 * _DIGEST_BLOCK, 2, dtype=torch.int64, device=values.device) * _ODD
+    digest = torch.zeros((), dtype=torch.int64, device=values.device)
+    for block in words.split(_DIGEST_BLOCK):
+        digest = digest * _ODD + (block.to(torch.int64) * factors[: len(block)]).sum()  # modulo 2 ** 64
+    return digest
+
+
 def device_of(parameters: Sequence[tuple[str, torch.Tensor]]) -> torch.device:
-    """The device of all named ``parameters``.
+    """Return the device of all named ``parameters``.
 
     Raises:
-        UnsupportedError: they are on several; names the first two.
+        UnsupportedError: they are on several devices; the message names two parameters on different ones.
     """
     first_name, first = parameters[0]
     for name, parameter in parameters:
@@ -161,9 +200,10 @@ def device_of(parameters: Sequence[tuple[str, torch.Tensor]]) -> torch.device:
 
 
 def open_device(session: commsched.Session, parameters: Sequence[tuple[str, torch.Tensor]]) -> Device:
-    """
+    """Return the Device for the parameters' device.
+
     Raises:
-        UnsupportedError: the session's transport does not average what lies on the parameters' device.
+        UnsupportedError: the session's transport does not average tensors on that device.
     """
     device = device_of(parameters)
     if str(device) == session.device == "cpu":
@@ -186,7 +226,7 @@ def open_device(session: commsched.Session, parameters: Sequence[tuple[str, torc
 
 
 def init_for(parameters: Iterable[torch.Tensor]) -> commsched.Session:
-    """The session of this process; if this call opens it, for the device that ``parameters`` are on.
+    """Return the session of this process. If this call opens it, it is opened for the device of ``parameters``.
 
     Raises:
         ConfigError: torch.distributed has ranks that commsched does not know of; or see ``commsched.init``.
@@ -199,9 +239,10 @@ def init_for(parameters: Iterable[torch.Tensor]) -> commsched.Session:
 
 
 def _not_alone(session: commsched.Session) -> commsched.Session:
-    """
+    """Return ``session``, unless it lacks ranks of torch.distributed.
+
     Raises:
-        ConfigError: torch.distributed knows of other ranks, and ``session`` does not: they would train apart.
+        ConfigError: torch.distributed has several ranks and ``session`` only one, so the ranks would train separately.
     """
     if session.world_size == 1 and not session.disabled and dist.is_available() and dist.is_initialized():
         ranks = dist.get_world_size()

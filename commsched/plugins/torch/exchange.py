@@ -1,9 +1,9 @@
-"""GradientExchange: gradients into the flat buffers as backward produces them, averages out of them.
+"""GradientExchange: copies gradients into the flat buffers as backward produces them, and averages out of the buffers.
 
-A *round* is one exchange of all gradients. It begins with the first gradient of a backward and ends with ``commit``, in
-``step()``, or is *folded*: when a second gradient of a parameter comes before ``step()``, averages take the place of what was
-handed over, so that autograd adds to them, and the sum is handed over in the next round. The average of (an average + what a
-rank adds) is the average of the sums.
+A *round* is one exchange of all gradients. It begins with the first gradient of a backward. It ends with ``commit``, in
+``step()``, or it is *folded*: when backward makes a second gradient of a parameter before ``step()``, averages replace the
+submitted gradients, so that autograd adds to the averages, and the sum is submitted in the next round. This is correct because
+the average of (an average + the gradient that each rank adds) is the average of the ranks' sums.
 """
 
 from __future__ import annotations
@@ -11,91 +11,172 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from time import monotonic
+from typing import Any
+from weakref import WeakMethod, finalize, ref
 
 import torch
 
 import commsched
 
 from ...core.errors import ClosedError, UnsupportedError
-from .agreement import norm
-from .barrier import Barrier
-from .graph_task import adds_to_grad, at_end, keeps_graph
+from .agreement import OwnSums, norm
+from .graph_task import adds_to_grad, at_end, current_task, is_nested, keeps_graph
 from .guard import unguarded
-from .own_sums import OwnSums
-from .places import Places
+from .layout import GradientLayout
+from .registered import end_abandoned
 from .rounds import Round
-from .slot import Slot
+from .slot import Slot, is_held
+from .timing import FullWaitReport
 
 log = logging.getLogger("commsched")
 
+_SAVES_REENTRANT = (
+    ". Reentrant checkpointing runs a backward for every use of a block: for one that is used several times in a forward, "
+    "checkpoint(..., use_reentrant=False) would save it"
+)
+
 
 class GradientExchange:
-    """Owns the hooks, and decides when a round begins and how it ends.
+    """Owns the backward hooks, and decides when a round begins and how it ends.
 
-    ``before_round`` is called before the averages of the last round may be overwritten. Hooks run in the thread that runs
-    backward; everything else in the engine's main thread.
+    Hooks run in the thread that runs backward. Guards wait for averages and updates in the thread that reads. Everything else
+    runs in the training thread.
+
+    The exchange lives as long as the parameters: while a parameter exists, its gradient is averaged, whatever else was
+    dropped. The parameters refer to the exchange by their tensor hooks, which the garbage collector can traverse. The
+    collector cannot traverse references that PyTorch keeps in C++ (post-accumulate hooks, ``.grad``), and guards have no
+    owner; so post-accumulate hooks and guards refer to the exchange weakly.
+
+    Args:
+        before_round: a bound method, held weakly. It is called before the averages of the last round may be overwritten.
+        superseded: a bound method, held weakly. It is called with a parameter's name when another optimizer is made for that
+            parameter.
+        compared: see :class:`Round`.
     """
 
     def __init__(
-        self, session: commsched.Session, model: torch.nn.Module, slots: Sequence[Slot], before_round: Callable[[], None]
+        self,
+        session: commsched.Session,
+        model: torch.nn.Module,
+        slots: Sequence[Slot],
+        before_round: Callable[[], None],
+        superseded: Callable[[str], None],
+        compared: Set[str],
     ) -> None:
         self.enabled = True  # False within no_sync()
-        self.barrier = Barrier(session.rank == 0)
-        self.places = Places(session, model, slots)
-        self._round = Round(session, self.places)
-        self._before_round = before_round
+        self.barrier = FullWaitReport(session.rank == 0)
+        self.places = GradientLayout(session, model, slots, self._end)
+        self._round = Round(session, self.places, self._ask_for_gradients, compared)
+        self._settle_updates, self._superseded = WeakMethod(before_round), WeakMethod(superseded)
+        self.put_in_place: Callable[[Slot], None] | None = None  # while updates are outstanding: runs one parameter's update
         self._committed = False  # the last round ended with step(), and no other has begun
-        self._own_sums = OwnSums()  # between rounds
-        self._accumulated = False  # autograd has made a gradient since the last update
-        self._backward = -1  # the last that made a gradient
-        self._running = (-1, -1)  # the backward that runs, and its thread; the last one if it ended in an error
-        self._graph_kept = False  # a backward was told to keep its graph
-        self.reader_unseen: str | None = None  # why step() had better wait for all updates, as a clause
-        self._says_accumulation = session.rank == 0  # once
+        self._own_sums = OwnSums()  # gradients that do not travel yet; used between rounds
+        self._accumulated = False  # autograd has made a gradient since the last commit
+        self._backward = -1  # the last backward that made a gradient (its graph task)
+        self._running = (-1, -1)  # the running backward and its thread; remains set if that backward ended in an error
+        self._asks_at_once = False  # fill in missing gradients when backward ends, not when the first of them is read
+        self._graph_kept = False  # a backward has run with retain_graph
+        self.reader_unseen: str | None = None  # why step() should wait for all updates from now on, as a clause
+        self._says_accumulation = session.rank == 0  # log once that gradients accumulate
         self._pid = os.getpid()
         self._observer = session.observer
         self._last_gradient_at = 0.0
-        self._before, self._after = self._before_gradient, self._on_gradient  # what hooks do
+        self._before, self._after = self._before_gradient, self._on_gradient  # called by the hooks
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._hook_all(slots)
+        self._at_close = _finish_at_close(session, WeakMethod(self._finish))
+        self._collected = finalize(self, self.places.registered.abandon)
+        self._collected.atexit = False
+        finalize(self, self._at_close).atexit = False
 
     def _hook_all(self, slots: Sequence[Slot]) -> None:
         for slot in slots:
-            slot.await_average = partial(self.wait, slot)
+            slot.await_gradient = self._weakly(slot, GradientExchange._await_gradient)
+            slot.await_update = self._weakly(slot, GradientExchange._await_update)
             parameter = slot.parameter
-            if not parameter.is_floating_point() or parameter.is_inference():
+            if not (parameter.is_floating_point() or parameter.dtype.is_complex) or parameter.is_inference():
                 continue  # it can never have a gradient
             frozen = not parameter.requires_grad
-            parameter.requires_grad_(True)  # which hooks want, and outlast
+            parameter.requires_grad_(True)  # required to register hooks; they remain when it is frozen again
             self._handles += self._hook(slot)
             parameter.requires_grad_(not frozen)
 
     def _hook(self, slot: Slot) -> list[torch.utils.hooks.RemovableHandle]:
+        weak, flag, name = ref(self), slot.flag, slot.name  # not by _weakly: an extra call costs with many small parameters
+
+        def after(_: torch.Tensor) -> None:
+            exchange = weak()
+            if exchange is None:
+                raise ClosedError(f"backward has made the gradient of '{name}', but nothing is there any more to average it")
+            exchange._after(exchange.places.all[flag])
+
         return [
-            slot.parameter.register_hook(lambda _: self._before(slot)),
-            slot.parameter.register_post_accumulate_grad_hook(lambda _: self._after(slot)),
+            slot.parameter.register_hook(lambda gradient: self._before(slot, gradient)),
+            slot.parameter.register_post_accumulate_grad_hook(after),
         ]
 
+    def _weakly(self, slot: Slot, call: Callable[[GradientExchange, Slot], None]) -> Callable[[], None]:
+        """Return a function that calls ``call`` for ``slot`` and does not keep this exchange alive."""
+        weak, flag, name = ref(self), slot.flag, slot.name
+
+        def call_now() -> None:
+            exchange = weak()
+            if exchange is None:
+                raise ClosedError(f"the gradient of '{name}' is read, but its model is gone, and its average with it")
+            call(exchange, exchange.places.all[flag])
+
+        return call_now
+
+    def _await_gradient(self, slot: Slot) -> None:
+        """Called when the gradient is read: waits for its average, and between ``step()`` and the update for the update."""
+        if slot.pending:
+            self._await_update(slot)
+        else:
+            self.wait(slot)
+
+    def _await_update(self, slot: Slot) -> None:
+        if self.put_in_place is not None:
+            self.put_in_place(slot)
+
+    def _before_round(self) -> None:
+        settle_updates = self._settle_updates()
+        if settle_updates is not None:  # else no update is outstanding
+            settle_updates()
+
+    def _end(self, name: str) -> None:
+        """Called when all ranks make another optimizer that takes parameter ``name``, among others."""
+        superseded = self._superseded()
+        if superseded is not None:
+            superseded(name)
+        else:
+            self.detach()
+
+    @property
+    def is_round_open(self) -> bool:
+        """Whether there are averages, outstanding or complete, that no ``step()`` has committed to."""
+        return self._round.is_open
+
     def meet(self) -> None:
-        """Before parameters are added, where ranks are to wait for each other: those that train on instead are told.
+        """Wait for all ranks before parameters are added. A rank that continues training instead gets an error, too.
 
         Raises:
-            UnsupportedError: other ranks add none.
-            TransportError: likewise; they are in another round.
+            UnsupportedError: other ranks do not add parameters.
+            TransportError: other ranks do not add parameters, and are in another round.
         """
         if self._round.is_open:
             self._fold()
         elif self._committed:
-            self._round.kept(committed=True)  # of the last round, not of the meeting
-        if self.places.are_made:  # else the ranks have been together in nothing yet
+            self._round.kept(committed=True)  # read the last round's flags before the meeting overwrites them
+        if self.places.are_made:  # else there was no round yet, so that there are no flags to exchange
             self._round.meet()
 
     def add(self, slots: Sequence[Slot]) -> None:
-        """Further parameters of the optimizer, which every rank adds, in the same order. No update may be outstanding.
+        """Add further parameters of the optimizer. Every rank adds the same ones in the same order. No update may be
+        outstanding.
 
         Raises:
             ManifestMismatch: the ranks' parameters differ.
@@ -104,66 +185,116 @@ class GradientExchange:
         self._hook_all(slots)
 
     def detach(self) -> None:
-        """Remove the hooks and let go of the buffers; no update may be outstanding. Collective."""
+        """Remove the hooks and release the buffers. No update may be outstanding. Collective."""
         if self._round.is_open:
             self._fold()
+        self._round.without.forget()
         self.settle()
         self._own_sums.forget()
         for handle in self._handles:
             handle.remove()
+        self._collected.detach()
+        self._at_close()
         self.places.release()
 
-    def finish(self) -> None:
-        """Nothing comes after. What a last backward without ``step()`` has begun to send can end only if all ranks send all."""
+    def _finish(self) -> None:
+        """Called when the session closes. If the last backward had no ``step()``, its round is still open and can complete
+        only if all ranks submit all gradients; so submit the rest."""
+        self._before_round()
         if self._round.is_open:
             self._round.hand_over_rest()
+            nothing = [False] * len(self.places.all)
+            self._round.end(nothing, nothing)
+            self._round.is_open = False
         self.settle()
 
+    def forget_missing(self) -> None:
+        """Called when gradients are dropped or zeroed: from now on, reading a missing ``.grad`` need not fill in the averages
+        of other ranks' gradients."""
+        self._round.without.forget()
+
     def settle(self) -> None:
-        """Return when every gradient that was handed over is ready for the network, also one that no step uses."""
+        """Return when every submitted gradient is ready for the network, including gradients that no step uses."""
         self.places.device.settle()
 
     def before_compiling(self) -> None:
-        """Something is about to be compiled. It must not find guarded parameters, so whatever order was noted is enough; nor
-        must it compile hooks that backward calls within a compiled step."""
+        """Called before code is compiled. The compiler must not find guarded parameters, so recording the order of first use
+        ends here. It must not compile the hooks either, which backward calls within a compiled step."""
         self.places.use_order.end()
+        self._round.without.forget()  # NoGradients changes the classes of parameters, too
+        self._asks_at_once = True
         self._before, self._after = torch.compiler.disable(self._before_gradient), torch.compiler.disable(self._on_gradient)
 
     # --- backward ---
 
-    def _before_gradient(self, slot: Slot) -> None:
-        """Before autograd adds to ``.grad``: what is outstanding for it must not be touched."""
+    def _before_gradient(self, slot: Slot, gradient: torch.Tensor | None) -> None:
+        """Called before autograd adds ``gradient`` to ``.grad``: completes the work that still needs the value of ``.grad``.
+
+        Autograd adds nothing if ``gradient`` is None (an autograd function returned none for this parameter), or if the
+        parameter was frozen since the forward.
+        """
+        slot.is_undefined = gradient is None or not slot.parameter.requires_grad
+        if slot.is_undefined:
+            return
+        current = self._round
+        if current.without.noted:
+            current.without.forget()
         if slot.pending:  # no forward has read the parameter since step()
             self._require_graph_from_before(slot)
             self._before_round()
-        if self._committed:
-            self._require_zeroed(slot)
+        held = slot.users = slot.parameter.grad
+        if held is not None:
+            if current.given:
+                self._require_given_released([slot])
+            if self._committed:
+                self._require_zeroed(slot)
+            self._require_own_memory(slot, held)
         self._accumulated = True
-        self._graph_kept = self._graph_kept or keeps_graph()
-        self._note_users(slot)
-        before, self._backward = self._backward, torch._C._current_graph_task_id()
+        before, self._backward = self._backward, current_task()
         if self._running[0] != self._backward:
             self._running = self._backward, threading.get_ident()
-            at_end(partial(self._backward_ended, self._backward))
-        current = self._round
+            self._graph_kept = self._graph_kept or keeps_graph()
+            at_end(partial(self._backward_ended, self._backward, is_nested()))
         if not current.is_open or not (
             slot.ready or current.all_handed_over or (before != self._backward and current.is_dropped())
         ):
             return
         if not adds_to_grad(slot.parameter):
             return
-        self._fold()  # on all ranks, or they are told: what is dropped is so on all, whatever parts of the model each uses
+        # All ranks fold, or all get an error. A round dropped here is dropped on all ranks, whatever parts each of them used.
+        self._fold()
 
-    def _backward_ended(self, task: int) -> None:
+    def _backward_ended(self, task: int, nested: bool) -> None:
         if self._running[0] == task:
             self._running = -1, -1
+        if nested:
+            return
+        if self._asks_at_once:
+            self._ask_for_gradients()
+        else:
+            self._round.backward_ended()
 
-    def _note_users(self, slot: Slot) -> None:
-        gradient = slot.users = slot.parameter.grad
-        if gradient is None or gradient is slot.gradient or gradient is slot.made or not adds_to_grad(slot.parameter):
+    def _ask_for_gradients(self) -> None:
+        """Fill in averages where this rank has no gradient but other ranks have one: they are read, or may be read."""
+        self._round.without.forget()
+        if self._round.is_open:
+            self._require_this_process()
+            with self.barrier.waiting("gradients are read before step()"):
+                self._round.complete()
+                self._round.fill()
+
+    def _require_own_memory(self, slot: Slot, gradient: torch.Tensor) -> None:
+        if gradient is slot.gradient or gradient is slot.made or not adds_to_grad(slot.parameter):
             return
         with unguarded():
             slot.require_own_memory(gradient)
+
+    def _require_given_released(self, slots: Iterable[Slot]) -> None:
+        given = self._round.given
+        for slot in slots:
+            if slot in given:
+                slot.require_released(given[slot])
+                del given[slot]
 
     def _require_graph_from_before(self, slot: Slot) -> None:
         if not self._graph_kept and self.kept_by_any_rank([slot]):
@@ -174,9 +305,9 @@ class GradientExchange:
             )
 
     def _require_zeroed(self, slot: Slot) -> None:
-        """A gradient that is used once more, with others added, must be there on all ranks."""
+        """Raise if a gradient kept over ``step()`` gets gradients added, but is not an average that all ranks have."""
         gradient = slot.parameter.grad
-        if gradient is None or slot in self._own_sums:  # added to since, and looked at before
+        if gradient is None or slot in self._own_sums:  # in _own_sums: checked when backward first added to it
             return
         if not 0 < self._round.kept(committed=True).share[slot.flag] < 1:
             return
@@ -189,6 +320,8 @@ class GradientExchange:
             )
 
     def _on_gradient(self, slot: Slot) -> None:
+        if slot.is_undefined:
+            return  # nothing was added to .grad
         gradient = slot.parameter.grad
         if gradient is None:
             raise UnsupportedError(
@@ -197,7 +330,7 @@ class GradientExchange:
             )
         if not self.enabled:
             if self._round.is_open:
-                self._round.guard_left(slot)  # the round that other gradients have begun takes it along
+                self._round.guard_left(slot)  # it is submitted with the round that other gradients have begun
             else:
                 self._own_sums.note(slot, gradient)
             if slot.users is None:
@@ -206,7 +339,7 @@ class GradientExchange:
         if not self._round.is_open:
             self._begin_round(slot)
             for left in self.places.all:
-                if left is not slot:
+                if left is not slot and left.parameter.grad is not left.left:
                     self._round.guard_left(left)
         if self._observer is not None:
             began, self._last_gradient_at = self._last_gradient_at, monotonic()
@@ -214,44 +347,60 @@ class GradientExchange:
         self._round.take(slot, gradient)
 
     def _begin_round(self, first: Slot | None = None) -> None:
-        """``first`` is what backward begins it with, and has added to; None: ``step()`` begins it, with gradients that are set
-        by hand, which are new if they are other objects."""
+        """Begin a round.
+
+        Args:
+            first: the slot whose gradient begins the round; backward has just added to it. ``None`` means that ``step()``
+                begins the round, with gradients that were set by hand. Such a gradient is new if it is another object than
+                the slot's.
+        """
         self._before_round()
         if self._committed:
             self._committed = False
             for slot in self.places.slots:
-                if slot is not first and (first is not None or slot.parameter.grad is slot.gradient):
+                gradient = slot.parameter.grad
+                if gradient is not None and slot is not first and (first is not None or gradient is slot.gradient):
                     self._require_zeroed(slot)
         self._own_sums.forget()
         self._round.begin()
 
     def forward_began(self) -> None:
-        """Backward spans of the trace are measured from the end of the forward before them."""
+        """Note the time from which the trace measures the next backward span: the last forward hook before the backward."""
         self._last_gradient_at = monotonic()
 
     # --- the end of a round ---
 
-    def commit(self) -> None:
-        """Hand over the rest, and commit this rank to the update; all ranks must, or none. Does not wait for averages, unless
-        what they are to be was edited."""
+    def commit(self, hyper_parameters: Sequence[Mapping[str, Any]]) -> None:
+        """Submit the remaining gradients, and commit this rank to the update with ``hyper_parameters`` (by group).
+
+        Either all ranks commit, with the same hyper-parameters, or none. It does not wait for averages, unless the user has
+        replaced gradients.
+        """
+        self._round.without.forget()
         if not self._accumulated and any(slot.parameter.grad is not None for slot in self.places.all):
             self.reader_unseen = "gradients are not made by backward, so what reads the parameters for them may not wait"
         own_changed = self._own_sums.changed()
+        if self._round.given:
+            self._require_given_released(self.places.slots)
         if not self._round.is_open:
             self._begin_round()
         places = self.places
-        for slot in places.slots:
-            slot.require_in_buffer()
-            gradient = slot.parameter.grad
-            if not slot.ready and gradient is not None and gradient.requires_grad:
-                with unguarded():
-                    slot.parameter.grad = gradient.detach()  # of torch.func.grad, say: nobody differentiates it any more
+        with unguarded():  # once, because each of these loops runs over all parameters in each step
+            for slot in places.slots:
+                if slot.rows is None and (slot.was_read or slot.gradient.data_ptr() != slot.address):
+                    slot.bring_into_buffer(self._round.given)
+                gradient = slot.parameter.grad if not slot.ready else None
+                if gradient is not None and gradient.requires_grad:
+                    slot.parameter.grad = gradient.detach()  # from torch.func.grad, say: it is not differentiated any more
         self._round.complete()
-        changed = [slot.is_changed() for slot in places.all]
-        for slot in places.slots:
-            gradient = slot.parameter.grad
-            if gradient is not None and gradient is not slot.gradient:
-                self._adopt(slot, gradient)
+        if self._round.given:
+            self._round.given = {slot: given for slot, given in self._round.given.items() if is_held(given)}
+        changed = self._changed()
+        if any(changed):
+            for slot in places.slots:
+                gradient = slot.parameter.grad
+                if gradient is not None and gradient is not slot.gradient:
+                    self._adopt(slot, gradient)
         for slot in places.late:
             if slot.parameter.grad is not None:
                 raise UnsupportedError(
@@ -259,7 +408,7 @@ class GradientExchange:
                     "so it would not be averaged: set it before"
                 )
         keeps = [slot.parameter.grad is not None for slot in places.all]
-        self._round.end(True, keeps, changed, own_changed)
+        self._round.end(keeps, changed, own_changed, hyper_parameters)
         with unguarded():
             for slot, edit in zip(places.all, changed):
                 if edit or slot.was_read:
@@ -274,8 +423,13 @@ class GradientExchange:
                     f"'{unseen}' is read by what does not wait for its update (TorchScript or an extension, say)"
                 )
 
+    def _changed(self) -> list[bool]:
+        """Whether each gradient was changed, by flag (see ``Slot.is_changed``). A gradient that was not read and whose object
+        is the same needs no check."""
+        return [(slot.was_read or slot.parameter.grad is not slot.gradient) and slot.is_changed() for slot in self.places.all]
+
     def _adopt(self, slot: Slot, gradient: torch.Tensor) -> None:
-        """What the user has put into ``.grad`` since backward is what the update uses."""
+        """Make the update use ``gradient``, which the user has put into ``.grad`` since backward."""
         self._round.await_average(slot)
         slot.require_averageable(gradient)
         if slot.rows is not None:
@@ -286,51 +440,56 @@ class GradientExchange:
     def _fold(self) -> None:
         """End the round without an update: its averages stay in ``.grad``, except where the user has dropped them.
 
-        It blocks, within backward too, until every rank has come to the end of its round, and all is offered before anything
-        is awaited. A rank that comes there by ``step()`` makes this an error on both.
+        It blocks, within backward too, until every rank has reached the end of its round. Everything is submitted before
+        anything is awaited. If another rank ends the round by ``step()``, both ranks get the error.
 
         Raises:
             TransportError: another rank called step().
         """
         self._round.complete()
-        changed = [slot.is_changed() for slot in self.places.all]
-        # What has taken the place of an average that nobody has seen is a new sum, which begins on this rank alone.
+        with unguarded():
+            for slot in self.places.slots:
+                if slot.rows is None and (slot.was_read or slot.gradient.data_ptr() != slot.address):
+                    slot.bring_into_buffer(self._round.given)
+        changed = self._changed()
+        # A tensor that replaced an average which was never read is the start of a new sum, on this rank alone.
         keeps = [
             slot.parameter.grad is slot.gradient or (slot.was_read and slot.parameter.grad is not None)
             for slot in self.places.all
         ]
-        self._round.end(False, keeps, changed)
+        self._round.end(keeps, changed)
         self._round.used()
         kept = self._round.kept(committed=False)
         for slot in self.places.slots:
             self._round.await_average(slot)
             if not slot.has_gradient and slot.parameter.grad is None and kept.share[slot.flag] > 0:
-                slot.parameter.grad = slot.gradient  # or what this rank adds would count for less than the others'
+                slot.parameter.grad = slot.gradient  # else the gradient that this rank adds next would count less
         self._round.is_open = False
         if self._says_accumulation and any(share > 0 for share in kept.share):
             self._says_accumulation = False
             log.info(
                 "gradients accumulate over several backward passes, and each is averaged; all but the last within "
-                "optimizer.no_sync() would save its traffic"
+                "optimizer.no_sync() would save its traffic%s",
+                _SAVES_REENTRANT if is_nested() else "",
             )
 
     # --- averages ---
 
     def wait(self, slot: Slot) -> None:
-        """Until the average of ``slot`` is in ``slot.gradient``.
+        """Wait until the average of ``slot`` is in ``slot.gradient``.
 
         Raises:
-            UnsupportedError: it is read before step() where its average cannot be there, or would not be of use.
-            ClosedError: it is read in a forked process.
+            UnsupportedError: the gradient is read during backward, when its average cannot be complete.
+            ClosedError: the gradient is read in a forked process.
         """
-        if os.getpid() != self._pid:
-            raise ClosedError("a forked process reads gradients whose averages are outstanding")
+        self._require_this_process()
         if self._round.is_open:
-            if torch._C._current_graph_task_id() != -1:
+            if current_task() != -1:
                 if slot.left is not None and not slot.ready:
-                    return  # still this rank's own: an autograd function of the user's adds to it, say
+                    return  # still this rank's own sum: an autograd function of the user adds to it, say
                 raise UnsupportedError(
-                    f"the gradient of '{slot.name}' is read within backward: its average cannot be there yet"
+                    f"the gradient of '{slot.name}' is read within backward: its average cannot be there yet. A hook that "
+                    "edits or logs gradients: register it before the optimizer is wrapped, or read gradients after backward"
                 )
             task, thread = self._running
             if task != -1 and thread != threading.get_ident():
@@ -340,32 +499,71 @@ class GradientExchange:
                 )
             with self.barrier.waiting("gradients are read before step()"):
                 self._round.complete()
-                self._round.require_gradients()
+                self._round.fill()
                 self._round.await_average(slot)
             slot.was_read = True
             return
         self._round.await_average(slot)
 
+    def _require_this_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise ClosedError("a forked process reads gradients whose averages are outstanding")
+
+    def wait_to_update(self, slot: Slot) -> None:
+        """Wait until the average of ``slot`` is in the flat buffer. Readers of the gradient still wait for the update.
+
+        Raises:
+            CommschedError: the session failed or was closed.
+        """
+        self._round.await_arrival(slot)
+
     def wait_for_all(self) -> None:
-        """Until every average is in its view, and the flags of ``step()`` are there."""
+        """Wait until every average is in its view, and the flags of ``step()`` have arrived."""
         for slot in self.places.slots:
             self.wait(slot)
         self.places.flags.kept()
 
     def updating(self) -> AbstractContextManager[object]:
-        """Around an update: who reads the parameters after it reads them updated."""
+        """Return the context to run an update in: readers of the parameters after the block see the updated values."""
         return self.places.device.updating()
 
-    def is_there(self, slot: Slot) -> bool:
-        """Whether :meth:`wait` and :meth:`kept_by_any_rank` would return at once."""
-        return slot.proxies[0].is_open and slot.proxies[-1].is_open and self.places.flags.are_there()
+    def those_there(self, slots: Iterable[Slot]) -> Iterator[Slot]:
+        """Yield ``slots`` up to the first one for which :meth:`wait` or :meth:`kept_by_any_rank` would not return at once."""
+        if self.places.flags.are_there():
+            for slot in slots:
+                if not (slot.proxies[0].is_open and slot.proxies[-1].is_open):
+                    return
+                yield slot
 
     def kept_by_any_rank(self, slots: Sequence[Slot]) -> list[Slot]:
-        """Those of ``slots`` of which any rank had a gradient when it called ``step()``.
+        """Return the slots of ``slots`` for which any rank had a gradient when it called ``step()``.
+
+        In each of these errors an update would make the ranks diverge.
 
         Raises:
-            TransportError: some ranks called step() and others did not; an update would part them.
-            UnsupportedError: some ranks have changed a gradient, or unfrozen a parameter, and others have not; likewise.
+            TransportError: some ranks called step() and others did not.
+            UnsupportedError: some ranks have changed a gradient, or unfrozen a parameter, and others have not.
+            RanksDiverged: the ranks' hyper-parameters differ.
         """
         kept = self._round.kept(committed=True)
         return [slot for slot in slots if kept.share[slot.flag] > 0]
+
+
+def _finish_at_close(session: commsched.Session, finish: WeakMethod[Any]) -> Callable[[], None]:
+    """Call ``finish`` when the session closes, if its object still exists. The returned function cancels that call, and may be
+    called more than once."""
+
+    def call() -> None:
+        bound = finish()
+        if bound is not None:
+            bound()
+        else:  # the object was collected after the session began to close
+            end_abandoned(session)
+
+    take_back = session.on_close(call)
+
+    def forget() -> None:
+        with suppress(ValueError):
+            take_back()
+
+    return forget

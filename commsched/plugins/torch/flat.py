@@ -1,4 +1,4 @@
-"""Flat buffers of registered tensors, as tensors of PyTorch."""
+"""Flat buffers of registered tensors, as PyTorch tensors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _DTYPES = {getattr(torch, name): name for name in ("float16", "bfloat16", "float
 
 
 def spec_of(name: str, parameter: torch.Tensor) -> TensorSpec:
-    """The gradient of ``parameter`` as it is registered.
+    """Return the spec by which the gradient of ``parameter`` is registered.
 
     Raises:
         UnsupportedError: its type or layout cannot be averaged.
@@ -33,10 +33,10 @@ def spec_of(name: str, parameter: torch.Tensor) -> TensorSpec:
 def register_flat(
     session: commsched.Session, device: Device, specs: Sequence[TensorSpec]
 ) -> tuple[list[torch.Tensor], TensorGroup]:
-    """Register tensors, in forward order, in new flat buffers; each tensor's view of them, and the group. Collective.
+    """Register tensors, in forward order, in new flat buffers. Return each tensor's view and the group. Collective.
 
     Raises:
-        ManifestMismatch: ranks disagree about the tensors.
+        ManifestMismatch: the ranks' tensors differ.
     """
     manifest = Manifest(tuple(specs))
     flat = {dtype: device.allocate(nbytes) for dtype, nbytes in manifest.buffer_bytes.items()}

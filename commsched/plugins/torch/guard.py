@@ -1,93 +1,218 @@
 """Guarded tensors: the tensor itself is the dependency proxy.
 
-While something is outstanding for a tensor (the update of a parameter, the average of a gradient), the object's class is one
-whose ``__torch_function__`` first resolves what is outstanding and then does the operation. Whoever computes with it from
-Python therefore waits; once resolved, the object has its own class back and costs nothing. Only what says nothing about the
-values (shape, dtype, ...) passes without waiting. PyTorch does not dispatch everything: see the limits in README.md.
+While a tensor waits for something (a parameter for its update, a gradient for its average), the object has a guarded class.
+The ``__torch_function__`` of that class first waits (it *resolves* the tensor) and then does the operation. Python code that
+computes with the tensor therefore waits. Once resolved, the object has its own class back and costs nothing. Only operations
+that do not depend on the values (shape, dtype, ...) pass without waiting.
+
+A parameter is marked, too (``marked.py``), so that readers that do not check the class wait as well. ``docs/limits.md``
+lists the readers that neither mechanism sees.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import Any
+from weakref import ref
 
 import torch
 from torch._compile import _disable_dynamo
 
-from .outside import is_surrounded, outside
+from .marked import is_marked, unmark, unnoticed, watch_marked
+from .twin import Twin, alias
+
+
+def is_surrounded() -> bool:
+    """Whether this thread is within something that records, replaces or transforms operations."""
+    return (
+        torch._C._get_tracing_state() is not None
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch.compiler.is_compiling()
+    )
+
+
+@contextmanager
+def outside() -> Iterator[None]:
+    """Suspend, for this thread, everything that records, replaces or transforms operations.
+
+    This covers traces of ``torch.jit``, dispatch modes (``make_fx``, fake tensors), transforms of ``torch.func``, and the
+    flag by which the optimizers of torch behave differently during compilation.
+    """
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    tracer: Any = torch._C
+    compiler: Any = torch.compiler
+    tracing, compiling = tracer._get_tracing_state(), compiler._is_compiling_flag
+    with ExitStack() as stack:
+        stack.callback(tracer._set_tracing_state, tracing)
+        tracer._set_tracing_state(None)
+        stack.callback(setattr, compiler, "_is_compiling_flag", compiling)
+        compiler._is_compiling_flag = False
+        stack.enter_context(temporarily_clear_interpreter_stack())
+        stack.enter_context(_disable_current_modes())
+        yield
+
 
 Resolve = Callable[[], None]
 
-#: id of each guarded tensor -> the tensor (so that the id stays its own), its class, and how to resolve it.
-_guarded: dict[int, tuple[torch.Tensor, type, Resolve]] = {}
 
-#: Within, this thread takes guarded tensors as they are: for what needs no values of theirs, or just updates them.
+class _Known(ref[torch.Tensor]):
+    """A tensor that is guarded, or was. The record is kept, because each step guards the same tensors and finding a record is
+    faster than making one."""
+
+    __slots__ = ("address", "guarded", "key", "original", "plain", "resolve")
+
+    key: int  # the key of this record in _guarded
+    original: type  # class of the tensor while it is not guarded
+    guarded: type  # class of the tensor while it is guarded
+    resolve: Resolve | None  # None: the tensor is not guarded
+    plain: torch.Tensor | None  # if the tensor is marked: an unmarked tensor in the same memory
+    address: int  # of the marked memory
+
+
+#: The record of each tensor that was ever guarded, by id. Records keep no tensor alive, so that an unused model can be
+#: collected. The resolve functions must not do so either; they refer to their optimizer weakly.
+_guarded: dict[int, _Known] = {}
+
+#: The marked tensor, by the address of its memory. Tensors that C++ code derives from one may be marked, too.
+_marked: dict[int, ref[torch.Tensor]] = {}
+
+#: Context in which this thread uses guarded tensors without waiting: for operations that need no values, and for updates.
 unguarded = torch._C.DisableTorchFunctionSubclass
 
 _T = torch.Tensor
-#: Operations that read no values. ``grad`` is here because a gradient is guarded itself.
+#: Operations that read no values. ``grad`` is included because the gradient is guarded itself. ``is_complex`` reads no values
+#: either, but is not included: it is the only method that ``torch.distributed.scatter`` calls on tensors in a list, where
+#: marks are not seen.
 _VALUE_FREE: frozenset[Any] = frozenset(
     [getattr(_T, name).__get__ for name in ("shape", "dtype", "device", "layout", "ndim", "grad", "grad_fn")]
     + [getattr(_T, name).__get__ for name in ("requires_grad", "is_leaf", "is_cpu", "is_cuda", "is_sparse", "nbytes")]
     + [getattr(_T, name).__set__ for name in ("grad", "requires_grad")]
     + [_T.size, _T.dim, _T.numel, _T.nelement, _T.stride, _T.element_size, _T.ndimension, _T.is_contiguous]
-    + [_T.is_floating_point, _T.is_complex, _T.requires_grad_, _T.get_device, _T.__len__, _T.__hash__]
-    + [_T.register_hook, _T.register_post_accumulate_grad_hook, torch.is_floating_point, torch.is_complex]
+    + [_T.is_floating_point, _T.requires_grad_, _T.get_device, _T.__len__, _T.__hash__]
+    + [_T.register_hook, _T.register_post_accumulate_grad_hook, torch.is_floating_point]
 )
 
 
-def guard(tensor: torch.Tensor, resolve: Resolve) -> None:
-    """From now on, operations that need the values of ``tensor`` call ``resolve`` first, until :func:`release`.
+def guard(tensor: torch.Tensor, resolve: Resolve, twin: Twin | None = None) -> None:
+    """Let operations that need the values of ``tensor`` call ``resolve`` first, until :func:`release`.
 
-    ``resolve`` raises if the values cannot be had. Guarding again replaces it.
+    Args:
+        tensor: the tensor to guard.
+        resolve: waits for the values, and raises if they cannot be made. Guarding the tensor again replaces it.
+        twin: the twin of ``tensor``, if the tensor is to be marked, too. The call must then be within ``unnoticed()``.
     """
-    known = _guarded.get(id(tensor))
-    original = known[1] if known is not None else type(tensor)
-    _guarded[id(tensor)] = (tensor, original, resolve)
-    if known is None:
-        tensor.__class__ = _guarded_class(original)
+    known = _guarded.get(id(tensor)) or _note(tensor)
+    if known.resolve is resolve and twin is None:
+        return
+    is_new = known.resolve is None
+    if is_new and known.original is not type(tensor):
+        known.original, known.guarded = type(tensor), _guarded_class(type(tensor))
+    known.resolve = resolve
+    if twin is not None and twin.marked is not None:
+        known.plain, known.address = twin.plain, twin.address
+        _marked[twin.address] = known
+        if is_new:
+            tensor.data = twin.marked
+        else:
+            with unguarded():
+                tensor.data = twin.marked
+    if is_new:
+        tensor.__class__ = known.guarded
+
+
+def _note(tensor: torch.Tensor) -> _Known:
+    known = _Known(tensor, _forget)
+    known.key, known.original, known.guarded = id(tensor), type(tensor), _guarded_class(type(tensor))
+    known.resolve, known.plain, known.address = None, None, 0
+    _guarded[known.key] = known
+    return known
+
+
+def _forget(gone: _Known) -> None:
+    """Drop the record of a collected tensor, because another tensor may get its id."""
+    if _guarded.get(gone.key) is gone:
+        del _guarded[gone.key]
+        if gone.plain is not None:
+            _marked.pop(gone.address, None)
 
 
 def release(tensor: torch.Tensor) -> None:
-    """Give ``tensor`` its own class back; nothing is outstanding for it. No-op when it is not guarded."""
-    known = _guarded.pop(id(tensor), None)
-    if known is not None:
-        tensor.__class__ = known[1]
+    """Give ``tensor`` its own class back. Its average or update must be complete. No-op if the tensor is not guarded."""
+    release_all((tensor,))
+
+
+def release_all(tensors: Iterable[torch.Tensor]) -> None:
+    """Release each of ``tensors``; see :func:`release`."""
+    with unnoticed():
+        for tensor in tensors:
+            known = _guarded.get(id(tensor))
+            if known is not None and known.resolve is not None:
+                tensor.__class__ = known.original
+                if known.plain is not None:
+                    tensor.data = known.plain
+                    _marked.pop(known.address, None)
+                    known.plain = None
+                known.resolve = None
 
 
 def is_guarded(tensor: torch.Tensor) -> bool:
-    return id(tensor) in _guarded
+    known = _guarded.get(id(tensor))
+    return known is not None and known.resolve is not None
 
 
 def own_class(tensor: torch.Tensor) -> type:
     """The class of ``tensor`` when it is not guarded."""
     known = _guarded.get(id(tensor))
-    return type(tensor) if known is None else known[1]
+    return type(tensor) if known is None or known.resolve is None else known.original
 
 
 def address(tensor: torch.Tensor) -> int:
-    """Where the values of ``tensor`` lie, without waiting for them."""
+    """The memory address of ``tensor``'s values. It does not wait for the values."""
+    if type(tensor) is torch.Tensor:
+        return tensor.data_ptr()
     with unguarded():
         return tensor.data_ptr()
 
 
 def resolve(tensor: torch.Tensor) -> None:
-    """What a reader of ``tensor`` does first. Raises what its resolution raises."""
+    """Wait for the values of ``tensor``, if it is guarded; called before a read. Raises the error of its resolve function."""
     known = _guarded.get(id(tensor))
-    if known is None:
+    resolves = known.resolve if known is not None else None
+    if resolves is None:
         return
     if is_surrounded():
         with outside():
-            known[2]()
+            resolves()
     else:
-        known[2]()
+        resolves()
+
+
+def _resolve_marked(tensor: torch.Tensor) -> None:
+    """Make a reader that does not check the class wait, as :func:`resolve` does for other readers."""
+    known = _marked.get(address(tensor))
+    owner = known() if known is not None else None
+    if owner is not None:
+        resolve(owner)
+    if is_marked(tensor) and not (owner is not None and is_guarded(owner)):
+        unmark(tensor)  # it was derived from a marked tensor that was resolved since
+
+
+watch_marked(_resolve_marked)
 
 
 class _Guard:
-    """Mixed in before a tensor's own class."""
+    """Mixin that precedes a tensor's own class in the guarded class."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Make ``type(parameter)(data)`` a tensor of the unguarded class, because the new tensor waits for nothing."""
+        return cls.__mro__[2](*args, **kwargs)
 
     @classmethod
     @_disable_dynamo
@@ -96,42 +221,67 @@ class _Guard:
         if func in _VALUE_FREE:
             with unguarded():
                 return func(*args, **kwargs)
-        for tensor in _guards_in((args, kwargs)):
+        guarded = list(_guards_in((args, kwargs)))
+        for tensor in guarded:
             resolve(tensor)
-        # Still guarded is what this very thread is just updating.
+        if not any(isinstance(tensor, _Guard) for tensor in guarded):
+            return func(*args, **kwargs)  # dispatches to the classes of the other tensors
+        # A tensor that is still guarded is being updated by this very thread.
         with unguarded():
             return func(*args, **kwargs)
 
-    # Python looks these two up before any operation; they would rebuild an object of this class.
+    # Python looks these up before any operation.
 
     @_disable_dynamo
     def __deepcopy__(self: Any, memo: Any) -> Any:
         resolve(self)
-        with _own_class(self):
-            return copy.deepcopy(self, memo)
+        plain = alias(self, own_class(self))
+        if plain.layout == torch.strided and plain.untyped_storage().nbytes() > plain.nbytes:
+            # deepcopy copies the whole storage once for all tensors in it, but the other tensors' values may be outstanding.
+            with torch.inference_mode(False), torch.no_grad(), unguarded():
+                plain.data = plain.clone()
+        copied = copy.deepcopy(plain, memo)
+        memo.pop(id(plain), None)  # another object may get this id
+        memo[id(self)] = copied
+        return copied
 
     @_disable_dynamo
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
         resolve(self)
-        with _own_class(self):
-            return self.__reduce_ex__(protocol)
+        return alias(self, own_class(self)).__reduce_ex__(protocol)
+
+    @_disable_dynamo
+    def as_subclass(self: Any, cls: Any) -> Any:
+        resolve(self)
+        return _T.as_subclass(self, cls)
+
+    def detach(self: Any) -> Any:
+        """As ``Tensor.detach``, but ``nn.Parameter(parameter)`` calls it for classes that it does not know, and then needs a
+        tensor of the original class."""
+        detached = _T.detach(self)
+        if sys._getframe(1).f_code is _parameter_new and type(detached) is _T:
+            detached.__class__ = own_class(self)
+        return detached
 
 
-@contextmanager
-def _own_class(tensor: torch.Tensor) -> Iterator[None]:
-    """For a moment, give back the class of a tensor that this very thread is just updating."""
-    known = _guarded.get(id(tensor))
-    release(tensor)
-    try:
-        yield
-    finally:
-        if known is not None:
-            guard(tensor, known[2])
+_parameter_new = torch.nn.Parameter.__new__.__code__
 
 
 @cache
 def _guarded_class(original: type) -> type:
-    return type(f"Guarded{original.__name__}", (_Guard, original), {"__slots__": ()})
+    guarded = type(f"Guarded{original.__name__}", (_Guard, original), {"__slots__": ()})
+    for known in _classes_for_foreach():
+        if original in known and guarded not in known:
+            known.append(guarded)
+    return guarded
+
+
+def _classes_for_foreach() -> Iterator[list[type]]:
+    """The lists of classes for which torch uses operations on lists of tensors. Other packages may add classes, too."""
+    for module in ("torch.optim.optimizer", "torch.utils._foreach_utils"):
+        known = getattr(sys.modules.get(module), "_foreach_supported_types", None)
+        if isinstance(known, list):
+            yield known
 
 
 def _guards_in(value: Any) -> Iterator[torch.Tensor]:

@@ -1,9 +1,10 @@
-"""All ranks begin with rank 0's parameters, buffers and optimizer state."""
+"""Broadcast of the initial state: all ranks begin with rank 0's parameters, buffers and optimizer state."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,16 +12,26 @@ import torch
 import commsched
 
 from ...core.errors import ManifestMismatch, UnsupportedError
-from ..beginning import first_difference
-from .first_use import no_use
+from ..common.initial_state import first_difference
+from .hyper_parameters import compared_keys
+from .layout import no_use
 
 log = logging.getLogger("commsched")
 
+#: The number of bytes that are broadcast at a time, in a buffer beside the model.
+PIECE_BYTES = 64 * 2**20
+
+_NAMED = 5  # the maximum number of replaced hyper-parameters that a warning names
 _SCALARS = (int, float, bool, str, type(None))
 
 
 def broadcast_model(session: commsched.Session, model: torch.nn.Module, beside: Mapping[str, torch.Tensor]) -> None:
-    """Parameters, trained or not, and buffers of every type, bit for bit; and those of ``beside`` that the model lacks.
+    """Broadcast rank 0's parameters, frozen or not, and buffers of every type, bit for bit. Collective.
+
+    Args:
+        session: the session whose ranks get the values.
+        model: the model.
+        beside: further parameters by name; those that the model lacks are broadcast, too.
 
     Raises:
         ManifestMismatch: the ranks' models differ in a name, shape or type.
@@ -37,20 +48,22 @@ def broadcast_model(session: commsched.Session, model: torch.nn.Module, beside: 
 
 
 def broadcast_parameters(session: commsched.Session, named: Mapping[str, torch.Tensor]) -> None:
-    """Rank 0's values of tensors that all ranks have, with the same names, shapes and types."""
+    """Broadcast rank 0's values of tensors that all ranks have with the same names, shapes and types. Collective."""
     with no_use():
         _broadcast(session, "initial parameters and buffers", [tensor.detach() for tensor in named.values()])
 
 
 def require_same_group(session: commsched.Session, optimizer: torch.optim.Optimizer, index: int) -> None:
-    """
+    """Require that the optimizer's param_group ``index`` has, on all ranks, the same options that the update can depend on.
+
     Raises:
-        ManifestMismatch: the options of the optimizer's param_group with this ``index`` differ between ranks.
+        ManifestMismatch: an option differs between ranks.
     """
     records = session.gather(_options(optimizer)[index]["options"])
+    keys = compared_keys(optimizer, records)
     for rank, record in enumerate(records):
-        for key in records[0].keys() | record.keys():
-            ours, theirs = records[0].get(key), record.get(key)
+        for key in (records[0].keys() | record.keys()) & keys:
+            ours, theirs = records[0].get(key, "not set"), record.get(key, "not set")
             if ours != theirs:
                 raise ManifestMismatch(f"param_groups[{index}]['{key}'] is {ours} on rank 0 but {theirs} on rank {rank}")
 
@@ -60,22 +73,38 @@ def _text(described: list[Any] | None) -> str:
 
 
 def broadcast_optimizer(session: commsched.Session, optimizer: torch.optim.Optimizer) -> None:
-    """The state and hyper-parameters of rank 0's optimizer, which may come from a checkpoint only rank 0 has read.
+    """Broadcast the state and hyper-parameters of rank 0's optimizer, which may come from a checkpoint that only rank 0 has
+    read. Collective.
 
     Raises:
         ManifestMismatch: the ranks' optimizers have different groups.
-        UnsupportedError: rank 0's state holds something that is neither a tensor nor a plain value.
+        UnsupportedError: a rank's state holds an object that cannot be broadcast.
     """
     records = session.gather({"groups": _options(optimizer), "state": _describe_state(optimizer)})
     for rank, record in enumerate(records):
         sizes, first = [group["parameters"] for group in record["groups"]], [g["parameters"] for g in records[0]["groups"]]
         if sizes != first:
             raise ManifestMismatch(f"the optimizer's groups hold {first} parameters on rank 0 but {sizes} on rank {rank}")
-    if records[session.rank]["groups"] != records[0]["groups"]:  # both as JSON: it has no tuples
-        log.warning("rank %d: the optimizer's hyper-parameters are replaced by those of rank 0", session.rank)
+    if records[session.rank]["groups"] != records[0]["groups"]:  # both have travelled as JSON, which has no tuples
+        replaced = _differences(records[session.rank]["groups"], records[0]["groups"])
+        log.warning("rank %d: the optimizer's hyper-parameters are replaced by those of rank 0: %s", session.rank, replaced)
         for group, options in zip(optimizer.param_groups, records[0]["groups"]):
             group.update({key: _like(group.get(key), value) for key, value in options["options"].items()})
     _broadcast(session, "initial optimizer state", _adopt_state(optimizer, records[0]["state"], session.rank == 0))
+
+
+def _differences(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> str:
+    """Describe the first few options that differ."""
+    texts = []
+    for index, (here, there) in enumerate(zip(ours, theirs)):
+        before, after = here["options"], there["options"]
+        for key in dict.fromkeys([*after, *before]):  # keeps the order of the options
+            if key not in after:
+                texts.append(f"param_groups[{index}]['{key}'], which rank 0 has not, stays {before[key]}")
+            elif key not in before or before[key] != after[key]:
+                texts.append(f"param_groups[{index}]['{key}'] {before.get(key, 'not set')} by {after[key]}")
+    more = f", and {len(texts) - _NAMED} more" if len(texts) > _NAMED else ""
+    return ", ".join(texts[:_NAMED]) + more
 
 
 def _options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
@@ -89,7 +118,7 @@ def _options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether it can travel as JSON: a number or the like, a tensor of one, or a tuple or list of such."""
+    """Whether ``value`` can travel as JSON: a scalar, a tensor of one element, or a tuple or list of such values."""
     if isinstance(value, tuple | list):
         return all(map(_is_plain, value))
     return isinstance(value, _SCALARS) or (isinstance(value, torch.Tensor) and value.numel() == 1)
@@ -102,7 +131,7 @@ def _plain(value: Any) -> Any:
 
 
 def _like(old: Any, new: Any) -> Any:
-    """JSON knows neither tuples nor tensors: ``new`` in the form that ``old`` has."""
+    """Return ``new``, a value from JSON, in the form that ``old`` has, because JSON has neither tuples nor tensors."""
     if isinstance(old, torch.Tensor):
         return torch.full_like(old, new)
     if isinstance(old, tuple | list) and isinstance(new, list):
@@ -115,60 +144,140 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
 
 
 def _describe_state(optimizer: torch.optim.Optimizer) -> list[list[Any]]:
-    """One entry for each value: parameter index, key, and a tensor's shape, dtype, strides (None: those of the parameter, which
-    has its shape) and whether it lies beside the parameter."""
+    """Describe the optimizer's state, with one entry for each value: the index of its parameter (None if the value belongs to
+    the optimizer itself), its key, and its description."""
+    parameters = _parameters(optimizer)
     described: list[list[Any]] = []
-    for index, parameter in enumerate(_parameters(optimizer)):
+    for index, parameter in enumerate(parameters):
         for key, value in optimizer.state.get(parameter, {}).items():
-            if isinstance(value, torch.Tensor):
-                shape, dtype = list(value.shape), str(value.dtype).removeprefix("torch.")
-                alike = value.shape == parameter.shape and value.stride() == parameter.stride()
-                strides = None if alike else list(torch.empty_like(value, device="meta").stride())
-                described.append([index, key, "tensor", shape, dtype, strides, value.device == parameter.device])
-            elif isinstance(value, _SCALARS):
-                described.append([index, key, "plain", value])
-            else:
-                raise UnsupportedError(
-                    f"the optimizer's state '{key}' is a {type(value).__name__}; only tensors and plain values can be broadcast"
-                )
+            described.append([index, key, _describe_value(value, parameter, key)])
+    for key, value in optimizer.state.items():
+        if isinstance(key, str):
+            described.append([None, key, _describe_value(value, parameters[0], key)])
     return described
 
 
+def _describe_value(value: Any, parameter: torch.Tensor, key: str) -> list[Any]:
+    """Describe ``value`` as JSON. A tensor is described by its shape, dtype, strides (None if shape and strides are the
+    parameter's), and whether it is on the parameter's device.
+
+    Raises:
+        UnsupportedError: ``value`` cannot be broadcast.
+    """
+    if isinstance(value, torch.Tensor):
+        shape, dtype = list(value.shape), str(value.dtype).removeprefix("torch.")
+        alike = value.shape == parameter.shape and value.stride() == parameter.stride()
+        strides = None if alike else list(torch.empty_like(value, device="meta").stride())
+        return ["tensor", shape, dtype, strides, value.device == parameter.device]
+    if isinstance(value, _SCALARS):
+        return ["plain", value]
+    if type(value) in (list, tuple):
+        return [type(value).__name__, [_describe_value(item, parameter, key) for item in value]]
+    if type(value) is dict and all(isinstance(name, _SCALARS) for name in value):
+        return ["dict", [[name, _describe_value(item, parameter, key)] for name, item in value.items()]]
+    raise UnsupportedError(
+        f"the optimizer's state '{key}' holds a {type(value).__name__}; only tensors, plain values, and lists, tuples and "
+        "dicts of these can be broadcast: make the ScheduledOptimizer before the optimizer has a state, and load the "
+        "checkpoint after that, on all ranks"
+    )
+
+
 def _adopt_state(optimizer: torch.optim.Optimizer, described: list[list[Any]], is_root: bool) -> list[torch.Tensor]:
-    """Give the optimizer a state as described, except on the root that has it; the tensors, in the order described."""
+    """Give the optimizer the described state, except on the root, which has it. Return its tensors, in the described order."""
     parameters = _parameters(optimizer)
     if not is_root:
         optimizer.state.clear()
-    tensors = []
-    for index, key, kind, *rest in described:
-        state = optimizer.state[parameters[index]]
-        if kind == "plain":
-            state[key] = rest[0]
-            continue
-        shape, dtype, strides, beside = rest
+    tensors: list[torch.Tensor] = []
+    for index, key, what in described:
+        state: dict[Any, Any] = optimizer.state if index is None else optimizer.state[parameters[index]]
         if not is_root:
-            device = parameters[index].device if beside else torch.device("cpu")
-            options: Any = {"dtype": getattr(torch, dtype), "device": device}
-            if strides is None:
-                state[key] = torch.empty_like(parameters[index], requires_grad=False, **options)
-            else:
-                state[key] = torch.empty_strided(shape, strides, **options)
-        tensors.append(state[key].detach())
+            state[key] = _make_value(what, parameters[index or 0])
+        _collect_tensors(state[key], tensors)
     return tensors
 
 
+def _make_value(what: list[Any], parameter: torch.Tensor) -> Any:
+    kind, *rest = what
+    if kind == "plain":
+        return rest[0]
+    if kind == "dict":
+        return {name: _make_value(item, parameter) for name, item in rest[0]}
+    if kind != "tensor":
+        return {"list": list, "tuple": tuple}[kind](_make_value(item, parameter) for item in rest[0])
+    shape, dtype, strides, beside = rest
+    options: Any = {"dtype": getattr(torch, dtype), "device": parameter.device if beside else torch.device("cpu")}
+    if strides is None:
+        return torch.empty_like(parameter, requires_grad=False, **options)
+    return torch.empty_strided(shape, strides, **options)
+
+
+def _collect_tensors(value: Any, into: list[torch.Tensor]) -> None:
+    if isinstance(value, torch.Tensor):
+        into.append(value.detach())
+    elif isinstance(value, list | tuple | dict):
+        for item in value.values() if isinstance(value, dict) else value:
+            _collect_tensors(item, into)
+
+
 def _broadcast(session: commsched.Session, name: str, tensors: list[torch.Tensor]) -> None:
-    """In one flat buffer of bytes."""
-    sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
-    flat = torch.zeros(sum(sizes), dtype=torch.uint8, device=session.device)
-    pieces = torch.split(flat, sizes) if sizes else ()
+    """Broadcast the bytes of ``tensors`` in pieces of at most :data:`PIECE_BYTES`, so that the additional memory does not grow
+    with the model."""
+    total = sum(tensor.nbytes for tensor in tensors)
+    piece = _Piece(session, name, min(total, PIECE_BYTES))
     with torch.no_grad():
-        if session.rank == 0:
-            for piece, tensor in zip(pieces, tensors):
-                piece.copy_(tensor.contiguous().reshape(-1).view(torch.uint8))
+        for tensor in tensors:
+            contiguous = tensor.resolve_conj().resolve_neg().contiguous()  # the tensor itself, if it is contiguous
+            values = (torch.view_as_real(contiguous) if tensor.is_complex() else contiguous).reshape(-1).view(torch.uint8)
+            while len(values) > 0:
+                values = values[piece.add(values) :]
+            if contiguous is not tensor:
+                piece.then(partial(tensor.copy_, contiguous))
+        piece.send()
+
+
+class _Piece:
+    """Bytes of tensors that are broadcast together."""
+
+    def __init__(self, session: commsched.Session, name: str, nbytes: int) -> None:
+        self._session = session
+        self._name = name
+        self._flat = torch.zeros(nbytes, dtype=torch.uint8, device=session.device)
+        self._filled = 0
+        self._places: list[tuple[torch.Tensor, torch.Tensor]] = []  # bytes of a tensor, and their place in the buffer
+        self._afterwards: list[Callable[[], object]] = []
+
+    def add(self, values: torch.Tensor) -> int:
+        """Add the first of ``values``, as many as there is space for, and return their number, at least one. A full buffer is
+        sent first."""
+        if self._filled == len(self._flat):
+            self.send()
+        count = min(len(values), len(self._flat) - self._filled)
+        self._places.append((values[:count], self._flat[self._filled : self._filled + count]))
+        self._filled += count
+        return count
+
+    def then(self, afterwards: Callable[[], object]) -> None:
+        """Call ``afterwards`` on all ranks except the root, once the bytes added so far have arrived."""
+        self._afterwards.append(afterwards)
+
+    def send(self) -> None:
+        """Broadcast the bytes added since the last call, if there are any."""
+        if self._filled == 0:
+            return
+        flat = self._flat[: self._filled]
+        if self._session.rank == 0:
+            for values, place in self._places:
+                place.copy_(values)
+        else:
+            flat.zero_()
         if flat.is_cuda:
             torch.cuda.current_stream(flat.device).synchronize()
-        session.broadcast(name, flat if flat.is_cuda else flat.numpy().data)
-        if session.rank != 0:
-            for piece, tensor in zip(pieces, tensors):
-                tensor.copy_(piece.clone().view(tensor.dtype).reshape(tensor.shape))
+        self._session.broadcast(self._name, flat if flat.is_cuda else flat.numpy().data)
+        if self._session.rank != 0:
+            for values, place in self._places:
+                values.copy_(place)
+            for afterwards in self._afterwards:
+                afterwards()
+        self._filled = 0
+        self._places.clear()
+        self._afterwards.clear()

@@ -1,4 +1,4 @@
-"""ScheduledOptimizer: the user's optimizer, whose updates happen when someone first needs them."""
+"""ScheduledOptimizer: wraps the user's optimizer and runs each parameter's update when the parameter is first read."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from time import monotonic
 from typing import Any
 
@@ -22,19 +21,35 @@ import commsched
 
 from ...core.errors import ClosedError, ConfigError, TransportError, UnsupportedError
 from . import compiled
+from .checks import find_overlap, outside_of, require_optimizer_and_model, require_plain, sparse_weights
 from .device import init_for
 from .exchange import GradientExchange
-from .guard import guard, own_class, release, unguarded
+from .guard import guard, own_class, release_all, unguarded
+from .hyper_parameters import compared_keys
 from .initial_state import broadcast_model, broadcast_optimizer, broadcast_parameters, require_same_group
-from .layer_spans import trace_forward
-from .lent import Lent, lend, take_back
+from .marked import unnoticed, warn_if_impossible
 from .mean_loss import mean_loss
-from .narrow import require_supported, snapshot, step_some, updates_each_parameter_alone
-from .own_hooks import runs_only_torch, with_own_hooks, without_hooks
-from .plain import require_plain
-from .shared_memory import find_overlap
+from .registered import end_abandoned
 from .slot import Slot
-from .sparse import sparse_weights
+from .timing import trace_forward
+from .twin import Twin, increment_versions
+from .update import (
+    Lent,
+    can_be_narrowed,
+    is_step_of_class,
+    lend,
+    lend_to_twins,
+    require_supported,
+    runs_only_torch,
+    snapshot,
+    step_some,
+    take_back,
+    take_back_from_twins,
+    take_values_of_moved_twins,
+    updates_each_parameter_alone,
+    with_own_hooks,
+)
+from .weights import ComparedWeights
 
 log = logging.getLogger("commsched")
 
@@ -47,25 +62,27 @@ class ScheduledOptimizer(Optimizer):
 
         optimizer = ScheduledOptimizer(optimizer, model)
 
-    Every rank begins with rank 0's parameters, buffers and optimizer state. Backward hands each gradient over as soon as it
-    exists. ``step()`` records the hyper-parameters and returns; the update of each parameter runs when someone first reads
-    it, which waits for its average. Reading ``p.grad``'s values waits for the average. Several backward passes before one
-    ``step()`` accumulate averages; parameters may be unfrozen, or added by :meth:`add_param_group`, at any time, on all ranks
-    in the same step. With one rank, or with
-    ``COMMSCHED_DISABLE=1``, every call goes straight to ``optimizer``.
+    Every rank begins with rank 0's parameters, buffers and optimizer state. Backward submits each gradient as soon as it
+    exists. ``step()`` records the hyper-parameters and returns. The update of a parameter runs when the parameter is first
+    read; that read waits for the average. Reading the values of ``p.grad`` waits for the average, too. Several backward
+    passes before one ``step()`` accumulate averages. Parameters may be unfrozen, or added by :meth:`add_param_group`, at any
+    time, on all ranks in the same step. With one rank, or with ``COMMSCHED_DISABLE=1``, every call goes straight to
+    ``optimizer``.
 
     Args:
-        optimizer: the user's optimizer. Use only what is returned from now on.
-        model: the model whose parameters it updates; its object, keys and hooks stay as they are.
-        session: a session other than that of ``commsched.init()``.
+        optimizer: the user's optimizer. Use only the ScheduledOptimizer from now on.
+        model: the model whose parameters it updates. The model's object, keys and hooks stay as they are.
+        session: the session to use instead of the one of ``commsched.init()``.
         per_parameter: whether ``optimizer`` treats each parameter independently of the others, so that it may be called for
-            some of them. None: yes for the optimizers of ``torch.optim``, as long as they have no hooks and nothing around
-            their ``step()``. If not, ``step()`` waits for all averages.
+            some of them. ``None`` means yes for the optimizers of ``torch.optim``, as long as they have no hooks and nothing
+            wraps their ``step()``. If it does not, ``step()`` waits for all averages.
 
     Raises:
-        UnsupportedError: the optimizer, the model or a parameter's type or device is not supported; says which.
-        ManifestMismatch: the ranks' models or optimizers differ; names what.
-        CommschedError: from ``commsched.init()``.
+        TypeError: the arguments are not an optimizer and a model, or they are swapped.
+        ConfigError: none of the optimizer's parameters belongs to ``model``. Raised with one rank, too.
+        UnsupportedError: the optimizer, the model or a parameter's type or device is not supported; the message says which.
+        ManifestMismatch: the ranks' models or optimizers differ; the message names the difference.
+        CommschedError: ``commsched.init()`` failed.
     """
 
     def __init__(
@@ -76,27 +93,35 @@ class ScheduledOptimizer(Optimizer):
         session: commsched.Session | None = None,
         per_parameter: bool | None = None,
     ) -> None:
-        # Optimizer.__init__ is not called: it would make groups and state of its own. The properties below are those of
-        # the user's optimizer.
+        # Optimizer.__init__ is not called: it would create its own groups and state. The properties below return the
+        # groups and the state of the user's optimizer.
         if isinstance(optimizer, ScheduledOptimizer):
             raise ConfigError("this optimizer is a ScheduledOptimizer already")
+        require_optimizer_and_model(optimizer, model)
         self.optimizer = optimizer
         self._optimizer_step_pre_hooks: OrderedDict[int, Any] = OrderedDict()
         self._optimizer_step_post_hooks: OrderedDict[int, Any] = OrderedDict()
         self._exchange: GradientExchange | None = None
-        self._pending: OrderedDict[int, Slot] = OrderedDict()  # by flag, front layers first
+        self._ended: str | None = None  # the name of a parameter that another ScheduledOptimizer owns now
+        self._pending: dict[int, Slot] = {}  # outstanding updates by flag, front layers first
         self._lock = threading.RLock()
         self._pid = os.getpid()
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        outside = outside_of(model, optimizer)
         session = session or init_for(parameters)
         if session.world_size == 1:
             return
         require_supported(optimizer)
         require_plain(model, parameters)
+        if session.rank == 0:
+            if outside:
+                log.warning("%s", outside)
+            warn_if_impossible()
         self._session = session
         self._per_parameter = updates_each_parameter_alone(optimizer) if per_parameter is None else per_parameter
-        self._hooks_per_update = per_parameter is True  # hooks of the user's optimizer are called for some parameters, too
-        self._why_step_waits: str | None = None  # for all updates, as a clause; None: it leaves them outstanding
+        self._hooks_per_update = per_parameter is True  # also call the user's hooks when only some parameters are updated
+        self._why_step_waits: str | None = None  # why step() waits for all updates, as a clause; None: it does not wait
+        self._per_parameter = self._per_parameter and can_be_narrowed(optimizer)
         if not self._per_parameter:
             self._step_must_wait(f"{type(optimizer).__name__} may use all gradients at once")
         if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
@@ -105,36 +130,45 @@ class ScheduledOptimizer(Optimizer):
         slots = _make_slots(optimizer.param_groups, model)
         self._look_for_shared_memory(slots)
         self._note_parameters()
-        self._exchange = GradientExchange(session, model, slots, self.synchronize)
+        self._compared: set[str] = set()  # keys of the hyper-parameters that are compared
+        end_abandoned(session)
+        self._exchange = GradientExchange(session, model, slots, self.synchronize, self._supersede, self._compared)
         broadcast_model(session, model, {slot.name: slot.parameter for slot in slots})
         broadcast_optimizer(session, optimizer)
+        self._compared |= compared_keys(optimizer, optimizer.param_groups)
         self._exchange.places.record_first_use()
-        compiled.watch(self._before_compiling)
+        self._steps = 0
+        self._make_comparison()
+        compiled.watch_compiled(self._before_compiling)
         if compiled.was_seen():
             self._before_compiling()
         if session.observer is not None:
             trace_forward(model, session.observer, self._exchange.forward_began)
-        self._forget = session.on_close(self._finish)
-        # Whoever still holds the user's optimizer saves no stale state.
-        self._state_hooks = [
-            optimizer.register_state_dict_pre_hook(lambda _: self.synchronize()),
-            optimizer.register_load_state_dict_pre_hook(lambda *_: self.synchronize()),
-        ]
+        # Code that still holds the user's optimizer must not save stale state.
+        self._state_hooks: list[Any] = []
+        if hasattr(optimizer, "_optimizer_state_dict_pre_hooks"):  # not every optimizer class calls Optimizer.__init__
+            self._state_hooks = [
+                optimizer.register_state_dict_pre_hook(lambda _: self.synchronize()),
+                optimizer.register_load_state_dict_pre_hook(lambda *_: self.synchronize()),
+            ]
 
     # --- the training loop ---
 
     @_disable_dynamo
     @with_own_hooks
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Commit to the update of every parameter, with the hyper-parameters of now. Does not wait for averages; for the
+        """Commit to the update of every parameter, with the current hyper-parameters.
+
+        It does not wait for averages, unless the updates cannot stay outstanding (see ``per_parameter``). It waits for the
         other ranks' backward only while there are unfrozen parameters that had no gradient yet.
 
         Raises:
-            UnsupportedError: parameters or gradients were changed in a way that would part the ranks; names them.
+            UnsupportedError: parameters or gradients were changed so that the ranks would diverge; the message names them.
             CommschedError: the session failed or was closed.
         """
         exchange = self._exchange
         if exchange is None:
+            self._require_not_ended()
             return self.optimizer.step(closure) if closure is not None else self.optimizer.step()
         self._look_for_hooks()
         if closure is not None and not self._per_parameter:
@@ -145,13 +179,15 @@ class ScheduledOptimizer(Optimizer):
                 loss = closure()
         with self._lock:
             self._require_known_parameters()
-            exchange.commit()
-            self._hyper_parameters = snapshot(self.optimizer)
-            # A learning-rate scheduler made before this class was wrapped around asks whether step() was called.
+            hyper_parameters = snapshot(self.optimizer)
+            exchange.commit(hyper_parameters)
+            self._hyper_parameters = hyper_parameters  # only after commit(), which may still run the last step's updates
+            # A learning-rate scheduler made before the optimizer was wrapped checks whether step() was called.
             self.optimizer._opt_called = True  # type: ignore[attr-defined]
-            for slot in exchange.places.slots:
-                self._await_update(slot)
+            exchange.put_in_place = self._put_in_place  # so the parameters keep this object and the user's optimizer alive
+            self._compare_weights()
             self._look_for_unseen_readers(exchange)
+            self._await_updates(exchange.places.slots)
             if self._why_step_waits is not None:
                 with exchange.barrier.waiting(self._why_step_waits):
                     exchange.wait_for_all()
@@ -160,20 +196,23 @@ class ScheduledOptimizer(Optimizer):
         return loss
 
     def _step_with(self, closure: Callable[[], Any], exchange: GradientExchange) -> Any:
-        """The user's optimizer calls ``closure`` when and as often as it likes. Each call ends with averages in ``.grad``, and
-        gives the mean of the ranks' losses, on which it may decide."""
+        """Let the user's optimizer call ``closure`` when and as often as it likes.
+
+        Each call leaves averages in ``.grad`` and returns the mean of the ranks' losses, because the optimizer may base
+        decisions on the loss.
+        """
         lent: list[Lent] = []
-        raised: list[BaseException] = []  # by the closure, and not by the optimizer
+        raised: list[BaseException] = []  # errors raised by the closure, not by the optimizer
 
         def averaged() -> Any:
-            take_back(lent, deferred=False)
+            take_back(lent)
             lent.clear()
             try:
                 with torch.enable_grad():
                     loss = closure()
                 with self._lock:
                     self._require_known_parameters()
-                    exchange.commit()
+                    exchange.commit(snapshot(self.optimizer))
                     with exchange.barrier.waiting(f"{type(self.optimizer).__name__} calls its closure"):
                         exchange.wait_for_all()
                     lent.extend(lend(exchange.kept_by_any_rank(exchange.places.slots)))
@@ -184,34 +223,42 @@ class ScheduledOptimizer(Optimizer):
 
         self.synchronize()
         try:
-            return self.optimizer.step(averaged)
+            loss = self.optimizer.step(averaged)
         except BaseException as error:
             if error not in raised:
                 self._report_half_update(error)
             raise
         finally:
-            take_back(lent, deferred=False)
+            take_back(lent)
             exchange.barrier.step_ended()
+        with self._lock:
+            self._compare_weights()
+        return loss
 
     @_disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As in torch. Never waits: what an outstanding update needs is kept until it is in place."""
+        """Clear all gradients, as in torch. It never waits: averages that outstanding updates need are kept until then."""
         if self._exchange is None:
             self.optimizer.zero_grad(set_to_none=set_to_none)
             return
-        for slot in self._exchange.places.all:
-            if set_to_none:
+        self._exchange.forget_missing()
+        slots = self._exchange.places.all
+        if not set_to_none:
+            for slot in slots:
+                slot.zero(in_round=self._exchange.is_round_open)
+            return
+        with unguarded():  # once for all parameters: otherwise each assignment to a guarded one would call its guard
+            for slot in slots:
                 slot.parameter.grad = None
-            else:
-                slot.zero()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes within accumulate gradients on this rank only; the first one after it averages the sum.
+        """Accumulate gradients on this rank only, within the context. The first backward after it averages the sum.
 
-        Without it, gradients accumulate just as well, but those of every backward travel. What is read, and clipped, before
-        that first one are this rank's own sums: clip after it. ``step()`` averages what the last backward has left within, but
-        not if it was changed since: then it ends in an UnsupportedError.
+        Without ``no_sync()``, gradients accumulate just as well, but the gradients of every backward travel. Gradients that
+        are read or clipped before the first backward after the context are this rank's own sums, so clip after it. If the
+        last backward before ``step()`` is within the context, ``step()`` averages the sums. If they were changed since, it
+        raises UnsupportedError.
         """
         exchange = self._exchange
         if exchange is None:
@@ -225,7 +272,7 @@ class ScheduledOptimizer(Optimizer):
 
     @_disable_dynamo
     def synchronize(self) -> None:
-        """Put every outstanding update in place; waits for the averages it needs.
+        """Run every outstanding update, and wait for the averages that the updates need.
 
         Raises:
             CommschedError: the session failed or was closed.
@@ -234,7 +281,7 @@ class ScheduledOptimizer(Optimizer):
             while self._pending:
                 self._put_in_place(next(iter(self._pending.values())))
 
-    # --- readers that PyTorch does not dispatch, and that therefore do not ask for outstanding updates ---
+    # --- readers that bypass PyTorch's dispatch, and therefore do not wait for outstanding updates ---
 
     def _step_must_wait(self, why: str) -> None:
         if self._why_step_waits is None:
@@ -243,7 +290,7 @@ class ScheduledOptimizer(Optimizer):
                 log.info("%s: step() waits for all averages from now on", why)
 
     def _look_for_shared_memory(self, slots: Sequence[Slot]) -> None:
-        """The reader of one parameter does not ask for the update of another that lies in the same memory."""
+        """Make ``step()`` wait if parameters share memory: a reader of one would not wait for the update of the other."""
         named = {slot.name: slot.parameter for slot in slots}
         with unguarded():
             overlap = find_overlap(
@@ -251,13 +298,15 @@ class ScheduledOptimizer(Optimizer):
                 {id(slot.parameter) for slot in slots},
             )
         if overlap is not None:
-            self._per_parameter = False  # and the user's optimizer knows the order in which they are updated
+            self._per_parameter = False  # the user's optimizer determines the order of the updates
             self._step_must_wait(f"'{overlap[0]}' and '{overlap[1]}' lie in the same memory")
 
     def _look_for_hooks(self) -> None:
-        """Hooks and wrappers of the user's optimizer are to run once per step, and may use all gradients."""
-        if self._per_parameter and not self._hooks_per_update and not runs_only_torch(self.optimizer):
-            self.synchronize()  # what was left outstanding while there was nothing of that kind
+        """Make ``step()`` wait if the user's optimizer has hooks or wrappers: they must run once per step, and may use all
+        gradients."""
+        is_alone = is_step_of_class if self._hooks_per_update else runs_only_torch
+        if self._per_parameter and not is_alone(self.optimizer):
+            self.synchronize()  # updates left outstanding by a step() before there were hooks
             self._per_parameter = False
             self._step_must_wait(f"{type(self.optimizer).__name__} has hooks, or something around its step()")
 
@@ -269,7 +318,7 @@ class ScheduledOptimizer(Optimizer):
         try:
             self.synchronize()
         except Exception:
-            pass  # the session keeps it, and whoever reads a parameter is told: what compiles may have nothing to do with them
+            pass  # the session keeps the error and readers of parameters get it; the compiled code may not use any of them
 
     def _look_for_unseen_readers(self, exchange: GradientExchange) -> None:
         compiled.keep_watching()
@@ -279,38 +328,62 @@ class ScheduledOptimizer(Optimizer):
             elif exchange.reader_unseen is not None:
                 self._step_must_wait(exchange.reader_unseen)
 
-    def _finish(self) -> None:
-        self.synchronize()
-        if self._exchange is not None:
-            self._exchange.finish()
-
     def detach(self) -> None:
-        """Put every update in place and let the model go: from now on, this is the user's optimizer, on this rank alone.
+        """Run every outstanding update and release the model. Afterwards every call goes straight to the user's optimizer,
+        on this rank alone.
 
-        Collective, since what is outstanding is waited for. The model may then be given to another ScheduledOptimizer.
+        Collective, because it waits for outstanding updates. Making another ScheduledOptimizer for a parameter of this one
+        detaches this one, too. It need not be called once the model is no longer referenced.
         """
         if self._exchange is not None:
             self.synchronize()
             self._exchange.detach()
-            self._forget()
             for handle in self._state_hooks:
                 handle.remove()
             self._exchange = None
 
+    def _supersede(self, name: str) -> None:
+        self.detach()
+        self._ended = name
+
+    def _require_not_ended(self) -> None:
+        if self._ended is not None:
+            raise ConfigError(
+                f"this ScheduledOptimizer has ended, since another one was made for its parameter '{self._ended}': call the "
+                "step() of that one, or give each parameter to one optimizer only"
+            )
+
     # --- outstanding updates ---
 
-    def _await_update(self, slot: Slot) -> None:
-        slot.pending = True
-        self._pending[slot.flag] = slot
-        put_in_place = partial(self._put_in_place, slot)
-        guard(slot.parameter, put_in_place)
-        guard(slot.gradient, put_in_place)
+    def _await_updates(self, slots: Sequence[Slot]) -> None:
+        """Make the updates of ``slots`` outstanding: readers of the parameters, or of their gradients, wait from now on."""
+        moved = False
+        for slot in slots:
+            if not hasattr(slot, "twin"):
+                slot.twin, moved = Twin(slot.parameter, own_class(slot.parameter)), True
+            moved = slot.twin.follow(slot.parameter) or moved
+        if moved:
+            self._look_for_shared_memory(slots)
+        outstanding = self._why_step_waits is None  # the updates stay outstanding after this step()
+        if outstanding:
+            # As after a completed update, autograd must refuse to differentiate a graph from before it.
+            increment_versions([slot.twin.plain for slot in slots if slot.parameter.grad is not None])
+        with unnoticed():
+            for slot in slots:
+                twin = slot.twin
+                slot.pending = True
+                twin.version = twin.plain._version
+                self._pending[slot.flag] = slot
+                guard(slot.parameter, slot.await_update, twin if outstanding else None)
+                guard(slot.gradient, slot.await_gradient)
 
     def _put_in_place(self, needed: Slot) -> None:
-        """The update of ``needed``, together with those in front of it in forward order whose averages are there too.
+        """Run the update of ``needed``, and with it the outstanding updates at the front of the forward order whose averages
+        have arrived.
 
-        Parameters stay guarded until theirs is done, so that another thread waits; this one may be within it (a hook of the
-        user's optimizer reads the model) and is let through, since what is being updated is not pending any more.
+        Parameters and gradients stay guarded until their update is done, so that another thread waits. This thread may come
+        here again during the update (a hook of the user's optimizer reads the model). It then passes, because an update that
+        is running is no longer in ``_pending``.
         """
         exchange = self._exchange
         if os.getpid() != self._pid:
@@ -318,60 +391,81 @@ class ScheduledOptimizer(Optimizer):
                 "a forked process reads parameters whose update is outstanding; call optimizer.synchronize() before"
             )
         with self._lock:
-            if exchange is None or not needed.pending:
+            if exchange is None or needed.flag not in self._pending:
                 return
-            exchange.wait(needed)
+            exchange.wait_to_update(needed)
             batch = [needed]
             if self._per_parameter:
-                for slot in self._pending.values():
-                    if not exchange.is_there(slot):
-                        break
-                    if slot is not needed:
-                        batch.append(slot)
+                batch += [slot for slot in exchange.those_there(self._pending.values()) if slot is not needed]
             else:
                 batch = list(self._pending.values())
             for slot in batch:
-                exchange.wait(slot)  # which lets readers of the gradient pass
+                if slot.rows is not None or not (slot.proxies[0].is_open and slot.proxies[-1].is_open):
+                    exchange.wait_to_update(slot)
             used = exchange.kept_by_any_rank(batch)
+            for slot in used:
+                twin = slot.twin
+                if twin.plain._version != twin.version:
+                    raise _written_to(slot)
             for slot in batch:
-                slot.pending = False
                 del self._pending[slot.flag]
             try:
                 with exchange.updating():
                     self._update(used)
             finally:
                 for slot in batch:
-                    release(slot.parameter)
+                    slot.pending = False
+                    if slot.zero_later:
+                        slot.zero_if_asked()
+                release_all([tensor for slot in batch for tensor in (slot.parameter, slot.gradient)])
+                if not self._pending:
+                    exchange.put_in_place = None
+
+    def _make_comparison(self) -> None:
+        """Start comparing the weights of all parameters that the optimizer has now."""
+        assert self._exchange is not None
+        places = self._exchange.places
+        self._weights = ComparedWeights(self._session, places.device, tuple(places.all), places.label)
+
+    def _compare_weights(self) -> None:
+        self._weights.compare(self._steps)
+        self._steps += 1
 
     def _update(self, slots: list[Slot]) -> None:
         began = monotonic()
-        lent: list[Lent] = []
         try:
-            lent = lend(slots)
             if self._per_parameter:
-                with nullcontext() if self._hooks_per_update else without_hooks(self.optimizer):
-                    self._step_some(slots)
+                self._update_twins(slots)
             else:
-                self.optimizer.step()  # within step(): nothing has changed since, and its groups may keep counters
+                lent = lend(slots)
+                try:
+                    self.optimizer.step()  # hyper-parameters are still current within step(), and groups may keep counters
+                finally:
+                    take_back(lent)
         except BaseException as error:
             self._report_half_update(error)
             raise
-        finally:
-            take_back(lent, deferred=self._per_parameter)
         if self._session.observer is not None:
             names = (
                 slots[0].name if len(slots) == 1 else f"{len(slots)} parameters" + (f" from {slots[0].name}" if slots else "")
             )
             self._session.observer.on_span("update", names, began, monotonic())
 
-    def _step_some(self, slots: Sequence[Slot]) -> None:
-        # Torch's own code reads nothing but what is being updated here, so that no guard need be asked each time.
-        plain = runs_only_torch(self.optimizer) and all(own_class(slot.parameter) is torch.nn.Parameter for slot in slots)
-        with unguarded() if plain else nullcontext():
-            step_some(self.optimizer, self._hyper_parameters, [(slot.param_group, slot.parameter) for slot in slots])
+    def _update_twins(self, slots: Sequence[Slot]) -> None:
+        # Torch's own code reads only the tensors that are updated here, so the guards need not be called.
+        plain = runs_only_torch(self.optimizer) and all(type(slot.twin.tensor) is torch.nn.Parameter for slot in slots)
+        lent = lend_to_twins(slots)
+        try:
+            with unguarded() if plain else nullcontext():
+                parameters = [(slot.param_group, slot.parameter, slot.twin.tensor) for slot in slots]
+                step_some(self.optimizer, self._hyper_parameters, parameters, hooks=self._hooks_per_update)
+        finally:
+            take_back_from_twins(lent)
+        if not updates_each_parameter_alone(self.optimizer):  # those of torch do not give parameters other memory
+            take_values_of_moved_twins(slots)
 
     def _report_half_update(self, error: BaseException) -> None:
-        """No rank may go on from there as if nothing were."""
+        """Fail the session, so that no rank continues after an update that was only partly done here."""
         self._session.report(TransportError(f"rank {self._session.rank}: the optimizer raised {type(error).__name__}: {error}"))
 
     def _note_parameters(self) -> None:
@@ -387,7 +481,7 @@ class ScheduledOptimizer(Optimizer):
                 "add_param_group() of the ScheduledOptimizer"
             )
 
-    # --- the rest of an optimizer's interface: never stale ---
+    # --- the rest of the optimizer interface: every value includes all updates ---
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -416,22 +510,24 @@ class ScheduledOptimizer(Optimizer):
         self.optimizer.state = state
 
     def state_dict(self) -> dict[str, Any]:
-        """That of the user's optimizer, with every update in place."""
+        """Return the ``state_dict()`` of the user's optimizer, after all outstanding updates."""
         self.synchronize()
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Into the user's optimizer; every rank must load the same."""
+        """Load ``state_dict`` into the user's optimizer. Every rank must load the same one."""
         self.synchronize()
         self.optimizer.load_state_dict(state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in torch. With several ranks it is collective and waits for what is outstanding; the new parameters begin with
-        rank 0's values.
+        """Add a parameter group, as in torch.
+
+        With several ranks the call is collective and waits for outstanding updates. The new parameters begin with rank 0's
+        values.
 
         Raises:
             ManifestMismatch: the ranks' groups differ.
-            UnsupportedError: other ranks trained on instead.
+            UnsupportedError: other ranks continued training instead.
             ConfigError: a parameter belongs to another ScheduledOptimizer.
         """
         exchange = self._exchange
@@ -446,13 +542,15 @@ class ScheduledOptimizer(Optimizer):
             self._note_parameters()
             first = len(self.optimizer.param_groups) - 1
             require_same_group(self._session, self.optimizer, first)
+            self._compared |= compared_keys(self.optimizer, self.optimizer.param_groups[first:])
             slots = _make_slots(self.optimizer.param_groups[first:], self._model, first)
             self._look_for_shared_memory([*exchange.places.all, *slots])
             exchange.add(slots)
             broadcast_parameters(self._session, {slot.name: slot.parameter for slot in slots})
+            self._make_comparison()
 
     def __getattr__(self, name: str) -> Any:
-        # Only what neither this class nor Optimizer has: what a particular optimizer adds.
+        # Called only for attributes that neither this class nor Optimizer has: those that a particular optimizer adds.
         if name.startswith("_") or name == "optimizer":
             raise AttributeError(name)
         return getattr(self.optimizer, name)
@@ -470,7 +568,7 @@ class ScheduledOptimizer(Optimizer):
         return self.optimizer.register_load_state_dict_post_hook(*args, **kwargs)
 
     def __reduce__(self) -> Any:
-        """A copy is the user's optimizer: it belongs to no session."""
+        """A copy or a pickle contains the user's optimizer only, because a copy belongs to no session."""
         self.synchronize()
         return copy.copy, (self.optimizer,)
 
@@ -478,8 +576,17 @@ class ScheduledOptimizer(Optimizer):
         return f"Scheduled{self.optimizer!r}"
 
 
+def _written_to(slot: Slot) -> UnsupportedError:
+    """Return the error for a parameter that was written to after ``step()`` without waiting for its outstanding update."""
+    return UnsupportedError(
+        f"'{slot.name}' was written to after step(), while its update was outstanding, through a tensor from before that "
+        "lies in the same memory (of an earlier state_dict() or detach(), say): call optimizer.synchronize() before "
+        "writing, or state_dict() after step()"
+    )
+
+
 def _make_slots(param_groups: list[dict[str, Any]], model: torch.nn.Module, first: int = 0) -> list[Slot]:
-    """Slots of all parameters, in the model's order. ``first``: the index of the first of ``param_groups``."""
+    """Make slots for all parameters, in the model's order. ``first`` is the index of the first of ``param_groups``."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     places = {id(parameter): place for place, parameter in enumerate(model.parameters())}
     sparse = sparse_weights(model)

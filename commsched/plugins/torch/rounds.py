@@ -1,8 +1,9 @@
-"""Round: one exchange of all gradients, from the first of a backward until all ranks have said how it ends."""
+"""Round: one exchange of all gradients, from the first gradient of a backward until all ranks have reported how it ends."""
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable, Mapping, Sequence, Set
+from typing import Any
 
 import torch
 
@@ -10,63 +11,85 @@ import commsched
 
 from ...core.errors import UnsupportedError
 from .agreement import (
-    norms,
-    projections,
+    BackwardFlags,
+    StepFlags,
     require_added_alike,
     require_averaged_before_changed,
     require_changed_alike,
-    require_equal_norms,
-    require_gradients,
+    require_equal_hyper_parameters,
+    require_equal_values,
     require_same_end,
     require_unfrozen_alike,
 )
-from .flags import Kept, Used
 from .guard import guard, is_guarded, release, unguarded
-from .places import Places
+from .hyper_parameters import BITS, HyperParameters
+from .layout import GradientLayout
+from .no_gradient import NoGradients
+from .samples import Samples
 from .slot import Slot
+
+_NO_BITS = [0.0] * BITS
 
 
 class Round:
-    """Of the rounds of one exchange, the one that is open, or the last.
+    """The open round of one exchange, or its last round. One object serves all rounds.
 
-    Beside the gradients go two sets of flags for all parameters of the optimizer: which of them this rank has a gradient of
-    when backward is over; and, when the round ends, whether this rank commits to the update, of which it has one still, and
-    what it has made of those that it has read.
+    Two sets of flags travel beside the gradients, with entries for all parameters of the optimizer. The first set, when
+    backward is over, says for which parameters this rank has a gradient. The second set, when the round ends, says whether
+    this rank commits to the update, for which parameters it still has a gradient, and to what values it has changed the
+    gradients that it has read.
 
-    Parameters that require no gradient at first have no place in a buffer. In the round in which any rank has a gradient of
-    one, they get theirs, in a group of their own: all ranks learn of it from the first flags, which ranks that have a
-    parameter unfrozen but without a place therefore await in ``step()`` at the latest.
+    Parameters that require no gradient at first have no place in a buffer. They get a place, in a group of their own, in the
+    first round in which any rank has a gradient for one. All ranks learn of that from the first flags. A rank that has an
+    unfrozen parameter without a place therefore waits for the first flags, in ``step()`` at the latest.
+
+    Args:
+        ask_for_gradients: called when the ``.grad`` of a parameter noted by ``without`` is read. It has to call
+            :meth:`complete` and :meth:`fill`.
+        compared: keys of the hyper-parameters that must be the same on all ranks. The set may grow.
     """
 
-    def __init__(self, session: commsched.Session, places: Places) -> None:
+    def __init__(
+        self, session: commsched.Session, places: GradientLayout, ask_for_gradients: Callable[[], None], compared: Set[str]
+    ) -> None:
         self.is_open = False  # between the first gradient and the end
-        self.all_handed_over = False  # and the ranks were told what this one has
+        self.all_handed_over = False  # all gradients are submitted, and so are the first flags
         self._session = session
         self._places = places
-        self._complete = False  # all is handed over, and what other ranks have gradients of has a place
-        self._missing = 0  # parameters with a place that backward has not come to
+        self._complete = False  # all is submitted, and every parameter with a gradient on any rank has a place
+        self._missing = 0  # number of parameters with a place that backward has not reached
         self._unfrozen = False  # a slot without a place has a gradient or requires one
-        self._checked = False  # gradients are read, and all ranks have them
+        self._filled = False  # gradients were read, so every rank has the same set of gradients
+        self.given: dict[Slot, torch.UntypedStorage] = {}  # the memory that the user gave to gradients through .data
+        self.without = NoGradients(ask_for_gradients)
         self._own_changed: str | None = None  # the name of a parameter whose gradient was changed before it was averaged
-        self._agreed: Kept | None = None  # once it has ended here, how it did on all ranks, which parts none
+        self._turn = 0  # rounds so far
+        self._samples = Samples(())
+        self._compared = compared
+        self._digests = HyperParameters(compared)
+        self._hyper_parameters: Sequence[Mapping[str, Any]] = ()  # by group, from the step() that ended the round
+        self._agreed: StepFlags | None = None  # all ranks' flags at the end of the round, once checked
 
     def begin(self) -> None:
+        self.without.forget()
         flags = self._places.flags
         for group in self._places.groups:
             group.begin_step()
         flags.begin_step()
+        self._turn += 1
         self.is_open = True
-        self.all_handed_over = self._complete = self._checked = self._unfrozen = False
+        self.all_handed_over = self._complete = self._filled = self._unfrozen = False
         self._missing = sum(slot.parameter.requires_grad for slot in self._places.slots)
         for slot in self._places.all:
             slot.ready = slot.has_gradient = slot.was_read = False
-            slot.release_left()
+            if slot.left is not None:
+                slot.release_left()
 
     # --- gradients into the buffers ---
 
     def guard_left(self, slot: Slot) -> None:
-        """The gradient of a pass before, of one within ``no_sync()``, or set by hand, travels too, once backward is over: who
-        reads it then waits for its average."""
+        """Guard a gradient that was not made by the current backward: it comes from an earlier pass or one within
+        ``no_sync()``, or was set by hand. It is submitted once backward is over; readers then wait for its average."""
         gradient = slot.parameter.grad
         if gradient is slot.left:
             return
@@ -74,33 +97,34 @@ class Round:
         if gradient is None:
             return
         slot.left = slot.own_gradient(gradient) if is_guarded(gradient) else gradient
-        guard(slot.left, slot.await_average)
+        guard(slot.left, slot.await_gradient)
 
     def is_dropped(self) -> bool:
-        """Whether none of the gradients that this rank has in it is there any more, after a step that is skipped, say."""
+        """Whether the user has dropped all gradients that this rank has in the round, after a skipped step, say."""
         held = ((slot, slot.left if slot.left is not None else slot.gradient) for slot in self._places.all)
         return not any(slot.parameter.grad is gradient for slot, gradient in held if slot.has_gradient or slot.left is not None)
 
     def take(self, slot: Slot, gradient: torch.Tensor) -> None:
-        """Backward has made ``gradient``, the ``.grad`` of ``slot``."""
+        """Submit ``gradient``, the ``.grad`` of ``slot`` that backward has just made."""
         self._hand_over(slot, gradient)
         if slot.proxies:
             self._missing -= 1
         if self._missing == 0 and all(late.ready or not late.parameter.requires_grad for late in self._places.late):
-            self.hand_over_rest()  # now: this rank may wait elsewhere before step(), and another for it, to read gradients
+            self.hand_over_rest()  # now: another rank may read averages while this one waits elsewhere before step()
 
     def _hand_over(self, slot: Slot, gradient: torch.Tensor | None) -> None:
-        """Put ``gradient`` (None: zeros) into the buffer and tell the core. From here the average is on its way."""
+        """Put ``gradient`` (None: zeros) into the buffer and notify the core. From here on the average is outstanding."""
+        if slot.proxies:
+            slot.bring_into_buffer(self.given)
         slot.ready = True
         slot.has_gradient = gradient is not None
-        known = slot.release_left()
+        known = slot.release_left() if slot.left is not None else None
         if gradient is not None and gradient is not slot.gradient:
             slot.require_averageable(gradient)
         if not slot.proxies:
             assert gradient is not None
             self._keep_late(slot, gradient if gradient is known else slot.own_gradient(gradient))
             return
-        slot.require_in_buffer()
         if slot.rows is not None:
             slot.rows.write(gradient, slot.view)
             slot.gradient = gradient if gradient is not None else torch.zeros_like(slot.view, layout=torch.sparse_coo)
@@ -114,11 +138,13 @@ class Round:
         slot.users = slot.made = None
         slot.version = slot.gradient._version
         if gradient is not None:
-            guard(slot.gradient, slot.await_average)
+            guard(slot.gradient, slot.await_gradient)
         self._places.device.when_written(slot.notify_ready)
 
     def hand_over_rest(self) -> None:
-        """What backward did not produce (zeros, unless it was accumulated before), and say what it was. Never waits."""
+        """Submit the gradients that backward did not produce (zeros, unless one was accumulated before), and the first flags.
+        Never waits."""
+        self.without.forget()
         if self.all_handed_over:
             return
         self.all_handed_over = True
@@ -132,7 +158,8 @@ class Round:
         places.flags.offer_used(self._unfrozen, False, [slot.has_gradient for slot in places.all])
 
     def complete(self) -> None:
-        """Backward is over. Waits for the other ranks' only while there are unfrozen parameters without a place."""
+        """Submit all gradients after backward. It waits for the other ranks' backward only while there are unfrozen
+        parameters without a place."""
         self.hand_over_rest()
         if not self._complete:
             self._complete = True
@@ -140,16 +167,16 @@ class Round:
                 self._exchange_late()
 
     def _keep_late(self, slot: Slot, gradient: torch.Tensor) -> None:
-        slot.specs()  # before other ranks wait for it
+        slot.specs()  # raises if its type cannot be averaged, before other ranks wait for it
         if str(gradient.device) != self._session.device:
             raise UnsupportedError(
                 f"the gradient of '{slot.name}' is on {gradient.device}, but gradients are averaged on {self._session.device}"
             )
         slot.gradient = gradient
-        guard(gradient, slot.await_average)
+        guard(gradient, slot.await_gradient)
 
     def _exchange_late(self) -> None:
-        """Give a place to those that any rank has a gradient of, in this very round."""
+        """Give a place, still in this round, to each parameter without one for which any rank has a gradient."""
         used = self.used()
         late = [slot for slot in self._places.late if used.share[slot.flag] > 0]
         if not late:
@@ -164,77 +191,123 @@ class Round:
                     slot.move_in(gradient)
             self._hand_over(slot, gradient)
 
-    def end(self, committed: bool, keeps: list[bool], changed: list[bool], own_changed: str | None = None) -> None:
-        """Say how it ends here. ``keeps`` and ``changed`` are by flag. Never waits."""
+    def end(
+        self,
+        keeps: list[bool],
+        changed: list[bool],
+        own_changed: str | None = None,
+        hyper_parameters: Sequence[Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Submit the second flags: how the round ends on this rank. Never waits.
+
+        Args:
+            keeps: by flag: whether this rank still has a gradient.
+            changed: by flag: whether this rank has changed the gradient.
+            own_changed: the name of a parameter whose gradient was changed before it was averaged, if there is one.
+            hyper_parameters: those of the ``step()`` that ends the round, by group. ``None`` means that the round ends
+                without ``step()``.
+        """
+        committed = hyper_parameters is not None
+        bits = self._digests.bits(hyper_parameters) if hyper_parameters is not None else _NO_BITS
+        self._hyper_parameters = hyper_parameters or ()
         slots = self._places.all
-        edited = [slot if kept and (slot.was_read or edit) else None for slot, kept, edit in zip(slots, keeps, changed)]
+        read = [kept and (slot.was_read or edit) for slot, kept, edit in zip(slots, keeps, changed)]
+        if len(self._samples) != len(slots):
+            self._samples = Samples(tuple(slots))
         self._own_changed, self._agreed = own_changed, None
         self._places.flags.offer_kept(
-            committed, self._unfrozen, own_changed is not None, keeps, changed, norms(edited), projections(edited)
+            committed,
+            self._unfrozen,
+            own_changed is not None,
+            keeps,
+            changed,
+            self._samples.of(read, self._turn, adopted=committed),
+            bits,
         )
 
     # --- averages out of the buffers ---
 
     def await_average(self, slot: Slot) -> None:
+        self.await_arrival(slot)
+        release(slot.gradient)
+
+    def await_arrival(self, slot: Slot) -> None:
         for proxy in slot.proxies:
-            proxy.wait()
+            if not proxy.is_open:
+                proxy.wait()
         if slot.rows is not None and not slot.filled:
             slot.filled = True
             with torch.no_grad(), unguarded():
                 slot.gradient.copy_(slot.rows.read(slot.view))
                 slot.version = slot.gradient._version
-        release(slot.gradient)
 
-    def used(self) -> Used:
-        """Waits until backward is over on all ranks.
+    def used(self) -> BackwardFlags:
+        """Wait until backward is over on all ranks, and return their first flags.
 
         Raises:
-            UnsupportedError: some ranks do something else, or have unfrozen what others have not.
+            UnsupportedError: some ranks add parameters instead, or have unfrozen parameters that others have not.
         """
         used = self._places.flags.used()
         require_added_alike(used.adding, self._session.rank)
         require_unfrozen_alike(used.unfrozen, self._places.late, self._session.rank)
         return used
 
-    def require_gradients(self) -> None:
-        """Waits until backward is over on all ranks.
+    def backward_ended(self) -> None:
+        """Note the parameters that the ended backward has left without a gradient."""
+        if self.is_open and not self.all_handed_over:
+            left = [slot for slot in self._places.all if not slot.ready and slot.parameter.requires_grad]
+            if self._places.use_order.is_open:
+                for slot in left:
+                    self._places.use_order.leave_out(slot)
+            self.without.note(slot.parameter for slot in left)
+
+    def fill(self) -> None:
+        """Put averages into ``.grad`` where other ranks have gradients and this rank has none. Call it after
+        :meth:`complete`. It waits until backward is over on all ranks, but not for averages."""
+        if self._filled:
+            return
+        self._filled = True
+        used = self.used()
+        for slot in self._places.slots:
+            if not slot.has_gradient and used.share[slot.flag] > 0 and slot.parameter.grad is None:
+                slot.parameter.grad = slot.gradient
+                guard(slot.gradient, slot.await_gradient)
+
+    def kept(self, committed: bool) -> StepFlags:
+        """Wait until the round is over on all ranks, and return their second flags, which agree.
+
+        Args:
+            committed: whether the round has ended with ``step()`` on this rank.
 
         Raises:
-            UnsupportedError: others have gradients that this one has not.
-        """
-        if not self._checked:
-            self._checked = True
-            require_gradients(self.used(), self._places.all, self._session.rank)
-
-    def kept(self, committed: bool) -> Kept:
-        """Waits until the round is over on all ranks. ``committed``: whether it has ended with ``step()`` here.
-
-        Raises:
-            TransportError: it has ended otherwise elsewhere.
-            UnsupportedError: the ranks have made something else of their gradients.
+            TransportError: the round has ended differently on another rank.
+            RanksDiverged: the ranks' hyper-parameters differ.
+            UnsupportedError: the ranks have changed their gradients, or unfrozen parameters, differently.
         """
         if self._agreed is not None:
             return self._agreed
         kept = self._places.flags.kept()
         rank, slots, groups = self._session.rank, self._places.all, self._places.groups
-        require_same_end(kept, committed, rank, groups[0].step if groups else 0)
+        step = groups[0].step if groups else 0
+        require_same_end(kept, committed, rank, step)
+        require_equal_hyper_parameters(kept, self._session, self._places.label, step, self._hyper_parameters, self._compared)
         require_unfrozen_alike(kept.unfrozen, self._places.late, rank)
         require_averaged_before_changed(kept.own_changed, self._own_changed, rank)
         require_changed_alike(kept, slots)
-        require_equal_norms(kept, slots, self._places.unaveraged)
+        require_equal_values(kept, slots, self._samples, self._places.unaveraged)
         self._agreed = kept
         return kept
 
     def meet(self) -> None:
-        """A round without gradients, before parameters are added, where ranks are to wait for each other: those that train on
-        instead are told.
+        """Wait for all ranks before parameters are added, by a round without gradients. A rank that continues training
+        instead gets an error, too.
 
         Raises:
-            UnsupportedError: other ranks add none.
+            UnsupportedError: other ranks do not add parameters.
         """
         flags = self._places.flags
-        nothing, nobody = [False] * len(self._places.all), [math.nan] * len(self._places.all)
+        nothing = [False] * len(self._places.all)
         flags.begin_step()
         flags.offer_used(False, True, nothing)
-        flags.offer_kept(False, False, False, nothing, nothing, nobody, nobody)
+        flags.offer_kept(False, False, False, nothing, nothing, None, _NO_BITS)
         self.used()

@@ -1,4 +1,4 @@
-"""Slot: one parameter of the optimizer, and where its gradient travels."""
+"""Slot: one parameter of the optimizer, and its gradient's place in a flat buffer."""
 
 from __future__ import annotations
 
@@ -15,31 +15,38 @@ from ...core.errors import UnsupportedError
 from ...core.group import TensorGroup
 from ...core.manifest import TensorSpec
 from ...core.proxy import DependencyProxy
+from .checks import Rows
 from .device import Device
 from .flat import register_flat, spec_of
 from .guard import address, release, unguarded
-from .sparse import Rows
+from .twin import Twin, increment_versions
 
 log = logging.getLogger("commsched")
 
+_STRIDED = torch.strided
+
 
 class Slot:
-    """One parameter: its gradient's place in a flat buffer and what is outstanding for it.
+    """One parameter: its gradient's place in a flat buffer, and its outstanding average and update.
 
-    ``view`` is the place; only we have this object. ``gradient`` is what ``.grad`` is, or is to be: of a dense parameter an
-    object that the user may know, in the view's memory.
+    ``view`` is the place; no user code has this object. ``gradient`` is the tensor that is, or will be, in ``.grad``. For a
+    dense parameter it lies in the view's memory, and user code may hold it.
 
-    A parameter that was frozen so far, or is new, has no place yet: then ``proxies`` is empty.
+    A parameter that was frozen so far, or is new, has no place yet; then ``proxies`` is empty.
     """
 
     __slots__ = (
         "address",
-        "await_average",
+        "await_gradient",
+        "await_update",
+        "device",
+        "dtype",
         "filled",
         "flag",
         "gradient",
         "has_gradient",
         "is_sparse",
+        "is_undefined",
         "left",
         "made",
         "name",
@@ -51,10 +58,14 @@ class Slot:
         "ready",
         "references",
         "rows",
+        "shape",
+        "stride",
+        "twin",
         "users",
         "version",
         "view",
         "was_read",
+        "zero_later",
     )
 
     def __init__(self, name: str, parameter: torch.nn.Parameter, param_group: int, is_sparse: bool) -> None:
@@ -62,41 +73,58 @@ class Slot:
         self.parameter = parameter
         self.param_group = param_group  # the index of its group in the optimizer
         self.is_sparse = is_sparse  # its module makes sparse gradients
-        self.flag = -1  # its place in the flags
+        self.flag = -1  # its index in the flags
         self.proxies: tuple[DependencyProxy, ...] = ()
-        self.notify_ready: Callable[[], None]  # with the proxies: tells the core that the gradient is in its place
-        self.view: torch.Tensor = parameter  # until the buffers are there
-        self.address = 0  # of the view
-        self.gradient: torch.Tensor = parameter  # until there is one
-        self.references = 0  # to ``gradient``, if this object is the only one that has it
-        self.left: torch.Tensor | None = None  # guarded: takes part in the open round, and is not handed over yet
-        self.made: torch.Tensor | None = None  # by backward, within no_sync()
-        self.users: torch.Tensor | None = None  # what was in ``.grad`` when backward came to add to it
-        self.rows: Rows | None = None  # beside the view of a sparse gradient
+        self.notify_ready: Callable[[], None]  # set with the proxies: notifies the core that the gradient is in the view
+        self.view: torch.Tensor = parameter  # a placeholder until the buffers exist
+        self.address = 0  # the view's address; the next four are the view's device, dtype, shape and stride
+        self.device, self.dtype = parameter.device, parameter.dtype
+        self.shape: torch.Size = parameter.shape
+        self.stride: tuple[int, ...] = ()
+        self.gradient: torch.Tensor = parameter  # a placeholder until there is a gradient
+        self.references = 0  # reference count of ``gradient`` if only this slot holds it
+        self.left: torch.Tensor | None = None  # guarded gradient that takes part in the open round, not yet submitted
+        self.made: torch.Tensor | None = None  # the ``.grad`` that backward has made within no_sync()
+        self.users: torch.Tensor | None = None  # the ``.grad`` that backward was about to add to
+        self.rows: Rows | None = None  # the touched rows of a sparse gradient
         self.filled = True  # a sparse ``gradient`` holds the average
-        self.version = 0  # of ``gradient`` when it was handed over: in-place operations of the user count on
-        self.ready = False  # handed over in this round
+        self.version = 0  # version of ``gradient`` when it was submitted; the user's in-place operations increase it
+        self.ready = False  # submitted in this round
+        self.is_undefined = False  # the last backward that reached the parameter had no gradient for it
         self.has_gradient = False  # this rank contributed more than zeros
-        self.was_read = False  # in this round, before step()
-        self.await_average: Callable[[], None]  # what a reader of the gradient does first
-        self.pending = False  # step() was called and the update is not yet in place
+        self.was_read = False  # the gradient was read in this round, before step()
+        self.await_gradient: Callable[[], None]  # called before the gradient is read
+        self.await_update: Callable[[], None]  # called before the parameter is read, while an update is outstanding
+        self.pending = False  # step() was called and the update is not yet complete
+        self.zero_later = False  # zero ``gradient`` after the outstanding update, which still needs its values
+        self.twin: Twin  # the tensor that the update works on; set with the first outstanding update
 
     def specs(self) -> list[TensorSpec]:
-        """What travels for it.
+        """Return the specs of the tensors that travel for this parameter.
 
         Raises:
-            UnsupportedError: its type cannot be averaged.
+            UnsupportedError: the parameter's type cannot be averaged.
         """
-        spec = spec_of(self.name, self.parameter)
+        with unguarded():
+            spec = spec_of(self.name, torch.view_as_real(self.parameter) if self.parameter.is_complex() else self.parameter)
         return [spec, TensorSpec(f"{self.name}.rows", spec.shape[:1], "float32")] if self.is_sparse else [spec]
 
     def require_averageable(self, gradient: torch.Tensor) -> None:
-        """
+        """Require that ``gradient`` has no graph, and the layout, shape, type and device registered for this parameter.
+
         Raises:
-            UnsupportedError: ``gradient`` is not of the kind that was announced for this parameter.
+            UnsupportedError: one of these differs; the message says which.
         """
         if gradient.requires_grad:
             raise UnsupportedError(f"the gradient of '{self.name}' has a graph (create_graph=True): it cannot be averaged")
+        if (
+            gradient.dtype is self.dtype
+            and gradient.layout is _STRIDED
+            and not self.is_sparse
+            and gradient.shape == self.shape
+            and gradient.device == self.device
+        ):
+            return  # the usual case
         expected = torch.sparse_coo if self.is_sparse else torch.strided
         if gradient.layout != expected and gradient.layout == torch.sparse_coo:
             raise UnsupportedError(
@@ -108,30 +136,93 @@ class Slot:
                 f"the gradient of '{self.name}' is dense, but its module says sparse=True; something else uses the weight "
                 "too: set sparse=False"
             )
+        if gradient.shape != self.view.shape:
+            raise UnsupportedError(
+                f"the gradient of '{self.name}' has the shape {list(gradient.shape)}; when it was wrapped, the parameter had "
+                f"{list(self.view.shape)}: after changing shapes make a new optimizer, and a new ScheduledOptimizer of it"
+            )
         if gradient.layout != expected or gradient.dtype != self.view.dtype or gradient.device != self.view.device:
             raise UnsupportedError(
                 f"the gradient of '{self.name}' is {gradient.dtype}, {gradient.layout} on {gradient.device}; when it was "
                 f"wrapped, the parameter was dense {self.view.dtype} on {self.view.device}"
             )
 
-    def require_in_buffer(self) -> None:
-        """
+    def bring_into_buffer(self, given: dict[Slot, torch.UntypedStorage]) -> None:
+        """Move the gradient back into the view's memory if the user has given it other memory or strides, through ``.data`` or
+        by transposing it in place.
+
+        The view takes the values, and the gradient counts as edited.
+
+        Args:
+            given: receives the other memory, which the user may still hold.
+
         Raises:
-            UnsupportedError: the user has given the gradient other memory, or moved that of all.
+            UnsupportedError: the average may be outstanding, the values do not fit the view, or the memory of the view itself
+                was moved; or backward has added to a part of a larger tensor.
         """
-        if self.rows is not None or address(self.gradient) == self.address:
+        gradient = self.gradient
+        if self.rows is not None or not self.has_moved():
+            return
+        if address(gradient) == self.address:
+            self.require_averageable(gradient)
+        if self.parameter.grad is gradient and (self.was_read or not self.ready) and self._fits(gradient):
+            with torch.no_grad(), unguarded():
+                if gradient.data_ptr() != self.address:
+                    if not self.ready:
+                        self.require_own_memory(gradient)
+                    given[self] = gradient.untyped_storage()
+                self.view.copy_(gradient.clone())
+                gradient.data = self.view
+                increment_versions([gradient])
+        self.require_in_buffer()
+
+    def has_moved(self) -> bool:
+        """Whether the gradient has another address than the view or, if it is still in ``.grad``, another shape or strides."""
+        gradient = self.gradient
+        if address(gradient) != self.address:
+            return True
+        return self.parameter.grad is gradient and (gradient.stride() != self.stride or gradient.shape != self.shape)
+
+    def require_released(self, given: torch.UntypedStorage) -> None:
+        """Require that ``given``, the memory that the user once gave to the gradient in ``.grad``, is not in use any more.
+
+        Raises:
+            UnsupportedError: something holds it: what was done to it since is not in the gradient.
+        """
+        if self.parameter.grad is self.gradient and is_held(given):
+            raise UnsupportedError(
+                f"'{self.name}'.grad was given memory through .data, and something else still holds that memory; what is done "
+                "to it would not reach the gradient: assign to .grad instead, copy in place, or call zero_grad()"
+            )
+
+    def _fits(self, gradient: torch.Tensor) -> bool:
+        view = self.view
+        kinds = [(each.shape, each.dtype, each.layout, each.device) for each in (gradient, view)]
+        return kinds[0] == kinds[1] and view.data_ptr() == self.address
+
+    def require_in_buffer(self) -> None:
+        """Require that the gradient, if it is still in ``.grad``, lies in the view's memory.
+
+        Raises:
+            UnsupportedError: the user has given the gradient other memory, or moved the memory of the view.
+        """
+        gradient = self.gradient
+        if self.rows is not None:
+            return
+        if (gradient.data_ptr() if type(gradient) is torch.Tensor else address(gradient)) == self.address:
             return
         if self.parameter.grad is self.gradient or self.view.data_ptr() != self.address:
             raise UnsupportedError(
                 f"the memory of '{self.name}'.grad was replaced through .data: assign to .grad instead; if it was model.to(), "
                 "float(), share_memory() or the like, call zero_grad() before that"
             )
-        self.gradient = self.view.detach()  # what was replaced is not used any more
+        self.gradient = self.view.detach()  # the replaced gradient is not used any more
 
     def require_own_memory(self, gradient: torch.Tensor) -> None:
-        """
+        """Require that ``gradient``, which the user has put into ``.grad``, does not share memory with other tensors.
+
         Raises:
-            UnsupportedError: ``gradient``, which the user has put into ``.grad``, is a part of a larger tensor.
+            UnsupportedError: it is a part of a larger tensor.
         """
         if gradient.layout == torch.strided and gradient.untyped_storage().nbytes() > gradient.nbytes:
             raise UnsupportedError(
@@ -140,7 +231,7 @@ class Slot:
             )
 
     def is_changed(self) -> bool:
-        """Whether the user has changed, replaced or dropped ``.grad`` since it was handed over."""
+        """Whether the user has changed, replaced or dropped ``.grad`` since it was submitted."""
         gradient = self.parameter.grad
         if gradient is not self.gradient:
             return self.has_gradient or gradient is not None
@@ -151,29 +242,41 @@ class Slot:
 
     @torch.no_grad()
     def move_in(self, gradient: torch.Tensor) -> None:
-        """Give ``gradient`` the view's memory, with its values: it is an object that the user may know and be about to read.
-        Not for sparse ones."""
+        """Copy the values of ``gradient`` into the view, and let ``gradient`` use the view's memory: user code may hold this
+        object and read it later. Not for sparse gradients."""
         self._keep_what_is_held()
         self.view.copy_(gradient)
         gradient.data = self.view
         self.gradient = gradient
 
-    @torch.no_grad()
     def copy_in(self, gradient: torch.Tensor) -> None:
-        """Put the values of ``gradient`` into the view, and the object that has it into ``.grad``. Not for sparse ones."""
-        self._keep_what_is_held()
+        """Copy the values of ``gradient``, which has no graph, into the view, and put the slot's own gradient object into
+        ``.grad``. Not for sparse gradients."""
+        if sys.getrefcount(self.gradient) > self.references:
+            self._keep_what_is_held()
         self.view.copy_(gradient)
         self.parameter.grad = self.gradient
 
     @torch.no_grad()
-    def zero(self) -> None:
-        """Zeros in ``.grad``, in the object that the user knows; what is outstanding keeps its values in another."""
+    def zero(self, in_round: bool) -> None:
+        """Zero ``.grad``, keeping the object that the user holds.
+
+        An outstanding update still needs the values; then the gradient is zeroed after the update.
+
+        Args:
+            in_round: whether a round is open. The averages of an open round must not be lost, so the object then gets zeros
+                in other memory.
+        """
         gradient = self.parameter.grad
         if gradient is None:
             return
         with unguarded():
             if self.rows is not None:
                 self.parameter.grad = torch.zeros_like(gradient)
+            elif self.proxies and gradient is self.gradient and not in_round:
+                self.zero_later = True
+                if not self.pending:
+                    self.zero_if_asked()
             elif self.proxies and gradient is self.gradient:
                 release(gradient)
                 gradient.data = torch.zeros_like(self.view)
@@ -181,47 +284,68 @@ class Slot:
             else:
                 gradient.detach_().zero_()
 
-    @torch.no_grad()
+    def zero_if_asked(self) -> None:
+        """Zero the gradient if the user has asked for it. The thread that ran the last outstanding update calls this before it
+        releases the readers of the parameter."""
+        if self.zero_later:
+            self.zero_later = False
+            with torch.inference_mode(False), torch.no_grad(), unguarded():
+                self.gradient.zero_()
+
     def put_zeros(self) -> None:
-        """This rank has no gradient. Not for sparse ones."""
+        """Put zeros into the view, because this rank has no gradient. Not for sparse gradients."""
         self._keep_what_is_held()
         self.view.zero_()
 
     def release_left(self) -> torch.Tensor | None:
-        """Nobody waits any more who reads the gradient that was to be handed over later; which that was."""
+        """Release the gradient that was to be submitted later, so that its readers do not wait, and return it."""
         left, self.left = self.left, None
         if left is not None:
             release(left)
         return left
 
     def own_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Put a copy of ``gradient`` into ``.grad``: it was set by hand, so other parameters may have the same object."""
+        """Put a copy of ``gradient`` into ``.grad`` and return it: the original was set by hand, so other parameters may have
+        the same object."""
         with unguarded():
             self.parameter.grad = gradient.clone()
         return self.parameter.grad
 
     def _keep_what_is_held(self) -> None:
-        """The memory is about to be written; whoever else holds the last gradient still finds there what it was."""
+        """Called before the view is written: if user code holds the last gradient, move its values to memory of its own."""
         if sys.getrefcount(self.gradient) > self.references:
             self.gradient.data = self.view.clone()
             self.gradient = self.view.detach()
 
 
-def give_places(session: commsched.Session, device: Device, slots: Sequence[Slot]) -> TensorGroup:
-    """Register the gradients of ``slots``, in forward order. Collective.
+def is_held(storage: torch.UntypedStorage) -> bool:
+    """Whether any tensor uses ``storage``."""
+    count = torch._C._storage_Use_Count
+    alone = torch.empty(1).untyped_storage()
+    return count(storage._cdata) > count(alone._cdata)
+
+
+def give_places(session: commsched.Session, device: Device, slots: Sequence[Slot]) -> tuple[TensorGroup, list[torch.Tensor]]:
+    """Register the gradients of ``slots``, in forward order. Return the group and the tensors in its buffers. Collective.
 
     Raises:
         ManifestMismatch: the ranks' parameters differ.
         UnsupportedError: the type of a parameter cannot be averaged.
     """
-    specs = [slot.specs() for slot in slots]
+    specs = _aligned(slots)
     views, group = register_flat(session, device, [spec for each in specs for spec in each])
     first = 0
     for slot, (spec, *beside) in zip(slots, specs):
         last = first + len(beside)
-        slot.view, slot.gradient = views[first], views[first].data  # of its own version counter
+        if slot.parameter.dtype.is_complex:
+            view = torch.view_as_complex(views[last])
+            beside = []
+        else:
+            view = views[first]
+        slot.view, slot.gradient = view, view.data  # .data gives the gradient its own version counter
         slot.references = sys.getrefcount(slot.gradient)
-        slot.address = slot.view.data_ptr()
+        slot.address, slot.shape, slot.stride = view.data_ptr(), view.shape, view.stride()
+        slot.device, slot.dtype = view.device, view.dtype
         slot.proxies = group.proxies[first : last + 1]
         slot.notify_ready = _make_notify(group, first, last)
         if beside:
@@ -229,7 +353,22 @@ def give_places(session: commsched.Session, device: Device, slots: Sequence[Slot
             if session.rank == 0:
                 log.info("the gradient of '%s' is sparse; it travels densely: %d bytes per step", slot.name, spec.nbytes)
         first = last + 1
-    return group
+    return group, views
+
+
+def _aligned(slots: Sequence[Slot]) -> list[list[TensorSpec]]:
+    """Return the specs that travel for each of ``slots``. A complex number is sent as two real ones, and must begin at an even
+    index of its buffer; an extra element aligns it where necessary."""
+    numels: dict[str, int] = {}
+    specs = []
+    for slot in slots:
+        each = slot.specs()
+        if slot.parameter.dtype.is_complex and numels.get(each[0].dtype, 0) % 2:
+            each.insert(0, TensorSpec(f"{slot.name}.alignment", (1,), each[0].dtype))
+        for spec in each:
+            numels[spec.dtype] = numels.get(spec.dtype, 0) + spec.numel
+        specs.append(each)
+    return specs
 
 
 def _make_notify(group: TensorGroup, first: int, last: int) -> Callable[[], None]:

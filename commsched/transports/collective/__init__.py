@@ -1,7 +1,7 @@
-"""What all transports over collectives share: the verbs on top of one backend's sum and point-to-point messages.
+"""Code that transports over collectives share: the verbs, on top of a backend's sum and point-to-point messages.
 
-A backend (gloo, MPI, NCCL) offers communicators as :class:`~.channel.Channel`; :class:`~.transport.CollectiveTransport` makes a
-transport of them.
+gloo and MPI offer communicators as :class:`~.channel.Channel`, and :class:`~.transport.CollectiveTransport` makes a transport
+of them. NCCL has a transport of its own, which uses only the order check and the failure handling of this package.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which part of a partition each rank sums."""
+"""The part of a partition that each rank sums."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ from itertools import pairwise
 
 
 def chunks_of(data: memoryview, itemsize: int, world_size: int) -> list[memoryview]:
-    """``data``, of ``numel`` elements of ``itemsize`` bytes, as one chunk per rank: elements ``numel * r // world_size`` to
-    ``numel * (r + 1) // world_size``. With fewer elements than ranks, some are empty."""
+    """Split ``data``, which holds ``numel`` elements of ``itemsize`` bytes, into one chunk per rank.
+
+    The chunk of rank ``r`` holds elements ``numel * r // world_size`` to ``numel * (r + 1) // world_size``. With fewer elements
+    than ranks, some chunks are empty.
+    """
     numel = len(data) // itemsize
     borders = [numel * rank // world_size * itemsize for rank in range(world_size + 1)]
     return [data[start:stop] for start, stop in pairwise(borders)]

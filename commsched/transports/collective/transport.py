@@ -1,4 +1,4 @@
-"""CollectiveTransport: averages over collectives, whatever backend makes them."""
+"""CollectiveTransport: averages partitions by the collectives of any backend."""
 
 from __future__ import annotations
 
@@ -10,40 +10,41 @@ from functools import partial
 import numpy as np
 
 from ...core.errors import ClosedError, CommschedError, PeerLost, TransportError
+from ...core.interfaces import Completion
 from ...core.manifest import ITEMSIZE, Manifest
-from ...core.ports import Completion
 from ...core.task import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, CommTask
-from ..buffers import BufferPool
+from ..averaging.buffer_pool import BufferPool
+from ..averaging.reduce import average
 from ..context import TransportContext
-from ..reduce import average
-from .channel import MOST_TAGS, CannotBegin, Channel, Done
+from .channel import MAX_TAGS, CannotBegin, Channel, Done
 from .chunks import chunks_of
-from .launches import Launches
-from .verdict import Verdict
+from .deferred_failure import DeferredFailure
+from .sequence import SequenceChecker
 
 log = logging.getLogger("commsched")
 
-#: With so many ranks or fewer, every chunk is sent straight to who sums it, which gives the same bits as a parameter server.
-#: MPI's non-blocking all-reduces take longer: they cut nothing into pieces (MPICH, of ranks no power of two) or send all of it
-#: up and down a tree (Open MPI, in place); so do gloo's on shaped links. With more ranks the messages become too small.
+#: With at most this many ranks, every chunk is sent directly to the rank that sums it. The bits are those of a parameter
+#: server. The backends' own all-reduces take longer. MPI's non-blocking all-reduce does not split the data (MPICH, if the
+#: number of ranks is no power of two), or sends all of it up and down a tree (Open MPI, in place). gloo's all-reduce takes
+#: longer on shaped links. With more ranks the messages become too small.
 EXCHANGE_UP_TO = 16
 
-#: What follows when an operation has succeeded.
+#: The continuation that runs when an operation has succeeded.
 _Then = Callable[[], None]
 
 
 class CollectiveTransport:
-    """See ``ports.Transport``; ordered, with the sequence of each of ``channels`` checked.
+    """See ``interfaces.Transport``. It is ordered, and checks the sequence of each of its ``channels``.
 
-    Every rank gets all contributions to its chunk from the other ranks, sums them in rank order (16-bit floats in 32 bits), and
-    sends the average to all others: the bytes on the wire are those of a ring. Of more than ``EXCHANGE_UP_TO`` ranks, a dtype
-    that the channel sums by itself is all-reduced by it, and divided here, unless reduce-scatter and all-gather are tasks of
-    their own.
+    Every rank receives all contributions to its chunk from the other ranks, sums them in rank order (16-bit floats in 32 bits),
+    and sends the average to all other ranks. It sends as many bytes as a ring all-reduce. With more than ``EXCHANGE_UP_TO``
+    ranks, the channel's own all-reduce sums the dtypes that it supports, and this transport divides the sum. Reduce-scatter
+    and all-gather tasks use the exchange with any number of ranks.
 
     Args:
-        context: whose ``on_failure`` is told of an operation that failed, from any thread, if the job's verdict does not come
-            first.
-        channels: at least one, of the ranks of ``context.world``; closed with the transport.
+        context: the transport's arguments. An operation that fails is reported to ``on_failure``, from any thread, unless the
+            job's own failure is known first.
+        channels: at least one channel, of the ranks of ``context.world``. They are closed with the transport.
     """
 
     ordered = True
@@ -56,24 +57,24 @@ class CollectiveTransport:
         self._channels = channels
         self._divisor = context.divisor
         self._who = f"rank {context.members[self.rank]}"
-        self._verdict = Verdict(context.on_failure, context.when_failed)
-        self._launches = Launches(self._who, len(channels))
+        self._verdict = DeferredFailure(context.on_failure, context.when_failed)
+        self._launches = SequenceChecker(self._who, len(channels))
         self._buffers = BufferPool()
         self._lock = threading.Lock()
         self._under_way = 0
         self._closed = False
 
-    # --- ports.Transport ---
+    # --- interfaces.Transport ---
 
     def add_group(self, group: int, manifest: Manifest) -> None:
         self._launches.add_group(group, manifest)
 
     def start(self, task: CommTask, completion: Completion) -> None:
-        """See ``ports.Transport``.
+        """See ``interfaces.Transport``.
 
         Raises:
-            OrderMismatch: it is not the next of its channel; names its tensor and that of the last.
-            ClosedError: after ``close``.
+            OrderMismatch: the task is not the next of its channel; names its tensor and the tensor of the last task.
+            ClosedError: the transport is closed.
         """
         with self._lock:
             if self._closed:
@@ -87,10 +88,10 @@ class CollectiveTransport:
         """Nothing to do: a group has no memory of its own here, and messages may still name its tensors."""
 
     def leave(self, rank: int) -> None:
-        """Nothing to do: what one rank will not take part in is not launched on any."""
+        """Nothing to do: a task that one rank will not take part in is not launched on any rank."""
 
     def close(self, graceful: bool = True) -> None:
-        """See ``ports.Transport``. Operations that are under way end in nothing, whether ``graceful`` or not."""
+        """See ``interfaces.Transport``. Outstanding operations give no result, whether ``graceful`` or not."""
         with self._lock:
             if self._closed:
                 return
@@ -116,14 +117,14 @@ class CollectiveTransport:
 
     def _divide(self, task: CommTask, then: _Then) -> None:
         dtype = task.partition.dtype
-        if dtype != "uint8":  # sums of bytes move bytes: see ``reduce.average``
+        if dtype != "uint8":  # sums of bytes serve to move bytes: see ``reduce.average``
             values = np.frombuffer(task.data, dtype)
             with np.errstate(all="ignore"):
                 np.divide(values, values.dtype.type(self._divisor), out=values)
         then()
 
     def _reduce_scatter(self, task: CommTask, then: _Then) -> None:
-        """Leave the average of this rank's chunk in place."""
+        """Write the average of this rank's chunk into the task's data."""
         chunks = self._chunks(task)
         own = chunks[self.rank]
         contributions = [
@@ -134,7 +135,7 @@ class CollectiveTransport:
     def _average(self, task: CommTask, contributions: list[memoryview], then: _Then) -> None:
         own = contributions[self.rank]
         if len(own) > 0:
-            # The average may be made in one of the first two contributions only: see ``average``.
+            # Only the first two contributions may hold the average: see ``average``.
             out = own if self.rank < 2 else contributions[0]
             average(contributions, task.partition.dtype, out, self._divisor)
             if out is not own:
@@ -142,30 +143,30 @@ class CollectiveTransport:
         then()
 
     def _all_gather(self, task: CommTask, then: _Then) -> None:
-        """Spread the chunks' averages."""
+        """Send the average of this rank's chunk to all ranks, and receive the averages of the other chunks."""
         chunks = self._chunks(task)
         self._exchange(task, 1, [chunks[self.rank]] * self.world_size, chunks, then)
 
     def _exchange(
         self, task: CommTask, phase: int, outgoing: Sequence[memoryview], incoming: Sequence[memoryview], then: _Then
     ) -> None:
-        """``outgoing[r]`` to rank ``r``, and what it sends into ``incoming[r]``."""
+        """Send ``outgoing[r]`` to rank ``r``, and receive its message into ``incoming[r]``, for all other ranks ``r``."""
         sends = [(peer, data) for peer, data in self._peers(outgoing) if len(data)]
         receives = [(peer, data) for peer, data in self._peers(incoming) if len(data)]
         if not sends and not receives:
             return then()
-        tag = (2 * task.sequence + phase) % MOST_TAGS
+        tag = (2 * task.sequence + phase) % MAX_TAGS
         self._operate(partial(self._channels[task.channel].exchange, tag, sends, receives), self._next(task, then))
 
     def _peers(self, data: Sequence[memoryview]) -> list[tuple[int, memoryview]]:
-        """In the order that spreads them best: not all ranks send to rank 0 first."""
+        """Pair each other rank with its data, in an order that spreads the load: not all ranks send to rank 0 first."""
         after = [(self.rank + distance) % self.world_size for distance in range(1, self.world_size)]
         return [(peer, data[peer]) for peer in after]
 
     def _chunks(self, task: CommTask) -> list[memoryview]:
         return chunks_of(task.data, ITEMSIZE[task.partition.dtype], self.world_size)
 
-    # --- how it ends ---
+    # --- the end of an operation ---
 
     def _operate(self, operation: Callable[[Done], None], done: Done) -> None:
         try:
@@ -174,7 +175,7 @@ class CollectiveTransport:
             done(CannotBegin(f"{type(error).__name__}: {error}"))
 
     def _next(self, task: CommTask, then: _Then) -> Done:
-        """A ``Done`` that goes on with ``then``, which runs in the backend's thread and may raise."""
+        """Return a ``Done`` that continues with ``then``, which runs in the backend's thread and may raise."""
 
         def done(error: BaseException | None) -> None:
             if isinstance(error, CannotBegin):
@@ -201,6 +202,6 @@ class CollectiveTransport:
         completion.on_done(task)
 
     def _fail(self, error: CommschedError) -> None:
-        # Its task stays under way: what the backend has left of it, close is to end.
+        # The task stays outstanding, so that ``close`` ends the backend's remaining operations of it.
         if not self._closed:
             self._verdict.report(error)

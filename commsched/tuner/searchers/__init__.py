@@ -1,5 +1,6 @@
-"""Searchers, found by name: ``commsched.tuner.searchers.<name>`` defines ``make_searcher``, as here without the name, and
-``USES_MODEL``: whether it looks at seeds and model; where not, nobody need make them."""
+"""Searchers, found by name. The module ``commsched.tuner.searchers.<name>`` defines ``make_searcher``, with the arguments of
+the function here except the name. It also defines ``USES_MODEL``: whether the searcher uses seeds and a model; if not, the
+caller need not make them."""
 
 from __future__ import annotations
 
@@ -15,15 +16,15 @@ from ..trial import Searcher, StepModel
 
 
 def searcher_names() -> list[str]:
-    """Names of all searchers there are, sorted."""
+    """The names of all searchers, sorted."""
     return sorted(module.name for module in pkgutil.iter_modules(__path__))
 
 
 def uses_model(name: str) -> bool:
-    """Whether seeds and a model are of any use to the searcher of that name.
+    """Whether the searcher ``name`` uses seeds and a model.
 
     Raises:
-        ConfigError: there is none of that name.
+        ConfigError: there is no searcher of that name.
     """
     return bool(_module(name).USES_MODEL)
 
@@ -36,18 +37,19 @@ def make_searcher(
     model: StepModel | None = None,
     random_seed: int = 0,
 ) -> Searcher:
-    """A new searcher of that name; equal arguments and answers make equal questions.
+    """A new searcher of that name. It is deterministic: equal arguments and equal results of trials give equal proposals.
 
-    All of them ask for the incumbent first, unless they were told of it, and never twice for one configuration: what noise
-    makes doubtful, a comparison at the end decides. Without a ``tell`` in between, ``ask`` repeats itself.
+    Each searcher proposes the incumbent first, unless it already has a trial of it. It never proposes a configuration twice,
+    because the comparison at the end settles doubts from noise. ``ask`` returns the same proposal until the next ``tell``.
 
     Args:
-        seeds: configurations worth trying early, best first. Not all use them, nor ``model``: see :func:`uses_model`.
-        model: is asked for each configuration once, and once more after the first few trials, which calibrate it. What it
-            cannot tell of counts as slow as the slowest that it can.
+        seeds: configurations to try early, best first. Not all searchers use seeds and ``model``; see :func:`uses_model`.
+        model: predicts each configuration once, and once more after the first few trials, which calibrate it. A configuration
+            that it cannot predict counts as slow as the slowest one that it can.
 
     Raises:
-        ConfigError: there is none of that name, or what it is made with is not installed; the message says what to do.
+        ConfigError: there is no searcher of that name, or a package that it needs is not installed; the message says what to
+            do.
     """
     searcher: Searcher = _module(name).make_searcher(space, seeds, model, random_seed)
     return searcher

@@ -1,4 +1,4 @@
-"""Bayesian optimisation: after each trial, what promises most improvement on average."""
+"""Bayesian optimisation: the next trial is the configuration with the greatest expected improvement."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import numpy as np
 
 from ...core.config import SchedulerConfig
 from ...core.errors import ConfigError
+from ..observations import Observations
 from ..space import Space
-from ..surrogate import Floats, Surrogate
+from ..surrogate import FloatArray, Surrogate
 from ..trial import Candidate, Searcher, StepModel, Stopped, Window
-from ..tried import Tried
 
 USES_MODEL = True
 
@@ -24,34 +24,37 @@ log = logging.getLogger("commsched")
 
 T = TypeVar("T")
 
-#: Below this a window's own error is not believed: two windows of one configuration differ by more.
-_LEAST_DEVIATION = 0.002
+#: Least relative error assumed for a window: two windows of one configuration differ by more than smaller errors suggest.
+_MIN_DEVIATION = 0.002
 
-#: Where a window does not say its error; and of a trial that failed, which counts as slow as the slowest that did not.
+#: Relative error of a window without a valid error, and of a failed trial. A failed trial counts as slow as the slowest
+#: successful one.
 _UNKNOWN_DEVIATION = 0.1
 
-#: Nothing is inferred from fewer trials than coordinates and these.
+#: The surrogate is used from this many tried configurations on, plus the number of coordinates.
 _FEWEST_TRIALS = 2
 
-#: What is tried to have as many keeps this far from the bounds of the unit cube, where most models are slow.
+#: Trials before that stay this far from the bounds of the unit cube, where most models are slow.
 _MARGIN = 0.15
 
-#: How many are drawn for each such trial.
+#: Number of random candidates for each such trial.
 _DRAWN = 24
 
-#: A part of a model's step times that it cannot know.
+#: Relative difference of step times that a model cannot resolve.
 _SAME = 0.002
 
-#: So many configurations that were measured calibrate the model, once: each time, its whole lattice is simulated anew. By the
-#: incumbent alone, rate and overhead cannot be told apart. The number was chosen on grids of one model, vgg16 at two rates.
+#: Number of measured configurations that calibrate the model. It is calibrated only once, because its whole lattice is then
+#: simulated anew. The incumbent alone cannot separate rate and overhead. The number was chosen on grids of one model, vgg16 at
+#: two rates.
 _CALIBRATED_BY = 4
 
 
 class Bayes:
-    """Asks for the incumbent, the seeds, the model's best, where these are few for some that lie far apart, then for the
-    greatest expected improvement on the tried configuration that is believed to be the fastest: noise makes it another than
-    that of the luckiest window. Apart from incumbent and seeds it asks for what is in a lattice of two values per octave,
-    since times are flat around their minimum. A model that raises an error is not asked again."""
+    """Proposes the incumbent, the seeds and the model's fastest configuration. If these are too few for the surrogate, it then
+    proposes configurations that lie far apart. After that it proposes the configuration with the greatest expected improvement
+    on the tried configuration with the lowest expected time; because of noise, this need not be the one with the fastest
+    window. Except for the incumbent and the seeds, proposals are from a lattice of two values per octave, because times are
+    flat around their minimum. A model that raises an error is not used again."""
 
     def __init__(self, space: Space, seeds: Sequence[SchedulerConfig], model: StepModel | None, random_seed: int) -> None:
         self._space = space
@@ -59,8 +62,8 @@ class Bayes:
         self._lattice = space.lattice(per_octave=2)
         self._shuffled = Random(random_seed).sample(self._lattice, len(self._lattice))
         self._model = None if model is None else _Model(model, space)
-        self._tried = Tried()
-        self._fitted: Surrogate | None = None  # to all that was told
+        self._tried = Observations()
+        self._fitted: Surrogate | None = None  # to all trials so far
 
     def tell(self, config: SchedulerConfig, window: Window | None) -> None:
         self._tried.add(config, window)
@@ -111,7 +114,7 @@ class Bayes:
         return succeeded[int(self._surrogate().mean(*self._places(succeeded)).argmin())]
 
     def _far_from(self, known: set[tuple[float, ...]], untried: Sequence[SchedulerConfig]) -> SchedulerConfig:
-        """Of some drawn at random, the one farthest from everything known."""
+        """The configuration farthest from all known points, among some drawn at random."""
 
         def is_inside(config: SchedulerConfig) -> bool:
             return all(_MARGIN <= x <= 1 - _MARGIN for x in self._space.to_point(config))
@@ -122,7 +125,7 @@ class Bayes:
     def _most_promising(self, untried: Sequence[SchedulerConfig]) -> Candidate | None:
         best = self._best()
         if best is None:
-            return None  # nothing works: there is nothing to infer from
+            return None  # no trial has succeeded, so nothing can be inferred
         lowest = float(self._surrogate().mean(*self._places([best]))[0])
         gains = self._surrogate().improvement(*self._places(untried), lowest)
         return Candidate(untried[int(gains.argmax())], float(gains.max()))
@@ -135,28 +138,28 @@ class Bayes:
         return self._fitted
 
     def _observed(self, config: SchedulerConfig) -> list[tuple[float, float]]:
-        """Seconds, and the standard deviation of their logarithm, for each trial of it."""
+        """Seconds of each trial of ``config``, with the standard deviation of their logarithm."""
         if windows := self._tried.windows(config):
             return [(window.seconds, _deviation(window)) for window in windows]
         slow = self._tried.seconds(config)
         return [] if slow is None else [(slow, _UNKNOWN_DEVIATION)]
 
-    def _places(self, configs: Sequence[SchedulerConfig]) -> tuple[Floats, Floats | None]:
+    def _places(self, configs: Sequence[SchedulerConfig]) -> tuple[FloatArray, FloatArray | None]:
         points = np.array([self._space.to_point(config) for config in configs])
         return points, None if self._model is None else self._model.shape(configs)
 
 
 def _deviation(window: Window) -> float:
     part = window.error_seconds / window.seconds
-    return max(part, _LEAST_DEVIATION) if 0 <= part < math.inf else _UNKNOWN_DEVIATION
+    return max(part, _MIN_DEVIATION) if 0 <= part < math.inf else _UNKNOWN_DEVIATION
 
 
 class _ModelBroke(Exception):
-    """Says how."""
+    """The model raised an error; the message names it."""
 
 
 class _Model:
-    """A model's log(seconds), each configuration asked for once. Whatever the model raises but Stopped becomes a
+    """A model's log(seconds). Each configuration is predicted once. Every error of the model except Stopped becomes a
     _ModelBroke."""
 
     def __init__(self, model: StepModel, space: Space, calibrated: bool = False) -> None:
@@ -177,13 +180,14 @@ class _Model:
 
     @property
     def fastest(self) -> SchedulerConfig | None:
-        """The one nearest to the incumbent of those that nothing beats by a measurable part; None: the model cannot tell."""
+        """The configuration nearest to the incumbent among those that no other beats by a measurable amount; None if the model
+        cannot predict it."""
         shape = self.shape(self._lattice)
         near = self._lattice[int((shape < shape.min() + _SAME).argmax())]
         return near if 0 < self._known[near] < math.inf else None
 
-    def shape(self, configs: Sequence[SchedulerConfig]) -> Floats:
-        """Shape (configs,)."""
+    def shape(self, configs: Sequence[SchedulerConfig]) -> FloatArray:
+        """Predicted log(seconds) of each configuration, shape (configs,)."""
         for config in configs:
             if config not in self._known:
                 self._known[config] = self._predict(config)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...core.config import SchedulerConfig
+from ..observations import Observations
 from ..space import Space
 from ..trial import Candidate, Searcher, StepModel, Window
-from ..tried import Tried
 
 USES_MODEL = False
 
@@ -17,7 +17,7 @@ class Grid:
 
     def __init__(self, space: Space) -> None:
         self._queue = [space.incumbent, *_coarse_to_fine(space.lattice(per_octave=1))]
-        self._tried = Tried()
+        self._tried = Observations()
 
     def ask(self) -> Candidate | None:
         return next((Candidate(config) for config in self._queue if config not in self._tried), None)
@@ -44,7 +44,7 @@ def _coarse_to_fine(lattice: Sequence[SchedulerConfig]) -> list[SchedulerConfig]
 
 
 def _levels(values: Sequence[int]) -> dict[int, int]:
-    """How often the range of values has to be halved until each is a middle."""
+    """For each value, the number of times the range must be halved until the value is a middle."""
     levels: dict[int, int] = {}
 
     def halve(rest: list[int], level: int) -> None:

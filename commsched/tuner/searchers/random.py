@@ -1,4 +1,4 @@
-"""Configurations drawn at random, uniform in the space."""
+"""Configurations drawn at random, uniformly in the space."""
 
 from __future__ import annotations
 
@@ -6,27 +6,27 @@ from collections.abc import Sequence
 from random import Random
 
 from ...core.config import SchedulerConfig
+from ..observations import Observations
 from ..space import Space
 from ..trial import Candidate, Searcher, StepModel, Window
-from ..tried import Tried
 
 USES_MODEL = False
 
-#: Draws of what was tried already, after which there is nothing left.
-_MOST_DRAWS = 1000
+#: The search ends after this many consecutive draws of configurations that were tried already.
+_MAX_DRAWS = 1000
 
 
 class RandomSearch:
-    """The incumbent, then one draw after the other."""
+    """Proposes the incumbent, then one random draw after another."""
 
     def __init__(self, space: Space, random_seed: int) -> None:
         self._space = space
         self._random = Random(random_seed)
-        self._tried = Tried()
+        self._tried = Observations()
         self._next = space.incumbent
 
     def ask(self) -> Candidate | None:
-        for _ in range(_MOST_DRAWS):
+        for _ in range(_MAX_DRAWS):
             if self._next not in self._tried:
                 return Candidate(self._next)
             self._next = self._space.from_point([self._random.random() for _ in range(self._space.dimensions)])

@@ -1,4 +1,4 @@
-"""Gradient descent with momentum: what ByteScheduler's authors compared Bayesian optimisation with."""
+"""Gradient descent with momentum, with which ByteScheduler's authors compared Bayesian optimisation."""
 
 from __future__ import annotations
 
@@ -7,35 +7,36 @@ from collections.abc import Generator, Sequence
 
 from ...core.config import SchedulerConfig
 from ...core.errors import ConfigError
+from ..observations import Observations
 from ..space import Space
 from ..trial import Candidate, Searcher, StepModel, Window
-from ..tried import Tried
 
 USES_MODEL = False
 
 #: Distance in the unit cube over which a slope is measured: about an octave of the partition, half an octave of the credit.
 _DIFFERENCE = 0.12
 
-#: Of the slope of log(seconds): one of 100 % over the whole range moves the point by this much.
+#: Learning rate: a slope of log(seconds) of 100 % over the whole range moves the point by this much.
 _RATE = 0.5
 _MOMENTUM = 0.5
 _LONGEST_STEP = 0.25
 
-#: A step below it changes nothing that could be measured.
+#: A shorter step changes nothing measurable.
 _SHORTEST_STEP = 0.02
-_MOST_STEPS = 100
+_MAX_STEPS = 100
 
 
 class GradientDescent:
-    """From the incumbent's point, a slope of log(seconds) by one more trial for each coordinate, then a step with momentum.
+    """Starts at the incumbent's point. It measures the slope of log(seconds) by one more trial for each coordinate, then makes
+    a step with momentum.
 
-    It measures nothing twice, stays in the unit cube, and ends when its steps become shorter than what matters. The policy has
-    no slope and stays.
+    It measures no configuration twice, stays in the unit cube, and ends when its steps become too short to matter. The policy
+    has no slope and does not change.
     """
 
     def __init__(self, space: Space) -> None:
         self._space = space
-        self._tried = Tried()
+        self._tried = Observations()
         self._walk = self._descend()
         self._next: SchedulerConfig | None = next(self._walk)
 
@@ -55,12 +56,12 @@ class GradientDescent:
         return self._tried.best()
 
     def _descend(self) -> Generator[SchedulerConfig, float, None]:
-        """Yields what it wants to know of, is sent its log(seconds)."""
+        """Yields a configuration to measure and receives its log(seconds)."""
         at = yield self._space.incumbent
         point = list(self._space.to_point(self._space.incumbent))
         moving = [d for d in range(len(point)) if d != self._space.policy_dimension]
         velocity = [0.0] * len(point)
-        for _ in range(_MOST_STEPS):
+        for _ in range(_MAX_STEPS):
             for d in moving:
                 beside = list(point)
                 beside[d] += _DIFFERENCE if point[d] + _DIFFERENCE <= 1 else -_DIFFERENCE
@@ -68,7 +69,7 @@ class GradientDescent:
                 step = _MOMENTUM * velocity[d] - _RATE * slope
                 velocity[d] = min(max(step, -_LONGEST_STEP), _LONGEST_STEP)
             before, point = point, [min(max(x + v, 0.0), 1.0) for x, v in zip(point, velocity)]
-            velocity = [x - y for x, y in zip(point, before)]  # a wall stops it
+            velocity = [x - y for x, y in zip(point, before)]  # the bounds of the cube stop it
             if max(map(abs, velocity), default=0.0) < _SHORTEST_STEP:
                 return
             at = yield self._space.from_point(point)

@@ -10,16 +10,16 @@ import numpy as np
 from bench.engines.emulated import difference, plain_averaging
 from bench.engines.registry import systems_of
 from bench.engines.turn import Turn
-from bench.job import Job, run_job
-from bench.measure import TOLERATED_DIFFERENCE
-from commsched.session import Session
-from commsched.simulator.profile import Layer, Profile
+from bench.harness.job import Job, run_job
+from bench.harness.measure import TOLERATED_DIFFERENCE
+from commsched.session.session import Session
+from commsched.simulator.profile import LayerProfile, Profile
 
 STEPS = 6
 LAYER_SECONDS = 0.002
 SHAPES = (((40, 30), (30,)), ((30, 20),), ((2000,),), ())
 PROFILE = Profile(
-    "four", tuple(Layer(str(i), shapes, LAYER_SECONDS, 2 * LAYER_SECONDS) for i, shapes in enumerate(SHAPES)), "test"
+    "four", tuple(LayerProfile(str(i), shapes, LAYER_SECONDS, 2 * LAYER_SECONDS) for i, shapes in enumerate(SHAPES)), "test"
 )
 
 

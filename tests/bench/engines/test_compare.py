@@ -8,15 +8,15 @@ from bench.engines.compare import Comparison, measure_rows, rows_of, text
 from bench.engines.emulated import plain_averaging
 from bench.engines.registry import NAMES, systems_of
 from bench.engines.turn import Turn
-from bench.job import Outcome
-from bench.layers import LayerTimes
-from bench.train.links import Links
-from bench.train.network import Network
-from bench.train.rows import Header, disturbed, wrong
-from bench.train.scaling import scale
+from bench.harness.job import Outcome
+from bench.harness.layers import LayerTimes
+from bench.harness.links import Links
+from bench.harness.network import Network
+from bench.harness.rows import Header, disturbed, wrong
+from bench.harness.scaling import scale
 from bench.workloads.uniform import make_profile
 from commsched.core.errors import ConfigError
-from commsched.session import Session
+from commsched.session.session import Session
 
 HEADER = Header("made up", 2, 0, 800e6, "800mbit tbf", True, None, "tcp", "abc")
 LAYERS = LayerTimes(["a", "b"], [0.1, 0.1], [0.2, 0.2], [20_000_000, 40_000_000], [[20_000_000], [40_000_000]])

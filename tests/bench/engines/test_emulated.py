@@ -18,13 +18,17 @@ from bench.engines.emulated import (
     plain_averaging,
     sleep_until,
 )
-from bench.measure import TOLERATED_DIFFERENCE
+from bench.harness.measure import TOLERATED_DIFFERENCE
 from bench.workloads.uniform import make_profile
-from commsched.simulator.profile import Layer, Profile
+from commsched.simulator.profile import LayerProfile, Profile
 
 SMALL = Profile(
     "small",
-    (Layer("a", ((4, 3), (3,)), 0.001, 0.002), Layer("b", (), 0.001, 0.002), Layer("c", ((5,),), 0.001, 0.002)),
+    (
+        LayerProfile("a", ((4, 3), (3,)), 0.001, 0.002),
+        LayerProfile("b", (), 0.001, 0.002),
+        LayerProfile("c", ((5,),), 0.001, 0.002),
+    ),
     "test",
 )
 

@@ -1,11 +1,15 @@
 """What each system asks of the scheduler or of DDP."""
 
+from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
 from bench import systems
 from bench.systems import ON_COMMSCHED, ddp, ddp_tuned
+from bench.systems.spec import Way
+from commsched.core.config import MAX_PARTITION_BYTES, SchedulerConfig
 from commsched.core.errors import ConfigError
 
 
@@ -82,3 +86,67 @@ def test_smaller_buckets_are_tried_while_the_smallest_is_the_best(tuned):
     tried, built = tuned(lambda size, turn: [size])
     assert min(tried) == 2
     assert built == ({"bucket_cap_mb": 2.0}, "buckets 2 MiB; best of 9")
+
+
+class Calls:
+    """Stands for the optimizer, the loss and the start line: what was called, in order."""
+
+    def __init__(self):
+        self.made = []
+
+    def __getattr__(self, name):
+        return lambda *arguments: self.made.append((name, *arguments))
+
+    @contextmanager
+    def no_sync(self):
+        self.made.append(("no_sync",))
+        yield
+        self.made.append(("sync",))
+
+
+def asked(name, policy="priority", bytes_scale=1.0):
+    """The configuration that a system switches to, and what it does in ``update``."""
+    calls = Calls()
+    context = SimpleNamespace(
+        session=SimpleNamespace(core=SimpleNamespace(config=SchedulerConfig(1, 2, "fifo", 3))),
+        line=calls,
+        way=Way("ps"),
+        policy=policy,
+        bytes_scale=bytes_scale,
+        partition_bytes=4_000,
+        credit_bytes=24_000,
+        message_seconds=1e-4,
+        shared=lambda make: SimpleNamespace(model=None, initial=[], optimizer=calls, reset=lambda: None),
+    )
+    system = systems.make(name, context)
+    system.begin()
+    [(_, config)] = calls.made
+    calls.made.clear()
+    system.update(calls)
+    return config, [name for name, *_ in calls.made]
+
+
+OVERLAPS = ["backward", "step"]
+BARRIER = ["backward", "step", "synchronize"]
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "calls"),
+    [
+        ("commsched", SchedulerConfig(4_000, 24_000, "priority"), OVERLAPS),
+        ("fifo", SchedulerConfig(4_000, 24_000, "fifo"), OVERLAPS),
+        ("wfbp", SchedulerConfig(4_000, 24_000, "fifo"), BARRIER),
+        ("serial", SchedulerConfig(4_000, 24_000, "fifo"), ["no_sync", "backward", "sync", "step", "synchronize"]),
+        ("p3", SchedulerConfig(160_000, 160_000, "priority", 1), OVERLAPS),
+        ("tictac", SchedulerConfig(MAX_PARTITION_BYTES, 24_000, "priority", 1), OVERLAPS),
+    ],
+)
+def test_what_each_system_asks_of_the_scheduler(name, config, calls):
+    assert asked(name) == (config, calls)
+    split = replace(config, policy="rsag") if config.policy == "priority" else config
+    assert asked(name, "rsag") == (split, calls)
+
+
+def test_slices_shrink_like_the_bytes_but_not_below_a_size():
+    assert asked("p3", bytes_scale=0.5)[0].partition_bytes == 80_000
+    assert asked("p3", bytes_scale=0.01)[0].partition_bytes == 64_000

@@ -7,15 +7,13 @@ import pytest
 
 from bench import train
 from bench.__main__ import main
-from bench.cluster import Cluster, ClusterUnavailable
-from bench.job import Job, Outcome, run_job
-from bench.processes import JobFailed
+from bench.harness import links as train_links
+from bench.harness.cluster import Cluster, ClusterUnavailable
+from bench.harness.job import Job, Outcome, run_job
+from bench.harness.links import Links
+from bench.harness.processes import JobFailed
 from bench.train import TrainOptions, measure_rows, options_of
-from bench.train import links as train_links
-from bench.train.links import Links
 from commsched.core.errors import ConfigError
-
-pytestmark = pytest.mark.timeout(150)
 
 
 def parse(*argv):

@@ -4,15 +4,13 @@ from time import perf_counter
 
 import pytest
 
+from bench.harness import network
 from bench.systems import ON_COMMSCHED
-from bench.train import network
 from bench.train import rank as train_rank
 from bench.workloads.uniform import make_profile
 from commsched.core.errors import TransportError
-from commsched.local import local_sessions
+from commsched.session.local import local_sessions
 from commsched.testing.world import run_world
-
-pytestmark = pytest.mark.timeout(120)
 
 PROFILE = make_profile().scaled(nbytes=0.002, seconds=0.002)
 ASSIGNMENT = {
@@ -138,7 +136,14 @@ def test_wrong_averages_are_seen():
         assert found["systems"]["commsched"]["max_difference"] > 1e-4
 
 
+def test_a_difference_of_any_turn_counts(monkeypatch):
+    differences = iter([0.25, 0.0])
+    monkeypatch.setattr(train_rank, "largest_difference", lambda model, wanted, initial: next(differences))
+    [found] = run_ranks(ASSIGNMENT, world_size=1)
+    assert found["systems"]["commsched"]["max_difference"] == 0.25
+
+
 def test_another_configuration_than_was_wanted_is_never_measured(monkeypatch):
-    monkeypatch.setattr("bench.train.start_line.StartLine.switch", lambda line, config: None)
+    monkeypatch.setattr("bench.harness.config_barrier.ConfigBarrier.switch", lambda line, config: None)
     with pytest.raises(TransportError, match=r"rank \d runs SchedulerConfig\(.*, but SchedulerConfig\(.* was to be measured"):
         run_ranks(ASSIGNMENT)

@@ -8,15 +8,13 @@ import pytest
 
 from bench import tune
 from bench.__main__ import main
-from bench.job import Outcome
-from bench.processes import JobFailed
+from bench.harness.job import Outcome
+from bench.harness.processes import JobFailed
 from bench.tune import TuneOptions, options_of
 from bench.tune import grid as tune_grid
 from bench.tune.case import Case
 from bench.tune.grid import case_of, surface_of
 from commsched.core.config import SchedulerConfig
-
-pytestmark = pytest.mark.timeout(120)
 
 SMALL = Case("uniform", 2, "200mbit", 1.0, 1.0, "ps", True)
 

@@ -4,11 +4,13 @@ import json
 
 import pytest
 
+from bench.tune import comparison
 from bench.tune.case import Case
 from bench.tune.comparison import Searching, replayed_rows
 from bench.tune.grid import surface_of
 from bench.tune.table import summary_text, text
-from commsched.simulator.profile import Layer, Profile
+from commsched.settings import Budget
+from commsched.simulator.profile import LayerProfile, Profile
 
 CASE = {"model": "uniform", "workers": 2, "bandwidth": "500mbit", "rho": 1.0, "megabytes": 16.0, "transport": "ps"}
 
@@ -72,14 +74,16 @@ def test_rows_say_when_each_search_was_near_enough_and_what_it_cost(grid, surfac
 @pytest.fixture
 def profiled(grid, surface, space):
     """``grid`` with what a profiler would have seen: layers of 4 MB each, on a link that is taken for too fast."""
-    layers = tuple(Layer(f"layer {place}", ((1_000_000,),), 0.02, 0.04) for place in range(4))
+    layers = tuple(LayerProfile(f"layer {place}", ((1_000_000,),), 0.02, 0.04) for place in range(4))
     link = {"seconds_per_byte": 1.2e-8, "partition_seconds": 1e-4, "what_it_had_once": 0.0}
     profile = Profile("uniform", layers, "measured").to_record()
     seconds = surface.seconds[space.incumbent]
     return {**grid, "profiled": {"profile": profile, "link": link, "step_seconds": seconds}}
 
 
-def test_each_replay_has_an_uncalibrated_model_and_pays_for_the_profile(profiled, surface, space):
+def test_each_replay_has_an_uncalibrated_model_and_pays_for_the_profile(profiled, surface, space, monkeypatch):
+    monkeypatch.setattr(comparison, "TRIALS", 8)  # a model of all 24 takes seconds
+    monkeypatch.setattr(comparison, "DEFAULT_BUDGET", Budget(trials=8))
     with_model, again, without = replayed_rows(profiled, Searching(("bayes+model", "bayes+model", "bayes"), 1, False))
     assert len(with_model["curves"][0]) > 6  # more than what calibrates it
     assert with_model == again

@@ -2,14 +2,12 @@
 
 import pytest
 
-from bench.job import Outcome
-from bench.processes import JobFailed
+from bench.harness.job import Outcome
+from bench.harness.processes import JobFailed
 from bench.tune import live
 from bench.tune.case import Case
 from bench.tune.table import live_text
 from commsched.core.config import SchedulerConfig
-
-pytestmark = pytest.mark.timeout(120)
 
 TINY = Case("uniform", 2, "200mbit", 1.0, 0.2, "ps", True)
 COUNT = len(TINY.grid)

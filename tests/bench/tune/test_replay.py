@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from bench.tune.paper import POINTS, PaperSearch
 from bench.tune.replay import Cost, Point, reached, search, tune
 from bench.tune.surface import Surface
-from commsched.core.config import Budget, SchedulerConfig
+from commsched.core.config import SchedulerConfig
+from commsched.settings import Budget
 from commsched.tuner.searchers import make_searcher
 from commsched.tuner.trial import Candidate
 

@@ -10,17 +10,17 @@ import torch
 
 from bench.workloads.emulated import EmulatedModel, EmulatedWorkload, batch_value
 from bench.workloads.registry import load_profile
-from commsched.simulator.profile import Layer, Profile
+from commsched.simulator.profile import LayerProfile, Profile
 
 from .clock import FakeClock
 
 PROFILE = Profile(
     "three",
     (
-        Layer("stem", ((3, 2), (3,)), 1.0, 2.0),
-        Layer("body.norm", ((4,),), 0.0, 0.0),
-        Layer("body.0", ((2, 2),), 4.0, 8.0),
-        Layer("head", (), 16.0, 32.0),
+        LayerProfile("stem", ((3, 2), (3,)), 1.0, 2.0),
+        LayerProfile("body.norm", ((4,),), 0.0, 0.0),
+        LayerProfile("body.0", ((2, 2),), 4.0, 8.0),
+        LayerProfile("head", (), 16.0, 32.0),
     ),
     "made up",
 )
@@ -199,7 +199,7 @@ def test_patterns_are_held_once() -> None:
 
 
 def named(*names: str) -> Profile:
-    return Profile("named", tuple(Layer(name, ((2,),), 0.0, 0.0) for name in names), "made up")
+    return Profile("named", tuple(LayerProfile(name, ((2,),), 0.0, 0.0) for name in names), "made up")
 
 
 def test_a_layer_may_lie_within_another() -> None:

@@ -127,4 +127,8 @@ def test_the_file_has_one_line_for_each_layer_and_is_read_back() -> None:
     profile = load_profile("resnet50")
     text = to_json(profile)
     assert Profile.from_record(json.loads(text)) == profile
+    record = json.loads(text)
+    record["layers"][0]["forward_seconds"] = 10**400
+    with pytest.raises(ValueError, match="not a profile: OverflowError: int too large to convert to float"):
+        Profile.from_record(record)
     assert len(text.splitlines()) == len(profile.layers) + 6

@@ -12,8 +12,8 @@ import torch
 from bench.workloads.registry import load_profile
 from bench.workloads.workload import Workload, make_workload
 from commsched import SchedulerConfig
-from commsched.local import local_sessions
 from commsched.plugins.torch import ScheduledOptimizer
+from commsched.session.local import local_sessions
 from commsched.testing import Delayed, run_world
 from tests.bench.workloads.training import average_plainly, largest_difference, make_optimizer, train_rank, weights
 from tests.jobs.job import run_job
@@ -48,7 +48,7 @@ def train_scheduled(workload: Workload) -> list[list[torch.Tensor]]:
 
     config = SchedulerConfig(partition_bytes=2000, credit_bytes=4000)
     sessions = local_sessions(RANKS, config, wrap_transport=lambda transport: Delayed(transport, transport.rank, 1e-4))
-    return run_world(RANKS, train, timeout_seconds=50)
+    return run_world(RANKS, train, timeout_seconds=100)
 
 
 @pytest.mark.parametrize("name", ["uniform", "bert-base"])

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from commsched.core.order.agreed import AgreedOrder
-from commsched.core.order.key import Key
+from commsched.core.order.key import LaunchKey
 from commsched.core.plan import Partition
 from commsched.core.policies import make_policy
 from commsched.core.task import ALL_REDUCE, CommTask
@@ -76,9 +76,9 @@ class Ranks:
         while self.busy:
             self.deliver(self.busy[0])
 
-    def launched(self, rank: int, channel: int) -> list[Key]:
-        return [Key.of(task) for task in self.started[rank] if task.channel == channel]
+    def launched(self, rank: int, channel: int) -> list[LaunchKey]:
+        return [LaunchKey.of(task) for task in self.started[rank] if task.channel == channel]
 
 
-def describe(key: Key) -> str:
+def describe(key: LaunchKey) -> str:
     return f"tensor 'layer{key.partition}' (step {key.step})"

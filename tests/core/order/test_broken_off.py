@@ -10,12 +10,11 @@ from commsched.core.config import SchedulerConfig
 from commsched.core.core import Core
 from commsched.core.errors import PeerLost
 from commsched.core.manifest import Manifest, TensorSpec
-from commsched.core.order.pattern import STABLE_STEPS
+from commsched.core.order.static import STABLE_STEPS
 from commsched.testing.check_transport import _Tensors
 from commsched.testing.checked_world import CheckedWorld, Threads
 from tests.transports.worlds import ordered_world
 
-pytestmark = pytest.mark.timeout(60)
 MANIFEST = Manifest(tuple(TensorSpec(f"layer{i}", (300,), "float32") for i in range(6)))
 CONFIG = SchedulerConfig(1200, 2400)
 

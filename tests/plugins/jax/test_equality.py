@@ -21,6 +21,7 @@ from .training import (
     loss,
     make_batch,
     make_params,
+    on_one_rank_of_two,
     on_ranks,
     plain_step,
     require_close,
@@ -169,6 +170,55 @@ def test_flax_linen_with_batch_statistics() -> None:
     require_close([trained for trained, _, _ in by_rank], params)
     for rank in range(2):
         require_close([by_rank[rank][1]], both[rank])
+
+
+def test_auxiliary_data_that_is_no_array() -> None:
+    """A step may branch on it, as within plain ``jit``."""
+
+    def own(params: Any, inputs: Any, targets: Any) -> Any:
+        value = loss(params, inputs, targets)
+        return value, {
+            "name": "mean",
+            "layers": len(params),
+            "table": np.arange(3),
+            "rows": inputs.shape[0],
+            "twice": 2 * value,
+        }
+
+    def run(session: Session) -> None:
+        @jax.jit
+        def step(state: cs.TrainState, *batch: Any) -> Any:
+            (value, aux), state = cs.value_and_update(own, has_aux=True)(state, *batch)
+            assert (aux["name"], aux["layers"], aux["rows"]) == ("mean", 2, 3)
+            assert type(aux["table"]) is np.ndarray
+            return (value if aux["layers"] > 1 else 0), aux["twice"], state
+
+        state = cs.create(make_params(0), optax.sgd(0.1), session=session)
+        value, twice, state = step(state, *make_batch(0, 0))
+        assert twice == 2 * value == pytest.approx(2 * float(loss(make_params(0), *make_batch(0, 0))))
+
+    on_one_rank_of_two(run)
+
+
+def test_side_effects_of_the_loss_that_use_no_data() -> None:
+    seen: list[float] = []
+
+    def own(params: Any, inputs: Any, targets: Any) -> Any:
+        jax.debug.callback(lambda bias: seen.append(float(bias[0])), params["layer1"]["bias"])
+        return loss(params, inputs, targets)
+
+    def run(session: Session) -> list[float]:
+        state, step = cs.create(make_params(0), optax.sgd(0.1), session=session), jax.jit(cs.value_and_update(own))
+        biases = []
+        for index in range(3):
+            biases.append(float(state.params["layer1"]["bias"][0]))
+            _, state = step(state, *make_batch(0, index))
+        state.params  # noqa: B018
+        jax.effects_barrier()
+        return biases
+
+    assert on_one_rank_of_two(run) == [seen]
+    assert len(set(seen)) == 3
 
 
 def test_flax_nnx() -> None:

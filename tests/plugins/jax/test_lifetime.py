@@ -15,7 +15,7 @@ import pytest
 import commsched.plugins.jax as cs
 from commsched import Session
 from commsched.core.group import TensorGroup
-from commsched.core.ports import Transport
+from commsched.core.interfaces import Transport
 from commsched.plugins.jax import registered
 from commsched.testing.fakes import Delayed
 

@@ -14,9 +14,9 @@ import pytest
 import commsched.plugins.jax as cs
 from commsched import Session
 from commsched.core.group import TensorGroup
-from commsched.core.ports import Transport
+from commsched.core.interfaces import Transport
 from commsched.plugins.jax import pending
-from commsched.trace import TraceObserver
+from commsched.session.trace import TraceObserver
 
 from .training import LAYERS, HoldsBack, make_batch, make_params, on_one_rank_of_two
 

@@ -1,5 +1,6 @@
 """Everything that is refused, by name, and errors that end a job."""
 
+import pickle
 import random
 import threading
 from contextlib import suppress
@@ -34,13 +35,26 @@ def refused(message: str, call: Any, kind: type[Exception] = UnsupportedError) -
 
 def test_parameters_that_cannot_be_averaged() -> None:
     for leaf, message in (
-        (jnp.zeros(2, jnp.int32), "^tensor 'deep.x' has dtype int32; commsched communicates "),
+        (jnp.zeros(2, jnp.int32), "^'deep.x' is of int32, so it has no gradient; pass it to the loss beside the parameters$"),
         (jnp.zeros(2, jnp.uint8), "^'deep.x' is of uint8, so it has no gradient; "),
-        (jnp.zeros(2, complex), "^tensor 'deep.x' has dtype complex128; "),
+        (jnp.zeros(2, bool), "^'deep.x' is of bool, so it has no gradient; "),
+        (jax.random.key(0), r"^'deep.x' is of key<fry>, so it has no gradient; "),
+        (jnp.zeros(2, complex), "^'deep.x' is of complex128; the JAX plugin averages float32, float64, float16, bfloat16$"),
+        (jnp.zeros(2, jnp.float8_e4m3fn), "^'deep.x' is of float8_e4m3fn; the JAX plugin averages "),
     ):
         refused(message, lambda session, leaf=leaf: cs.create({"deep": {"x": leaf}}, TX, session=session))
     refused("^'deep.x' is a str, not an array$", lambda session: cs.create({"deep": {"x": "text"}}, TX, session=session))
     refused("^there are no parameters$", lambda session: cs.create({}, TX, session=session))
+
+
+def test_a_state_belongs_to_its_process() -> None:
+    def run(session: Session) -> None:
+        with pytest.raises(
+            UnsupportedError, match=r"^a TrainState belongs to this process; save state.params and state.opt_state"
+        ):
+            pickle.dumps(cs.create(make_params(0), TX, session=session))
+
+    on_ranks(1, run)
 
 
 def test_parameters_that_differ() -> None:

@@ -15,7 +15,7 @@ import commsched.plugins.jax as cs
 from commsched import Session
 from commsched.core.errors import UnsupportedError
 from commsched.core.proxy import DependencyProxy
-from commsched.trace import TraceObserver
+from commsched.session.trace import TraceObserver
 
 from .training import loss, make_batch, make_params, on_one_rank_of_two, on_ranks, require_close, train_alone
 
@@ -45,6 +45,22 @@ def test_reading_between_steps_changes_nothing() -> None:
     for index in range(3):
         require_close([seen[index][0] for seen in by_rank], train_alone(TX, 2, index + 1))
         assert by_rank[0][index][1] == index + 1
+
+
+def test_a_state_that_was_read_is_still_updated_by_the_program_of_the_step() -> None:
+    """Another program may round otherwise, and other ranks may not have read it."""
+
+    def run(session: Session) -> None:
+        state, step = begin(session)
+        _, state = step(state, *make_batch(session.rank, 0))
+        before = jax.tree.map(np.asarray, jax.tree.leaves(state))
+        state.params  # noqa: B018
+        after = jax.tree.leaves(state)
+        assert after[-1] == before[-1] != 0  # the update that it lacks
+        for leaf, expected in zip(after, before):
+            np.testing.assert_array_equal(leaf, expected)
+
+    on_one_rank_of_two(run)
 
 
 def test_reading_within_a_program() -> None:
@@ -317,6 +333,21 @@ def test_random_keys_in_the_optimizer_become_those_of_rank_0() -> None:
         return optax.apply_updates(params, updates)
 
     require_close(on_ranks(2, run), plain())
+
+
+def test_nothing_is_transferred_implicitly() -> None:
+    def run(session: Session) -> Any:
+        state, step = begin(session)
+        batches = [jax.device_put(make_batch(session.rank, index)) for index in range(2)]
+        averaging = cs.average_gradients(session)
+        with jax.transfer_guard("disallow"):
+            for batch in batches:
+                _, state = step(state, *batch)
+                state.params  # noqa: B018
+            jax.jit(averaging.update)(state.params, averaging.init(state.params))
+            return cs.broadcast(state.params, session)
+
+    require_close(on_ranks(2, run), train_alone(TX, 2, 2))
 
 
 def test_what_is_not_committed_to_a_device_stays_free_to_follow() -> None:

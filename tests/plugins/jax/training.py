@@ -14,9 +14,9 @@ import optax
 
 import commsched.plugins.jax as cs
 from commsched import SchedulerConfig, Session
-from commsched.core.ports import Completion, Transport
+from commsched.core.interfaces import Completion, Transport
 from commsched.core.task import CommTask
-from commsched.local import local_sessions
+from commsched.session.local import local_sessions
 from commsched.testing.fakes import Delayed
 from commsched.testing.world import run_world
 
@@ -118,20 +118,21 @@ def on_ranks(
     delay_seconds: float = 0.002,
     config: SchedulerConfig = SMALL,
     wrap_transport: Callable[[Transport], Transport] | None = None,
+    check_weights: int = 0,
 ) -> list[Any]:
     """``rank`` on every rank, in a session of its own."""
 
     def delayed(transport: Transport) -> Transport:
         return Delayed(transport, transport.rank, delay_seconds)
 
-    sessions = local_sessions(world_size, config, wrap_transport=wrap_transport or delayed)
+    sessions = local_sessions(world_size, config, wrap_transport=wrap_transport or delayed, check_weights=check_weights)
 
     def run(index: int) -> Any:
         with sessions[index] as session:
             return rank(session)
 
     try:
-        return run_world(world_size, run, timeout_seconds=50)
+        return run_world(world_size, run, timeout_seconds=100)
     finally:
         for session in sessions:
             session.abort("the test is over")

@@ -14,7 +14,7 @@ import pytest
 from commsched import Session
 from commsched.plugins.mxnet import ScheduledTrainer, operation
 from commsched.plugins.mxnet.operation import Operation
-from commsched.plugins.mxnet.queued_group import Place, QueuedGroup
+from commsched.plugins.mxnet.queued_group import BufferPlace, QueuedGroup
 from tests.jobs.job import clean_environ
 
 from .training import batches, mlp, on_ranks, share, step
@@ -61,21 +61,21 @@ class Unseen(dict[int, None]):
 def test_nothing_is_to_come_when_an_exchange_is_drained(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even what is queued, behind what drain() waits for, when gradients were computed and are not handed over yet."""
     begin, look, require = QueuedGroup._begin, QueuedGroup._look_for_failed, QueuedGroup._require_computed
-    queued: list[Place] = []
-    required: list[Place] = []
+    queued: list[BufferPlace] = []
+    required: list[BufferPlace] = []
 
     def begin_late(self: QueuedGroup, tensor: int, operation: Operation) -> None:
         time.sleep(0.1)
         begin(self, tensor, operation)
 
-    def look_late(self: QueuedGroup, places: Sequence[Place], number: int, operation: Operation) -> None:
+    def look_late(self: QueuedGroup, places: Sequence[BufferPlace], number: int, operation: Operation) -> None:
         time.sleep(0.03)  # drain() has begun
         late = [place for place in places if place.queued == number]
         queued.extend(late)
         look(self, late, number, done)
         operation.complete()
 
-    def require_late(self: QueuedGroup, place: Place, number: int, operation: Operation) -> None:
+    def require_late(self: QueuedGroup, place: BufferPlace, number: int, operation: Operation) -> None:
         time.sleep(0.02)
         required.append(place)
         require(self, place, number, operation)

@@ -13,12 +13,12 @@ import pytest
 from mxnet import gluon, nd
 
 from commsched import SchedulerConfig, Session
+from commsched.core.interfaces import Completion, Transport
 from commsched.core.manifest import Manifest
-from commsched.core.ports import Completion, Transport
 from commsched.core.task import CommTask
 from commsched.plugins.mxnet import ScheduledStore, ScheduledTrainer
+from commsched.plugins.mxnet.layer_order import forward_order
 from commsched.plugins.mxnet.operation import Operation
-from commsched.plugins.mxnet.order import forward_order
 from commsched.plugins.mxnet.queued_group import QueuedGroup
 
 from .probe import Call, Probe

@@ -8,14 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 from mxnet import gluon
 
 from tests.jobs.job import run_job
 
 from .training import NAG, STEPS, mlp, require_equal, train_alone
-
-pytestmark = pytest.mark.timeout(120)
 
 
 def run(out: Path, *arguments: str, options: tuple[str, ...] = ()) -> tuple[int, str, str]:

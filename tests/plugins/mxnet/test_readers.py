@@ -15,21 +15,10 @@ import pytest
 from mxnet import gluon, nd
 
 from commsched import Session
-from commsched.local import local_sessions
 from commsched.plugins.mxnet import ScheduledTrainer
+from commsched.session.local import local_sessions
 
-from .training import (
-    ROWS,
-    Weights,
-    backward,
-    batches,
-    mlp,
-    on_ranks,
-    require_equal,
-    share,
-    step,
-    weights_of,
-)
+from .training import ROWS, Weights, backward, batches, mlp, on_ranks, require_equal, share, step, weights_of
 
 ADAM = ("adam", {"learning_rate": 0.01})
 Read = Callable[[Any, gluon.Trainer, Path], Weights]

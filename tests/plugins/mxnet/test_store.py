@@ -15,8 +15,8 @@ from mxnet import gluon, nd
 from numpy.typing import NDArray
 
 from commsched import Session
-from commsched.local import local_sessions
 from commsched.plugins.mxnet import ScheduledStore
+from commsched.session.local import local_sessions
 
 from .training import (
     CLASSES,

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import mxnet as mx
 import pytest
 from mxnet import gluon, nd
 
-from commsched import ManifestMismatch, Session, UnsupportedError
+from commsched import ManifestMismatch, RanksDiverged, Session, UnsupportedError
 from commsched.plugins.mxnet import ScheduledStore
 
 from .test_errors import both_raise
@@ -72,7 +73,9 @@ def test_a_step_that_one_rank_makes_once_more() -> None:
         weights[0].wait_to_read()
         session.close()
 
-    both_raise(UnsupportedError, r"rank \d has ended its training or not \(\d, the mean is 0.5\)", use)
+    both_raise(
+        RanksDiverged, r"rank 1 ended the training of kvstore 1 \(key 0 and 1 more\) after 2 steps.* rank 0 did not", use
+    )
 
 
 def test_a_broadcast_in_the_middle_of_a_step() -> None:
@@ -286,7 +289,55 @@ def test_other_numbers_of_the_optimizer_later() -> None:
             step(net, trainer, inputs[share(session)], labels[share(session)])
         session.close()
 
-    both_raise(UnsupportedError, r"rank \d has set another number of its optimizer", use)
+    both_raise(RanksDiverged, r"of kvstore 1 \(key 0 .*and 5 more\) differ .*: 'wd' is 0.0 on rank 0 but 0.1 on rank 1", use)
+
+
+def test_a_weight_that_one_rank_changes() -> None:
+    def use(session: Session) -> None:
+        net = mlp()
+        trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1}, kvstore=ScheduledStore(session))
+        for inputs, labels in batches(2, steps=4):
+            step(net, trainer, inputs[share(session)], labels[share(session)])
+            if session.rank == 1:
+                net[2].bias.data()[:] = 1
+        session.close()
+
+    both_raise(RanksDiverged, r"weights of kvstore 1 .* differ .*: 'key \d \(net_dense2_bias\)' is .* on rank 1", use)
+
+
+def test_a_weight_that_one_rank_changes_is_found_while_the_training_goes_on() -> None:
+    """Nobody closes the session, which would look at the weights once more."""
+
+    def use(session: Session) -> None:
+        failures: SimpleQueue[Exception] = SimpleQueue()
+        session.when_failed(failures.put)
+        store, weight = optimizing(session, mx.optimizer.SGD()), nd.ones(SHAPE)
+        for _ in range(4):  # those of the second step are taken in the third, and compared in the fourth
+            store.pushpull(0, nd.ones(SHAPE), out=weight)
+            weight[:] = session.rank
+        raise failures.get(timeout=20)
+
+    both_raise(RanksDiverged, r"weights of kvstore 1 .* differ .*: 'key 0' is .* on rank 1", use)
+
+
+def test_states_that_only_one_rank_loads(tmp_path: Path) -> None:
+    def use(session: Session) -> None:
+        store, weight, file = (
+            optimizing(session, mx.optimizer.SGD(momentum=0.9)),
+            nd.ones(SHAPE),
+            str(tmp_path / str(session.rank)),
+        )
+        for number in range(5):
+            if number == 2:
+                store.save_optimizer_states(file)
+                if session.rank == 1:
+                    store.load_optimizer_states(file)
+            store.pushpull(0, nd.ones(SHAPE), out=weight)
+        session.close()
+
+    both_raise(
+        RanksDiverged, r"of kvstore 1 .* differ .*: 'what load_states\(\) has read' is 0 on rank 0 but \d+ on rank 1", use
+    )
 
 
 def test_another_batch_size_later_is_refused_as_with_dist_sync() -> None:

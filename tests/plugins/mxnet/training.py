@@ -11,9 +11,9 @@ from mxnet import autograd, gluon, nd
 from numpy.typing import NDArray
 
 from commsched import SchedulerConfig, Session
-from commsched.core.ports import Transport
-from commsched.local import local_sessions
+from commsched.core.interfaces import Transport
 from commsched.plugins.mxnet import ScheduledTrainer
+from commsched.session.local import local_sessions
 from commsched.testing.fakes import Delayed
 from commsched.testing.world import run_world
 
@@ -123,14 +123,14 @@ def on_ranks(
     def delayed(transport: Transport) -> Transport:
         return Delayed(transport, transport.rank, delay_seconds)
 
-    sessions = local_sessions(world_size, config, wrap_transport=delayed if delay_seconds else wrap_transport)
+    sessions = local_sessions(world_size, config, wrap_transport=delayed if delay_seconds else wrap_transport, check_weights=2)
 
     def run(rank: int) -> Any:
         with sessions[rank] as session:
             return fn(session)
 
     try:
-        return run_world(world_size, run, timeout_seconds=50)
+        return run_world(world_size, run, timeout_seconds=100)
     finally:
         for session in sessions:
             session.abort("the test is over")

@@ -1,10 +1,6 @@
 """All systems of the benchmark train the same EMULATED network, in real processes."""
 
-import pytest
-
 from tests.bench.engines.systems_rank import train
-
-pytestmark = pytest.mark.timeout(120)
 
 
 def test_synchronous_systems_train_as_plain_averaging_does() -> None:

@@ -51,7 +51,7 @@ def test_an_element_that_nobody_took_wakes_once_and_no_gate_stays_locked() -> No
             session.gather("closed")
             _until_open(*gate)
 
-    on_ranks(body, timeout_seconds=30)
+    on_ranks(body)
     assert elements(signals) == 0
 
 

@@ -12,8 +12,8 @@ import tensorflow as tf
 from keras import layers
 
 from commsched import SchedulerConfig, Session
+from commsched.core.interfaces import Completion, Transport
 from commsched.core.manifest import Manifest
-from commsched.core.ports import Completion, Transport
 from commsched.core.task import CommTask
 from commsched.plugins.tensorflow import ScheduledOptimizer
 from commsched.plugins.tensorflow.gate import Gate
@@ -150,7 +150,7 @@ def train_holding_the_last_average(
         transports[session.rank].let_go()  # of the last step, which no forward follows
         return [weights.copy() for weights in model.get_weights()]
 
-    by_rank = on_ranks(body, wrap=hold, config=EACH_ALONE, timeout_seconds=40)
+    by_rank = on_ranks(body, wrap=hold, config=EACH_ALONE)
     assert [transport.count for transport in transports.values()] == [steps, steps]
     return by_rank
 

@@ -8,7 +8,6 @@ import pytest
 
 from tests.jobs.job import ROOT, run_job
 
-pytestmark = pytest.mark.timeout(120)
 RANK = [sys.executable, str(ROOT / "tests" / "plugins" / "tensorflow" / "rank.py")]
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from commsched import Session
 from commsched.plugins.tensorflow import ScheduledOptimizer
-from commsched.trace import TraceObserver
+from commsched.session.trace import TraceObserver
 
 from .test_order import train_holding_the_last_average
 from .training import made, mlp, numbers, on_ranks, share, train

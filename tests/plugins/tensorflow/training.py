@@ -12,9 +12,9 @@ from keras import layers
 from numpy.typing import NDArray
 
 from commsched import SchedulerConfig, Session
-from commsched.core.ports import Transport
-from commsched.local import local_sessions
+from commsched.core.interfaces import Transport
 from commsched.plugins.tensorflow import ScheduledOptimizer
+from commsched.session.local import local_sessions
 from commsched.testing.fakes import Delayed
 from commsched.testing.world import run_world
 
@@ -82,10 +82,11 @@ def on_ranks(
     ranks: int = RANKS,
     wrap: Callable[[Transport], Transport] | None = delayed,
     config: SchedulerConfig = SMALL,
-    timeout_seconds: float = 50.0,
+    timeout_seconds: float = 100.0,
+    check_weights: int = 2,
 ) -> list[Any]:
     """``body`` on every rank, a thread, in a session of its own."""
-    sessions = local_sessions(ranks, config, wrap_transport=wrap)
+    sessions = local_sessions(ranks, config, wrap_transport=wrap, check_weights=check_weights)
 
     def run(rank: int) -> Any:
         with sessions[rank] as session:

@@ -8,9 +8,11 @@ from 0.
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import os
 import sys
+import weakref
 
 import torch
 import torch.distributed as dist
@@ -28,6 +30,9 @@ def batch_norm() -> nn.Module:
     return body.double()
 
 
+#: Those that are not freed.
+models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
 TASKS = {**MODELS, "MLP": MLP, "BatchNorm": Task(batch_norm, numbers(1, 6, 6))}
 
 
@@ -39,6 +44,8 @@ def main() -> None:
             commsched.init(rendezvous=f"{out}.{number}.json", **settings)
         weights = train(system, task, world.rank, world.world_size, store=f"{out}.store")
         torch.save(weights, f"{out}.{number}.{world.rank}")
+        gc.collect()
+        assert system == "ddp" or not list(models), "while the session is open, a model that was dropped is kept"
         commsched.shutdown()
     if dist.is_initialized():
         dist.barrier()
@@ -49,6 +56,7 @@ def train(system: str, name: str, rank: int, world_size: int, *, store: str = ""
     """The weights in the end; ``store`` is the file in which ``ddp`` meets."""
     task = TASKS[name]
     model = task.model(seed=0 if system == "plain" else rank)
+    models.add(model)
     optimizer = OPTIMIZERS["SGD nesterov"](model)
     forward = model
     if system == "ddp":

@@ -13,12 +13,13 @@ import torch
 from torch import nn
 
 from commsched import SchedulerConfig, Session
+from commsched.core.interfaces import Completion, Observer, Transport
 from commsched.core.manifest import Manifest
-from commsched.core.ports import Completion, Transport
 from commsched.core.task import CommTask
-from commsched.local import local_sessions
-from commsched.plugins.torch import ScheduledOptimizer, barrier
-from commsched.plugins.torch.barrier import STEPS, Barrier
+from commsched.plugins.torch import ScheduledOptimizer
+from commsched.plugins.torch import timing as barrier
+from commsched.plugins.torch.timing import STEPS, FullWaitReport
+from commsched.session.local import local_sessions
 from commsched.testing.fakes import Delayed
 from commsched.testing.world import run_world
 
@@ -69,7 +70,7 @@ def run(
     models = [make_model() for _ in range(2)]
     sessions = local_sessions(2, config, wrap_transport=wrap)
     try:
-        return run_world(2, rank_loop, timeout_seconds=30)
+        return run_world(2, rank_loop, timeout_seconds=100)
     finally:
         for session in sessions:
             session.abort("the test is over")
@@ -174,7 +175,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def test_waits_of_a_step_are_added_and_steps_without_one_do_not_count(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
-    measured = Barrier(say=True)
+    measured = FullWaitReport(say=True)
     with caplog.at_level(logging.INFO, logger="commsched"):
         for step in range(2 * STEPS):
             assert messages(caplog) == []
@@ -190,7 +191,7 @@ def test_waits_of_a_step_are_added_and_steps_without_one_do_not_count(clock: Clo
 
 
 def test_each_line_is_counted_by_itself(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
-    measured = Barrier(say=True)
+    measured = FullWaitReport(say=True)
     with caplog.at_level(logging.INFO, logger="commsched"):
         for step in range(STEPS + 3):
             clock.seconds += 1.0
@@ -207,7 +208,7 @@ def test_each_line_is_counted_by_itself(clock: Clock, caplog: pytest.LogCaptureF
 
 
 def test_a_wait_that_fails_is_no_wait_of_the_next_step(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
-    measured = Barrier(say=True)
+    measured = FullWaitReport(say=True)
     with pytest.raises(RuntimeError, match="the network is gone"), measured.waiting("gradients are read"):
         raise RuntimeError("the network is gone")
     with caplog.at_level(logging.INFO, logger="commsched"):
@@ -220,7 +221,7 @@ def test_a_wait_that_fails_is_no_wait_of_the_next_step(clock: Clock, caplog: pyt
 # --- what clipping leaves as it is ---
 
 
-class Watch:
+class Watch(Observer):
     """An observer: which tensors' averages are there, and what the engine waited for."""
 
     def __init__(self, session: Session) -> None:
@@ -243,16 +244,12 @@ class Watch:
         if track == "wait":
             self.waits.append(name)
 
-    def on_step(self, group: int, step: int, at: float) -> None: ...
-
-    def on_ready(self, group: int, tensor: int, at: float) -> None: ...
-
 
 def test_with_clipping_averages_are_made_during_backward_and_updates_wait_for_their_reader() -> None:
     def loop(session: Session, model: nn.Module) -> list[str]:
         updates: list[int] = []
         plain = torch.optim.SGD(model.parameters(), lr=0.1)
-        plain.register_step_pre_hook(lambda *_: updates.append(len(plain.param_groups[0]["params"])))
+        plain.register_step_pre_hook(lambda its, *_: updates.append(len(its.param_groups[0]["params"])))
         optimizer = ScheduledOptimizer(plain, model, session=session, per_parameter=True)
         watch = Watch(session)
 

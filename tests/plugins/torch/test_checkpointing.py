@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from .loops.loop import LARGE, SMALL, Data, batch, require_plain, train
+from .loops.loop import LARGE, SMALL, Data, batch, require_plain, run, train
 
 
 class Blocks(nn.Module):
@@ -127,3 +128,23 @@ class Twice(nn.Module):
 @pytest.mark.parametrize("config", [SMALL, LARGE], ids=["small", "large"])
 def test_modules_used_twice_and_tied_weights(config: Any) -> None:
     require_plain(train, model=lambda: Twice().double(), config=config)
+
+
+def test_a_block_used_several_times_with_reentrant_checkpoints_is_advised_another_way(caplog: pytest.LogCaptureFixture) -> None:
+    """``no_sync()`` would not help within one backward."""
+
+    def loop(data: Data, model: Any, optimizer: Any) -> None:
+        for step in range(2):
+            optimizer.zero_grad()
+            x = model.stem(batch(data.ranks[0], step))
+            for _ in range(3):
+                x = model._again(model.blocks[0], x)
+            x.square().mean().backward()
+            optimizer.step()
+
+    with caplog.at_level(logging.INFO, "commsched"):
+        run(loop, model=lambda: Blocks("each", True).double())
+        run(loop, model=lambda: Blocks("each", False).double())
+    said = [record.getMessage() for record in caplog.records if "accumulate" in record.getMessage()]
+    assert len(said) == 1
+    assert said[0].endswith("used several times in a forward, checkpoint(..., use_reentrant=False) would save it")

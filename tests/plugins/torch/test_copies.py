@@ -120,3 +120,18 @@ def test_the_optimizers_state_is_saved_fresh() -> None:
         return torch.load(file)
 
     require_plain(loop, optimizer=lambda model: torch.optim.Adam(model.parameters()))
+
+
+def test_copies_of_gradients_have_the_averages() -> None:
+    """They lie in one buffer, where the average of one is there before that of another."""
+
+    def loop(data: Data, model: Any, optimizer: Any) -> Any:
+        copies = []
+        for step in range(3):
+            optimizer.zero_grad()
+            data.loss(model, step).backward()
+            copies.append(copy.deepcopy([parameter.grad for parameter in model.parameters()]))
+            optimizer.step()
+        return copies
+
+    require_plain(loop)

@@ -12,12 +12,13 @@ import pytest
 import torch
 
 from commsched import Session
+from commsched.core.device_events import EventWatcher
 from commsched.core.errors import ClosedError, ConfigError, UnsupportedError
-from commsched.core.event_watcher import EventWatcher
-from commsched.local import local_sessions
-from commsched.plugins.torch import ScheduledOptimizer, places
+from commsched.plugins.torch import ScheduledOptimizer
 from commsched.plugins.torch import device as device_module
+from commsched.plugins.torch import layout as places
 from commsched.plugins.torch.device import Cuda, Host, device_of, init_for, open_device
+from commsched.session.local import local_sessions
 from commsched.testing.world import run_world
 
 from .test_equality import OPTIMIZERS
@@ -305,7 +306,7 @@ def test_the_optimizer_is_detached_after_its_session_has_ended(monkeypatch: pyte
         optimizer.detach()
 
     sessions = local_sessions(2)
-    run_world(2, lambda rank: run(sessions[rank]), timeout_seconds=20)
+    run_world(2, lambda rank: run(sessions[rank]), timeout_seconds=100)
 
 
 def test_ranks_of_torch_distributed_that_no_launcher_started_are_not_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import pytest
 import torch
 from torch.utils.data import DataLoader
 
@@ -13,8 +12,6 @@ from tests.jobs.job import run_job
 
 from .forked_rank import EPOCHS, ROWS, Rows, mlp, train
 from .loops.loop import require_close
-
-pytestmark = pytest.mark.timeout(120)
 
 
 def test_workers_of_data_loaders(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import io
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +12,10 @@ import pytest
 import torch
 from torch import nn
 
-from commsched.plugins.torch.guard import guard, release
+from commsched.plugins.torch import guard as guard_module
+from commsched.plugins.torch.guard import guard, own_class, release, unguarded
+from commsched.plugins.torch.marked import unnoticed
+from commsched.plugins.torch.twin import Twin
 
 
 class Cube(torch.autograd.Function):
@@ -57,6 +61,7 @@ READS: dict[str, Callable[[Any], torch.Tensor]] = {
     "functional_call": lambda p: torch.func.functional_call(nn.Linear(3, 3, bias=False), {"weight": p}, (torch.eye(3),)).T,
     "parameters_to_vector": lambda p: nn.utils.parameters_to_vector([p]).view(3, 3),
     "in place": lambda p: p.data.mul_(1),
+    "address": lambda p: torch.tensor(list((ctypes.c_float * 9).from_address(p.data_ptr()))).reshape(3, 3),
     "repr": lambda p: torch.full((3, 3), 2.0) if "2." in repr(p) else torch.zeros(3, 3),
 }
 
@@ -135,3 +140,117 @@ def test_a_subclass_keeps_its_class() -> None:
     assert isinstance(tensor, Mine)
     assert (tensor + 1).detach().sum().item() == 4
     assert type(tensor) is Mine
+
+
+class Labelled(torch.Tensor):
+    """As MONAI's and fastai's: what is made of one is one."""
+
+
+@pytest.mark.parametrize("original", [nn.Parameter, torch.Tensor])
+def test_other_classes_of_tensors_stay(original: type) -> None:
+    tensor, log = _guarded(original)
+    made = nn.functional.linear(torch.ones(1, 3).as_subclass(Labelled), tensor)
+    assert type(made) is Labelled
+    assert log == ["resolved"]
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_parameter_of_a_guarded_one(trains: bool) -> None:
+    tensor, log = _guarded(nn.Parameter)
+    made = nn.Parameter(tensor, requires_grad=trains)
+    assert log == ["resolved"]
+    assert type(made) is nn.Parameter
+    assert made is not tensor
+    assert made.requires_grad == trains
+    assert made.data_ptr() == tensor.data_ptr()
+    assert type(tensor.detach()) is torch.Tensor
+
+
+@pytest.mark.parametrize("original", [nn.Parameter, torch.Tensor])
+def test_what_is_made_by_the_class_of_a_guarded_one_is_plain(original: type) -> None:
+    tensor, log = _guarded(original)
+    made = type(tensor)(torch.ones(3))
+    assert log == []
+    release(tensor)
+    assert type(made) is original
+    assert torch.equal(copy.deepcopy(made), made)
+    assert torch.equal(_saved(made), made)
+
+
+def test_copies_within_one_memo_are_one_object() -> None:
+    tensor, _ = _guarded(nn.Parameter)
+    first, second = copy.deepcopy([tensor, tensor])
+    assert first is second
+    assert type(first) is nn.Parameter
+
+
+def test_a_copy_has_the_attributes() -> None:
+    tensor, _ = _guarded(nn.Parameter)
+    tensor.is_shared = True
+    assert _saved(tensor).is_shared
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda w, x: x + w,
+        lambda w, x: torch.cat([x, w]),
+        lambda w, x: torch.addcmul(x, x, x, out=w),
+    ],
+    ids=["operand", "list", "out"],
+)
+def test_a_marked_tensor_is_resolved_wherever_it_stands(use: Callable[[Any, Any], Any]) -> None:
+    parameter, log = nn.Parameter(torch.ones(3, 3)), []
+
+    def resolve() -> None:
+        log.append("resolved")
+        release(parameter)
+
+    with unnoticed():
+        guard(parameter, resolve, Twin(parameter, nn.Parameter))
+    with torch.no_grad(), unguarded():
+        use(parameter, torch.ones(3, 3))
+    assert log == ["resolved"]
+
+
+def test_what_resolves_a_marked_tensor_is_within_nothing() -> None:
+    """Not even within the operation that reads it: of an extension in C++, say, below which nothing is differentiated."""
+    parameter, seen = nn.Parameter(torch.ones(3)), []
+
+    def resolve() -> None:
+        seen.append((torch.ones(3, requires_grad=True) * 2).requires_grad)
+        release(parameter)
+
+    with unnoticed():
+        guard(parameter, resolve, Twin(parameter, nn.Parameter))
+    with unguarded(), torch._C._AutoDispatchBelowAutograd():
+        made = parameter + 1
+    assert seen == [True]
+    assert not made.requires_grad
+
+
+def test_a_tensor_that_was_guarded_leaves_nothing_behind() -> None:
+    """Another one may have its id, and is not to be taken for it."""
+    tensor = torch.ones(3)
+    key = id(tensor)
+    guard(tensor, lambda: None)
+    release(tensor)
+    assert key in guard_module._guarded
+    del tensor
+    assert key not in guard_module._guarded
+
+
+def test_a_class_that_changes_between_two_guards_comes_back() -> None:
+    class Own(nn.Parameter):
+        pass
+
+    parameter = nn.Parameter(torch.ones(3))
+    guard(parameter, lambda: None)
+    release(parameter)
+    parameter.__class__ = Own
+    assert own_class(parameter) is Own
+    guard(parameter, lambda: None)
+    assert own_class(parameter) is Own
+    assert isinstance(parameter, Own)
+    release(parameter)
+    assert type(parameter) is Own

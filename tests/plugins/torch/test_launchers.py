@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.jobs.job import clean_environ
-from tests.transports.mpi.launch import BY_DEFAULT, MPICH, run
+from tests.transports.backends.mpi.launch import BY_DEFAULT, MPICH, run
 
-pytestmark = pytest.mark.timeout(120)
 SCRIPT = str(Path(__file__).with_name("launched.py"))
 
 
@@ -35,6 +34,19 @@ def test_torchrun(by_torchrun: subprocess.CompletedProcess[str]) -> None:
     assert by_torchrun.returncode == 0, by_torchrun.stderr
     assert "commsched: 2 ranks on 1 host, ps over tcp, 4 tensors of 644 bytes per step, " in by_torchrun.stderr
     weights(by_torchrun.stdout)
+
+
+@pytest.mark.parametrize("module", ["commsched run -n2 --", "torch.distributed.run --standalone --nproc-per-node=2"])
+def test_a_rank_that_exits_with_an_error_keeps_no_barrier_of_another_waiting(module: str) -> None:
+    python = [sys.executable] if module.startswith("commsched") else []
+    command = [sys.executable, "-m", *module.split(), *python, str(Path(SCRIPT).with_name("barrier_rank.py"))]
+    ended = subprocess.run(command, env=clean_environ(), capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 1, ended.stderr
+    if not python:  # torchrun ends rank 0 as soon as it sees rank 1's exit code, and names that one
+        assert re.search(r"Root Cause.*?rank +: 1 ", ended.stderr, re.DOTALL), ended.stderr
+        return
+    assert "Connection closed by peer" in ended.stderr
+    assert "rank 0: the job had failed before: TransportError: rank 1 ended: exit code 1" in ended.stderr
 
 
 def test_mpiexec(by_torchrun: subprocess.CompletedProcess[str]) -> None:

@@ -17,23 +17,24 @@ from .rank import train as train_rank
 from .test_equality import OPTIMIZERS
 from .training import Weights, require_equal, train_alone
 
-pytestmark = pytest.mark.timeout(120)
-
 SMALL = {"partition": "600", "credit": "1200"}
 
 SHARDS = {"transport": "ps", "servers": []}  # each rank hosts one
+
+#: The job has servers, which no other transport uses.
+GLOO = {"transport": "gloo", "servers": []}
 
 #: By name: system, task, and settings of its session. They follow each other in the same processes; the job has two servers.
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "servers": ("commsched", "tied", {"transport": "ps", **SMALL}),
     "ps": ("commsched", "MLP", {**SHARDS, **SMALL}),
-    "gloo": ("commsched", "MLP", {"transport": "gloo", **SMALL}),
+    "gloo": ("commsched", "MLP", {**GLOO, **SMALL}),
     "hierarchy": (
         "commsched",
         "TransformerEncoderLayer",
-        {"transport": "gloo", "policy": "fifo", "hierarchy": "on", **SMALL},
+        {**GLOO, "policy": "fifo", "hierarchy": "on", **SMALL},
     ),
-    "rsag": ("commsched", "LSTM", {"transport": "gloo", "policy": "rsag", "order": "static", **SMALL}),
+    "rsag": ("commsched", "LSTM", {**GLOO, "policy": "rsag", "order": "static", **SMALL}),
     "disabled": ("commsched", "MLP", {"disable": True}),
     "BatchNorm": ("commsched", "BatchNorm", {**SHARDS, **SMALL}),
     "BatchNorm by DDP": ("ddp", "BatchNorm", {}),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any
 
@@ -12,7 +14,7 @@ from torch import nn
 import commsched
 from commsched import SchedulerConfig
 
-from .loops.loop import LARGE, SMALL, Data, batch, require_plain, run, sgd
+from .loops.loop import LARGE, SMALL, Data, batch, require_plain, run, sgd, train
 
 CONFIGS = pytest.mark.parametrize(("config", "ordered"), [(SMALL, False), (LARGE, True)], ids=["cut", "merged, ordered"])
 
@@ -181,3 +183,30 @@ def test_one_optimizer_of_both_parts_drops_one_part_s_gradients() -> None:
             optimizer.step()
 
     require_plain(loop, model=lambda: Gan().double())
+
+
+def test_first_gradients_of_several_models_in_another_order_on_another_rank_are_refused() -> None:
+    def loop(data: Data, model: Any, optimizer: Any) -> None:
+        other = copy.deepcopy(model)
+        both = [(model, optimizer), (other, data.scheduled(sgd(other), other))]
+        for its_model, its_optimizer in both if data.ranks == [0] else both[::-1]:  # as threads may do it
+            data.loss(its_model).backward()
+            its_optimizer.step()
+
+    wrong = r"first gradients are those of ScheduledOptimizer 1 on rank 0, but of 2 on rank 1: .*in the same order on all ranks"
+    with pytest.raises(commsched.ConfigError, match=wrong):
+        run(loop)
+
+
+def test_a_thread_for_each_model() -> None:
+    def loop(data: Data, model: Any, optimizer: Any) -> Any:
+        other = copy.deepcopy(model)
+        both = [(model, optimizer), (other, data.scheduled(sgd(other), other))]
+        for its_model, its_optimizer in both:
+            train(data, its_model, its_optimizer, 1)
+        with ThreadPoolExecutor(2) as threads:
+            for done in [threads.submit(train, data, *each, 6, 1 + index) for index, each in enumerate(both)]:
+                done.result()
+        return other.state_dict()
+
+    require_plain(loop)

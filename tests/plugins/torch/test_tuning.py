@@ -11,14 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from commsched.local import local_sessions
+from commsched.session.local import local_sessions
 from commsched.testing.world import run_world
 from tests.jobs.job import run_job
 
 from . import tuned_rank
 from .training import Weights
-
-pytestmark = pytest.mark.timeout(120)
 
 STEPS = 200
 
@@ -60,7 +58,7 @@ def steady() -> Weights:
         with sessions[rank] as session:
             return tuned_rank.train(session, models[rank], "steady", STEPS)["weights"]
 
-    return run_world(2, train_one, timeout_seconds=50)[0]
+    return run_world(2, train_one, timeout_seconds=100)[0]
 
 
 def require_bits(saved: list[Any], expected: Weights) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import threading
 from collections.abc import Callable
@@ -11,8 +12,10 @@ import pytest
 import torch
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.optim import swa_utils
 
 import commsched
+from commsched.plugins.torch.marked import unnoticed
 
 from .loops.loop import Data, batch, mlp, require_plain, run, train
 from .test_accumulation import decaying
@@ -25,6 +28,11 @@ X = batch(9)
 def scripted_function(_: nn.Module) -> Callable[..., torch.Tensor]:
     code = "def f(x, w, b, v, c):\n  return torch.relu(x @ w.t() + b) @ v.t() + c\n"
     return torch.jit.CompilationUnit(code).f  # type: ignore[no-any-return]
+
+
+def scripted_function_of_all(model: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+    function = scripted_function(model)
+    return lambda x: function(x, *model.parameters())
 
 
 def scripted(model: nn.Module) -> nn.Module:
@@ -60,9 +68,10 @@ def on_rank_0(data: Data, wrap: Callable[[Any], Any], model: nn.Module) -> Any:
 
 
 READERS: dict[str, Callable[[Any], Callable[[torch.Tensor], torch.Tensor]]] = {
-    "scripted function": lambda model: (lambda f: lambda x: f(x, *model.parameters()))(scripted_function(model)),
+    "scripted function": scripted_function_of_all,
     "scripted module": scripted,
     "extension": extension,
+    "address": lambda model: by_address(model),
 }
 
 
@@ -79,20 +88,99 @@ def test_from_the_first_forward_on(name: str, caplog: pytest.LogCaptureFixture) 
     assert said[0].endswith("step() waits for all averages from now on")
 
 
-@pytest.mark.parametrize("make", [scripted, traced], ids=lambda make: make.__name__)
-def test_only_later_is_named_before_it_spoils_a_step(make: Callable[[Any], Any]) -> None:
+@pytest.mark.parametrize("make", [scripted, traced, extension], ids=lambda make: make.__name__)
+def test_only_later(make: Callable[[Any], Any]) -> None:
     def loop(data: Data, model: Any, optimizer: Any) -> None:
         train(data, model, optimizer, 2)
-        optimizer.synchronize()
+        if len(data.ranks) == 1:
+            optimizer.synchronize()  # before tracing
         forward = on_rank_0(data, make, model)
         train(data, model, optimizer, 1, 2)
-        train(data, forward, optimizer, 1, 3)
+        train(data, forward, optimizer, 3, 3)
+
+    require_plain(loop)
+
+
+def _penalty(model: nn.Module) -> torch.Tensor:
+    """A reader that is seen, after one that is not."""
+    return 0.1 * sum((parameter.square().sum() for parameter in model.parameters()), torch.zeros((), dtype=torch.float64))
+
+
+@pytest.mark.parametrize("make", [scripted_function_of_all, extension], ids=lambda make: make.__name__)
+def test_with_a_penalty_on_the_weights_in_the_loss(make: Callable[[Any], Any]) -> None:
+    def loop(data: Data, model: Any, optimizer: Any) -> None:
+        forward = on_rank_0(data, make, model)
+        for step in range(3):
+            optimizer.zero_grad()
+            (data.loss(forward, step) + _penalty(model)).backward()
+            optimizer.step()
+
+    require_plain(loop)
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(10, 4), nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        lengths = [len(x) - 2, 2]
+        ids = torch.nested.nested_tensor([row.abs().long().sum(-1) % 10 for row in (x * 9).split(lengths)], layout=torch.jagged)
+        return self.head(self.table(ids)).values()
+
+
+@pytest.mark.parametrize("average", [False, True])
+def test_nested_tensors(average: bool) -> None:
+    def loop(data: Data, model: Any, optimizer: Any) -> Any:
+        if average:
+            swa_utils.AveragedModel(model)
+        for step in range(3):
+            optimizer.zero_grad()
+            (data.loss(model, step) + _penalty(model)).backward()
+            optimizer.step()
+
+    require_plain(loop, model=lambda: Words().double())
+
+
+class _Address(torch.autograd.Function):
+    """As an extension that takes the address of the memory."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        ctx.x, ctx.w = x, w
+        with torch._C.DisableTorchFunctionSubclass(), unnoticed():
+            w_values, b_values = (
+                torch.tensor(list((ctypes.c_double * each.numel()).from_address(each.data_ptr())), dtype=torch.float64)
+                for each in (w, b)
+            )
+            return x @ w_values.view(w.shape).T + b_values
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        with torch._C.DisableTorchFunctionSubclass(), unnoticed():
+            return gradient @ ctx.w, gradient.T @ ctx.x, gradient.sum(0)
+
+
+def by_address(model: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+    first, last = model[0], model[2]  # type: ignore[index]
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.relu(_Address.apply(x, first.weight, first.bias))
+        return _Address.apply(hidden, last.weight, last.bias)  # type: ignore[no-any-return]
+
+    return forward
+
+
+def test_an_address_taken_only_later_is_named_before_it_spoils_a_step() -> None:
+    def loop(data: Data, model: Any, optimizer: Any) -> None:
+        train(data, model, optimizer, 2)
+        train(data, by_address(model), optimizer, 1, 2)
 
     with pytest.raises(commsched.CommschedError, match=r"'\d\.\w+' has a gradient, but since step\(\) nothing"):
         run(loop)
 
 
-@pytest.mark.parametrize("make", [scripted, traced, extension], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("make", [scripted, traced, extension, by_address], ids=lambda make: make.__name__)
 def test_later_and_synchronized_as_the_error_says(make: Callable[[Any], Any]) -> None:
     def loop(data: Data, model: Any, optimizer: Any) -> None:
         train(data, model, optimizer, 2)

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from commsched import SchedulerConfig, Session
-from commsched.core.ports import Transport
-from commsched.local import local_sessions
+from commsched.core.interfaces import Transport
 from commsched.plugins.torch import ScheduledOptimizer
-from commsched.plugins.torch.narrow import updates_each_parameter_alone
+from commsched.plugins.torch.update import updates_each_parameter_alone
+from commsched.session.local import local_sessions
 from commsched.testing.fakes import Delayed
 from commsched.testing.world import run_world
 
@@ -90,7 +90,7 @@ def train_scheduled(
 
     models = [task.model(seed=rank) for rank in range(world_size)]  # here: the random state of torch is that of the process
     sessions = local_sessions(world_size, config, wrap_transport=delayed if delay_seconds else None)
-    return run_world(world_size, train, timeout_seconds=50)
+    return run_world(world_size, train, timeout_seconds=100)
 
 
 def _train_rank(

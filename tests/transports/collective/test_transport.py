@@ -14,11 +14,11 @@ from commsched.core.errors import ClosedError, CommschedError, OrderMismatch, Pe
 from commsched.core.manifest import ITEMSIZE, Manifest, TensorSpec
 from commsched.core.plan import cut
 from commsched.core.task import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, CommTask
+from commsched.transports.averaging.reduce import average
 from commsched.transports.collective import CollectiveTransport
 from commsched.transports.collective import transport as collective
 from commsched.transports.collective.channel import CannotBegin
-from commsched.transports.collective.verdict import Verdict
-from commsched.transports.reduce import average
+from commsched.transports.collective.deferred_failure import DeferredFailure
 from tests.transports.worlds import Meeting
 
 from .memory import Network
@@ -161,7 +161,7 @@ def test_the_sum_of_sums_is_divided_by_the_number_of_ranks_of_the_job() -> None:
 
 
 def test_tags_differ_between_phases_and_stay_below_what_backends_promise(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("commsched.transports.collective.transport.MOST_TAGS", 6)
+    monkeypatch.setattr("commsched.transports.collective.transport.MAX_TAGS", 6)
     ranks = Ranks(2, Manifest((TensorSpec("x", (2,), "float16"),)))
     for sequence in range(4):
         for rank in range(2):
@@ -195,7 +195,7 @@ def test_a_start_out_of_order_is_refused_and_names_both_tensors(sequences: list[
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """The job's verdict is not waited for: there is no control channel here."""
-    monkeypatch.setattr(Verdict.__init__, "__defaults__", (0.01,))
+    monkeypatch.setattr(DeferredFailure.__init__, "__defaults__", (0.01,))
 
 
 @pytest.mark.usefixtures("impatient")

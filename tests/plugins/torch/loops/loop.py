@@ -11,14 +11,15 @@ import torch
 from torch import nn
 
 from commsched import SchedulerConfig, Session
-from commsched.core.ports import Transport
-from commsched.local import local_sessions
+from commsched.core.interfaces import Transport
 from commsched.plugins.torch import ScheduledOptimizer
+from commsched.session.local import local_sessions
 from commsched.testing.fakes import Delayed
 from commsched.testing.world import run_world
 
 SMALL, LARGE = SchedulerConfig(64, 128), SchedulerConfig()  # every tensor cut; all tensors merged
-TIMEOUT_SECONDS = 30.0
+TIMEOUT_SECONDS = 100.0
+CHECK_WEIGHTS = 1  # in every step
 DELAY_SECONDS = 0.001  # the most at each send and reply
 TOLERANCE = 1e-9  # relative, for float64: the sum over ranks has another order
 
@@ -118,7 +119,7 @@ def run(
         return slow
 
     models = [_seeded(model) for _ in range(world_size)]  # here: the random state of torch is that of the process
-    sessions = local_sessions(world_size, config, wrap_transport=wrap_transport or delayed)
+    sessions = local_sessions(world_size, config, wrap_transport=wrap_transport or delayed, check_weights=CHECK_WEIGHTS)
     try:
         return run_world(world_size, rank_loop, timeout_seconds=timeout_seconds or TIMEOUT_SECONDS)
     finally:
@@ -156,7 +157,8 @@ def require_close(value: Any, expected: Any, tolerance: float = TOLERANCE, where
     """Alike in structure, with numbers within ``tolerance``, relative to the largest of each tensor."""
     if isinstance(expected, torch.Tensor):
         assert (value.shape, value.dtype) == (expected.shape, expected.dtype), where
-        a, b = value.detach().double(), expected.detach().double()
+        both = value.detach(), expected.detach()
+        a, b = (torch.view_as_real(each) if each.is_complex() else each.double() for each in both)
         largest = b.abs().max().item() if b.numel() else 0.0
         assert torch.allclose(a, b, rtol=0.0, atol=tolerance * largest + (1e-12 if tolerance else 0.0)), f"{where}: {a} {b}"
     elif isinstance(expected, dict):

@@ -84,6 +84,45 @@ def test_clipping_and_editing(name: str, config: SchedulerConfig) -> None:
     require_plain(loop, config=config)
 
 
+def _transposed_in_place(model: Any) -> None:
+    model[0].weight.grad.t_()
+
+
+def _transposed_through_data(model: Any) -> None:
+    model[0].weight.grad.data = model[0].weight.grad.data.t()
+
+
+@pytest.mark.filterwarnings("ignore:grad and param do not obey the gradient layout")
+@pytest.mark.parametrize("when", ["before step()", "before another backward", "kept over step()"])
+@pytest.mark.parametrize("edit", [_transposed_in_place, _transposed_through_data], ids=lambda function: function.__name__)
+def test_gradients_that_are_transposed(edit: Callable[[Any], None], when: str) -> None:
+    def loop(data: Data, model: nn.Module, optimizer: Any) -> None:
+        for step in range(3):
+            if when != "kept over step()":
+                optimizer.zero_grad()
+            data.loss(model, step).backward()
+            if when != "kept over step()":
+                edit(model)
+            if when == "before another backward":
+                data.loss(model, step + 5).backward()
+            optimizer.step()
+            if when == "kept over step()":
+                edit(model)
+
+    require_plain(loop, model=lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)).double())
+
+
+def test_gradients_that_get_another_shape_are_refused_by_name() -> None:
+    def loop(data: Data, model: Any, optimizer: Any) -> None:
+        data.loss(model).backward()
+        _transposed_in_place(model)
+        optimizer.step()
+        optimizer.synchronize()
+
+    with pytest.raises(commsched.CommschedError, match=r"the gradient of '0\.weight' has the shape \[4, 8\]"):
+        run(loop)
+
+
 @pytest.mark.parametrize("clip_first", [False, True])
 def test_a_gradient_dropped_between_backward_and_step(clip_first: bool) -> None:
     def loop(data: Data, model: Any, optimizer: Any) -> None:
@@ -169,7 +208,12 @@ def _overflow(data: Data, model: nn.Module, of_the_rank: bool) -> None:
         gradient.fill_(float("inf") if data.ranks[0] == 0 or not of_the_rank else 1.0)
 
 
-EDITS = [_noise, _scaled_through_data, _overflow]
+def _given_other_memory(data: Data, model: nn.Module, of_the_rank: bool) -> None:
+    for gradient in gradients(model):
+        gradient.data = gradient * (0.5 + 0.1 * of_the_rank * data.ranks[0])
+
+
+EDITS = [_given_other_memory, _noise, _scaled_through_data, _overflow]
 
 
 @pytest.mark.parametrize("accumulated", [False, True])
@@ -203,6 +247,20 @@ def test_edits_that_are_the_same_on_all_ranks(edit: Callable[..., None]) -> None
                     [parameter.fill_(1.0) for parameter in model.parameters()]
 
     require_plain(loop, optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_an_edit_in_place_on_one_rank_is_refused_where_the_others_do_not_look() -> None:
+    """They have nothing to compare it with."""
+
+    def loop(data: Data, model: nn.Module, optimizer: Any) -> None:
+        data.loss(model).backward()
+        if 1 in data.ranks:
+            nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        optimizer.step()
+        optimizer.synchronize()
+
+    with pytest.raises(commsched.CommschedError, match=r"of '\d\.\w+' was changed or dropped before step\(\) on some ranks"):
+        run(loop)
 
 
 def test_reading_a_gradient_within_backward_is_refused() -> None:
@@ -268,21 +326,12 @@ def test_parameters_gradients_by_torch_autograd_grad_are_this_ranks_own() -> Non
     require_plain(loop)
 
 
-def _replace_memory(model: Any) -> None:
-    gradient = model[0].weight.grad
-    gradient.data = gradient.data.clone()
-
-
 def _as_float32(model: nn.Module) -> None:
     model.zero_grad()
     model.float()(batch(0, dtype=torch.float32)).sum().backward()
 
 
 SPOILING: dict[str, tuple[Callable[[Any, torch.Tensor], Any], str]] = {
-    "memory replaced": (
-        lambda model, loss: (loss.backward(), _replace_memory(model)),
-        r"the memory of '0\.weight'\.grad was replaced through \.data",
-    ),
     "create_graph": (lambda model, loss: loss.backward(create_graph=True), r"has a graph \(create_graph=True\)"),
     "another type": (
         lambda model, loss: (loss.backward(), _as_float32(model)),
@@ -302,3 +351,36 @@ def test_what_would_spoil_a_gradient_is_refused_by_name(name: str) -> None:
 
     with pytest.raises(commsched.CommschedError, match=message):
         run(loop)
+
+
+class _ForwardOfItsOwn(torch.autograd.Function):
+    """It has no gradient for the weight by autograd: backward returns None for it, and keeps it elsewhere, as Megatron does."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: torch.Tensor, weight: Any) -> torch.Tensor:
+        ctx.save_for_backward(inputs)
+        ctx.weight = weight
+        return inputs @ weight.detach().T
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        (inputs,) = ctx.saved_tensors
+        if ctx.weight.main_grad is not None:
+            ctx.weight.main_grad.add_(gradients[0].T @ inputs)
+        return gradients[0] @ ctx.weight.detach(), None
+
+
+@pytest.mark.parametrize("kept_elsewhere", [True, False])
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_an_autograd_function_that_returns_none_for_a_parameter(kept_elsewhere: bool, set_to_none: bool) -> None:
+    def loop(data: Data, model: Any, optimizer: Any) -> None:
+        weight = model[0].weight
+        for step in range(4):
+            optimizer.zero_grad(set_to_none)
+            weight.main_grad = torch.zeros_like(weight) if kept_elsewhere else None
+            data.loss(lambda inputs: model[2](_ForwardOfItsOwn.apply(inputs, weight)), step).backward()
+            if kept_elsewhere:
+                weight.grad = weight.main_grad
+            optimizer.step()
+
+    require_plain(loop)

@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.optim import lr_scheduler, swa_utils
 
+from commsched.core.errors import RanksDiverged
 from commsched.plugins.torch import ScheduledOptimizer
+from commsched.plugins.torch.guard import unguarded
+from commsched.plugins.torch.marked import unnoticed
 
 from .loop import Data, require_plain, run, train
 
@@ -178,6 +182,16 @@ def test_betas_that_are_tensors_changed_in_place() -> None:
     require_plain(loop, optimizer=make)
 
 
+def test_two_steps_with_the_same_gradients_have_each_its_own() -> None:
+    def loop(data: Data, model: nn.Module, optimizer: Any) -> None:
+        data.loss(model).backward()
+        optimizer.step()
+        optimizer.param_groups[0]["lr"] *= 0.5
+        optimizer.step()
+
+    require_plain(loop, optimizer=two_groups)
+
+
 def test_hyper_parameters_within_others_are_those_of_step() -> None:
     """Of an optimizer from elsewhere, which treats each parameter alone."""
 
@@ -230,3 +244,150 @@ def test_a_learning_rate_that_is_huge_right_after_step_spoils_nothing() -> None:
         return weights
 
     require_plain(loop)
+
+
+# --- they must be the same on all ranks ---
+
+
+def tensor_rates(model: nn.Module) -> torch.optim.Optimizer:
+    betas = (torch.tensor(0.9), torch.tensor(0.99))
+    return torch.optim.Adam(model.parameters(), lr=torch.tensor(0.01), betas=betas, foreach=False)
+
+
+def two_groups_with_objects(model: nn.Module) -> torch.optim.Optimizer:
+    optimizer = two_groups(model)
+    optimizer.param_groups[0]["schedule"] = lambda step: step  # is another object on each rank
+    optimizer.param_groups[0]["scale"] = np.float32(0.5)
+    return optimizer
+
+
+class Own(torch.optim.SGD):
+    """Its update may depend on any entry of its groups."""
+
+
+def own_with_options(model: nn.Module) -> torch.optim.Optimizer:
+    """It has options without a default that are no numbers when it is wrapped."""
+    return Own([{"params": model.parameters(), "factor": None, "mode": "plain"}], lr=0.1)
+
+
+def in_place(optimizer: Any) -> None:
+    optimizer.param_groups[0]["betas"][1].mul_(0.5)
+
+
+DIFFERENCES: dict[str, tuple[Callable[[nn.Module], torch.optim.Optimizer], Callable[[Any], Any], str]] = {
+    "rate": (
+        two_groups_with_objects,
+        lambda o: o.param_groups[1].update(lr=0.4),
+        r"\[1\]\['lr'\]' is 0.05 on rank 0 but 0.4 on",
+    ),
+    "flag": (two_groups, replace_in_groups("maximize", True), r"\[0\]\['maximize'\]' is 0.0 on rank 0 but 1.0 on"),
+    "tensor": (tensor_rates, in_place, r"\[0\]\['betas'\]' is \[0.89\d+, 0.99\d*\] on rank 0 but \[0.89\d+, 0.49\d+\] on"),
+    "infinite": (two_groups, replace_in_groups("lr", float("inf")), r"\[0\]\['lr'\]' is 0.2 on rank 0 but \"inf\" on"),
+    "own": (
+        two_groups_with_objects,
+        lambda o: o.param_groups[0].update(scale=2),
+        r"\[0\]\['scale'\]' is 0.5 on rank 0 but 2.0 on rank 1",
+    ),
+    "None": (own_with_options, replace_in_groups("factor", 2.0), r"\[0\]\['factor'\]' is null on rank 0 but 2.0 on rank 1"),
+    "string": (
+        own_with_options,
+        replace_in_groups("mode", "sign"),
+        r"\['mode'\]' is \"plain\" on rank 0 but \"sign\" on rank 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENCES)
+def test_a_hyper_parameter_of_one_rank_ends_the_job_before_the_update(name: str) -> None:
+    make, change, message = DIFFERENCES[name]
+    weights: dict[int, list[torch.Tensor]] = {}
+
+    def loop(data: Data, model: nn.Module, optimizer: Any) -> None:
+        train(data, model, optimizer, steps=2)
+        if 1 in data.ranks:
+            change(optimizer)
+
+        def update() -> None:
+            train(data, model, optimizer, steps=1)
+            optimizer.synchronize()
+
+        with pytest.raises(RanksDiverged, match=rf"hyper-parameters.* after step 2.*{message}"):
+            update()
+        with unguarded(), unnoticed():
+            weights[data.ranks[0]] = [parameter.detach().clone() for parameter in model.parameters()]
+        raise Stop
+
+    class Stop(Exception):
+        pass
+
+    with pytest.raises(Stop):
+        run(loop, optimizer=make)
+    assert all(map(torch.equal, weights[0], weights[1]))
+
+
+@pytest.mark.parametrize("make", [two_groups_with_objects, own_with_options])
+def test_what_the_update_cannot_depend_on_may_be_each_ranks_own(make: Callable[[nn.Module], torch.optim.Optimizer]) -> None:
+    def loop(data: Data, model: nn.Module, optimizer: Any) -> None:
+        for step in range(3):
+            train(data, model, optimizer, steps=1, first=step)
+            optimizer.param_groups[0].update(name=f"front of {data.ranks}", last_loss=float(step + data.ranks[-1]))
+        optimizer.synchronize()
+
+    run(loop, optimizer=make)
+
+
+def test_a_scheduler_that_goes_by_each_ranks_own_loss_is_named() -> None:
+    def loop(data: Data, model: nn.Module, optimizer: Any) -> None:
+        scheduler = lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+        for step in range(4):
+            train(data, model, optimizer, steps=1, first=step)
+            scheduler.step(2.0 if 1 in data.ranks and step == 1 else 1.0 / (step + 1))
+        optimizer.synchronize()
+
+    with pytest.raises(RanksDiverged, match=r"after step 2: 'param_groups\[0\]\['lr'\]' is 0.2 on rank 0 but 0.1 on rank 1 "):
+        run(loop, optimizer=two_groups)
+
+
+def test_a_batch_skipped_on_one_rank_while_the_rate_goes_by_batch_is_named() -> None:
+    def loop(data: Data, model: nn.Module, optimizer: Any) -> None:
+        scheduler = lr_scheduler.LinearLR(optimizer, 0.1, total_iters=4)
+        for step in range(4):
+            if not (step == 1 and 1 in data.ranks):
+                train(data, model, optimizer, steps=1, first=step)
+            scheduler.step()
+
+    with pytest.raises(RanksDiverged, match=r"differ between ranks after step 1: 'param_groups\[0\]\['lr'\]' is "):
+        run(loop)
+
+
+def test_those_of_the_second_of_two_optimizers_are_named_as_such() -> None:
+    def loop(data: Data, model: Any, optimizer: Any) -> None:
+        optimizer.detach()
+        for number, layer in enumerate((model[0], model[2])):
+            rate = 0.1 * (1 + number * data.ranks[0])
+            scheduled = ScheduledOptimizer(torch.optim.SGD(layer.parameters(), lr=0.1), model, session=data.session)
+            scheduled.param_groups[0]["lr"] = rate
+            data.loss(model).backward()
+            scheduled.step()
+            scheduled.synchronize()
+
+    with pytest.raises(RanksDiverged, match=r"^hyper-parameters of optimizer 3 differ .* is 0.1 on rank 0 but 0.2 on rank 1\n"):
+        run(loop)
+
+
+def test_what_is_replaced_by_those_of_rank_0_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    made: list[float] = []
+
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        optimizer = two_groups(model)
+        if made:
+            optimizer.param_groups[1].update(lr=0.7, momentum=0.1)
+        made.append(0.0)
+        return optimizer
+
+    run(train, optimizer=make)
+    said = [record.getMessage() for record in caplog.records if "replaced" in record.getMessage()]
+    assert len(said) == 1
+    assert said[0].split(": ", 2)[0] in ("rank 0", "rank 1")
+    assert "those of rank 0: param_groups[1]['lr'] " in said[0]
+    assert "param_groups[1]['momentum'] " in said[0]

@@ -241,16 +241,148 @@ def test_a_model_that_is_converted(name: str, zeroed: str) -> None:
     require_plain(loop, model=convolution, optimizer=fused, tolerance=tolerance)
 
 
-@pytest.mark.parametrize("convert", [*CONVERSIONS.values(), lambda model: model.share_memory()])
-def test_gradients_that_are_converted_and_used_are_refused_by_name(convert: Callable[[nn.Module], Any]) -> None:
+@pytest.mark.filterwarnings("ignore:grad and param do not obey the gradient layout contract")
+@pytest.mark.parametrize("name", CONVERSIONS)
+def test_gradients_that_are_converted_and_used(name: str) -> None:
+    """By the next backward, which adds to them, or by the update."""
+
     def loop(data: Data, model: nn.Module, optimizer: Any) -> None:
         train(data, model, optimizer, 1)
-        convert(model)
+        CONVERSIONS[name](model)
+        for step in range(3):
+            data.loss(model, step).backward()
+            CONVERSIONS[name](model)
+            optimizer.step()
+
+    require_plain(loop, model=convolution, tolerance=1e-5 if name == "float32 and back" else 1e-9)
+
+
+def test_gradients_that_are_shared_and_used_are_refused_by_name() -> None:
+    def loop(data: Data, model: nn.Module, optimizer: Any) -> None:
+        train(data, model, optimizer, 1)
+        model.share_memory()
         data.loss(model).backward()
         optimizer.step()
 
     with pytest.raises(commsched.CommschedError, match=r"replaced through \.data.* model\.to\(\), .* call zero_grad\(\) bef"):
         run(loop, model=convolution)
+
+
+def _masked(model: nn.Module) -> None:
+    for parameter in _parameters_with_gradients(model):
+        parameter.grad.data = parameter.grad.data * 0.5
+
+
+def _from_a_flat_one(model: nn.Module) -> None:
+    gradients: Any = [parameter.grad for parameter in _parameters_with_gradients(model)]
+    flat = nn.utils.parameters_to_vector(gradients)
+    nn.utils.vector_to_parameters(flat / flat.norm(), gradients)
+
+
+def _overwritten(model: nn.Module) -> None:
+    for parameter in _parameters_with_gradients(model):
+        parameter.grad.data = torch.full_like(parameter, 0.1)
+
+
+def _set(model: nn.Module) -> None:
+    for parameter in _parameters_with_gradients(model):
+        parameter.grad.set_(parameter.grad * 0.5)
+
+
+def _parameters_with_gradients(model: nn.Module) -> list[Any]:
+    return [parameter for parameter in model.parameters() if parameter.grad is not None]
+
+
+REPLACE_MEMORY: dict[str, Callable[[nn.Module], None]] = {
+    "masked": _masked,
+    "from a flat one": _from_a_flat_one,
+    "overwritten": _overwritten,
+    "set": _set,
+}
+
+
+@pytest.mark.parametrize("name", REPLACE_MEMORY)
+def test_gradients_that_get_other_memory_through_data(name: str) -> None:
+    """It is an edit as any other, and later ones are averaged in their own memory."""
+
+    def loop(data: Data, model: nn.Module, optimizer: Any) -> None:
+        for step in range(4):
+            optimizer.zero_grad(set_to_none=step % 2 == 0)
+            data.loss(model, step).backward()
+            REPLACE_MEMORY[name](model)
+            if step > 1 and name != "from a flat one":  # a part of which has no memory of its own to add to
+                data.loss(model, step + 10).backward()
+            optimizer.step()
+
+    require_plain(loop)
+
+
+def _zero_what_was_given(data: Data, model: nn.Module, optimizer: Any, given: list[torch.Tensor], step: int) -> None:
+    torch._foreach_zero_(given)
+    data.loss(model, step).backward()
+
+
+def _zero_after_accumulation(data: Data, model: nn.Module, optimizer: Any, given: list[torch.Tensor], step: int) -> None:
+    optimizer.zero_grad()
+    data.loss(model, step).backward()
+    for parameter, values in zip(_parameters_with_gradients(model), given):
+        parameter.grad.data = values
+    data.loss(model, step + 5).backward()
+    torch._foreach_mul_(given, 0.5)
+
+
+def _step_again(data: Data, model: nn.Module, optimizer: Any, given: list[torch.Tensor], step: int) -> None:
+    torch._foreach_mul_(given, 0.5)
+
+
+USES = [_zero_what_was_given, _zero_after_accumulation, _step_again]
+
+
+@pytest.mark.parametrize("from_a_flat_one", [False, True])
+@pytest.mark.parametrize("use", USES, ids=lambda function: function.__name__)
+def test_memory_given_to_gradients_and_used_later_is_refused_by_name(use: Callable[..., None], from_a_flat_one: bool) -> None:
+    def loop(data: Data, model: nn.Module, optimizer: Any) -> None:
+        data.loss(model).backward()
+        each = [parameter.grad * 0.5 for parameter in _parameters_with_gradients(model)]
+        flat = nn.utils.parameters_to_vector(each)
+        parts = flat.split([part.numel() for part in each])
+        given = [part.view_as(whole) for part, whole in zip(parts, each)] if from_a_flat_one else each
+        for parameter, values in zip(_parameters_with_gradients(model), given):
+            parameter.grad.data = values
+        optimizer.step()
+        use(data, model, optimizer, given, 1)
+        optimizer.step()
+
+    with pytest.raises(commsched.CommschedError, match=r"grad was given memory through \.data, and something else still holds"):
+        run(loop)
+
+
+def test_memory_given_to_gradients_may_be_held_if_they_are_dropped() -> None:
+    def loop(data: Data, model: nn.Module, optimizer: Any) -> None:
+        given: list[torch.Tensor] = []
+        for step in range(4):
+            optimizer.zero_grad()
+            data.loss(model, step).backward()
+            [values.zero_() for values in given]
+            given = [parameter.grad * 0.5 for parameter in _parameters_with_gradients(model)]
+            for parameter, values in zip(_parameters_with_gradients(model), given):
+                parameter.grad.data = values
+            optimizer.step()
+
+    require_plain(loop)
+
+
+def test_one_rank_that_gives_gradients_other_memory_is_told() -> None:
+    def loop(data: Data, model: nn.Module, optimizer: Any) -> None:
+        data.loss(model).backward()
+        model[0].weight.grad.norm()
+        if data.ranks == [1]:
+            _masked(model)
+        optimizer.step()
+        optimizer.synchronize()
+
+    with pytest.raises(commsched.CommschedError, match=r"the gradient of '0\.weight' was changed"):
+        run(loop)
 
 
 def test_reading_gradients_in_another_thread_while_backward_runs_is_refused_by_name() -> None:

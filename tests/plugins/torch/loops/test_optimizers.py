@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -216,3 +217,41 @@ def test_a_loop_that_goes_on_with_the_optimizer_that_was_wrapped() -> None:
         train(data, model, getattr(optimizer, "optimizer", optimizer))
 
     require_plain(loop)
+
+
+class Lookahead(optim.Optimizer):
+    """As that of ``torch_optimizer``: it does not call ``Optimizer.__init__``, so it has none of its attributes."""
+
+    def __init__(self, optimizer: optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self.param_groups = optimizer.param_groups
+        self.state = defaultdict(dict)
+        for group in self.param_groups:
+            group["counter"] = 0
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none)
+
+    def step(self, closure: Any = None) -> Any:
+        loss = self.optimizer.step(closure)
+        for group in self.param_groups:
+            if group["counter"] == 0:
+                for fast in group["params"]:
+                    slow = self.state[fast].setdefault("slow", fast.detach().clone())
+                    slow.lerp_(fast.detach(), 0.5)
+                    fast.data.copy_(slow)
+            group["counter"] = (group["counter"] + 1) % 2
+        return loss
+
+    def state_dict(self) -> Any:
+        return {
+            "fast": self.optimizer.state_dict(),
+            "slow": [self.state[p].get("slow") for p in self.param_groups[0]["params"]],
+        }
+
+
+def test_an_optimizer_that_does_not_call_that_of_its_class() -> None:
+    require_plain(
+        lambda data, model, optimizer: train(data, model, optimizer),
+        optimizer=lambda model: Lookahead(optim.SGD(model.parameters(), lr=0.1, momentum=0.9)),
+    )

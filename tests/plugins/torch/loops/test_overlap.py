@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from commsched import SchedulerConfig
+from commsched.core.interfaces import Completion, Transport
 from commsched.core.manifest import Manifest
-from commsched.core.ports import Completion, Transport
 from commsched.core.task import CommTask
 
 from .loop import Data, alone, batch, require_close, run, train

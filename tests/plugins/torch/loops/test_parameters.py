@@ -13,9 +13,13 @@ import torch
 from torch import nn
 from torch.optim import swa_utils
 
+from commsched import Session
+from commsched.core.interfaces import Transport
 from commsched.plugins.torch import ScheduledOptimizer
+from commsched.plugins.torch import optimizer as optimizer_module
+from commsched.testing.fakes import Delayed
 
-from .loop import Data, batch, mlp, require_plain, train
+from .loop import Data, batch, mlp, require_plain, run, train
 
 READERS: dict[str, Callable[[nn.Module], Any]] = {
     "parameters": lambda model: [p.detach().clone() for p in model.parameters()],
@@ -260,6 +264,36 @@ def test_step_with_a_closure() -> None:
         return len(calls)
 
     require_plain(loop)
+
+
+def test_a_closure_returns_when_all_averages_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An optimizer may read gradients in ways that no guard sees."""
+    there: list[bool] = []
+
+    def mean_loss(session: Session, loss: torch.Tensor) -> torch.Tensor:
+        there.append(all(proxy.is_open for group in session.core._groups for proxy in group.proxies))
+        return loss
+
+    def slow(transport: Transport) -> Transport:
+        return Delayed(transport, transport.rank, 0.05)
+
+    class CallsTwice(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            closure()
+            return super().step(closure)
+
+    def loop(data: Data, model: nn.Module, optimizer: Any) -> None:
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = data.loss(model)
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+
+    monkeypatch.setattr(optimizer_module, "mean_loss", mean_loss)
+    run(loop, optimizer=lambda model: CallsTwice(model.parameters(), lr=0.1), wrap_transport=slow)
+    assert there == [True] * 4
 
 
 def test_a_second_thread_waits_for_an_update_that_the_first_is_making() -> None:

@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from .loop import Data, batch, mlp, require_plain
+from commsched.core.finite import LASTING_STEPS
+
+from .loop import Data, alone, batch, mlp, require_close, require_plain, run
 
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "SGD": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
@@ -62,6 +64,29 @@ def test_a_scale_that_is_too_large_at_first() -> None:
         return scaler.get_scale()
 
     require_plain(loop, model=small_mlp, tolerance=1e-4)
+
+
+def test_a_loss_that_is_nan_on_one_rank_is_told_and_trained_with(caplog: pytest.LogCaptureFixture) -> None:
+    def loop(data: Data, model: nn.Module, optimizer: Any) -> Any:
+        def loss_of_rank(rank: int, step: int) -> torch.Tensor:
+            loss = model(batch(rank, step)).square().mean()
+            return loss * float("nan") if (rank, step) == (1, 2) else loss
+
+        weights = []
+        for step in range(3 + LASTING_STEPS):
+            optimizer.zero_grad()
+            data.mean(lambda rank, step=step: loss_of_rank(rank, step)).backward()  # type: ignore[misc]
+            optimizer.step()
+            weights.append([parameter.detach().clone() for parameter in model.parameters()])
+        return weights[:2], [parameter.isnan() for parameter in weights[-1]]
+
+    expected = alone(loop)
+    assert all(is_nan.all() for is_nan in expected[1])
+    for result in run(loop):
+        require_close(result, expected)
+    [line] = [message for message in caplog.messages if "finite" in message]
+    assert line.startswith("rank 1 has had gradients that are not finite (NaN or infinite) in every step since step 2, ")
+    assert ", rank 0 since step 3; training goes on" in line
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -13,7 +13,9 @@ import pytest
 import torch
 from torch import nn
 
-from .loop import Data, alone, batch, mlp, require_close, require_plain, run, train
+import commsched
+
+from .loop import Data, alone, batch, mlp, require_close, require_plain, run, sgd, train
 
 AT, STEPS = 3, 6
 
@@ -205,3 +207,59 @@ def test_copies_of_the_optimizer_are_the_users_own() -> None:
         assert type(copy.deepcopy(optimizer)) is torch.optim.SGD
 
     run(loop)
+
+
+class Preconditioned(torch.optim.SGD):
+    """With a state as that of SOAP or Shampoo."""
+
+    def fill(self) -> None:
+        for number, parameter in enumerate(self.param_groups[0]["params"]):
+            factors = [torch.randn(size, size, dtype=torch.float64) for size in parameter.shape]
+            self.state[parameter] = {
+                "step": 7 + number,
+                "GG": factors,
+                "Q": [],
+                "shapes": (tuple(parameter.shape), [torch.tensor(True), None, "x"]),
+                "blocks": {0: {"root": parameter.detach().clone().t()}, "lr": 0.1},
+            }
+        self.state["calls"] = {"total": 3}
+
+
+def test_lists_and_dicts_in_the_state_of_rank_0_are_those_of_all() -> None:
+    def state(optimizer: torch.optim.Optimizer) -> list[Any]:
+        return [*(optimizer.state[parameter] for parameter in optimizer.param_groups[0]["params"]), optimizer.state["calls"]]
+
+    def loop(data: Data, model: Any, optimizer: Any) -> Any:
+        twin = mlp()
+        its_optimizer = Preconditioned(twin.parameters(), lr=0.1)
+        if 0 in data.ranks:
+            its_optimizer.fill()
+        data.scheduled(its_optimizer, twin)
+        return state(its_optimizer)
+
+    first, second = run(loop)
+    require_close(second, first, 0.0)
+    assert [type(value) for value in second[0]["shapes"]] == [tuple, list]
+    assert list(second[0]["blocks"]) == [0, "lr"]
+
+
+def test_optimizers_with_other_groups_are_refused() -> None:
+    def loop(data: Data, model: Any, optimizer: Any) -> None:
+        layers = [model] if 0 in data.ranks else [model[0], model[2]]
+        data.scheduled(torch.optim.SGD([{"params": list(layer.parameters())} for layer in layers], lr=0.1), model)
+
+    message = r"the optimizer's groups hold \[4\] parameters on rank 0 but \[2, 2\] on rank 1"
+    with pytest.raises(commsched.ManifestMismatch, match=message):
+        run(loop)
+
+
+def test_a_state_that_cannot_be_broadcast_names_the_way_out() -> None:
+    def loop(data: Data, model: Any, optimizer: Any) -> None:
+        its_optimizer = sgd(model[0])
+        its_optimizer.state[model[0].weight]["projector"] = [object()]
+        data.scheduled(its_optimizer, model)
+
+    with pytest.raises(
+        commsched.CommschedError, match=r"state 'projector' holds a object; .* make the ScheduledOptimizer before"
+    ):
+        run(loop)

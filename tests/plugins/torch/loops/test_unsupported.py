@@ -12,16 +12,17 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 import commsched
-from commsched.local import local_sessions
 from commsched.plugins.torch import ScheduledOptimizer
-from commsched.plugins.torch.plain import require_plain
+from commsched.plugins.torch.checks import require_plain
+from commsched.session.local import local_sessions
 from commsched.testing.world import run_world
 
-from .loop import Data, run, train
+from .loop import Data, run, sgd, train
+from .loop import require_plain as require_plain_training
 
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "lazy": (lambda: nn.Sequential(nn.LazyLinear(3)), "parameter '0.weight' has no shape yet"),
-    "complex": (lambda: nn.ParameterList([torch.zeros(2, dtype=torch.complex64)]), "parameter '0' is torch.complex64"),
+    "8 bits": (lambda: nn.ParameterList([torch.zeros(2).to(torch.float8_e4m3fn)]), "parameter '0' is torch.float8_e4m3fn"),
 }
 
 
@@ -133,16 +134,27 @@ def test_different_models_are_named_before_any_data_moves(make: Callable[[int], 
     before = [[p.detach().clone() for p in model.parameters()] for model in models]
     sessions = local_sessions(2)
     with pytest.raises(commsched.ManifestMismatch, match=message):
-        run_world(2, rank_loop, timeout_seconds=30)
+        run_world(2, rank_loop, timeout_seconds=100)
     for model, weights in zip(models, before):
         assert all(torch.equal(a, b) for a, b in zip(model.parameters(), weights))
     for session in sessions:
         session.abort("the test is over")
 
 
-def test_a_model_wrapped_twice_is_refused_by_name() -> None:
-    def loop(data: Data, model: nn.Module, optimizer: Any) -> None:
-        data.scheduled(torch.optim.SGD(model.parameters(), lr=0.05), model)
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_parameter_of_another_shape_is_named_until_it_has_another_optimizer(rows: int) -> None:
+    def loop(data: Data, model: Any, optimizer: Any) -> None:
+        train(data, model, optimizer, 2)
+        optimizer.zero_grad()
+        model[2].weight.data = model[2].weight.data[:1].repeat(rows, 1)
+        model[2].bias.data = model[2].bias.data[:1].repeat(rows)
+        if new:
+            optimizer = data.scheduled(sgd(model), model)
+        train(data, model, optimizer, 2, 2)
 
-    with pytest.raises(commsched.CommschedError, match=r"parameter '0\.weight' belongs to another ScheduledOptimizer"):
+    new = False
+    wrong = rf"the gradient of '2\.(weight|bias)' has the shape \[{rows}.*the parameter had \[2.*make a new optimizer"
+    with pytest.raises(commsched.CommschedError, match=wrong):
         run(loop)
+    new = True
+    require_plain_training(loop)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
+import pickle
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -13,6 +15,7 @@ import torch
 from torch import nn
 
 import commsched
+from commsched import SchedulerConfig
 
 from .loop import LARGE, SMALL, Data, batch, require_close, require_plain, run, train
 
@@ -76,14 +79,162 @@ def test_clipping_with_parameters_that_are_not_used(both: bool) -> None:
     require_plain(loop, model=branches, config=LARGE)
 
 
-def test_clipping_where_only_some_ranks_have_a_gradient_is_an_error() -> None:
-    def loop(data: Data, model: nn.Module, optimizer: Any) -> None:
-        data.mean(lambda rank: model(batch(rank), rank == 1).square().mean()).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
-        optimizer.step()
+class Experts(nn.Module):
+    """Mixture of experts: each row goes to one expert. Between them a layer that some steps leave out, and one unused."""
 
-    with pytest.raises(commsched.CommschedError, match=r"'sometimes\.\w+' has one on other ranks and none on rank 0"):
-        run(loop, model=branches, config=LARGE)
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(4, 4)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4)) for _ in range(4))
+        self.unused = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor, experts: tuple[int, ...]) -> torch.Tensor:
+        return self.head(self.gate(x) + sum(self.experts[each](x) for each in experts))
+
+
+def experts() -> nn.Module:
+    return Experts().double()
+
+
+def of_rank(rank: int, step: int) -> tuple[int, ...]:
+    return ((rank + step) % 3, (rank + step + 1) % 3) if step != 2 else (0,)
+
+
+def experts_loss(data: Data, model: Any, step: int, scale: Callable[[int], float] = lambda rank: 1.0) -> torch.Tensor:
+    return data.mean(lambda rank: model(batch(rank, step), of_rank(rank, step)).square().mean() * scale(rank))
+
+
+def by_norm(model: nn.Module) -> torch.Tensor:
+    return nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+
+
+def by_norm_after_a_value_was_read(model: Any) -> torch.Tensor:
+    model.head.weight.grad.norm().item()
+    model.experts[1][0].weight.norm().item()
+    return by_norm(model)
+
+
+READS: dict[str, Callable[[Any], Any]] = {
+    "clip by norm": by_norm,
+    "clip by value": lambda model: nn.utils.clip_grad_value_(model.parameters(), 0.001),
+    "clip after values": by_norm_after_a_value_was_read,
+    "clip experts": lambda model: by_norm(model.experts),
+    "log": lambda model: {name: p.grad.norm() for name, p in model.named_parameters() if p.grad is not None},
+    "which": lambda model: [p.grad is None for p in model.parameters()],
+    "edit": lambda model: [p.grad.mul_(0.5) for p in model.parameters() if p.grad is not None] and None,
+    "replace": lambda model: [setattr(p, "grad", p.grad * 0.5) for p in model.parameters() if p.grad is not None] and None,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "ordered"),
+    [*((name, SMALL, False) for name in READS), ("clip by norm", LARGE, False), ("clip by norm", SMALL, True)],
+)
+def test_gradients_are_read_where_each_rank_uses_other_experts(name: str, config: SchedulerConfig, ordered: bool) -> None:
+    """What only other ranks have a gradient of has the average, and what nobody has stays None."""
+
+    def loop(data: Data, model: Any, optimizer: Any) -> list[Any]:
+        seen = []
+        for step in range(4):
+            optimizer.zero_grad()
+            experts_loss(data, model, step).backward()
+            seen.append(READS[name](model))
+            optimizer.step()
+        return seen
+
+    require_plain(loop, model=experts, optimizer=decaying, config=config, ordered=ordered)
+
+
+@pytest.mark.parametrize("clip", [False, True])
+def test_an_overflow_in_the_expert_of_one_rank_is_found_by_all(clip: bool) -> None:
+    def loop(data: Data, model: Any, optimizer: Any) -> list[float]:
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+        scales = []
+        for step in range(4):
+            optimizer.zero_grad()
+            spoilt = float("inf") if step == 1 else 1.0
+            loss = experts_loss(data, model, step)
+            if data.ranks[-1] == 1:  # through its own expert alone
+                loss = loss + (model.experts[(1 + step + 1) % 3](batch(1, step)).square().mean() * spoilt) / len(data.ranks)
+            scaler.scale(loss).backward()
+            if clip:
+                scaler.unscale_(optimizer)
+                by_norm(model)
+            scaler.step(optimizer)
+            scaler.update()
+            scales.append(scaler.get_scale())
+        assert scales == [1024.0, 512.0, 512.0, 1024.0]
+        return scales
+
+    require_plain(loop, model=experts, optimizer=decaying)
+
+
+@pytest.mark.parametrize("zero", ["optimizer", "optimizer in place", "model"])
+def test_a_step_with_other_experts_that_all_ranks_drop(zero: str) -> None:
+    def loop(data: Data, model: Any, optimizer: Any) -> None:
+        for step in range(4):
+            experts_loss(data, model, step).backward()
+            if step == 1:
+                (model if zero == "model" else optimizer).zero_grad(set_to_none=zero != "optimizer in place")
+                continue
+            by_norm(model)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    require_plain(loop, model=experts, optimizer=decaying)
+
+
+def test_several_passes_through_other_experts_before_their_gradients_are_read() -> None:
+    def loop(data: Data, model: Any, optimizer: Any) -> None:
+        for step in range(3):
+            optimizer.zero_grad()
+            with data.no_sync(optimizer):
+                experts_loss(data, model, step + 3).backward()
+            experts_loss(data, model, step).backward()
+            by_norm(model)
+            optimizer.step()
+
+    require_plain(loop, model=experts, optimizer=decaying)
+
+
+def test_layers_that_some_ranks_unfroze_and_did_not_use_are_clipped() -> None:
+    def loop(data: Data, model: Any, optimizer: Any) -> None:
+        for step in range(4):
+            optimizer.zero_grad()
+            if step == 1:
+                model.experts.requires_grad_(True)
+            experts_loss(data, model, step).backward()
+            by_norm(model)
+            optimizer.step()
+
+    def frozen() -> nn.Module:
+        model = experts()
+        model.experts.requires_grad_(False)  # type: ignore[union-attr]
+        return model
+
+    require_plain(loop, model=frozen, optimizer=decaying)
+
+
+def test_objects_are_themselves_while_it_is_not_known_which_gradients_there_are() -> None:
+    def loop(data: Data, model: Any, optimizer: Any) -> Any:
+        experts_loss(data, model, 0).backward()
+        left = model.unused.weight
+        copied, pickled, made = copy.deepcopy(left), pickle.loads(pickle.dumps(left)), type(left)(left.detach())
+        for each in (copied, pickled, made):
+            assert type(each) is nn.Parameter
+            assert torch.equal(each, left)
+        assert isinstance(left, nn.Parameter)
+        with pytest.raises(AttributeError):
+            left.grad.norm()
+        assert type(left) is nn.Parameter
+        left.grad = torch.ones_like(left)
+        by_norm(model)
+        optimizer.step()
+        del left.grad
+        return left.grad
+
+    require_plain(loop, model=experts, optimizer=decaying)
 
 
 @pytest.mark.parametrize("clips", [False, True])
@@ -182,6 +333,21 @@ def test_a_parameter_frozen_later_is_left_alone() -> None:
     require_plain(loop, optimizer=decaying)
 
 
+def test_a_parameter_frozen_between_forward_and_backward() -> None:
+    """Backward comes to it and adds nothing."""
+
+    def loop(data: Data, model: Any, optimizer: Any) -> None:
+        for step in range(5):
+            optimizer.zero_grad()
+            loss = data.loss(model, step)
+            model[0].requires_grad_(step % 2 == 0)
+            loss.backward()
+            model[0].requires_grad_(True)
+            optimizer.step()
+
+    require_plain(loop, optimizer=decaying)
+
+
 def test_layers_taken_in_turn() -> None:
     """Of one model, another half is trained in each step: requires_grad is turned off and on again."""
 
@@ -250,20 +416,6 @@ def test_parameters_beside_the_model() -> None:
 
     made = itertools.count()
     require_plain(loop, model=Scale, optimizer=make_optimizer)
-
-
-def test_a_late_reader_too_is_told_that_only_some_ranks_have_a_gradient() -> None:
-    """All averages that are read may be there by then."""
-
-    def loop(data: Data, model: Any, optimizer: Any) -> None:
-        data.mean(lambda rank: model(batch(rank), rank == 1).square().mean()).backward()
-        for slot in optimizer._exchange.places.slots[:2]:
-            slot.proxies[0].wait()
-        nn.utils.clip_grad_norm_(model.shared.parameters(), 0.01)
-        optimizer.step()
-
-    with pytest.raises(commsched.CommschedError, match=r"'sometimes\.\w+' has one on other ranks and none on rank 0"):
-        run(loop, model=branches)
 
 
 def test_ranks_hold_the_same_gradient_after_step_where_both_had_one() -> None:

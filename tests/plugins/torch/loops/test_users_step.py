@@ -82,6 +82,72 @@ def test_zero_grad_after_step_wins_over_what_an_outstanding_update_leaves() -> N
     require_plain(loop, optimizer=replaces)
 
 
+class Moves(optim.SGD):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad.data = parameter.grad * 0.5
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("zeroing", [True, False])
+def test_other_memory_that_it_gives_to_a_gradient_is_not_that_of_the_next(zeroing: bool) -> None:
+    def loop(data: Data, model: nn.Module, optimizer: Any) -> None:
+        if isinstance(optimizer, ScheduledOptimizer):
+            optimizer.detach()
+            optimizer = ScheduledOptimizer(optimizer.optimizer, model, session=data.session, per_parameter=True)
+        (train if zeroing else without_zeroing)(data, model, optimizer)
+
+    require_plain(loop, optimizer=lambda model: Moves(model.parameters(), lr=0.1))
+
+
+class Rebinds(optim.SGD):
+    def new_data(self, parameter: torch.Tensor) -> torch.Tensor:
+        return parameter.data - 0.1 * parameter.grad
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data = self.new_data(parameter)
+
+
+class RebindsTransposed(Rebinds):
+    def new_data(self, parameter: torch.Tensor) -> torch.Tensor:
+        return super().new_data(parameter).t() if parameter.ndim == 2 else super().new_data(parameter)
+
+
+class RebindsInAnotherType(Rebinds):
+    def new_data(self, parameter: torch.Tensor) -> torch.Tensor:
+        return super().new_data(parameter).float()
+
+
+def _wrapped_per_parameter(data: Data, model: nn.Module, optimizer: Any) -> Any:
+    if not isinstance(optimizer, ScheduledOptimizer):
+        return optimizer
+    optimizer.detach()
+    return ScheduledOptimizer(optimizer.optimizer, model, session=data.session, per_parameter=True)
+
+
+def _train_per_parameter(data: Data, model: nn.Module, optimizer: Any) -> None:
+    train(data, model, _wrapped_per_parameter(data, model, optimizer))
+
+
+def square() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)).double()
+
+
+@pytest.mark.parametrize("rebinds", [Rebinds, RebindsTransposed])
+def test_parameters_that_it_gives_other_memory_keep_their_updates(rebinds: type[Rebinds]) -> None:
+    require_plain(_train_per_parameter, model=square, optimizer=lambda model: rebinds(model.parameters(), lr=0.1))
+
+
+def test_parameters_to_which_it_gives_another_type_are_refused_by_name() -> None:
+    with pytest.raises(commsched.CommschedError, match=r"has given parameter '\d\.\w+' another shape or type"):
+        run(_train_per_parameter, optimizer=lambda model: RebindsInAnotherType(model.parameters(), lr=0.1))
+
+
 def hooks_before(model: nn.Module, optimizer: Any) -> None:
     optimizer.register_step_pre_hook(lambda *_: clip(model))
     optimizer.register_step_post_hook(lambda *_: decay(model))

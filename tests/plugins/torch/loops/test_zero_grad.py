@@ -67,6 +67,18 @@ def test_gradients_are_never_zeroed() -> None:
     require_plain(loop)
 
 
+@pytest.mark.parametrize("of_model", [True, False])
+def test_gradients_are_zeroed_once_and_add_up_after_that(of_model: bool) -> None:
+    def loop(data: Data, model: nn.Module, optimizer: Any) -> None:
+        for step in range(4):
+            data.loss(model, step).backward()
+            optimizer.step()
+            if step == 0:
+                zero(model, optimizer, of_model, set_to_none=False)
+
+    require_plain(loop)
+
+
 def test_step_without_backward() -> None:
     """With gradients of the step before, and with none."""
 
@@ -103,6 +115,24 @@ def test_no_sync_accumulates(last_within: bool) -> None:
             optimizer.step()
 
     require_plain(loop)
+
+
+def test_no_sync_within_no_sync_lasts_until_the_outer_one_ends() -> None:
+    def loop(data: Data, model: nn.Module, optimizer: Any) -> None:
+        train(data, model, optimizer, steps=1)  # from now on gradients have groups
+        groups = data.session.core._groups
+        begun = [group.step for group in groups]
+        with data.no_sync(optimizer):
+            with data.no_sync(optimizer):
+                data.loss(model, 1).backward()
+            data.loss(model, 2).backward()
+            assert [group.step for group in groups] == begun
+        data.loss(model, 3).backward()
+        optimizer.step()
+        optimizer.synchronize()
+        assert [group.step for group in groups] != begun
+
+    run(loop)
 
 
 def test_a_step_that_all_ranks_drop() -> None:

@@ -1,0 +1,62 @@
+"""Statistics of a sample of step times. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from math import comb
+from statistics import median
+from typing import Any
+
+#: The weights of a correct system differ from plain averaging by less than this, relative to the change that training made.
+TOLERATED_DIFFERENCE = 1e-4
+#: An interval needs so many samples to contain the median with 95 % confidence; of fewer, the range is reported.
+MIN_SAMPLES = 6
+
+
+def median_interval(samples: Sequence[float], confidence: float = 0.95) -> dict[str, Any]:
+    """``{"median", "low", "high", "count"}``: the median, and the interval that contains the true median with ``confidence``.
+
+    The ends of the interval are order statistics. It assumes nothing about the distribution except that the samples are
+    independent (H. A. David and H. N. Nagaraja, "Order Statistics", section 7.1). Fewer than :data:`MIN_SAMPLES` samples cannot
+    give 95 %; the interval is then from the least sample to the greatest.
+
+    Raises:
+        ValueError: there are no samples.
+    """
+    if not samples:
+        raise ValueError("a median needs samples")
+    ordered = sorted(samples)
+    rank = interval_rank(len(ordered), confidence)
+    return {"median": median(ordered), "low": ordered[rank], "high": ordered[-1 - rank], "count": len(ordered)}
+
+
+def interval_rank(count: int, confidence: float) -> int:
+    """The number of samples to leave out at each end of ``count`` ordered samples: the largest number that keeps the
+    confidence, or 0 if no number does.
+
+    Each sample is below the true median with probability 1/2. If ``k`` samples are left out at each end, the interval misses
+    the median when at most ``k`` samples are below it, or at most ``k`` above it.
+    """
+    tails = accumulate(comb(count, below) / 2**count for below in range((count + 1) // 2))
+    enough = [left_out for left_out, tail in enumerate(tails) if 1 - 2 * tail >= confidence]
+    return max(enough, default=0)
+
+
+def interval_words(count: int) -> str:
+    """The meaning of ``low`` and ``high`` for ``count`` samples, in words."""
+    return "95 % interval of the median" if count >= MIN_SAMPLES else f"range of {count} steps"
+
+
+def median_absolute_error(pairs: Iterable[tuple[float, float]]) -> float:
+    """Median absolute error of the predictions, relative to the true value. Each pair is ``(true, predicted)``.
+
+    Raises:
+        statistics.StatisticsError: there are no pairs.
+    """
+    return median(abs(predicted / true - 1) for true, predicted in pairs)
+
+
+def slowest(samples_by_rank: Sequence[Sequence[float]]) -> Sequence[float]:
+    """The samples of the rank with the greatest median: a synchronous step is as fast as its slowest rank."""
+    return max(samples_by_rank, key=median)

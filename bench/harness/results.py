@@ -1,0 +1,117 @@
+"""The results of a benchmark: rows of figures and the environment of the measurement, as JSON and as a table."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+#: Version of the layout of the JSON: ``{"schema", "environment", "rows"}``.
+SCHEMA = 1
+
+Row = Mapping[str, Any]
+
+_OF_THE_MOMENT = frozenset({"time", "command", "load_average"})
+_PACKAGES = ("commsched", "numpy", "grpcio", "torch", "mpi4py")
+
+
+def add_json_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", metavar="FILE", type=Path, help="also write the results to FILE")
+
+
+def write(path: Path, rows: Sequence[Row], measured_in: Mapping[str, Any] | None = None) -> None:
+    """Write ``rows`` and the environment to ``path``, whole or not at all.
+
+    Args:
+        measured_in: the environment of the measurement, if the rows are not from this run.
+    """
+    found = environment() if measured_in is None else dict(measured_in)
+    document = {"schema": SCHEMA, "environment": found, "rows": [dict(row) for row in rows]}
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        unfinished.write_text(json.dumps(document, indent=2, allow_nan=False) + "\n")
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def environment() -> dict[str, Any]:
+    """The facts that a reader needs to judge the figures: versions, processor, cores, commit, command line, time."""
+    return {
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "python": platform.python_version(),
+        "versions": {name: found for name in _PACKAGES if (found := _version(name))},
+        "system": f"{platform.system()} {platform.release()}",
+        "processor": _processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        "load_average": [round(load, 2) for load in os.getloadavg()],
+        "commit": commit(),
+    }
+
+
+def lasting(environment: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of an :func:`environment` that stays the same between measurements on one machine with one program."""
+    return {name: value for name, value in environment.items() if name not in _OF_THE_MOMENT}
+
+
+def table(rows: Sequence[Row], columns: Mapping[str, str]) -> str:
+    """``rows`` as text; ``columns`` maps a row's key to its heading. Cells are right-aligned; a missing value is
+    ``-``."""
+    cells = [list(columns.values())] + [[_cell(row.get(key)) for key in columns] for row in rows]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
+    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths)).rstrip() for line in cells)
+
+
+def markdown_table(rows: Sequence[Mapping[str, str]], headings: Sequence[str]) -> str:
+    """``rows`` by heading, as Markdown."""
+    lines = [headings, ["---"] * len(headings), *([row[heading] for heading in headings] for row in rows)]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
+    return str(value)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo") as lines:
+            names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    except OSError:
+        names = []
+    return names[0] if names else platform.machine()
+
+
+def commit() -> str | None:
+    """The commit of the working tree, with a ``+`` if files differ from it; None outside a repository."""
+    try:
+        sha = _git("rev-parse", "HEAD")
+        return sha + ("+" if _git("status", "--porcelain") else "")
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _git(*arguments: str) -> str:
+    root = Path(__file__).parents[1]
+    done = subprocess.run(["git", *arguments], cwd=root, check=True, capture_output=True, text=True, timeout=10)
+    return done.stdout.strip()

@@ -1,0 +1,65 @@
+"""The rows of ``python -m bench train`` as text. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .measure import interval_words
+from .results import table
+
+COLUMNS = {
+    "system": "system",
+    "config": "config",
+    "median": "ms/step",
+    "low": "low",
+    "high": "high",
+    "bound": "T*",
+    "efficiency": "T*/T",
+    "speedup_vs_ddp": "vs ddp",
+    "speedup_vs_ddp_tuned": "vs tuned",
+    "possible_speedup_vs_ddp": "possible",
+    "exposed": "exposed",
+    "cpu_seconds_per_step": "CPU s/step",
+    "host_cores": "cores there",
+    "max_difference": "max diff",
+}
+
+
+def text(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The conditions, which all rows share, and the table."""
+    return f"{heading(rows)}\n{table([shown(row) for row in rows], COLUMNS)}"
+
+
+def heading(rows: Sequence[Mapping[str, Any]]) -> str:
+    row = rows[0]
+    where = f"{row['servers']} separate servers" if row["servers"] else "a shard on every worker"
+    if all(each["transport"] != "ps" for each in rows):
+        where = "collectives"
+    kind = "EMULATED" if row["emulated"] else "REAL"
+    lines = [
+        f"{kind} {row['model']}, {row['gradient_bytes'] / 1e6:.1f} MB of gradients, {row['workers']} workers, {where}, "
+        f"link {row['link']}: {row['link_bytes_per_second'] / 1e6:.1f} MB/s of payload by plain TCP",
+        f"compute {1000 * row['compute_seconds']:.0f} ms, communication {1000 * row['comm_seconds']:.0f} ms, "
+        f"rho {row['rho']:.2f}; T*: no schedule can be faster; ms/step with the "
+        f"{interval_words(row['step_seconds']['count'])}",
+    ]
+    if row["stands_for"]:
+        real = row["stands_for"]
+        lines.append(
+            f"stands for {real['gradient_bytes'] / 1e6:.1f} MB, {1000 * real['compute_seconds']:.0f} ms of computation and "
+            f"links of {real['bandwidth_bps'] / 1e9:.3g} Gbit/s; the CPU cost of messages and bytes is this machine's, not "
+            "scaled: as many cores of each worker it would take there"
+        )
+    return "\n".join(lines)
+
+
+def shown(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    times = row["step_seconds"]
+    return {
+        **row,
+        **{key: 1000 * times[key] for key in ("median", "low", "high")},
+        "host_cores": (row["stands_for"] or {}).get("host_cores"),
+        "bound": 1000 * row["bound_seconds"],
+        "exposed": 1000 * row["exposed_seconds"],
+    }

@@ -1,0 +1,1 @@
+"""The command line: ``commsched run``, ``server`` and ``tune``."""

@@ -1,0 +1,292 @@
+"""``commsched run``: start the ranks, and on request the servers, of one job on this machine, and leave nothing behind."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+from types import FrameType
+
+from ..core import timeouts
+from ..core.errors import TransportError
+from ..core.standard_streams import say_error
+from ..session.opening import NOTHING_MADE
+from ..settings import parse_switch
+from . import launch_guard
+
+
+def run(ranks: int, servers: int, command: Sequence[str], environ: Mapping[str, str]) -> int:
+    """Run ``command`` once per rank. Returns 0, or the exit code of the process that failed first, which stderr names. The code
+    is 128 plus the signal's number if a signal killed that process or interrupted the job.
+
+    ``environ`` is the environment of every process; the variables that make the process a part of the job are added to it.
+    Installs handlers that pass SIGINT, SIGTERM and SIGHUP on to every process, so it must be called from the main thread. A
+    SIGINT or SIGHUP that is ignored stays ignored.
+    """
+    with tempfile.TemporaryDirectory(prefix="commsched-") as directory:
+        environ = {
+            "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // ranks)),  # otherwise every engine takes all cores
+            **environ,
+            "COMMSCHED_TOKEN": secrets.token_hex(32),
+            "COMMSCHED_RENDEZVOUS": f"{directory}/control.json",
+            # Variables of torchrun, for scripts that initialise torch.distributed or split their data by them.
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(_free_port()),
+        }
+        told = Path(directory, "told")
+        environ = {**environ, "COMMSCHED_LAUNCHER_FILE": str(told)}
+        job = _Job(directory, told)
+        try:
+            if servers:
+                environ["COMMSCHED_SERVERS"] = ",".join(job.start_server(environ) for _ in range(servers))
+            for rank in range(ranks):
+                job.start_rank(command, environ, rank, ranks)
+            code = job.wait()
+            if code == 0 and ranks > 1 and not told.exists() and not parse_switch(environ.get("COMMSCHED_DISABLE", "")):
+                _say(f"no rank joined the job, so nothing was averaged: each of {ranks} processes ran alone. {NOTHING_MADE}")
+            return code
+        except _Interrupted:
+            return job.exit_code()
+        finally:
+            job.kill()
+
+
+@dataclass(frozen=True, slots=True)
+class _Event:
+    """A process has ended, or the signal ``stopped_by`` has stopped it. It may be stopped several times."""
+
+    pid: int
+    exit_code: int = 0  # negative: the number of the signal that killed it
+    stopped_by: int = 0
+
+
+class _Job:
+    """The processes of one job. Each process has a session of its own, so that its children end with it. The guard process
+    removes ``directory`` if this process is killed. ``told`` is the file to which the ranks append their events.
+
+    A process that has ended is not reaped before the job is over. Until then the system does not reuse its number, which is
+    also the number of its process group. So a signal to the group reaches only the processes that it has left running."""
+
+    def __init__(self, directory: str, told: Path) -> None:
+        self._told = told
+        self._processes: dict[int, subprocess.Popen[str]] = {}
+        self._names: dict[int, str] = {}
+        self._alive: set[int] = set()
+        self._ranks: dict[int, int] = {}  # by pid
+        self._events: SimpleQueue[_Event] = SimpleQueue()
+        self._failures: list[_Event] = []  # in the order of their ends
+        self._ended_by_us: list[str] = []
+        self._timers: list[threading.Timer] = []
+        self._interrupted = 0
+        # Without site packages and environment: the guard must start at once, whatever the job's Python is like.
+        self._guard = subprocess.Popen(
+            [sys.executable, "-IS", launch_guard.__file__, directory],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            text=True,
+            start_new_session=True,
+        )
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if number == signal.SIGTERM or signal.getsignal(number) is not signal.SIG_IGN:  # nohup, or a shell's &, sets it
+                signal.signal(number, self._pass_on)
+
+    def start_server(self, environ: Mapping[str, str]) -> str:
+        command = [sys.executable, "-m", "commsched", "server", "--bind", "127.0.0.1:0"]
+        process = self._start(f"server {len(self._processes)}", command, environ, stdout=subprocess.PIPE)
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        if "listening on " not in line:
+            self._require_not_interrupted()
+            raise TransportError(f"a parameter server did not start; it said {line!r}")
+        return line.rsplit(" ", 1)[1].strip()
+
+    def start_rank(self, command: Sequence[str], environ: Mapping[str, str], rank: int, ranks: int) -> None:
+        world = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": ranks}
+        place = {f"{prefix}{name}": str(value) for prefix in ("COMMSCHED_", "") for name, value in world.items()}
+        self._ranks[self._start(f"rank {rank}", command, {**environ, **place}).pid] = rank
+
+    def _start(
+        self, name: str, command: Sequence[str], environ: Mapping[str, str], stdout: int | None = None
+    ) -> subprocess.Popen[str]:
+        self._require_not_interrupted()
+        process = subprocess.Popen(
+            command,
+            env=environ,
+            stdout=stdout,
+            text=True,
+            start_new_session=True,
+            # The new process registers itself, before it runs anything: this process might be killed before it could do that.
+            preexec_fn=lambda: self._tell_guard(os.getpid()),
+        )
+        self._processes[process.pid] = process
+        self._names[process.pid] = f"{name} (pid {process.pid})"
+        self._alive.add(process.pid)
+        return process
+
+    def wait(self) -> int:
+        """Wait until every process has ended. The first failure, or the end of the last rank, sets a time limit for the
+        others."""
+        for pid in self._processes:  # these are all: no process is started after this
+            threading.Thread(target=self._watch, args=(pid,), name=f"commsched-watch-{pid}", daemon=True).start()
+        ranks = set(self._ranks)
+        while self._alive:
+            event = self._events.get()
+            if event.stopped_by:
+                _say(f"{self._names[event.pid]} was stopped by {_signal_name(event.stopped_by)}")
+                continue
+            self._alive.discard(event.pid)
+            ranks.discard(event.pid)
+            if event.exit_code != 0:
+                self._failures.append(event)
+            if event.exit_code != 0 or (not ranks and self._alive):
+                self._end_soon()
+        if self._failures and not self._interrupted:
+            _say(self._what_happened())
+        return self.exit_code()
+
+    def _cause(self) -> _Event | None:
+        """The first failure that is no consequence of another failure, and that we did not cause. A server's error exit always
+        is a consequence: the server was notified of the failure."""
+        innocent = {None, *self._ranks_that("heard")}
+        for failure in self._failures:
+            by_itself = self._names[failure.pid] not in self._ended_by_us
+            if by_itself and (failure.exit_code < 0 or self._ranks.get(failure.pid) not in innocent):
+                return failure
+        return None
+
+    def _watch(self, pid: int) -> None:
+        """Enqueue an event for the end of a process, without reaping it, and for each time it is stopped."""
+        try:
+            while True:
+                found = os.waitid(os.P_PID, pid, os.WEXITED | os.WSTOPPED | os.WNOWAIT)
+                if found is None or found.si_code != os.CLD_STOPPED:
+                    break
+                self._events.put(_Event(pid, stopped_by=found.si_status))
+                os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOHANG)  # otherwise the next call would return at once
+        except ChildProcessError:
+            return  # the job is over, and the process was reaped
+        status = found.si_status if found is not None else 1
+        exited = found is None or found.si_code == os.CLD_EXITED
+        self._events.put(_Event(pid, status if exited else -status))
+
+    def _what_happened(self) -> str:
+        """A sentence on the process that failed first, on how it ended, and on the other processes."""
+        cause = self._cause()
+        ended_by_us = f"{', '.join(self._ended_by_us)} had to be ended" if self._ended_by_us else ""
+        if cause is None:
+            others = sum(self._names[each.pid] not in self._ended_by_us for each in self._failures)
+            ended = f"{others} process{'' if others == 1 else 'es'} ended with errors that name the cause" if others else ""
+            return "; ".join(filter(None, (ended_by_us, ended)))
+        name = self._names[cause.pid]
+        if cause.exit_code < 0:
+            number = -cause.exit_code
+            line = f"{name} was killed by {_signal_name(number)}{' (out of memory?)' if number == signal.SIGKILL else ''}"
+        else:
+            line = f"{name} ended with exit code {cause.exit_code}"
+        rank = self._ranks.get(cause.pid)
+        if rank is not None and rank not in self._ranks_that("joined"):
+            line += " before it joined the job"
+        if len(self._failures) > 1:
+            line += f"; then {len(self._failures) - 1} more ended with errors"
+        return f"{line}; {ended_by_us}" if ended_by_us else line
+
+    def _ranks_that(self, what: str) -> set[int]:
+        """The ranks that have reported the event ``what``: ``joined``, or ``heard`` of another's failure."""
+        try:
+            lines = self._told.read_text().splitlines()
+        except FileNotFoundError:
+            return set()
+        return {int(line.split()[1]) for line in lines if line.startswith(f"{what} ")}
+
+    def exit_code(self) -> int:
+        if self._interrupted:
+            return 128 + self._interrupted
+        if not self._failures:
+            return 0
+        of_ranks = [failure for failure in self._failures if failure.pid in self._ranks]
+        code = (self._cause() or [*of_ranks, *self._failures][0]).exit_code
+        return code if code >= 0 else 128 - code
+
+    def _end_soon(self) -> None:
+        if not self._timers:
+            for seconds, number in (
+                (timeouts.LAUNCHER_SECONDS, signal.SIGTERM),
+                (timeouts.LAUNCHER_SECONDS + launch_guard.KILL_SECONDS, signal.SIGKILL),
+            ):
+                timer = threading.Timer(seconds, self._end, [number])
+                timer.daemon = True
+                timer.start()
+                self._timers.append(timer)
+
+    def _end(self, number: int) -> None:
+        self._ended_by_us = sorted(self._names[pid] for pid in self._alive)
+        self._signal(number)
+
+    def kill(self) -> None:
+        """End all remaining processes at once."""
+        for timer in self._timers:
+            timer.cancel()
+        for process_group in self._processes:
+            _kill_group(process_group, signal.SIGKILL)
+        for process in self._processes.values():
+            process.wait()
+        self._tell_guard("done")
+        self._guard.wait()
+
+    def _tell_guard(self, line: object) -> None:
+        assert self._guard.stdin is not None
+        try:
+            os.write(self._guard.stdin.fileno(), f"{line}\n".encode())
+        except BrokenPipeError:
+            pass  # the guard was killed: as long as this process is alive, it ends the job itself
+
+    def _require_not_interrupted(self) -> None:
+        if self._interrupted:
+            raise _Interrupted
+
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        self._interrupted = self._interrupted or number
+        self._signal(number)
+        self._end_soon()
+
+    def _signal(self, number: int) -> None:
+        for pid in list(self._alive):
+            _kill_group(pid, number)
+
+
+class _Interrupted(Exception):
+    """A signal came while processes were being started."""
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _kill_group(process_group: int, number: int) -> None:
+    try:
+        os.killpg(process_group, number)
+    except (ProcessLookupError, PermissionError):
+        pass  # all processes of the group have ended
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _say(line: str) -> None:
+    say_error(f"commsched run: {line}")

@@ -1,0 +1,170 @@
+"""``commsched run``, ``commsched tune`` and ``commsched server``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+
+from ..control.rendezvous import read_token, require_strong
+from ..core.errors import CommschedError, ConfigError
+from ..core.standard_streams import occupy, say_error
+from ..session.opening import quiet_grpc
+from ..settings import Settings, parse_address
+from ..transports import require_transport
+from ..version import __version__
+
+#: Options of ``commsched tune`` that have another name than their setting, with the setting's name.
+_TUNE_OPTIONS = {"budget": "tune", "out": "tune_out", "by": "tune_by", "policies": "tune_policies"}
+#: Settings that are options of ``commsched server``.
+_SERVER_OPTIONS = ("lane",)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code. A ``CommschedError`` is printed as one line on stderr, with exit code 2."""
+    occupy()
+    parser = argparse.ArgumentParser(prog="commsched", description="Communication scheduling for data-parallel training.")
+    parser.add_argument("--version", action="version", version=f"commsched {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_run(commands.add_parser("run", help="start the ranks of a job on this machine"))
+    _add_tune(commands.add_parser("tune", help="start the ranks likewise, and look for the best partition and credit"))
+    _add_server(commands.add_parser("server", help="serve a job as a parameter server"))
+    arguments = parser.parse_args(argv)
+    try:
+        return int(arguments.function(arguments))
+    except CommschedError as error:
+        say_error(f"commsched: {type(error).__name__}: {error}")
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _add_run(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "commsched run -n N [--servers K] [options] -- COMMAND ..."
+    _add_job(parser)
+    parser.set_defaults(function=_run)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    from .launch import run
+
+    options = _given(arguments, Settings.names("run_option"))
+    _checked(options, arguments)
+    return run(arguments.ranks, arguments.servers, arguments.command, _environ(options))
+
+
+def _add_tune(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "commsched tune -n N --out FILE [--budget 12trials] [--by bayes] [options] -- COMMAND ..."
+    settings = {f.name: f for f in fields(Settings)}
+    parser.add_argument(
+        "--out", required=True, metavar="FILE", help="for what is found, such as tuned.toml; its trials go to tuned.jsonl"
+    )
+    parser.add_argument(
+        "--budget", metavar="VALUE", help="how long to tune at most: 90s, 500steps, 20trials; default: 12trials"
+    )
+    for option in ("by", "policies"):
+        parser.add_argument(f"--{option}", metavar="VALUE", help=settings[_TUNE_OPTIONS[option]].metadata["help"])
+    parser.add_argument("--then-stop", action="store_true", help="end training once tuning has ended; else it goes on")
+    _add_job(parser)
+    parser.set_defaults(function=_tune)
+
+
+def _tune(arguments: argparse.Namespace) -> int:
+    from .tune import require_tunable, tune
+
+    given = _given(arguments, Settings.names("run_option"))
+    tuning = {
+        name: getattr(arguments, option) for option, name in _TUNE_OPTIONS.items() if getattr(arguments, option) is not None
+    }
+    options = {**given, **tuning}
+    settings = _checked(options, arguments)
+    if settings.tune is None and arguments.budget is None:
+        options["tune"] = "1"
+        settings = _checked(options, arguments)
+    require_tunable(arguments.ranks, settings)
+    ranks, servers, command = arguments.ranks, arguments.servers, arguments.command
+    run = ["commsched", "run", "-n", str(ranks), *(["--servers", str(servers)] if servers else [])]
+    run += [word for name, value in given.items() for word in (f"--{name.replace('_', '-')}", value)]
+    use = f"COMMSCHED_CONFIG={shlex.quote(arguments.out)} {shlex.join([*run, '--', *command])}"
+    return tune(ranks, servers, command, _environ(options), settings, then_stop=arguments.then_stop, use=use)
+
+
+def _add_server(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--bind", default="127.0.0.1:0", metavar="HOST:PORT", help="where to listen; port 0: any free one")
+    parser.add_argument("--keep", action="store_true", help="serve one job after another, as restarts need it; else one")
+    _add_settings(parser, _SERVER_OPTIONS)
+    parser.set_defaults(function=_serve)
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    quiet_grpc()
+    from .server import serve, serve_jobs
+
+    settings = Settings.load(_given(arguments, _SERVER_OPTIONS), os.environ)
+    token = read_token(settings)
+    if token is None:
+        raise ConfigError("a server needs the job's token: set COMMSCHED_TOKEN or COMMSCHED_TOKEN_FILE")
+    address = parse_address(arguments.bind, "--bind")
+    require_strong(token, address)
+    if arguments.keep:
+        serve_jobs(address, token, settings)
+    return serve(address, token, settings)
+
+
+def _add_job(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("-n", "--ranks", type=_positive, required=True, metavar="N", help="number of ranks (workers)")
+    parser.add_argument(
+        "--servers", type=_not_negative, default=0, metavar="K", help="parameter servers; 0: every rank hosts a shard"
+    )
+    _add_settings(parser, Settings.names("run_option"))
+    parser.add_argument("command", nargs="+", metavar="COMMAND", help="what every rank runs, after --")
+
+
+def _checked(options: Mapping[str, str], arguments: argparse.Namespace) -> Settings:
+    """The settings of the ranks to come: a mistake is reported once, and before anything starts."""
+    settings = Settings.load(options, os.environ)
+    require_transport(settings.transport)
+    if settings.transport != "auto":
+        if arguments.servers and settings.transport != "ps":
+            raise ConfigError(f"--servers {arguments.servers} does not go with transport={settings.transport}: it is for ps")
+        for problem in settings.without_effect(settings.transport):
+            raise ConfigError(problem)
+    if shutil.which(arguments.command[0]) is None:
+        raise ConfigError(f"command {arguments.command[0]!r} is not found")
+    return settings
+
+
+def _environ(options: Mapping[str, str]) -> dict[str, str]:
+    return {**os.environ, **{f"COMMSCHED_{name.upper()}": value for name, value in options.items()}}
+
+
+def _add_settings(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
+    settings = {f.name: f for f in fields(Settings)}
+    for name in names:
+        parser.add_argument(f"--{name.replace('_', '-')}", dest=name, metavar="VALUE", help=settings[name].metadata["help"])
+
+
+def _given(arguments: argparse.Namespace, names: Sequence[str]) -> dict[str, str]:
+    return {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
+
+
+def _positive(text: str) -> int:
+    return _number(text, 1)
+
+
+def _not_negative(text: str) -> int:
+    return _number(text, 0)
+
+
+def _number(text: str, least: int) -> int:
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least {least}")
+    return int(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

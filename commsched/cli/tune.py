@@ -1,0 +1,223 @@
+"""``commsched tune``: run a job that tunes itself, and print its trials as lines on stderr while it trains."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO
+
+from ..core.errors import ConfigError
+from ..core.standard_streams import say_error
+from ..settings import Budget, Settings
+from ..tuner.job import fixed_by, journal_path
+from ..tuner.searchers import make_searcher
+from ..tuner.space import Space
+from ..tuner.table import HEADER, Table
+from ..tuner.verdict import Verdict
+from . import launch
+
+#: The exit code if the job ended well but left no tuned file.
+UNFINISHED = 3
+
+#: The interval at which rank 0's journal is read. The journal is a file because it must outlive the job, and nothing notifies
+#: this process when a file has grown.
+LOOK_SECONDS = 0.5
+
+
+def require_tunable(ranks: int, settings: Settings) -> None:
+    """Check, before anything starts, that the job can be tuned.
+
+    Raises:
+        ConfigError: the job cannot be tuned; names the reason.
+    """
+    if ranks == 1:
+        raise ConfigError("there is nothing to tune with -n 1: one rank sends nothing")
+    if settings.disable:
+        raise ConfigError("there is nothing to tune with disable=1: commsched sends nothing then")
+    if settings.tune is None:
+        raise ConfigError("with --budget 0 nothing is tuned; write how long it may take, like 90s, 500steps or 20trials")
+    fixed = fixed_by(settings)
+    space = Space(settings.scheduler, sys.maxsize, fixed, settings.tune_policies)
+    if space.dimensions == 0:
+        raise ConfigError(f"{' and '.join(sorted(fixed))} are set, which leaves nothing to tune")
+    make_searcher(settings.tune_by, space)  # raises if there is none of that name, or its library is missing
+    if not settings.tune_out:
+        raise ConfigError("--out names no file")
+    result = _Result(settings)
+    if result.path.suffix != ".toml":
+        raise ConfigError(f"--out {result.path}: name it like tuned.toml; the journal is then tuned.jsonl, beside it")
+    if not result.path.parent.is_dir():
+        raise ConfigError(f"--out {result.path}: there is no directory {result.path.parent}")
+    result.read()
+    if result.verdict is not None and result.verdict.finished and result.path.exists():
+        raise ConfigError(
+            f"{result.path} is there already, from {result.journal}: {result.verdict.sentence()}; remove both to search anew"
+        )
+
+
+def tune(
+    ranks: int,
+    servers: int,
+    command: Sequence[str],
+    environ: Mapping[str, str],
+    settings: Settings,
+    *,
+    then_stop: bool,
+    use: str,
+) -> int:
+    """Run the job as ``launch.run`` does, and print its trials, and then the command ``use``, which uses the result. Main
+    thread only.
+
+    Args:
+        environ: the environment, which already holds the tuning settings of ``settings``.
+        then_stop: end the job once tuning has ended.
+        use: the command that runs the job with the tuned file.
+
+    Returns:
+        The exit code of the job, or 0 if it was stopped. If no tuned file was written, 3 instead of 0.
+    """
+    with tempfile.TemporaryFile(buffering=0) as end:
+        # The file has no name, so that nothing is left, however this process ends.
+        environ = {**environ, "COMMSCHED_TUNE_END": f"/proc/{os.getpid()}/fd/{end.fileno()}"}
+        result = _Result(settings, end)
+        result.read()
+        before = result.trials
+        if before:
+            say_error(f"commsched: {result.journal} has {before} trials of an earlier start: tuning goes on after them")
+        result.forget_unfinished()
+        code = _run(ranks, servers, command, environ, result, then_stop)
+        for line in result.read():
+            say_error(line)
+        why = result.end()
+    if result.verdict is not None:
+        say_error(result.verdict.sentence())
+    if result.is_written:
+        say_error(f"commsched: {result.path} is written; use it: {use}")
+        return code
+    because = "" if why is None or result.verdict is not None else f": {why}"
+    again = f"; the same command again goes on after {result.trials} trials" if result.trials > before else ""
+    say_error(f"commsched: {result.path} is not written{because}{again}")
+    return code or UNFINISHED
+
+
+def _run(ranks: int, servers: int, command: Sequence[str], environ: Mapping[str, str], result: _Result, then_stop: bool) -> int:
+    """Run the job and print a line for each of its trials. Returns the job's exit code, or 0 if it was stopped."""
+    ended, stopped = threading.Event(), threading.Event()
+    main_thread = threading.get_ident()
+
+    def follow() -> None:
+        say_error(HEADER)
+        while not ended.wait(LOOK_SECONDS):
+            for line in result.read():
+                say_error(line)
+            if then_stop and not stopped.is_set() and (result.is_written or result.end() is not None):
+                stopped.set()
+                signal.pthread_kill(main_thread, signal.SIGTERM)  # as if another process had sent it
+
+    follower = threading.Thread(target=follow, name="commsched-follow", daemon=True)
+    follower.start()
+    try:
+        code = launch.run(ranks, servers, command, environ)
+    finally:
+        ended.set()
+        follower.join()
+    return 0 if stopped.is_set() and code == 128 + signal.SIGTERM else code
+
+
+class _Search:
+    """One search of a journal. A journal may hold several: a job with pipeline stages has one for each group of tensors."""
+
+    def __init__(self, budget: Budget) -> None:
+        self.table = Table(budget)
+        self.verdict: Verdict | None = None
+
+
+class _Result:
+    """Reads the tuned file and the journal beside it, which rank 0 writes, and ``end``, the file of the setting ``tune_end``.
+    One thread at a time."""
+
+    def __init__(self, settings: Settings, end: IO[bytes] | None = None) -> None:
+        assert settings.tune_out is not None
+        self.path = Path(settings.tune_out)
+        self.journal = journal_path(settings.tune_out)
+        self._budget = settings.tune or Budget()
+        self._searches: dict[str, _Search] = {}  # by key, as JSON
+        self._last: _Search | None = None  # the search of the journal's last line
+        self._before = self._stamp()
+        self._offset = 0  # bytes of the journal that have been read
+        self._end = end
+
+    @property
+    def trials(self) -> int:
+        """The number of trials of all searches, without the trials before a search was restarted."""
+        return sum(search.table.trials for search in self._searches.values())
+
+    @property
+    def verdict(self) -> Verdict | None:
+        """The verdict of the search that wrote the journal's last line; None if there is none."""
+        return None if self._last is None else self._last.verdict
+
+    def forget_unfinished(self) -> None:
+        """Drop the verdicts of unfinished searches: they come from an earlier start that ended too early, not from this one."""
+        for search in self._searches.values():
+            if search.verdict is not None and not search.verdict.finished:
+                search.verdict = None
+
+    def end(self) -> str | None:
+        """The reason why tuning has ended without a result; None if it has not ended."""
+        assert self._end is not None
+        self._end.seek(0)
+        whole = self._end.read().decode(errors="replace").rpartition("\n")[0]
+        return whole.splitlines()[-1] if whole else None
+
+    @property
+    def is_written(self) -> bool:
+        """Whether the tuned file was written since this object was made."""
+        return self._stamp() not in (None, self._before)
+
+    def read(self) -> list[str]:
+        """Read the journal on, and return a line of the table for each new trial. An incomplete last line is left for the next
+        call.
+
+        Raises:
+            ConfigError: the file is no journal.
+        """
+        try:
+            with self.journal.open("rb") as file:
+                file.seek(self._offset)
+                whole, newline, _ = file.read().rpartition(b"\n")
+        except FileNotFoundError:
+            return []
+        self._offset += len(whole) + len(newline)
+        lines = []
+        for text in whole.splitlines():
+            try:
+                record = json.loads(text)
+                phase, key = record["phase"], json.dumps(record["key"], sort_keys=True)
+                if phase == "restart" or key not in self._searches:
+                    self._searches[key] = _Search(self._budget)
+                self._last = search = self._searches[key]
+                if phase == "restart":
+                    continue
+                if phase == "verdict":
+                    search.verdict = Verdict.from_record(record)
+                else:
+                    lines.append(search.table.line(record))
+            except (ValueError, KeyError, TypeError) as error:
+                raise ConfigError(f"{self.journal} is no journal of tuning; remove it, or name another --out") from error
+        return lines
+
+    def _stamp(self) -> tuple[int, int] | None:
+        """A stamp of the tuned file, which differs after each writing, since that replaces the file by a new one. None if there
+        is no file."""
+        try:
+            status = self.path.stat()
+        except FileNotFoundError:
+            return None
+        return status.st_ino, status.st_mtime_ns

@@ -1,0 +1,110 @@
+"""The callbacks of the control channel, and the thread that makes them."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from ..core.errors import CommschedError
+
+
+class Listener(Protocol):
+    """Callbacks that the control channel invokes for its events.
+
+    A control thread makes one call at a time, without holding any lock. A callback may call the client, except ``close`` and
+    the methods that wait for other ranks. The first call may come before the client's constructor has returned."""
+
+    def on_failure(self, error: CommschedError) -> None:
+        """The job failed; ``error`` names the first cause. Called at most once; no other callback follows it."""
+        ...
+
+    def on_leave(self, rank: int) -> None:
+        """Another rank, ``rank``, will send nothing more."""
+        ...
+
+    def on_parting(self, rank: int, spare: Callable[[], None]) -> None:
+        """Ranks only: another rank, ``rank``, has left and wants to end its process. Call ``spare``, now or later, on any
+        thread, when nothing on this rank waits for an average that ``rank`` took part in."""
+        ...
+
+    def on_end(self) -> None:
+        """Servers only: every rank has left."""
+        ...
+
+    def on_told(self, rank: int, value: Any) -> None:
+        """Rank 0 only: ``rank`` sent ``value`` to it. All values of a rank come before its ``on_leave``."""
+        ...
+
+    def on_announced(self, value: Any) -> None:
+        """Ranks other than rank 0 only: rank 0 announced ``value``. It may do so even after it has left."""
+        ...
+
+    def hold_steps(self) -> dict[int, int]:
+        """Ranks only: return, for each group, the first step that will not begin before ``switch_at``."""
+        ...
+
+    def switch_at(self, config: dict[str, Any], steps: dict[int, int]) -> None:
+        """Ranks only: use ``config`` from step ``steps[group]`` of each group on."""
+        ...
+
+
+log = logging.getLogger("commsched")
+
+
+class CallbackThread:
+    """Runs the calls that are put, one after another, once started; holds no lock while it does. ``on_error`` receives any
+    exception that a call raises."""
+
+    def __init__(self, on_error: Callable[[Exception], None]) -> None:
+        self._on_error = on_error
+        self._changed = threading.Condition()
+        self._calls: deque[Callable[[], None]] = deque()
+        self._is_calling = False
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="commsched-control-calls", daemon=True)
+
+    def start(self) -> None:
+        """Start to run the calls, both those put so far and later ones."""
+        self._thread.start()
+
+    def put(self, call: Callable[[], None]) -> None:
+        """Enqueue ``call``; never blocks. Any thread."""
+        with self._changed:
+            self._calls.append(call)
+            self._changed.notify_all()
+
+    def wait(self) -> None:
+        """Return when all calls have run. Returns at once if this thread has not started or is closed."""
+        with self._changed:
+            if self._thread.is_alive():
+                self._changed.wait_for(lambda: self._closed or not (self._calls or self._is_calling))
+
+    def close(self) -> None:
+        """Drop the calls that have not begun, wait for the running call, and end the thread. If a call closes it, the thread
+        ends when that call returns."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._is_calling = False
+                if not self._calls:
+                    self._changed.notify_all()
+                while not self._calls and not self._closed:
+                    self._changed.wait()
+                if self._closed:
+                    return
+                call = self._calls.popleft()
+                self._is_calling = True
+            try:
+                call()
+            except Exception as error:
+                log.exception("a listener of the control channel raised")
+                self._on_error(error)

@@ -1,0 +1,75 @@
+"""Comparison: checks, on rank 0, that values which must be equal on all ranks stay equal while training runs."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import defaultdict, deque
+from collections.abc import Mapping
+from typing import Any
+
+from .errors import RanksDiverged
+
+#: The most reports of one rank that may wait for reports of the others: far more than synchronous ranks can be apart.
+MAX_WAITING = 1000
+
+
+class Comparison:
+    """Compares the values that ranks report: the first report of each rank with the first of the others, and so on.
+
+    ``what`` names the compared thing ("weights"); different things are compared separately. Thread-safe.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self._world_size = world_size
+        self._waiting: defaultdict[str, list[deque[tuple[int, dict[str, str]]]]] = defaultdict(
+            lambda: [deque() for _ in range(world_size)]
+        )
+        self._lock = threading.Lock()
+
+    def add(self, rank: int, what: str, step: int, values: Mapping[str, Any], hint: str = "") -> None:
+        """Add the report that ``rank`` has ``values`` (JSON, by name) after ``step``. The reports are compared when all ranks
+        have made theirs. The message about values that differ ends with ``hint``.
+
+        Raises:
+            RanksDiverged: ranks differ; the message names the first value and the ranks. Or a rank has made no report while
+                another made more than :data:`MAX_WAITING`.
+        """
+        with self._lock:
+            waiting = self._waiting[what]
+            waiting[rank].append((step, {name: json.dumps(value, sort_keys=True) for name, value in values.items()}))
+            if len(waiting[rank]) > MAX_WAITING:
+                missing = [other for other in range(self._world_size) if not waiting[other]]
+                raise RanksDiverged(f"{_ranks(missing)} compared no {what} while rank {rank} did so {MAX_WAITING} times")
+            if not all(waiting):
+                return
+            heads = [queue.popleft() for queue in waiting]
+            if not any(waiting):
+                del self._waiting[what]  # each optimizer of a session is a thing of its own, so the names would accumulate
+        _require_equal(what, heads, hint)
+
+
+def _require_equal(what: str, reported: list[tuple[int, dict[str, str]]], hint: str) -> None:
+    """Check that all reports are equal; ``reported[rank]`` is a step and the values after it."""
+    step, values = reported[0]
+    for rank, (other_step, other_values) in enumerate(reported):
+        if other_step != step:
+            raise RanksDiverged(f"{what} are compared after step {step} on rank 0 but after step {other_step} on rank {rank}")
+        if other_values.keys() != values.keys():
+            name = min(other_values.keys() ^ values.keys())
+            has, lacks = ("rank 0", f"rank {rank}") if name in values else (f"rank {rank}", "rank 0")
+            raise RanksDiverged(f"{what} after step {step}: {has} has '{name}' but {lacks} does not")
+    different = [name for name in values if any(other[name] != values[name] for _, other in reported)]
+    if not different:
+        return
+    name = different[0]
+    by_value: defaultdict[str, list[int]] = defaultdict(list)
+    for rank, (_, other_values) in enumerate(reported):
+        by_value[other_values[name]].append(rank)
+    listed = " but ".join(f"{value} on {_ranks(ranks)}" for value, ranks in by_value.items())
+    more = f" ({len(different) - 1} more differ)" if len(different) > 1 else ""
+    raise RanksDiverged(f"{what} differ between ranks after step {step}: '{name}' is {listed}{more}{hint and '; '}{hint}")
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -1,0 +1,144 @@
+"""Every interface that core needs from outside. Implementations match it structurally and do not inherit from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from .errors import CommschedError
+from .manifest import Manifest
+from .task import CommTask
+
+#: The callback by which a transport, the control channel or a plugin reports a failure that ends the job. May be called from
+#: any thread, repeatedly; the first error counts. Never raises, never blocks.
+OnFailure = Callable[[CommschedError], None]
+
+
+class Buffer(Protocol):
+    """A flat buffer of bytes: a ``memoryview`` of format ``B``, or a device's array of uint8."""
+
+    def __getitem__(self, span: slice, /) -> Any: ...
+
+    def __len__(self) -> int: ...
+
+
+class Completion(Protocol):
+    """Callbacks that a transport invokes for a started task. Thread-safe. The transport must not hold a lock when it calls
+    them."""
+
+    def on_sent(self, task: CommTask) -> None:
+        """The task's bytes have left this rank, so its credit comes back. Called at most once, and not after ``on_done``."""
+        ...
+
+    def on_done(self, task: CommTask) -> None:
+        """The average is in ``task.data``. Called exactly once, unless the transport failed. Implies ``on_sent``."""
+        ...
+
+
+class Transport(Protocol):
+    """A way to average partitions over all ranks. It reports errors during operation to the ``OnFailure`` given to its
+    constructor.
+
+    ``verbs`` are the kinds of task that it supports (see ``CommTask``): ``all_reduce``, and either both of ``reduce_scatter``
+    and ``all_gather`` or neither. ``ordered``: its messages carry no identity, so every rank must start the same tasks in the
+    same order on each of its ``channels``; ``Core`` ensures that (``core/order``). A transport that is not ordered has one
+    channel.
+    """
+
+    rank: int
+    world_size: int
+    verbs: frozenset[str]
+    ordered: bool
+    channels: int
+
+    def add_group(self, group: int, manifest: Manifest) -> None:
+        """Announce a group of tensors before its first task. All ranks add equal groups in the same order."""
+        ...
+
+    def start(self, task: CommTask, completion: Completion) -> None:
+        """Begin to average ``task.data`` over all ranks, in place. Must not wait for other ranks.
+
+        Only the dispatcher thread calls it. If the transport is not ``ordered``, ranks may start the partitions of one step in
+        different orders. If it is ``ordered``, every rank has the task ready before the first rank starts it, except in a
+        static order.
+        """
+        ...
+
+    def release(self, group: int) -> None:
+        """Release ``group``, which has no further step and no outstanding task on this rank; other ranks may be behind.
+        Called by an engine thread or the dispatcher thread, possibly after ``close``."""
+        ...
+
+    def leave(self, rank: int) -> None:
+        """Note that ``rank``, which may be this one, sends nothing more and has received all it waited for. Any task that still
+        needs it must fail with PeerLost instead of waiting. Any thread. Never blocks."""
+        ...
+
+    def close(self, graceful: bool = True) -> None:
+        """Release every thread, port and buffer. Waits for peers to leave only if ``graceful``. Idempotent."""
+        ...
+
+
+class Messenger(Protocol):
+    """The control channel as ``Core`` uses it, for example to agree on an order. Values are JSON. Never blocks. The messages of
+    one rank arrive in order: at ``Core.on_told`` on rank 0, and at ``Core.on_announced`` on all other ranks."""
+
+    def tell(self, value: Any) -> None:
+        """Send ``value`` to rank 0, from another rank."""
+        ...
+
+    def announce(self, value: Any) -> None:
+        """Send ``value`` to all other ranks, from rank 0."""
+        ...
+
+    def propose(self, config: dict[str, Any]) -> None:
+        """Ask that all ranks switch to ``config`` at one agreed step."""
+        ...
+
+
+class Observer:
+    """Is notified of events, with times in seconds of ``time.monotonic``. Called from any thread; must not block or raise.
+    Each method does nothing here: an observer overrides those that it needs."""
+
+    def on_step(self, group: int, step: int, at: float) -> None:
+        """The engine began ``step`` of ``group``."""
+
+    def on_ready(self, group: int, tensor: int, at: float) -> None:
+        """The engine has written the gradient of ``tensor`` (its index in the manifest) in the current step."""
+
+    def on_task(self, task: CommTask) -> None:
+        """A task is done; its ``*_at`` fields hold the times of its states."""
+
+    def on_span(self, track: str, name: str, start: float, stop: float) -> None:
+        """The engine worked on ``name`` (a layer) from ``start`` to ``stop``. ``track`` is the kind of work: ``forward``,
+        ``backward``, ``update`` or ``wait``."""
+
+
+class Observers(Observer):
+    """Forwards every event to each of ``observers``; see :class:`Observer`."""
+
+    def __init__(self, *observers: Observer) -> None:
+        self._observers = observers
+
+    def on_step(self, group: int, step: int, at: float) -> None:
+        for observer in self._observers:
+            observer.on_step(group, step, at)
+
+    def on_ready(self, group: int, tensor: int, at: float) -> None:
+        for observer in self._observers:
+            observer.on_ready(group, tensor, at)
+
+    def on_task(self, task: CommTask) -> None:
+        for observer in self._observers:
+            observer.on_task(task)
+
+    def on_span(self, track: str, name: str, start: float, stop: float) -> None:
+        for observer in self._observers:
+            observer.on_span(track, name, start, stop)
+
+
+class TaskObserver(Observer):
+    """Calls ``on_task`` with every task that is done and ignores other events; see :class:`Observer`."""
+
+    def __init__(self, on_task: Callable[[CommTask], None]) -> None:
+        self.on_task = on_task  # type: ignore[assignment, method-assign]

@@ -1,0 +1,106 @@
+"""Finds ranks that are slower than the others. Step times cannot show this, because synchronous ranks wait for each other. So
+ranks compare the time of a step that they spend without waiting. Pure: no thread, lock or clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from statistics import median
+from typing import NamedTuple
+
+#: Steps between two reports of a rank.
+REPORT_STEPS = 50
+
+#: A rank is slow if, in ``SLOW_REPORTS`` consecutive reports, its own time is at least ``SLOW_FACTOR`` times the median of the
+#: others and exceeds it by at least ``SLOW_SECONDS`` and by at least ``SLOW_SHARE`` of the whole step.
+SLOW_FACTOR = 1.5
+SLOW_SECONDS = 0.005
+SLOW_SHARE = 0.1
+SLOW_REPORTS = 2
+
+
+class PaceReport(NamedTuple):
+    """Medians over the :data:`REPORT_STEPS` steps before ``step``, in seconds per step. ``own`` is the time without waiting,
+    ``whole`` the whole time."""
+
+    group: int
+    step: int
+    own: float
+    whole: float
+
+
+class Pace:
+    """Measures this rank's steps. The core calls it with the core's lock held; ``now`` is in seconds."""
+
+    def __init__(self) -> None:
+        self._waits = 0  # number of threads that wait now
+        self._since = 0.0  # time when the first of them began to wait
+        self._waited = 0.0  # seconds before that in which any thread waited
+        self._begun: dict[int, tuple[float, float]] = {}  # by group: start of the step, and the seconds waited until then
+        self._steps: dict[int, list[tuple[float, float]]] = {}  # by group: own and whole seconds of each step
+
+    def wait_begins(self, now: float) -> None:
+        if self._waits == 0:
+            self._since = now
+        self._waits += 1
+
+    def wait_ends(self, now: float) -> None:
+        self._waits -= 1
+        if self._waits == 0:
+            self._waited += now - self._since
+
+    def step_begins(self, group: int, step: int, now: float) -> PaceReport | None:
+        """Note that ``step`` begins. Returns a report every :data:`REPORT_STEPS` steps of a group, otherwise None."""
+        waited = self._waited + (now - self._since if self._waits else 0.0)
+        began, waited_before = self._begun.get(group, (now, waited))
+        self._begun[group] = (now, waited)
+        if step == 0:
+            return None
+        steps = self._steps.setdefault(group, [])
+        steps.append((now - began - (waited - waited_before), now - began))
+        if step % REPORT_STEPS:
+            return None
+        del self._steps[group]
+        return PaceReport(group, step, *(median(times) for times in zip(*steps, strict=True)))
+
+    def forget(self, group: int) -> None:
+        """Forget ``group``, which has had its last step."""
+        self._begun.pop(group, None)
+        self._steps.pop(group, None)
+
+
+class Stragglers:
+    """Compares the reports of all ranks, on rank 0. Each rank reports in the order of its steps. One thread at a time."""
+
+    def __init__(self, world_size: int) -> None:
+        self._world_size = world_size
+        self._reports: dict[tuple[int, int], dict[int, PaceReport]] = {}  # by group and step, then by rank
+        self._slow: dict[tuple[int, int], int] = {}  # by group and rank: consecutive reports in which it was slow
+        self._named: set[int] = set()
+
+    def add(self, rank: int, report: PaceReport) -> list[str]:
+        """Add the report of ``rank``. Returns sentences about the ranks now found to be slow, each rank only once."""
+        key = (report.group, report.step)
+        reports = self._reports.setdefault(key, {})
+        reports[rank] = report
+        if len(reports) < self._world_size:
+            return []
+        # Not all ranks made the older reports of this group, and none of them still will.
+        self._reports = {other: kept for other, kept in self._reports.items() if other[0] != key[0] or other[1] > key[1]}
+        return [line for rank in sorted(reports) if (line := self._judge(rank, reports)) is not None]
+
+    def _judge(self, rank: int, reports: Mapping[int, PaceReport]) -> str | None:
+        mine = reports[rank]
+        others = median(report.own for other, report in reports.items() if other != rank)
+        key = (mine.group, rank)
+        if mine.own < SLOW_FACTOR * others or mine.own - others < max(SLOW_SECONDS, SLOW_SHARE * mine.whole):
+            self._slow.pop(key, None)
+            return None
+        self._slow[key] = self._slow.get(key, 0) + 1
+        if self._slow[key] < SLOW_REPORTS or rank in self._named:
+            return None
+        self._named.add(rank)
+        return (
+            f"rank {rank} is slow: it takes {mine.own * 1000:.0f} ms of a step by itself, without waiting, and the other ranks "
+            f"{others * 1000:.0f} ms (medians of {REPORT_STEPS} steps before step {mine.step}); they wait for it"
+        )

@@ -1,0 +1,1 @@
+"""Helpers that the plugins of several engines share."""

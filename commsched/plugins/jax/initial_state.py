@@ -1,0 +1,107 @@
+"""All ranks begin with rank 0's parameters and optimizer state."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from numpy.typing import NDArray
+
+import commsched
+
+from ...core.errors import ManifestMismatch, UnsupportedError
+from ..common.initial_state import broadcast_arrays, described, first_difference
+
+
+def named_leaves(tree: Any, what: str = "") -> list[tuple[str, Any]]:
+    """The leaves of a pytree, each with ``what`` and its path as its name: ``Dense_0.kernel``."""
+    return [
+        (what + jax.tree_util.keystr(path, simple=True, separator="."), leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    ]
+
+
+def broadcast(tree: Any, session: commsched.Session | None = None) -> Any:
+    """``tree``, a pytree of arrays, with rank 0's values, bit for bit. Collective; do not call it within ``jit``.
+
+    Args:
+        session: a session other than the one that ``commsched.init()`` returns.
+
+    Raises:
+        UnsupportedError: a leaf is not an array, or not on a single CPU device; names it.
+        ManifestMismatch: ranks have other leaves, shapes or dtypes; names the first.
+        CommschedError: from ``commsched.init()``, or the session failed.
+    """
+    session = commsched.init() if session is None else session
+    if session.world_size == 1:
+        return tree
+    return broadcast_all(session, {"": tree})[0]
+
+
+def broadcast_all(session: commsched.Session, trees: dict[str, Any]) -> list[Any]:
+    """Broadcast several trees as :func:`broadcast` does. The keys of ``trees`` are prefixes of their leaves' names."""
+    named = [pair for what, tree in trees.items() for pair in named_leaves(tree, what)]
+    arrays = [_array(name, leaf) for name, leaf in named]
+    records = session.gather([[name, list(array.shape), array.dtype.name] for (name, _), array in zip(named, arrays)])
+    if different := first_difference(records):
+        rank, ours, other = different
+        raise ManifestMismatch(f"there is {described(ours)} on rank 0 but {described(other)} on rank {rank}")
+    received = broadcast_arrays(session, "initial values", arrays)
+    leaves = iter(_like(leaf, array) for (_, leaf), array in zip(named, received))
+    return [jax.tree.map(lambda _: next(leaves), tree) for tree in trees.values()]
+
+
+def require_equal_values(session: commsched.Session, named: Sequence[tuple[str, Any]], advice: str) -> None:
+    """Require equal leaves on all ranks. Collective.
+
+    Raises:
+        ManifestMismatch: ranks have different leaves or values; names the first.
+    """
+    digests = [[name, hashlib.sha256(_array(name, leaf).tobytes()).hexdigest()] for name, leaf in named]
+    if different := first_difference(session.gather(digests)):
+        rank, ours, other = different
+        raise ManifestMismatch(f"'{(ours or other)[0]}' differs between rank 0 and rank {rank}; {advice}")
+
+
+def require_concrete(named: Sequence[tuple[str, Any]], call: str) -> None:
+    """Require leaves that are not traced.
+
+    Raises:
+        UnsupportedError: a leaf is traced, so ``call`` is within ``jit`` or a similar transformation.
+    """
+    for name, leaf in named:
+        if isinstance(leaf, jax.core.Tracer):
+            raise UnsupportedError(
+                f"'{name}' is traced: {call} lets ranks meet, so call it outside jit, eval_shape and the like"
+            )
+
+
+def _array(name: str, leaf: Any) -> NDArray[Any]:
+    """A leaf's values as a contiguous array."""
+    require_concrete([(name, leaf)], "this")
+    if isinstance(leaf, jax.Array):
+        devices = leaf.devices()
+        if len(devices) > 1 or next(iter(devices)).platform != "cpu":
+            where = ", ".join(sorted(str(device) for device in devices))
+            raise UnsupportedError(f"'{name}' lies on {where}; the JAX plugin trains on one CPU device per rank")
+        if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            leaf = jax.random.key_data(leaf)
+    array = np.ascontiguousarray(leaf).reshape(np.shape(leaf))
+    if array.dtype.hasobject or array.dtype.kind in "SU":
+        raise UnsupportedError(f"'{name}' is a {type(leaf).__name__}, not an array")
+    return array
+
+
+def _like(leaf: Any, array: NDArray[Any]) -> Any:
+    """``array`` in the form of ``leaf``: on its device if ``leaf`` is committed to it, and a random key if ``leaf`` is one."""
+    if isinstance(leaf, jax.Array):
+        device = next(iter(leaf.devices())) if leaf.committed else None
+    else:  # a leaf on no device would go to the default device, which may be one that the plugin cannot train on
+        device = None if jax.default_backend() == "cpu" else jax.local_devices(backend="cpu")[0]
+    fresh = jax.device_put(array.copy(), device)
+    if isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        fresh = jax.random.wrap_key_data(fresh, impl=jax.random.key_impl(leaf))
+    return fresh

@@ -1,0 +1,132 @@
+"""All ranks begin with rank 0's parameters."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import mxnet as mx
+from numpy.typing import NDArray
+
+import commsched
+
+from ...core.errors import ManifestMismatch
+from ..common.initial_state import broadcast_arrays, described, first_difference
+from .slot import dtype_name
+
+_TRAINER_ADVICE = "what is loaded or set after the trainer was made must be on all ranks, and so must the first forward"
+
+
+def begin_from_rank_0(session: commsched.Session, parameters: Sequence[mx.gluon.Parameter]) -> None:
+    """Replace the values of ``parameters``, trained or not, by the values of rank 0. Collective.
+
+    A parameter whose shape is unknown until the first forward is replaced in that forward, which is then collective too.
+
+    Raises:
+        ManifestMismatch: the ranks' parameters differ.
+    """
+    if different := first_difference(session.gather([_describe(parameter) for parameter in parameters])):
+        rank, ours, other = different
+        raise ManifestMismatch(f"the trainer has {_text(ours)} on rank 0 but {_text(other)} on rank {rank}")
+    there = [parameter for parameter in parameters if _is_there(parameter)]
+    _broadcast(session, "initial parameters", [parameter.data() for parameter in there])
+    for parameter in parameters:
+        if not _is_there(parameter):
+            # Gluon has no public way to change an initialisation that is deferred.
+            init, contexts, default, data = parameter._deferred_init
+            parameter._deferred_init = (init, contexts, _FromRank0(session, mx.init.create(default)), data)
+
+
+def require_equal_values(session: commsched.Session, parameters: Sequence[mx.gluon.Parameter]) -> None:
+    """Require equal values on all ranks before the first average. Collective.
+
+    They may differ because the user loaded other values on some ranks only.
+
+    Raises:
+        ManifestMismatch: a parameter differs. Names it.
+    """
+    digests = {parameter.name: _digest(parameter.data().asnumpy()) for parameter in parameters}
+    for rank, theirs in enumerate(session.gather(digests)):
+        for name, digest in digests.items():
+            if theirs.get(name, digest) != digest:
+                raise ManifestMismatch(
+                    f"parameter '{name}' has other values on rank {rank} than on rank {session.rank}: what is loaded after the "
+                    "trainer was made must be loaded on all ranks"
+                )
+
+
+class _FromRank0(mx.init.Initializer):  # type: ignore[misc]
+    """Initialises with ``initializer``, then takes the values of rank 0."""
+
+    def __init__(self, session: commsched.Session, initializer: mx.init.Initializer) -> None:
+        super().__init__()
+        self._session = session
+        self._initializer = initializer
+
+    def __call__(self, name: mx.init.InitDesc, array: mx.nd.NDArray) -> None:
+        self._initializer(name, array)
+        gather_alike(self._session, f"initialises parameter '{name}'", None)
+        _broadcast(self._session, f"parameter {name}", [array])
+
+
+def gather_alike(session: commsched.Session, doing: str, value: Any, advice: str = _TRAINER_ADVICE) -> list[Any]:
+    """Return ``session.gather(value)``, and require that all ranks make this call for the same purpose.
+
+    Args:
+        doing: the purpose of this call, as an error says it: "rank 1 <doing>".
+        advice: the end of the error message.
+
+    Raises:
+        ManifestMismatch: another rank makes another collective call.
+    """
+    values = []
+    for rank, theirs in enumerate(session.gather({"doing": doing, "value": value})):
+        does = theirs.get("doing", "something else") if isinstance(theirs, dict) else "something else"
+        if does != doing:
+            raise ManifestMismatch(f"rank {rank} {does} while rank {session.rank} {doing}: {advice}")
+        values.append(theirs["value"])
+    return values
+
+
+def require_alike(name: str, records: Sequence[Mapping[str, Any]]) -> None:
+    """Require that the records of all ranks are equal.
+
+    Args:
+        name: the name that an error gives to the object that the records describe.
+        records: the record of each rank. Its keys are the names that an error gives to the values.
+
+    Raises:
+        ManifestMismatch: a value differs from rank 0's.
+    """
+    for rank, theirs in enumerate(records):
+        for what, ours in records[0].items():
+            if theirs.get(what) != ours:
+                raise ManifestMismatch(f"{name}: {what} is {ours} on rank 0 but {theirs.get(what)} on rank {rank}")
+
+
+def _broadcast(session: commsched.Session, name: str, arrays: Sequence[mx.nd.NDArray]) -> None:
+    received = broadcast_arrays(session, name, [array.asnumpy() for array in arrays])
+    if session.rank != 0:
+        for array, value in zip(arrays, received):
+            array[:] = value
+
+
+def _digest(value: NDArray[Any]) -> str:
+    return hashlib.blake2b(value.tobytes(), digest_size=16).hexdigest()
+
+
+def _is_there(parameter: mx.gluon.Parameter) -> bool:
+    try:
+        parameter.data()
+    except mx.gluon.parameter.DeferredInitializationError:
+        return False
+    return True
+
+
+def _describe(parameter: mx.gluon.Parameter) -> list[Any]:
+    return [parameter.name, list(parameter.shape or ()), dtype_name(parameter.dtype), _is_there(parameter)]
+
+
+def _text(item: list[Any] | None) -> str:
+    return described(item) + ("" if item is None or item[3] else ", not initialised yet,")

@@ -1,0 +1,177 @@
+"""Compares values that must be equal on all ranks: the optimizer's numbers, the user's assignments and the weights."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import math
+import struct
+import threading
+import zlib
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import commsched
+
+from ..common.difference import end_with_difference
+from ..common.weights_check import WeightsCheck, digest_of
+
+#: The number of digests that :class:`Agreement` sends in each step.
+FLAGS = 2
+
+#: The key that is compared first: if ranks do different things, that explains every other difference.
+_NOW = "what comes now"
+_LONGEST_VALUE = 200  # characters of a list or an array in an error
+
+
+class Agreement:
+    """Compares the variables and the optimizer's numbers between ranks.
+
+    Two digests travel with the flags of each step, at no extra cost: one of the optimizer's numbers, one of the assignments
+    since the previous step. If the digests differ between ranks, each rank's digest differs from their mean, so every rank
+    notices. Each rank then sends its values to rank 0 (``Session.compare``), which names the difference. In addition, the next
+    part of the weights is compared every ``check_weights`` steps.
+
+    Args:
+        what: names the model in errors. Must be unique in this session.
+        names: the names of ``variables``, the same on all ranks.
+        variables: the trained variables, then the optimizer's other variables.
+        trained: the number of trained variables.
+        iterations: the variable that counts the optimizer's steps.
+        reads_iterations: whether ``iterations`` may be read when a step begins, because it is counted on the host when the step
+            is committed. Otherwise the graph of a step may count while the step begins; then the count that the previous step
+            has left is compared.
+    """
+
+    def __init__(
+        self,
+        session: commsched.Session,
+        what: str,
+        names: Sequence[str],
+        variables: Sequence[tf.Variable],
+        trained: int,
+        iterations: tf.Variable,
+        reads_iterations: bool,
+    ) -> None:
+        self._session = session
+        self._what = what
+        self._names = names
+        self._variables = variables
+        self._iterations = iterations
+        self._reads_iterations = reads_iterations
+        self._counted = int(iterations.read_value())
+        self._lock = threading.Lock()  # guards _assigned
+        self._assigned = 0  # a digest of the assignments since the last step
+        self._offered = (0.0,) * FLAGS
+        self._numbers: dict[str, Any] = {}  # those of the step that was begun last
+        nbytes = [math.prod(variable.shape) * variable.dtype.size for variable in variables[:trained]]
+        self._check = WeightsCheck(session, names[:trained], nbytes, f"weights of {what}")
+
+    def assigned(self, index: int) -> None:
+        """Note that the user has assigned to the variable with this ``index``, eagerly. Any thread."""
+        value = _bytes_of(self._variables[index])
+        with self._lock:
+            self._assigned = zlib.crc32(value, zlib.crc32(struct.pack("q", index), self._assigned))
+
+    def offer(self, numbers: Mapping[str, Any], learning_rate: float) -> tuple[float, ...]:
+        """The :data:`FLAGS` digests of this rank for the step that begins. Float64 holds the digests, and the means of equal
+        digests, exactly."""
+        if self._reads_iterations:
+            self._counted = int(self._iterations.read_value())
+        own = {"learning_rate": _plain(float(learning_rate)), "iterations": self._counted}
+        self._numbers = {_NOW: "a step", **own, **numbers}
+        with self._lock:
+            assigned, self._assigned = self._assigned, 0
+        return self._offer(assigned)
+
+    def offer_meeting(self, doing: str) -> tuple[float, ...]:
+        """The digests of this rank for a meeting instead of a step. ``doing`` names its reason. Updates of the last step may
+        still be outstanding, so assignments are compared in the next step."""
+        self._numbers = {**self._numbers, _NOW: doing}
+        return self._offer(0)
+
+    def _offer(self, assigned: int) -> tuple[float, ...]:
+        digest = hashlib.blake2b(json.dumps(self._numbers, sort_keys=True).encode(), digest_size=5).digest()
+        self._offered = float(int.from_bytes(digest, "big")), float(assigned)
+        return self._offered
+
+    def require(self, mean: Sequence[float], step: int) -> None:
+        """Require equal digests on all ranks. Call it once in ``step``, before the variables are updated.
+
+        Args:
+            mean: the mean of the digests that the ranks have offered in ``step``.
+
+        Raises:
+            RanksDiverged: the ranks' optimizers differ. If the job failed earlier, that failure is raised instead.
+        """
+        numbers, assigned = (abs(own - other) > 1e-3 for own, other in zip(self._offered, mean))
+        if numbers:
+            end_with_difference(self._session, f"numbers of the optimizer of {self._what}", step, self._numbers)
+        if assigned:  # the weights may be equal again nevertheless, for example if one rank swapped others in and back
+            digests = {name: f"{digest_of(_bytes_of(each)):08x}" for name, each in zip(self._names, self._variables)}
+            self._session.compare(f"weights of {self._what}, which ranks have assigned differently,", step, digests)
+
+    # --- weights ---
+
+    def begin_check(self, step: int) -> None:
+        """Announce the updates of ``step``."""
+        self._check.begin(step)
+
+    def check(self, index: int) -> None:
+        """Compare the variable with this ``index``, if this step's part of the weights includes it. Its update of this step
+        must be made, and no thread may change it meanwhile."""
+        part = self._check.wanted(index)
+        if part is not None:
+            self._check.add(index, digest_of(_bytes_of(self._variables[index])[slice(*part)]))
+
+    def check_all(self, step: int) -> None:
+        """Compare all variables in the part of the weights for ``step``, if there is one. All updates of ``step`` must be made,
+        and no thread may change variables meanwhile."""
+        self._counted = int(self._iterations.read_value())
+        if self._check.begin(step):
+            for index in range(len(self._variables)):
+                self.check(index)
+
+
+def numbers_of(optimizer: Any, prefix: str = "") -> dict[str, Any]:
+    """The present values of the arguments that the optimizer, and an optimizer within it, were made with: plain values by name,
+    which JSON can hold."""
+    found: dict[str, Any] = {}
+    kind: type = type(optimizer)
+    names = _names(kind)
+    for name, value in vars(optimizer).items():
+        if isinstance(value, keras.optimizers.Optimizer):
+            found |= numbers_of(value, f"{prefix}{name}.")
+        elif name in names and (plain := _plain(value)) is not ...:
+            found[prefix + name] = plain
+    return found
+
+
+@cache
+def _names(kind: type) -> frozenset[str]:
+    """The names of the constructor's arguments of optimizers of this class. Other attributes may be anything."""
+    makers = [vars(each)["__init__"] for each in kind.__mro__ if "__init__" in vars(each) and each is not object]
+    return frozenset(name for maker in makers for name in inspect.signature(maker).parameters) - {"name"}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list | tuple | np.ndarray):
+        text = json.dumps(np.asarray(value).tolist(), default=repr)
+        return text if len(text) <= _LONGEST_VALUE else hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+    return ...  # variables, and other values that are not numbers
+
+
+def _bytes_of(variable: tf.Variable) -> memoryview:
+    return np.ascontiguousarray(variable.read_value().numpy()).reshape(-1).view(np.uint8).data

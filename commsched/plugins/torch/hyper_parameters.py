@@ -1,0 +1,149 @@
+"""Comparison of hyper-parameters: all ranks must use the same ones in an update, or their weights diverge."""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence, Set
+from typing import Any
+
+import numpy as np
+import torch
+
+from .update import is_of_torch
+
+#: The number of bits of a digest. Each bit travels as a separate float. A mean of 0 or 1 means that all ranks have the same
+#: bit. Neither the number of ranks nor rounding can hide a difference, and every rank sees a difference that any rank sees.
+BITS = 32
+
+_Group = Mapping[str, Any]
+
+
+def compared_keys(optimizer: torch.optim.Optimizer, groups: Iterable[_Group]) -> set[str]:
+    """Return the keys of the hyper-parameters in ``groups`` that the update of ``optimizer`` can depend on.
+
+    An optimizer of ``torch.optim`` reads only the entries that it has defaults for. Other numbers in its groups are compared,
+    too, because hooks may read them; what else is there, such as a name, may differ between ranks. Any other optimizer may read
+    every entry.
+    """
+    reads_all = not is_of_torch(optimizer)
+    present = (key for group in groups for key, value in group.items() if reads_all or _is_number(value))
+    return {*getattr(optimizer, "defaults", {}), *present} - {"params"}
+
+
+class HyperParameters:
+    """Makes digests of snapshots of an optimizer's groups. It processes only the groups that have changed, and of them only
+    ``keys``. This set may grow; then it processes all groups anew."""
+
+    def __init__(self, keys: Set[str]) -> None:
+        self._keys = keys
+        self._known_keys: frozenset[str] = frozenset()  # the keys that ``_texts`` was made with
+        self._groups: list[_Group | None] = []  # the last snapshot; None: the group has a tensor, which is slow to compare
+        self._texts: list[str] = []
+        self._bits = [0.0] * BITS
+
+    def bits(self, groups: Sequence[_Group]) -> list[float]:
+        """Return the bits of the digest of ``groups``, which must be a snapshot: later changes must not modify it."""
+        if self._known_keys != self._keys:
+            self._known_keys = frozenset(self._keys)
+            self._groups, self._texts = [], []
+        known = len(self._groups)
+        changed = [index for index, group in enumerate(groups) if index >= known or not _same(group, self._groups[index])]
+        if changed or len(groups) != known:
+            self._groups = [*self._groups[: len(groups)], *[None] * (len(groups) - known)]
+            self._texts = [*self._texts[: len(groups)], *[""] * (len(groups) - known)]
+            for index in changed:
+                group = groups[index]
+                self._groups[index] = None if any(map(_has_tensor, group.values())) else group
+                self._texts[index] = json.dumps(
+                    {key: _comparable(value) for key, value in group.items() if key in self._known_keys}, sort_keys=True
+                )
+            digest = hashlib.blake2b("\n".join(self._texts).encode(), digest_size=BITS // 8).digest()
+            self._bits = [float(byte >> bit & 1) for byte in digest for bit in range(8)]
+        return self._bits
+
+
+def digests_differ(shares: Sequence[float], world_size: int) -> bool:
+    """Whether the ranks' digests differ. ``shares`` are the means of the ranks' bits. The tolerance allows for a transport that
+    averages by multiplying by 1 / ``world_size``."""
+    little = 0.5 / world_size
+    return any(little < share < 1.0 - little for share in shares)
+
+
+def by_name(groups: Sequence[_Group], keys: Set[str]) -> dict[str, Any]:
+    """Return each compared hyper-parameter by its name, as the JSON value that is compared."""
+    return {
+        f"param_groups[{index}]['{key}']": _comparable(value)
+        for index, group in enumerate(groups)
+        for key, value in group.items()
+        if key in keys
+    }
+
+
+def _same(group: _Group, known: _Group | None) -> bool:
+    try:
+        return known is not None and bool(group == known)
+    except (RuntimeError, ValueError):  # PyTorch and numpy raise when tensors of several elements are compared by ==
+        return False
+
+
+def _is_number(value: Any) -> bool:
+    """Whether ``value`` is a number, or a container of numbers."""
+    if isinstance(value, list | tuple):
+        return bool(value) and all(map(_is_number, value))
+    if isinstance(value, dict):
+        return bool(value) and all(map(_is_number, value.values()))
+    return isinstance(value, bool | int | float | complex | torch.Tensor | np.ndarray | np.generic)
+
+
+def _has_tensor(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return any(map(_has_tensor, value))
+    if isinstance(value, dict):
+        return any(map(_has_tensor, value.values()))
+    return isinstance(value, torch.Tensor)
+
+
+def _comparable(value: Any) -> Any:
+    """Return JSON that is equal on two ranks if ``value`` has the same effect on the update.
+
+    Numbers are compared by value, whatever their types. So are strings and members of an ``Enum``. Other objects are compared
+    by their types, because nothing else of them is the same in two processes. A tensor on a device is compared by its type and
+    kind of device only, because reading it would wait for the device; a difference shows in the comparison of weights.
+    """
+    if isinstance(value, torch.Tensor | np.ndarray | np.generic):
+        if isinstance(value, torch.Tensor) and value.device.type != "cpu":
+            return f"{value.dtype} on {value.device.type}"
+        return _comparable(value.tolist())
+    if isinstance(value, bool | int | float):
+        return _number(value)
+    if value is None or isinstance(value, str):
+        return value
+    if isinstance(value, list | tuple):
+        return [_comparable(item) for item in value]
+    if isinstance(value, dict):
+        if all(isinstance(key, str | int | float | None) for key in value):
+            return {str(key): _comparable(item) for key, item in value.items()}
+        named = {key: _type_name(key) if isinstance(key, torch.Tensor) else _comparable(key) for key in value}
+        return [[name, _comparable(value[key])] for key, name in named.items()]
+    if isinstance(value, torch.dtype | torch.device | complex | bytes):
+        return str(value)
+    if isinstance(value, enum.Enum):
+        return f"{_type_name(value)}.{value.name}"
+    return _type_name(value)
+
+
+def _type_name(value: Any) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def _number(value: float) -> float | str:
+    """Return ``value`` so that True, 1 and 1.0 are equal, and so are 0.0 and -0.0. Infinities and NaN become strings, because
+    JSON has neither."""
+    try:
+        number = float(value) + 0.0
+    except OverflowError:
+        return str(value)
+    return number if math.isfinite(number) else str(number)

@@ -1,0 +1,241 @@
+"""The layout of the flat buffers: which parameters' gradients travel, where they lie, and in which order."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from weakref import WeakKeyDictionary, WeakValueDictionary, ref
+
+import torch
+
+import commsched
+
+from ...core.errors import ConfigError
+from ...core.group import TensorGroup
+from ...core.manifest import Manifest, require_equal
+from .agreement import Flags, describe, require_equal_parameters, require_same_optimizer, require_same_owners
+from .checks import refuse_wrapping
+from .device import Device, open_device
+from .guard import guard, release
+from .registered import Registered
+from .slot import Slot, give_places
+
+_local = threading.local()
+
+
+@contextmanager
+def no_use() -> Iterator[None]:
+    """Within the context, reads by this thread are not recorded as first use: it broadcasts a model, while another optimizer
+    may record the order of first use of its parameters."""
+    _local.is_no_use = True
+    try:
+        yield
+    finally:
+        _local.is_no_use = False
+
+
+class FirstUse:
+    """Records the order in which the parameters are first used. Parameters that are never used come last, in the order in
+    which they were registered."""
+
+    def __init__(self, slots: Sequence[Slot], device: Device) -> None:
+        self._slots = {slot.flag: slot for slot in slots}
+        self._device = device
+        self._order: list[int] = []  # flags, in the order of first use
+        self._left_out: set[int] = set()  # flags of parameters that the first forward did not use
+        self.is_open = True
+        for slot in slots:
+            guard(slot.parameter, self._make_recorder(slot))
+
+    def _make_recorder(self, slot: Slot) -> Callable[[], None]:
+        weak, flag = ref(self), slot.flag
+
+        def record() -> None:
+            me = weak()
+            if me is not None and not getattr(_local, "is_no_use", False):
+                me._record(flag)
+
+        return record
+
+    def _record(self, flag: int) -> None:
+        release(self._slots[flag].parameter)
+        self._device.read()
+        self._order.append(flag)
+
+    def leave_out(self, slot: Slot) -> None:
+        """Stop recording for ``slot``, because the first forward did not use its parameter."""
+        self._left_out.add(slot.flag)
+        release(slot.parameter)
+
+    def end(self) -> None:
+        """Stop recording."""
+        self.is_open = False
+        for slot in self._slots.values():
+            release(slot.parameter)
+
+    def order(self) -> list[int]:
+        """The flags of all slots, in the order recorded so far."""
+        seen = set(self._order)
+        return self._order + [flag for flag in self._slots if flag not in seen]
+
+    def unseen(self) -> str | None:
+        """The name of a parameter that has a gradient, so was used, but whose use was not recorded; None if there is none."""
+        seen = self._left_out.union(self._order)
+        return next((slot.name for slot in self._slots.values() if slot.has_gradient and slot.flag not in seen), None)
+
+
+#: The layout that owns each parameter, by the parameter's id. The owner keeps the parameter alive.
+_owners: WeakValueDictionary[int, GradientLayout] = WeakValueDictionary()
+
+#: The number of optimizers that were wrapped in each session.
+_counts: WeakKeyDictionary[commsched.Session, int] = WeakKeyDictionary()
+
+#: Held by the thread that makes the buffers of an optimizer, because another thread of this rank may have the first gradients
+#: of another optimizer at the same time.
+_first_gradients: WeakKeyDictionary[commsched.Session, threading.Lock] = WeakKeyDictionary()
+
+_refuse_wrapping = cache(lambda: refuse_wrapping(_owners))  # once per process
+
+
+class GradientLayout:
+    """Owns the flat buffers. One group holds the parameters that require a gradient from the start, in the order of their first
+    use. Each set of parameters that gets its places later has another group.
+
+    Its methods are collective, unless their docstring says otherwise.
+
+    Args:
+        end: called with the name of a parameter, on all ranks, when another optimizer is made for it. It must release this
+            layout.
+
+    Raises:
+        ManifestMismatch: the ranks' parameters differ.
+        ConfigError: a parameter belongs to an earlier ScheduledOptimizer on some ranks only.
+        UnsupportedError: the type or device of a parameter is not supported.
+    """
+
+    def __init__(
+        self, session: commsched.Session, model: torch.nn.Module, slots: Sequence[Slot], end: Callable[[str], None]
+    ) -> None:
+        self.slots = [slot for slot in slots if slot.parameter.requires_grad]  # with a place, once the buffers exist
+        self.late = [slot for slot in slots if not slot.parameter.requires_grad]  # without a place
+        self.all: list[Slot] = []  # by flag
+        self.groups: list[TensorGroup] = []
+        self._number = _counts[session] = _counts.get(session, 0) + 1
+        # Names this optimizer in comparisons between ranks, which wrap their optimizers in the same order.
+        self.label = "" if self._number == 1 else f" of optimizer {self._number}"
+        self._session = session
+        self._model = model
+        self._flags: Flags | None = None
+        self._end = end
+        # Describes the gradients as they will be registered; all ranks' must be equal before anything else is exchanged.
+        manifest = Manifest(tuple(spec for slot in self.slots for spec in slot.specs()))
+        self.device = open_device(session, [(slot.name, slot.parameter) for slot in self.slots or slots])
+        self.registered = Registered(session, self.device)
+        owners = [_owners.get(id(slot.parameter)) for slot in self.slots]
+        earlier = list(dict.fromkeys(owner for owner in owners if owner is not None))
+        owned = [-1 if owner is None else earlier.index(owner) for owner in owners]
+        record = {"manifest": manifest.to_record(), "frozen": describe(self.late), "owned": owned}
+        records = session.gather(record, "to make a ScheduledOptimizer")
+        require_equal([Manifest.from_record(record["manifest"]) for record in records])
+        require_equal_parameters([record["frozen"] for record in records])
+        require_same_owners([record["owned"] for record in records], self.slots)
+        for place, owner in enumerate(earlier):
+            owner._end(self.slots[owned.index(place)].name)
+        self._claim(self.slots)
+        _refuse_wrapping()
+        self._give_flags(slots)
+
+    def _give_flags(self, slots: Sequence[Slot]) -> None:
+        for slot in slots:
+            slot.flag = len(self.all)
+            self.all.append(slot)
+
+    def _claim(self, slots: Sequence[Slot]) -> None:
+        for slot in slots:
+            if _owners.get(id(slot.parameter), self) is not self:
+                raise ConfigError(
+                    f"parameter '{slot.name}' belongs to another ScheduledOptimizer; call that one's detach() first"
+                )
+        for slot in slots:
+            _owners[id(slot.parameter)] = self
+
+    def record_first_use(self) -> None:
+        """Record from now on the order in which the parameters are first used. Not collective."""
+        self.use_order = FirstUse(self.slots, self.device)
+
+    @property
+    def flags(self) -> Flags:
+        """The flags. The first access makes them and the buffers. This is at the first gradient, when the forward of rank 0 has
+        shown the order of the layers."""
+        if self._flags is None:
+            with _first_gradients.setdefault(self._session, threading.Lock()):
+                record = {"optimizer": self._number, "order": self.use_order.order()}
+                records = self._session.gather(record, "to send the first gradients")
+                require_same_optimizer([record["optimizer"] for record in records])
+                self.slots = [self.all[flag] for flag in records[0]["order"]]
+                if self.slots:
+                    self._give(self.slots)
+                self._make_flags()
+        assert self._flags is not None
+        return self._flags
+
+    def _give(self, slots: list[Slot]) -> TensorGroup:
+        group, views = give_places(self._session, self.device, slots)
+        self.registered.add(group, views)
+        self.groups.append(group)
+        return group
+
+    def _make_flags(self) -> None:
+        self._flags = Flags(self._session, self.device, len(self.all))
+        for group, views in self._flags.registered:
+            self.registered.add(group, views)
+
+    @property
+    def are_made(self) -> bool:
+        """Whether the buffers exist, that is, whether a round has begun. Not collective."""
+        return self._flags is not None
+
+    def add(self, slots: Sequence[Slot]) -> None:
+        """Add further parameters of the optimizer, in the same order on all ranks. They have no place yet."""
+        require_equal_parameters(self._session.gather(describe(slots)))
+        self.late += slots
+        self._give_flags(slots)
+        if self._flags is not None:
+            self._flags.release()
+            for group, _ in self._flags.registered:
+                self.registered.discard(group)
+            self._make_flags()
+
+    def give(self, late: list[Slot]) -> TensorGroup:
+        """Give a place to each of ``late``, parameters that have none, and return their new group."""
+        self._claim(late)
+        group = self._give(late)
+        self.late = [slot for slot in self.late if not slot.proxies]
+        self.slots += late
+        return group
+
+    def release(self) -> None:
+        """Release the buffers and the parameters. No average or update may be outstanding."""
+        for slot in self.all:
+            if _owners.get(id(slot.parameter)) is self:
+                del _owners[id(slot.parameter)]
+            release(slot.gradient)
+            release(slot.parameter)
+        if self._flags is not None:
+            self._flags.settle()
+        self.registered.release()
+
+    @property
+    def manifests(self) -> list[Manifest]:
+        """The registered manifests. The first one has the parameters that required a gradient from the start, in forward
+        order."""
+        return [group.manifest for group in self.groups]
+
+    def unaveraged(self) -> str | None:
+        """The name of a parameter of the model that requires a gradient which no optimizer averages, if any. Not collective."""
+        ours = {id(slot.parameter) for slot in self.all} | set(_owners)
+        return next(
+            (name for name, each in self._model.named_parameters() if each.requires_grad and id(each) not in ours), None
+        )

@@ -1,0 +1,113 @@
+"""Measurements of the forward and of full waits: spans for the trace, and one report of a barrier."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import median
+from time import monotonic
+from typing import Any
+
+import torch
+
+from ...core.interfaces import Observer
+
+
+def trace_forward(model: torch.nn.Module, observer: Observer, forward_ended: Callable[[], None]) -> None:
+    """Report the forward of each module that has parameters of its own to ``observer``, and call ``forward_ended`` after each.
+
+    The hooks stay on the model, so this is called only when a trace is wanted. Spans of modules within modules are nested.
+    """
+    started: dict[int, float] = {}
+
+    def before(module: torch.nn.Module, *_: Any) -> None:
+        started[id(module)] = monotonic()
+
+    def after(name: str) -> Callable[..., None]:
+        def report(module: torch.nn.Module, *_: Any) -> None:
+            observer.on_span("forward", name, started[id(module)], monotonic())
+            forward_ended()
+
+        return report
+
+    for name, module in model.named_modules():
+        if any(True for _ in module.parameters(recurse=False)):
+            module.register_forward_pre_hook(before)
+            module.register_forward_hook(after(name or type(module).__name__))
+
+
+log = logging.getLogger("commsched")
+
+#: The number of steps in which a line of code waited that are measured before the line is reported.
+STEPS = 10
+
+_NOT_THE_USERS = (
+    *(f"{directory}/" for directory in (Path(torch.__file__).parent, Path(__file__).parents[2])),
+    contextlib.__file__,
+)
+
+
+class FullWaitReport:
+    """Measures where this rank waits for all averages of a step at once, instead of for each when the next forward reads it.
+
+    Such waits occur if gradients are read before ``step()``, for a global norm or a log line, or if the update needs all
+    gradients. Communication then overlaps with backward only. After :data:`STEPS` such steps the log reports the line and its
+    cost, and the measurement ends. Ranks with ``say=False`` measure nothing. Call it from the training thread only.
+    """
+
+    def __init__(self, say: bool) -> None:
+        self._measures = say
+        self._line: str | None = None  # the line of the first wait in this step, and the reason
+        self._waited_seconds = 0.0
+        self._last_step_at: float | None = None
+        self._steps: dict[str, list[tuple[float, float]]] = {}  # by line: seconds waited, and seconds of the whole step
+
+    def waiting(self, why: str) -> contextlib.AbstractContextManager[object]:
+        """Return the context for a wait for averages. ``why`` is the reason for the wait, as a clause."""
+        return self._measure(why) if self._measures else contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def _measure(self, why: str) -> Iterator[None]:
+        if self._line is None:
+            self._line = f"{line_of_the_user()}: {why}"
+        began = monotonic()
+        try:
+            yield
+        finally:
+            self._waited_seconds += monotonic() - began
+
+    def step_ended(self) -> None:
+        """Called at the end of each ``step()``. A step lasts from one call to the next."""
+        if not self._measures:
+            return
+        now = monotonic()
+        if self._line is not None and self._last_step_at is not None:
+            steps = self._steps.setdefault(self._line, [])
+            steps.append((self._waited_seconds, now - self._last_step_at))
+            if len(steps) == STEPS:
+                self._say(self._line, steps)
+        self._last_step_at, self._line, self._waited_seconds = now, None, 0.0
+
+    def _say(self, line: str, steps: list[tuple[float, float]]) -> None:
+        self._measures = False
+        self._steps = {}
+        waited, whole = (median(seconds) for seconds in zip(*steps))
+        log.info(
+            "%s, so all averages are waited for there: median %.1f ms of %.1f ms per step (%.0f %%), which the next forward "
+            "cannot overlap",
+            line,
+            1e3 * waited,
+            1e3 * whole,
+            100 * waited / whole,
+        )
+
+
+def line_of_the_user() -> str:
+    """Return ``file:line`` of the innermost frame of this thread that is in neither torch nor commsched."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"

@@ -1,0 +1,285 @@
+"""Runs the user's optimizer for some of its parameters, with their averages in ``.grad``."""
+
+from __future__ import annotations
+
+import functools
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+from ...core.errors import UnsupportedError
+from .guard import unguarded
+from .slot import Slot
+
+
+class Lent(NamedTuple):
+    """A gradient that is swapped into the ``.grad`` of one parameter during the update."""
+
+    slot: Slot
+    before: torch.Tensor | None  # the parameter's ``.grad`` before the swap
+    gradient: torch.Tensor  # the tensor swapped in: the slot's gradient, or a copy with the parameter's strides
+    version: int  # version of ``gradient`` at the swap; shows whether the optimizer has written to a copy
+
+
+def lend(slots: Sequence[Slot]) -> list[Lent]:
+    """Swap the averages, which must be complete, into ``.grad``.
+
+    Raises:
+        UnsupportedError: the user has moved their memory. Then no ``.grad`` is changed.
+    """
+    with unguarded(), torch.inference_mode(False), torch.no_grad():
+        for slot in slots:
+            slot.require_in_buffer()
+        lent = []
+        for slot in slots:
+            gradient = _strided_like(slot.parameter, slot)
+            lent.append(Lent(slot, slot.parameter.grad, gradient, gradient._version))
+            slot.parameter.grad = gradient
+        return lent
+
+
+def _strided_like(parameter: torch.Tensor, slot: Slot) -> torch.Tensor:
+    """Return the average with the strides of ``parameter``; a copy if the strides differ.
+
+    Fused optimizers traverse parameter and gradient in memory order, because autograd makes gradients with the strides of
+    their parameters. The flat buffer, however, is contiguous.
+    """
+    if slot.rows is not None or slot.view.stride() == parameter.stride():
+        return slot.gradient
+    return torch.empty_like(parameter).copy_(slot.view)
+
+
+def take_back(lent: Sequence[Lent]) -> None:
+    """Restore each ``.grad`` to its value before :func:`lend`, unless the optimizer replaced it.
+
+    On a rank that did not use the parameter, that value is None.
+    """
+    with unguarded(), torch.inference_mode(False), torch.no_grad():
+        for each in lent:
+            slot, now = each.slot, each.slot.parameter.grad
+            if each.gradient is not slot.gradient and each.gradient._version != each.version:
+                slot.gradient.copy_(each.gradient)
+            if now is each.gradient:
+                slot.parameter.grad = each.before
+
+
+#: As ``Lent``, with the slot's gradient as the second item. A plain tuple, because each step makes one for each parameter.
+_LentToTwin = tuple[Slot, torch.Tensor, torch.Tensor, int]
+
+
+def lend_to_twins(slots: Sequence[Slot]) -> list[_LentToTwin]:
+    """Put the averages, which must be complete, into ``.grad`` of the twins, as objects that user code does not hold.
+
+    Raises:
+        UnsupportedError: the user has moved their memory. Then no ``.grad`` is changed.
+    """
+    with unguarded(), torch.inference_mode(False), torch.no_grad():
+        for slot in slots:
+            if slot.rows is None and slot.gradient.data_ptr() != slot.address:
+                slot.require_in_buffer()
+        lent = []
+        for slot in slots:
+            twin = slot.twin
+            if slot.rows is not None:
+                gradient = slot.gradient.detach()
+            elif twin.stride == slot.stride:
+                gradient = twin.another_of(slot.view)
+            else:
+                gradient = _strided_like(twin.tensor, slot)
+            lent.append((slot, slot.gradient, gradient, gradient._version))
+            twin.tensor.grad = gradient
+        return lent
+
+
+def take_back_from_twins(lent: Sequence[_LentToTwin]) -> None:
+    """Clear ``.grad`` of the twins. If the optimizer replaced it there, the replacement becomes the parameter's ``.grad``,
+    unless the user has assigned to that since ``step()`` or asked for zeros."""
+    with unguarded(), torch.inference_mode(False), torch.no_grad():
+        for slot, before, gradient, version in lent:
+            twin = slot.twin.tensor
+            left, twin.grad = twin.grad, None
+            elsewhere = slot.rows is None and gradient.data_ptr() != slot.address
+            if elsewhere and (slot.twin.has_moved(gradient) or gradient._version != version):
+                slot.view.copy_(gradient)
+            if left is not gradient and slot.parameter.grad is before and not slot.zero_later:
+                slot.parameter.grad = left
+
+
+def take_values_of_moved_twins(slots: Sequence[Slot]) -> None:
+    """Copy the values of each twin that the optimizer has given other memory, through ``.data``, to its parameter's memory.
+    The twin gets that memory back.
+
+    Raises:
+        UnsupportedError: the values do not fit the parameter.
+    """
+    with unguarded(), torch.inference_mode(False), torch.no_grad():
+        for slot in slots:
+            if not slot.twin.take_values():
+                raise UnsupportedError(
+                    f"the optimizer has given parameter '{slot.name}' another shape or type through .data: per_parameter=True "
+                    "cannot be used with it"
+                )
+
+
+def with_own_hooks(step: Callable[..., Any]) -> Callable[..., Any]:
+    """As ``Optimizer.profile_hook_step``, but without the hooks that are registered for all optimizers: those already run
+    around the ``step()`` of the user's optimizer."""
+
+    @functools.wraps(step)
+    def hooked(*args: Any, **kwargs: Any) -> Any:
+        optimizer = args[0]
+        with torch.autograd.profiler.record_function(f"Optimizer.step#{type(optimizer).__name__}.step"):
+            for before in list(optimizer._optimizer_step_pre_hooks.values()):
+                replaced = before(optimizer, args, kwargs)
+                if replaced is not None:
+                    args, kwargs = replaced
+            result = step(*args, **kwargs)
+            for after in list(optimizer._optimizer_step_post_hooks.values()):
+                after(optimizer, args, kwargs)
+            return result
+
+    return hooked
+
+
+def runs_only_torch(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether ``optimizer.step()`` runs torch's own code only, without hooks or wrappers, which might read the model or count
+    calls. The wrapper of learning-rate schedulers is allowed, because it does neither."""
+    return (
+        updates_each_parameter_alone(optimizer)
+        and is_step_of_class(optimizer)
+        and not optimizer._optimizer_step_pre_hooks
+        and not optimizer._optimizer_step_post_hooks
+        and not _global_optimizer_pre_hooks
+        and not _global_optimizer_post_hooks
+    )
+
+
+def is_step_of_class(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether ``optimizer.step`` is the method of its class, or that method in the wrapper of learning-rate schedulers."""
+    step = vars(optimizer).get("step")
+    return step is None or (hasattr(step, "_wrapped_by_lr_sched") and step.__wrapped__ is type(optimizer).step)
+
+
+#: Attributes of an optimizer that hold the hooks that run before and after its step().
+STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+
+
+def updates_each_parameter_alone(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether ``optimizer.step()`` for all parameters equals several calls, each for some of them.
+
+    This is known for the optimizers of ``torch.optim``. Others may keep counters in their groups or use a norm over all
+    gradients, so for them the whole update is one call, which needs all averages.
+    """
+    return is_of_torch(optimizer)
+
+
+def is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the class of ``optimizer`` is one of ``torch.optim``."""
+    return f"{type(optimizer).__module__}.".startswith("torch.optim.")
+
+
+def require_supported(optimizer: torch.optim.Optimizer) -> None:
+    """Require an optimizer that does not evaluate the model several times per step.
+
+    Raises:
+        UnsupportedError: ``optimizer`` does (LBFGS).
+    """
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise UnsupportedError("LBFGS is not supported: it runs backward several times within one step")
+
+
+def snapshot(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Return the current hyper-parameters of every group. Tensors and containers are copied."""
+    return [{key: _copy(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    if type(value) in (tuple, list):
+        return type(value)(_copy(item) for item in value)
+    return {key: _copy(item) for key, item in value.items()} if type(value) is dict else value
+
+
+#: Attributes that the copy in :func:`step_some` does not share with the optimizer: its groups, its state, and the wrappers
+#: and hooks of its step().
+_ITS_OWN = ("param_groups", "state", "step", *STEP_HOOKS)
+
+
+def can_be_narrowed(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether ``optimizer`` keeps its groups and its state in its own attributes, as the optimizers of torch do."""
+    return "param_groups" in vars(optimizer) and "state" in vars(optimizer)
+
+
+def step_some(
+    optimizer: torch.optim.Optimizer,
+    hyper_parameters: list[dict[str, Any]],
+    parameters: Iterable[tuple[int, torch.Tensor, torch.Tensor]],
+    hooks: bool,
+) -> None:
+    """Run ``optimizer.step()`` for some parameters only.
+
+    It may be called wherever a parameter is read, and while another thread uses ``optimizer``. Therefore a copy of the
+    optimizer makes the step. The copy has its own groups, which contain the twins, and looks up the state of their parameters
+    in the state of ``optimizer``. The step runs outside inference and autocast mode.
+
+    Args:
+        hyper_parameters: the hyper-parameters of each group.
+        parameters: ``(group index, parameter, twin)`` for each parameter to update. The twin's ``.grad`` is the average.
+        hooks: whether the hooks of ``optimizer`` are called, with the copy.
+    """
+    by_group: dict[int, list[torch.Tensor]] = {}
+    parameter_of: dict[int, torch.Tensor] = {}  # by the id of its twin
+    for index, parameter, twin in parameters:
+        by_group.setdefault(index, []).append(twin)
+        parameter_of[id(twin)] = parameter
+    groups = [{**hyper_parameters[index], "params": chosen} for index, chosen in sorted(by_group.items())]
+    if not groups:
+        return
+    attributes = {name: value for name, value in vars(optimizer).items() if name not in _ITS_OWN}
+    copied: Any = object.__new__(type(optimizer))
+    vars(copied).update(attributes, param_groups=groups, state=_StateOfTwins(optimizer.state, parameter_of))
+    for name in STEP_HOOKS:
+        setattr(copied, name, vars(optimizer)[name] if hooks else OrderedDict())
+    device = groups[0]["params"][0].device.type  # all parameters are on one device: see device_of
+    try:
+        with torch.inference_mode(False), torch.no_grad(), torch.autocast(device, enabled=False):
+            copied.step()
+    finally:
+        for name, value in vars(copied).items():
+            if name not in _ITS_OWN and (name not in attributes or attributes[name] is not value):
+                setattr(optimizer, name, value)  # step() has changed it: a counter, say
+
+
+class _StateOfTwins(MutableMapping[Any, Any]):
+    """The state of the user's optimizer; a twin as key finds the state of its parameter."""
+
+    __slots__ = ("_parameter_of", "_state")
+
+    def __init__(self, state: Any, parameter_of: Mapping[int, torch.Tensor]) -> None:
+        self._state = state
+        self._parameter_of = parameter_of
+
+    def _key(self, key: Any) -> Any:
+        return self._parameter_of.get(id(key), key)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._state[self._parameter_of.get(id(key), key)]  # not by _key: called twice per parameter in each step
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._state[self._key(key)] = value
+
+    def __delitem__(self, key: Any) -> None:
+        del self._state[self._key(key)]
+
+    def __contains__(self, key: object) -> bool:
+        return self._key(key) in self._state
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._state)
+
+    def __len__(self) -> int:
+        return len(self._state)

@@ -1,0 +1,181 @@
+"""The session of this process: set up from its launcher's variables, opened once, closed at exit."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+import threading
+from functools import partial
+from typing import Any
+
+from ..core import process_exit
+from ..core.errors import CommschedError, ConfigError
+from ..core.standard_streams import flush_all, occupy
+from ..core.world import World, detect_world
+from ..settings import Settings, parse_switch
+from . import opening
+from .log import say
+from .opening import NOTHING_MADE, open_session
+from .process_end import is_consequence, let_the_cause_end_first, record, shorten, unhandled
+from .session import Session
+
+log = logging.getLogger("commsched")
+
+#: Time in which a rank should raise the job's failure; after it, the failure is logged.
+_NOTICE_SECONDS = 1.0
+
+_lock = threading.Lock()
+_current: Session | None = None
+
+
+def init(*, device: str = "cpu", world: World | None = None, **settings: Any) -> Session:
+    """Return the session of this process. The first call, and the first call after a session has closed, joins the job and
+    waits until every rank has joined. Any thread.
+
+    The session is closed when the interpreter exits; if an exception ends this process, it is reported to the other ranks.
+    Rank and world size come from the launcher of the process (commsched run, torchrun, mpirun, srun). With one rank, or with
+    ``disable``, the session needs no network.
+
+    Args:
+        device: device of the gradients ("cpu", or as PyTorch names it), for ``transport=auto``; plugins set it.
+        world: rank and world size, from plugins of engines that start ranks themselves.
+        settings: fields of ``commsched.settings.Settings``. Each may also come from ``COMMSCHED_<NAME>`` or from a TOML file
+            named by ``COMMSCHED_CONFIG``.
+
+    Raises:
+        ConfigError: a setting is wrong or differs between ranks, settings are given after the session was opened, or ``world``
+            differs from the world that ``commsched run`` made.
+        PeerTimeout: not every rank joined in time; names the missing ranks.
+    """
+    global _current
+    with _lock:
+        if _current is not None and not _current.closed:
+            given = [*(["world"] if world is not None else []), *settings]
+            if given:
+                raise ConfigError(f"commsched is already initialised; give {', '.join(given)} at the first call of init")
+            return _current
+        world = detect_world(os.environ) if world is None else _agreed_with_launcher(world)
+        occupy()
+        process_exit.watch()
+        shorten(world.rank)
+        _current = open_session(world, Settings.load(settings, os.environ), device)
+        _current.when_failed(partial(_say_if_unnoticed, _current))
+        end_first()
+        return _current
+
+
+def end_first() -> None:
+    """At exit, close the session before the exit handlers of all modules imported until now run. Plugins of engines that shut
+    themselves down at exit call it when they are imported, since the session may have been opened before."""
+    atexit.unregister(_at_exit)
+    atexit.register(_at_exit)
+
+
+def shutdown() -> None:
+    """Close the session of this process, if there is one; see ``Session.close``."""
+    global _current
+    with _lock:
+        session, _current = _current, None
+    if session is not None:
+        session.close()
+
+
+def require_world_size(world_size: int, who: str) -> None:
+    """Check the number of ranks that a library has counted by itself, before its plugin uses that number. Not collective. The
+    check covers ``commsched run`` only, since libraries read the variables of other launchers themselves.
+
+    Raises:
+        ConfigError: ``commsched run`` has started another number of ranks than the library ``who`` has counted.
+    """
+    launched = _launched()
+    if launched is not None and launched.world_size != world_size:
+        raise ConfigError(
+            f"{launched.launcher} started {launched.world_size} ranks, but {who} makes {world_size}; let them agree"
+        )
+
+
+def _agreed_with_launcher(world: World) -> World:
+    """``world``; raises ConfigError if ``commsched run`` says that it is another."""
+    launched = _launched()
+    if launched is not None and (launched.rank, launched.world_size) != (world.rank, world.world_size):
+        raise ConfigError(
+            f"{launched.launcher} says that this is rank {launched.rank} of {launched.world_size}, but {world.launcher} "
+            f"that it is rank {world.rank} of {world.world_size}; let one of them start the ranks"
+        )
+    return world
+
+
+def _launched() -> World | None:
+    """The world that ``commsched run`` made, if it started this process or an ancestor of it; otherwise None."""
+    return detect_world(os.environ) if "COMMSCHED_RANK" in os.environ else None
+
+
+def _say_if_unnoticed(session: Session, failure: CommschedError) -> None:
+    """Log why the job failed if this rank does not notice: it may evaluate, or wait in a library that does not notice."""
+
+    def say() -> None:
+        if not session.closed and not session.has_raised:
+            log.warning("rank %d: the job has failed: %s: %s", session.rank, type(failure).__name__, failure)
+
+    timer = threading.Timer(_NOTICE_SECONDS, say)
+    timer.name, timer.daemon = "commsched-unnoticed", True
+    timer.start()
+
+
+def _at_exit() -> None:
+    """Close the session at exit, which drains the last tasks; so the number of steps need not be known. If an exception or an
+    exit code ends this rank, report it to all ranks."""
+    session, error = _current, unhandled()
+    if session is None and error is None:
+        _warn_if_nothing_was_averaged()
+    if error is not None and not isinstance(error, KeyboardInterrupt) and not is_consequence(error):
+        record(error, os.environ)
+    failed_before = session is not None and session.failed_elsewhere
+    if session is not None and not session.closed:
+        _end(session)
+    if is_consequence(error) or failed_before:
+        let_the_cause_end_first(os.environ)
+
+
+def _end(session: Session) -> None:
+    if (ended_by := process_exit.error()) is not None:
+        failure = session.failure
+        session.abort(ended_by)
+        if failure is not None and not session.has_raised:
+            log.error("rank %d: the job had failed before: %s: %s", session.rank, type(failure).__name__, failure)
+        elif failure is None and session.left:
+            log.error("rank %d: %s had left the job before", session.rank, ", ".join(f"rank {rank}" for rank in session.left))
+        return
+    try:
+        session.close()
+    except BaseException as failure:  # including an exception of a signal handler: the last averages may not be complete
+        # The training script assumes that all went well; the launcher must not. An atexit handler cannot change the exit
+        # code in any other way.
+        log.error("rank %d: %s: %s", session.rank, type(failure).__name__, failure)
+        flush_all()
+        if is_consequence(failure):
+            let_the_cause_end_first(os.environ)
+        process_exit.leave(process_exit.code_of(failure))
+
+
+def _warn_if_nothing_was_averaged() -> None:
+    """Warn if a plugin was imported, but no session was ever opened: the script has the first of the two lines to add, but not
+    the second."""
+    environ = os.environ
+    if opening.has_opened() or not any(name.startswith("commsched.plugins.") for name in sys.modules):
+        return
+    if "COMMSCHED_LAUNCHER_FILE" in environ:
+        return  # commsched run prints this warning for all ranks
+    if "multiprocessing" in sys.modules and sys.modules["multiprocessing"].parent_process() is not None:
+        return  # a data loader's process
+    try:
+        world, disabled = detect_world(environ), parse_switch(environ.get("COMMSCHED_DISABLE", ""))
+    except ConfigError:
+        return  # the user has not asked for any of this
+    if world.rank == 0 and world.world_size > 1 and not disabled:
+        say(f"no rank joined a job, so nothing was averaged: each of {world.world_size} processes ran alone. {NOTHING_MADE}")
+
+
+atexit.register(_at_exit)  # for a process that ends before it has a session; end_first registers it anew for a session

@@ -1,0 +1,456 @@
+"""One rank's membership in a job, as plugins see it, and the ways in which it ends."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from typing import Any, Protocol
+
+from ..control.events import Listener
+from ..core import timeouts
+from ..core.buffers import require_buffer, require_buffers
+from ..core.comparison import Comparison
+from ..core.config import SchedulerConfig
+from ..core.core import Core
+from ..core.errors import FORKED, ClosedError, CommschedError, ConfigError, PeerLost, RanksDiverged, TransportError
+from ..core.group import TensorGroup
+from ..core.interfaces import Buffer, Messenger, Observer, Observers, Transport
+from ..core.manifest import Manifest, TensorSpec, require_equal
+from ..core.plan import Plan, cut
+from ..core.world import World
+from .events import SessionListener, Tuner
+from .trace import TraceObserver
+
+
+class Control(Messenger, Protocol):
+    """The control channel as a session uses it. ``control/client.py`` documents each call."""
+
+    clock_offset_seconds: float
+
+    def gather(self, tag: str, value: Any) -> list[Any]: ...
+    def report(self, error: CommschedError) -> None: ...
+    def leave(self) -> None: ...
+    def wait_until_all_left(self) -> None: ...
+    def wait_for_callbacks(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class Session:
+    """One rank's membership in a job. Plugins get it from ``commsched.init``.
+
+    ``register``, ``broadcast``, ``average``, ``gather`` and ``close`` are collective: every rank calls them, in the same order,
+    from one engine thread. A collective call may raise on one rank before the other ranks are notified (a wrong argument, an
+    exception in a callback). The other ranks then wait until that rank closes its session. So let the exception end the
+    training, or the ``with`` block of the session.
+
+    Attributes:
+        world_size: number of ranks. It is 1 for a process that is alone, and with the setting ``disable``, where there may be
+            other ranks that this session ignores.
+        disabled: the setting ``disable`` is on; a plugin then leaves the engine unchanged.
+        observer: records the timeline; a plugin reports the engine's activity to its ``on_span``. ``None`` means no timeline.
+        check_weights: steps between two comparisons of weights (see ``plugins/common/weights_check.py``); 0 means none.
+        cleanup: closed last, however the session ends; for the threads of a plugin.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        config: SchedulerConfig,
+        *,
+        open_control: Callable[[Listener], Control],
+        open_transport: Callable[[Session], Transport],
+        order: str = "agreed",
+        same_on_all_ranks: Mapping[str, Any] | None = None,
+        trace_directory: str | None = None,
+        warn_after_seconds: float = 10.0,
+        stall_after_seconds: float | None = None,
+        check_weights: int = 0,
+    ) -> None:
+        self.rank = world.rank
+        self.world_size = world.world_size
+        self._core: Core | None = None
+        self._transport: Transport | None = None
+        self._gathers = 0
+        self._has_raised = False
+        self._close_callbacks: list[Callable[[], None]] = []
+        self._register_callbacks: list[Callable[[int, Manifest], None]] = []
+        self.closed = False
+        self.disabled = False
+        self._ended_itself = False
+        self.cleanup = ExitStack()
+        self._pid = os.getpid()
+        self.check_weights = check_weights
+        self._comparison = Comparison(world.world_size)
+        self._diverged: RanksDiverged | None = None
+        self._listener = SessionListener(self._on_compared)
+        self._control = open_control(self._listener)
+        self.observer: TraceObserver | None = None
+        self._observers: tuple[Observer, ...] = ()
+        try:
+            # The names that users write: partition, not partition_bytes.
+            schedule = {name.removesuffix("_bytes"): value for name, value in config.to_record().items()}
+            self._require_same({**(same_on_all_ranks or {}), **schedule})
+            if trace_directory is not None:
+                self.observer = TraceObserver(trace_directory, self.rank, self._control.clock_offset_seconds)
+                self._observers = (self.observer,)
+            self._transport = open_transport(self)
+            self._core = Core(
+                self._transport,
+                config,
+                observer=self.observer,
+                on_failure=self.report,
+                warn_after_seconds=warn_after_seconds,
+                stall_after_seconds=stall_after_seconds,
+                messenger=self._control,
+                order=order,
+            )
+            self._listener.use(self._core)
+        except BaseException as error:
+            ours = self.could_not_start(error)
+            self._tear_down()
+            failure = self._listener.failure
+            if isinstance(error, TransportError) and failure is not None and str(failure) != str(ours):
+                raise failure from error  # another rank failed first, and then closed its connections
+            raise
+
+    @property
+    def core(self) -> Core:
+        """The scheduler of this rank.
+
+        Raises:
+            ClosedError: the session is closed.
+        """
+        if self.closed or self._core is None:
+            raise ClosedError("this session is closed")
+        return self._core
+
+    @property
+    def transport(self) -> Transport:
+        """The transport that carries this rank's gradients.
+
+        Raises:
+            ClosedError: the session is closed.
+        """
+        if self.closed or self._transport is None:
+            raise ClosedError("this session is closed")
+        return self._transport
+
+    @property
+    def failed_elsewhere(self) -> bool:
+        """Whether the job failed because of another process, and not because of an exception on this rank."""
+        return isinstance(self._listener.failure, TransportError) and not self._ended_itself
+
+    @property
+    def device(self) -> str:
+        """The device of the flat buffers given to :meth:`register`: "cpu", or a device as PyTorch names it."""
+        return str(getattr(self.transport, "device", "cpu"))
+
+    # --- interface for plugins ---
+
+    def gather(self, value: Any, what: str = "") -> list[Any]:
+        """Return the value of every rank, in rank order. Blocks until every rank has called. Collective.
+
+        ``what`` states the purpose in errors ("to make an optimizer"); it must be the same on all ranks.
+        Values are small JSON values: tuples come back as lists, keys as strings, and numpy numbers are refused.
+
+        Raises:
+            TypeError: ``value`` cannot be written as JSON; on this rank only.
+            UnsupportedError: ``value`` is longer than the control channel takes; on this rank only.
+            CommschedError: a rank failed, left or was lost meanwhile; or the session is closed.
+        """
+        if self.closed:
+            raise ClosedError("this session is closed")
+        if os.getpid() != self._pid:
+            raise ClosedError(FORKED)
+        self._gathers += 1
+        try:
+            return self._control.gather(f"gather {self._gathers}" + (f", {what}" if what else ""), value)
+        except CommschedError:
+            self._has_raised = True
+            raise
+
+    def register(self, manifest: Manifest, buffers: Mapping[str, Buffer]) -> TensorGroup:
+        """Announce tensors, in forward order, and the flat buffer of each dtype. Collective; moves no data.
+
+        A buffer has ``manifest.buffer_bytes[dtype]`` writable bytes on :attr:`device`. In the host's memory it is a
+        ``memoryview`` of format ``B``. The buffers belong to the session until ``release`` of the returned group, so the engine
+        must neither move nor free them. The engine writes each gradient into the tensor's place in its flat buffer, and the
+        average replaces it there. uint8 is summed; every other dtype is averaged.
+
+        Raises:
+            ManifestMismatch: ranks disagree; names the tensor and both values, on every rank, before any data moves.
+            ValueError: a buffer does not meet these requirements; on this rank only.
+            CommschedError: see :meth:`gather`.
+        """
+        require_buffers(manifest, buffers, self.device)
+        plan, policy = self._agree_on(manifest)
+        for callback in self._register_callbacks:
+            callback(self.core.group_count, manifest)
+        return self._add_group(plan, buffers, policy)
+
+    def _agree_on(self, manifest: Manifest) -> tuple[Plan, str]:
+        """The plan by which all ranks cut ``manifest``, and the policy that decides whether its averages are split."""
+        # When the configuration changes, ranks may be at different steps of other groups. Rank 0's values count for all.
+        config = self.core.config
+        sizes = {"partition_bytes": config.partition_bytes, "fusion_bytes": config.fusion_bytes}
+        record = {"manifest": manifest.to_record(), "sizes": sizes, "policy": config.policy}
+        records = self.gather(record, "to register tensors")
+        require_equal([Manifest.from_record(record["manifest"]) for record in records])
+        return cut(manifest, **records[0]["sizes"]), records[0]["policy"]
+
+    def _add_group(self, plan: Plan, buffers: Mapping[str, Buffer], policy: str) -> TensorGroup:
+        if self.observer is not None:
+            self.observer.add_group(self.core.group_count, plan.manifest)
+        return self.core.add_group(plan, buffers, policy)
+
+    def broadcast(self, name: str, data: Buffer, root: int = 0) -> None:
+        """Replace ``data`` on every rank by the data of rank ``root``, bit for bit, whatever type it holds. Collective; returns
+        when the data have arrived.
+
+        ``data`` is a ``memoryview`` of format ``B``, or uint8 on another :attr:`device`. On another device the data must be
+        complete before the call, and already be zeros on every rank but ``root``. The broadcast is a sum to which every other
+        rank contributes zero bytes, so it needs only a transport's sum. Each call costs one or two round trips, so join small
+        data.
+
+        Raises:
+            ManifestMismatch: names, sizes or roots differ between ranks; on every rank, with ``data`` unchanged.
+            ValueError: ``data`` is not such memory, or there is no rank ``root``; on this rank only.
+            CommschedError: see :meth:`gather`.
+        """
+        require_buffer(data, f"what is to be broadcast as '{name}'", self.device)
+        if not 0 <= root < self.world_size:
+            raise ValueError(f"'{name}' cannot be broadcast from rank {root} of {self.world_size}")
+        name = name if root == 0 else f"{name} of rank {root}"
+        plan, policy = self._agree_on(Manifest((TensorSpec(name, (len(data),), "uint8"),)))
+        if self.rank != root and isinstance(data, memoryview):
+            data[:] = bytes(len(data))
+        self._run_once(plan, data, policy)
+
+    def average(self, spec: TensorSpec, data: Buffer) -> None:
+        """Replace ``data``, the bytes of ``spec``, on every rank by the average of all ranks. The tensor is averaged once
+        and belongs to no group. Collective; returns when the average is complete.
+
+        Raises:
+            ManifestMismatch: ``spec`` differs between ranks; on every rank, with ``data`` unchanged.
+            ValueError: ``data`` is not such memory; on this rank only.
+            CommschedError: see :meth:`gather`.
+        """
+        manifest = Manifest((spec,))
+        require_buffers(manifest, {spec.dtype: data}, self.device)
+        plan, policy = self._agree_on(manifest)
+        self._run_once(plan, data, policy)
+
+    def _run_once(self, plan: Plan, data: Buffer, policy: str) -> None:
+        """Sum or average ``data``, the one tensor of ``plan``."""
+        if len(data) == 0:
+            return
+        group = self._add_group(plan, {plan.manifest.tensors[0].dtype: data}, policy)
+        group.begin_step()
+        group.notify_ready(0)
+        group.proxies[0].wait()
+        group.release()
+
+    def reconfigure(self, config: SchedulerConfig, window: Any = None) -> None:
+        """Ask for another partition, credit or policy; all ranks switch at one agreed step. Returns before the switch.
+
+        Meant for rank 0 (a tuner). ``window`` is passed on to every rank's ``Tuner.on_switch``. Never blocks on other ranks.
+
+        Raises:
+            UnsupportedError: the transport does not support ``config``.
+            CommschedError: the job failed, or the session is closed.
+        """
+        self.core.require_supported(config)
+        self._control.propose({**config.to_record(), **({} if window is None else {"window": window})})
+
+    def use_tuner(self, tuner: Tuner) -> None:
+        """Pass the control channel's events for a tuner to ``tuner``. Called once on every rank, by the code that opens the
+        session."""
+        self._listener.tuner = tuner
+
+    def tell_tuner(self, value: Any) -> None:
+        """Send the JSON ``value`` to the tuner of rank 0. Any thread; never blocks. The values of one rank arrive in order.
+
+        Raises:
+            CommschedError: the job failed, or the session is closed.
+        """
+        if self.rank == 0:
+            self._listener.on_told(0, {"tuner": value})
+        else:
+            self._control.tell({"tuner": value})
+
+    def compare(self, what: str, step: int, values: Mapping[str, Any], hint: str = "") -> None:
+        """Compare the JSON ``values``, by name, of this rank with the values of the other ranks. Every rank calls it for the
+        same steps of ``what``, a noun in the plural. Any thread; never blocks: it sends one small message to rank 0.
+
+        A difference ends the job on every rank: the next waits and calls raise ``RanksDiverged``, whose message names the
+        difference and ends with ``hint``.
+
+        Raises:
+            UnsupportedError: ``values`` are longer than the control channel takes.
+            CommschedError: the job failed, or the session is closed.
+        """
+        if self.world_size == 1:
+            return
+        reported = {"what": what, "step": step, "values": dict(values), "hint": hint}
+        if self.rank == 0:
+            self._on_compared(0, reported)
+        else:
+            self._control.tell({"compare": reported})
+
+    def _on_compared(self, rank: int, reported: Mapping[str, Any]) -> None:
+        try:
+            self._comparison.add(rank, reported["what"], reported["step"], reported["values"], reported["hint"])
+        except RanksDiverged as error:
+            self._diverged = self._diverged or error
+            self.report(error)
+
+    def on_close(self, callback: Callable[[], None]) -> Callable[[], None]:
+        """Call ``callback`` at the start of an orderly close, while the session still works, to complete the last updates.
+
+        Callbacks run on the closing thread, in the order of registration. They may use the session, if every rank's do so
+        alike. An exception of a callback ends the job and is raised by ``close``. The returned function unregisters the
+        callback."""
+        self._close_callbacks.append(callback)
+        return lambda: self._close_callbacks.remove(callback)
+
+    def on_register(self, callback: Callable[[int, Manifest], None]) -> None:
+        """Call ``callback`` with the index and the tensors of each group that :meth:`register` is about to add, once all ranks
+        agree on them. An exception of ``callback`` ends the registration; ``callback`` must raise it on every rank."""
+        self._register_callbacks.append(callback)
+
+    def observe(self, observer: Observer) -> Callable[[], None]:
+        """Add an observer of tasks and steps. The returned function removes it."""
+        core = self.core
+        self._observers = (*self._observers, observer)
+        core.observer = Observers(*self._observers)
+
+        def forget() -> None:
+            self._observers = tuple(each for each in self._observers if each is not observer)
+            core.observer = Observers(*self._observers)  # even if empty: threads may be about to call it
+
+        return forget
+
+    @property
+    def failure(self) -> CommschedError | None:
+        """The first failure of the job, the same on every rank; None if there is none. Any thread, also after the end."""
+        return self._listener.failure
+
+    @property
+    def has_raised(self) -> bool:
+        """Whether a call or a wait of this rank has raised the failure."""
+        return self._has_raised or (self._core is not None and self._core.has_raised)
+
+    @property
+    def left(self) -> list[int]:
+        """The other ranks that have closed their session or are about to close it. Any thread."""
+        return sorted(self._listener.left)
+
+    def when_failed(self, callback: Callable[[CommschedError], None]) -> None:
+        """Call ``callback`` with the first failure of the job, from a control thread. If the job has failed already, call it
+        now, from this thread. ``callback`` must not wait."""
+        self._listener.when_failed(callback)
+
+    def report(self, error: CommschedError) -> None:
+        """Report a failure on this rank to every rank, which ends the job. Any thread; never blocks. The first failure of all
+        ranks is passed to the callbacks of :meth:`when_failed`, and every wait raises it."""
+        self._control.report(error)
+
+    def could_not_start(self, error: BaseException) -> CommschedError:
+        """Report to every rank why this rank cannot start, wait until the job knows, and return the reported error. Called by
+        code that opens a session."""
+        # A broken connection to a rank is likely a consequence of that rank's own failure: see ``ControlClient``.
+        kind = PeerLost if isinstance(error, PeerLost) else TransportError
+        ours = kind(f"rank {self.rank} could not start: {error}", rank=self.rank)
+        self._report_and_wait(ours)
+        return ours
+
+    # --- end ---
+
+    def close(self) -> None:
+        """Finish all tasks in flight, wait until every rank has closed, and release all resources. Collective; idempotent.
+
+        If other ranks are late by more than ``fail_after`` (one evaluates, or waits for this process to end), it returns as
+        soon as none of them waits for an average that this rank took part in.
+
+        Raises:
+            CommschedError: a rank failed before the last averages were complete.
+        """
+        if self.closed or os.getpid() != self._pid:
+            return
+        try:
+            self._stop_tuner(wait=True)
+            for callback in tuple(self._close_callbacks):  # a callback may unregister itself
+                callback()
+            self.core.drain()
+            self.core.farewell()
+            if self.observer is not None:
+                self.observer.close()  # every rank's file is written before the last rank has left
+            self._control.leave()
+            self._control.wait_until_all_left()
+            self._control.wait_for_callbacks()  # the last comparisons arrive as callbacks
+            if self._diverged is not None:
+                raise self._diverged
+        except BaseException as error:
+            self.abort(f"{type(error).__name__}: {error}")
+            raise
+        try:
+            if self.observer is not None and self.rank == 0:
+                self.observer.merge()
+        finally:
+            self._tear_down(graceful=True)
+
+    def abort(self, reason: str) -> None:
+        """End at once, and report ``reason`` to every rank unless the job has failed. Not collective; idempotent; never
+        raises."""
+        if self.closed or os.getpid() != self._pid:
+            return
+        if self._listener.failure is None:
+            self._ended_itself = True
+            self._report_and_wait(TransportError(f"rank {self.rank} ended: {reason}", rank=self.rank))
+        self._tear_down()
+
+    def _report_and_wait(self, error: CommschedError) -> None:
+        """Report ``error`` and wait, for a limited time, until the job's failure is decided. Otherwise other ranks might notice
+        our closed connections first and take them for the cause."""
+        decided = threading.Event()
+        self.when_failed(lambda _: decided.set())
+        self.report(error)
+        decided.wait(timeouts.RAISE_SECONDS)
+
+    def _tear_down(self, graceful: bool = False) -> None:
+        self.closed = True
+        self._stop_tuner(wait=False)
+        if self._core is not None:
+            self._core.close()
+        if self._transport is not None:
+            self._transport.close(graceful)
+        self._control.close()
+        if self.observer is not None:
+            self.observer.close()
+        self.cleanup.close()
+
+    def _stop_tuner(self, wait: bool) -> None:
+        tuner, self._listener.tuner = self._listener.tuner, None
+        if tuner is not None:
+            tuner.close(wait)
+
+    def _require_same(self, settings: Mapping[str, Any]) -> None:
+        records = self.gather(settings)
+        for rank, record in enumerate(records):
+            for key, value in record.items():
+                if value != records[0][key]:
+                    raise ConfigError(f"{key} is {records[0][key]} on rank 0 but {value} on rank {rank}; give all the same")
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
+        if error is None:
+            self.close()
+        else:
+            self.abort(f"{type(error).__name__}: {error}")
+
+    def __repr__(self) -> str:
+        return f"<Session rank {self.rank} of {self.world_size}{' closed' if self.closed else ''}>"

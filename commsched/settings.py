@@ -1,0 +1,383 @@
+"""Settings, from the first source that sets them: keyword arguments, ``COMMSCHED_*``, a TOML file, defaults. All parsing of
+settings is here.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+import threading
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from .core.config import MAX_PARTITION_BYTES, SchedulerConfig
+from .core.errors import ConfigError
+from .core.policies import policy_names
+
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
+
+
+def parse_bytes(value: object, key: str = "size") -> int:
+    """Parse ``"4MB"`` (MB is 10^6), ``"4MiB"`` (MiB is 2^20) or a number of bytes. Returns bytes, at least 1.
+
+    Raises:
+        ConfigError: ``value`` has another form; the message names ``key``, the value and the form.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]I?)?B?", str(value).strip().upper())
+    size = float(match[1]) * _UNITS[match[2] or ""] if match else 0.0
+    if not 0.5 < size < math.inf:
+        raise ConfigError(f"{key}={value!r} is not a size; write it like 4MB, 512KiB or 65536")
+    return round(size)
+
+
+def parse_rate(value: object, key: str = "rate") -> float:
+    """Parse ``"200mbit"`` (bits per second, as ``tc`` writes them: kbit, mbit, gbit). Returns bytes per second.
+
+    Raises:
+        ConfigError: ``value`` has another form; the message names ``key``, the value and the form.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg])?bit(?:/s|ps)?", str(value).strip().lower())
+    rate = float(match[1]) * _UNITS[(match[2] or "").upper()] / 8 if match else 0.0
+    if not 0 < rate < math.inf:
+        raise ConfigError(f"{key}={value!r} is not a rate; write it like 200mbit or 1gbit")
+    return rate
+
+
+def parse_seconds(value: object, key: str = "seconds") -> float:
+    """Parse a positive number of seconds, with or without an ``s`` at the end.
+
+    Raises:
+        ConfigError: ``value`` has another form; the message names ``key``, the value and the form.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*s?", str(value).strip())
+    if not match or not 0 < float(match[1]) <= threading.TIMEOUT_MAX:
+        raise ConfigError(f"{key}={value!r} is not a time; write it in seconds, like 10 or 2.5")
+    return float(match[1])
+
+
+def parse_switch(value: object, key: str = "switch") -> bool:
+    """Parse True or False, or one of the words 1, 0, true, false, yes, no, on, off. Empty text is False.
+
+    Raises:
+        ConfigError: ``value`` has another form; the message names ``key``, the value and the form.
+    """
+    word = str(value).strip().lower()
+    if word in ("1", "true", "yes", "on"):
+        return True
+    if word in ("0", "false", "no", "off", ""):
+        return False
+    raise ConfigError(f"{key}={value!r} is neither on nor off; write 1 or 0")
+
+
+def parse_address(value: object, key: str = "address") -> str:
+    """Parse ``"host:port"`` with a port of 0 to 65535; an IPv6 host is in brackets.
+
+    Raises:
+        ConfigError: ``value`` has another form; the message names ``key``, the value and the form.
+    """
+    text = str(value).strip()
+    match = re.fullmatch(r"(\[[0-9A-Fa-f:.%\w]+\]|[^\s:/,\[\]]+):(\d{1,5})", text)
+    if not match or int(match[2]) > 65535:
+        raise ConfigError(f"{key}={value!r} is not an address; write it like 10.0.0.7:29600")
+    return text
+
+
+def _addresses(value: object, key: str) -> tuple[str, ...]:
+    parts = value if isinstance(value, list | tuple) else [part for part in str(value).split(",") if part.strip()]
+    return tuple(parse_address(part, key) for part in parts)
+
+
+def _partition(value: object, key: str) -> int:
+    size = parse_bytes(value, key)
+    if size > MAX_PARTITION_BYTES:
+        raise ConfigError(f"{key}={value!r} is more than the largest partition, {MAX_PARTITION_BYTES // 2**20}MiB")
+    return size
+
+
+def require_one_of(words: Sequence[str], value: object, key: str) -> str:
+    """Return ``value`` if it is one of ``words``.
+
+    Raises:
+        ConfigError: ``value`` is none of them; the message names ``key``, the value, the word that was likely meant, and all
+            words.
+    """
+    if value not in words:
+        close = difflib.get_close_matches(str(value), words, 1)
+        hint = f"did you mean {close[0]}? " if close else ""
+        raise ConfigError(f"{key}={value!r} is unknown; {hint}there are: {', '.join(words)}")
+    return str(value)
+
+
+def _policy(value: object, key: str) -> str:
+    return require_one_of(policy_names(), value, key)
+
+
+def _one_of(*words: str) -> Callable[[object, str], str]:
+    return lambda value, key: require_one_of(words, value, key)
+
+
+def _count(value: object, key: str) -> int:
+    if not str(value).strip().isdecimal():
+        raise ConfigError(f"{key}={value!r} is not a number; write 0 or more")
+    return int(str(value))
+
+
+def _text(value: object, key: str) -> str:
+    return str(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """Limits on how long tuning may take. Tuning ends at the first limit that it reaches, or earlier. ``None`` means no limit
+    of that kind."""
+
+    trials: int | None = None
+    steps: int | None = None
+    seconds: float | None = None
+
+
+#: The budget of ``tune=1``: enough for the searcher on most models, and for the comparison at the end.
+DEFAULT_BUDGET = Budget(trials=12)
+
+
+def _budget(value: object, key: str) -> Budget | None:
+    """Parse on or off, or a limit such as ``"90s"``, ``"500 steps"`` or ``"20 trials"``."""
+    if isinstance(value, Budget):
+        return value
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|steps|trials)", str(value).strip())
+    if match is None:
+        try:
+            return DEFAULT_BUDGET if parse_switch(value, key) else None
+        except ConfigError:
+            pass
+    elif match[2] == "s":
+        return Budget(seconds=parse_seconds(match[1], key))
+    elif match[1].isdecimal() and int(match[1]) > 0:
+        return Budget(**{match[2]: int(match[1])})
+    raise ConfigError(f"{key}={value!r} is no budget; write 1, 0, or how long to tune, like 90s, 500steps or 20trials")
+
+
+def _policies(value: object, key: str) -> tuple[str, ...]:
+    parts = value if isinstance(value, list | tuple) else str(value).split(",")
+    return tuple(_policy(str(part).strip(), key) for part in parts)
+
+
+def _tuned(value: object, key: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{key}={value!r} is not the table that commsched tune writes")
+    return dict(value)
+
+
+#: The transports whose ranks launch tasks in one common order.
+_ORDERED = ("gloo", "mpi", "nccl")
+
+
+def _setting(
+    parse: Callable[[object, str], Any],
+    default: Any,
+    help: str,
+    *,
+    shown: bool = True,
+    same_on_all_ranks: bool = False,
+    run_option: bool = False,
+    transports: tuple[str, ...] = (),
+) -> Any:
+    """A field of :class:`Settings`.
+
+    Args:
+        shown: whether ``repr`` shows the value; False for a secret.
+        same_on_all_ranks: whether ranks compare the value when they join.
+        run_option: whether ``commsched run`` has it as an option. The other settings concern jobs across machines.
+        transports: the transports with which it has an effect; empty means all.
+    """
+    facts = {"same_on_all_ranks": same_on_all_ranks, "run_option": run_option, "transports": transports}
+    return field(default=default, metadata={"parse": parse, "help": help, **facts}, repr=shown)
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Everything a user may set. A field's name is the keyword of ``commsched.init`` and the key, in lower case, in the TOML
+    file that ``COMMSCHED_CONFIG`` names. The environment variable is ``COMMSCHED_<NAME>``."""
+
+    transport: str = _setting(
+        _text, "auto", "the way gradients travel: auto, ps, gloo, mpi, nccl", same_on_all_ranks=True, run_option=True
+    )
+    servers: tuple[str, ...] = _setting(
+        _addresses,
+        (),
+        "parameter servers, host:port,...; none: every rank hosts a shard",
+        same_on_all_ranks=True,
+        transports=("ps",),
+    )
+    lane: str = _setting(
+        _one_of("tcp", "grpc"),
+        "tcp",
+        "what carries gradients to parameter servers: tcp, grpc",
+        same_on_all_ranks=True,
+        run_option=True,
+        transports=("ps",),
+    )
+    order: str = _setting(
+        _one_of("agreed", "static"),
+        "agreed",
+        "order of collectives: agreed (in every step), static (without messages, once it repeats itself)",
+        same_on_all_ranks=True,
+        run_option=True,
+        transports=_ORDERED,
+    )
+    wire: str = _setting(
+        _one_of("none", "bfloat16", "float16"),
+        "none",
+        "dtype that float32 gradients travel as: none, bfloat16, float16 (a host's sum above 65504 becomes infinite)",
+        same_on_all_ranks=True,
+        run_option=True,
+    )
+    hierarchy: str = _setting(
+        _one_of("auto", "on", "off"),
+        "auto",
+        "sum over the ranks of a host first, and let one of them use the network: auto (if there are several hosts), on, off",
+        same_on_all_ranks=True,
+        run_option=True,
+    )
+    partition: int = _setting(_partition, 4_000_000, "largest partition, such as 4MB", run_option=True)
+    credit: int = _setting(
+        parse_bytes,
+        16_000_000,
+        "bytes committed to the network at a time, such as 16MB",
+        run_option=True,
+    )
+    fusion: int | None = _setting(
+        parse_bytes, None, "small neighbours are merged up to this; none: up to the partition", run_option=True
+    )
+    policy: str = _setting(
+        _policy,
+        "priority",
+        "order of ready partitions: priority, fifo, rsag",
+        run_option=True,
+    )
+    rate: float | None = _setting(
+        parse_rate, None, "most that a rank may send, such as 200mbit; none: no cap", run_option=True, transports=("ps",)
+    )
+    trace: str | None = _setting(
+        _text,
+        None,
+        "directory for a timeline of every task; none: no timeline",
+        run_option=True,
+    )
+    log: str | None = _setting(
+        _one_of("warning", "info", "debug"),
+        None,
+        "what is said of the job: warning, info, debug; none: one line when it begins, and warnings",
+        run_option=True,
+    )
+    check_weights: int = _setting(
+        _count,
+        100,
+        "steps between two comparisons of a part of the weights between ranks; 0: they are not compared",
+        same_on_all_ranks=True,
+        run_option=True,
+    )
+    fail_after: float = _setting(
+        parse_seconds,
+        10.0,
+        "seconds of silence after which a rank or server is given up",
+        same_on_all_ranks=True,
+        run_option=True,
+    )
+    stall_after: float | None = _setting(
+        parse_seconds,
+        None,
+        "seconds of waiting for a rank that lives after which the job ends; none: only a warning names it",
+        same_on_all_ranks=True,
+        run_option=True,
+    )
+    join_within: float = _setting(parse_seconds, 60.0, "seconds within which all ranks must have joined")
+    tune: Budget | None = _setting(  # noqa: RUF009 - Budget is frozen
+        _budget, None, "look for a better partition and credit in training: 1, or for 90s, 500steps, 20trials"
+    )
+    tune_out: str | None = _setting(_text, None, "file for what tuning found, such as tuned.toml; none: it is only logged")
+    tune_by: str = _setting(_text, "bayes", "how to search: bayes, grid, random, sgd")
+    tune_policies: tuple[str, ...] = _setting(_policies, (), "policies to choose from in tuning; none: the one that is set")
+    tune_end: str | None = _setting(_text, None, "file for why tuning ended without a result; commsched tune sets it")
+    launcher_file: str | None = _setting(_text, None, "file in which ranks tell commsched run, which sets it, what they do")
+    tuned: Mapping[str, Any] | None = _setting(_tuned, None, "the jobs that a tuned file is for: in the file only")
+    disable: bool = _setting(parse_switch, False, "1: train exactly as without commsched", run_option=True)
+    control: str | None = _setting(parse_address, None, "host:port where rank 0 listens; needed across machines")
+    host: str | None = _setting(_text, None, "address other machines reach this rank at; none: found by itself")
+    job: str | None = _setting(_text, None, "the job's name, if several have one token and address; none: the launcher's")
+    token: str | None = _setting(_text, None, "the job's secret; needed across machines", shown=False)
+    token_file: str | None = _setting(_text, None, "a file of mode 0600 that holds the token")
+    rendezvous: str | None = _setting(_text, None, "file where rank 0 tells its address to ranks of the same machine")
+    #: Names of the settings that the user set, which tuning does not change. Settings from a tuned file do not count: tuning
+    #: starts from them.
+    given: frozenset[str] = frozenset()
+
+    @property
+    def scheduler(self) -> SchedulerConfig:
+        return SchedulerConfig(self.partition, self.credit, self.policy, self.fusion)
+
+    @classmethod
+    def names(cls, fact: str) -> list[str]:
+        """The settings for which ``fact`` holds: ``same_on_all_ranks`` or ``run_option``, see :func:`_setting`."""
+        return [f.name for f in fields(cls) if f.metadata.get(fact)]
+
+    def without_effect(self, transport: str) -> list[str]:
+        """One sentence for each setting that the user changed from its default and that has no effect with ``transport``."""
+        return [
+            f"{f.name}={value!r} has no effect with transport={transport}: it is for {', '.join(f.metadata['transports'])}"
+            for f in fields(self)
+            if f.name in self.given and f.metadata["transports"] and transport not in f.metadata["transports"]
+            if (value := getattr(self, f.name)) != f.default
+        ]
+
+    @classmethod
+    def load(cls, keywords: Mapping[str, Any], environ: Mapping[str, str]) -> Settings:
+        """Merge the settings from all sources and check them. Keywords that are None count as not given.
+
+        Raises:
+            ConfigError: a setting is unknown or wrong; the message names the key, its source, the value and what is allowed.
+        """
+        known = {f.name: f for f in fields(cls) if f.metadata}
+        values: dict[str, Any] = {}
+        given: set[str] = set()
+        environment = {key: value for key, value in environ.items() if key.startswith("COMMSCHED_") and key not in NOT_SETTINGS}
+        config = environ.get("COMMSCHED_CONFIG")
+        sources: list[tuple[Callable[[str], str], Mapping[str, Any]]] = [
+            (lambda key: f"{key} in {config}", _read_toml(config) if config else {}),
+            (lambda key: f"COMMSCHED_{key.upper()}", {key[10:].lower(): value for key, value in environment.items()}),
+            (lambda key: key, {key: value for key, value in keywords.items() if value is not None}),
+        ]
+        for place, (label, source) in enumerate(sources):
+            for key, value in source.items():
+                if key not in known:
+                    close = difflib.get_close_matches(key, known, 1)
+                    hint = f"did you mean {label(close[0])}?" if close else f"there are: {', '.join(known)}"
+                    raise ConfigError(f"{label(key)} is not a setting; {hint}")
+                if value != "":
+                    values[key] = known[key].metadata["parse"](value, label(key))
+                    if place > 0 or "tuned" not in source:
+                        given.add(key)
+        return cls(**values, given=frozenset(given))
+
+
+#: ``COMMSCHED_*`` variables that are not settings: the rank and world (see ``core/world.py``), and the name of the TOML file.
+NOT_SETTINGS = frozenset(
+    {
+        "COMMSCHED_CONFIG",
+        "COMMSCHED_RANK",
+        "COMMSCHED_WORLD_SIZE",
+        "COMMSCHED_LOCAL_RANK",
+        "COMMSCHED_LOCAL_WORLD_SIZE",
+    }
+)
+
+
+def _read_toml(path: str) -> Mapping[str, Any]:
+    try:
+        return tomllib.loads(Path(path).read_text())
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"COMMSCHED_CONFIG={path!r} cannot be read: {error}") from error

@@ -1,0 +1,1 @@
+"""Transports, found by name. Every module here is a transport and defines ``open_transport(context)``."""

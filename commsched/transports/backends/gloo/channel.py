@@ -1,0 +1,141 @@
+"""One process group over gloo."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+from torch.distributed import AllreduceOptions, ProcessGroupGloo
+
+from ...collective import Done
+from ...collective.channel import MAX_TAGS
+from .store import GatherStore
+from .waiter import PendingWork, Waiter
+
+log = logging.getLogger("commsched")
+
+_DTYPES = {"float32": torch.float32, "float64": torch.float64, "uint8": torch.uint8}
+
+#: The number of all-reduces of one group that run at a time.
+_THREADS = 2
+
+#: A slower transfer counts as broken.
+_MIN_BYTES_PER_SECOND = 1e6
+
+#: How long closing may take. Operations that gloo still holds by then are left to end by themselves.
+_CLOSE_SECONDS = 0.8
+
+
+class GlooChannel:
+    """See ``collective.Channel``. The constructor is collective, and returns when all ranks are connected.
+
+    Sums and their ``done`` run in gloo's threads. The device's thread moves point-to-point messages. The ``done`` of an
+    exchange runs in one of our two threads: one serves even tags, the other odd tags. With a single thread the second half of
+    an exchange would wait for the first half of a later exchange.
+
+    When a connection breaks, gloo fails the operations that wait on it, but not the operations whose bytes are in transit.
+    Those end only at the time limit that they began with, nothing can end them sooner, and dropping the group waits for them.
+    So every operation has a limit, although the control channel finds out which rank is gone, and ``close`` does not wait
+    long.
+
+    Args:
+        device: gloo's port and the thread that moves bytes; may be shared by channels.
+        within: how long the other ranks may take to connect.
+        patience_seconds: how long an operation may make no progress, beside the time that its bytes take.
+
+    Raises:
+        RuntimeError: a rank cannot be reached ``within`` that time.
+        CommschedError: the job failed meanwhile.
+    """
+
+    native = frozenset(_DTYPES)
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        device: ProcessGroupGloo.Device,
+        store: GatherStore,
+        within: timedelta,
+        patience_seconds: float,
+    ) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self._patience_seconds = patience_seconds
+        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._devices = [device]
+        options._threads = _THREADS
+        options._timeout = within
+        self._group: Any = ProcessGroupGloo(store, rank, world_size, options)
+        self._lock = threading.Lock()
+        self._bytes_under_way = 0
+        self._waiters = [Waiter(f"commsched-gloo-{half}-{rank}") for half in ("even", "odd")]
+
+    def all_reduce(self, data: memoryview, dtype: str, done: Done) -> None:
+        options = AllreduceOptions()
+        options.timeout = self._begin(2 * len(data))
+        work = self._group.allreduce([torch.frombuffer(data, dtype=_DTYPES[dtype])], options)
+        work.get_future().add_done_callback(partial(self._all_reduced, 2 * len(data), done))
+
+    def exchange(
+        self, tag: int, sends: Sequence[tuple[int, memoryview]], receives: Sequence[tuple[int, memoryview]], done: Done
+    ) -> None:
+        nbytes = sum(len(data) for _, data in (*sends, *receives))
+        patience = self._begin(nbytes)
+        tensors = [torch.frombuffer(data, dtype=torch.uint8) for _, data in (*receives, *sends)]
+        incoming, outgoing = tensors[: len(receives)], tensors[len(receives) :]
+        works = [self._group.recv([tensor], peer, tag) for tensor, (peer, _) in zip(incoming, receives)]
+        works += [self._group.send([tensor], peer, tag) for tensor, (peer, _) in zip(outgoing, sends)]
+        self._waiters[tag % 2].put(PendingWork(works, tensors, patience, partial(self._end, nbytes, done)))
+
+    def close(self, graceful: bool) -> None:
+        if not graceful:
+            self._abort()
+        closer = threading.Thread(target=self._drop, name=f"commsched-gloo-close-{self.rank}", daemon=True)
+        closer.start()
+        closer.join(_CLOSE_SECONDS)
+        if closer.is_alive():
+            log.debug("gloo holds on to operations of rank %d that cannot end; they will in their time limit", self.rank)
+
+    def _begin(self, nbytes: int) -> timedelta:
+        """Count ``nbytes`` as outstanding, and return the operation's timeout, which allows for all outstanding bytes."""
+        with self._lock:
+            self._bytes_under_way += nbytes
+            seconds = self._patience_seconds + self._bytes_under_way / _MIN_BYTES_PER_SECOND
+        return timedelta(seconds=seconds)
+
+    def _end(self, nbytes: int, done: Done, error: BaseException | None) -> None:
+        with self._lock:
+            self._bytes_under_way -= nbytes
+        done(error)
+
+    def _all_reduced(self, nbytes: int, done: Done, future: Any) -> None:
+        error: BaseException | None = None
+        try:
+            future.value()
+        except RuntimeError as failed:
+            error = failed
+        self._end(nbytes, done, error)
+
+    def _abort(self) -> None:
+        """End all connections. gloo does so when a wait times out."""
+        nothing = torch.zeros(1, dtype=torch.uint8, device="cpu")
+        for peer in range(self.world_size):
+            if peer == self.rank:
+                continue
+            try:
+                self._group.recv([nothing], peer, MAX_TAGS).wait(timedelta(milliseconds=1))
+            except RuntimeError:
+                continue  # the expected timeout, or this connection is broken already while others may not be
+
+    def _drop(self) -> None:
+        for waiter in self._waiters:
+            waiter.close()
+        # This waits, without the interpreter's lock, for the ``done`` of the last sums. If the interpreter's end dropped the
+        # group, gloo's threads might want that lock when no thread can take it any more, and the process would not end.
+        self._group = None

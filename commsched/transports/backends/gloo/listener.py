@@ -1,0 +1,92 @@
+"""gloo's listening socket. Only torch holds it, and it accepts every connection for as long as the process lives."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import re
+import socket
+import struct
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Generic, TypeVar
+
+log = logging.getLogger("commsched")
+
+T = TypeVar("T")
+
+#: Linux constants for which Python has no names: the state of a listening socket, SO_ATTACH_FILTER, and the one instruction of
+#: a filter that drops every packet.
+_LISTENS = "0A"
+_SO_ATTACH_FILTER = 26
+_RETURN_NOTHING = b"\x06\x00\x00\x00\x00\x00\x00\x00"
+
+
+class ListeningSocket(Generic[T]):
+    """The sockets that ``make`` opened to listen. ``made`` is the value that ``make`` returned.
+
+    gloo accepts every connection and keeps it open, but needs no more connections once all ranks are connected. If the socket
+    were shut down, gloo's thread would spin. So packets to the socket are dropped instead, and later connections get no answer.
+    """
+
+    def __init__(self, make: Callable[[], T]) -> None:
+        before = _listening()
+        self.made = make()
+        # Other threads may have opened listening sockets meanwhile. ``ignore_strangers`` leaves those alone.
+        self._sockets: list[socket.socket] = []
+        for inode, descriptor in _listening().items():
+            if inode not in before:
+                with suppress(OSError):  # another thread's socket, closed by now
+                    self._sockets.append(socket.socket(fileno=os.dup(descriptor)))
+
+    def ignore_strangers(self, published: bytes) -> None:
+        """Refuse new connections. ``published`` holds the address by which the other ranks found the socket, in gloo's form."""
+        for each in self._sockets:
+            if _as_gloo_writes(each) not in published:
+                continue
+            filters = ctypes.create_string_buffer(_RETURN_NOTHING, len(_RETURN_NOTHING))
+            try:
+                each.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, bytes(_Program(1, ctypes.addressof(filters))))
+            except OSError as error:
+                log.debug("gloo goes on taking connections at %s: %s", each.getsockname(), error)
+
+    def close(self) -> None:
+        """Close our duplicates of the sockets; gloo keeps its own. Idempotent."""
+        for each in self._sockets:
+            each.close()
+        self._sockets = []
+
+
+class _Program(ctypes.Structure):
+    """``struct sock_fprog``."""
+
+    _fields_ = (("length", ctypes.c_ushort), ("filters", ctypes.c_void_p))
+
+
+def _listening() -> dict[int, int]:
+    """Return the descriptors of this process's listening TCP sockets, by inode."""
+    inodes = set()
+    for table in ("tcp", "tcp6"):
+        with suppress(OSError):  # for example without IPv6
+            for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
+                fields = line.split()
+                if fields[3] == _LISTENS:
+                    inodes.add(int(fields[9]))
+    found = {}
+    with suppress(OSError):  # there is no /proc
+        for name in os.listdir("/proc/self/fd"):
+            with suppress(OSError):  # closed by now
+                match = re.fullmatch(r"socket:\[(\d+)\]", os.readlink(f"/proc/self/fd/{name}"))
+                if match and int(match[1]) in inodes:
+                    found[int(match[1])] = int(name)
+    return found
+
+
+def _as_gloo_writes(listening: socket.socket) -> bytes:
+    """Return the beginning of the ``struct sockaddr`` of ``listening``, which gloo publishes."""
+    where: tuple[str, int] = listening.getsockname()[:2]
+    host, port = where
+    flow = b"" if listening.family == socket.AF_INET else bytes(4)
+    return struct.pack("=H", listening.family) + port.to_bytes(2, "big") + flow + socket.inet_pton(listening.family, host)

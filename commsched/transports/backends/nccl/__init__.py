@@ -1,0 +1,30 @@
+"""NCCL, through a PyTorch process group of our own: averages tensors in the memory of CUDA devices."""
+
+from __future__ import annotations
+
+import sys
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from ....core.errors import ConfigError
+from ...context import TransportContext
+
+if TYPE_CHECKING:
+    from .transport import NcclTransport
+
+
+def open_transport(context: TransportContext) -> NcclTransport:
+    """Open the transport of this rank, on its current CUDA device. Collective. Returns when a first sum was correct.
+
+    Raises:
+        ConfigError: PyTorch, its NCCL or a device is missing, or two ranks would share a device.
+        TransportError: NCCL could not connect the ranks.
+    """
+    if "torch" not in sys.modules and find_spec("torch") is None:
+        raise ConfigError("transport='nccl' needs PyTorch: pip install \"commsched[torch]\"")
+    from .connect import connect
+    from .transport import NcclTransport
+
+    group = connect(context)
+    world = context.world
+    return NcclTransport(world.rank, world.world_size, group, context.on_failure, context.when_failed)

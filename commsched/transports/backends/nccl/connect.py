@@ -1,0 +1,84 @@
+"""Connects the ranks' devices."""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from ....core.errors import ConfigError, TransportError
+from ...collective.exit_if_job_fails import exit_if_job_fails
+from ...context import TransportContext
+from .nccl_group import NcclGroup
+from .store import open_store
+
+#: torch ends the process when a collective takes longer. This is a last resort, far behind ``fail_after``, which names the
+#: silent rank.
+_MIN_TIMEOUT_SECONDS = 600.0
+
+
+def connect(context: TransportContext) -> NcclGroup:
+    """Return the group of this rank, on the current device of the calling thread. Collective.
+
+    Raises:
+        ConfigError: PyTorch lacks NCCL or a device, or two ranks would share a device.
+        TransportError: NCCL could not connect the ranks, or a first sum was wrong.
+    """
+    device = _own_device(context)
+    rank, world_size, settings = context.world.rank, context.world.world_size, context.settings
+    store = open_store(context)
+    timeout = timedelta(seconds=max(_MIN_TIMEOUT_SECONDS, 10 * settings.fail_after))
+    group = NcclGroup(store, rank, world_size, device, timeout)
+    # Without an abort, a collective that waits for a lost rank would block the device, and every thread that synchronises with
+    # it, for ever.
+    context.when_failed(lambda _: _abort_aside(group))
+    try:
+        with exit_if_job_fails(context.when_failed):  # while it connects, NCCL waits for all ranks without a limit
+            ones = torch.ones(1, device=device)
+            torch.cuda.current_stream(device).synchronize()
+            group.launch(lambda: group.all_reduce(ones)).synchronize()
+            total = ones.item()
+        if broken := group.error():
+            raise RuntimeError(broken)
+    except Exception as error:
+        group.abort()
+        raise TransportError(f"rank {rank}: NCCL could not connect {device}: {type(error).__name__}: {error}") from error
+    if total != world_size:
+        group.abort()
+        raise TransportError(f"rank {rank}: NCCL's first sum of {world_size} ones on {device} is {total:g}")
+    return group
+
+
+def _abort_aside(group: NcclGroup) -> None:
+    """Abort in a thread of its own: an abort may take a while, and the caller is a control thread."""
+    threading.Thread(target=group.abort, name="commsched-nccl-abort", daemon=True).start()
+
+
+def _own_device(context: TransportContext) -> torch.device:
+    """Return this rank's device. Collective: an error of one rank is raised on every rank."""
+    devices = context.gather(_describe_device(context.host))
+    for rank, record in enumerate(devices):
+        if "error" in record:
+            raise ConfigError(f"transport='nccl' on rank {rank}: {record['error']}")
+        for other in range(rank):
+            if devices[other]["identity"] == record["identity"]:
+                raise ConfigError(
+                    f"transport='nccl': ranks {other} and {rank} share the device {record['name']}; NCCL wants one each: call "
+                    "torch.cuda.set_device(local_rank) before commsched.init"
+                )
+    return torch.device(devices[context.world.rank]["name"])
+
+
+def _describe_device(host: str) -> dict[str, str]:
+    if not dist.is_available() or not dist.is_nccl_available():
+        return {"error": f"this PyTorch ({torch.__version__}) is built without NCCL; install one built for CUDA"}
+    if not all(hasattr(dist.ProcessGroupNCCL, name) for name in ("abort", "shutdown", "get_error")):
+        return {"error": f'this PyTorch ({torch.__version__}) is too old for it: pip install "torch>=2.7"'}
+    if not torch.cuda.is_available():
+        return {"error": "PyTorch sees no CUDA device"}
+    index = torch.cuda.current_device()
+    # In containers, each rank may call its device cuda:0.
+    identity = str(getattr(torch.cuda.get_device_properties(index), "uuid", f"{host} {index}"))
+    return {"name": f"cuda:{index}", "identity": identity}

@@ -1,0 +1,125 @@
+"""gRPC as a carrier of frames: a worker's stream, and a shard's port."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import grpc
+
+from ....core.errors import CommschedError, ConfigError, ProtocolError, TransportError
+from ....net.rpc import Call, DaemonExecutor, Unproven, bind, job_of, make_channel, make_server
+from ...averaging.contributions import PartitionKey
+from .frame import MAX_MESSAGE_BYTES, Frame, FrameKind, decode, encode
+from .rate_limiter import RateLimiter
+from .send_queue import SendQueue
+from .stream import Allocate, Stream, StreamBroken
+
+#: The one method of a parameter server.
+METHOD = "/commsched.ps/Exchange"
+
+
+class GrpcStream:
+    """See ``WorkerStream``. gRPC does not report when bytes have left, so the server acknowledges each push."""
+
+    def __init__(self, peer: str, address: str, token: str, job: str, outbox: SendQueue, fail_after_seconds: float) -> None:
+        self.peer = peer
+        self.outbox = outbox
+        self._unacknowledged: dict[PartitionKey, Callable[[], None]] = {}
+        self._channel = make_channel(address, fail_after_seconds, MAX_MESSAGE_BYTES)
+        # wait_for_ready: gRPC tries again while the server is not up, until ``close``.
+        self._call = Call(self._channel, METHOD, self._requests(), token, job, wait_for_ready=True)
+
+    def frames(self, place: Allocate) -> Iterator[Frame]:
+        try:
+            for message in self._call:
+                frame = decode(message)
+                if frame.kind is FrameKind.ACK:
+                    self._acknowledged(frame)
+                else:
+                    yield frame
+        except grpc.RpcError as error:
+            raise self._translate(error) from error
+        except Unproven as error:
+            raise ConfigError(f"{self.peer} {error}") from error
+
+    def abort(self) -> None:
+        self.outbox.abort()
+        self._call.cancel()
+
+    def close(self) -> None:
+        self.abort()
+        self._channel.close()
+
+    def _requests(self) -> Iterator[bytes]:
+        for parcel in self.outbox:
+            if parcel.sent is not None:
+                self._unacknowledged[parcel.frame.key] = parcel.sent
+            yield encode(parcel.frame)
+
+    def _acknowledged(self, frame: Frame) -> None:
+        sent = self._unacknowledged.pop(frame.key, None)
+        if sent is None:
+            raise ProtocolError(f"an ACK of step {frame.step}, partition {frame.partition}, which was not sent there")
+        sent()
+
+    def _translate(self, error: grpc.RpcError) -> StreamBroken | CommschedError:
+        code, details = error.code(), error.details()
+        if code is grpc.StatusCode.UNAUTHENTICATED:
+            return ConfigError(f"{self.peer} has another token; set the same COMMSCHED_TOKEN everywhere")
+        if code is grpc.StatusCode.UNAVAILABLE:
+            return StreamBroken(details)
+        return TransportError(f"{self.peer}: {code.name}: {details}")
+
+
+#: How long streams may take to end in good order when the port closes.
+_GRACE_SECONDS = 1.0
+
+
+class GrpcPort:
+    """See ``Port``. gRPC sends in one thread for each stream, and a thread of ours receives for each stream."""
+
+    def __init__(self, address: str, token: str, pacer: RateLimiter | None, fail_after_seconds: float) -> None:
+        self._pacer = pacer
+        self._executor = DaemonExecutor("commsched-ps")
+        self._readers = DaemonExecutor("commsched-ps-reader")
+        self._server = make_server(self._executor, token, fail_after_seconds, MAX_MESSAGE_BYTES)
+        self.address = f"{address.rpartition(':')[0]}:{bind(self._server, address)}"
+
+    def serve(self, handle: Callable[[Stream, str], None]) -> None:
+        def exchange(requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+            stream = _ServerStream(context.peer(), SendQueue(self._pacer), requests)
+            if context.add_callback(stream.outbox.abort):
+                self._readers.submit(handle, stream, job_of(context))
+            else:
+                stream.outbox.abort()
+            return (encode(parcel.frame) for parcel in stream.outbox)
+
+        _, package, method = METHOD.split("/")
+        handler = grpc.stream_stream_rpc_method_handler(exchange)
+        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(package, {method: handler}),))
+        self._server.start()
+
+    def close(self, graceful: bool) -> None:
+        self._server.stop(_GRACE_SECONDS if graceful else None).wait()
+        self._readers.shutdown()
+        self._executor.shutdown()
+
+
+class _ServerStream:
+    """See ``Stream``."""
+
+    def __init__(self, peer: str, outbox: SendQueue, requests: Iterator[bytes]) -> None:
+        self.peer = peer
+        self.outbox = outbox
+        self._requests = requests
+
+    def frames(self, place: Allocate) -> Iterator[Frame]:
+        try:
+            for message in self._requests:
+                frame = decode(message)
+                if frame.kind is FrameKind.PUSH:
+                    # Before the push is handled: the last push queues its reply at once, and an ACK must not follow the reply.
+                    self.outbox.put_control(Frame(FrameKind.ACK, frame.group, frame.step, frame.partition))
+                yield frame
+        except grpc.RpcError as error:
+            raise StreamBroken("the call ended") from error

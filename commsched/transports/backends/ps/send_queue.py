@@ -1,0 +1,138 @@
+"""The messages that wait to be sent on one stream, in the order in which they should leave."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from queue import SimpleQueue
+
+from ....core.policies import make_policy
+from ....core.scheduler import Scheduler
+from .frame import Frame, FrameKind
+from .push_priority import PushPriority
+from .rate_limiter import RateLimiter
+
+#: Added to the order of replies for the pacer. It is larger than the order of every push.
+_REPLIES_LAST = 2**32
+
+
+@dataclass(slots=True, eq=False)
+class OutgoingFrame:
+    """A message to send. If ``sent`` is given, the sender calls it once, when the bytes have left and before an answer to the
+    message is handled."""
+
+    frame: Frame
+    sent: Callable[[], None] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self.frame.nbytes
+
+    @property
+    def priority(self) -> int:
+        return self.frame.order
+
+
+class SendQueue:
+    """A blocking iterator of messages that feeds one stream. Only the sending thread iterates it.
+
+    That thread takes a message when the one before has left, so each choice is made at the last moment. Control messages leave
+    first, in the order they came. Gradients follow in the ``order`` of their frames, and in the order they came where that is
+    equal. With a ``pacer``, gradients enter this queue when they may leave.
+    """
+
+    def __init__(self, pacer: RateLimiter | None = None) -> None:
+        self._lock = threading.Lock()
+        # One item for each message to take, and for each other reason to wake the sender. This is a semaphore in C. It costs a
+        # tenth of a Condition, which would be the largest cost of a small partition.
+        self._wake: SimpleQueue[None] = SimpleQueue()
+        self._control: deque[OutgoingFrame] = deque()
+        self._parcels: Scheduler[OutgoingFrame] = Scheduler(make_policy("priority"), credit_bytes=0)  # no credit: one at a time
+        self._pacer = pacer
+        self._way: PushPriority | None = None
+        self._kept_back = 0  # number of items taken from _wake while pushes had priority
+        self._finished = False
+
+    def put_control(self, frame: Frame) -> None:
+        """Queue a small message before all gradients. Ignored after ``finish``."""
+        if self._pacer is not None:
+            self._pacer.charge(frame.nbytes)
+        with self._lock:
+            if not self._finished:
+                self._control.append(OutgoingFrame(frame))
+                self._wake.put(None)
+
+    def put(self, frame: Frame, sent: Callable[[], None] | None = None) -> None:
+        """Queue gradients. Their memory must not change until they have left. Ignored after ``finish``."""
+        parcel = OutgoingFrame(frame, sent)
+        if self._pacer is None:
+            self._enter(parcel)
+        else:  # the pacer has one order for all messages of this process; see PushPriority
+            order = frame.order + (_REPLIES_LAST if frame.kind is FrameKind.RESULT else 0)
+            self._pacer.submit(order, frame.nbytes, lambda: self._enter(parcel))
+
+    def give_way(self, way: PushPriority) -> None:
+        """Send gradients only while ``way`` is free, until ``keep_way``."""
+        way.add(self._way_is_free)
+        with self._lock:
+            self._way = way
+
+    def keep_way(self) -> None:
+        with self._lock:
+            way, self._way = self._way, None
+        if way is not None:
+            way.remove(self._way_is_free)
+
+    def finish(self) -> None:
+        """End the stream once the control messages have left. Waiting gradients are dropped. Idempotent."""
+        with self._lock:
+            self._finish()
+
+    def abort(self) -> None:
+        """End the stream at once: all waiting messages are dropped. Idempotent."""
+        with self._lock:
+            self._control.clear()
+            self._finish()
+
+    def __iter__(self) -> SendQueue:
+        return self
+
+    def __next__(self) -> OutgoingFrame:
+        while True:
+            self._wake.get()
+            with self._lock:
+                if self._control:
+                    return self._control.popleft()
+                if self._finished:
+                    self._wake.put(None)  # for the next call
+                    raise StopIteration
+                if self._way is not None and not self._way.is_free:
+                    self._kept_back += 1
+                    continue
+                parcel = self._parcels.next()
+                if parcel is not None:
+                    self._parcels.sent(parcel)  # it has left when the caller comes back
+                    return parcel
+
+    def _enter(self, parcel: OutgoingFrame) -> None:
+        with self._lock:
+            if not self._finished:
+                self._parcels.add(parcel)
+                self._wake.put(None)
+
+    def _way_is_free(self) -> None:
+        with self._lock:
+            while self._kept_back:
+                self._kept_back -= 1
+                self._wake.put(None)
+
+    def _finish(self) -> None:
+        self._finished = True
+        self._parcels = Scheduler(make_policy("priority"), credit_bytes=0)  # drops the references to their memory
+        self._wake.put(None)
+
+    def __repr__(self) -> str:
+        with self._lock:
+            return f"<Outbox {len(self._control)} control, {self._parcels!r}{', finished' if self._finished else ''}>"

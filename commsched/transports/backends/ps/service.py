@@ -1,0 +1,260 @@
+"""The protocol of a parameter server: handles the messages of each stream, around one Aggregator."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ....core.errors import CommschedError, ConfigError, PeerLost, ProtocolError, TransportError, to_record
+from ....core.interfaces import OnFailure
+from ....core.manifest import Manifest
+from ....net.rpc import called
+from ...averaging.aggregator import Aggregator
+from ...averaging.contributions import Reply
+from .frame import RAW, Damaged, Frame, FrameKind, WorkerHello, json_frame
+from .push_priority import PushPriority
+from .stream import Stream, StreamBroken
+
+log = logging.getLogger("commsched")
+
+
+@dataclass(eq=False)
+class _Worker:
+    """The worker at the other end of a stream. ``rank`` is None until its hello was accepted."""
+
+    stream: Stream
+    job: str
+    rank: int | None = None
+    member: int | None = None  # the job's rank, which names it in messages
+
+    def __str__(self) -> str:
+        return self.stream.peer if self.rank is None else f"rank {self.member} ({self.stream.peer})"
+
+
+class Service:
+    """Serves one job: accepts one stream per rank, and fails as a whole when one of them breaks.
+
+    Args:
+        name: the name of this server in messages.
+        world_size: the number of ranks; ``None`` means that the first hello gives it, together with ``members`` and
+            ``divisor``.
+        on_failure: called with the first failure, from any thread.
+        on_first_hello: called once, with the first hello, by the thread of its stream. No hello is answered before it returns.
+        on_all_left: called when every rank has said goodbye.
+        members, divisor: see ``Aggregator``.
+        job: the job's name; ``None`` means the job of the first worker.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        world_size: int | None,
+        on_failure: OnFailure,
+        on_first_hello: Callable[[WorkerHello], None] = lambda hello: None,
+        on_all_left: Callable[[], None] = lambda: None,
+        members: Sequence[int] | None = None,
+        divisor: int | None = None,
+        job: str | None = None,
+    ) -> None:
+        #: Taken by the pushes of a rank in the same process; replies of this server give way to them.
+        self.right_of_way = PushPriority()
+        self._name = name
+        self._on_failure = on_failure
+        self._on_first_hello = on_first_hello
+        self._on_all_left = on_all_left
+        self._lock = threading.Lock()
+        self._welcoming = threading.Event()  # set when hellos are answered
+        self._aggregator = None if world_size is None else Aggregator(world_size, self.fail, members, divisor)
+        self._workers: list[_Worker] = []
+        self._greeted: dict[int, WorkerHello] = {}  # by rank, of the ranks that have or had a stream
+        self._left: set[int] = set()
+        self._failure: CommschedError | None = None
+        self._closed = False
+        self._job = job
+
+    @property
+    def aggregator(self) -> Aggregator:
+        """Computes the averages. There is none before the world size is known."""
+        assert self._aggregator is not None
+        return self._aggregator
+
+    @property
+    def job(self) -> str:
+        """The job's name. If it was not given, it is empty until the first worker was greeted."""
+        return self._job or ""
+
+    def serve(self, stream: Stream, job: str = "") -> None:
+        """Handle the messages of ``stream`` until it ends, and finish ``stream.outbox``. The carrier's thread calls it.
+
+        ``job`` is the name of the worker's job, which the worker has proved.
+        """
+        worker = _Worker(stream, job)
+        with self._lock:
+            if self._closed:
+                return stream.outbox.abort()
+            self._workers.append(worker)
+        stream.outbox.give_way(self.right_of_way)
+        try:
+            self._hear(worker)
+        except ConfigError as error:  # a stranger or a worker of another job; this job has not failed
+            log.warning("%s refused %s: %s", self._name, worker, error)
+            _refuse(worker, error)
+        except CommschedError as error:
+            _refuse(worker, error)
+            self.fail(error)
+        except Exception as error:
+            log.exception("%s failed", self._name)
+            self.fail(TransportError(f"{self._name} failed: {type(error).__name__}: {error}"))
+        finally:
+            stream.outbox.finish()
+            stream.outbox.keep_way()
+            with self._lock:
+                self._workers.remove(worker)
+
+    def fail(self, error: CommschedError) -> None:
+        """End the job: report the first failure to every worker and to ``on_failure``. Thread-safe."""
+        with self._lock:
+            if self._failure is not None or self._closed:
+                return
+            self._failure = error
+            workers = list(self._workers)
+        self._welcoming.set()
+        for worker in workers:
+            _refuse(worker, error)
+        self._on_failure(error)
+
+    def close(self) -> None:
+        """End every stream in good order. Idempotent. Callable from any thread, also from a stream's own."""
+        with self._lock:
+            self._closed = True
+            workers = list(self._workers)
+        self._welcoming.set()
+        if self._aggregator is not None:
+            self._aggregator.close()
+        for worker in workers:
+            worker.stream.outbox.put_control(Frame(FrameKind.GOODBYE))
+            worker.stream.outbox.finish()
+
+    # --- a stream's own thread ---
+
+    def _hear(self, worker: _Worker) -> None:
+        try:
+            for frame in worker.stream.frames(lambda frame: self._place(worker, frame)):
+                if frame.kind is FrameKind.PUSH and worker.rank is not None:
+                    self._push(worker.rank, worker.stream, frame)
+                elif frame.kind is FrameKind.GOODBYE and worker.rank is not None:
+                    return self._goodbye(worker.rank)
+                else:
+                    self._handle(worker, frame)
+                del frame  # its memory may be reused before the next message comes
+        except ProtocolError as error:
+            raise ProtocolError(f"{self._name} got from {worker}: {error}") from error
+        except Damaged as damaged:
+            raise TransportError(f"{self._what(worker, damaged.frame)} arrived damaged at {self._name}: {damaged}") from damaged
+        except StreamBroken:
+            pass  # handled below like an end without a goodbye
+        if worker.rank is not None:
+            raise PeerLost(f"rank {worker.member} is gone: its connection to {self._name} broke", rank=worker.member)
+
+    def _what(self, worker: _Worker, frame: Frame) -> str:
+        if frame.kind not in RAW:
+            return f"a {frame.kind.name} message of {worker}"
+        return f"{self.aggregator.describe(frame.key, frame.dtype, frame.start, frame.stop)} which {worker} pushed,"
+
+    def _place(self, worker: _Worker, frame: Frame) -> memoryview:
+        if worker.rank is None or frame.kind is not FrameKind.PUSH:
+            raise _out_of_turn(worker, frame)
+        self.aggregator.require_fitting(worker.rank, frame.key, frame.dtype, frame.start, frame.stop)
+        return self.aggregator.buffers.take(frame.stop - frame.start)
+
+    def _push(self, rank: int, stream: Stream, frame: Frame) -> None:
+        given = not memoryview(frame.payload).readonly  # the payload lies in the memory from ``_place``
+        reply = _reply_to(stream, frame)
+        self.aggregator.push(rank, frame.key, frame.dtype, frame.start, frame.stop, frame.payload, reply, given=given)
+
+    def _handle(self, worker: _Worker, frame: Frame) -> None:
+        if frame.kind is FrameKind.HELLO and worker.rank is None:
+            self._greet(worker, WorkerHello.from_record(frame.json()))
+        elif worker.rank is None:
+            raise _out_of_turn(worker, frame)
+        elif frame.kind is FrameKind.GROUP:
+            self.aggregator.add_group(worker.rank, frame.group, Manifest.from_record(frame.json()))
+        elif frame.kind is FrameKind.LEFT:
+            self.aggregator.leave(self._rank_in(frame))
+        else:
+            raise _out_of_turn(worker, frame)
+
+    def _rank_in(self, frame: Frame) -> int:
+        rank = frame.json()
+        if type(rank) is not int or not 0 <= rank < self.aggregator.world_size:
+            raise ProtocolError(f"{str(rank)[:20]!r} is not a rank")
+        return rank
+
+    def _greet(self, worker: _Worker, hello: WorkerHello) -> None:
+        with self._lock:
+            if self._failure is not None:
+                raise self._failure
+            if self._job is not None and worker.job != self._job:
+                raise ConfigError(f"rank {hello.member} is of {called(worker.job)}; this server serves {called(self._job)}")
+            first = not self._greeted
+            if self._aggregator is None:
+                self._aggregator = Aggregator(hello.world_size, self.fail, hello.members, hello.divisor)
+            aggregator, world_size = self._aggregator, self._aggregator.world_size
+            if hello.world_size != world_size:
+                raise ConfigError(f"rank {hello.member} says there are {hello.world_size} ranks; this job has {world_size}")
+            asked = (hello.members or tuple(range(world_size)), hello.divisor or world_size)
+            if asked != (aggregator.members, aggregator.divisor):
+                raise ConfigError(
+                    f"rank {hello.member} says that the members are {asked[0]} of {asked[1]}; they are {aggregator.members} "
+                    f"of {aggregator.divisor}"
+                )
+            if hello.rank in self._greeted:
+                raise ConfigError(_greeted_twice(self._greeted[hello.rank], hello))
+            self._greeted[hello.rank] = hello
+            self._job = worker.job
+            worker.rank, worker.member = hello.rank, aggregator.members[hello.rank]
+        if first:
+            self._on_first_hello(hello)
+            self._welcoming.set()
+        self._welcoming.wait()
+        worker.stream.outbox.put_control(json_frame(FrameKind.HELLO, {}))
+
+    def _goodbye(self, rank: int) -> None:
+        self.aggregator.leave(rank)
+        with self._lock:
+            self._left.add(rank)
+            all_left = len(self._left) == self.aggregator.world_size
+        if all_left:
+            self._on_all_left()
+
+
+def _greeted_twice(earlier: WorkerHello, hello: WorkerHello) -> str:
+    if hello.server != earlier.server and hello.control_address == earlier.control_address:
+        return f"servers {earlier.server} and {hello.server} are one process: it is named twice in servers"
+    said = f"rank {hello.member} is connected already; two processes claim to be it"
+    if hello.control_address == earlier.control_address:
+        return said
+    return (
+        f"{said}, or two jobs without names were given one server: rank 0 of one is at {earlier.control_address}, of the "
+        f"other at {hello.control_address}"
+    )
+
+
+def _out_of_turn(worker: _Worker, frame: Frame) -> ProtocolError:
+    return ProtocolError(f"{frame.kind.name} {'before the hello' if worker.rank is None else 'out of turn'}")
+
+
+def _reply_to(stream: Stream, push: Frame) -> Reply:
+    _, group, step, partition, dtype, start, stop, _, order = push
+
+    def reply(result: memoryview) -> None:
+        stream.outbox.put(Frame(FrameKind.RESULT, group, step, partition, dtype, start, stop, result, order))
+
+    return reply
+
+
+def _refuse(worker: _Worker, error: CommschedError) -> None:
+    worker.stream.outbox.put_control(json_frame(FrameKind.ERROR, to_record(error)))
+    worker.stream.outbox.finish()

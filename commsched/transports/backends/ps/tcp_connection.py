@@ -1,0 +1,190 @@
+"""A TCP connection that carries frames both ways, after its handshake. Both ends use it."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+from time import monotonic
+
+from ....core.errors import CommschedError
+from .frame import HEADER_BYTES, RAW, Frame, decode_header, encode_header
+from .send_queue import OutgoingFrame, SendQueue
+from .stream import Allocate, StreamBroken
+
+#: The bytes that the kernel may hold unsent. They are committed beyond the credit, and an urgent message waits for them. A
+#: smaller limit would wake the sender more often, which costs more than it saves.
+_UNSENT_BYTES = 256 * 1024
+
+#: A push counts as sent when the kernel has taken all of it but this many bytes. The next push is chosen while the rest leaves,
+#: so that the link is not idle between two pushes. The server cannot answer an incomplete push, so ``sent`` has returned before
+#: the answer comes.
+_REST_BYTES = 64 * 1024
+
+#: The largest TCP_KEEPIDLE and TCP_KEEPINTVL that Linux accepts, and the number of unanswered probes after which it gives up.
+_MAX_PROBE_SECONDS, _UNANSWERED_PROBES = 2**15 - 1, 5
+
+#: Fields of ``struct tcp_info``: tcpi_retransmits, tcpi_probes, tcpi_last_ack_recv.
+_TCP_INFO = struct.Struct("=2xBB52xI")
+
+
+class TcpConnection:
+    """See ``Stream``. One thread sends, and the thread that iterates ``frames`` receives.
+
+    The payload goes from the task's memory to the kernel, and from the kernel to its destination, without a copy in between.
+
+    Args:
+        name: the name of the sending thread.
+        fail_after_seconds: bounds how long a connection lives whose other end is frozen or cut off.
+
+    Raises:
+        OSError: the system refuses an option of the socket.
+        RuntimeError: the system has no thread left.
+    """
+
+    def __init__(self, connected: socket.socket, peer: str, outbox: SendQueue, name: str, fail_after_seconds: float) -> None:
+        self.peer = peer
+        self.outbox = outbox
+        self._socket = connected
+        self._fail_after_seconds = fail_after_seconds
+        self._send_error: Exception | None = None
+        _set_options(connected, fail_after_seconds)
+        self._sender = threading.Thread(target=self._send_all, name=name, daemon=True)
+        self._sender.start()
+
+    def frames(self, place: Allocate) -> Iterator[Frame]:
+        header = memoryview(bytearray(HEADER_BYTES))
+        while self._fill(header):
+            frame, nbytes, checksum = decode_header(header)
+            if nbytes:
+                frame = frame._replace(payload=place(frame) if frame.kind in RAW else memoryview(bytearray(nbytes)))
+                if not self._fill(memoryview(frame.payload)):
+                    raise self._broken("it ended in the middle of a message")
+                frame.require_intact(checksum)
+            yield frame
+            del frame  # its memory may be reused before the next message comes
+        if self._send_error is not None:
+            raise self._broken(self._send_error)
+
+    def abort(self) -> None:
+        """End at once, in both directions. Thread-safe. The connection must not be closed yet."""
+        self.outbox.abort()
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass  # it has ended by itself
+
+    def linger(self, within_seconds: float) -> None:
+        """Return when the other end has ended too, or after that time.
+
+        Call it from the receiving thread once the outbox is finished. If the connection were closed while received bytes are
+        unread, the messages that were sent last would be lost.
+        """
+        deadline = monotonic() + within_seconds
+        scratch = bytearray(_REST_BYTES)
+        try:
+            while (remaining := deadline - monotonic()) > 0:
+                # Not settimeout, which would turn the sender's calls into non-blocking ones.
+                _set_receive_timeout(self._socket, remaining)
+                if not self._socket.recv_into(scratch):
+                    return
+        except OSError:
+            pass  # it broke, or the time is over
+
+    def close(self) -> None:
+        """End, and return when the sending thread has ended. Call it from the receiving thread."""
+        self.abort()
+        self._sender.join()
+        self._socket.close()
+
+    def _fill(self, memory: memoryview) -> bool:
+        """Fill ``memory`` from the socket. Returns False if the other end had ended before the first byte."""
+        filled = 0
+        try:
+            while filled < len(memory):
+                try:
+                    received = self._socket.recv_into(memory[filled:], 0, socket.MSG_WAITALL)
+                except BlockingIOError:  # nothing has come for a while
+                    _require_answers(self._socket, self._fail_after_seconds + 2.0)
+                    continue
+                if not received:
+                    break
+                filled += received
+        except OSError as error:
+            raise self._broken(error) from error
+        if 0 < filled < len(memory):
+            raise self._broken("it ended in the middle of a message")
+        return filled > 0
+
+    def _broken(self, why: object) -> Exception:
+        """Return the error to raise. The sender's error comes first, since other errors follow from it."""
+        error = self._send_error
+        return error if isinstance(error, CommschedError) else StreamBroken(str(error or why))
+
+    # --- the sender's thread ---
+
+    def _send_all(self) -> None:
+        try:
+            for parcel in self.outbox:
+                self._send(parcel)
+                del parcel  # its memory may be reused before the next message comes
+            self._socket.shutdown(socket.SHUT_WR)
+        except (BrokenPipeError, ConnectionResetError) as error:
+            self._send_error = error  # the receiver finds the end, after the messages that came before it
+        except Exception as error:
+            self._send_error = error
+            self.abort()  # or the receiver might wait for ever for answers to messages that were never sent
+        self.outbox.abort()
+
+    def _send(self, parcel: OutgoingFrame) -> None:
+        header, payload = encode_header(parcel.frame), memoryview(parcel.frame.payload)
+        if parcel.sent is None:
+            self._write([header, payload])
+            return
+        most = len(payload) - _REST_BYTES
+        if most <= 0:
+            parcel.sent()
+            self._write([header, payload])
+            return
+        self._write([header, payload[:most]])
+        parcel.sent()
+        self._write([payload[most:]])
+
+    def _write(self, parts: list[bytes | memoryview]) -> None:
+        unsent = sum(map(len, parts)) - self._socket.sendmsg(parts)
+        if unsent:  # a signal interrupted the call
+            self._socket.sendall(b"".join(parts)[-unsent:])
+
+
+def _set_options(connected: socket.socket, fail_after_seconds: float) -> None:
+    connected.settimeout(None)
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
+    # Heartbeats on the control channel detect a loss earlier, and name the lost rank. Keepalive ends connections to vanished
+    # hosts that no heartbeat watches. Its probes ask the other end's kernel, so a peer that is frozen or busy keeps its
+    # connection. TCP_USER_TIMEOUT would also end the connection of a peer that has not read for long.
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    probe_seconds = min(max(1, round(fail_after_seconds / 4)), _MAX_PROBE_SECONDS)
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, probe_seconds)
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, probe_seconds)
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _UNANSWERED_PROBES)
+    _set_receive_timeout(connected, min(fail_after_seconds / 4, _MAX_PROBE_SECONDS))
+
+
+def _require_answers(connected: socket.socket, within_seconds: float) -> None:
+    """Check that the other end's kernel answers, even if its process does not read.
+
+    Raises:
+        TimeoutError: sent data or keepalive probes have had no answer for longer than that time.
+    """
+    info = connected.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+    retransmits, probes, last_answer_ms = _TCP_INFO.unpack(info.ljust(_TCP_INFO.size, b"\0"))
+    if (retransmits or probes) and last_answer_ms > within_seconds * 1000:
+        raise TimeoutError(f"its host has not answered for {last_answer_ms / 1000:.0f} s")
+
+
+def _set_receive_timeout(connected: socket.socket, seconds: float) -> None:
+    whole = int(seconds)
+    microseconds = max(1, round((seconds - whole) * 1e6))
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", whole, min(microseconds, 999_999)))

@@ -1,0 +1,158 @@
+"""A server's port over TCP."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from time import monotonic
+
+from ....core.errors import ConfigError
+from ....net.rpc import DaemonExecutor, listen
+from .rate_limiter import RateLimiter
+from .send_queue import SendQueue
+from .stream import Stream
+from .tcp_connection import TcpConnection
+from .tcp_handshake import HandshakeRejected, server_handshake
+
+log = logging.getLogger("commsched")
+
+#: How long a handshake may take, and how many may be outstanding. This bounds what strangers can cost at a time.
+_HANDSHAKE_SECONDS = 5.0
+_MAX_HANDSHAKES = 64
+
+#: How long streams may take to end in good order when the port closes, and how long a stream lingers after its last message.
+_GRACE_SECONDS = 1.0
+
+#: How often the log mentions connections that were refused.
+_WARN_EVERY_SECONDS = 10.0
+
+
+class TcpPort:
+    """See ``Port``. One thread accepts. Each connection has one thread that receives and one that sends."""
+
+    def __init__(self, address: str, token: str, pacer: RateLimiter | None, fail_after_seconds: float) -> None:
+        if not token:
+            raise ConfigError("the job's token is empty; set the same COMMSCHED_TOKEN on every rank")
+        self._token = token
+        self._pacer = pacer
+        self._fail_after_seconds = fail_after_seconds
+        self._listening = listen(address)
+        self.address = f"{address.rpartition(':')[0]}:{self._listening.getsockname()[1]}"
+        self._executor = DaemonExecutor("commsched-ps")
+        self._changed = threading.Condition()
+        # Connections, the oldest first. The value is the host while the handshake is outstanding, else None. ``close`` and
+        # ``_make_room`` shut connections down; their own threads close them.
+        self._open: dict[socket.socket, str | None] = {}
+        self._closed = False
+        self._warn_again_at = 0.0
+
+    def serve(self, handle: Callable[[Stream, str], None]) -> None:
+        self._executor.submit(self._accept, handle)
+
+    def close(self, graceful: bool) -> None:
+        with self._changed:
+            self._closed = True
+            with suppress(OSError):  # it was closed before
+                self._listening.shutdown(socket.SHUT_RDWR)
+            if graceful:
+                self._changed.wait_for(lambda: all(self._open.values()), _GRACE_SECONDS)
+            for each in self._open:
+                with suppress(OSError):  # it has ended by itself
+                    each.shutdown(socket.SHUT_RDWR)
+        self._executor.shutdown()
+        self._listening.close()
+
+    # --- the accepting thread ---
+
+    def _accept(self, handle: Callable[[Stream, str], None]) -> None:
+        while (connection := self._next()) is not None:
+            accepted, peer = connection
+            self._make_room()
+            try:
+                self._executor.submit(self._meet, accepted, peer, handle)
+            except RuntimeError as error:  # the system has no thread left, or the port was closed meanwhile
+                self._warn(peer, error)
+                self._end(accepted)
+
+    def _next(self) -> tuple[socket.socket, str] | None:
+        """Return the next connection and its name in messages, or None when the port is closed."""
+        while True:
+            try:
+                accepted, (host, port, *_) = self._listening.accept()
+            except OSError as error:
+                with self._changed:
+                    if self._closed:
+                        return None
+                    log.warning("%s cannot accept connections: %s", self.address, error)
+                    self._changed.wait(1.0)  # for example out of file descriptors, which may come free
+                continue
+            with self._changed:
+                if not self._closed:
+                    self._open[accepted] = host
+                    return accepted, f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+            accepted.close()
+
+    def _make_room(self) -> None:
+        """If too many handshakes are outstanding, end the oldest one of the host that has most of them.
+
+        A worker's handshake takes milliseconds, so a handshake that waits is likely a stranger's. A worker that was ended tries
+        again.
+        """
+        with self._changed:
+            hosts = Counter(host for host in self._open.values() if host is not None)
+            if hosts.total() <= _MAX_HANDSHAKES:
+                return
+            most = max(hosts, key=hosts.__getitem__)
+            oldest = next(accepted for accepted, host in self._open.items() if host == most)
+            self._open[oldest] = None  # it is not counted any more
+        self._warn(most, f"more than {_MAX_HANDSHAKES} handshakes were under way")  # before its own thread warns
+        with suppress(OSError):  # it has ended by itself
+            oldest.shutdown(socket.SHUT_RDWR)
+
+    # --- the thread of one connection ---
+
+    def _meet(self, accepted: socket.socket, peer: str, handle: Callable[[Stream, str], None]) -> None:
+        try:
+            job = server_handshake(accepted, self._token, _HANDSHAKE_SECONDS, lambda: self._proven(accepted))
+            self._serve(accepted, peer, job, handle)
+        except HandshakeRejected as stranger:
+            self._warn(peer, stranger)
+        finally:
+            self._end(accepted)
+
+    def _proven(self, accepted: socket.socket) -> None:
+        """Protect the connection from ``_make_room``: a worker that was admitted does not try again."""
+        with self._changed:
+            if self._open[accepted] is None:
+                raise HandshakeRejected("it had to make room")
+            self._open[accepted] = None
+
+    def _serve(self, accepted: socket.socket, peer: str, job: str, handle: Callable[[Stream, str], None]) -> None:
+        outbox = SendQueue(self._pacer)
+        try:
+            connection = TcpConnection(accepted, peer, outbox, "commsched-ps-sender", self._fail_after_seconds)
+        except (OSError, RuntimeError) as error:  # the system lacks a resource, for example a thread
+            return log.warning("%s cannot serve %s: %s", self.address, peer, error)
+        try:
+            handle(connection, job)
+            connection.linger(_GRACE_SECONDS)
+        finally:
+            connection.close()
+
+    # --- both threads ---
+
+    def _warn(self, peer: str, why: object) -> None:
+        now = monotonic()
+        if now >= self._warn_again_at and not self._closed:  # a stranger must not fill the log
+            self._warn_again_at = now + _WARN_EVERY_SECONDS
+            log.warning("%s refused a connection from %s: %s", self.address, peer, why)
+
+    def _end(self, accepted: socket.socket) -> None:
+        with self._changed:
+            del self._open[accepted]
+            self._changed.notify_all()
+        accepted.close()

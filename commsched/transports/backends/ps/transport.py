@@ -1,0 +1,225 @@
+"""PsTransport: the worker's side of the parameter servers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from time import monotonic
+
+import numpy as np
+
+from ....core.errors import ClosedError, CommschedError, ConfigError, PeerLost, ProtocolError
+from ....core.interfaces import Completion, OnFailure
+from ....core.manifest import Manifest
+from ....core.plan import place
+from ....core.task import ALL_REDUCE, CommTask
+from ...averaging.contributions import PartitionKey
+from .carriers import open_stream
+from .frame import Frame, WorkerHello
+from .lane import Lane, OwnLane
+from .rate_limiter import RateLimiter
+from .remote_lane import RemoteLane
+from .send_queue import SendQueue
+from .shard import Shard
+
+
+@dataclass(slots=True, eq=False)
+class _Started:
+    """A started task whose average has not come yet."""
+
+    task: CommTask
+    completion: Completion
+    sent: bool = False
+
+
+class PsTransport:
+    """Averages partitions through ``servers``, each of which sums the partitions placed on it. See ``interfaces.Transport``.
+
+    The constructor connects to every server and returns when all servers have answered. With ``own_shard``, the server at
+    index ``rank`` is that shard in this process, and is reached without a socket.
+
+    Args:
+        servers: ``host:port`` of every server, in the same order on all ranks.
+        token: the job's secret.
+        lane: the carrier of messages, ``tcp`` or ``grpc`` (see ``carriers``); the same as the servers'.
+        on_failure: called when a server is lost or breaks the protocol, from any thread.
+        own_shard: this rank's shard, if every rank hosts one. Closed with the transport.
+        pacer: caps the rate of sending; the same object that ``own_shard`` uses. Closed with the transport.
+        control_address: the address of rank 0's control channel, for servers that no rank started.
+        fail_after_seconds: bounds how long a frozen connection lives; the same for all processes of a job.
+        connect_within_seconds: how long a server may take to come up.
+        when_failed, could_not_start: see ``TransportContext``.
+        job: the job's name; a server of another job refuses this rank.
+        members, divisor: see ``TransportContext``; the same as those of ``own_shard``. ``None`` means that the transport's
+            ranks are the ranks of the job.
+
+    Raises:
+        PeerTimeout: a server did not answer in time; names the server.
+        ConfigError: a server has another token or another job; names the server.
+        CommschedError: the job failed meanwhile.
+    """
+
+    verbs = frozenset({ALL_REDUCE})
+    ordered = False
+    channels = 1
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        servers: Sequence[str],
+        token: str,
+        *,
+        lane: str = "tcp",
+        on_failure: OnFailure,
+        own_shard: Shard | None = None,
+        pacer: RateLimiter | None = None,
+        control_address: str | None = None,
+        fail_after_seconds: float = 10.0,
+        connect_within_seconds: float = 60.0,
+        when_failed: Callable[[OnFailure], None] = lambda callback: None,
+        members: Sequence[int] | None = None,
+        divisor: int | None = None,
+        job: str = "",
+        could_not_start: Callable[[BaseException], object] = lambda error: None,
+    ) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self._on_failure = on_failure
+        self._own_shard = own_shard
+        self._pacer = pacer
+        # Without a pacer, replies give way to pushes. A pacer orders everything that this process sends by itself.
+        self._way = own_shard.service.right_of_way if own_shard is not None and pacer is None else None
+        self._closed = False
+        # Single operations on a dict are atomic; the dispatcher adds a key, and the reader of its lane removes it.
+        self._pending: dict[PartitionKey, _Started] = {}
+        self._manifests: dict[int, Manifest] = {}  # for messages
+        self._peers = [
+            f"rank {members[k] if members else k}'s shard at {a}" if own_shard else f"server {k} at {a}"
+            for k, a in enumerate(servers)
+        ]
+        self._lanes: list[Lane] = []
+        connecting: list[RemoteLane] = []
+        try:
+            for index, address in enumerate(servers):
+                if own_shard is not None and index == rank:
+                    self._lanes.append(OwnLane(rank, own_shard.service, self))
+                    continue
+                hello = WorkerHello(rank, world_size, index, control_address, tuple(members) if members else None, divisor)
+                stream = open_stream(lane, self._peers[index], address, token, job, SendQueue(pacer), fail_after_seconds)
+                connecting.append(RemoteLane(stream, hello, self))
+                self._lanes.append(connecting[-1])
+            # If another rank fails, the server that this rank waits for may never come.
+            when_failed(partial(_give_up, connecting))
+            deadline = monotonic() + connect_within_seconds
+            for remote in connecting:
+                remote.wait_connected(max(0.0, deadline - monotonic()))
+        except BaseException as error:
+            could_not_start(error)  # else the connected servers would report first that this rank is gone
+            self.close(graceful=False)
+            raise
+
+    # --- interfaces.Transport ---
+
+    def add_group(self, group: int, manifest: Manifest) -> None:
+        """See ``interfaces.Transport``.
+
+        Raises:
+            ConfigError: ``group`` is beyond the 16 bits that the wire has for it.
+        """
+        if group >= 2**16:
+            raise ConfigError(f"group {group} is one too many: a job may have {2**16} groups of tensors")
+        self._manifests[group] = manifest
+        for lane in self._lanes:
+            lane.add_group(group, manifest)
+
+    def start(self, task: CommTask, completion: Completion) -> None:
+        """See ``interfaces.Transport``.
+
+        Raises:
+            PeerLost: the partition's server is gone.
+            ClosedError: the transport is closed.
+        """
+        if self._closed:
+            raise ClosedError("this transport is closed")
+        partition = task.partition.index
+        self._pending[PartitionKey(task.group, task.step, partition)] = _Started(task, completion)
+        lane = self._lanes[place(partition, len(self._lanes))]
+        if self._way is not None and lane is not self._lanes[self.rank]:
+            self._way.take()
+        lane.push(task)
+
+    def release(self, group: int) -> None:
+        """See ``interfaces.Transport``. Servers keep the group's manifest, to name a rank that breaks the rules."""
+        self._manifests.pop(group, None)
+
+    def leave(self, rank: int) -> None:
+        # Every rank notifies every server: the leaving rank's own shard, or a separate server, may have no other source.
+        for lane in self._lanes:
+            lane.leave(rank)
+
+    def close(self, graceful: bool = True) -> None:
+        self._closed = True
+        for lane in self._lanes:
+            lane.close(graceful)
+        if self._own_shard is not None:
+            self._own_shard.close(graceful)
+        if self._pacer is not None:
+            self._pacer.close()
+        self._pending.clear()
+
+    # --- LaneListener ---
+
+    def on_sent(self, server: int, key: PartitionKey) -> None:
+        started = self._started(server, key)
+        if started.sent:
+            raise ProtocolError(f"{started.task!r} was acknowledged twice")
+        started.sent = True
+        if self._way is not None and server != self.rank:
+            self._way.give_back()
+        started.completion.on_sent(started.task)
+
+    def destination(self, server: int, frame: Frame) -> memoryview:
+        started = self._started(server, frame.key)
+        task, at = started.task, started.task.partition
+        if (frame.dtype, frame.start, frame.stop) != (at.dtype, at.start, at.stop):
+            raise ProtocolError(f"{frame.dtype} bytes {frame.start} to {frame.stop} are no average of {task!r}")
+        if not started.sent:
+            raise ProtocolError(f"an average of {task!r} came before that was sent")
+        data: memoryview = task.data
+        return data
+
+    def on_result(self, server: int, frame: Frame) -> None:
+        destination = self.destination(server, frame)
+        if frame.payload is not destination:
+            np.copyto(np.frombuffer(destination, np.uint8), np.frombuffer(frame.payload, np.uint8))
+        started = self._pending.pop(frame.key)
+        started.completion.on_done(started.task)
+
+    def describe(self, frame: Frame) -> str:
+        manifest = self._manifests.get(frame.group)
+        names = "no tensor" if manifest is None else manifest.names_in(frame.dtype, frame.start, frame.stop)
+        return f"the average of partition {frame.partition} of step {frame.step}, tensor {names},"
+
+    def on_end(self, server: int) -> None:
+        waiting = [key for key in list(self._pending) if place(key.partition, len(self._lanes)) == server]
+        if waiting:
+            self.on_broken(
+                server, PeerLost(f"{self._peers[server]} closed while {self._pending[waiting[0]].task!r} waits for it")
+            )
+
+    def on_broken(self, server: int, error: CommschedError) -> None:
+        if not self._closed:
+            self._on_failure(error)
+
+    def _started(self, server: int, key: PartitionKey) -> _Started:
+        started = self._pending.get(key)
+        if started is None or place(key.partition, len(self._lanes)) != server:
+            raise ProtocolError(f"an answer to step {key.step}, partition {key.partition}, which waits for none there")
+        return started
+
+
+def _give_up(lanes: Sequence[RemoteLane], error: CommschedError) -> None:
+    for lane in lanes:
+        lane.give_up(error)

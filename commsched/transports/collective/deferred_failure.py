@@ -1,0 +1,61 @@
+"""Delays the failure that a backend reports, so that the control channel can report the cause first."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from ...core import timeouts
+from ...core.errors import CommschedError
+from ...core.interfaces import OnFailure
+
+
+class DeferredFailure:
+    """Passes the first reported error to ``on_failure`` after a grace time, unless the job has failed by then.
+
+    Args:
+        when_failed: calls its argument when the job has failed; see ``TransportContext``.
+        grace_seconds: how long the job's own failure is awaited.
+    """
+
+    def __init__(
+        self,
+        on_failure: OnFailure,
+        when_failed: Callable[[Callable[[CommschedError], None]], None],
+        grace_seconds: float = timeouts.BACKEND_FAILURE_SECONDS,
+    ) -> None:
+        self._on_failure = on_failure
+        self._grace_seconds = grace_seconds
+        self._lock = threading.Lock()
+        self._known = False
+        self._timer: threading.Timer | None = None
+        when_failed(self._hear)
+
+    def report(self, error: CommschedError) -> None:
+        """Report an error. Callable from any thread; never blocks. Only the first error counts."""
+        with self._lock:
+            if self._known:
+                return
+            self._known = True
+            self._timer = threading.Timer(self._grace_seconds, self._on_failure, (error,))
+            self._timer.name = "commsched-verdict"
+            self._timer.daemon = True
+            self._timer.start()
+
+    def close(self) -> None:
+        """Stop reporting. Idempotent. Must not be called from within ``on_failure``."""
+        timer = self._settle()
+        if timer is not None:
+            timer.join()
+
+    def _hear(self, error: CommschedError) -> None:
+        self._settle()
+
+    def _settle(self) -> threading.Timer | None:
+        """Cancel the pending report: the job's failure is known, or this object is closed."""
+        with self._lock:
+            self._known = True
+            timer, self._timer = self._timer, None
+        if timer is not None:
+            timer.cancel()
+        return timer

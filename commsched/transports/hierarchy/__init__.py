@@ -1,0 +1,129 @@
+"""Hierarchy: the ranks of a host sum in shared memory, and one of them, the leader, averages with the other hosts.
+
+Any transport that averages host memory may serve as the network. It sees one rank per host.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+from ...core.interfaces import Transport
+from ...core.policies import make_policy
+from ...core.world import World
+from ..context import TransportContext
+from ..wire import WireTransport
+from .leader import LeaderTransport
+from .member import MemberTransport
+from .rendezvous import HostRendezvous, connect_to_leader
+from .topology import HostTopology, RankLocation, is_wanted
+
+#: Opens the network transport, in the world of the given context.
+OpenNetwork = Callable[[TransportContext], Transport]
+
+
+def open_hierarchy(context: TransportContext, open_network: OpenNetwork) -> Transport:
+    """Open the transport that ``settings.hierarchy`` and ``settings.wire`` ask for.
+
+    ``open_network`` opens the network transport, over all ranks, or over one rank per host behind a hierarchy. Collective:
+    every rank of the job calls it.
+
+    Raises:
+        ConfigError: the settings require a hierarchy, and it is not possible.
+        PeerTimeout: a rank of this host did not connect in time.
+    """
+    if context.settings.hierarchy == "off":
+        return _open_flat(context, open_network)
+    seats = [RankLocation(**record) for record in context.gather(_own_seat(context).to_record())]
+    layout = HostTopology.of(seats)
+    splits = make_policy(context.settings.policy).splits
+    if not is_wanted(context.settings.hierarchy, splits, layout, seats):
+        return _open_flat(context, open_network)
+    if context.world.rank in layout.leaders:
+        return _lead(context, layout, open_network)
+    return _follow(context, layout)
+
+
+def _open_flat(context: TransportContext, open_network: OpenNetwork) -> Transport:
+    network = open_network(context)
+    return network if context.settings.wire == "none" else WireTransport(network, context.settings.wire)
+
+
+def _own_seat(context: TransportContext) -> RankLocation:
+    return RankLocation(context.host, context.world.local_rank, hasattr(os, "memfd_create"))
+
+
+# A gather includes every rank of the job, so all ranks take part in what the leaders gather while the network opens. Members
+# take part until their leader reports "open". They read their link only afterwards, so that a leader that fails is known by the
+# error that it reports and not by the end of its link.
+
+
+def _lead(context: TransportContext, layout: HostTopology, open_network: OpenNetwork) -> LeaderTransport:
+    rank = context.world.rank
+    members = [each for each in layout.hosts[layout.host_of(rank)] if each != rank]
+    with ExitStack() as undo:
+        meeting = HostRendezvous(members)
+        undo.callback(meeting.close)
+        context.gather(meeting.name)
+        links = meeting.wait(context.settings.join_within, context.when_failed)
+        for link in links.values():
+            undo.callback(link.close)
+        network: Transport | None = None
+        if len(layout.hosts) > 1 or context.settings.servers:  # servers wait for a worker, even from a single host
+            network = open_network(_among_leaders(context, layout))
+            undo.callback(network.close, graceful=False)
+        ordered, channels = (network.ordered, network.channels) if network is not None else (False, 1)
+        context.gather(["open", ordered, channels])
+        transport = LeaderTransport(
+            rank,
+            context.world.world_size,
+            layout,
+            links,
+            network,
+            wire=context.settings.wire,
+            on_failure=context.on_failure,
+            when_failed=context.when_failed,
+        )
+        undo.pop_all()
+    meeting.close()
+    return transport
+
+
+def _follow(context: TransportContext, layout: HostTopology) -> MemberTransport:
+    rank = context.world.rank
+    host = layout.hosts[layout.host_of(rank)]
+    names = context.gather(None)
+    link = connect_to_leader(names[host[0]], rank, host[0])
+    try:
+        said: list[Any] = ["opening"]
+        while said[0] != "open":
+            said = context.gather(["waiting"])[host[0]]
+        _, ordered, channels = said
+        return MemberTransport(
+            rank,
+            context.world.world_size,
+            link,
+            host[0],
+            ordered=ordered,
+            channels=channels,
+            on_failure=context.on_failure,
+            when_failed=context.when_failed,
+        )
+    except BaseException:
+        link.close()
+        raise
+
+
+def _among_leaders(context: TransportContext, layout: HostTopology) -> TransportContext:
+    """Return a context in which every host is one rank, for the leaders."""
+
+    def gather(value: Any) -> list[Any]:
+        everybodys = context.gather(["opening", value])
+        return [everybodys[leader][1] for leader in layout.leaders]
+
+    host = layout.host_of(context.world.rank)
+    world = World(host, len(layout.hosts), 0, 1, context.world.launcher)
+    return replace(context, world=world, gather=gather, members=layout.leaders, divisor=context.world.world_size)

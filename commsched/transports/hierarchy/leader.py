@@ -1,0 +1,322 @@
+"""LeaderTransport: the transport of the rank that stands for all ranks of its host."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+
+import numpy as np
+
+from ...core.errors import ClosedError, CommschedError, TransportError
+from ...core.interfaces import Completion, OnFailure, Transport
+from ...core.manifest import ITEMSIZE, Manifest
+from ...core.task import ALL_REDUCE, CommTask
+from ..averaging.buffer_pool import BufferPool
+from ..averaging.contributions import Complete, Contributions, PartitionKey
+from ..averaging.reduce import average, narrow, total, widen
+from ..wire import DtypeMapping
+from .connection import Connection
+from .launch_queue import LaunchQueue
+from .member import WhenFailed
+from .memory import SharedBuffers, create_buffers
+from .messages import Kind, LocalMessage, UnixConnection
+from .topology import HostTopology
+
+log = logging.getLogger("commsched")
+
+#: The dtype of a host's sum by the gradients' dtype. A sum that is still to be added to others is not rounded to 16 bits.
+_WIDER = {"float16": "float32", "bfloat16": "float32"}
+
+
+@dataclass(slots=True, eq=False)
+class _Started:
+    """A task of this rank. ``complete`` holds the contributions once all ranks of the host have contributed."""
+
+    task: CommTask
+    completion: Completion
+    complete: Complete | None = None
+
+
+class LeaderTransport:
+    """Sums the contributions of its host's ranks, averages the hosts' sums over ``network``, and distributes the result.
+
+    See ``interfaces.Transport``. Contributions are summed in the order of the host's ranks in ``layout``.
+
+    If ``network`` is ordered, sums go to it in the order in which this rank started their tasks, and a task's credit returns
+    when ``network`` has sent its sum. If ``network`` is not ordered, sums go to it by priority, and a task's credit returns at
+    once, because the members may be waiting for another task of this rank first.
+
+    16-bit gradients go to ``network`` as float32, so that they are rounded only once. float32 gradients go to ``network`` as
+    ``wire``, if that is a dtype. Only a host's sum is rounded, never the contribution of one of its ranks.
+
+    Args:
+        layout: the ranks of all hosts.
+        links: the sockets to the members of this host, by rank; closed with the transport.
+        network: averages over hosts, with the number of ranks as divisor. ``None`` means that there is one host. Closed with
+            the transport.
+        wire: ``none`` or a 16-bit dtype.
+        on_failure: called when a member is lost or breaks the protocol, from any thread.
+        when_failed: the job's ``when_failed``; used to end waits for members.
+    """
+
+    verbs = frozenset({ALL_REDUCE})
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        layout: HostTopology,
+        links: Mapping[int, UnixConnection],
+        network: Transport | None,
+        *,
+        wire: str = "none",
+        on_failure: OnFailure,
+        when_failed: WhenFailed,
+    ) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.ordered = network is not None and network.ordered
+        self.channels = network.channels if network is not None else 1
+        self._layout = layout
+        self._network = network
+        self._on_failure = on_failure
+        self._closed = False
+        self._manifests: dict[int, Manifest] = {}
+        self._recasts: dict[int, DtypeMapping] = {}
+        self._travels = _WIDER if wire == "none" else {**_WIDER, "float32": wire}  # sent dtype by gradient dtype
+        self._buffers = BufferPool()  # for sums that are sent in another dtype
+        self._averages: dict[int, SharedBuffers] = {}  # by group; the launching thread adds them
+        self._host = layout.hosts[layout.host_of(rank)]
+        self._contributions = Contributions(self._host, on_failure)
+        self._members = [
+            Connection(rank, each, self._host.index(each), link, self._contributions, self._gathered, self._fail)
+            for each, link in links.items()
+        ]
+        # Single operations on a dict are atomic; the dispatcher adds a key, and it is removed when its average is there.
+        self._started: dict[PartitionKey, _Started] = {}
+        self._work = threading.Condition()  # the launching thread waits here
+        self._launches: LaunchQueue[_Started] = LaunchQueue(self.ordered, self.channels)
+        self._launcher = threading.Thread(target=self._launch_all, name="commsched-host-launch", daemon=True)
+        try:
+            self._launcher.start()
+            for member in self._members:
+                member.begin()
+            when_failed(lambda error: self._end_links())
+        except BaseException:
+            self.close(graceful=False)
+            raise
+
+    # --- interfaces.Transport ---
+
+    def add_group(self, group: int, manifest: Manifest) -> None:
+        """See ``interfaces.Transport``.
+
+        Raises:
+            ManifestMismatch: a rank of this host added other tensors.
+        """
+        recast = DtypeMapping(manifest, self._travels)
+        self._manifests[group], self._recasts[group] = manifest, recast
+        if self._network is not None:
+            self._network.add_group(group, recast.manifest)
+        self._contributions.add_group(0, group, manifest)
+
+    def start(self, task: CommTask, completion: Completion) -> None:
+        """See ``interfaces.Transport``.
+
+        Raises:
+            CommschedError: see ``Contributions.push``.
+            ClosedError: the transport is closed.
+        """
+        if self._closed:
+            raise ClosedError("this transport is closed")
+        key, at = PartitionKey(task.group, task.step, task.partition.index), task.partition
+        self._started[key] = _Started(task, completion)
+        with self._work:
+            self._launches.expect(key, task.channel)
+        if not self.ordered:
+            completion.on_sent(task)
+
+        def reply(result: memoryview) -> None:
+            if result is not task.data:
+                np.copyto(np.frombuffer(task.data, np.uint8), np.frombuffer(result, np.uint8))
+
+        self._gathered(key, self._contributions.push(0, key, at.dtype, at.start, at.stop, task.data, reply))
+
+    def release(self, group: int) -> None:
+        """See ``interfaces.Transport``. Every member has made its last push to the group and was notified of the average. The
+        member reads the average through a mapping of its own."""
+        for of in (self._manifests, self._recasts, self._averages):
+            of.pop(group, None)
+        for member in self._members:
+            member.release(group)
+        if self._network is not None:
+            self._network.release(group)
+
+    def leave(self, rank: int) -> None:
+        """See ``interfaces.Transport``."""
+        if rank in self._host:
+            self._contributions.leave(self._host.index(rank))
+        elif rank in self._layout.leaders and self._network is not None:
+            # A leader leaves only after everything its host had to send is sent. When another rank leaves, the leader of its
+            # host knows which tasks wait for it.
+            self._network.leave(self._layout.host_of(rank))
+
+    def close(self, graceful: bool = True) -> None:
+        if graceful and not self._closed:
+            for member in self._members:
+                with suppress(OSError):
+                    member.link.send(LocalMessage(Kind.GOODBYE), wait=False)
+        with self._work:
+            self._closed = True
+            self._work.notify()
+        self._end_links()
+        if self._launcher.ident is not None:  # the thread has begun
+            self._launcher.join()
+        for member in self._members:
+            member.close()
+        if self._network is not None:
+            self._network.close(graceful)
+        self._contributions.close()
+        self._started.clear()
+        self._averages.clear()
+
+    # --- any thread ---
+
+    def _gathered(self, key: PartitionKey, complete: Complete | None) -> None:
+        """Queue the launch of ``key`` if ``complete`` shows that all ranks of the host have contributed."""
+        if complete is None:
+            return
+        started = self._started[key]
+        started.complete = complete
+        with self._work:
+            self._launches.add(key, started.task.order, started)
+            self._work.notify()
+
+    def _fail(self, error: CommschedError) -> None:
+        if not self._closed:
+            self._on_failure(error)
+
+    def _end_links(self) -> None:
+        for member in self._members:
+            member.link.end()
+
+    # --- the launching thread ---
+
+    def _launch_all(self) -> None:
+        while (started := self._next_launch()) is not None:
+            try:
+                self._launch(started)
+            except CommschedError as error:
+                self._fail(error)
+            except Exception as error:
+                log.exception("rank %d failed as the leader of its host", self.rank)
+                self._fail(
+                    TransportError(f"rank {self.rank} failed at {self._name(started.task)}: {type(error).__name__}: {error}")
+                )
+
+    def _next_launch(self) -> _Started | None:
+        with self._work:
+            while not self._closed:
+                started = self._launches.next()
+                if started is not None:
+                    return started
+                self._work.wait()
+        return None
+
+    def _launch(self, started: _Started) -> None:
+        task, complete = started.task, started.complete
+        assert complete is not None
+        result = self._result(task)
+        if self._network is None:
+            average(complete.payloads, task.partition.dtype, result)
+            complete.payloads.clear()
+            self._finish(started, result)
+            return
+        data = self._sum(task, complete, result)
+        complete.payloads.clear()
+        self._network.start(self._recasts[task.group].task(task, data), _OverHosts(self, started, result))
+
+    def _sum(self, task: CommTask, complete: Complete, result: memoryview) -> memoryview:
+        """Return the host's sum in the dtype that is sent: in ``result``, or in other memory if the dtypes differ."""
+        dtype = task.partition.dtype
+        travels = self._travels.get(dtype, dtype)
+        data = result if travels == dtype else self._buffers.take(task.nbytes // ITEMSIZE[dtype] * ITEMSIZE[travels])
+        if dtype in _WIDER:
+            total(complete.payloads, dtype, data)
+            return data
+        if result is not task.data:  # the data of a host's only rank is its sum already
+            total(complete.payloads, dtype, result)
+        if travels != dtype:
+            narrow(result, travels, data)
+        return data
+
+    def _result(self, task: CommTask) -> memoryview:
+        """Return the memory for the average, which the members can read."""
+        if not self._members:
+            data: memoryview = task.data
+            return data
+        at = task.partition
+        if task.group not in self._averages:
+            self._share(task.group)
+        return self._averages[task.group].part(at.dtype, at.start, at.stop)
+
+    def _share(self, group: int) -> None:
+        """Create the shared memory for the averages of ``group``, and pass it to every member."""
+        self._averages[group], fd = create_buffers(self._manifests[group])
+        try:
+            for member in self._members:
+                with suppress(OSError):  # the member is gone, which its reader reports
+                    member.link.send(LocalMessage(Kind.MEMORY, group=group), (fd,))
+        finally:
+            os.close(fd)
+
+    # --- the launching thread or a thread of the network transport ---
+
+    def arrived(self, started: _Started, data: memoryview, result: memoryview) -> None:
+        """Convert ``data``, the average from the network, into ``result``, and finish the task."""
+        dtype = started.task.partition.dtype
+        if dtype in _WIDER:
+            narrow(data, dtype, result)
+        elif data is not result:
+            widen(data, self._travels[dtype], result)
+        self._finish(started, result)
+
+    def _finish(self, started: _Started, result: memoryview) -> None:
+        task, complete = started.task, started.complete
+        assert complete is not None
+        own, *others = complete.replies
+        for reply in (*others, own):  # the members may copy while this thread copies
+            reply(result)
+        del result, own, others
+        complete.replies.clear()
+        del self._started[PartitionKey(task.group, task.step, task.partition.index)]
+        started.completion.on_done(task)
+
+    def sent(self, started: _Started) -> None:
+        if self.ordered:
+            started.completion.on_sent(started.task)
+
+    # --- for messages ---
+
+    def _name(self, task: CommTask) -> str:
+        at = task.partition
+        return f"tensor {self._manifests[task.group].names_in(at.dtype, at.start, at.stop)} of step {task.step}"
+
+
+class _OverHosts:
+    """The ``Completion`` of a host's sum on the network."""
+
+    def __init__(self, leader: LeaderTransport, started: _Started, result: memoryview) -> None:
+        self._leader = leader
+        self._started = started
+        self._result = result
+
+    def on_sent(self, task: CommTask) -> None:
+        self._leader.sent(self._started)
+
+    def on_done(self, task: CommTask) -> None:
+        self._leader.arrived(self._started, task.data, self._result)

@@ -1,0 +1,195 @@
+"""MemberTransport: the transport of a rank whose averages come from the leader of its host."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+
+import numpy as np
+
+from ...core.errors import ClosedError, CommschedError, PeerLost, ProtocolError, TransportError
+from ...core.interfaces import Completion, OnFailure
+from ...core.manifest import Manifest
+from ...core.task import ALL_REDUCE, CommTask
+from ..averaging.contributions import PartitionKey
+from .memory import SharedBuffers, attach, create_buffers, write_manifest
+from .messages import Kind, LocalMessage, UnixConnection, about, close_all
+
+#: The type of ``TransportContext.when_failed``.
+WhenFailed = Callable[[Callable[[CommschedError], None]], None]
+
+
+class MemberTransport:
+    """Writes contributions to memory that the leader reads, and reads averages from memory that the leader writes.
+
+    See ``interfaces.Transport``. Each range of a group has its own place in both memories, which is written again only a step
+    later. A member writes its next contribution after it has read the average. The leader writes the next average after every
+    member's next contribution has come. So no memory is read while it is written. Each side unmaps the memory that it no longer
+    needs, and the memory is freed when both sides have.
+
+    Args:
+        link: the socket to the leader; closed with the transport.
+        leader: the leader's rank.
+        ordered, channels: the values of the leader's transport.
+        on_failure: called when the leader is lost or breaks the protocol, from any thread.
+        when_failed: the job's ``when_failed``; used to end waits for the leader.
+    """
+
+    verbs = frozenset({ALL_REDUCE})
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        link: UnixConnection,
+        leader: int,
+        *,
+        ordered: bool,
+        channels: int,
+        on_failure: OnFailure,
+        when_failed: WhenFailed,
+    ) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.ordered = ordered
+        self.channels = channels
+        self._link = link
+        self._leader = f"rank {leader}, which leads this host,"
+        self._on_failure = on_failure
+        self._closed = False
+        self._said_goodbye = False
+        self._manifests: dict[int, Manifest] = {}
+        self._contributions: dict[int, SharedBuffers] = {}  # by group; the dispatcher adds them
+        self._averages: dict[int, SharedBuffers] = {}  # by group; the reader adds them
+        # Single operations on a dict are atomic; the dispatcher adds a key, and the reader removes it.
+        self._pending: dict[PartitionKey, tuple[CommTask, Completion]] = {}
+        self._reader = threading.Thread(target=self._read, name=f"commsched-host-{rank}", daemon=True)
+        self._reader.start()
+        when_failed(lambda error: link.end())
+
+    # --- interfaces.Transport ---
+
+    def add_group(self, group: int, manifest: Manifest) -> None:
+        """See ``interfaces.Transport``.
+
+        Raises:
+            PeerLost: the leader is gone.
+        """
+        self._manifests[group] = manifest
+        self._pass(LocalMessage(Kind.GROUP, group=group), write_manifest(manifest))
+
+    def start(self, task: CommTask, completion: Completion) -> None:
+        """See ``interfaces.Transport``. Copies the contribution before it returns.
+
+        Raises:
+            PeerLost: the leader is gone.
+            ClosedError: the transport is closed.
+        """
+        if self._closed:
+            raise ClosedError("this transport is closed")
+        at = task.partition
+        contribution = self._contribution(task.group).part(at.dtype, at.start, at.stop)
+        np.copyto(np.frombuffer(contribution, np.uint8), np.frombuffer(task.data, np.uint8))
+        self._pending[PartitionKey(task.group, task.step, at.index)] = (task, completion)
+        completion.on_sent(task)
+        self._send(about(Kind.PUSH, task))
+
+    def release(self, group: int) -> None:
+        """See ``interfaces.Transport``."""
+        for of in (self._manifests, self._contributions, self._averages):
+            of.pop(group, None)
+
+    def leave(self, rank: int) -> None:
+        """Nothing to do: the leader is notified of every rank of its host that leaves, and knows which tasks wait for it."""
+
+    def close(self, graceful: bool = True) -> None:
+        if not self._closed and graceful:
+            with suppress(OSError):
+                self._link.send(LocalMessage(Kind.GOODBYE), wait=False)
+        self._closed = True
+        self._link.end()
+        self._reader.join()
+        self._link.close()
+        self._pending.clear()
+        self._contributions.clear()
+        self._averages.clear()
+
+    # --- the dispatcher's thread ---
+
+    def _contribution(self, group: int) -> SharedBuffers:
+        mirror = self._contributions.get(group)
+        if mirror is None:
+            mirror, fd = create_buffers(self._manifests[group])
+            self._contributions[group] = mirror
+            self._pass(LocalMessage(Kind.MEMORY, group=group), fd)
+        return mirror
+
+    def _pass(self, message: LocalMessage, fd: int) -> None:
+        try:
+            self._send(message, (fd,))
+        finally:
+            os.close(fd)
+
+    def _send(self, message: LocalMessage, fds: tuple[int, ...] = ()) -> None:
+        try:
+            self._link.send(message, fds)
+        except OSError as error:
+            raise PeerLost(f"{self._leader} is gone: {error.strerror or error}") from error
+
+    # --- the reader's thread ---
+
+    def _read(self) -> None:
+        try:
+            while (received := self._link.receive()) is not None:
+                self._handle(*received)
+            if not self._said_goodbye:
+                raise PeerLost(f"{self._leader} is gone: it ended the connection without a goodbye")
+        except CommschedError as error:
+            self._fail(error)
+        except Exception as error:
+            self._fail(TransportError(f"rank {self.rank} failed to read from {self._leader} {type(error).__name__}: {error}"))
+
+    def _handle(self, message: LocalMessage, fds: tuple[int, ...]) -> None:
+        try:
+            if message.kind is Kind.DONE:
+                self._take(message)
+            elif message.kind is Kind.MEMORY and fds and message.group in self._manifests:
+                self._averages[message.group] = SharedBuffers(self._manifests[message.group], attach(fds[0]))
+            elif message.kind is Kind.GOODBYE:
+                self._goodbye()
+            else:
+                raise ProtocolError(f"{self._leader} sent {message.kind.name} out of turn")
+        finally:
+            close_all(fds)
+
+    def _take(self, message: LocalMessage) -> None:
+        """Copy an average into its task's data, and complete the task."""
+        started = self._pending.pop(PartitionKey(message.group, message.step, message.partition), None)
+        if started is None or message != about(Kind.DONE, started[0]):
+            raise ProtocolError(
+                f"{self._leader} sent an average of step {message.step}, partition {message.partition}, unasked"
+            )
+        task, completion = started
+        mirror = self._averages.get(task.group)
+        if mirror is None:
+            raise ProtocolError(f"{self._leader} sent an average of group {task.group} without its memory")
+        average = mirror.part(message.dtype, message.start, message.stop)
+        np.copyto(np.frombuffer(task.data, np.uint8), np.frombuffer(average, np.uint8))
+        del mirror, average  # the group may be released as soon as the task is done
+        completion.on_done(task)
+
+    def _goodbye(self) -> None:
+        self._said_goodbye = True
+        waiting = next(iter(list(self._pending.values())), None)
+        if waiting is not None:
+            raise PeerLost(f"{self._leader} closed while {self._describe(waiting[0])} waits for it")
+
+    def _describe(self, task: CommTask) -> str:
+        at = task.partition
+        return f"tensor {self._manifests[task.group].names_in(at.dtype, at.start, at.stop)} of step {task.step}"
+
+    def _fail(self, error: CommschedError) -> None:
+        if not self._closed:
+            self._on_failure(error)

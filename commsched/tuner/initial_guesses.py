@@ -1,0 +1,71 @@
+"""The first configurations to try. They minimize a bound on the step time in priority order, computed from measured layer and
+link times. Pure."""
+
+from __future__ import annotations
+
+import math
+from itertools import accumulate
+
+from ..core.config import SchedulerConfig
+from ..simulator.profile import Profile
+from .profiler import LinkEstimate
+from .space import MAX_TUNED_PARTITION_BYTES, MIN_TUNED_PARTITION_BYTES
+
+_SIZES_PER_OCTAVE = 8
+
+
+def seeds(
+    profile: Profile, link: LinkEstimate, workers: int, *, servers: int = 0, collective: bool = False, policy: str = "priority"
+) -> list[SchedulerConfig]:
+    """At most two configurations, the more promising first.
+
+    Partitions have ``delta`` bytes and an overhead of ``theta`` seconds each. The overhead on the critical bytes ``S`` is
+    ``S / delta * theta``. ``m`` partitions are already committed when an urgent one arrives, which costs ``m * delta * c``;
+    ``c`` is seconds per byte of gradient. These two terms are the part that depends on ``delta`` in the bound
+    ``T*(with theta) + W * c + N_W * theta`` on the step time in priority order with a window of ``W`` bytes in ``N_W`` messages
+    (``window_bound`` in ``bench/lower_bound.py``). Their sum is least at ``delta* = sqrt(theta * S / (m * c))``, as long as the
+    same bytes remain critical. Often they do not, because overhead alone can make more layers critical. The minimum is
+    therefore searched among sizes. A credit of two partitions keeps a link busy if messages travel for less time than a
+    partition takes. ``m`` is the number of partitions in the credit, plus one that a parameter server passes on.
+
+    The first seed has credit for two partitions on the way to each shard, or for eight to each separate server. These
+    partitions share a link and do not wait for each other. With collectives the first seed has credit for four partitions. The
+    second seed has credit for two.
+
+    Args:
+        workers: number of workers that use the network; with a hierarchy, number of hosts.
+        servers: number of separate servers; 0 means a shard on every worker.
+        collective: whether partitions are averaged by collectives, one at a time.
+
+    Raises:
+        ValueError: there are fewer than two workers.
+    """
+    if workers < 2:
+        raise ValueError(f"workers={workers}: with one there is nothing to tune")
+    passed_on = 0 if collective else 1
+    lanes = 4 if collective else 8 * servers or 2 * workers
+    # Partitions committed to other shards travel beside an urgent partition rather than before it: half of them count.
+    size = best_partition(profile, link, lanes if collective else lanes / 2 + passed_on)
+    found = [SchedulerConfig(size, lanes * size, policy)]
+    size = best_partition(profile, link, 2 + passed_on)
+    found.append(SchedulerConfig(size, 2 * size, policy))
+    return list(dict.fromkeys(found))
+
+
+def best_partition(profile: Profile, link: LinkEstimate, committed: float) -> int:
+    """The partition size in bytes with the least bound, among eight sizes per octave. ``committed`` is ``m`` of
+    :func:`seeds`."""
+    layers = profile.layers
+    ready = list(accumulate(layer.backward_seconds for layer in reversed(layers)))[::-1]
+    tail = list(accumulate(layer.forward_seconds for layer in reversed(layers)))[::-1]
+    sent = accumulate(layer.nbytes for layer in layers)
+    paths = [(r + q, nbytes) for r, q, nbytes in zip(ready, tail, sent) if nbytes]
+
+    def bound(size: int) -> float:
+        per_byte = link.seconds_per_byte + link.partition_seconds / size
+        longest = max((seconds + per_byte * nbytes for seconds, nbytes in paths), default=0.0)
+        return max(profile.compute_seconds, longest) + committed * size * link.seconds_per_byte
+
+    steps = int(_SIZES_PER_OCTAVE * math.log2(MAX_TUNED_PARTITION_BYTES / MIN_TUNED_PARTITION_BYTES)) + 1
+    sizes = [round(MIN_TUNED_PARTITION_BYTES * math.exp2(step / _SIZES_PER_OCTAVE)) for step in range(steps)]
+    return min(sizes, key=bound)

@@ -1,0 +1,50 @@
+import json
+import sys
+
+import pytest
+
+from bench.harness import results
+
+
+def test_json_holds_schema_environment_and_rows(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["/somewhere/bench/__main__.py", "overhead", "--json", "f"])
+    path = tmp_path / "results.json"
+    results.write(path, [{"size_bytes": 4, "link_share": None}])
+    document = json.loads(path.read_text())
+    assert set(document) == {"schema", "environment", "rows"}
+    assert document["schema"] == 1
+    assert document["rows"] == [{"size_bytes": 4, "link_share": None}]
+    environment = document["environment"]
+    assert environment["command"] == ["__main__.py", "overhead", "--json", "f"]
+    assert environment["python"] == ".".join(map(str, sys.version_info[:3]))
+    assert environment["versions"]["numpy"]
+    assert environment["cores"] >= 1
+    assert set(environment) >= {"time", "system", "processor", "memory_bytes", "load_average", "commit"}
+
+
+def test_a_row_that_is_no_json_leaves_the_old_file(tmp_path):
+    path = tmp_path / "results.json"
+    results.write(path, [{"n": 1}])
+    with pytest.raises(ValueError, match="Out of range float values are not JSON compliant"):
+        results.write(path, [{"n": float("nan")}])
+    assert json.loads(path.read_text())["rows"] == [{"n": 1}]
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_outside_a_repository_there_is_no_commit(tmp_path, monkeypatch):
+    monkeypatch.setattr(results, "__file__", str(tmp_path / "results.py"))
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert results.environment()["commit"] is None
+
+
+def test_table_aligns_and_marks_what_is_missing():
+    rows = [{"size": 65536, "share": 0.91234}, {"size": 4, "share": None}]
+    assert results.table(rows, {"size": "size (B)", "share": "of link"}) == (
+        "size (B)  of link\n"
+        "   65536   0.9123\n"
+        "       4        -"
+    )  # fmt: skip
+
+
+def test_table_of_no_rows_is_its_heading():
+    assert results.table([], {"size": "size (B)"}) == "size (B)"

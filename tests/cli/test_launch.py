@@ -1,0 +1,88 @@
+"""What ends processes, where that is not to be had from real ones."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import sys
+from pathlib import Path
+from queue import SimpleQueue
+
+import pytest
+
+from commsched.cli import launch
+from commsched.cli import launch_guard as guard
+from commsched.cli.launch import _Event, _Job
+
+
+@pytest.fixture
+def signalled(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Signals that were sent. Process group 7 has gone, and 8 is another user's by now."""
+    sent: list[tuple[int, int]] = []
+
+    def killpg(process_group: int, number: int) -> None:
+        if process_group in (7, 8):
+            raise (ProcessLookupError if process_group == 7 else PermissionError)
+        sent.append((process_group, number))
+
+    monkeypatch.setattr(os, "killpg", killpg)
+    return sent
+
+
+def test_a_process_group_that_is_somebody_else_s_by_now_does_not_keep_the_others(signalled: list[tuple[int, int]]) -> None:
+    for process_group in (7, 8, 9):
+        launch._kill_group(process_group, signal.SIGTERM)
+    assert signalled == [(9, signal.SIGTERM)]
+
+
+def test_nor_does_it_when_the_launcher_was_killed(
+    signalled: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(guard, "KILL_SECONDS", 0.0)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("7\n8\n9\n"))
+    directory = tmp_path / "job"
+    directory.mkdir()
+    guard.main(str(directory))
+    assert signalled == [(9, signal.SIGTERM), (9, signal.SIGKILL)]
+    assert not directory.exists()
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> _Job:
+    """Two ranks and a server, whose ends the test tells."""
+    made = object.__new__(_Job)
+    made._told = tmp_path / "told"
+    made._processes, made._timers, made._failures, made._ended_by_us, made._interrupted = {}, [], [], [], 0
+    made._names = {10: "server 0 (pid 10)", 11: "rank 0 (pid 11)", 12: "rank 1 (pid 12)"}
+    made._ranks, made._alive, made._events = {11: 0, 12: 1}, {10, 11, 12}, SimpleQueue()
+    return made
+
+
+@pytest.mark.timeout(20)
+def test_a_server_that_nobody_joined_is_ended_after_the_last_rank(job: _Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job, "_end_soon", lambda: job._events.put(_Event(10)))
+    for rank in (11, 12):
+        job._events.put(_Event(rank))
+    assert job.wait() == 0
+    assert not job._alive
+
+
+def test_neither_a_server_nor_who_heard_of_a_failure_is_its_cause(
+    job: _Job, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(job, "_end_soon", lambda: None)
+    job._told.write_text("joined 0\njoined 1\nheard 0\n")
+    for event in (_Event(10, 1), _Event(11, 1), _Event(12, 3)):
+        job._events.put(event)
+    assert job.wait() == 3
+    assert capfd.readouterr().err == "commsched run: rank 1 (pid 12) ended with exit code 3; then 2 more ended with errors\n"
+
+
+def test_a_job_that_is_over_is_not_ended_again(
+    signalled: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(guard, "KILL_SECONDS", 0.0)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("9\ndone\n"))
+    guard.main(str(tmp_path))
+    assert signalled == []

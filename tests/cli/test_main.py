@@ -1,0 +1,111 @@
+"""What the command line makes of its options; jobs that it starts are in ``tests/jobs``."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from commsched.cli import launch, server
+from commsched.cli.main import main
+from commsched.transports import transport_names
+
+
+@pytest.fixture(autouse=True)
+def environ(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COMMSCHED_TOKEN", "secret")
+    monkeypatch.setenv("COMMSCHED_LANE", "tcp")
+    monkeypatch.setenv("GRPC_VERBOSITY", "NONE")  # which the command line sets, for good
+
+
+def test_a_server_has_the_lane_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    lanes: list[str] = []
+    monkeypatch.setattr(server, "serve", lambda address, token, settings: lanes.append(settings.lane) or 0)
+    assert main(["server", "--lane", "grpc"]) == 0
+    assert main(["server"]) == 0
+    assert lanes == ["grpc", "tcp"]
+
+
+def test_a_server_that_strangers_can_reach_has_a_token_that_they_cannot_guess(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(server, "serve", lambda *_: 0)
+    assert main(["server", "--bind", "0.0.0.0:0"]) == 2
+    assert "the token has 6 characters, and 0.0.0.0:0 may be reached by other machines" in capsys.readouterr().err
+    monkeypatch.setenv("COMMSCHED_TOKEN", "a secret of more than that")
+    assert main(["server", "--bind", "0.0.0.0:0"]) == 0
+
+
+def test_ctrl_c_while_the_command_line_is_imported_is_one_line() -> None:
+    interrupted = """
+import runpy, sys
+class Interrupted:
+    def find_spec(self, name, path=None, target=None):
+        if name == "commsched.cli.main":
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Interrupted())
+runpy.run_module("commsched", run_name="__main__")
+"""
+    ended = subprocess.run([sys.executable, "-c", interrupted], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (130, "commsched: interrupted\n")
+
+
+def test_a_lane_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["server", "--lane", "pigeon"]) == 2
+    assert capsys.readouterr().err == "commsched: ConfigError: lane='pigeon' is unknown; there are: tcp, grpc\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--transport", "gloo", "--servers", "2"], "--servers 2 does not go with transport=gloo: it is for ps"),
+        (["--transport", "mpi", "--lane", "grpc"], "lane='grpc' has no effect with transport=mpi: it is for ps"),
+        (
+            ["--transport", "ps", "--order", "static"],
+            "order='static' has no effect with transport=ps: it is for gloo, mpi, nccl",
+        ),
+    ],
+)
+def test_options_that_would_do_nothing_are_refused(options: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "-n", "2", *options, "--", sys.executable]) == 2
+    assert capsys.readouterr().err == f"commsched: ConfigError: {said}\n"
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "name"),
+    [
+        ("--transport", "auto", "COMMSCHED_TRANSPORT"),
+        ("--fusion", "1MB", "COMMSCHED_FUSION"),
+        ("--lane", "grpc", "COMMSCHED_LANE"),
+        ("--order", "static", "COMMSCHED_ORDER"),
+        ("--wire", "bfloat16", "COMMSCHED_WIRE"),
+        ("--hierarchy", "off", "COMMSCHED_HIERARCHY"),
+        ("--policy", "rsag", "COMMSCHED_POLICY"),
+    ],
+)
+def test_every_rank_has_the_settings_given(monkeypatch: pytest.MonkeyPatch, option: str, value: str, name: str) -> None:
+    environs: list[dict[str, str]] = []
+
+    def run(ranks: int, servers: int, command: Any, environ: dict[str, str]) -> int:
+        environs.append(environ)
+        return 0
+
+    monkeypatch.setattr(launch, "run", run)
+    assert main(["run", "-n", "2", option, value, "--", sys.executable]) == 0
+    assert environs[0][name] == value
+
+
+def test_a_transport_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "-n", "2", "--transport", "pigeon", "--", sys.executable]) == 2
+    assert capsys.readouterr().err == (
+        f"commsched: ConfigError: transport='pigeon' is unknown; there are: auto, {', '.join(transport_names())}\n"
+    )
+
+
+def test_a_wrong_fusion_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "-n", "2", "--fusion", "4XB", "--", sys.executable]) == 2
+    assert capsys.readouterr().err == (
+        "commsched: ConfigError: fusion='4XB' is not a size; write it like 4MB, 512KiB or 65536\n"
+    )

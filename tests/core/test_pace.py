@@ -1,0 +1,103 @@
+"""Which ranks are named as slow, and which are not."""
+
+from __future__ import annotations
+
+import random
+
+from commsched.core.pace import REPORT_STEPS, Pace, PaceReport, Stragglers
+
+
+def train(own_seconds: list[float], windows: int, noise: float = 0.0) -> list[str]:
+    """What is said of synchronous ranks that take so long for a step, each step as long as the slowest rank."""
+    rng = random.Random(0)
+    paces, stragglers, now, said = [Pace() for _ in own_seconds], Stragglers(len(own_seconds)), 100.0, []
+    for step in range(REPORT_STEPS * windows + 1):
+        own = [seconds * (1 + noise * rng.random()) for seconds in own_seconds]
+        for rank, pace in enumerate(paces):
+            report = pace.step_begins(0, step, now)
+            if report is not None:
+                said += stragglers.add(rank, report)
+            pace.wait_begins(now + own[rank])
+            pace.wait_ends(now + max(own))
+        now += max(own)
+    return said
+
+
+def test_a_slow_rank_is_named_once_though_all_ranks_have_equal_step_times() -> None:
+    assert train([0.1, 0.3, 0.11], 5) == [
+        "rank 1 is slow: it takes 300 ms of a step by itself, without waiting, and the other ranks 105 ms "
+        "(medians of 50 steps before step 100); they wait for it"
+    ]
+
+
+def test_a_slow_rank_0_of_two_is_named() -> None:
+    [line] = train([0.02, 0.01], 3)
+    assert line.startswith("rank 0 is slow: it takes 20 ms of a step by itself, without waiting, and the other ranks 10 ms")
+
+
+def test_noise_small_differences_and_single_reports_name_nobody() -> None:
+    assert train([0.1, 0.1, 0.1], 20, noise=0.9) == []
+    assert train([0.1, 0.14], 5) == []
+    assert train([0.001, 0.004], 5) == []  # four times as long, but nobody would notice
+    assert train([0.1, 0.3], 1) == []
+
+
+def test_slow_reports_must_follow_each_other() -> None:
+    stragglers, said = Stragglers(2), []
+    for window, own in enumerate([0.3, 0.1, 0.3, 0.1, 0.3]):
+        for rank, seconds in enumerate([0.1, own]):
+            said += stragglers.add(rank, PaceReport(0, window, seconds, 0.3))
+    assert said == []
+
+
+def test_waits_of_several_threads_count_once_and_a_step_may_begin_within_one() -> None:
+    pace = Pace()
+    pace.step_begins(0, 0, 0.0)
+    pace.wait_begins(1.0)
+    pace.wait_begins(2.0)
+    pace.wait_ends(3.0)
+    for step in range(1, REPORT_STEPS):  # all within the wait that goes on
+        assert pace.step_begins(0, step, 4.0) is None
+    pace.wait_ends(5.0)
+    report = pace.step_begins(0, REPORT_STEPS, 10.0)
+    assert report == PaceReport(0, REPORT_STEPS, 0.0, 0.0)  # the medians; the first step had 1 s of its own, the last 5
+    pace.forget(0)
+    assert pace.step_begins(0, 0, 11.0) is None
+
+
+def test_a_wait_lasts_from_the_first_thread_that_waits_to_the_last() -> None:
+    pace = Pace()
+    for step in range(REPORT_STEPS + 1):
+        now = 10.0 * step
+        report = pace.step_begins(0, step, now)
+        pace.wait_begins(now + 1)
+        pace.wait_begins(now + 2)
+        pace.wait_ends(now + 3)
+        pace.wait_ends(now + 5)
+    assert report == PaceReport(0, REPORT_STEPS, 6.0, 10.0)
+
+
+def test_what_is_a_small_part_of_a_long_step_names_nobody() -> None:
+    stragglers, said = Stragglers(2), []
+    for window in range(5):
+        for rank, own in enumerate([0.01, 0.03]):
+            said += stragglers.add(rank, PaceReport(0, window, own, 1.0))
+    assert said == []
+
+
+def test_groups_are_judged_apart_whichever_is_reported_first() -> None:
+    stragglers, said = Stragglers(2), []
+    for window in range(2):
+        said += stragglers.add(0, PaceReport(1, window, 0.1, 0.3))
+        for rank in range(2):
+            said += stragglers.add(rank, PaceReport(0, window, 0.1, 0.1))
+        said += stragglers.add(1, PaceReport(1, window, 0.3, 0.3))
+    assert [line.partition(":")[0] for line in said] == ["rank 1 is slow"]
+
+
+def test_reports_that_not_all_ranks_give_are_not_kept() -> None:
+    stragglers = Stragglers(2)
+    for step in range(5):
+        stragglers.add(0, PaceReport(0, step, 0.1, 0.1))
+    stragglers.add(1, PaceReport(0, 4, 0.1, 0.1))
+    assert stragglers._reports == {}

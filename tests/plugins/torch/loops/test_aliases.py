@@ -1,0 +1,98 @@
+"""What lies in a parameter's memory, was made before step(), and is written to after it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+import commsched
+
+from .loop import Data, mlp, require_plain, run, train
+
+WRITTEN = r"'\d\.\w+' was written to after step\(\), while its update was outstanding.*call optimizer.synchronize\(\) before"
+
+
+def _fill(state: dict[str, torch.Tensor]) -> None:
+    for value in state.values():
+        value.copy_(torch.ones_like(value))
+
+
+def _halve(state: dict[str, torch.Tensor]) -> None:
+    for value in state.values():
+        value.mul_(0.5)
+
+
+def _assign(state: dict[str, torch.Tensor]) -> None:
+    saved = {name: torch.ones_like(value) for name, value in state.items()}
+    with torch.no_grad():
+        for name, value in saved.items():
+            state[name][...] = value
+
+
+WRITERS = [_fill, _halve, _assign]
+
+
+@pytest.mark.parametrize("write", WRITERS)
+def test_an_earlier_state_dict_as_a_target_is_refused_by_name(write: Callable[[Any], None]) -> None:
+    def loop(data: Data, model: nn.Module, optimizer: Any) -> None:
+        state = model.state_dict()
+        train(data, model, optimizer, 2)
+        write(state)
+        train(data, model, optimizer, 1, 2)
+
+    with pytest.raises(commsched.CommschedError, match=WRITTEN):
+        run(loop)
+
+
+@pytest.mark.parametrize("write", WRITERS)
+@pytest.mark.parametrize("made", ["after step", "before, and synchronized"])
+def test_a_state_dict_as_a_target(write: Callable[[Any], None], made: str) -> None:
+    def loop(data: Data, model: nn.Module, optimizer: Any) -> None:
+        state = model.state_dict()
+        train(data, model, optimizer, 2)
+        if made == "after step":
+            state = model.state_dict()
+        elif len(data.ranks) == 1:
+            optimizer.synchronize()
+        write(state)
+        train(data, model, optimizer, 2, 2)
+
+    require_plain(loop)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_a_distributed_checkpoint_into_an_earlier_state_dict(tmp_path: Any) -> None:
+    saved = {"model": {name: torch.ones_like(value) for name, value in mlp().state_dict().items()}}
+    dcp.save(saved, checkpoint_id=tmp_path / "saved", no_dist=True)
+
+    def loop(data: Data, model: nn.Module, optimizer: Any) -> None:
+        state = {"model": model.state_dict()}
+        train(data, model, optimizer, 2)
+        if data.ranks == [0]:  # it loads what is in its own memory, and not by several threads at once
+            dcp.load(state, checkpoint_id=tmp_path / "saved", no_dist=True)
+        model.load_state_dict(state["model"])
+
+    with pytest.raises(commsched.CommschedError, match=WRITTEN):
+        run(loop)
+
+
+@pytest.mark.parametrize("tied_at", [0, 2])
+def test_parameters_that_come_to_lie_in_the_same_memory_after_wrapping(tied_at: int) -> None:
+    def loop(data: Data, model: Any, optimizer: Any) -> Any:
+        read = []
+        for step in range(4):
+            if step == tied_at:
+                model[2].weight.data = model[1].weight.data
+            train(data, model, optimizer, 1, step)
+            read.append(model[1].weight.detach().clone())  # while the update of the other one would be outstanding
+        return read
+
+    def square() -> nn.Module:
+        return nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(4))).double()
+
+    require_plain(loop, model=square, optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1))

@@ -1,0 +1,139 @@
+"""Digests of hyper-parameters: equal where the update is, and what differs is seen whatever the number of ranks."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Any
+
+import pytest
+import torch
+
+from commsched.plugins.torch import hyper_parameters
+from commsched.plugins.torch.hyper_parameters import BITS, HyperParameters, by_name, compared_keys, digests_differ
+
+
+class Mode(Enum):
+    PLAIN = 0
+    SIGN = 1
+
+
+def bits(**group: Any) -> list[float]:
+    return HyperParameters(group.keys()).bits([group])
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (0.1, 0.1 + 2**-56),
+        (0.1, torch.tensor(0.1)),  # of 32 bits
+        ((0.9, 0.99), (0.9, 0.98)),
+        (True, False),
+        (None, 0.0),
+        (float("inf"), 1e308),
+        (None, 1.0),
+        ("plain", "sign"),
+        (["plain", None], ["sign", None]),
+        (Mode.PLAIN, Mode.SIGN),
+        ({Mode.PLAIN: 1.0}, {Mode.SIGN: 1.0}),
+        ({"all": [1.0]}, {"all": [2.0]}),
+        (torch.tensor([1.0, 2.0]), torch.tensor([1.0, 3.0])),
+    ],
+)
+def test_what_differs_has_another_digest(one: Any, other: Any) -> None:
+    assert bits(lr=one) != bits(lr=other)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (1, 1.0),
+        (True, 1.0),
+        (0.0, -0.0),
+        ((0.9, 0.99), [0.9, 0.99]),
+        ({"a": 1, "b": 2}, {"b": 2, "a": 1}),
+        (0.5, torch.tensor(0.5)),
+        (float("nan"), torch.tensor(float("nan"))),
+        (lambda step: step, lambda step: 2 * step),
+        ({object(): 1.0}, {object(): 1.0}),
+        ({torch.zeros(1): 1.0}, {torch.ones(1): 1.0}),
+        (10**400, 10**400),
+    ],
+)
+def test_what_makes_the_same_update_has_the_same_digest(one: Any, other: Any) -> None:
+    assert bits(lr=one) == bits(lr=other)
+
+
+def test_only_groups_that_changed_are_digested_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    digested: list[Any] = []
+    comparable = hyper_parameters._comparable
+    monkeypatch.setattr(hyper_parameters, "_comparable", lambda value: digested.append(value) or comparable(value))
+    digests = HyperParameters({"lr"})
+    first = digests.bits([{"lr": 0.1}, {"lr": 0.2}])
+    assert digested == [0.1, 0.2]
+    assert digests.bits([{"lr": 0.1}, {"lr": 0.2}]) == first
+    assert digested == [0.1, 0.2]
+    second = digests.bits([{"lr": 0.1}, {"lr": 0.3}])
+    assert digested == [0.1, 0.2, 0.3]
+    assert second != first
+    assert digests.bits([{"lr": 0.1}, {"lr": 0.2}]) == first
+    assert digests.bits([{"lr": 0.1}]) != first
+    assert digests.bits([{"lr": 0.1}, {"lr": 0.2}]) == first
+
+
+def test_groups_that_did_not_change_are_digested_again_when_the_keys_grow() -> None:
+    """Otherwise the digest would depend on when a group last changed, which may differ between ranks."""
+    keys, groups = {"lr"}, [{"lr": 0.1, "factor": 2}]
+    digests = HyperParameters(keys)
+    digests.bits(groups)
+    keys.add("factor")
+    assert digests.bits(groups) == HyperParameters(keys).bits(groups)
+
+
+def test_a_tensor_that_changes_in_place_is_digested_again() -> None:
+    digests, rate = HyperParameters({"lr"}), torch.tensor(0.1)
+    first = digests.bits([{"lr": rate.clone()}])
+    rate.mul_(0.5)
+    assert digests.bits([{"lr": rate.clone()}]) != first
+    rate.fill_(0.1)
+    assert digests.bits([{"lr": rate.clone()}]) == first
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 49, 4096])
+def test_one_rank_that_differs_is_seen(world_size: int) -> None:
+    ours = bits(lr=0.1)
+    other = bits(lr=0.2)
+    reciprocal = 1 / world_size
+    means = [((world_size - 1) * here + there) / world_size for here, there in zip(ours, other)]
+    assert digests_differ(means, world_size)
+    for same in ([world_size * bit / world_size for bit in ours], [sum([bit * reciprocal] * world_size) for bit in ours]):
+        assert not digests_differ(same, world_size)
+    for share in (reciprocal, 1 - reciprocal):  # of the one bit that one rank has, or has not
+        assert digests_differ([0.0, share, 1.0], world_size)
+
+
+def test_names_are_those_of_the_groups() -> None:
+    groups = [{"lr": 1, "name": "a"}, {"lr": torch.tensor(2.0), "betas": (0.9, 0.5)}]
+    assert by_name(groups, {"lr", "betas"}) == {
+        "param_groups[0]['lr']": 1.0,
+        "param_groups[1]['lr']": 2.0,
+        "param_groups[1]['betas']": [0.9, 0.5],
+    }
+    assert len(bits(lr=0.1)) == BITS
+
+
+def test_what_the_update_cannot_depend_on_is_each_ranks_own() -> None:
+    group = {"params": [], "lr": 0.1, "name": "front", "note": None, "scales": {"all": [torch.tensor(0.1)]}, "empty": []}
+    optimizer = torch.optim.SGD([torch.zeros(1)])
+    keys = compared_keys(optimizer, [group, {"factor": 2}])
+    assert keys == {*optimizer.defaults, "scales", "factor"}
+    digests = HyperParameters(keys)
+    assert digests.bits([group]) == digests.bits([{**group, "name": "rear", "loss": 0.5}])
+
+
+def test_an_optimizer_from_elsewhere_may_depend_on_every_entry() -> None:
+    class Own(torch.optim.SGD):
+        pass
+
+    optimizer = Own([torch.zeros(1)])
+    keys = compared_keys(optimizer, [{"params": [], "factor": None}, {"mode": "plain", "scales": {"all": "unit"}}])
+    assert keys == {*optimizer.defaults, "factor", "mode", "scales"}

@@ -1,0 +1,83 @@
+"""What is needed beside the model: counted in calls and bytes, not measured."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from commsched import Session
+from commsched.plugins.torch import initial_state, slot
+
+from .loops.loop import Data, mlp, require_close, require_plain, run, sgd
+
+
+class Mixed(nn.Module):
+    """Tensors of many types and strides, frozen ones too, larger and smaller than a piece."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = mlp()
+        self.frozen = nn.Parameter(torch.randn(7, 5), requires_grad=False)
+        self.last = nn.Parameter(torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last))
+        for name, buffer in {
+            "count": torch.tensor(3),
+            "mask": torch.rand(11) > 0.5,
+            "wave": torch.randn(9, dtype=torch.complex64),
+            "conjugate": torch.randn(3, dtype=torch.complex128).conj(),
+            "transposed": torch.randn(6, 5, dtype=torch.bfloat16).t(),
+            "nothing": torch.empty(0),
+        }.items():
+            self.register_buffer(name, buffer)
+
+
+@pytest.mark.parametrize("piece_bytes", [30, 2**20])
+def test_a_model_of_any_size_is_broadcast_by_pieces(piece_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    broadcast = Session.broadcast
+
+    def counted(self: Session, name: str, data: Any, root: int = 0) -> None:
+        sizes.append(len(data))
+        broadcast(self, name, data, root)
+
+    def loop(data: Data, model: Any, optimizer: Any) -> dict[str, torch.Tensor]:
+        torch.manual_seed(data.ranks[0])
+        mixed = Mixed()
+        data.scheduled(sgd(mixed), mixed)
+        return mixed.state_dict()
+
+    monkeypatch.setattr(Session, "broadcast", counted)
+    monkeypatch.setattr(initial_state, "PIECE_BYTES", piece_bytes)
+    first, second = run(loop, model=lambda: nn.Linear(1, 1))
+    total = sum(tensor.nbytes for tensor in first.values())
+    assert max(sizes) == min(piece_bytes, total)
+    for name, tensor in first.items():
+        assert torch.equal(second[name], tensor), name
+    require_close(second["last"].stride(), first["last"].stride())
+
+
+@pytest.mark.parametrize("model_zeros", [False, True], ids=["optimizer.zero_grad", "model.zero_grad"])
+def test_zeroed_gradients_stay_in_their_memory(model_zeros: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No tensor is made for them, and no copy when backward has added to them."""
+
+    def loop(data: Data, model: Any, optimizer: Any) -> list[torch.Tensor]:
+        seen = []
+        for step in range(4):
+            (model if model_zeros else optimizer).zero_grad(set_to_none=False)
+            if step == 2:
+                seen += [parameter.grad.clone() for parameter in model.parameters()]  # the updates are in place for this
+            loss = data.loss(model, step)
+            if step > 1 and len(data.ranks) == 1:
+                addresses = {each.address for each in optimizer._exchange.places.slots}
+                assert {parameter.grad.data_ptr() for parameter in model.parameters()} == addresses
+            loss.backward()
+            optimizer.step()
+        return seen
+
+    def refuse(*args: Any, **kwargs: Any) -> torch.Tensor:
+        raise AssertionError("a tensor of zeros is made")
+
+    monkeypatch.setattr(slot.torch, "zeros_like", refuse)
+    require_plain(loop, optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1))

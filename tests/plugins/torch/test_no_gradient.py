@@ -1,0 +1,34 @@
+"""Reading the gradient of a parameter that has none asks first; nothing stays once it is known."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from commsched.plugins.torch import no_gradient
+from commsched.plugins.torch.no_gradient import NoGradients
+
+
+class Asked:
+    def __init__(self) -> None:
+        self.times = 0
+
+    def ask(self) -> None:
+        self.times += 1
+
+
+def test_only_parameters_without_a_gradient_ask_and_only_until_it_is_known() -> None:
+    asked, known_before = Asked(), len(no_gradient._awaited)
+    having, lacking = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    having.grad = torch.ones(2)
+    without = NoGradients(asked.ask)
+    without.note([having, lacking])
+    assert having.grad is not None
+    assert asked.times == 0
+    assert lacking.grad is None
+    assert asked.times == 1
+    without.forget()
+    assert lacking.grad is None
+    assert asked.times == 1
+    assert type(lacking) is nn.Parameter
+    assert len(no_gradient._awaited) == known_before

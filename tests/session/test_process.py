@@ -1,0 +1,61 @@
+"""What ``commsched.init`` opens, once for a process, and what it takes its launcher's word for."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+import commsched
+from commsched.core.errors import ConfigError
+
+from ..jobs.job import clean_environ
+
+
+def test_a_process_without_launcher_is_one_rank(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "commsched")
+    monkeypatch.setattr(os, "environ", {})
+    session = commsched.init(partition="1MB")
+    assert caplog.messages[0].startswith("1 process, so nothing is averaged; start more with commsched run -n N")
+    try:
+        assert (session.rank, session.world_size) == (0, 1)
+        assert session.core.config.partition_bytes == 1_000_000
+        assert commsched.init() is session
+        with pytest.raises(commsched.ConfigError, match="already initialised; give credit at the first call of init"):
+            commsched.init(credit="1MB")
+    finally:
+        commsched.shutdown()
+    commsched.shutdown()
+    with pytest.raises(commsched.ConfigError, match="partiton is not a setting; did you mean partition"):
+        commsched.init(partiton="1MB")
+
+
+def test_a_library_that_counts_other_ranks_than_the_launcher_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", {})
+    commsched.require_world_size(3, "its own launcher")
+    launched = {"COMMSCHED_RANK": "0", "COMMSCHED_WORLD_SIZE": "2"}
+    monkeypatch.setattr(os, "environ", launched)
+    commsched.require_world_size(2, "Trainer(devices=2)")
+    with pytest.raises(ConfigError, match=r"commsched run started 2 ranks, but Trainer\(devices=1\) makes 1; let them agree"):
+        commsched.require_world_size(1, "Trainer(devices=1)")
+
+
+@pytest.mark.parametrize(
+    ("ends_by", "code", "told"),
+    [
+        ("signal.raise_signal(signal.SIGINT)", 130, "commsched: rank 0: KeyboardInterrupt: "),
+        ("sys.exit(143)", 143, "commsched: rank 0: SystemExit: 143"),  # as a handler of SIGTERM may
+        ("sys.exit()", 1, "commsched: rank 0: SystemExit: None"),
+        ("1 / 0", 1, "commsched: rank 0: ZeroDivisionError: division by zero"),
+    ],
+)
+def test_a_process_that_is_interrupted_while_it_closes_its_session_does_not_end_well(
+    ends_by: str, code: int, told: str
+) -> None:
+    """Its last updates may not be in place."""
+    script = f"import signal, sys, commsched\ncommsched.init().on_close(lambda: {ends_by})"
+    environ = clean_environ()
+    done = subprocess.run([sys.executable, "-c", script], env=environ, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (code, told)

@@ -1,0 +1,44 @@
+"""What an operation of gloo may take, and what it fails by."""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch.distributed")
+
+from commsched.transports.backends.gloo.channel import _MIN_BYTES_PER_SECOND, GlooChannel
+
+
+@pytest.fixture
+def channel() -> GlooChannel:
+    """Without a process group."""
+    made = object.__new__(GlooChannel)
+    made._lock, made._bytes_under_way, made._patience_seconds = threading.Lock(), 0, 100.0
+    return made
+
+
+def test_an_operation_has_the_time_that_its_bytes_take_behind_those_under_way(channel: GlooChannel) -> None:
+    second = int(_MIN_BYTES_PER_SECOND)
+    done: list[BaseException | None] = []
+    assert channel._begin(10 * second) == timedelta(seconds=110)
+    assert channel._begin(20 * second) == timedelta(seconds=130)
+    channel._end(10 * second, done.append, None)
+    channel._end(20 * second, done.append, None)
+    assert channel._begin(10 * second) == timedelta(seconds=110)
+    assert done == [None, None]
+
+
+def test_an_all_reduce_that_fails_is_not_taken_for_one_that_is_done(channel: GlooChannel) -> None:
+    class Failed:
+        def value(self) -> Any:
+            raise RuntimeError("Connection closed by peer")
+
+    done: list[BaseException | None] = []
+    channel._begin(8)
+    channel._all_reduced(8, done.append, Failed())
+    assert [str(error) for error in done] == ["Connection closed by peer"]
+    assert channel._bytes_under_way == 0

@@ -1,0 +1,84 @@
+"""A policy's order reaches the wire: from the core's tasks to the pushes of a worker, and to the replies of its server."""
+
+import threading
+from contextlib import closing
+from queue import SimpleQueue
+
+import pytest
+
+from commsched.core.config import SchedulerConfig
+from commsched.core.core import Core
+from commsched.core.manifest import Manifest, TensorSpec
+from commsched.core.plan import cut
+from commsched.transports.backends.ps.push_priority import PushPriority
+from commsched.transports.backends.ps.service import Service
+from commsched.transports.backends.ps.shard import Shard
+from commsched.transports.backends.ps.transport import PsTransport
+
+from ...worlds import TOKEN
+
+MANIFEST = Manifest(tuple(TensorSpec(f"layer{index}", (16,), "uint8") for index in range(4)))
+BACKWARD = (3, 2, 1, 0)
+
+
+class Watched:
+    """One worker, its server, and what passes between them: partitions in the order in which they come."""
+
+    def __init__(self, lane: str, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.started: SimpleQueue[int] = SimpleQueue()
+        self.pushed: SimpleQueue[int] = SimpleQueue()
+        self.averaged: SimpleQueue[int] = SimpleQueue()
+        for owner, name, queue, partition in (
+            (PsTransport, "start", self.started, lambda task, completion: task.partition.index),
+            (Service, "_push", self.pushed, lambda rank, stream, frame: frame.partition),
+            (PsTransport, "on_result", self.averaged, lambda server, frame: frame.partition),
+        ):
+            monkeypatch.setattr(owner, name, self._noting(getattr(owner, name), queue, partition))
+        self._shard = Shard("127.0.0.1:0", TOKEN, 1, lane=lane, on_failure=pytest.fail)
+        self._transport = PsTransport(0, 1, [self._shard.address], TOKEN, lane=lane, on_failure=pytest.fail)
+        self._core = Core(self._transport, SchedulerConfig(16, 1000, policy))
+        self.group = self._core.add_group(cut(MANIFEST, 16), {"uint8": memoryview(bytearray(64))})
+        #: While one is taken, pushes or replies wait in their outbox.
+        self.pushes_wait = PushPriority()
+        self._transport._lanes[0]._outbox.give_way(self.pushes_wait)
+        self.replies_wait = self._shard.service.right_of_way
+
+    @staticmethod
+    def _noting(original, queue, partition):
+        def noting(self, *arguments):
+            original(self, *arguments)
+            queue.put(partition(*arguments))
+
+        return noting
+
+    def close(self) -> None:
+        self._core.close()
+        self._transport.close()
+        self._shard.close()
+
+
+def next_four(queue: SimpleQueue[int]) -> list[int]:
+    return [queue.get(timeout=20) for _ in range(4)]
+
+
+@pytest.mark.parametrize("lane", ["tcp", "grpc"])
+@pytest.mark.parametrize(("policy", "order"), [("priority", [0, 1, 2, 3]), ("fifo", [3, 2, 1, 0])])
+def test_pushes_and_replies_that_wait_leave_in_the_order_of_the_policy(lane, policy, order, monkeypatch):
+    with closing(Watched(lane, policy, monkeypatch)) as worker:
+        worker.pushes_wait.take()
+        worker.group.begin_step()
+        for tensor in BACKWARD:
+            worker.group.notify_ready(tensor)
+            assert worker.started.get(timeout=20) == tensor  # the credit is no limit: the outbox decides
+        worker.pushes_wait.give_back()
+        assert next_four(worker.pushed) == order
+        assert sorted(next_four(worker.averaged)) == [0, 1, 2, 3]
+
+        worker.replies_wait.take()
+        worker.group.begin_step()
+        for tensor in BACKWARD:
+            worker.group.notify_ready(tensor)
+            assert worker.pushed.get(timeout=20) == tensor  # alone, and its reply is queued
+        worker.replies_wait.give_back()
+        assert next_four(worker.averaged) == order
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("commsched-lane-")]

@@ -1,0 +1,213 @@
+"""The order in which messages leave on one stream."""
+
+import queue
+import threading
+
+import pytest
+
+from commsched.transports.backends.ps.frame import HEADER_BYTES, Frame, FrameKind
+from commsched.transports.backends.ps.push_priority import PushPriority
+from commsched.transports.backends.ps.send_queue import SendQueue
+
+ACK = Frame(FrameKind.ACK, step=1)
+
+
+def outbox_with(*orders: int) -> SendQueue:
+    outbox = SendQueue()
+    for order in orders:
+        put(outbox, order)
+    return outbox
+
+
+def put(outbox: SendQueue, order: int, partition: int = 0, kind: FrameKind = FrameKind.PUSH) -> None:
+    outbox.put(Frame(kind, partition=partition, dtype="uint8", stop=10, payload=bytes(10), order=order))
+
+
+def orders(outbox: SendQueue, count: int) -> list[int]:
+    return [next(outbox).frame.order for _ in range(count)]
+
+
+def test_gradients_leave_in_the_order_given():
+    assert orders(outbox_with(3, 1, 2), 3) == [1, 2, 3]
+
+
+def test_those_of_equal_order_leave_as_they_came():
+    outbox = SendQueue()
+    for number in (3, 1, 2):
+        put(outbox, 0, partition=number)
+    assert [next(outbox).frame.partition for _ in range(3)] == [3, 1, 2]
+
+
+def test_each_is_chosen_only_when_it_is_asked_for():
+    outbox = outbox_with(3, 2)
+    assert orders(outbox, 1) == [2]
+    put(outbox, 0)
+    assert orders(outbox, 2) == [0, 3]
+
+
+def test_control_messages_go_first_and_in_order():
+    outbox = outbox_with(7)
+    frames = [Frame(FrameKind.ACK, step=step) for step in range(3)]
+    for frame in frames:
+        outbox.put_control(frame)
+    assert [next(outbox).frame for _ in range(3)] == frames
+    assert orders(outbox, 1) == [7]
+
+
+def test_what_to_call_when_it_has_left_comes_with_a_message():
+    outbox = SendQueue()
+    outbox.put(Frame(FrameKind.PUSH), print)
+    outbox.put_control(ACK)
+    assert [next(outbox).sent for _ in range(2)] == [None, print]
+
+
+def test_finish_sends_what_is_small_and_drops_gradients():
+    outbox = outbox_with(0)
+    outbox.put_control(ACK)
+    outbox.finish()
+    outbox.put_control(Frame(FrameKind.GOODBYE))
+    put(outbox, 1)
+    assert [parcel.frame for parcel in outbox] == [ACK]
+    assert list(outbox) == []
+
+
+def test_abort_drops_everything():
+    outbox = outbox_with(0)
+    outbox.put_control(ACK)
+    outbox.abort()
+    assert list(outbox) == []
+
+
+@pytest.mark.parametrize("end", [SendQueue.finish, SendQueue.abort])
+def test_the_end_wakes_who_waits(end):
+    outbox, got = SendQueue(), queue.SimpleQueue()
+
+    def take() -> None:
+        for parcel in outbox:
+            got.put(parcel.frame.order)
+        got.put("end")
+
+    thread = threading.Thread(target=take, daemon=True)
+    thread.start()
+    put(outbox, 7)
+    assert got.get(timeout=20) == 7
+    end(outbox)
+    assert got.get(timeout=20) == "end"
+    thread.join(20)
+
+
+class FakePacer:
+    """A pacer under the test's control."""
+
+    def __init__(self) -> None:
+        self.waiting: list = []
+        self.charged = 0
+
+    def submit(self, priority, nbytes, release) -> None:
+        self.waiting.append((priority, nbytes, release))
+
+    def charge(self, nbytes) -> None:
+        self.charged += nbytes
+
+
+def test_paced_gradients_enter_when_released_and_small_messages_are_charged():
+    pacer = FakePacer()
+    outbox = SendQueue(pacer)
+    put(outbox, 4)
+    outbox.put_control(ACK)
+    assert pacer.charged == HEADER_BYTES
+    assert next(outbox).frame == ACK
+    assert "0 ready" in repr(outbox)
+    [(priority, nbytes, release)] = pacer.waiting
+    assert (priority, nbytes) == (4, HEADER_BYTES + 10)
+    release()
+    assert orders(outbox, 1) == [4]
+
+
+def test_a_pacer_lets_pushes_pass_before_replies():
+    pacer = FakePacer()
+    outbox = SendQueue(pacer)
+    put(outbox, 0, kind=FrameKind.RESULT)
+    put(outbox, 2**32 - 1)
+    reply, push = (priority for priority, _, _ in pacer.waiting)
+    assert push < reply
+
+
+def taken_in_a_thread(outbox: SendQueue) -> tuple[threading.Thread, queue.SimpleQueue]:
+    """What ``outbox`` gives until it ends; None is its end."""
+    taken: queue.SimpleQueue = queue.SimpleQueue()
+
+    def take() -> None:
+        for parcel in outbox:
+            taken.put(parcel.frame)
+        taken.put(None)
+
+    thread = threading.Thread(target=take, daemon=True)
+    thread.start()
+    return thread, taken
+
+
+def test_gradients_that_give_way_leave_when_it_is_free_and_small_messages_at_any_time():
+    way, outbox = PushPriority(), SendQueue()
+    outbox.give_way(way)
+    way.take()
+    way.take()
+    thread, taken = taken_in_a_thread(outbox)
+    for order in (3, 1, 2):
+        put(outbox, order)
+    outbox.put_control(ACK)
+    assert taken.get(timeout=10) == ACK
+    way.give_back()
+    outbox.put_control(ACK)
+    assert taken.get(timeout=10) == ACK  # and still nothing else
+    way.give_back()
+    assert [taken.get(timeout=10).order for _ in range(3)] == [1, 2, 3]
+    way.take()
+    put(outbox, 4)
+    outbox.put_control(ACK)
+    assert taken.get(timeout=10) == ACK
+    way.give_back()
+    assert taken.get(timeout=10).order == 4
+    outbox.finish()
+    assert taken.get(timeout=10) is None
+    thread.join(10)
+    outbox.keep_way()
+    assert repr(way) == "<PushPriority 0 pushes leaving, 0 streams give way>"
+
+
+def test_an_outbox_that_gives_way_still_ends():
+    way, outbox = PushPriority(), SendQueue()
+    outbox.give_way(way)
+    way.take()
+    _, taken = taken_in_a_thread(outbox)
+    put(outbox, 1)
+    outbox.finish()
+    assert taken.get(timeout=10) is None
+
+
+def test_who_keeps_the_way_again_waits_for_nobody():
+    way, outbox = PushPriority(), SendQueue()
+    outbox.give_way(way)
+    way.take()
+    put(outbox, 1)
+    outbox.keep_way()
+    assert orders(outbox, 1) == [1]
+
+
+def test_nothing_is_lost_when_the_way_changes_all_the_time():
+    way, outbox = PushPriority(), SendQueue()
+    outbox.give_way(way)
+    _, taken = taken_in_a_thread(outbox)
+    for number in range(2000):
+        way.take()
+        put(outbox, number)
+        way.give_back()
+    assert sorted(taken.get(timeout=10).order for _ in range(2000)) == list(range(2000))
+
+
+def test_repr_counts_what_waits():
+    outbox = outbox_with(1, 2)
+    outbox.put_control(ACK)
+    assert repr(outbox).startswith("<Outbox 1 control, <Scheduler 2 ready")
+    outbox.finish()
+    assert repr(outbox).endswith(", finished>")

@@ -1,0 +1,209 @@
+"""A parameter server in a process of its own: one job, from the first hello to the last goodbye."""
+
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import commsched
+from commsched.core.errors import CommschedError, ConfigError, PeerLost
+from commsched.core.interfaces import OnFailure
+from commsched.core.manifest import Manifest, TensorSpec
+from commsched.transports.backends.ps.frame import WorkerHello
+from commsched.transports.backends.ps.server import serve_shard
+from commsched.transports.backends.ps.transport import PsTransport
+
+from ...worlds import TOKEN
+from .test_transport import Ended, Failures, make_task
+
+MANIFEST = Manifest((TensorSpec("weight", (256,), "float32"),))
+
+
+class FakeMembership:
+    """A place in a control channel that writes down what it is told, and takes it for the first cause."""
+
+    def __init__(self) -> None:
+        self.reported: list[CommschedError] = []
+        self.closed = False
+        self.on_failure: OnFailure = print
+
+    def report(self, error: CommschedError) -> None:
+        self.reported.append(error)
+        self.on_failure(error)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Server:
+    """``serve_shard`` in a thread; ``outcome`` is the code it returned or the error it raised."""
+
+    def __init__(self, join: Callable[[WorkerHello, str, OnFailure], FakeMembership] | None = None, lane: str = "tcp") -> None:
+        self._lane = lane
+        self.membership = FakeMembership()
+        self.joined: queue.SimpleQueue[tuple[WorkerHello, OnFailure]] = queue.SimpleQueue()
+        self._join = join or self._accept
+        self._outcome: queue.SimpleQueue[int | CommschedError] = queue.SimpleQueue()
+        bound: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._serve, args=(bound.put,), daemon=True)
+        self._thread.start()
+        self.address = bound.get(timeout=20)
+
+    def _accept(self, hello: WorkerHello, job: str, on_failure: OnFailure) -> FakeMembership:
+        self.membership.on_failure = on_failure
+        self.joined.put((hello, on_failure))
+        return self.membership
+
+    def _serve(self, announce: Callable[[str], None]) -> None:
+        try:
+            self._outcome.put(serve_shard("127.0.0.1:0", TOKEN, lane=self._lane, join=self._join, announce=announce))
+        except CommschedError as error:
+            self._outcome.put(error)
+
+    def outcome(self) -> int | CommschedError:
+        outcome = self._outcome.get(timeout=20)
+        self._thread.join(20)
+        for thread in threading.enumerate():
+            if thread.name.startswith("commsched-ps"):  # it may be at its very last instruction
+                thread.join(20)
+                assert not thread.is_alive(), f"{thread.name} is left behind"
+        return outcome
+
+
+def connect(address: str, rank: int, on_failure: OnFailure, world_size: int = 2, lane: str = "tcp") -> PsTransport:
+    transport = PsTransport(
+        rank,
+        world_size,
+        [address],
+        TOKEN,
+        lane=lane,
+        on_failure=on_failure,
+        control_address="h:1",
+        connect_within_seconds=20.0,
+    )
+    transport.add_group(0, MANIFEST)
+    return transport
+
+
+def test_a_job_from_the_first_hello_to_the_last_goodbye():
+    server = Server()
+    transports = [connect(server.address, rank, pytest.fail) for rank in range(2)]
+    assert server.joined.get(timeout=20)[0] == WorkerHello(0, 2, 0, "h:1")
+    ends = [Ended(), Ended()]
+    for transport, ended in zip(transports, ends):
+        transport.start(make_task(), ended)
+    for ended in ends:
+        assert ended.done.wait(20)
+    for transport in transports:
+        transport.close()
+    assert server.outcome() == 0
+    assert server.membership.closed
+    assert server.membership.reported == []
+
+
+def test_a_failure_elsewhere_ends_the_server_and_reaches_its_workers():
+    server, failures = Server(), Failures()
+    transport = connect(server.address, 0, failures)
+    _, on_failure = server.joined.get(timeout=20)
+    on_failure(PeerLost("rank 3 (host h, pid 9) is gone"))
+    assert str(server.outcome()) == "rank 3 (host h, pid 9) is gone"
+    assert str(failures.first()) == "rank 3 (host h, pid 9) is gone"
+    transport.close()
+
+
+def test_a_control_channel_that_cannot_be_joined_ends_the_server_and_reaches_its_workers():
+    def join(hello: WorkerHello, job: str, on_failure: OnFailure) -> FakeMembership:
+        raise ConfigError("the control channel has another token")
+
+    server = Server(join)
+    with pytest.raises(ConfigError, match="the control channel has another token"):
+        connect(server.address, 0, Failures())
+    assert str(server.outcome()) == "the control channel has another token"
+
+
+def test_a_taken_port_is_one_clear_line():
+    server = Server()
+    with pytest.raises(ConfigError, match=f"cannot listen at {server.address}: the port is taken"):
+        serve_shard(server.address, TOKEN, join=server._accept, announce=pytest.fail)
+    transport = connect(server.address, 0, pytest.fail, world_size=1)
+    transport.close()
+    assert server.outcome() == 0
+
+
+def start_process(code: str, *arguments: str) -> subprocess.Popen[str]:
+    """A Python process that prints a line when it is ready, and stays until it is killed."""
+    root = Path(commsched.__file__).parents[1]
+    environ = {**os.environ, "PYTHONPATH": str(root)}
+    process = subprocess.Popen([sys.executable, "-c", code, *arguments], stdout=subprocess.PIPE, text=True, env=environ)
+    return process
+
+
+def kill(process: subprocess.Popen[str]) -> None:
+    process.send_signal(signal.SIGKILL)
+    process.wait(20)
+    assert process.stdout is not None
+    process.stdout.close()
+
+
+SERVER = """
+import sys
+from commsched.transports.backends.ps.server import serve_shard
+class Membership:
+    def report(self, error): pass
+    def close(self): pass
+join = lambda hello, job, on_failure: Membership()
+serve_shard("127.0.0.1:0", sys.argv[1], lane=sys.argv[2], join=join, announce=lambda a: print(a, flush=True))
+"""
+
+WORKER = """
+import sys, threading
+from commsched.transports.backends.ps.transport import PsTransport
+token, address, lane = sys.argv[1:]
+transport = PsTransport(1, 2, [address], token, lane=lane, on_failure=print, control_address="h:1")
+print("ready", flush=True)
+threading.Event().wait()
+"""
+
+
+@pytest.mark.parametrize("lane", ["tcp", "grpc"])
+def test_a_killed_server_is_named_to_its_workers_at_once(lane):
+    process = start_process(SERVER, TOKEN, lane)
+    try:
+        address = process.stdout.readline().strip()
+        failures = Failures()
+        transport = connect(address, 0, failures, lane=lane)
+        ended = Ended()
+        transport.start(make_task(), ended)
+        assert ended.sent.wait(20)
+    finally:
+        kill(process)
+    assert isinstance(failures.first(), PeerLost)
+    assert str(failures.first()).startswith(f"server 0 at {address} is gone: ")
+    with pytest.raises(PeerLost, match=f"server 0 at {address} is gone: "):
+        transport.start(make_task(partition=1), Ended())
+    transport.close()
+
+
+@pytest.mark.parametrize("lane", ["tcp", "grpc"])
+def test_a_killed_worker_ends_the_server_and_is_named_to_the_other_worker(lane):
+    server, failures = Server(lane=lane), Failures()
+    process = start_process(WORKER, TOKEN, server.address, lane)
+    try:
+        transport = connect(server.address, 0, failures, lane=lane)
+        assert process.stdout.readline() == "ready\n"
+        server.joined.get(timeout=20)
+    finally:
+        kill(process)
+    error = server.outcome()
+    assert isinstance(error, PeerLost)
+    assert str(error) == f"rank 1 is gone: its connection to the server at {server.address} broke"
+    assert str(failures.first()) == str(error)
+    assert [str(reported) for reported in server.membership.reported] == [str(error)]
+    assert server.membership.closed
+    transport.close()

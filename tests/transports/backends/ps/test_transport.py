@@ -1,0 +1,499 @@
+"""PsTransport over real networks; its ranks are threads."""
+
+import threading
+from functools import partial
+from time import monotonic
+
+import grpc
+import numpy as np
+import pytest
+
+from commsched.core.errors import ClosedError, CommschedError, ConfigError, PeerLost, PeerTimeout
+from commsched.core.manifest import Manifest, TensorSpec
+from commsched.core.plan import Partition
+from commsched.core.task import CommTask
+from commsched.net.rpc import Call, make_channel
+from commsched.testing.check_transport import check_averages, check_back_to_back, check_leaver, check_results, check_transport
+from commsched.testing.checked_world import Threads
+from commsched.transports.backends.ps import grpc_lane as grpc_port
+from commsched.transports.backends.ps import transport as ps_transport
+from commsched.transports.backends.ps.carriers import open_port, open_stream
+from commsched.transports.backends.ps.frame import MAX_MESSAGE_BYTES, Frame, FrameKind, WorkerHello, encode, json_frame
+from commsched.transports.backends.ps.grpc_lane import METHOD
+from commsched.transports.backends.ps.push_priority import PushPriority
+from commsched.transports.backends.ps.remote_lane import RemoteLane
+from commsched.transports.backends.ps.service import Service
+from commsched.transports.backends.ps.shard import Shard
+from commsched.transports.backends.ps.stream import Stream
+from commsched.transports.backends.ps.transport import PsTransport
+
+from ...worlds import TOKEN, embedded_world, separate_world
+
+MANIFEST = Manifest((TensorSpec("weight", (256,), "float32"),))
+
+
+class Failures:
+    """An OnFailure that can be waited for."""
+
+    def __init__(self) -> None:
+        self._errors: list[CommschedError] = []
+        self._changed = threading.Condition()
+
+    def __call__(self, error: CommschedError) -> None:
+        with self._changed:
+            self._errors.append(error)
+            self._changed.notify_all()
+
+    def first(self) -> CommschedError:
+        with self._changed:
+            assert self._changed.wait_for(lambda: self._errors, 20), "no failure was told"
+            return self._errors[0]
+
+    def none(self) -> bool:
+        return not self._errors
+
+
+class Ended:
+    """A Completion that can be waited for."""
+
+    def __init__(self) -> None:
+        self.sent, self.done = threading.Event(), threading.Event()
+
+    def on_sent(self, task: CommTask) -> None:
+        assert not self.done.is_set()
+        self.sent.set()
+
+    def on_done(self, task: CommTask) -> None:
+        self.done.set()
+
+
+def make_task(
+    partition: int = 0, step: int = 0, value: float = 1.0, *, data: memoryview | None = None, dtype: str = "float32"
+) -> CommTask:
+    if data is None:
+        data = memoryview(bytearray(np.full(64, value, np.float32).tobytes()))
+    where = Partition(partition, dtype, len(data) * partition, len(data) * (partition + 1), (0,))
+    return CommTask(0, step, where, data)
+
+
+@pytest.fixture(params=["tcp", "grpc"])
+def lane(request) -> str:
+    return request.param
+
+
+@pytest.fixture
+def server(lane):
+    """A server of one worker that no rank hosts."""
+    shard = Shard("127.0.0.1:0", TOKEN, None, lane=lane, on_failure=Failures(), name="the server")
+    yield shard
+    shard.close()
+
+
+def connect(address: str, lane: str, on_failure=None, *, rank=0, world_size=1, token=TOKEN, within=20.0) -> PsTransport:
+    on_failure = on_failure or Failures()
+    return PsTransport(rank, world_size, [address], token, lane=lane, on_failure=on_failure, connect_within_seconds=within)
+
+
+def test_conformance_embedded(lane):
+    sizes, rounds = ((1, 2, 3, 4, 5), 100) if lane == "tcp" else ((2, 4), 30)
+    check_transport(partial(embedded_world, lane=lane), world_sizes=sizes, rounds=rounds)
+
+
+def test_conformance_with_a_separate_server():
+    check_transport(partial(separate_world, servers=1), world_sizes=(1, 2, 3, 5), rounds=50)
+
+
+@pytest.mark.parametrize(("servers", "lane"), [(5, "tcp"), (2, "grpc")])
+def test_averages_with_several_separate_servers(servers, lane):
+    for world_size in (2, 3):
+        check_results(lambda size=world_size: Threads(partial(separate_world, lane=lane, servers=servers), size), rounds=10)
+    check_leaver(partial(separate_world, lane=lane, servers=servers))
+
+
+def test_averages_over_a_capped_link(lane):
+    check_averages(lambda: Threads(partial(embedded_world, lane=lane, rate_bytes_per_second=20e6), 3))
+
+
+@pytest.mark.parametrize("world", [embedded_world, separate_world])
+def test_many_rounds_with_a_slow_rank(world):
+    check_back_to_back(lambda: Threads(world, 3, 50.0), 2000)
+
+
+def test_a_capped_link_is_not_faster_than_its_rate(lane):
+    numel, rate = 100_000, 8e6
+    manifest = Manifest((TensorSpec("weight", (numel,), "float32"),))
+    failures = [Failures(), Failures()]
+    with embedded_world(failures, lane=lane, rate_bytes_per_second=rate) as transports:
+        for transport in transports:
+            transport.add_group(0, manifest)
+        began = monotonic()
+        ends = [Ended(), Ended()]
+        for transport, ended in zip(transports, ends):
+            partition = Partition(0, "float32", 0, 4 * numel, (0,))
+            transport.start(CommTask(0, 0, partition, memoryview(bytearray(4 * numel))), ended)
+        for ended in ends:
+            assert ended.done.wait(20)
+        # Rank 1 pushes to rank 0's shard, and is then sent the average: its bytes cross two links one after another.
+        assert monotonic() - began >= 2 * 4 * numel / rate
+
+
+def test_replies_give_way_while_a_push_of_their_rank_waits_for_a_receiver_and_leave_after_it(monkeypatch):
+    big_bytes = 2**26  # more than the kernel holds
+    manifest = Manifest((TensorSpec("front", (256,), "uint8"), TensorSpec("big", (big_bytes,), "uint8")))
+    stopped, resumed, gave_way = threading.Event(), threading.Event(), threading.Event()
+    place, is_free = Service._place, PushPriority.is_free
+
+    def place_when_resumed(service, worker, frame):
+        if frame.partition == 1 and not resumed.is_set():
+            stopped.set()
+            assert resumed.wait(20)
+        return place(service, worker, frame)
+
+    def watched(way: PushPriority) -> bool:
+        free = is_free.fget(way)
+        if way is transports[0]._way and not free:
+            gave_way.set()
+        return free
+
+    def front() -> CommTask:
+        return CommTask(0, 0, Partition(0, "uint8", 0, 256, (0,)), memoryview(bytearray(256)))
+
+    def big() -> CommTask:
+        return CommTask(0, 0, Partition(1, "uint8", 256, 256 + big_bytes, (1,)), memoryview(bytearray(big_bytes)))
+
+    monkeypatch.setattr(Service, "_place", place_when_resumed)
+    failures = [Failures(), Failures()]
+    with embedded_world(failures) as transports:
+        monkeypatch.setattr(PushPriority, "is_free", property(watched))
+        for transport in transports:
+            transport.add_group(0, manifest)
+        bigs, fronts = [Ended(), Ended()], [Ended(), Ended()]
+        transports[0].start(big(), bigs[0])
+        assert stopped.wait(20)  # rank 1's shard has the header, and reads no more
+        for transport, ended in zip(transports, fronts):
+            transport.start(front(), ended)
+        assert fronts[0].done.wait(20)
+        assert gave_way.wait(20)  # the reply to rank 1 was about to leave
+        assert not fronts[1].done.is_set()
+        assert not bigs[0].sent.is_set()
+        resumed.set()
+        assert fronts[1].done.wait(20)
+        assert bigs[0].sent.is_set()
+        transports[1].start(big(), bigs[1])
+        assert all(ended.done.wait(20) for ended in bigs)
+    assert all(told.none() for told in failures)
+
+
+def test_credit_comes_back_before_the_other_rank_has_started(server, lane):
+    transport = connect(server.address, lane, world_size=2)
+    transport.add_group(0, MANIFEST)
+    ended = Ended()
+    transport.start(make_task(), ended)
+    assert ended.sent.wait(20)
+    assert not ended.done.is_set()
+    transport.close()
+
+
+def test_another_token_is_one_clear_line(server, lane):
+    with pytest.raises(ConfigError) as raised:
+        connect(server.address, lane, token="guess")
+    assert str(raised.value) == f"server 0 at {server.address} has another token; set the same COMMSCHED_TOKEN everywhere"
+    assert "guess" not in str(raised.value)
+
+
+def test_another_world_size_is_one_clear_line(server, lane):
+    first = connect(server.address, lane, world_size=2)
+    with pytest.raises(ConfigError, match="rank 1 says there are 3 ranks; this job has 2"):
+        connect(server.address, lane, rank=1, world_size=3)
+    first.close()
+
+
+def test_a_server_that_does_not_come_up_is_named(lane):
+    probe = Shard("127.0.0.1:0", TOKEN, 1, lane=lane, on_failure=Failures())
+    probe.close()
+    with pytest.raises(PeerTimeout) as raised:
+        connect(probe.address, lane, within=0.0)
+    assert str(raised.value) == f"server 0 at {probe.address} did not answer within 0 s (is it up, with the same lane?)"
+
+
+def test_why_a_rank_cannot_start_is_told_before_its_other_connections_end(lane):
+    heard, told = Failures(), []
+    reached = Shard("127.0.0.1:0", TOKEN, 2, lane=lane, on_failure=heard)
+    refuses = Shard("127.0.0.1:0", "another token", 2, lane=lane, on_failure=Failures())
+    with pytest.raises(ConfigError, match=r"server 1 at .* has another token"):
+        PsTransport(
+            1,
+            2,
+            [reached.address, refuses.address],
+            TOKEN,
+            lane=lane,
+            on_failure=Failures(),
+            could_not_start=lambda error: told.append((type(error), heard.none())),
+        )
+    assert told == [(ConfigError, True)]
+    assert isinstance(heard.first(), PeerLost)  # the connection did end
+    reached.close()
+    refuses.close()
+
+
+def test_a_rank_over_grpc_asks_whether_a_server_over_tcp_has_its_lane():
+    server = Shard("127.0.0.1:0", TOKEN, 1, lane="tcp", on_failure=pytest.fail)
+    with pytest.raises(PeerTimeout, match=r"\(is it up, with the same lane\?\)"):
+        connect(server.address, "grpc", within=0.0)
+    server.close()
+
+
+def test_a_server_may_come_up_after_its_workers(lane, monkeypatch):
+    probe = Shard("127.0.0.1:0", TOKEN, 1, lane=lane, on_failure=Failures())
+    probe.close()
+    late: list[Shard] = []
+    wait_connected = RemoteLane.wait_connected
+
+    def start_and_wait(self: RemoteLane, within_seconds: float) -> None:  # the lane has begun to connect
+        late.append(Shard(probe.address, TOKEN, 1, lane=lane, on_failure=Failures()))
+        wait_connected(self, within_seconds)
+
+    monkeypatch.setattr(RemoteLane, "wait_connected", start_and_wait)
+    connect(probe.address, lane).close()
+    late[0].close()
+
+
+def test_a_frozen_connection_may_live_for_as_long_as_one_likes(lane):
+    server = Shard("127.0.0.1:0", TOKEN, 1, lane=lane, on_failure=pytest.fail, fail_after_seconds=1e9)
+    transport = PsTransport(0, 1, [server.address], TOKEN, lane=lane, on_failure=pytest.fail, fail_after_seconds=1e9)
+    transport.add_group(0, MANIFEST)
+    ended = Ended()
+    transport.start(make_task(), ended)
+    assert ended.done.wait(20)
+    transport.close()
+    server.close()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("can't start new thread")])
+def test_what_ends_the_connecting_leaves_no_lane(server, lane, monkeypatch, error):
+    opened = []
+
+    def open_once(*arguments):
+        if opened:
+            raise error
+        opened.append(open_stream(*arguments))
+        return opened[0]
+
+    monkeypatch.setattr(ps_transport, "open_stream", open_once)
+    with pytest.raises(type(error)):
+        PsTransport(0, 1, [server.address] * 2, TOKEN, lane=lane, on_failure=pytest.fail)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("commsched-lane-")]
+
+
+def test_a_taken_port_is_one_clear_line(server, lane):
+    with pytest.raises(ConfigError, match=f"cannot listen at {server.address}: the port is taken"):
+        Shard(server.address, TOKEN, 1, lane=lane, on_failure=Failures())
+
+
+def test_a_server_that_closes_while_a_rank_waits_is_lost(server, lane):
+    failures = Failures()
+    transport = connect(server.address, lane, failures, world_size=2)
+    transport.add_group(0, MANIFEST)
+    ended = Ended()
+    transport.start(make_task(step=3), ended)
+    assert ended.sent.wait(20)
+    server.close()
+    assert isinstance(failures.first(), PeerLost)
+    assert str(failures.first()).startswith(
+        f"server 0 at {server.address} closed while <CommTask all_reduce step 3 partition 0"
+    )
+    transport.close()
+
+
+def test_a_server_that_closes_while_nobody_waits_is_lost_to_the_next_push(server, lane):
+    failures = Failures()
+    transport = connect(server.address, lane, failures)
+    transport.add_group(0, MANIFEST)
+    done = Ended()
+    transport.start(make_task(), done)
+    assert done.done.wait(20)
+    server.close()
+    transport._lanes[0]._reader.join(20)
+    assert failures.none()
+    with pytest.raises(PeerLost, match=f"server 0 at {server.address} has closed"):
+        transport.start(make_task(step=1), Ended())
+    transport.close()
+
+
+def test_a_failure_of_the_server_reaches_every_worker_with_its_cause(server, lane):
+    failures = [Failures(), Failures()]
+    transports = [connect(server.address, lane, failures[rank], rank=rank, world_size=2) for rank in range(2)]
+    server.service.fail(PeerLost("rank 5 (host h, pid 77) is gone"))
+    assert [str(told.first()) for told in failures] == ["rank 5 (host h, pid 77) is gone"] * 2
+    for transport in transports:
+        transport.close()
+
+
+def test_a_closed_transport_starts_nothing(server, lane):
+    transport = connect(server.address, lane)
+    transport.add_group(0, MANIFEST)
+    transport.close()
+    transport.close()
+    with pytest.raises(ClosedError, match="this transport is closed"):
+        transport.start(make_task(), Ended())
+
+
+def test_more_groups_than_the_wire_can_number_are_refused(server, lane):
+    transport = connect(server.address, lane)
+    with pytest.raises(ConfigError, match="group 65536 is one too many: a job may have 65536 groups"):
+        transport.add_group(2**16, MANIFEST)
+    transport.close()
+
+
+class RawWorker:
+    """Rank 0 as an enemy might be it: authenticated, and free to send any bytes over gRPC."""
+
+    def __init__(self, address: str, token: str = TOKEN) -> None:
+        self._channel = make_channel(address, 10.0, MAX_MESSAGE_BYTES)
+        self._messages = [encode(json_frame(FrameKind.HELLO, WorkerHello(0, 2, 0).to_record()))]
+        self._token = token
+
+    def exchange(self, *messages: bytes) -> tuple[list[bytes], grpc.StatusCode]:
+        """Send the hello and ``messages``, wait for the end of the stream; what came back, and how it ended."""
+        end, replies = threading.Event(), []
+
+        def requests():
+            yield from (*self._messages, *messages)
+            end.wait(20)
+
+        code = grpc.StatusCode.OK
+        try:
+            replies.extend(Call(self._channel, METHOD, requests(), self._token, ""))
+        except grpc.RpcError as error:
+            code = error.code()
+        end.set()
+        self._channel.close()
+        return replies, code
+
+
+@pytest.fixture
+def grpc_shard():
+    """A server of two workers over gRPC, and its failures."""
+    failures = Failures()
+    shard = Shard("127.0.0.1:0", TOKEN, 2, lane="grpc", on_failure=failures, name="the server")
+    yield shard, failures
+    shard.close()
+
+
+def test_without_the_token_no_call_is_read(grpc_shard):
+    shard, _ = grpc_shard
+    assert RawWorker(shard.address, "guess").exchange(b"x") == ([], grpc.StatusCode.UNAUTHENTICATED)
+
+
+def test_a_garbage_call_fails_the_job_and_names_its_sender(grpc_shard):
+    shard, failures = grpc_shard
+    replies, _ = RawWorker(shard.address).exchange(b"\x80\x04cos\nsystem\n" + bytes(100))
+    assert f"the server at {shard.address} got from rank 0 (ipv4:127.0.0.1:" in str(failures.first())
+    assert "begins with b'\\x80\\x04co'" in str(failures.first())
+    assert b"ProtocolError" in replies[-1]
+
+
+def test_a_grpc_push_is_acknowledged_before_the_other_rank_has_pushed(grpc_shard):
+    shard, _ = grpc_shard
+    group = encode(json_frame(FrameKind.GROUP, MANIFEST.to_record()))
+    push = encode(Frame(FrameKind.PUSH, 0, 0, 3, "float32", 0, 4, bytes(4)))
+    replies, _ = RawWorker(shard.address).exchange(group, push, b"the end")
+    assert replies[1] == encode(Frame(FrameKind.ACK, 0, 0, 3))
+
+
+def test_a_grpc_message_beyond_the_limit_is_refused_before_it_is_decoded(monkeypatch):
+    monkeypatch.setattr(grpc_port, "MAX_MESSAGE_BYTES", 100_000)
+    failures = Failures()
+    shard = Shard("127.0.0.1:0", TOKEN, 2, lane="grpc", on_failure=failures, name="the server")
+    payload = bytes(200_000)
+    message = encode(Frame(FrameKind.PUSH, 0, 0, 0, "uint8", 0, len(payload), payload))
+    _, code = RawWorker(shard.address).exchange(message)
+    assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert str(failures.first()) == f"rank 0 is gone: its connection to the server at {shard.address} broke"
+    shard.close()
+
+
+class FakeServer:
+    """A server that welcomes its one worker and answers the first push with the messages it was made with."""
+
+    def __init__(self, lane: str, *answers: Frame) -> None:
+        self._answers = answers
+        self._port = open_port(lane, "127.0.0.1:0", TOKEN, None, 10.0)
+        self.address = self._port.address
+        self._port.serve(self._serve)
+
+    def _serve(self, stream: Stream, job: str) -> None:
+        stream.outbox.put_control(json_frame(FrameKind.HELLO, {}))
+        for frame in stream.frames(lambda frame: memoryview(bytearray(frame.stop - frame.start))):
+            if frame.kind is FrameKind.PUSH:
+                for answer in self._answers:
+                    stream.outbox.put_control(answer)
+                break
+        stream.outbox.finish()
+
+    def close(self) -> None:
+        self._port.close(False)
+
+
+def answer(kind=FrameKind.RESULT, step=0, partition=0, start=0, stop=256) -> Frame:
+    return Frame(kind, 0, step, partition, "float32", start, stop, bytes(stop - start) if kind is FrameKind.RESULT else b"")
+
+
+def require_blamed(lane, answers, why):
+    """A worker that gets ``answers`` to its push fails, and says that it was the server, and why."""
+    server, failures = FakeServer(lane, *answers), Failures()
+    transport = connect(server.address, lane, failures)
+    transport.add_group(0, MANIFEST)
+    transport.start(make_task(), Ended())
+    assert str(failures.first()).startswith(f"server 0 at {server.address} {why}")
+    transport.close()
+    server.close()
+
+
+@pytest.mark.parametrize(
+    ("answers", "why"),
+    [
+        (
+            [answer(start=256, stop=512)],
+            "broke the protocol: float32 bytes 256 to 512 are no average of <CommTask all_reduce step 0",
+        ),
+        ([answer(step=1)], "broke the protocol: an answer to step 1, partition 0, which waits for none there"),
+        ([answer(), answer()], "broke the protocol: an answer to step 0, partition 0, which waits for none there"),
+        ([json_frame(FrameKind.HELLO, {})], "broke the protocol: HELLO out of turn"),
+        ([json_frame(FrameKind.ERROR, ["x"])], "broke the protocol: an ERROR message does not hold an error"),
+        ([json_frame(FrameKind.ERROR, {"type": 1})], "broke the protocol: an ERROR message does not hold an error"),
+        ([Frame(FrameKind.PUSH, 0, 0, 0, "uint8", 0, 1, b"x")], "broke the protocol: PUSH out of turn"),
+        ([], "is gone: it ended the stream without a goodbye"),
+    ],
+)
+def test_a_server_that_answers_wrongly_is_named(answers, why, lane):
+    require_blamed(lane, answers, why)
+
+
+def test_an_average_from_a_server_that_does_not_make_it_is_refused(lane, server):
+    """Partition 0 is the first server's: its average, from the second."""
+    second, failures = FakeServer(lane, answer()), Failures()
+    addresses = [server.address, second.address]
+    transport = PsTransport(0, 2, addresses, TOKEN, lane=lane, on_failure=failures)
+    transport.add_group(0, MANIFEST)
+    first, other = Ended(), Ended()
+    transport.start(make_task(), first)
+    assert first.sent.wait(20)
+    transport.start(make_task(1), other)
+    assert str(failures.first()) == (
+        f"server 1 at {second.address} broke the protocol: an answer to step 0, partition 0, which waits for none there"
+    )
+    assert not first.done.is_set()
+    transport.close()
+    second.close()
+
+
+@pytest.mark.parametrize(
+    ("lane", "why"),
+    [
+        ("tcp", "broke the protocol: ACK out of turn"),
+        ("grpc", "broke the protocol: an ACK of step 0, partition 1, which was not sent there"),
+    ],
+)
+def test_an_acknowledgement_that_is_not_due_is_refused(lane, why):
+    require_blamed(lane, [answer(FrameKind.ACK, partition=1)], why)

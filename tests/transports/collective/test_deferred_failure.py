@@ -1,0 +1,72 @@
+"""Who is believed when a job fails."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from commsched.core.errors import CommschedError, PeerLost
+from commsched.transports.collective.deferred_failure import DeferredFailure
+
+FIRST, SECOND = PeerLost("the first"), PeerLost("the second")
+
+
+class Job:
+    """What has failed, as the control channel would say it."""
+
+    def __init__(self) -> None:
+        self.callbacks: list[Callable[[CommschedError], None]] = []
+        self.told: list[CommschedError] = []
+        self.heard = threading.Event()
+
+    def on_failure(self, error: CommschedError) -> None:
+        self.told.append(error)
+        self.heard.set()
+
+    def verdict(self, grace_seconds: float) -> DeferredFailure:
+        return DeferredFailure(self.on_failure, self.callbacks.append, grace_seconds)
+
+    def fail(self) -> None:
+        for callback in self.callbacks:
+            callback(PeerLost("rank 3 is gone"))
+
+
+@pytest.fixture
+def job() -> Job:
+    return Job()
+
+
+def test_the_first_error_is_told_when_nobody_knows_better(job: Job) -> None:
+    verdict = job.verdict(0.01)
+    verdict.report(FIRST)
+    verdict.report(SECOND)
+    assert job.heard.wait(10)
+    verdict.report(SECOND)
+    verdict.close()
+    assert job.told == [FIRST]
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_an_error_is_not_told_when_the_job_knows_its_cause(job: Job, order: str) -> None:
+    verdict = job.verdict(1000.0)
+    if order == "before":
+        job.fail()
+        verdict.report(FIRST)
+    else:
+        verdict.report(FIRST)
+        job.fail()
+    verdict.close()
+    assert job.told == []
+
+
+def test_nothing_is_told_after_close_and_no_thread_is_left(job: Job) -> None:
+    verdict = job.verdict(1000.0)
+    verdict.report(FIRST)
+    assert [each.daemon for each in threading.enumerate() if each.name == "commsched-verdict"] == [True]
+    verdict.close()
+    verdict.close()
+    verdict.report(SECOND)
+    assert job.told == []
+    assert "commsched-verdict" not in [each.name for each in threading.enumerate()]

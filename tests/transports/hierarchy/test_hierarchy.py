@@ -1,0 +1,80 @@
+"""Ranks of a host add up in memory, hosts over any network: the same averages as without."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+
+from commsched.testing.check_transport import check_leaver, check_results, check_transport
+from commsched.testing.checked_world import OpenWorld, Threads
+from commsched.transports.backends.local import LocalTransport
+from commsched.transports.backends.ps import open_transport as open_ps
+from commsched.transports.context import TransportContext
+
+from ..worlds import close_together
+from .worlds import HostOf, LocalNetwork, hierarchy, open_all
+
+pytestmark = pytest.mark.timeout(180)
+
+
+def in_pairs(rank: int) -> int:
+    return rank // 2
+
+
+def three_and_the_rest(rank: int) -> int:
+    return rank // 3
+
+
+def in_turns(rank: int) -> int:
+    return rank % 2
+
+
+def on_one_host(rank: int) -> int:
+    return 0
+
+
+def check(open_world: OpenWorld, world_size: int) -> None:
+    """What depends on the layout of hosts; not large tensors, which are checked with two ranks."""
+    check_results(partial(Threads, open_world, world_size), rounds=6)
+    check_leaver(open_world)
+
+
+#: So many ranks that there are three hosts or two.
+SEVERAL_HOSTS = [(in_pairs, 5), (three_and_the_rest, 4)]
+
+
+@pytest.mark.parametrize("host_of", [in_turns, on_one_host])
+def test_is_a_transport_over_memory(host_of: HostOf) -> None:
+    check_transport(hierarchy(host_of, LocalNetwork), rounds=40)
+
+
+@pytest.mark.parametrize(("host_of", "world_size"), SEVERAL_HOSTS)
+def test_several_hosts_over_memory(host_of: HostOf, world_size: int) -> None:
+    check(hierarchy(host_of, LocalNetwork), world_size)
+
+
+@pytest.mark.parametrize(("host_of", "world_size"), SEVERAL_HOSTS)
+def test_is_a_transport_over_a_parameter_server(host_of: HostOf, world_size: int) -> None:
+    check(hierarchy(host_of, lambda: open_ps), world_size)
+
+
+@pytest.mark.parametrize(("host_of", "world_size"), SEVERAL_HOSTS)
+def test_is_a_transport_over_gloo(host_of: HostOf, world_size: int) -> None:
+    pytest.importorskip("torch.distributed")
+    from commsched.transports.backends.gloo import open_transport
+
+    check(hierarchy(host_of, lambda: open_transport), world_size)
+
+
+@pytest.mark.parametrize("servers", [(), ("127.0.0.1:1",)])
+def test_of_the_only_host_the_leader_meets_servers_which_wait_for_somebody(servers: tuple[str, ...]) -> None:
+    worlds: list[int] = []
+
+    class Network(LocalNetwork):
+        def __call__(self, context: TransportContext) -> LocalTransport:
+            worlds.append(context.world.world_size)
+            return super().__call__(context)
+
+    close_together(open_all(on_one_host, Network, [pytest.fail] * 2, servers=servers))
+    assert worlds == [1] * len(servers)

@@ -1,0 +1,84 @@
+"""Worlds of ranks that are threads and believe to be on several hosts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+
+from commsched.core.errors import CommschedError
+from commsched.core.interfaces import OnFailure, Transport
+from commsched.core.world import World
+from commsched.testing.checked_world import OpenWorld
+from commsched.testing.world import run_world
+from commsched.transports.backends.local import LocalTransport, LocalWorld
+from commsched.transports.context import TransportContext
+from commsched.transports.hierarchy import open_hierarchy
+
+from ..worlds import Meeting, close_together
+
+#: Which host a rank is on.
+HostOf = Callable[[int], int]
+
+#: For each world anew: opens what goes between hosts.
+OpenNetwork = Callable[[], Callable[[TransportContext], Transport]]
+
+
+def contexts(host_of: HostOf, listeners: Sequence[OnFailure], **settings: object) -> list[TransportContext]:
+    """What each rank is given; a failure that one tells is told to all, as by the control channel."""
+    size = len(listeners)
+    meeting = Meeting(size)
+    hosts = [host_of(rank) for rank in range(size)]
+
+    def tell(error: CommschedError) -> None:
+        for on_failure in listeners:
+            on_failure(error)
+
+    def context(rank: int) -> TransportContext:
+        local_rank = hosts[:rank].count(hosts[rank])
+        world = World(rank, size, local_rank, hosts.count(hosts[rank]), "threads")
+        bare = meeting.context(rank, tell, **{"hierarchy": "on", **settings})
+        return replace(bare, world=world, host=f"127.0.0.{hosts[rank] + 1}")
+
+    return [context(rank) for rank in range(size)]
+
+
+class LocalNetwork:
+    """Hosts that meet in memory, too. Made for one opening."""
+
+    def __init__(self) -> None:
+        self._world: LocalWorld | None = None
+
+    def __call__(self, context: TransportContext) -> LocalTransport:
+        context.gather(None)
+        if context.world.rank == 0:
+            self._world = LocalWorld(context.world.world_size, context.members, context.divisor)
+        context.gather(None)
+        assert self._world is not None
+        return self._world.transport(context.world.rank, context.on_failure)
+
+
+def open_all(
+    host_of: HostOf,
+    open_network: OpenNetwork,
+    listeners: Sequence[OnFailure],
+    **settings: object,
+) -> list[Transport]:
+    everybodys = contexts(host_of, listeners, **settings)
+    network = open_network()
+    return run_world(len(listeners), lambda rank: open_hierarchy(everybodys[rank], network))
+
+
+def hierarchy(host_of: HostOf, open_network: OpenNetwork) -> OpenWorld:
+    """For ``check_transport``."""
+
+    @contextmanager
+    def open_world(listeners: Sequence[OnFailure]) -> Iterator[Sequence[Transport]]:
+        transports = open_all(host_of, open_network, listeners)
+        try:
+            yield transports
+        finally:
+            close_together(transports)
+
+    return partial(open_world)

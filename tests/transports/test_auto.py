@@ -1,0 +1,57 @@
+"""How the ranks of a job come to one transport when none is set."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+import commsched
+from commsched import Session
+from commsched.core.interfaces import Transport
+from commsched.core.world import World
+from commsched.session.local import local_sessions
+from commsched.settings import Settings
+from commsched.transports.auto import Capabilities, transport_name
+from commsched.transports.backends.local import LocalWorld
+
+
+def chosen(monkeypatch: pytest.MonkeyPatch, seen: dict[int, Capabilities], settings: Settings) -> list[str]:
+    """What each rank's session would open, and the line."""
+    names: dict[int, str] = {}
+
+    def open_transport(rank: int, session: Session) -> Transport:
+        world = World(rank, len(seen), rank, len(seen), "threads")
+        names[rank] = transport_name(world, settings, str(rank), session.gather)
+        return local.transport(rank, session.report)
+
+    monkeypatch.setattr("commsched.transports.auto.detect_capabilities", lambda device: seen[int(device)])
+    local = LocalWorld(len(seen))
+    for session in local_sessions(len(seen), open_transport=open_transport):
+        session.abort("the test is over")
+    return [names[rank] for rank in sorted(names)]
+
+
+def test_all_ranks_choose_alike_and_rank_0_says_so_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "commsched")
+    group = Capabilities(torch_group=True, gloo=True)
+    assert chosen(monkeypatch, {0: group, 1: group}, Settings()) == ["gloo", "gloo"]
+    assert caplog.messages == ["transport=auto: gloo (torch.distributed is initialised)"]
+
+
+def test_ranks_that_choose_differently_are_told_both_choices(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(commsched.ConfigError) as raised:
+        chosen(monkeypatch, {0: Capabilities(), 1: Capabilities(torch_group=True, gloo=True)}, Settings())
+    assert str(raised.value) == (
+        "transport=auto is ps on rank 0 (every rank hosts a shard; no servers are named) but gloo on rank 1 "
+        "(torch.distributed is initialised); set transport"
+    )
+
+
+def test_a_transport_that_is_set_is_not_spoken_of(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "commsched")
+    group = Capabilities(torch_group=True, gloo=True)
+    assert chosen(monkeypatch, {0: Capabilities(), 1: group}, Settings(transport="ps")) == ["ps", "ps"]
+    assert caplog.messages == []

@@ -1,0 +1,83 @@
+"""Seeds against the closed form, and against the bound that they balance."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bench.lower_bound import best_partition as benchmark_partition
+from bench.lower_bound import partitioned_bound
+from commsched.core.config import SchedulerConfig
+from commsched.simulator.profile import LayerProfile, Profile
+from commsched.tuner.initial_guesses import best_partition, seeds
+from commsched.tuner.profiler import LinkEstimate
+from commsched.tuner.space import MAX_TUNED_PARTITION_BYTES, MIN_TUNED_PARTITION_BYTES
+
+
+def uniform(layers=10, elements=2_500_000, forward=0.01, backward=0.02):
+    return Profile("made up", tuple(LayerProfile(f"{i}", ((elements,),), forward, backward) for i in range(layers)), "made up")
+
+
+#: Sizes that are looked at are so far apart.
+STEP = 2 ** (1 / 8)
+
+
+@pytest.mark.parametrize("overhead", [20e-6, 1e-4, 1e-3])
+def test_where_all_bytes_are_critical_it_is_the_closed_form(overhead):
+    # 700 MB at 10 Gbit/s; with 20 us per message and one message committed it would be 4.2 MB.
+    profile, link = uniform(7, 25_000_000, 0, 0), LinkEstimate(8 / 10e9, overhead)
+    one_committed = (overhead * 700e6 / link.seconds_per_byte) ** 0.5
+    four, two = (config.partition_bytes for config in seeds(profile, link, 8, collective=True))
+    assert one_committed / 2 / STEP < four < one_committed / 2 * STEP
+    assert one_committed / 2**0.5 / STEP < two < one_committed / 2**0.5 * STEP
+
+
+def test_bytes_that_overhead_makes_critical_count_too():
+    # As long in communication as in computation: without overhead each layer is as critical as any other, the first too.
+    profile, link = uniform(), LinkEstimate(0.3 / 100e6, 1e-4)
+    forward, backward = [[getattr(layer, name) for layer in profile.layers] for name in ("forward_seconds", "backward_seconds")]
+    sizes = [layer.nbytes for layer in profile.layers]
+    by_the_first = benchmark_partition(forward, backward, sizes, link.seconds_per_byte, 1e-4, committed_messages=3)
+    found = best_partition(profile, link, 3)
+
+    def bound(size):
+        pieces = [(layer, nbytes * link.seconds_per_byte) for layer, nbytes in enumerate(sizes)]
+        spent = sum(sizes) / size * 1e-4 / len(pieces)
+        return partitioned_bound(forward, backward, pieces, spent) + 3 * size * link.seconds_per_byte
+
+    assert bound(found) <= min(bound(by_the_first), *(bound(64_000 * 2**octave) for octave in range(9))) * 1.001
+
+
+@pytest.mark.parametrize(
+    ("workers", "more", "ratios"),
+    [(2, {}, [4, 2]), (8, {}, [16, 2]), (4, {"servers": 2}, [16, 2]), (4, {"collective": True}, [4, 2])],
+)
+def test_credit_is_for_all_lanes_or_for_one_link(workers, more, ratios):
+    found = seeds(uniform(), LinkEstimate(1e-8, 1e-4), workers, policy="rsag", **more)
+    assert [config.credit_bytes / config.partition_bytes for config in found] == ratios
+    assert {config.policy for config in found} == {"rsag"}
+
+
+def test_only_the_critical_bytes_count():
+    # Heavy last layers hide behind backward: the first one binds, as its gradient comes last.
+    few = tuple(LayerProfile(f"{i}", ((10_000 if i == 0 else 10_000_000,),), 10.0, 20.0) for i in range(5))
+    assert best_partition(Profile("made up", few, "made up"), LinkEstimate(1e-9, 1e-6), 1) == MIN_TUNED_PARTITION_BYTES
+    assert best_partition(Profile("made up", few, "made up"), LinkEstimate(1e-6, 1e-1), 1) > MIN_TUNED_PARTITION_BYTES
+
+
+@given(st.floats(1e-11, 1e-5), st.floats(0, 1e-2), st.integers(2, 64), st.integers(0, 8), st.booleans())
+def test_seeds_are_within_bounds(per_byte, overhead, workers, servers, collective):
+    for config in seeds(uniform(), LinkEstimate(per_byte, overhead), workers, servers=servers, collective=collective):
+        assert MIN_TUNED_PARTITION_BYTES <= config.partition_bytes <= MAX_TUNED_PARTITION_BYTES
+        assert config.credit_bytes >= 2 * config.partition_bytes
+        assert isinstance(config, SchedulerConfig)
+
+
+def test_one_worker_has_nothing_to_tune():
+    with pytest.raises(ValueError, match="workers=1: with one there is nothing to tune"):
+        seeds(uniform(), LinkEstimate(1e-8, 1e-4), 1)
+
+
+@pytest.mark.parametrize("times", [(0.0, 1e-4), (-1e-8, 1e-4), (1e-8, -1e-4), (float("nan"), 0.0), (1e-8, float("inf"))])
+def test_a_link_has_times(times):
+    with pytest.raises(ValueError, match="not the times of a link"):
+        LinkEstimate(*times)
