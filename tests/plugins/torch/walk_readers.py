@@ -189,7 +189,7 @@ class Walk:
         except BaseException:
             return "neither"
         if not all(equal(fresh, each) for each in again):
-            return "neither"  # addresses, say, or memory that nobody has written to
+            return "neither"  # for example addresses
         subject = Subject(STALE)
         subject.guard()
         try:
@@ -268,6 +268,7 @@ def _distributed() -> dict[str, tuple[Any, list[Any]]]:
 def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_grad_enabled(False)
+    torch.use_deterministic_algorithms(True, warn_only=True)  # memory that nobody has written to is NaN, and not left-overs
     walk = Walk()
     for name, function in functions():
         print(name, file=sys.stderr, flush=True)  # the last is that which ended the process
