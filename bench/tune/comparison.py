@@ -11,9 +11,8 @@ from typing import Any
 
 from commsched.settings import DEFAULT_BUDGET
 from commsched.tuner.job import PROFILE_STEPS
-from commsched.tuner.searchers import make_searcher
-from commsched.tuner.trial import Searcher
-from commsched.tuner.verdict import Verdict
+from commsched.tuner.result import Verdict
+from commsched.tuner.searchers import Searcher, make_searcher
 
 from . import paper
 from .case import Case

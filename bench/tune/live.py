@@ -12,9 +12,9 @@ from commsched.core.errors import CommschedError
 from commsched.settings import DEFAULT_BUDGET
 from commsched.tuner.job import PROFILE_STEPS, journal_path
 from commsched.tuner.online import SETTLE_STEPS, WARM_UP_STEPS
+from commsched.tuner.result import Verdict
 from commsched.tuner.search_run import LONGER_AT_MOST
 from commsched.tuner.stats import MAX_PAIRS, STATED_PAIRS
-from commsched.tuner.verdict import Verdict
 
 from ..harness.job import Job, run_job
 from ..harness.measure import TOLERATED_DIFFERENCE

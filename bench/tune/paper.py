@@ -12,8 +12,9 @@ import warnings
 import numpy as np
 
 from commsched.core.config import SchedulerConfig
+from commsched.tuner.searchers import Candidate, Searcher
 from commsched.tuner.space import Space
-from commsched.tuner.trial import Candidate, Window
+from commsched.tuner.trials import Window
 
 POINTS = 15
 STEPS = 100
@@ -25,22 +26,22 @@ _MARGIN_SECONDS = 0.1
 _CANDIDATES = 2000
 
 
-class PaperSearch:
-    """The published search; see ``trial.Searcher``. Sizes are within the bounds of ``space``, because the authors' bounds are
+class PaperSearch(Searcher):
+    """The published search; see ``Searcher``. Sizes are within the bounds of ``space``, because the authors' bounds are
     for unscaled models."""
 
     def __init__(self, space: Space, seed: int) -> None:
         self._space = space
         self._chance = np.random.default_rng(seed)
-        self._tried: list[tuple[SchedulerConfig, float]] = []
+        self._told: list[tuple[SchedulerConfig, float]] = []
         lattice = space.lattice()
         self._low = np.array([min(each.partition_bytes for each in lattice), min(each.credit_bytes for each in lattice)])
         self._high = np.array([max(each.partition_bytes for each in lattice), max(each.credit_bytes for each in lattice)])
 
     def ask(self) -> Candidate | None:
-        if len(self._tried) >= POINTS:
+        if len(self._told) >= POINTS:
             return None
-        points = self._chance.random((1 if len(self._tried) < _RANDOM_POINTS else _CANDIDATES, 2))
+        points = self._chance.random((1 if len(self._told) < _RANDOM_POINTS else _CANDIDATES, 2))
         point = points[0] if len(points) == 1 else points[np.argmax(self._improvement(points))]
         partition, credit = (self._low + point * (self._high - self._low)).round().astype(int).tolist()
         return Candidate(self._space.clip(SchedulerConfig(partition, max(partition, credit), self._space.incumbent.policy)))
@@ -48,10 +49,10 @@ class PaperSearch:
     def tell(self, config: SchedulerConfig, window: Window | None) -> None:
         if window is None:
             raise ValueError("what is replayed does not fail")
-        self._tried.append((config, window.seconds))
+        self._told.append((config, window.seconds))
 
     def best(self) -> SchedulerConfig | None:
-        return min(self._tried, key=lambda each: each[1])[0] if self._tried else None
+        return min(self._told, key=lambda each: each[1])[0] if self._told else None
 
     def _improvement(self, points: np.ndarray) -> np.ndarray:
         """Expected improvement in seconds, beyond the margin, on the fastest point so far."""
@@ -59,8 +60,8 @@ class PaperSearch:
         from sklearn.gaussian_process.kernels import Matern
         from skopt.acquisition import gaussian_ei
 
-        sizes = np.array([[config.partition_bytes, config.credit_bytes] for config, _ in self._tried])
-        seconds = np.array([seconds for _, seconds in self._tried])
+        sizes = np.array([[config.partition_bytes, config.credit_bytes] for config, _ in self._told])
+        seconds = np.array([seconds for _, seconds in self._told])
         process = GaussianProcessRegressor(Matern(nu=2.5), alpha=1e-6, normalize_y=True, random_state=0)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a warning that the kernel's best length is at a bound

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 from commsched.core.config import SchedulerConfig
 from commsched.settings import Budget
+from commsched.tuner.result import Verdict
 from commsched.tuner.search_run import SearchRun
-from commsched.tuner.trial import Searcher, Window
-from commsched.tuner.verdict import Verdict
+from commsched.tuner.searchers import Searcher
+from commsched.tuner.trials import Window
 
 from .surface import Surface
 

@@ -12,7 +12,7 @@ from statistics import median
 
 from commsched.core.config import SchedulerConfig
 from commsched.tuner.meter import standard_error
-from commsched.tuner.trial import Window
+from commsched.tuner.trials import Window
 
 
 def window_of(samples: Sequence[float]) -> Window:

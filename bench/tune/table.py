@@ -8,7 +8,7 @@ from statistics import median, median_high
 from typing import Any
 
 from commsched.core.config import SchedulerConfig
-from commsched.tuner.verdict import describe_config
+from commsched.tuner.result import describe_config
 
 from ..harness.results import table
 from .comparison import WITHIN

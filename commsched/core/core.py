@@ -20,7 +20,7 @@ from .config import SchedulerConfig
 from .errors import FEWER_BATCHES, FORKED, ClosedError, CommschedError, PeerLost, PeerTimeout, TransportError, UnsupportedError
 from .finite import FiniteReport as NotFiniteReport
 from .finite import FirstNotFinite, NotFinite, looks_finite
-from .group import TensorGroup
+from .group import DependencyProxy, TensorGroup
 from .interfaces import Buffer, Messenger, Observer, OnFailure, Transport
 from .order import Order
 from .order.agreed import AgreedOrder
@@ -28,7 +28,6 @@ from .order.key import LaunchKey, range_of
 from .pace import Pace, PaceReport, Stragglers
 from .plan import Partition, Plan, cut
 from .policies import make_policy
-from .proxy import DependencyProxy
 from .scheduler import Scheduler
 from .stalls import RankProgress, Stalls, StepOfGroup, Wait, progress_of
 from .task import ALL_GATHER, REDUCE_SCATTER, CommTask, State

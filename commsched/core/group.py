@@ -1,4 +1,4 @@
-"""TensorGroup: the tensors of one model, as its plugin uses them."""
+"""TensorGroup: the tensors of one model, as its plugin uses them, with their buffers and proxies."""
 
 from __future__ import annotations
 
@@ -8,11 +8,84 @@ from typing import TYPE_CHECKING
 from .interfaces import Buffer
 from .manifest import Manifest
 from .plan import Plan
-from .proxy import DependencyProxy
 from .task import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, CommTask, State
 
 if TYPE_CHECKING:
     from .core import Core
+
+
+def require_buffers(manifest: Manifest, buffers: Mapping[str, Buffer], device: str) -> None:
+    """Check that ``buffers`` can receive the averages of ``manifest`` on ``device``. Into other buffers, averages would be
+    written to a copy (slices of a ``bytearray`` are copies) or to the wrong elements.
+
+    Raises:
+        ValueError: a buffer is missing, has the wrong size, or is not writable contiguous bytes; the message names the buffer
+            and the reason.
+    """
+    for dtype, nbytes in manifest.buffer_bytes.items():
+        if dtype not in buffers:
+            raise ValueError(f"there is no buffer for {dtype}, of {nbytes} bytes")
+        require_buffer(buffers[dtype], f"the buffer for {dtype}", device)
+        if len(buffers[dtype]) != nbytes:
+            raise ValueError(f"the buffer for {dtype} has {len(buffers[dtype])} bytes; its tensors have {nbytes}")
+
+
+def require_buffer(buffer: Buffer, name: str, device: str) -> None:
+    """Check that ``buffer`` is of a kind that can be averaged on ``device``.
+
+    Raises:
+        ValueError: it is not; the message calls it ``name``.
+    """
+    if device != "cpu":  # only the engine knows the type of the device's arrays
+        if isinstance(buffer, memoryview | bytes | bytearray):
+            raise ValueError(f"{name} is in the host's memory, but averages are made on {device}")
+    elif not isinstance(buffer, memoryview):
+        raise ValueError(f"{name} is a {type(buffer).__name__}; give a memoryview of its bytes")
+    elif (buffer.format, buffer.ndim) != ("B", 1) or not buffer.c_contiguous:
+        what = f"format {buffer.format!r}, shape {buffer.shape}, {'' if buffer.c_contiguous else 'not '}in one piece"
+        raise ValueError(f"{name} is no flat view of bytes ({what}); give one piece of memory, with cast('B')")
+    elif buffer.readonly:
+        raise ValueError(f"{name} may not be written to")
+
+
+class DependencyProxy:
+    """Closed from ``begin_step`` until the averages of all partitions of one tensor are complete.
+
+    Any thread may read ``is_open`` at any time. Any thread may call ``wait``, which raises the session's failure instead of
+    waiting for ever. The proxy is open before the first step, although there is no average yet.
+    """
+
+    __slots__ = ("_core", "_missing", "is_open", "name")
+
+    def __init__(self, core: Core, name: str) -> None:
+        self._core = core
+        self._missing = 0
+        self.is_open = True
+        self.name = name
+
+    def wait(self) -> None:
+        """Return when the average is complete.
+
+        Raises:
+            CommschedError: the session failed or was closed meanwhile.
+        """
+        if not self.is_open:
+            self._core.wait_for(self)
+
+    # Core calls the two methods below with its lock held.
+
+    def close(self, partitions: int) -> None:
+        self._missing = partitions
+        self.is_open = partitions == 0
+
+    def partition_done(self) -> bool:
+        """Note that one partition's average is complete. True if it was the last, so that the proxy opened."""
+        self._missing -= 1
+        self.is_open = self._missing == 0
+        return self.is_open
+
+    def __repr__(self) -> str:
+        return f"<DependencyProxy '{self.name}' {'open' if self.is_open else f'waits for {self._missing} partitions'}>"
 
 
 class TensorGroup:

@@ -228,7 +228,7 @@ class _Opening:
     def _require_fitting(self, session: Session) -> None:
         """Refuse settings that were tuned for another job: now, or when the job's tensors are registered."""
         from ..tuner.link import describe_link
-        from ..tuner.result_file import ModelCheck, check_tuned, describe_transport
+        from ..tuner.result import ModelCheck, check_tuned, describe_transport
 
         settings, tuned = self._settings, self._settings.tuned
         assert tuned is not None

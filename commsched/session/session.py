@@ -10,12 +10,11 @@ from typing import Any, Protocol
 
 from ..control.events import Listener
 from ..core import timeouts
-from ..core.buffers import require_buffer, require_buffers
 from ..core.comparison import Comparison
 from ..core.config import SchedulerConfig
 from ..core.core import Core
 from ..core.errors import FORKED, ClosedError, CommschedError, ConfigError, PeerLost, RanksDiverged, TransportError
-from ..core.group import TensorGroup
+from ..core.group import TensorGroup, require_buffer, require_buffers
 from ..core.interfaces import Buffer, Messenger, Observer, Observers, Transport
 from ..core.manifest import Manifest, TensorSpec, require_equal
 from ..core.plan import Plan, cut

@@ -5,5 +5,5 @@ search_run  the search loop and its final comparison   stats        comparison a
 space       the configurations to choose from          searchers    proposals of the next configuration, by name
 meter       step times, on every rank                  trials       windows of all ranks, on rank 0
 profiler    measured layer and link times              model        simulated step times (run by model_process)
-journal     the file that keeps trials                 result_file  the tuned file and the jobs that may use it
+journal     the file that keeps trials                 result    the verdict, and the tuned file
 """

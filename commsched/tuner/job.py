@@ -20,13 +20,11 @@ from ..version import __version__
 from .journal import Journal
 from .link import describe_link
 from .meter import StepTimer
-from .result_file import JobKey, describe_transport, write_tuned
+from .result import JobKey, Verdict, describe_transport, write_tuned
 from .search_run import SearchRun
-from .searchers import make_searcher, uses_model
+from .searchers import StepModel, make_searcher, uses_model
 from .space import CHOICES, MAX_RATIO, MAX_TUNED_PARTITION_BYTES, Space
-from .trial import StepModel, Stopped
-from .trials import TrialRunner
-from .verdict import Verdict
+from .trials import Stopped, TrialRunner
 
 if TYPE_CHECKING:
     from .model_process import ModelProcess

@@ -8,7 +8,7 @@ JSON lines, each flushed to the disk before the next trial begins::
 
 ``phase`` is "search", or "compare" for the windows of the comparison at the end. A failed trial has the status "failed", the
 reason in ``why``, and no seconds. ``trial`` counts all trials of both phases. Once tuning has ended, a line of the phase
-"verdict" holds the fields of ``verdict.Verdict`` and its ``sentence``. A line of the phase "restart" invalidates the lines
+"verdict" holds the fields of ``result.Verdict`` and its ``sentence``. A line of the phase "restart" invalidates the lines
 before it. If a job trains several models in turn, one file holds the lines of all of them, under different keys.
 """
 
@@ -26,8 +26,8 @@ from typing import IO, Any, Literal
 
 from ..core.config import SchedulerConfig
 from ..core.errors import ConfigError
-from .trial import Window
-from .verdict import Verdict
+from .result import Verdict
+from .trials import Window
 
 SCHEMA = 1
 _BEGINNING = b'{"schema": '
@@ -77,7 +77,7 @@ class Trial:
 class Journal:
     """Opens or creates the file ``path``. :attr:`trials` and :attr:`verdict` are its contents.
 
-    ``key`` identifies the search, in JSON values: its job (``result_file.Key``) and its settings. An incomplete last line, left
+    ``key`` identifies the search, in JSON values: its job (``result.JobKey``) and its settings. An incomplete last line, left
     by a process that was killed, is dropped. Not thread-safe.
 
     Args:

@@ -14,9 +14,8 @@ from ..core.config import SchedulerConfig
 from ..core.manifest import Manifest
 from ..core.plan import cut
 from ..simulator import Cluster, Exchange, FairShareCache, Rules, equal_workers, simulate
-from ..simulator.profile import ITEMSIZE, LayerProfile, Profile
+from ..simulator.profile import ITEMSIZE, LayerProfile, Profile, Tensors
 from ..simulator.scenario import bytes_factor
-from ..simulator.tensors import Tensors
 from .profiler import LinkEstimate
 from .space import MAX_RATIO, MAX_TUNED_PARTITION_BYTES, MIN_TUNED_PARTITION_BYTES
 

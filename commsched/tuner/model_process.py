@@ -21,7 +21,7 @@ from typing import Any
 from ..core.config import SchedulerConfig
 from ..simulator.profile import Profile
 from .profiler import LinkEstimate
-from .trial import Stopped
+from .trials import Stopped
 
 _PR_SET_PDEATHSIG = 1
 
@@ -98,8 +98,7 @@ class ModelProcess:
 
 
 class RemoteModel:
-    """A ``trial.StepModel`` made by :class:`ModelProcess`. Its methods raise the errors of ``ModelProcess.ask``. One thread at
-    a time."""
+    """A ``StepModel`` made by :class:`ModelProcess`. Its methods raise what ``ModelProcess.ask`` raises. One thread at a time."""
 
     def __init__(self, process: ModelProcess, number: int) -> None:
         self._process = process

@@ -18,10 +18,9 @@ from ..core.order.static import SLACK, STABLE_STEPS
 from ..settings import Settings
 from .format import milliseconds
 from .meter import StepTimer
+from .result import Verdict
 from .stats import DriftDetector
-from .trial import Stopped
-from .trials import TrialRunner
-from .verdict import Verdict
+from .trials import Stopped, TrialRunner
 
 if TYPE_CHECKING:
     from .job import TuningJob  # imports the searchers' dependencies

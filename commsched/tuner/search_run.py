@@ -18,9 +18,10 @@ from ..core.config import SchedulerConfig
 from ..settings import Budget
 from .format import milliseconds
 from .journal import Journal, Phase, Trial
+from .result import Reason, Verdict, describe_config
+from .searchers import Candidate, Searcher
 from .stats import MAX_PAIRS, MIN_PAIRS, STATED_PAIRS, PairedComparison, compare
-from .trial import Candidate, Measure, Searcher, Stopped, TrialFailed, Window
-from .verdict import Reason, Verdict, describe_config
+from .trials import Measure, Stopped, TrialFailed, Window
 
 #: Number of consecutive failures that tuning tolerates; one more ends it.
 BORNE_FAILURES = 3
@@ -41,7 +42,7 @@ class SearchRun:
 
     Args:
         incumbent: the configuration in use.
-        measure: see ``trial.Measure``.
+        measure: see ``trials.Measure``.
         budget: limits of trials, steps and seconds. Failed trials and the comparison do not count as trials. Steps and seconds
             count everything; a part of the comparison may exceed them if its windows took longer than those before.
         apply: makes all ranks use a configuration from now on; may raise Stopped. Called once, with the configuration that is

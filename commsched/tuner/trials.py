@@ -1,14 +1,51 @@
-"""Trials of configurations while training runs: rank 0's side."""
+"""Trials of configurations: the windows that they measure, and the trials that rank 0 runs while training goes on."""
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ..core.config import SchedulerConfig
 from ..core.errors import CommschedError, UnsupportedError
-from .trial import Stopped, TrialFailed, Window
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Consecutive training steps with one configuration, as the slowest rank measured them.
+
+    ``seconds`` is the median of the undisturbed steps, or the mean of all steps if many are disturbed (``meter.summary``).
+    ``error_seconds`` is its standard error. ``steps`` is the number of steps counted, ``rejected`` the number left out as
+    disturbed. Both exclude the steps before the configuration had settled.
+    """
+
+    seconds: float
+    error_seconds: float
+    steps: int
+    rejected: int = 0
+
+    def defect(self) -> str | None:
+        """The reason why the window is not a valid measurement; None if it is valid."""
+        if not (math.isfinite(self.seconds) and self.seconds > 0):
+            return f"{self.seconds} seconds per step"
+        if not (math.isfinite(self.error_seconds) and self.error_seconds >= 0):
+            return f"an error of {self.error_seconds} seconds"
+        return None
+
+
+class TrialFailed(Exception):
+    """One trial failed; the message gives the reason. Training continues, and the search may continue."""
+
+
+class Stopped(Exception):
+    """Training has ended or is about to end; no further trial is possible."""
+
+
+#: ``measure(config, steps)`` trains with ``config`` until a window of ``steps`` undisturbed steps is full. It raises
+#: TrialFailed or Stopped. It blocks, and only the tuner's thread calls it.
+Measure = Callable[[SchedulerConfig, int], Window]
 
 
 class Reconfigurable(Protocol):

@@ -17,10 +17,10 @@ from commsched.cli import launch
 from commsched.cli import tune as tune_command
 from commsched.cli.main import main
 from commsched.core.config import SchedulerConfig
+from commsched.tuner.format import HEADER
 from commsched.tuner.journal import Journal, Trial
-from commsched.tuner.table import HEADER
-from commsched.tuner.trial import Window
-from commsched.tuner.verdict import Verdict
+from commsched.tuner.result import Verdict
+from commsched.tuner.trials import Window
 
 DEFAULT, WINNER = SchedulerConfig(4_000_000, 16_000_000), SchedulerConfig(1_000_000, 8_000_000)
 KEPT = Verdict("kept", WINNER, DEFAULT, WINNER, 2, 1, 40, 9.0, 0.2, 0.19, 0.21, 4, 0.4, 0.32)

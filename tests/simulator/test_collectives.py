@@ -8,7 +8,7 @@ from bench.lower_bound import bucketed_wfbp, dear, lower_bound, partitioned_boun
 from commsched.core.config import SchedulerConfig
 from commsched.core.policies import policy_names
 from commsched.simulator import Exchange, Rules, equal_workers, simulate
-from commsched.simulator.collectives import hops
+from commsched.simulator.exchanges import hops
 from commsched.simulator.profile import ITEMSIZE
 
 from .models import RATE, model, models, times

@@ -37,7 +37,7 @@ from commsched.transports.backends.ps.frame import (
 )
 from commsched.transports.backends.ps.frame import decode as decode_frame
 from commsched.tuner.journal import Journal
-from commsched.tuner.result_file import check_tuned
+from commsched.tuner.result import check_tuned
 
 #: A single input may not take longer.
 MAX_SECONDS = 1.0

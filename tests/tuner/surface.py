@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from random import Random
 
 from commsched.core.config import SchedulerConfig
-from commsched.tuner.trial import Candidate, Window
+from commsched.tuner.searchers import Candidate
+from commsched.tuner.trials import Window
 
 TOTAL_BYTES = 100_000_000
 DEFAULT = SchedulerConfig()

@@ -16,8 +16,8 @@ from commsched.core.manifest import Manifest
 from commsched.settings import Budget, Settings
 from commsched.tuner.job import JobFacts, TuningJob, journal_path
 from commsched.tuner.meter import StepTimer
+from commsched.tuner.result import Verdict
 from commsched.tuner.trials import TrialRunner
-from commsched.tuner.verdict import Verdict
 
 from .test_meter import manifest
 from .test_trials import FakeSession, report

@@ -13,8 +13,8 @@ import pytest
 from commsched.core.config import SchedulerConfig
 from commsched.core.errors import ConfigError
 from commsched.tuner.journal import Journal, Trial
-from commsched.tuner.trial import Window
-from commsched.tuner.verdict import Verdict
+from commsched.tuner.result import Verdict
+from commsched.tuner.trials import Window
 
 KEY = {"model": "abc", "world_size": 4, "policies": ["priority"], "from": SchedulerConfig().to_record()}
 TRIALS = [

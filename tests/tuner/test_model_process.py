@@ -13,7 +13,7 @@ from commsched.simulator.profile import LayerProfile, Profile
 from commsched.tuner.model import Model
 from commsched.tuner.model_process import ModelProcess
 from commsched.tuner.profiler import LinkEstimate
-from commsched.tuner.trial import Stopped
+from commsched.tuner.trials import Stopped
 from tests.jobs.job import ROOT, gone
 
 PROFILE = Profile("test", tuple(LayerProfile(f"layer{i}", ((500_000,),), 0.01, 0.02) for i in range(6)), "made up")

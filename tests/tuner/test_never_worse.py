@@ -8,10 +8,10 @@ import pytest
 
 from commsched.core.config import SchedulerConfig
 from commsched.settings import Budget
+from commsched.tuner.result import Verdict
 from commsched.tuner.search_run import SearchRun
 from commsched.tuner.searchers import make_searcher
 from commsched.tuner.space import Space
-from commsched.tuner.verdict import Verdict
 
 from .surface import DEFAULT, TOTAL_BYTES, Training, step_seconds
 

@@ -32,13 +32,12 @@ from commsched.tuner import online
 from commsched.tuner.job import TuningJob
 from commsched.tuner.meter import StepTimer
 from commsched.tuner.online import OnlineTuner
+from commsched.tuner.result import Reason, Verdict
 from commsched.tuner.search_run import SearchRun
-from commsched.tuner.searchers import make_searcher
+from commsched.tuner.searchers import Candidate, make_searcher
 from commsched.tuner.space import Space
 from commsched.tuner.stats import DriftDetector
-from commsched.tuner.trial import Candidate, Stopped, Window
-from commsched.tuner.trials import TrialRunner
-from commsched.tuner.verdict import Reason, Verdict
+from commsched.tuner.trials import Stopped, TrialRunner, Window
 from tests.jobs.job import run_job, worker
 from tests.session.test_session import Ordered
 

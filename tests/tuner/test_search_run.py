@@ -10,11 +10,11 @@ import pytest
 from commsched.core.config import SchedulerConfig
 from commsched.settings import DEFAULT_BUDGET, Budget
 from commsched.tuner.journal import Journal
+from commsched.tuner.result import Verdict
 from commsched.tuner.search_run import BORNE_FAILURES, SearchRun
-from commsched.tuner.searchers import make_searcher, searcher_names
+from commsched.tuner.searchers import Searcher, make_searcher, searcher_names
 from commsched.tuner.space import Space
-from commsched.tuner.trial import Searcher, Stopped, TrialFailed, Window
-from commsched.tuner.verdict import Verdict
+from commsched.tuner.trials import Stopped, TrialFailed, Window
 
 from .surface import DEFAULT, TOTAL_BYTES, InTurn, Training, step_seconds
 

@@ -12,8 +12,7 @@ import pytest
 
 from commsched.core.config import SchedulerConfig
 from commsched.core.errors import ClosedError, CommschedError, UnsupportedError
-from commsched.tuner.trial import Stopped, TrialFailed, Window
-from commsched.tuner.trials import MainGroupChanged, TrialRunner
+from commsched.tuner.trials import MainGroupChanged, Stopped, TrialFailed, TrialRunner, Window
 
 CONFIG = SchedulerConfig(1000, 2000)
 

@@ -12,9 +12,8 @@ import torch
 import commsched
 
 from ...core.errors import UnsupportedError
-from ...core.group import TensorGroup
+from ...core.group import DependencyProxy, TensorGroup
 from ...core.manifest import TensorSpec
-from ...core.proxy import DependencyProxy
 from .checks import Rows
 from .device import Device
 from .flat import register_flat, spec_of

@@ -5,28 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...core.config import SchedulerConfig
-from ..observations import Observations
 from ..space import Space
-from ..trial import Candidate, Searcher, StepModel, Window
+from . import Candidate, Searcher
 
 USES_MODEL = False
 
 
-class Grid:
+class Grid(Searcher):
     """The lattice of one value per octave: first the middle of each range, then the middles of its halves, and so on."""
 
     def __init__(self, space: Space) -> None:
+        super().__init__()
         self._queue = [space.incumbent, *_coarse_to_fine(space.lattice(per_octave=1))]
-        self._tried = Observations()
 
     def ask(self) -> Candidate | None:
         return next((Candidate(config) for config in self._queue if config not in self._tried), None)
-
-    def tell(self, config: SchedulerConfig, window: Window | None) -> None:
-        self._tried.add(config, window)
-
-    def best(self) -> SchedulerConfig | None:
-        return self._tried.best()
 
 
 def _coarse_to_fine(lattice: Sequence[SchedulerConfig]) -> list[SchedulerConfig]:
@@ -58,5 +51,5 @@ def _levels(values: Sequence[int]) -> dict[int, int]:
     return levels
 
 
-def make_searcher(space: Space, seeds: Sequence[SchedulerConfig], model: StepModel | None, random_seed: int) -> Searcher:
+def make_searcher(space: Space, random_seed: int) -> Searcher:
     return Grid(space)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from random import Random
 
-from ...core.config import SchedulerConfig
-from ..observations import Observations
 from ..space import Space
-from ..trial import Candidate, Searcher, StepModel, Window
+from . import Candidate, Searcher
 
 USES_MODEL = False
 
@@ -16,13 +13,13 @@ USES_MODEL = False
 _MAX_DRAWS = 1000
 
 
-class RandomSearch:
+class RandomSearch(Searcher):
     """Proposes the incumbent, then one random draw after another."""
 
     def __init__(self, space: Space, random_seed: int) -> None:
+        super().__init__()
         self._space = space
         self._random = Random(random_seed)
-        self._tried = Observations()
         self._next = space.incumbent
 
     def ask(self) -> Candidate | None:
@@ -32,12 +29,6 @@ class RandomSearch:
             self._next = self._space.from_point([self._random.random() for _ in range(self._space.dimensions)])
         return None
 
-    def tell(self, config: SchedulerConfig, window: Window | None) -> None:
-        self._tried.add(config, window)
 
-    def best(self) -> SchedulerConfig | None:
-        return self._tried.best()
-
-
-def make_searcher(space: Space, seeds: Sequence[SchedulerConfig], model: StepModel | None, random_seed: int) -> Searcher:
+def make_searcher(space: Space, random_seed: int) -> Searcher:
     return RandomSearch(space, random_seed)

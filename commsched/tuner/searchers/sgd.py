@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 
 from ...core.config import SchedulerConfig
 from ...core.errors import ConfigError
-from ..observations import Observations
 from ..space import Space
-from ..trial import Candidate, Searcher, StepModel, Window
+from . import Candidate, Searcher
 
 USES_MODEL = False
 
@@ -26,7 +25,7 @@ _SHORTEST_STEP = 0.02
 _MAX_STEPS = 100
 
 
-class GradientDescent:
+class GradientDescent(Searcher):
     """Starts at the incumbent's point. It measures the slope of log(seconds) by one more trial for each coordinate, then makes
     a step with momentum.
 
@@ -35,8 +34,8 @@ class GradientDescent:
     """
 
     def __init__(self, space: Space) -> None:
+        super().__init__()
         self._space = space
-        self._tried = Observations()
         self._walk = self._descend()
         self._next: SchedulerConfig | None = next(self._walk)
 
@@ -48,12 +47,6 @@ class GradientDescent:
             except StopIteration:
                 self._next = None
         return None if self._next is None else Candidate(self._next)
-
-    def tell(self, config: SchedulerConfig, window: Window | None) -> None:
-        self._tried.add(config, window)
-
-    def best(self) -> SchedulerConfig | None:
-        return self._tried.best()
 
     def _descend(self) -> Generator[SchedulerConfig, float, None]:
         """Yields a configuration to measure and receives its log(seconds)."""
@@ -75,7 +68,7 @@ class GradientDescent:
             at = yield self._space.from_point(point)
 
 
-def make_searcher(space: Space, seeds: Sequence[SchedulerConfig], model: StepModel | None, random_seed: int) -> Searcher:
+def make_searcher(space: Space, random_seed: int) -> Searcher:
     if space.policy_dimension == 0:
         raise ConfigError(
             "tune_by='sgd' follows slopes, and policies have none; only the policy is free: take bayes, grid or random"

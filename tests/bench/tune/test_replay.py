@@ -11,8 +11,7 @@ from bench.tune.replay import Cost, Point, reached, search, tune
 from bench.tune.surface import Surface
 from commsched.core.config import SchedulerConfig
 from commsched.settings import Budget
-from commsched.tuner.searchers import make_searcher
-from commsched.tuner.trial import Candidate
+from commsched.tuner.searchers import Candidate, make_searcher
 
 COST = Cost(settle=3, steps=5)
 A, B, C = (SchedulerConfig(size, size) for size in (1_000_000, 2_000_000, 4_000_000))

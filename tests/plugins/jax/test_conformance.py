@@ -4,7 +4,7 @@ import optax
 import pytest
 
 from commsched import Session
-from commsched.core.proxy import DependencyProxy
+from commsched.core.group import DependencyProxy
 from commsched.plugins.common.weights_check import WeightsCheck
 from commsched.testing.check_plugin import Weights, check_plugin
 

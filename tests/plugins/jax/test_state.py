@@ -14,7 +14,7 @@ import pytest
 import commsched.plugins.jax as cs
 from commsched import Session
 from commsched.core.errors import UnsupportedError
-from commsched.core.proxy import DependencyProxy
+from commsched.core.group import DependencyProxy
 from commsched.session.trace import TraceObserver
 
 from .training import loss, make_batch, make_params, on_one_rank_of_two, on_ranks, require_close, train_alone

@@ -19,9 +19,9 @@ import torch
 from torch import nn
 
 import commsched
+from commsched.core.group import DependencyProxy
 from commsched.core.interfaces import Completion, Transport
 from commsched.core.manifest import Manifest
-from commsched.core.proxy import DependencyProxy
 from commsched.core.task import CommTask
 from commsched.plugins.torch import ScheduledOptimizer, exchange, guard, optimizer, rounds, twin
 from commsched.plugins.torch import layout as first_use

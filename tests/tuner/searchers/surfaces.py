@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from commsched.core.config import SchedulerConfig
+from commsched.tuner.searchers import Searcher
 from commsched.tuner.space import Space
-from commsched.tuner.trial import Searcher, Window
+from commsched.tuner.trials import Window
 
 
 @dataclass(frozen=True)

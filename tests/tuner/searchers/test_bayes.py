@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from commsched.core.config import SchedulerConfig
-from commsched.tuner.searchers import make_searcher
+from commsched.tuner.searchers import StepModel, make_searcher
 from commsched.tuner.space import Space
-from commsched.tuner.trial import StepModel, Window
+from commsched.tuner.trials import Window
 
 from .surfaces import FAST_NETWORK, LONG_ROUND_TRIP, SLOW_NETWORK, Fixed, Surface, search, tilted
 

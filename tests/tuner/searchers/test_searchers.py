@@ -11,7 +11,7 @@ from commsched.core.config import SchedulerConfig
 from commsched.core.errors import ConfigError
 from commsched.tuner.searchers import make_searcher, searcher_names, uses_model
 from commsched.tuner.space import Space
-from commsched.tuner.trial import Window
+from commsched.tuner.trials import Window
 
 from .surfaces import SLOW_NETWORK, Fixed, search
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from commsched.core.buffers import require_buffer, require_buffers
+from commsched.core.group import require_buffer, require_buffers
 from commsched.core.manifest import Manifest, TensorSpec
 
 MANIFEST = Manifest((TensorSpec("a", (4,), "float32"), TensorSpec("b", (3,), "float64"), TensorSpec("c", (2,), "float32")))

@@ -13,8 +13,16 @@ from commsched.core.config import SchedulerConfig
 from commsched.core.errors import ConfigError
 from commsched.core.manifest import Manifest, TensorSpec
 from commsched.settings import Settings
-from commsched.tuner.result_file import JobKey, ModelCheck, _toml, check_tuned, describe_transport, why_not, write_tuned
-from commsched.tuner.verdict import Verdict
+from commsched.tuner.result import (
+    JobKey,
+    ModelCheck,
+    Verdict,
+    _toml,
+    check_tuned,
+    describe_transport,
+    why_not,
+    write_tuned,
+)
 
 MODEL = Manifest((TensorSpec("weight", (1000, 100), "float32"), TensorSpec("bias", (100,), "float32")))
 FLAGS = Manifest((TensorSpec("flags", (2,), "float32"),))

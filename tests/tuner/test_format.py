@@ -6,9 +6,9 @@ import pytest
 
 from commsched.core.config import SchedulerConfig
 from commsched.settings import Budget
+from commsched.tuner.format import HEADER, Table
 from commsched.tuner.journal import Trial
-from commsched.tuner.table import HEADER, Table
-from commsched.tuner.trial import Window
+from commsched.tuner.trials import Window
 
 DEFAULT = SchedulerConfig(4_000_000, 16_000_000)
 SMALL = SchedulerConfig(500_000, 64_000, "rsag")

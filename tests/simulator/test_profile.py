@@ -1,7 +1,6 @@
 from commsched.core.config import SchedulerConfig
-from commsched.simulator.profile import LayerProfile, Profile
+from commsched.simulator.profile import Grouping, LayerProfile, Profile, Tensors, fill_buckets
 from commsched.simulator.scenario import Rules
-from commsched.simulator.tensors import Grouping, Tensors, fill_buckets
 
 PROFILE = Profile(
     "two",
