@@ -2,19 +2,85 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
+from ..control.roster import first_common_steps
 from ..core.config import SchedulerConfig
 from ..core.core import Core
 from ..core.errors import CommschedError
 from ..core.interfaces import OnFailure, Transport
 from ..core.task import REDUCE_SCATTER
 from ..session.session import Session
-from .ordered import Switchboard
 from .world import run_world
+
+
+class Switchboard:
+    """A control channel between Cores of one process. It has only the calls that they need to agree on an order.
+
+    ``tamper(rank, message)`` may change the message that rank 0 announces to ``rank``.
+    """
+
+    def __init__(self, tamper: Callable[[int, Any], Any] = lambda rank, message: message) -> None:
+        self._tamper = tamper
+        self._lock = threading.Lock()
+        self._proposing = threading.Lock()
+        self._cores: dict[int, Core] = {}
+        self._early: list[tuple[int, Callable[[Core], None]]] = []  # messages for Cores that have not joined yet
+
+    def join(self, rank: int, core: Core) -> None:
+        with self._lock:
+            self._cores[rank] = core
+            early = [message for to, message in self._early if to == rank]
+            self._early = [(to, message) for to, message in self._early if to != rank]
+            for deliver in early:
+                deliver(core)
+
+    def messenger(self, rank: int, world_size: int) -> SwitchboardMessenger:
+        return SwitchboardMessenger(self, rank, world_size)
+
+    def deliver(self, to: int, message: Callable[[Core], None]) -> None:
+        with self._lock:
+            core = self._cores.get(to)
+            if core is None:
+                self._early.append((to, message))
+                return
+        message(core)
+
+    def agree(self, config: SchedulerConfig | None) -> None:
+        """Agree on the step from which all ranks use ``config``. Proposals are handled one after another."""
+        with self._proposing:
+            steps = first_common_steps([core.hold_steps() for core in self._cores.values()])
+            for core in self._cores.values():
+                core.switch_at(config, steps)
+
+    def tampered(self, rank: int, value: Any) -> Any:
+        return self._tamper(rank, json.loads(json.dumps(value)))  # JSON, as it would arrive over the network
+
+
+class SwitchboardMessenger:
+    """The connection of one rank to the switchboard."""
+
+    def __init__(self, board: Switchboard, rank: int, world_size: int) -> None:
+        self._board = board
+        self._rank = rank
+        self._world_size = world_size
+
+    def tell(self, value: Any) -> None:
+        message = json.loads(json.dumps(value))
+        self._board.deliver(0, lambda core: core.on_told(self._rank, message))
+
+    def announce(self, value: Any) -> None:
+        for rank in range(1, self._world_size):
+            message = self._board.tampered(rank, value)
+            self._board.deliver(rank, lambda core, message=message: core.on_announced(message))  # type: ignore[misc]
+
+    def propose(self, config: dict[str, Any]) -> None:
+        self._board.agree(SchedulerConfig(**config) if config else None)
+
 
 #: Opens a transport for every rank, in one process. The n-th transport is rank n and reports its failures to the n-th
 #: callback. The number of callbacks is the world size. The context manager closes the transports at the end.

@@ -98,7 +98,7 @@ class ModelProcess:
 
 
 class RemoteModel:
-    """A ``StepModel`` made by :class:`ModelProcess`. Its methods raise what ``ModelProcess.ask`` raises. One thread at a time."""
+    """A ``StepModel`` made by :class:`ModelProcess`. Its methods raise what ``ModelProcess.ask`` does. One thread at a time."""
 
     def __init__(self, process: ModelProcess, number: int) -> None:
         self._process = process

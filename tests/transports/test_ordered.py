@@ -14,8 +14,7 @@ from commsched.core.errors import OrderMismatch
 from commsched.core.interfaces import OnFailure, Transport
 from commsched.core.manifest import Manifest, TensorSpec
 from commsched.testing.check_transport import _Tensors, check_transport
-from commsched.testing.checked_world import CheckedWorld, Threads
-from commsched.testing.ordered import Switchboard
+from commsched.testing.checked_world import CheckedWorld, Switchboard, Threads
 
 from .worlds import ordered_world
 

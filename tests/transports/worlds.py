@@ -14,13 +14,14 @@ import pytest
 from commsched.core.interfaces import OnFailure, Transport
 from commsched.core.world import World
 from commsched.settings import Settings
-from commsched.testing.ordered import OrderedWorld
 from commsched.testing.world import run_world
 from commsched.transports.backends.local import LocalWorld
 from commsched.transports.backends.ps.rate_limiter import RateLimiter
 from commsched.transports.backends.ps.shard import Shard
 from commsched.transports.backends.ps.transport import PsTransport
 from commsched.transports.context import TransportContext
+
+from .ordered import OrderedWorld
 
 TOKEN = "a secret of the tests"
 
