@@ -1,0 +1,104 @@
+"""The pages name what exists: modules, files, commands, options and settings."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bench.__main__ import COMMANDS
+from commsched.cli.main import main
+from commsched.settings import NOT_SETTINGS, Settings
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+IN_REPOSITORY = ("bench", "commsched", "docs", "environments", "examples", "tests", ".ci")
+
+#: Files that a reader of the pages makes: training scripts and results.
+MADE_BY_READERS = {"train.py", "results/tables.md", "trace.json", "traces/trace.json", "figures/regret.svg", "docs/<engine>.md"}
+PATH = re.compile(r"(\./)?[\w.-]+(/[\w.-]+)+/?|[\w-]+\.(py|md|json)")
+
+
+def repository_paths() -> list[str]:
+    found = [path.name for path in ROOT.iterdir()]
+    for top in IN_REPOSITORY:
+        found += [str(path.relative_to(ROOT)) for path in (ROOT / top).rglob("*") if "__pycache__" not in path.parts]
+    return found
+
+
+PATHS = repository_paths()
+ENDS = {"/".join(path.split("/")[i:]) for path in PATHS for i in range(path.count("/") + 1)}
+
+
+def quoted(page: Path) -> Iterator[str]:
+    """What the page quotes in backticks on one line, outside of code blocks."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    return (found.group(1) for found in re.finditer(r"`([^`\n]+)`", text))
+
+
+def defined_in(module: Path) -> set[str]:
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(module.read_text())):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.alias):
+            names.add(node.asname or node.name)
+    return names
+
+
+def is_there(dotted: str) -> bool:
+    """Whether a module of this dotted name exists, or a module that has its last part as a name."""
+    path = ROOT / dotted.replace(".", "/")
+    if path.is_dir() or path.with_suffix(".py").exists():
+        return True
+    parent = path.parent
+    module = parent / "__init__.py" if parent.is_dir() else parent.with_suffix(".py")
+    return module.exists() and path.name in defined_in(module)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_modules_exist(page: Path) -> None:
+    dotted = set(re.findall(r"\bcommsched(?:\.[A-Za-z_]\w*)+", page.read_text()))
+    assert sorted(name for name in dotted if not is_there(name)) == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_exist(page: Path) -> None:
+    named = {name.rstrip("/") for name in quoted(page) if PATH.fullmatch(name)} - MADE_BY_READERS
+    assert sorted(name for name in named if not {name, f"{name}.py"} & ENDS) == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    links = re.findall(r"\]\((?!https?:|#)([^)#\s]+)", page.read_text())
+    assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_benchmarks_exist(page: Path) -> None:
+    named = re.findall(r"(?:python -m bench|`bench) ([a-z][\w-]*)", page.read_text().replace("\n", " "))
+    assert sorted(set(named) - COMMANDS.keys()) == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_settings_exist(page: Path) -> None:
+    variables = set(re.findall(r"\bCOMMSCHED_[A-Z_]*[A-Z]\b", page.read_text()))
+    known = {f"COMMSCHED_{name.upper()}" for name in Settings.__dataclass_fields__} | NOT_SETTINGS
+    assert sorted(variables - known) == []
+
+
+@pytest.mark.parametrize("command", ["run", "tune", "server"])
+def test_options_exist(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    known = set(re.findall(r"--[a-z][\w-]*", capsys.readouterr().out))
+    named = set()
+    for page in PAGES:
+        for line in re.findall(rf"commsched {command} ([^`\n]*)", page.read_text()):
+            named |= set(re.findall(r"--[a-z][\w-]*", re.split(r" -- | # ", line)[0]))
+    assert sorted(named - known) == []
