@@ -158,7 +158,7 @@ def _budget(value: object, key: str) -> Budget | None:
         return Budget(seconds=parse_seconds(match[1], key))
     elif match[1].isdecimal() and int(match[1]) > 0:
         return Budget(**{match[2]: int(match[1])})
-    raise ConfigError(f"{key}={value!r} is no budget; write 1, 0, or how long to tune, like 90s, 500steps or 20trials")
+    raise ConfigError(f"{key}={value!r} is not a budget; write 1, 0, or how long to tune, like 90s, 500steps or 20trials")
 
 
 def _policies(value: object, key: str) -> tuple[str, ...]:
@@ -204,7 +204,7 @@ class Settings:
     file that ``COMMSCHED_CONFIG`` names. The environment variable is ``COMMSCHED_<NAME>``."""
 
     transport: str = _setting(
-        _text, "auto", "the way gradients travel: auto, ps, gloo, mpi, nccl", same_on_all_ranks=True, run_option=True
+        _text, "auto", "the transport of gradients: auto, ps, gloo, mpi, nccl", same_on_all_ranks=True, run_option=True
     )
     servers: tuple[str, ...] = _setting(
         _addresses,
@@ -216,7 +216,7 @@ class Settings:
     lane: str = _setting(
         _one_of("tcp", "grpc"),
         "tcp",
-        "what carries gradients to parameter servers: tcp, grpc",
+        "the carrier of messages to parameter servers: tcp, grpc",
         same_on_all_ranks=True,
         run_option=True,
         transports=("ps",),
@@ -232,7 +232,7 @@ class Settings:
     wire: str = _setting(
         _one_of("none", "bfloat16", "float16"),
         "none",
-        "dtype that float32 gradients travel as: none, bfloat16, float16 (a host's sum above 65504 becomes infinite)",
+        "dtype in which float32 gradients travel: none, bfloat16, float16 (a host's sum above 65504 becomes infinite)",
         same_on_all_ranks=True,
         run_option=True,
     )
@@ -260,7 +260,11 @@ class Settings:
         run_option=True,
     )
     rate: float | None = _setting(
-        parse_rate, None, "most that a rank may send, such as 200mbit; none: no cap", run_option=True, transports=("ps",)
+        parse_rate,
+        None,
+        "highest rate at which a rank may send, such as 200mbit; none: no cap",
+        run_option=True,
+        transports=("ps",),
     )
     trace: str | None = _setting(
         _text,
@@ -271,47 +275,51 @@ class Settings:
     log: str | None = _setting(
         _one_of("warning", "info", "debug"),
         None,
-        "what is said of the job: warning, info, debug; none: one line when it begins, and warnings",
+        "how much is logged: warning, info, debug; none: one line when the job begins, and warnings",
         run_option=True,
     )
     check_weights: int = _setting(
         _count,
         100,
-        "steps between two comparisons of a part of the weights between ranks; 0: they are not compared",
+        "steps between two comparisons of a part of the weights between ranks; 0: no comparison",
         same_on_all_ranks=True,
         run_option=True,
     )
     fail_after: float = _setting(
         parse_seconds,
         10.0,
-        "seconds of silence after which a rank or server is given up",
+        "seconds of silence after which a rank or server counts as lost",
         same_on_all_ranks=True,
         run_option=True,
     )
     stall_after: float | None = _setting(
         parse_seconds,
         None,
-        "seconds of waiting for a rank that lives after which the job ends; none: only a warning names it",
+        "seconds of waiting for a rank that lives but does not send, after which the job ends; none: only warnings",
         same_on_all_ranks=True,
         run_option=True,
     )
     join_within: float = _setting(parse_seconds, 60.0, "seconds within which all ranks must have joined")
     tune: Budget | None = _setting(  # noqa: RUF009 - Budget is frozen
-        _budget, None, "look for a better partition and credit in training: 1, or for 90s, 500steps, 20trials"
+        _budget, None, "search for a better partition and credit during training: 1, or a budget: 90s, 500steps, 20trials"
     )
-    tune_out: str | None = _setting(_text, None, "file for what tuning found, such as tuned.toml; none: it is only logged")
+    tune_out: str | None = _setting(
+        _text, None, "file for the result of tuning, such as tuned.toml; none: the result is only logged"
+    )
     tune_by: str = _setting(_text, "bayes", "how to search: bayes, grid, random, sgd")
     tune_policies: tuple[str, ...] = _setting(_policies, (), "policies to choose from in tuning; none: the one that is set")
-    tune_end: str | None = _setting(_text, None, "file for why tuning ended without a result; commsched tune sets it")
-    launcher_file: str | None = _setting(_text, None, "file in which ranks tell commsched run, which sets it, what they do")
+    tune_end: str | None = _setting(
+        _text, None, "file for the reason of an end of tuning without a result; commsched tune sets it"
+    )
+    launcher_file: str | None = _setting(_text, None, "file through which ranks report to commsched run, which sets it")
     tuned: Mapping[str, Any] | None = _setting(_tuned, None, "the jobs that a tuned file is for: in the file only")
     disable: bool = _setting(parse_switch, False, "1: train exactly as without commsched", run_option=True)
     control: str | None = _setting(parse_address, None, "host:port where rank 0 listens; needed across machines")
-    host: str | None = _setting(_text, None, "address other machines reach this rank at; none: found by itself")
-    job: str | None = _setting(_text, None, "the job's name, if several have one token and address; none: the launcher's")
+    host: str | None = _setting(_text, None, "address at which other machines reach this rank; none: found automatically")
+    job: str | None = _setting(_text, None, "the job's name, if several jobs have one token and address; none: the launcher's")
     token: str | None = _setting(_text, None, "the job's secret; needed across machines", shown=False)
     token_file: str | None = _setting(_text, None, "a file of mode 0600 that holds the token")
-    rendezvous: str | None = _setting(_text, None, "file where rank 0 tells its address to ranks of the same machine")
+    rendezvous: str | None = _setting(_text, None, "file in which rank 0 gives its address to ranks of the same machine")
     #: Names of the settings that the user set, which tuning does not change. Settings from a tuned file do not count: tuning
     #: starts from them.
     given: frozenset[str] = frozenset()

@@ -273,7 +273,7 @@ def test_a_budget_is_a_switch_or_how_long_to_tune(value: object, budget: Budget 
 
 @pytest.mark.parametrize("value", ["60", "5 minutes", "0trials", "1.5steps", "-3trials", "trials", "nan s", 2])
 def test_what_is_no_budget(value: object) -> None:
-    said = f"tune={value!r} is no budget; write 1, 0, or how long to tune, like 90s, 500steps or 20trials"
+    said = f"tune={value!r} is not a budget; write 1, 0, or how long to tune, like 90s, 500steps or 20trials"
     assert refused(tune=value) == said
 
 

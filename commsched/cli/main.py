@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"commsched {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_run(commands.add_parser("run", help="start the ranks of a job on this machine"))
-    _add_tune(commands.add_parser("tune", help="start the ranks likewise, and look for the best partition and credit"))
+    _add_tune(commands.add_parser("tune", help="start the ranks of a job, and search for the best partition and credit"))
     _add_server(commands.add_parser("server", help="serve a job as a parameter server"))
     arguments = parser.parse_args(argv)
     try:
@@ -61,14 +61,14 @@ def _add_tune(parser: argparse.ArgumentParser) -> None:
     parser.usage = "commsched tune -n N --out FILE [--budget 12trials] [--by bayes] [options] -- COMMAND ..."
     settings = {f.name: f for f in fields(Settings)}
     parser.add_argument(
-        "--out", required=True, metavar="FILE", help="for what is found, such as tuned.toml; its trials go to tuned.jsonl"
+        "--out", required=True, metavar="FILE", help="file for the result, such as tuned.toml; the trials go to tuned.jsonl"
     )
     parser.add_argument(
-        "--budget", metavar="VALUE", help="how long to tune at most: 90s, 500steps, 20trials; default: 12trials"
+        "--budget", metavar="VALUE", help="the longest that tuning may take: 90s, 500steps, 20trials; default: 12trials"
     )
     for option in ("by", "policies"):
         parser.add_argument(f"--{option}", metavar="VALUE", help=settings[_TUNE_OPTIONS[option]].metadata["help"])
-    parser.add_argument("--then-stop", action="store_true", help="end training once tuning has ended; else it goes on")
+    parser.add_argument("--then-stop", action="store_true", help="end training once tuning has ended; default: go on")
     _add_job(parser)
     parser.set_defaults(function=_tune)
 
@@ -95,7 +95,9 @@ def _tune(arguments: argparse.Namespace) -> int:
 
 def _add_server(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--bind", default="127.0.0.1:0", metavar="HOST:PORT", help="where to listen; port 0: any free one")
-    parser.add_argument("--keep", action="store_true", help="serve one job after another, as restarts need it; else one")
+    parser.add_argument(
+        "--keep", action="store_true", help="serve one job after another, as restarts need it; default: one job"
+    )
     _add_settings(parser, _SERVER_OPTIONS)
     parser.set_defaults(function=_serve)
 
@@ -121,7 +123,7 @@ def _add_job(parser: argparse.ArgumentParser) -> None:
         "--servers", type=_not_negative, default=0, metavar="K", help="parameter servers; 0: every rank hosts a shard"
     )
     _add_settings(parser, Settings.names("run_option"))
-    parser.add_argument("command", nargs="+", metavar="COMMAND", help="what every rank runs, after --")
+    parser.add_argument("command", nargs="+", metavar="COMMAND", help="the command that every rank runs, after --")
 
 
 def _checked(options: Mapping[str, str], arguments: argparse.Namespace) -> Settings:
@@ -130,11 +132,13 @@ def _checked(options: Mapping[str, str], arguments: argparse.Namespace) -> Setti
     require_transport(settings.transport)
     if settings.transport != "auto":
         if arguments.servers and settings.transport != "ps":
-            raise ConfigError(f"--servers {arguments.servers} does not go with transport={settings.transport}: it is for ps")
+            raise ConfigError(
+                f"--servers {arguments.servers} cannot be used with transport={settings.transport}: only ps has servers"
+            )
         for problem in settings.without_effect(settings.transport):
             raise ConfigError(problem)
     if shutil.which(arguments.command[0]) is None:
-        raise ConfigError(f"command {arguments.command[0]!r} is not found")
+        raise ConfigError(f"command {arguments.command[0]!r} was not found")
     return settings
 
 

@@ -34,7 +34,7 @@ def serve_jobs(address: str, token: str, settings: Settings) -> NoReturn:
                 raise
             ended = f"has failed: {type(error).__name__}: {error}"
         address = bound[0]
-        say_error(f"commsched server: the job {ended}; the next may come")
+        say_error(f"commsched server: the job {ended}; ready for the next")
 
 
 def serve(address: str, token: str, settings: Settings, on_bound: Callable[[str], None] = lambda address: None) -> int:

@@ -41,7 +41,7 @@ def require_tunable(ranks: int, settings: Settings) -> None:
     if settings.disable:
         raise ConfigError("there is nothing to tune with disable=1: commsched sends nothing then")
     if settings.tune is None:
-        raise ConfigError("with --budget 0 nothing is tuned; write how long it may take, like 90s, 500steps or 20trials")
+        raise ConfigError("--budget 0 leaves no time to tune; write a budget like 90s, 500steps or 20trials")
     fixed = fixed_by(settings)
     space = Space(settings.scheduler, sys.maxsize, fixed, settings.tune_policies)
     if space.dimensions == 0:
@@ -51,13 +51,15 @@ def require_tunable(ranks: int, settings: Settings) -> None:
         raise ConfigError("--out names no file")
     result = _Result(settings)
     if result.path.suffix != ".toml":
-        raise ConfigError(f"--out {result.path}: name it like tuned.toml; the journal is then tuned.jsonl, beside it")
+        raise ConfigError(
+            f"--out {result.path}: use a name like tuned.toml; the journal is then tuned.jsonl in the same directory"
+        )
     if not result.path.parent.is_dir():
-        raise ConfigError(f"--out {result.path}: there is no directory {result.path.parent}")
+        raise ConfigError(f"--out {result.path}: directory {result.path.parent} does not exist")
     result.read()
     if result.verdict is not None and result.verdict.finished and result.path.exists():
         raise ConfigError(
-            f"{result.path} is there already, from {result.journal}: {result.verdict.sentence()}; remove both to search anew"
+            f"{result.path} already exists, from {result.journal}: {result.verdict.sentence()}; remove both to search anew"
         )
 
 
@@ -89,7 +91,7 @@ def tune(
         result.read()
         before = result.trials
         if before:
-            say_error(f"commsched: {result.journal} has {before} trials of an earlier start: tuning goes on after them")
+            say_error(f"commsched: {result.journal} has {before} trials of an earlier run: tuning continues after them")
         result.forget_unfinished()
         code = _run(ranks, servers, command, environ, result, then_stop)
         for line in result.read():
@@ -101,8 +103,8 @@ def tune(
         say_error(f"commsched: {result.path} is written; use it: {use}")
         return code
     because = "" if why is None or result.verdict is not None else f": {why}"
-    again = f"; the same command again goes on after {result.trials} trials" if result.trials > before else ""
-    say_error(f"commsched: {result.path} is not written{because}{again}")
+    again = f"; run the same command again to continue after {result.trials} trials" if result.trials > before else ""
+    say_error(f"commsched: {result.path} was not written{because}{again}")
     return code or UNFINISHED
 
 
@@ -210,7 +212,9 @@ class _Result:
                 else:
                     lines.append(search.table.line(record))
             except (ValueError, KeyError, TypeError) as error:
-                raise ConfigError(f"{self.journal} is no journal of tuning; remove it, or name another --out") from error
+                raise ConfigError(
+                    f"{self.journal} is not a journal of tuning; remove it, or give --out another name"
+                ) from error
         return lines
 
     def _stamp(self) -> tuple[int, int] | None:

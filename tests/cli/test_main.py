@@ -60,7 +60,7 @@ def test_a_lane_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--transport", "gloo", "--servers", "2"], "--servers 2 does not go with transport=gloo: it is for ps"),
+        (["--transport", "gloo", "--servers", "2"], "--servers 2 cannot be used with transport=gloo: only ps has servers"),
         (["--transport", "mpi", "--lane", "grpc"], "lane='grpc' has no effect with transport=mpi: it is for ps"),
         (
             ["--transport", "ps", "--order", "static"],

@@ -138,14 +138,14 @@ def test_training_that_ends_first_is_told_from_success(run_job: RunJob, capsys: 
     assert commsched_tune() == 3
     assert capsys.readouterr().err.splitlines()[-2:] == [
         UNFINISHED.sentence(),
-        "commsched: tuned.toml is not written; the same command again goes on after 2 trials",
+        "commsched: tuned.toml was not written; run the same command again to continue after 2 trials",
     ]
 
 
 def test_a_job_that_fails_has_its_own_code(run_job: RunJob, capsys: pytest.CaptureFixture[str]) -> None:
     run_job(lambda _: 7)
     assert commsched_tune() == 7
-    assert capsys.readouterr().err.splitlines() == [HEADER, "commsched: tuned.toml is not written"]
+    assert capsys.readouterr().err.splitlines() == [HEADER, "commsched: tuned.toml was not written"]
     run_job(lambda _: write(KEPT, tuned=True) or 7)
     assert commsched_tune() == 7
     assert "tuned.toml is written; use it" in capsys.readouterr().err
@@ -157,7 +157,7 @@ def test_a_second_start_goes_on(run_job: RunJob, capsys: pytest.CaptureFixture[s
     run_job(lambda _: write(KEPT, (more,), tuned=True) or 0)
     assert commsched_tune() == 0
     assert capsys.readouterr().err.splitlines()[:3] == [
-        "commsched: tuned.jsonl has 2 trials of an earlier start: tuning goes on after them",
+        "commsched: tuned.jsonl has 2 trials of an earlier run: tuning continues after them",
         HEADER,
         "          2     1.0 MB     4.0 MB  priority     500.0 +- 1.0    320.0  9 trials",
     ]
@@ -244,7 +244,7 @@ def test_then_stop_ends_a_job_whose_tuning_ends_without_a_file(run_job: RunJob, 
         assert commsched_tune("--then-stop") == 3
     finally:
         signal.signal(signal.SIGTERM, before)
-    assert "commsched: tuned.toml is not written: half a line, and the rest\n" in capsys.readouterr().err
+    assert "commsched: tuned.toml was not written: half a line, and the rest\n" in capsys.readouterr().err
 
 
 def test_a_verdict_whose_file_is_gone_is_written_again(run_job: RunJob, capsys: pytest.CaptureFixture[str]) -> None:
@@ -258,7 +258,7 @@ def test_a_file_that_was_there_before_is_not_taken_for_the_result(run_job: RunJo
     Path("tuned.toml").write_text("partition = 1\n")
     run_job(lambda _: write(KEPT) or 0)
     assert commsched_tune("--then-stop") == 3
-    assert "tuned.toml is not written" in capsys.readouterr().err
+    assert "tuned.toml was not written" in capsys.readouterr().err
 
 
 # --- refused before anything starts ---
@@ -278,16 +278,16 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     [
         (["-n", "1", "--out", "tuned.toml"], "there is nothing to tune with -n 1: one rank sends nothing"),
         (["-n", "2", "--out", "tuned.toml", "--disable", "1"], "there is nothing to tune with disable=1: "),
-        (["-n", "2", "--out", "tuned.toml", "--budget", "0"], "with --budget 0 nothing is tuned; write how long"),
-        (["-n", "2", "--out", "tuned.toml", "--budget", "5min"], "tune='5min' is no budget; write 1, 0, or how long"),
+        (["-n", "2", "--out", "tuned.toml", "--budget", "0"], "--budget 0 leaves no time to tune; write a budget"),
+        (["-n", "2", "--out", "tuned.toml", "--budget", "5min"], "tune='5min' is not a budget; write 1, 0, or how long"),
         (["-n", "2", "--out", "tuned.toml", "--by", "luck"], "tune_by='luck' is unknown; there are: bayes, grid, random, sgd"),
         (
             ["-n", "2", "--out", "tuned.toml", "--policies", "lifo"],
             "tune_policies='lifo' is unknown; did you mean fifo? there are: fifo, priority",
         ),
         (["-n", "2", "--out", ""], "--out names no file"),
-        (["-n", "2", "--out", "nowhere/tuned.toml"], "--out nowhere/tuned.toml: there is no directory nowhere"),
-        (["-n", "2", "--out", "tuned"], "--out tuned: name it like tuned.toml; the journal is then tuned.jsonl"),
+        (["-n", "2", "--out", "nowhere/tuned.toml"], "--out nowhere/tuned.toml: directory nowhere does not exist"),
+        (["-n", "2", "--out", "tuned"], "--out tuned: use a name like tuned.toml; the journal is then tuned.jsonl"),
         (
             ["-n", "2", "--out", "tuned.toml", "--partition", "1MB", "--credit", "2MB"],
             "credit and partition are set, which leaves nothing to tune",
@@ -309,14 +309,14 @@ def test_a_library_that_is_not_installed_is_one_line(
 def test_a_finished_search_is_not_begun_again(capsys: pytest.CaptureFixture[str]) -> None:
     write(KEPT, tuned=True)
     said = refused(capsys, "-n", "2", "--out", "tuned.toml", "--by", "grid")
-    assert said == f"tuned.toml is there already, from tuned.jsonl: {KEPT.sentence()}; remove both to search anew"
+    assert said == f"tuned.toml already exists, from tuned.jsonl: {KEPT.sentence()}; remove both to search anew"
 
 
 @pytest.mark.parametrize("text", ["no JSON\n", '{"schema": 1}\n', "[]\n", '{"phase": "search"}\n'])
 def test_what_is_no_journal_is_one_line(capsys: pytest.CaptureFixture[str], text: str) -> None:
     Path("tuned.jsonl").write_text(text)
     said = refused(capsys, "-n", "2", "--out", "tuned.toml", "--by", "grid")
-    assert said == "tuned.jsonl is no journal of tuning; remove it, or name another --out"
+    assert said == "tuned.jsonl is not a journal of tuning; remove it, or give --out another name"
 
 
 def test_one_thing_to_choose_is_enough(run_job: RunJob) -> None:

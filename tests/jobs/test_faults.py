@@ -170,8 +170,8 @@ def test_a_server_that_is_kept_serves_the_restarted_job_and_the_next() -> None:
             _, said = serving.communicate(timeout=60)
     assert serving.returncode == -signal.SIGTERM
     first, *rest = said.splitlines()
-    assert "commsched server: the job has failed: TransportError: rank 1 ended: ValueError: boom; the next may come" in first
-    assert rest == ["commsched server: the job has ended; the next may come"] * 2
+    assert "commsched server: the job has failed: TransportError: rank 1 ended: ValueError: boom; ready for the next" in first
+    assert rest == ["commsched server: the job has ended; ready for the next"] * 2
 
 
 def test_the_number_of_a_rank_that_has_ended_is_nobody_elses_while_the_job_lasts(tmp_path: Path) -> None:

@@ -154,7 +154,7 @@ def test_another_launchers_ranks_without_a_session_are_told_so_by_rank_0() -> No
 
 def test_a_command_that_is_not_there_is_one_line() -> None:
     code, _, err = run_job("-n", "2", "--", "no-such-program")
-    assert (code, err) == (2, "commsched: ConfigError: command 'no-such-program' is not found\n")
+    assert (code, err) == (2, "commsched: ConfigError: command 'no-such-program' was not found\n")
 
 
 def _rank(rank: int, size: int, few_files: int | None = None, **environ: str) -> subprocess.Popen[str]:

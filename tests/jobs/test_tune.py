@@ -108,7 +108,7 @@ def test_training_that_ends_first_is_said_and_tuning_goes_on_later(tmp_path: Pat
         assert "not finished" in err
         assert not (tmp_path / "tuned.toml").exists()
         counts.append(sum(record["phase"] == "search" for record in records(tmp_path / "tuned.jsonl")))
-        assert f"tuned.toml is not written; the same command again goes on after {counts[-1]} trials" in err
+        assert f"tuned.toml was not written; run the same command again to continue after {counts[-1]} trials" in err
     assert 0 < counts[0] < counts[1]
 
 
@@ -124,7 +124,7 @@ def test_then_stop_ends_a_job_that_cannot_be_tuned(tmp_path: Path, budget: str, 
     code, _, err = run_job(*command, subcommand="tune")
     assert code == 3, err
     assert why in err
-    assert "tuned.toml is not written" in err
+    assert "tuned.toml was not written" in err
 
 
 def test_then_stop_ends_a_job_that_finds_the_journal_of_another(tmp_path: Path) -> None:
@@ -134,7 +134,7 @@ def test_then_stop_ends_a_job_that_finds_the_journal_of_another(tmp_path: Path) 
     command = [*tuning(out), "--then-stop", *training(FOR_EVER, "--width", "200")]
     code, _, err = run_job(*command, subcommand="tune")
     assert code == 3, err
-    assert re.search(r"tuned.toml is not written: ConfigError: the journal .* is of another search: model is", err), err
+    assert re.search(r"tuned.toml was not written: ConfigError: the journal .* is of another search: model is", err), err
     assert records(tmp_path / "tuned.jsonl") == before
 
 
@@ -159,7 +159,7 @@ def test_a_job_that_is_killed_goes_on_with_the_next_trial(tmp_path: Path) -> Non
     assert len(searched) == max(6, sum(trial["phase"] == "search" for trial in before))
     measured = [json.dumps(trial["config"]) for trial in searched if trial["status"] == "ok"]
     assert len(measured) == len(set(measured))
-    assert f"tuned.jsonl has {len(before)} trials of an earlier start" in err
+    assert f"tuned.jsonl has {len(before)} trials of an earlier run" in err
 
 
 def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
