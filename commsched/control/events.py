@@ -43,11 +43,13 @@ class Listener(Protocol):
         ...
 
     def hold_steps(self) -> dict[int, int]:
-        """Ranks only: return, for each group, the first step that will not begin before ``switch_at``."""
+        """Ranks only: return, for each group, the first step that will not begin before ``switch_at``. Of a group that is not
+        in the answer, step 1 will not begin."""
         ...
 
     def switch_at(self, config: dict[str, Any], steps: dict[int, int]) -> None:
-        """Ranks only: use ``config`` from step ``steps[group]`` of each group on."""
+        """Ranks only: use ``config`` from step ``steps[group]`` of each group on. This rank may have yet to add some of the
+        groups, and may have released others."""
         ...
 
 

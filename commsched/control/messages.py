@@ -114,7 +114,7 @@ class Announce(Message):
 
 @dataclass(frozen=True, slots=True)
 class Prepared(Message):
-    """Answer to :class:`Prepare`: for each group, the first step not yet promised."""
+    """Answer to :class:`Prepare`: for each group, the first step that is held. Step 1 of any other group is held."""
 
     steps: dict[int, int]
 

@@ -372,13 +372,14 @@ class Roster:
 
 
 def first_common_steps(promises: Iterable[dict[int, int]]) -> dict[int, int]:
-    """Return, for every group that all ranks know, the first step that no rank has begun or may begin before it is notified.
+    """Return, for every group that any rank knows, the first step that no rank has begun or may begin before it is notified.
 
-    ``promises``: for each rank, a map from each group to the first step that the rank holds.
+    ``promises``: for each rank, a map from each group to the first step that the rank holds. A rank that does not know a group
+    yet holds its step 1: ranks add a group one after another, so a group that was left out because one rank had not added it
+    would miss the change for ever.
     """
     each = list(promises)
-    common = set.intersection(*(set(steps) for steps in each))
-    return {group: max(steps[group] for steps in each) for group in sorted(common)}
+    return {group: max(steps.get(group, 1) for steps in each) for group in sorted(set().union(*each))}
 
 
 _Handler = Callable[[Roster, int, Any], list[Send]]

@@ -110,7 +110,8 @@ class Core:
         self._agreement = self._make_agreement(config, order) if transport.ordered else None
         self._order: Order = self._agreement or Scheduler(make_policy(config.policy), config.credit_bytes)
         self._groups: list[TensorGroup] = []
-        self._holds: dict[int, int] = {}
+        self._reserved: int | None = None  # the index of a group whose registration has begun
+        self._holds: dict[int, int] | None = None  # the first held step of each group, while a change is being agreed on
         self._switches: list[_Switch] = []  # agreed, but not yet applied by every group
         self._agreed = self._adopted = 0  # numbers of the last agreed change and of the change that config comes from
         self._failure: CommschedError | None = None
@@ -181,6 +182,18 @@ class Core:
 
     # --- engine threads ---
 
+    def reserve_group(self) -> SchedulerConfig:
+        """Return the configuration to cut the next group by. Every later change includes that group, even if it is agreed on
+        before the group is added. Waits while a change is being agreed on, since that change may not include the group.
+
+        Raises:
+            CommschedError: the session failed or was closed.
+        """
+        with self._lock:
+            self._wait_until(lambda: self._holds is None, lambda: Wait("for a change of configuration to be agreed on"))
+            self._reserved = len(self._groups)
+            return self._agreed_config
+
     def add_group(self, plan: Plan, buffers: Mapping[str, Buffer], policy: str | None = None) -> TensorGroup:
         """Add the tensors of ``plan`` as a group; ``buffers`` maps each dtype to its flat buffer of bytes.
 
@@ -196,6 +209,7 @@ class Core:
             splits = self._splits(policy or self.config.policy)
             group = TensorGroup(self, len(self._groups), plan, buffers, splits)
             self._groups.append(group)
+            self._reserved = None
             if self._agreement is not None:
                 self._agreement.add_group(group.index, sum(plan.manifest.buffer_bytes.values()))
         try:
@@ -210,6 +224,7 @@ class Core:
         """Release ``group`` in the transport: at once if none of its tasks is outstanding, otherwise when the last is done."""
         with self._lock:
             group.is_released = True
+            self._drop_switches()
             if group.active > 0:
                 return
             self._forget(group)
@@ -224,7 +239,7 @@ class Core:
     def begin_step(self, group: TensorGroup) -> int:
         with self._lock:
             self._wait_until(
-                lambda: group.unfinished == 0 and group.next_step < self._holds.get(group.index, group.next_step + 1),
+                lambda: group.unfinished == 0 and not self._is_held(group),
                 lambda: self._wait_for_step(group, f"to begin step {group.next_step}"),
             )
             self._apply_switches(group)
@@ -289,22 +304,32 @@ class Core:
     # --- agreed changes of configuration (see ``commsched/control``) ---
 
     def hold_steps(self) -> dict[int, int]:
-        """Return a step for each group. The group begins neither that step nor a later one until ``switch_at`` is called."""
+        """Return a step for each group. The group begins neither that step nor a later one until ``switch_at`` is called. A
+        group that is added meanwhile begins only its step 0."""
         with self._lock:
-            # A released group has no buffers, and no further step.
-            self._holds = {group.index: group.next_step + 1 for group in self._groups if group.buffers}
+            self._holds = {group.index: group.next_step + 1 for group in self._groups if not group.is_over}
+            if self._reserved is not None:
+                self._holds[self._reserved] = 1
             return dict(self._holds)
+
+    def _is_held(self, group: TensorGroup) -> bool:
+        return self._holds is not None and group.next_step >= self._holds.get(group.index, 1)
+
+    def without_released(self, steps: Mapping[int, int]) -> dict[int, int]:
+        """The entries of ``steps`` for groups that may begin a step here, or that are not added yet."""
+        groups = self._groups  # only ever grows
+        return {group: step for group, step in steps.items() if group >= len(groups) or not groups[group].is_over}
 
     def switch_at(self, config: SchedulerConfig | None, steps: Mapping[int, int]) -> None:
         """Use ``config`` from step ``steps[group]`` of each group on, and let the steps held by ``hold_steps`` begin.
-        ``config=None`` means the configuration agreed on last."""
+        ``config=None`` means the configuration agreed on last. A group in ``steps`` may not be added here yet."""
         with self._lock:
-            self._holds = {}
+            self._holds = None
             self._agreed += 1
             self._agreed_config = config or self._agreed_config
-            switch = _Switch(self._agreed, self._agreed_config, dict(steps))
+            switch = _Switch(self._agreed, self._agreed_config, self.without_released(steps))
             for earlier in self._switches:
-                for group, step in steps.items():
+                for group, step in switch.steps.items():
                     if earlier.steps.get(group) == step:  # the group begins no step with the earlier configuration
                         del earlier.steps[group]
             self._switches = [earlier for earlier in self._switches if earlier.steps]
@@ -323,6 +348,14 @@ class Core:
                 group.splits = self._splits(switch.config.policy)
                 if self._agreement is not None:
                     self._agreement.recut(group.index)
+                self._adopt(switch)
+        self._switches = [switch for switch in self._switches if switch.steps]
+
+    def _drop_switches(self) -> None:
+        """Drop the changes that released groups would have applied. Called with the lock held."""
+        for switch in self._switches:
+            switch.steps = self.without_released(switch.steps)
+            if not switch.steps:
                 self._adopt(switch)
         self._switches = [switch for switch in self._switches if switch.steps]
 

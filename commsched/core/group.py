@@ -147,6 +147,11 @@ class TensorGroup:
         instead of at its proxy. The waits of a proxy log this themselves. Never blocks."""
         self._core.stalled(self, tensor, seconds)
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the group was released, so that no further step may begin."""
+        return self.is_released or (not self.buffers and bool(self.manifest.tensors))
+
     def missing(self) -> list[int]:
         """The tensors that are not yet notified in the current step; none before the first step."""
         return [tensor for tensor in range(len(self.proxies)) if tensor not in self.notified] if self.next_step else []
@@ -167,7 +172,7 @@ class TensorGroup:
     # Core calls the methods below with its lock held.
 
     def open_step(self) -> int:
-        if self.manifest.tensors and not self.buffers:
+        if self.is_over:
             raise ValueError(f"group {self.index} was released: no further step of it may begin")
         step = self.next_step
         self.next_step += 1

@@ -50,7 +50,7 @@ class SessionListener:
         self._when_failed: list[Callable[[CommschedError], None]] = []
         self._failing = threading.Lock()  # guards failure and _when_failed
         self._core: Core | None = None
-        self._early: list[Callable[[Core], None]] = []
+        self._early: list[Callable[[Core], object]] = []
         self._opening = threading.Lock()  # guards _core and _early
 
     def use(self, core: Core) -> None:
@@ -108,12 +108,17 @@ class SessionListener:
         """Used by servers only. A rank waits for the end of the job in ``Session.close``."""
 
     def hold_steps(self) -> dict[int, int]:
-        return self._core.hold_steps() if self._core is not None else {}
+        with self._opening:
+            core = self._core
+            if core is None:
+                self._early.append(lambda core: core.hold_steps())  # there is no group yet, but there may be one soon
+                return {}
+        return core.hold_steps()
 
     def switch_at(self, config: dict[str, Any], steps: dict[int, int]) -> None:
         window = config.pop("window", None)
         if window is not None and (tuner := self.tuner) is not None:
-            tuner.on_switch(window, steps)
+            tuner.on_switch(window, self._core.without_released(steps) if self._core is not None else steps)
         self._on_core(lambda core: core.switch_at(SchedulerConfig(**config) if config else None, steps))
 
     def _on_core(self, call: Callable[[Core], None]) -> None:

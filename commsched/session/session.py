@@ -192,7 +192,7 @@ class Session:
     def _agree_on(self, manifest: Manifest) -> tuple[Plan, str]:
         """The plan by which all ranks cut ``manifest``, and the policy that decides whether its averages are split."""
         # When the configuration changes, ranks may be at different steps of other groups. Rank 0's values count for all.
-        config = self.core.config
+        config = self.core.reserve_group()
         sizes = {"partition_bytes": config.partition_bytes, "fusion_bytes": config.fusion_bytes}
         record = {"manifest": manifest.to_record(), "sizes": sizes, "policy": config.policy}
         records = self.gather(record, "to register tensors")

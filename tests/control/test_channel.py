@@ -682,13 +682,13 @@ def test_a_lost_server_is_named() -> None:
 # --- agreeing on a step ---
 
 
-def test_a_proposal_gives_the_largest_promise_of_the_groups_all_know() -> None:
+def test_a_proposal_gives_the_largest_promise_of_every_group() -> None:
     with running(2) as job:
         job.listeners[0].steps, job.listeners[1].steps = {0: 7, 1: 3}, {0: 5, 1: 4, 2: 9}
         job.clients[1].propose({"partition_bytes": 1000, "policy": "fifo"})
         for listener in job.listeners:
             listener.next("hold")
-            assert listener.next("switch") == ({"partition_bytes": 1000, "policy": "fifo"}, {0: 7, 1: 4})
+            assert listener.next("switch") == ({"partition_bytes": 1000, "policy": "fifo"}, {0: 7, 1: 4, 2: 9})
 
 
 class SteppingListener(Recorder):

@@ -414,8 +414,12 @@ def test_who_may_not_tell_or_announce_fails_the_job(rank: int, leave_first: bool
 # --- agreeing on a step ---
 
 
-def test_common_groups_get_the_largest_promise() -> None:
-    assert first_common_steps([{0: 5, 1: 2}, {1: 4, 0: 4, 2: 9}]) == {0: 5, 1: 4}
+def test_every_group_gets_the_largest_promise() -> None:
+    assert first_common_steps([{0: 5, 1: 2}, {1: 4, 0: 4, 2: 9}]) == {0: 5, 1: 4, 2: 9}
+
+
+def test_a_rank_that_does_not_know_a_group_promises_its_step_1() -> None:
+    assert first_common_steps([{0: 5, 1: 0}, {0: 6}]) == {0: 6, 1: 1}
 
 
 def test_proposals_are_handled_one_after_another() -> None:

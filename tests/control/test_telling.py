@@ -107,7 +107,7 @@ def test_a_proposal_is_answered_by_all_and_switched_at_the_largest_promise(way: 
         job.controls[1].propose({"policy": "fifo"})
         for listener in job.listeners:
             listener.next("hold")
-            assert listener.next("switch") == ({"policy": "fifo"}, {0: 5, 1: 4})
+            assert listener.next("switch") == ({"policy": "fifo"}, {0: 5, 1: 4, 2: 9})
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -505,6 +505,56 @@ def test_a_released_group_promises_nothing(world: World) -> None:
     assert world.core.hold_steps() == {group.index: 1}
 
 
+def test_a_change_that_waits_for_a_group_ends_with_the_group(world: World) -> None:
+    """Nothing is kept for a group that has no further step."""
+    released, waits = world.add_group(), world.add_group()
+    steps = world.core.hold_steps()
+    released.release()
+    world.core.switch_at(SchedulerConfig(20, 20), steps)
+    assert [switch.steps for switch in world.core._switches] == [{waits.index: 1}]
+    assert world.core.config == ONE_BY_ONE
+    assert world.core.without_released({0: 3, 1: 4, 2: 5}) == {1: 4, 2: 5}
+    waits.release()
+    assert world.core._switches == []
+    assert world.core.config == SchedulerConfig(20, 20)  # for the groups to come
+
+
+def test_a_change_may_be_agreed_on_before_this_rank_has_added_the_group(world: World) -> None:
+    world.core.hold_steps()
+    world.core.switch_at(SchedulerConfig(20, 20), {0: 1})  # another rank has added it
+    group = world.add_group()
+    assert [run_step(world, group) for _ in range(3)] == [4, 2, 2]
+    assert world.core.config == SchedulerConfig(20, 20)
+
+
+def test_a_group_that_is_added_while_steps_are_held_begins_one_step(world: World) -> None:
+    """For ranks that have not promised it, its step 1 may be the first with the new configuration."""
+    assert world.core.hold_steps() == {}
+    group = world.add_group()
+    assert run_step(world, group) == 4
+    step_1 = world.waiting(group.begin_step)
+    world.core.switch_at(SchedulerConfig(20, 20), {0: 1})
+    assert step_1.result(10) == 1
+    assert len(group.tasks) == 2
+
+
+def test_a_change_includes_the_group_whose_registration_is_under_way(world: World) -> None:
+    assert world.core.reserve_group() == ONE_BY_ONE
+    assert agree(world.core, SchedulerConfig(20, 20)) == {0: 1}
+    group = world.add_group()
+    assert [run_step(world, group) for _ in range(3)] == [4, 2, 2]
+
+
+def test_a_registration_waits_until_the_change_that_does_not_include_it_is_agreed_on(world: World) -> None:
+    other = world.add_group()
+    steps = world.core.hold_steps()
+    reserving = world.waiting(world.core.reserve_group)
+    world.core.switch_at(SchedulerConfig(20, 20), steps)
+    assert reserving.result(10) == SchedulerConfig(20, 20)  # though no step has begun with it
+    assert world.core.config == ONE_BY_ONE
+    assert world.core.hold_steps() == {other.index: 1, other.index + 1: 1}
+
+
 def test_no_step_of_a_released_group_begins(world: World) -> None:
     group = world.add_group()
     run_step(world, group)

@@ -9,9 +9,12 @@ import pytest
 from commsched.core.config import SchedulerConfig
 from commsched.core.core import Core
 from commsched.core.errors import CommschedError, PeerLost, TransportError
+from commsched.core.manifest import Manifest, TensorSpec
+from commsched.core.plan import cut
 from commsched.session.events import SessionListener
 from commsched.testing.fakes import RecordingTransport
 
+MANIFEST = Manifest((TensorSpec("weight", (2,), "uint8"),))
 FIRST, SECOND = PeerLost("the first"), TransportError("the second")
 
 
@@ -45,6 +48,32 @@ def test_what_comes_before_the_core_reaches_it_in_order_and_once() -> None:
     assert (transport.left, core.config) == ([1, 2], SchedulerConfig(2, 2))
     listener.on_leave(3)
     assert transport.left == [1, 2, 3]
+    core.close()
+
+
+def test_steps_that_are_held_before_there_is_a_core_are_held_by_it() -> None:
+    """Else a group that is added before the change is agreed on might begin a step that this rank has promised not to begin."""
+    listener, core = SessionListener(lambda rank, value: None), Core(RecordingTransport(), SchedulerConfig(1, 1))
+    assert listener.hold_steps() == {}
+    listener.use(core)
+    group = core.add_group(cut(MANIFEST, 1), {"uint8": memoryview(bytearray(2))})
+    assert core._is_held(group) is False
+    group.begin_step()
+    assert core._is_held(group) is True
+    listener.switch_at(SchedulerConfig(2, 2).to_record(), {0: 1})
+    assert core._is_held(group) is False
+    core.close()
+
+
+def test_a_tuner_hears_of_steps_of_groups_that_are_not_released_here() -> None:
+    """Its window on a group without further steps would never be full."""
+    listener, core, tuner = SessionListener(lambda rank, value: None), Core(RecordingTransport(), SchedulerConfig()), Heard()
+    listener.use(core)
+    listener.tuner = tuner
+    core.add_group(cut(MANIFEST, 2), {"uint8": memoryview(bytearray(2))}).release()
+    core.add_group(cut(MANIFEST, 2), {"uint8": memoryview(bytearray(2))})
+    listener.switch_at({**SchedulerConfig().to_record(), "window": "w"}, {0: 3, 1: 4, 2: 1})
+    assert tuner.calls == [("w", {1: 4, 2: 1})]
     core.close()
 
 

@@ -204,6 +204,40 @@ def test_a_group_is_cut_alike_while_a_change_has_come_to_some_ranks_only() -> No
     assert ranks(2, main, SchedulerConfig(2000, 4000)) == [[2000, 2000]] * 2
 
 
+@pytest.mark.parametrize("late_ranks", [(1,), (0, 1)])
+def test_a_change_reaches_a_group_that_some_or_all_ranks_are_about_to_add(late_ranks: tuple[int, ...]) -> None:
+    """All have agreed on the sizes by which it is cut: either rank 1 adds it after the change, or all ranks do."""
+    switched = [threading.Event(), threading.Event()]
+
+    def main(session: Session) -> list[int]:
+        tuner = Seen()
+        tuner.on_switch = lambda *about: switched[session.rank].set()  # type: ignore[method-assign]
+        session.use_tuner(tuner)
+
+        def change() -> None:
+            session.reconfigure(SchedulerConfig(1000, 8000), {"trial": 0})
+
+        def before_it_is_added(*about: Any) -> None:
+            if session.rank == 0:
+                change()
+            assert switched[session.rank].wait(10)
+
+        if session.rank in late_ranks:
+            session.on_register(before_it_is_added)
+        described = manifest(1000)
+        group = session.register(described, buffers(described))
+        if session.rank not in late_ranks:
+            change()
+            assert switched[session.rank].wait(10)
+        partitions = []
+        for _ in range(3):
+            assert step(session, group, session.rank) == 0.5
+            partitions.append(len(group.plan.partitions))
+        return partitions
+
+    assert ranks(2, main, SchedulerConfig(4000, 8000)) == [[1, 4, 4]] * 2
+
+
 class Seen(Observer):
     """An observer and a tuner; what it was told."""
 
