@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack, closing
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from ..control.client import ControlClient
+from ..control.events import Listener
 from ..control.member import Member
 from ..control.rendezvous import own_host
 from ..control.witnessed import Witness
@@ -77,33 +78,12 @@ def serve(address: str, token: str, settings: Settings, on_bound: Callable[[str]
         )
 
 
-class _Listener:
-    """The server's listener. A server joins the control channel to be watched, and to be notified of failures."""
+class _Listener(Listener):
+    """A server joins the control channel to be watched, and to be notified of failures. Workers notify it themselves when they
+    leave, and every partition arrives with its range, so that a change of configuration does not concern it."""
 
     def __init__(self, on_failure: OnFailure) -> None:
         self._on_failure = on_failure
 
     def on_failure(self, error: CommschedError) -> None:
         self._on_failure(error)
-
-    def on_leave(self, rank: int) -> None:
-        """Ignored: workers notify the server themselves when they leave."""
-
-    def on_parting(self, rank: int, spare: Callable[[], None]) -> None:
-        """Never called: only ranks are asked."""
-
-    def on_end(self) -> None:
-        """Ignored, as ``on_leave`` is."""
-
-    def on_told(self, rank: int, value: Any) -> None:
-        """Never called: ranks send values only to rank 0."""
-
-    def on_announced(self, value: Any) -> None:
-        """Never called: rank 0 announces values only to ranks."""
-
-    def hold_steps(self) -> dict[int, int]:
-        """Never called. Every partition arrives with its range, so a change of configuration does not concern a server."""
-        return {}
-
-    def switch_at(self, config: dict[str, Any], steps: dict[int, int]) -> None:
-        """Never called, as ``hold_steps``."""

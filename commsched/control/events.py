@@ -6,51 +6,45 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from ..core.errors import CommschedError
 
 
-class Listener(Protocol):
-    """Callbacks that the control channel invokes for its events.
+class Listener:
+    """Callbacks that the control channel invokes for its events. Each does nothing here: a listener overrides those that it
+    needs.
 
     A control thread makes one call at a time, without holding any lock. A callback may call the client, except ``close`` and
     the methods that wait for other ranks. The first call may come before the client's constructor has returned."""
 
     def on_failure(self, error: CommschedError) -> None:
         """The job failed; ``error`` names the first cause. Called at most once; no other callback follows it."""
-        ...
 
     def on_leave(self, rank: int) -> None:
         """Another rank, ``rank``, will send nothing more."""
-        ...
 
     def on_parting(self, rank: int, spare: Callable[[], None]) -> None:
         """Ranks only: another rank, ``rank``, has left and wants to end its process. Call ``spare``, now or later, on any
         thread, when nothing on this rank waits for an average that ``rank`` took part in."""
-        ...
 
     def on_end(self) -> None:
         """Servers only: every rank has left."""
-        ...
 
     def on_told(self, rank: int, value: Any) -> None:
         """Rank 0 only: ``rank`` sent ``value`` to it. All values of a rank come before its ``on_leave``."""
-        ...
 
     def on_announced(self, value: Any) -> None:
         """Ranks other than rank 0 only: rank 0 announced ``value``. It may do so even after it has left."""
-        ...
 
     def hold_steps(self) -> dict[int, int]:
         """Ranks only: return, for each group, the first step that will not begin before ``switch_at``. Of a group that is not
         in the answer, step 1 will not begin."""
-        ...
+        return {}
 
     def switch_at(self, config: dict[str, Any], steps: dict[int, int]) -> None:
         """Ranks only: use ``config`` from step ``steps[group]`` of each group on. This rank may have yet to add some of the
         groups, and may have released others."""
-        ...
 
 
 log = logging.getLogger("commsched")

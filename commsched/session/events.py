@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+from ..control.events import Listener
 from ..core.config import SchedulerConfig
 from ..core.core import Core
 from ..core.errors import CommschedError
@@ -34,8 +35,8 @@ class Tuner(Protocol):
         ...
 
 
-class SessionListener:
-    """The session's ``control.events.Listener``. It exists before the core: events for the core, from ranks that have opened
+class SessionListener(Listener):
+    """The session's listener. It exists before the core: events for the core, from ranks that have opened
     earlier, are kept until there is one. ``on_compared`` receives the values that ranks report for comparison.
 
     ``failure`` is the first failure of the job, if there was one; ``left`` are the other ranks that left; ``tuner`` may be set
@@ -103,9 +104,6 @@ class SessionListener:
 
     def on_announced(self, value: Any) -> None:
         self._on_core(lambda core: core.on_announced(value))
-
-    def on_end(self) -> None:
-        """Used by servers only. A rank waits for the end of the job in ``Session.close``."""
 
     def hold_steps(self) -> dict[int, int]:
         with self._opening:

@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from commsched.control.client import ControlClient, Member
+from commsched.control.events import Listener
 from commsched.control.server import ControlServer
 from commsched.core.errors import CommschedError
 from commsched.net.rpc import DaemonExecutor
@@ -18,7 +19,7 @@ TOKEN = "the-secret-of-this-test"
 PATIENCE_SECONDS = 50.0  # for what is to happen: only a failing test waits as long
 
 
-class Recorder:
+class Recorder(Listener):
     """A listener that puts every call into a queue."""
 
     def __init__(self, steps: dict[int, int] | None = None) -> None:
