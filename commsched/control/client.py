@@ -260,13 +260,13 @@ class ControlClient:
             UnsupportedError: ``value`` is longer than the control channel takes.
             CommschedError: this rank has left, the job failed, or the client is closed.
         """
-        data = self._encode(Tell(json.dumps(value, separators=_COMPACT)), "to tell rank 0 would be")
+        data = self._encode(Tell(json.dumps(value, separators=_COMPACT)), "a message to rank 0 would be")
         with self._changed:
             if self._is_over_for_all:
                 return
             self._check()
             if self._has_left:
-                raise ClosedError(f"{self._member} has left and cannot tell rank 0 anything")
+                raise ClosedError(f"{self._member} has left and cannot send to rank 0")
             self._stream.put(data)
 
     def announce(self, value: Any) -> None:
@@ -277,7 +277,7 @@ class ControlClient:
             UnsupportedError: ``value`` is longer than the control channel takes.
             CommschedError: the job failed, or the client is closed.
         """
-        data = self._encode(Announce(json.dumps(value, separators=_COMPACT)), "to announce would be")
+        data = self._encode(Announce(json.dumps(value, separators=_COMPACT)), "an announcement would be")
         with self._changed:
             if self._is_over_for_all:
                 return
@@ -391,7 +391,7 @@ class ControlClient:
                 ours = self._reported
                 self._fail(ours if ours is not None and record == _record(ours) else from_record(record))
             case _:
-                self._fail(ProtocolError(f"rank 0 sent {self._member} {type(message).__name__}, which is not its to send"))
+                self._fail(ProtocolError(f"rank 0 sent {self._member} {type(message).__name__}, which it may not send"))
 
     def _stream_ended(self, error: grpc.RpcError | Unproven | RuntimeError | None) -> bool:
         with self._changed:

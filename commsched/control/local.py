@@ -107,12 +107,12 @@ class LocalControl:
 
     def tell(self, value: Any) -> None:
         if self.rank == 0:
-            raise UnsupportedError("rank 0 has nobody to tell")
+            raise UnsupportedError("rank 0 cannot send to itself")
         text = json.dumps(value)
         with self._world.changed:
             self._world.check(self.rank)
             if self.rank in self._world.left:
-                raise ClosedError(f"rank {self.rank} has left and cannot tell rank 0 anything")
+                raise ClosedError(f"rank {self.rank} has left and cannot send to rank 0")
             if 0 in self._world.members:
                 self._world.members[0].call(lambda listener: listener.on_told(self.rank, json.loads(text)))
 

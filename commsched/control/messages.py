@@ -279,7 +279,7 @@ def decode(data: bytes) -> Message:
         return message
     except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
         reason = f"{type(error).__name__}: {error}"[:200]
-        raise ProtocolError(f"{len(data)} bytes that are no message of the control channel ({reason})") from error
+        raise ProtocolError(f"{len(data)} bytes that are not a message of the control channel ({reason})") from error
 
 
 def _require_our_protocol(hello: dict[str, Any]) -> None:

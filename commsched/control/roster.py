@@ -126,7 +126,7 @@ class Roster:
             return [Send((connection,), Pong(message.sent_at, now))]
         handler = _OF_MEMBERS.get(type(message)) or (_OF_RANKS.get(type(message)) if member.is_rank and self.ready else None)
         if handler is None:
-            return self.fail(ProtocolError(f"{member} sent {type(message).__name__}, which is not its to send now"))
+            return self.fail(ProtocolError(f"{member} sent {type(message).__name__}, which it may not send now"))
         return handler(self, connection, message)
 
     def garbage(self, connection: int, error: ProtocolError) -> list[Send]:
@@ -258,7 +258,9 @@ class Roster:
         gave = self._gathers.setdefault(tag, set())
         if rank in gave or rank in self.left:
             return self.fail(
-                ProtocolError(f"{self.members[connection]} gave to '{tag}' {'twice' if rank in gave else 'after it left'}")
+                ProtocolError(
+                    f"{self.members[connection]} contributed to '{tag}' {'twice' if rank in gave else 'after it left'}"
+                )
             )
         gave.add(rank)
         if len(gave) == self.world_size:
@@ -293,7 +295,7 @@ class Roster:
     def _part(self, connection: int, message: Part) -> list[Send]:
         rank = self.members[connection].index
         if rank not in self.left or rank in self._parting:
-            return self.fail(ProtocolError(f"{self.members[connection]} would end, but has not left, or would again"))
+            return self.fail(ProtocolError(f"{self.members[connection]} asked to part, but has not left, or asked before"))
         self._parting[rank] = set(range(self.world_size)) - self.left
         return [Send(self._present(), Parting(rank))]
 
@@ -327,9 +329,9 @@ class Roster:
     def _tell(self, connection: int, message: Tell) -> list[Send]:
         rank = self.members[connection].index
         if rank == 0:
-            return self.fail(ProtocolError(f"{self.members[connection]} told itself something"))
+            return self.fail(ProtocolError(f"{self.members[connection]} sent itself a message"))
         if rank in self.left:
-            return self.fail(ProtocolError(f"{self.members[connection]} told rank 0 something after it left"))
+            return self.fail(ProtocolError(f"{self.members[connection]} sent rank 0 a message after it left"))
         return [Send((self._ranks()[0],), Told(rank, message.value))]  # even if rank 0 has left: it stays until the end
 
     def _announce(self, connection: int, message: Announce) -> list[Send]:

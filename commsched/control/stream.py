@@ -107,9 +107,9 @@ class ControlStream:
 def refusal(error: grpc.RpcError | Unproven | RuntimeError | None, address: str) -> CommschedError | None:
     """The error because of which it is useless to connect to ``address`` again; None if rank 0 may still come up there."""
     if error is None:
-        return TransportError(f"what listens at {address} ended the control channel without a word")
+        return TransportError(f"the program that listens at {address} ended the control channel without a message")
     if isinstance(error, Unproven):
-        return ConfigError(f"what listens at {address} {error}")
+        return ConfigError(f"the program that listens at {address} {error}")
     if isinstance(error, RuntimeError):
         return TransportError(f"rank 0 at {address} cannot be joined: {error}")
     code = error.code()
@@ -120,5 +120,7 @@ def refusal(error: grpc.RpcError | Unproven | RuntimeError | None, address: str)
     if code is grpc.StatusCode.UNAUTHENTICATED:
         return ConfigError(f"rank 0 at {address} refuses this token; set the same COMMSCHED_TOKEN on every rank")
     if code is grpc.StatusCode.UNIMPLEMENTED:
-        return ConfigError(f"what listens at {address} is not commsched's control channel; is COMMSCHED_CONTROL right?")
+        return ConfigError(
+            f"the program that listens at {address} is not commsched's control channel; is COMMSCHED_CONTROL right?"
+        )
     return TransportError(f"rank 0 at {address} cannot be joined: {code.name}: {error.details()}")

@@ -117,6 +117,6 @@ class Doubts(Generic[Peer]):
         if now >= self._warn_again_at.get(peer, 0.0):
             self._warn_again_at[peer] = now + self._fail_after_seconds
             log.warning(
-                "%s does not answer, but its process runs: one call may hold the interpreter's lock for long. It is waited for",
+                "%s does not answer, but its process runs: one call may hold the interpreter's lock for long; waiting for it",
                 name,
             )

@@ -39,7 +39,7 @@ class _NoMessenger:
     """Stands in for a messenger where ranks need no agreement. A call of it is a bug."""
 
     def tell(self, value: Any) -> None:
-        raise AssertionError(f"nothing is to be told, but {value}")
+        raise AssertionError(f"this rank has no messenger, but it would send {value}")
 
     announce = propose = tell
 
@@ -217,7 +217,7 @@ class Core:
         except TransportError as error:  # a lost peer may be the consequence of another failure
             self._report(error)
             with self._lock:
-                self._wait_until(lambda: False, lambda: Wait("to be told why the job failed"))
+                self._wait_until(lambda: False, lambda: Wait("to learn why the job failed"))
         return group
 
     def release(self, group: TensorGroup) -> None:
@@ -391,8 +391,8 @@ class Core:
             task = self._order.next()
             work = self._messages()
         except Exception as error:  # a bug of ours must end the job, not silently end the dispatcher
-            log.exception("the order of launches broke")
-            broken = TransportError(f"the order of launches broke: {type(error).__name__}: {error}")
+            log.exception("the agreed order of launches failed")
+            broken = TransportError(f"the agreed order of launches failed: {type(error).__name__}: {error}")
             return [lambda: self._report(broken)]
         if task is not None:
             task.advance("start")
@@ -503,7 +503,7 @@ class Core:
             agreement.farewell(steps)
             self._flushing = True
             self._work.notify()
-            self._wait_until(lambda: not self._flushing, lambda: Wait("to take leave"), drains=True)
+            self._wait_until(lambda: not self._flushing, lambda: Wait("to leave"), drains=True)
 
     def _agree(self, event: Callable[[AgreedOrder], None]) -> None:
         with self._lock:
@@ -590,7 +590,7 @@ class Core:
         error.step, error.tensor = group.step, closed[0]
         more = f" and {len(closed) - 1} more" if len(closed) > 1 else ""
         where = f"rank {self._transport.rank} was in step {group.step}"
-        error.add_note(f"{where}: the average of '{closed[0]}'{more} was not in place yet")
+        error.add_note(f"{where}: the average of '{closed[0]}'{more} had not arrived yet")
 
     def _report(self, error: CommschedError) -> None:
         """Pass on a failure that arose here. Waiting threads continue to wait for :meth:`fail`: a lost peer may have ended
@@ -689,7 +689,7 @@ class Core:
     def _wait_for_tensor(self, group: TensorGroup, tensor: int) -> Wait:
         name = group.proxies[tensor].name
         # Plugins add tensors of their own, in which each rank reports its actions in a step.
-        what = f"for {'what every rank reports as' if name.startswith('commsched.') else 'the average of'} '{name}'"
+        what = f"for {'the reports of all ranks in' if name.startswith('commsched.') else 'the average of'} '{name}'"
         what += f" of step {group.step}"
         return Wait(what, StepOfGroup(group.index, group.step, tensor))
 

@@ -66,7 +66,7 @@ class TransportError(CommschedError):
 FEWER_BATCHES = "; if it had fewer batches than the others, give every rank as many (DistributedSampler, or drop_last=True)"
 
 #: The message of the error raised when a process forked from a rank uses the rank's objects.
-FORKED = "a forked process takes no part in the job: its rank's threads and connections are not there"
+FORKED = "a forked process takes no part in the job: it does not have the threads and connections of its rank"
 
 
 class PeerLost(TransportError):

@@ -24,7 +24,7 @@ def require_buffers(manifest: Manifest, buffers: Mapping[str, Buffer], device: s
     """
     for dtype, nbytes in manifest.buffer_bytes.items():
         if dtype not in buffers:
-            raise ValueError(f"there is no buffer for {dtype}, of {nbytes} bytes")
+            raise ValueError(f"no buffer was given for {dtype}, of {nbytes} bytes")
         require_buffer(buffers[dtype], f"the buffer for {dtype}", device)
         if len(buffers[dtype]) != nbytes:
             raise ValueError(f"the buffer for {dtype} has {len(buffers[dtype])} bytes; its tensors have {nbytes}")
@@ -42,10 +42,10 @@ def require_buffer(buffer: Buffer, name: str, device: str) -> None:
     elif not isinstance(buffer, memoryview):
         raise ValueError(f"{name} is a {type(buffer).__name__}; give a memoryview of its bytes")
     elif (buffer.format, buffer.ndim) != ("B", 1) or not buffer.c_contiguous:
-        what = f"format {buffer.format!r}, shape {buffer.shape}, {'' if buffer.c_contiguous else 'not '}in one piece"
-        raise ValueError(f"{name} is no flat view of bytes ({what}); give one piece of memory, with cast('B')")
+        what = f"format {buffer.format!r}, shape {buffer.shape}, {'' if buffer.c_contiguous else 'not '}contiguous"
+        raise ValueError(f"{name} is not a flat view of bytes ({what}); give contiguous memory, with cast('B')")
     elif buffer.readonly:
-        raise ValueError(f"{name} may not be written to")
+        raise ValueError(f"{name} is not writable")
 
 
 class DependencyProxy:

@@ -82,7 +82,7 @@ def verdict(step: int, answers: Mapping[int, RankProgress], silent: Sequence[int
     if silent:
         said.append(f"{_ranks(silent)} {'does' if len(silent) == 1 else 'do'} not answer")
     if not said:
-        return StallVerdict((), "every rank has sent it, so the network or a server is what it waits for")
+        return StallVerdict((), "every rank has sent it, so it waits for the network or a server")
     named = sorted({*silent, *(rank for ranks in (late or behind).values() for rank in ranks)})
     return StallVerdict(tuple(named), ("" if late or silent else "every rank has sent it, but ") + "; ".join(said))
 

@@ -414,7 +414,7 @@ class TokenInterceptor(grpc.ServerInterceptor):  # type: ignore[misc, unused-ign
 
     def _abort_with_challenge(self, requests: object, context: grpc.ServicerContext) -> None:
         context.set_trailing_metadata(((_CHALLENGE, self._challenges.make()),))
-        context.abort(grpc.StatusCode.UNAUTHENTICATED, "this job's token is to be proved")
+        context.abort(grpc.StatusCode.UNAUTHENTICATED, "prove this job's token")
 
     def _abort(self, requests: object, context: grpc.ServicerContext) -> None:
         self._warn(f"a call from {context.peer()}: it does not prove this job's token")
@@ -422,7 +422,7 @@ class TokenInterceptor(grpc.ServerInterceptor):  # type: ignore[misc, unused-ign
 
     def _abort_job(self, requests: object, context: grpc.ServicerContext) -> None:
         theirs = called(job_of(context))
-        self._warn(f"a call from {context.peer()}: it is of {theirs}, and this is {called(self._job or '')}")
+        self._warn(f"a call from {context.peer()}: it belongs to {theirs}, and this is {called(self._job or '')}")
         context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"it serves {called(self._job or '')}, and this is {theirs}")
 
     def _warn(self, text: str) -> None:

@@ -257,8 +257,8 @@ class _Opening:
 
 #: Advice to users whose ranks opened no session.
 NOTHING_MADE = (
-    "Does the script make the ScheduledOptimizer, or what else your engine's guide asks for? With COMMSCHED_DISABLE=1 nothing "
-    "is said of it."
+    "Does the script make the ScheduledOptimizer, or the object that your engine's guide names? COMMSCHED_DISABLE=1 turns this "
+    "line off."
 )
 
 #: Launchers and batch systems set these variables to the number of processes that they started or will start.
@@ -271,7 +271,7 @@ def alone_line(environ: Mapping[str, str]) -> str:
     for name in _SIZES:
         size = environ.get(name, "1")
         if size.isdecimal() and int(size) > 1:
-            return f"{line} ({name}={size}, but this process was not told its rank by a launcher that commsched knows)"
+            return f"{line} ({name}={size}, but no launcher that commsched knows gave this process a rank)"
     return line
 
 

@@ -92,7 +92,7 @@ def require_world_size(world_size: int, who: str) -> None:
     launched = _launched()
     if launched is not None and launched.world_size != world_size:
         raise ConfigError(
-            f"{launched.launcher} started {launched.world_size} ranks, but {who} makes {world_size}; let them agree"
+            f"{launched.launcher} started {launched.world_size} ranks, but {who} makes {world_size}; make them agree"
         )
 
 

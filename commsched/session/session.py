@@ -218,7 +218,7 @@ class Session:
             ValueError: ``data`` is not such memory, or there is no rank ``root``; on this rank only.
             CommschedError: see :meth:`gather`.
         """
-        require_buffer(data, f"what is to be broadcast as '{name}'", self.device)
+        require_buffer(data, f"the memory to broadcast as '{name}'", self.device)
         if not 0 <= root < self.world_size:
             raise ValueError(f"'{name}' cannot be broadcast from rank {root} of {self.world_size}")
         name = name if root == 0 else f"{name} of rank {root}"

@@ -119,7 +119,7 @@ def _train(
     if left:
         raise AssertionError(f"{where}: threads are left after close: {', '.join(left)}")
     if config is None and all(len(seen) < 2 for seen in changes.seen.values()):
-        raise AssertionError(f"{where}: it never did between two steps, so this training shows nothing")
+        raise AssertionError(f"{where}: the configuration never changed between two steps, so this training shows nothing")
     return by_rank
 
 

@@ -300,7 +300,7 @@ def check_close(open_world: OpenWorld) -> None:
         run_world(2, lambda rank: world.transports[rank].close(), timeout_seconds=30.0)
         for transport in world.transports:
             transport.close()
-        assert not world.failures, f"closing in good order was told as a failure: {world.failures[0]}"
+        assert not world.failures, f"closing in good order was reported as a failure: {world.failures[0]}"
     left = [t for t in threading.enumerate() if t.name.startswith("commsched") and t not in before]
     for thread in left:
         thread.join(5.0)

@@ -146,7 +146,7 @@ class Threads:
 
     def run(self, body: Callable[[CheckedWorld, int], None]) -> None:
         run_world(self.size, lambda rank: body(self, rank), timeout_seconds=self._timeout_seconds)
-        assert self.failures_expected or not self.failures, f"a failure was told though all went well: {self.failures[0]}"
+        assert self.failures_expected or not self.failures, f"a failure was reported though all went well: {self.failures[0]}"
 
     @contextmanager
     def core(self, rank: int, config: SchedulerConfig, order: str = "agreed") -> Iterator[Core]:

@@ -266,7 +266,7 @@ def test_another_service_listens() -> None:
     other = grpc.server(executor)
     address = f"127.0.0.1:{other.add_insecure_port('127.0.0.1:0')}"
     other.start()
-    with pytest.raises(ConfigError, match=f"what listens at {address} is not commsched's control channel"):
+    with pytest.raises(ConfigError, match=f"the program that listens at {address} is not commsched's control channel"):
         ControlClient(address, TOKEN, Member.rank(1, 2), Recorder(), **SLOW)
     other.stop(None)
     executor.shutdown()
@@ -318,7 +318,7 @@ def test_who_listens_at_rank_0s_address_and_has_no_token_is_believed_nothing() -
     with pytest.raises(ConfigError) as refusal:
         ControlClient(address, TOKEN, Member.rank(1, 2), Recorder(), **SLOW)
     assert str(refusal.value) == (
-        f"what listens at {address} does not prove that it has this job's token; another program may listen there"
+        f"the program that listens at {address} does not prove that it has this job's token; another program may listen there"
     )
     impostor.stop(None)
     executor.shutdown()
@@ -649,7 +649,7 @@ def test_garbage_of_a_member_fails_the_job_and_names_it() -> None:
         error = job.listeners[0].next("failure")
         assert isinstance(error, ProtocolError)
         assert str(error).startswith("rank 1 (host host-1, pid ")
-        assert "sent 9 bytes that are no message of the control channel" in str(error)
+        assert "sent 9 bytes that are not a message of the control channel" in str(error)
 
 
 def test_a_longer_message_than_allowed_ends_the_stream_and_names_the_member() -> None:

@@ -149,7 +149,7 @@ def test_a_message_with_a_flipped_bit_is_a_message_or_a_protocol_error(message: 
     ],
 )
 def test_what_is_refused(data: bytes) -> None:
-    with pytest.raises(ProtocolError, match="that are no message of the control channel"):
+    with pytest.raises(ProtocolError, match="that are not a message of the control channel"):
         decode(data)
 
 

@@ -246,7 +246,7 @@ def test_a_member_that_sends_what_is_not_its_to_send_fails_the_job(message: Mess
 
 @pytest.mark.parametrize("message", [Gather("t", "1"), Leave(), Propose({}), Tell("1"), Announce("1"), Prepared({})])
 def test_a_server_cannot_act_as_a_rank_nor_a_rank_before_all_are_there(message: Message) -> None:
-    expected = f"sent {type(message).__name__}, which is not its to send now"
+    expected = f"sent {type(message).__name__}, which it may not send now"
     roster = joined(1)
     roster.received(8, hello(Member.server(0)), 0.0)
     assert expected in told(roster.received(8, message, 0.0))
@@ -277,13 +277,13 @@ def test_what_a_rank_gives_goes_to_all_ranks_and_a_tag_is_forgotten_after() -> N
 def test_giving_twice_is_refused() -> None:
     roster = joined(2)
     roster.received(1, Gather("t", "1"), 0.0)
-    assert told(roster.received(1, Gather("t", "1"), 0.0)) == "rank 1 (host h1, pid 71) gave to 't' twice"
+    assert told(roster.received(1, Gather("t", "1"), 0.0)) == "rank 1 (host h1, pid 71) contributed to 't' twice"
 
 
 def test_giving_after_leaving_is_refused() -> None:
     roster = joined(2)
     roster.received(1, Leave(), 0.0)
-    assert told(roster.received(1, Gather("t", "1"), 0.0)) == "rank 1 (host h1, pid 71) gave to 't' after it left"
+    assert told(roster.received(1, Gather("t", "1"), 0.0)) == "rank 1 (host h1, pid 71) contributed to 't' after it left"
 
 
 @pytest.mark.parametrize("leave_first", [True, False])
@@ -356,7 +356,7 @@ def test_a_rank_may_ask_to_end_once_and_after_it_left(left: bool) -> None:
         roster.received(1, Leave(), 0.0)
         roster.received(1, Part(), 0.0)
     said = told(roster.received(1, Part(), 0.0))
-    assert said == "rank 1 (host h1, pid 71) would end, but has not left, or would again"
+    assert said == "rank 1 (host h1, pid 71) asked to part, but has not left, or asked before"
 
 
 def test_a_rank_that_comes_again_while_the_others_are_not_done_is_turned_away_without_harm() -> None:
@@ -400,8 +400,8 @@ def test_rank_0_is_told_and_announces_even_after_it_left() -> None:
     ("rank", "leave_first", "sent", "expected"),
     [
         (1, False, Announce("1"), "rank 1 (host h1, pid 71) announced something; only rank 0 may"),
-        (0, False, Tell("1"), "rank 0 (host h0, pid 70) told itself something"),
-        (1, True, Tell("1"), "rank 1 (host h1, pid 71) told rank 0 something after it left"),
+        (0, False, Tell("1"), "rank 0 (host h0, pid 70) sent itself a message"),
+        (1, True, Tell("1"), "rank 1 (host h1, pid 71) sent rank 0 a message after it left"),
     ],
 )
 def test_who_may_not_tell_or_announce_fails_the_job(rank: int, leave_first: bool, sent: Message, expected: str) -> None:

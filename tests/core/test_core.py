@@ -250,7 +250,7 @@ def test_the_loss_of_a_rank_says_what_was_under_way(world: World) -> None:
     with pytest.raises(PeerLost) as caught:
         world.core.check()
     assert (caught.value.rank, caught.value.step, caught.value.tensor) == (1, 0, "layer0")
-    assert caught.value.__notes__ == ["rank 0 was in step 0: the average of 'layer0' and 2 more was not in place yet"]
+    assert caught.value.__notes__ == ["rank 0 was in step 0: the average of 'layer0' and 2 more had not arrived yet"]
 
 
 def test_a_loss_that_says_itself_what_it_was_about_is_not_changed(world: World) -> None:

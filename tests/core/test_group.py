@@ -22,14 +22,14 @@ def test_writable_bytes_of_the_right_size_are_taken() -> None:
 @pytest.mark.parametrize(
     ("buffers", "message"),
     [
-        ({"float32": memoryview(bytearray(24))}, "there is no buffer for float64, of 24 bytes"),
+        ({"float32": memoryview(bytearray(24))}, "no buffer was given for float64, of 24 bytes"),
         (
             {"float32": memoryview(bytearray(20)), "float64": memoryview(bytearray(24))},
             "the buffer for float32 has 20 bytes; its tensors have 24",
         ),
         (
             {"float32": memoryview(bytearray(24)), "float64": memoryview(bytes(24))},
-            "the buffer for float64 may not be written to",
+            "the buffer for float64 is not writable",
         ),
     ],
 )
@@ -43,12 +43,12 @@ def test_buffers_that_do_not_fit_are_named(buffers: dict[str, Any], message: str
     [
         (bytearray(4), "cpu", "it is a bytearray; give a memoryview of its bytes"),
         (np.zeros(4, np.uint8), "cpu", "it is a ndarray; give a memoryview of its bytes"),
-        (np.zeros(4, np.float32).data, "cpu", "it is no flat view of bytes (format 'f', shape (4,), in one piece); give"),
-        (np.zeros((2, 2), np.uint8).data, "cpu", "it is no flat view of bytes (format 'B', shape (2, 2), in one piece); give"),
+        (np.zeros(4, np.float32).data, "cpu", "it is not a flat view of bytes (format 'f', shape (4,), contiguous); give"),
+        (np.zeros((2, 2), np.uint8).data, "cpu", "it is not a flat view of bytes (format 'B', shape (2, 2), contiguous); give"),
         (
             np.zeros(8, np.uint8)[::2].data,
             "cpu",
-            "it is no flat view of bytes (format 'B', shape (4,), not in one piece); give",
+            "it is not a flat view of bytes (format 'B', shape (4,), not contiguous); give",
         ),
         (memoryview(bytearray(4)), "cuda:0", "it is in the host's memory, but averages are made on cuda:0"),
     ],

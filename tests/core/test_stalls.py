@@ -108,9 +108,7 @@ def test_a_rank_that_asks_again_before_it_has_read_the_question_is_not_named(dea
     job.run()
     job.mute -= {1}
     job.ranks[1].waits(WAIT, 21.0)
-    verdict = (
-        "every rank has sent it, so the network or a server is what it waits for" if deaf == {1} else "rank 2 does not answer"
-    )
+    verdict = "every rank has sent it, so it waits for the network or a server" if deaf == {1} else "rank 2 does not answer"
     assert f"rank 1 has waited 21 s for the average of 'b' of step 12: {verdict}" in job.run()
     assert [type(error) for error in job.failures] == ([TransportError] if deaf == {1} else [])
 
@@ -125,7 +123,7 @@ def test_an_answer_that_comes_too_late_is_none_to_the_next_question() -> None:
     assert not job.mail
     job.ranks[0].told(1, {"place": PLACE, "number": 2, "answer": asdict(SENT)})
     [(_, _, announced)] = job.mail
-    assert announced["text"] == "every rank has sent it, so the network or a server is what it waits for"
+    assert announced["text"] == "every rank has sent it, so it waits for the network or a server"
 
 
 def test_a_rank_0_that_does_not_answer_is_named_by_who_waits() -> None:
@@ -147,8 +145,8 @@ def test_a_rank_that_has_left_is_not_asked() -> None:
 
 def test_what_is_no_wait_for_an_average_is_said_at_once() -> None:
     job = Job(SENT, SENT)
-    job.ranks[1].waits(Wait("to take leave"), 10.0)
-    assert job.said == ["rank 1 has waited 10 s to take leave"]
+    job.ranks[1].waits(Wait("to leave"), 10.0)
+    assert job.said == ["rank 1 has waited 10 s to leave"]
 
 
 @pytest.mark.parametrize(
@@ -162,7 +160,7 @@ def test_what_is_no_wait_for_an_average_is_said_at_once() -> None:
         (
             SENT,
             TransportError,
-            "every rank has sent it, so the network or a server is what it waits for; rank 1 has waited 30 s "
+            "every rank has sent it, so it waits for the network or a server; rank 1 has waited 30 s "
             "for the average of 'b' of step 12, and stall_after is 30 s",
         ),
     ],
@@ -203,7 +201,7 @@ def test_a_session_that_ends_meanwhile_is_none_of_its_business() -> None:
 @pytest.mark.parametrize(
     ("answers", "silent", "ranks", "text"),
     [
-        ({0: SENT, 1: SENT}, [], (), "every rank has sent it, so the network or a server is what it waits for"),
+        ({0: SENT, 1: SENT}, [], (), "every rank has sent it, so it waits for the network or a server"),
         ({0: progress_of(["a"], []), 1: SENT}, [], (0,), "rank 0 has not sent 'a'"),
         (
             {0: SENT, 1: progress_of(list("abcde"), []), 2: progress_of(list("abcde"), [])},

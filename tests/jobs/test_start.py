@@ -210,7 +210,7 @@ def test_ranks_of_two_jobs_with_one_token_and_address_do_not_mix() -> None:
     assert f"rank 0 at {job['COMMSCHED_CONTROL']} refuses this process: it serves job 'A', and this is job 'B'" in err
     ends = _ends([first, _rank(1, 2, **job, COMMSCHED_JOB="A")])
     assert [code for code, _ in ends] == [0, 0], ends
-    assert "it is of job 'B', and this is job 'A'" in ends[0][1]
+    assert "it belongs to job 'B', and this is job 'A'" in ends[0][1]
 
 
 def test_idle_strangers_at_the_control_port_neither_end_a_job_nor_keep_it_from_starting() -> None:

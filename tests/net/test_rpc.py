@@ -250,7 +250,7 @@ def test_another_job_is_refused_and_both_are_named(echo: Echo, caplog: pytest.Lo
     with pytest.raises(grpc.RpcError, match="it serves job 'this job', and this is a job without a name"):
         echo.call(job="")
     assert "refused a call from ipv4:127.0.0.1:" in caplog.text
-    assert ": it is of job 'that job', and this is job 'this job'" in caplog.text
+    assert ": it belongs to job 'that job', and this is job 'this job'" in caplog.text
     assert echo.seen == []
 
 

@@ -65,8 +65,8 @@ def test_it_is_said_once() -> None:
     [
         ({}, ""),
         ({"PMI_SIZE": "1"}, ""),
-        ({"PMI_SIZE": "2"}, " (PMI_SIZE=2, but this process was not told its rank by a launcher that commsched knows)"),
-        ({"SLURM_NTASKS": "8"}, " (SLURM_NTASKS=8, but this process was not told its rank by a launcher that commsched knows)"),
+        ({"PMI_SIZE": "2"}, " (PMI_SIZE=2, but no launcher that commsched knows gave this process a rank)"),
+        ({"SLURM_NTASKS": "8"}, " (SLURM_NTASKS=8, but no launcher that commsched knows gave this process a rank)"),
     ],
 )
 def test_a_process_that_is_alone_says_that_nothing_is_averaged(environ: dict[str, str], more: str) -> None:

@@ -38,7 +38,7 @@ def test_a_library_that_counts_other_ranks_than_the_launcher_is_told(monkeypatch
     launched = {"COMMSCHED_RANK": "0", "COMMSCHED_WORLD_SIZE": "2"}
     monkeypatch.setattr(os, "environ", launched)
     commsched.require_world_size(2, "Trainer(devices=2)")
-    with pytest.raises(ConfigError, match=r"commsched run started 2 ranks, but Trainer\(devices=1\) makes 1; let them agree"):
+    with pytest.raises(ConfigError, match=r"commsched run started 2 ranks, but Trainer\(devices=1\) makes 1; make them agree"):
         commsched.require_world_size(1, "Trainer(devices=1)")
 
 

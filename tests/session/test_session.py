@@ -147,7 +147,7 @@ def test_broadcasts_that_differ_are_refused_on_every_rank(what: Callable[[int], 
 
 def test_what_cannot_be_averaged_in_place_is_refused() -> None:
     [session] = local_sessions(1)
-    with pytest.raises(ValueError, match=r"^what is to be broadcast as 'x' is a bytearray; give a memoryview of its bytes$"):
+    with pytest.raises(ValueError, match=r"^the memory to broadcast as 'x' is a bytearray; give a memoryview of its bytes$"):
         session.broadcast("x", bytearray(4))
     with pytest.raises(ValueError, match=r"^'x' cannot be broadcast from rank 1 of 1$"):
         session.broadcast("x", memoryview(bytearray(4)), 1)

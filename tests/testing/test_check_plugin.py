@@ -148,7 +148,9 @@ def test_a_plugin_that_is_wrong_once_the_plan_changes_is_refused() -> None:
 
 
 def test_too_few_steps_for_the_configuration_to_change_are_refused() -> None:
-    with pytest.raises(AssertionError, match=r"^world size 2, a configuration that changes: it never did between two steps"):
+    with pytest.raises(
+        AssertionError, match=r"^world size 2, a configuration that changes: the configuration never changed between two steps"
+    ):
         check_plugin(Plugin(), world_sizes=(2,), steps=1)
 
 

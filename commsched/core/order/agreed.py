@@ -212,7 +212,7 @@ class AgreedOrder:
         """
         decider = self._decider
         if decider is None:
-            raise ProtocolError(f"rank {rank} told rank {self._rank} what only rank 0 is told")
+            raise ProtocolError(f"rank {rank} sent rank {self._rank} a message that only rank 0 receives")
         try:
             if "leaves" in message:
                 self._outgoing.append(message)  # forwarded to the other ranks
@@ -226,14 +226,14 @@ class AgreedOrder:
                 if "refused" in message:
                     decider.require_same(rank, first, launched)
                     raise OrderMismatch(
-                        f"rank {rank} cannot launch {self._describe(launched[-1])} as rank 0 does: it has it not ready, or has "
-                        "cut its tensors differently"
+                        f"rank {rank} cannot launch {self._describe(launched[-1])} as rank 0 does: it is not ready there, "
+                        "or that rank has cut its tensors differently"
                     )
                 decider.confirm(rank, first, launched, str(message["digest"]))
                 for key in keys_of(message["ready"]):
                     self._offered(decider, rank, key, int(message["freezes"]))
         except (KeyError, TypeError, ValueError) as error:
-            raise ProtocolError(f"rank {rank} told rank 0 what is no message of an order: {error!r}") from error
+            raise ProtocolError(f"rank {rank} sent rank 0 a message that no order knows: {error!r}") from error
 
     def announced(self, message: OrderMessage) -> None:
         """Handle a message that rank 0 announced; called on the other ranks.
@@ -249,7 +249,7 @@ class AgreedOrder:
             else:
                 self._follow(int(message["first"]), keys_of(message["launch"]), str(message["digest"]))
         except (KeyError, TypeError, ValueError) as error:
-            raise ProtocolError(f"rank 0 announced what is no message of an order: {error!r}") from error
+            raise ProtocolError(f"rank 0 announced a message that no order knows: {error!r}") from error
 
     def _follow(self, first: int, keys: list[LaunchKey], digest: str) -> None:
         mine, tasks = self._digest, []

@@ -50,7 +50,7 @@ class OrderLeader:
         """
         ranks = self._offered.setdefault(key, set())
         if rank in ranks:
-            raise OrderMismatch(f"rank {rank} said twice that {self._describe(key)} is ready")
+            raise OrderMismatch(f"rank {rank} reported twice that {self._describe(key)} is ready")
         ranks.add(rank)
         self._require_present(key)
         if len(ranks) < self._world_size:

@@ -554,7 +554,7 @@ def test_who_leaves_within_a_step_is_missed_by_what_it_did_not_launch() -> None:
     ],
 )
 def test_what_is_no_announcement(message: dict) -> None:
-    with pytest.raises(ProtocolError, match="rank 0 announced what is no message of an order"):
+    with pytest.raises(ProtocolError, match="rank 0 announced a message that no order knows"):
         Ranks(2).orders[1].announced(message)
 
 
@@ -562,12 +562,12 @@ def test_what_is_no_announcement(message: dict) -> None:
     "message", [{}, {"ready": [[0]], "freezes": 0, "first": 0, "launched": [], "digest": ""}, {"static": "x", "digest": ""}]
 )
 def test_what_no_rank_tells(message: dict) -> None:
-    with pytest.raises(ProtocolError, match="rank 1 told rank 0 what is no message of an order"):
+    with pytest.raises(ProtocolError, match="rank 1 sent rank 0 a message that no order knows"):
         Ranks(2).orders[0].told(1, message)
 
 
 def test_only_rank_0_is_told() -> None:
-    with pytest.raises(ProtocolError, match="rank 0 told rank 1 what only rank 0 is told"):
+    with pytest.raises(ProtocolError, match="rank 0 sent rank 1 a message that only rank 0 receives"):
         Ranks(2).orders[1].told(0, {})
 
 
