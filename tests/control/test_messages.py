@@ -97,7 +97,7 @@ def is_refused_or_a_message(data: bytes) -> None:
     try:
         message = decode(data)
     except ProtocolError as error:
-        assert "rank 0 runs" in str(error) or "no message of the control channel" in str(error)  # noqa: PT017
+        assert "rank 0 runs" in str(error) or "not a message of the control channel" in str(error)  # noqa: PT017
     else:
         assert decode(encode(message)) == message
 
