@@ -1,17 +1,64 @@
-"""Comparison: checks, on rank 0, that values which must be equal on all ranks stay equal while training runs."""
+"""Values that must be equal on all ranks: compared when ranks gather them, and on rank 0 while training runs."""
 
 from __future__ import annotations
 
 import json
 import threading
 from collections import defaultdict, deque
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
-from .errors import RanksDiverged
+from .errors import CommschedError, ManifestMismatch, RanksDiverged
 
 #: The most reports of one rank that may wait for reports of the others: far more than synchronous ranks can be apart.
 MAX_WAITING = 1000
+
+
+class Difference(NamedTuple):
+    """The first item in which a rank differs from rank 0: the items of both; None where a rank has no such item."""
+
+    rank: int
+    key: Any  # the item's key in a mapping, its index in a list
+    on_rank_0: Any
+    there: Any
+
+    def text(self, describe: Callable[[Any], str] = str) -> str:
+        """Both items for an error: "1 on rank 0 but 2 on rank 3"."""
+        return f"{describe(self.on_rank_0)} on rank 0 but {describe(self.there)} on rank {self.rank}"
+
+
+def first_difference(records: Sequence[Any]) -> Difference | None:
+    """The first difference from rank 0's record; None if all records are equal.
+
+    Args:
+        records: one record for each rank, as ``Session.gather`` returns them: lists, mappings, or other values, each of which
+            counts as one item.
+    """
+    ours = _items(records[0])
+    for rank, theirs in enumerate(map(_items, records)):
+        for key in {**ours, **theirs}:  # rank 0's keys come first, in its order
+            if ours.get(key) != theirs.get(key):
+                return Difference(rank, key, ours.get(key), theirs.get(key))
+    return None
+
+
+def _items(record: Any) -> Mapping[Any, Any]:
+    if isinstance(record, Mapping):
+        return record
+    return dict(enumerate(record if isinstance(record, list | tuple) else [record]))
+
+
+def require_same(
+    records: Sequence[Any], describe: Callable[[Difference], str], error: type[CommschedError] = ManifestMismatch
+) -> None:
+    """Require the same record of all ranks, see :func:`first_difference`.
+
+    Raises:
+        CommschedError: ``error``, with the message that ``describe`` makes of the first difference; the same on
+            all ranks.
+    """
+    if (different := first_difference(records)) is not None:
+        raise error(describe(different))
 
 
 class Comparison:

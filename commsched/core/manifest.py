@@ -10,7 +10,8 @@ from functools import cached_property
 from math import prod
 from typing import Any
 
-from .errors import ManifestMismatch, ProtocolError, UnsupportedError
+from .comparison import Difference, require_same
+from .errors import ProtocolError, UnsupportedError
 
 #: Bytes of one element. Floating-point types are averaged (16-bit types are summed in 32 bits). ``uint8`` is summed, which
 #: transfers bytes of any type exactly if every rank but one contributes zeros (see ``Session.broadcast``).
@@ -142,14 +143,12 @@ def require_equal(manifests: Sequence[Manifest]) -> None:
         ManifestMismatch: two manifests differ; the message names the first rank and tensor that differ, and both values. The
             message is the same on every rank.
     """
-    mine = manifests[0]
-    for rank, theirs in enumerate(manifests):
-        if theirs.fingerprint == mine.fingerprint:
-            continue
-        for index, (a, b) in enumerate(zip(mine.tensors, theirs.tensors)):
-            if a != b:
-                raise ManifestMismatch(f"tensor {index} is {a} on rank 0 but {b} on rank {rank}")
-        raise ManifestMismatch(
-            f"rank 0 has {len(mine.tensors)} tensors, rank {rank} has {len(theirs.tensors)}; the first that only one has is "
-            f"{max(mine.tensors, theirs.tensors, key=len)[min(len(mine.tensors), len(theirs.tensors))]}"
-        )
+
+    def describe(different: Difference) -> str:
+        if different.on_rank_0 is not None and different.there is not None:
+            return f"tensor {different.key} is {different.text()}"
+        ours, theirs = (len(manifests[rank].tensors) for rank in (0, different.rank))
+        only = different.on_rank_0 or different.there
+        return f"rank 0 has {ours} tensors, rank {different.rank} has {theirs}; the first that only one has is {only}"
+
+    require_same([manifest.tensors for manifest in manifests], describe)

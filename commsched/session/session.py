@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from ..control.events import Listener
 from ..core import timeouts
-from ..core.comparison import Comparison
+from ..core.comparison import Comparison, require_same
 from ..core.config import SchedulerConfig
 from ..core.core import Core
 from ..core.errors import FORKED, ClosedError, CommschedError, ConfigError, PeerLost, RanksDiverged, TransportError
@@ -437,10 +437,7 @@ class Session:
 
     def _require_same(self, settings: Mapping[str, Any]) -> None:
         records = self.gather(settings)
-        for rank, record in enumerate(records):
-            for key, value in record.items():
-                if value != records[0][key]:
-                    raise ConfigError(f"{key} is {records[0][key]} on rank 0 but {value} on rank {rank}; give all the same")
+        require_same(records, lambda first: f"{first.key} is {first.text()}; give all the same", ConfigError)
 
     def __enter__(self) -> Session:
         return self

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commsched.core.comparison import MAX_WAITING, Comparison
-from commsched.core.errors import RanksDiverged
+from commsched.core.comparison import MAX_WAITING, Comparison, first_difference, require_same
+from commsched.core.errors import ConfigError, RanksDiverged
 
 
 def test_equal_values_pass_in_any_order_of_ranks() -> None:
@@ -82,3 +82,26 @@ def test_not_a_number_equals_itself_and_signed_zeros_differ() -> None:
     comparison.add(0, "weights", 2, {"a": 0.0})
     with pytest.raises(RanksDiverged, match=r"'a' is 0.0 on rank 0 but -0.0 on rank 1"):
         comparison.add(1, "weights", 2, {"a": -0.0})
+
+
+def test_equal_records_of_any_kind_have_no_difference() -> None:
+    for record in (3, None, "text", [1, [2, 3]], {"a": 1, "b": None}):
+        assert first_difference([record] * 3) is None
+
+
+def test_the_first_difference_is_that_of_the_first_rank_in_the_order_of_rank_0() -> None:
+    assert first_difference([{"b": 1, "a": 2}, {"b": 1, "a": 2}, {"a": 3, "b": 4, "c": 5}]) == (2, "b", 1, 4)
+    assert first_difference([{"b": 1}, {"b": 1, "c": 5}]) == (1, "c", None, 5)
+    assert first_difference([[7, 8], [7, 9, 9], [0, 0]]) == (1, 1, 8, 9)
+    assert first_difference([[7, 8], [7]]) == (1, 1, 8, None)
+    assert first_difference(["one", "one", "two"]) == (2, 0, "one", "two")
+
+
+def test_what_is_required_to_be_the_same_raises_what_is_made_of_the_first_difference() -> None:
+    require_same([[1], [1]], lambda different: "never")
+    with pytest.raises(ConfigError, match=r"^'x' is <5> on rank 0 but <7> on rank 1$"):
+        require_same(
+            [{"x": 5}, {"x": 7}],
+            lambda different: f"'{different.key}' is {different.text(lambda item: f'<{item}>')}",
+            ConfigError,
+        )

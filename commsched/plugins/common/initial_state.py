@@ -1,4 +1,4 @@
-"""All ranks begin with equal state: their variables are compared, and rank 0's values are sent. Shared by plugins."""
+"""All ranks begin with rank 0's state. Shared by plugins."""
 
 from __future__ import annotations
 
@@ -11,25 +11,8 @@ from numpy.typing import NDArray
 import commsched
 
 
-def first_difference(records: Sequence[Sequence[Any]]) -> tuple[int, Any, Any] | None:
-    """Find the first rank whose list differs from rank 0's.
-
-    Args:
-        records: one list per rank, as ``Session.gather`` returns them.
-
-    Returns:
-        That rank, rank 0's item and the rank's item at the first difference; an item is None at the end of a list.
-        None if all lists are equal.
-    """
-    for rank, theirs in enumerate(records):
-        for ours, other in zip([*records[0], None], [*theirs, None]):
-            if ours != other:
-                return rank, ours, other
-    return None
-
-
 def described(item: Sequence[Any] | None) -> str:
-    """An item ``[name, shape, dtype]`` of such a list as text, for an error."""
+    """A variable, ``[name, shape, dtype]``, as text for an error; None: there is none."""
     return "nothing more" if item is None else f"'{item[0]}' {item[2]}{item[1]}"
 
 

@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 
 import commsched
 
-from ...core.errors import ManifestMismatch, UnsupportedError
-from ..common.initial_state import broadcast_arrays, described, first_difference
+from ...core.comparison import require_same
+from ...core.errors import UnsupportedError
+from ..common.initial_state import broadcast_arrays, described
 
 
 def named_leaves(tree: Any, what: str = "") -> list[tuple[str, Any]]:
@@ -46,9 +47,7 @@ def broadcast_all(session: commsched.Session, trees: dict[str, Any]) -> list[Any
     named = [pair for what, tree in trees.items() for pair in named_leaves(tree, what)]
     arrays = [_array(name, leaf) for name, leaf in named]
     records = session.gather([[name, list(array.shape), array.dtype.name] for (name, _), array in zip(named, arrays)])
-    if different := first_difference(records):
-        rank, ours, other = different
-        raise ManifestMismatch(f"there is {described(ours)} on rank 0 but {described(other)} on rank {rank}")
+    require_same(records, lambda different: f"there is {different.text(described)}")
     received = broadcast_arrays(session, "initial values", arrays)
     leaves = iter(_like(leaf, array) for (_, leaf), array in zip(named, received))
     return [jax.tree.map(lambda _: next(leaves), tree) for tree in trees.values()]
@@ -61,9 +60,12 @@ def require_equal_values(session: commsched.Session, named: Sequence[tuple[str, 
         ManifestMismatch: ranks have different leaves or values; names the first.
     """
     digests = [[name, hashlib.sha256(_array(name, leaf).tobytes()).hexdigest()] for name, leaf in named]
-    if different := first_difference(session.gather(digests)):
-        rank, ours, other = different
-        raise ManifestMismatch(f"'{(ours or other)[0]}' differs between rank 0 and rank {rank}; {advice}")
+    require_same(
+        session.gather(digests),
+        lambda different: (
+            f"'{(different.on_rank_0 or different.there)[0]}' differs between rank 0 and rank {different.rank}; {advice}"
+        ),
+    )
 
 
 def require_concrete(named: Sequence[tuple[str, Any]], call: str) -> None:

@@ -14,8 +14,8 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 import commsched
 
+from ...core.comparison import Difference, first_difference
 from ...core.errors import RanksDiverged
-from ..common.initial_state import first_difference
 from .program import CALLS
 
 _PIECES = 64  # a list is compared in at most this many pieces, and then the first piece that differs in the same way
@@ -51,14 +51,13 @@ def require_same_update(session: commsched.Session, made: Sequence[tuple[str, Ja
         pieces = session.gather([[at, digest_of(made[at : at + size])] for at in range(start, stop, size)])
         if (different := first_difference(pieces)) is None:
             break
-        start = different[1][0]
+        start += different.key * size
         stop = min(stop, start + size)
-    shown = [[text[:_SHOWN], _maker(equation)] for text, equation in made[start : start + 1]]
-    different = first_difference(session.gather(shown))
-    rank, ours, other = different or (1, None, None)
+    shown = session.gather([[text[:_SHOWN], _maker(equation)] for text, equation in made[start : start + 1]])
+    different = first_difference(shown) or Difference(1, start, None, None)
     raise RanksDiverged(
-        f"the optimizer's update differs between ranks: {_described(ours)} on rank 0 but {_described(other)} on rank {rank}; "
-        "give all ranks the same optimizer, with the same rates, lengths of schedules, norms to clip at, and masks"
+        f"the optimizer's update differs between ranks: {different.text(_described)}; give all ranks the same optimizer, with "
+        "the same rates, lengths of schedules, norms to clip at, and masks"
     )
 
 

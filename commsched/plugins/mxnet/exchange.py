@@ -16,7 +16,8 @@ import mxnet as mx
 
 import commsched
 
-from ...core.errors import ClosedError, ConfigError, ManifestMismatch, UnsupportedError
+from ...core.comparison import require_same
+from ...core.errors import ClosedError, ConfigError, UnsupportedError
 from ...core.manifest import Manifest
 from .agreement import Agreement, RoundOutcome
 from .initial_state import gather_alike, require_equal_values
@@ -205,12 +206,10 @@ class GradientExchange:
         records = gather_alike(self._session, "makes the first step", {"order": order, "with": dict(hyper_parameters)})
         require_equal_optimizers([record["with"] for record in records])
         names = records[0]["order"]
-        for rank, record in enumerate(records):
-            if differing := sorted(set(record["order"]) ^ set(names)):
-                has, lacks = (rank, 0) if differing[0] in record["order"] else (0, rank)
-                raise ManifestMismatch(
-                    f"parameter '{differing[0]}' is trained on rank {has} and not on rank {lacks} (grad_req='null'?)"
-                )
+        require_same(
+            [dict.fromkeys(record["order"], "is trained") for record in records],
+            lambda different: f"parameter '{different.key}' {different.text(lambda item: item or 'is not')} (grad_req='null'?)",
+        )
         require_equal_values(self._session, list(trained.values()))
         self._queued = QueuedGroup(self._session, Manifest(tuple(spec_of(trained[name]) for name in names)))
         self._slots = [Slot(trained[place.name], place) for place in self._queued.places]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import mxnet as mx
@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 
 import commsched
 
+from ...core.comparison import require_same
 from ...core.errors import ManifestMismatch
-from ..common.initial_state import broadcast_arrays, described, first_difference
+from ..common.initial_state import broadcast_arrays, described
 from .slot import dtype_name
 
 _TRAINER_ADVICE = "what is loaded or set after the trainer was made must be on all ranks, and so must the first forward"
@@ -26,9 +27,8 @@ def begin_from_rank_0(session: commsched.Session, parameters: Sequence[mx.gluon.
     Raises:
         ManifestMismatch: the ranks' parameters differ.
     """
-    if different := first_difference(session.gather([_describe(parameter) for parameter in parameters])):
-        rank, ours, other = different
-        raise ManifestMismatch(f"the trainer has {_text(ours)} on rank 0 but {_text(other)} on rank {rank}")
+    records = session.gather([_describe(parameter) for parameter in parameters])
+    require_same(records, lambda different: f"the trainer has {different.text(_text)}")
     there = [parameter for parameter in parameters if _is_there(parameter)]
     _broadcast(session, "initial parameters", [parameter.data() for parameter in there])
     for parameter in parameters:
@@ -47,13 +47,13 @@ def require_equal_values(session: commsched.Session, parameters: Sequence[mx.glu
         ManifestMismatch: a parameter differs. Names it.
     """
     digests = {parameter.name: _digest(parameter.data().asnumpy()) for parameter in parameters}
-    for rank, theirs in enumerate(session.gather(digests)):
-        for name, digest in digests.items():
-            if theirs.get(name, digest) != digest:
-                raise ManifestMismatch(
-                    f"parameter '{name}' has other values on rank {rank} than on rank {session.rank}: what is loaded after the "
-                    "trainer was made must be loaded on all ranks"
-                )
+    require_same(
+        session.gather(digests),
+        lambda different: (
+            f"parameter '{different.key}' has other values on rank {different.rank} than on rank 0: what is loaded after the "
+            "trainer was made must be loaded on all ranks"
+        ),
+    )
 
 
 class _FromRank0(mx.init.Initializer):  # type: ignore[misc]
@@ -87,22 +87,6 @@ def gather_alike(session: commsched.Session, doing: str, value: Any, advice: str
             raise ManifestMismatch(f"rank {rank} {does} while rank {session.rank} {doing}: {advice}")
         values.append(theirs["value"])
     return values
-
-
-def require_alike(name: str, records: Sequence[Mapping[str, Any]]) -> None:
-    """Require that the records of all ranks are equal.
-
-    Args:
-        name: the name that an error gives to the object that the records describe.
-        records: the record of each rank. Its keys are the names that an error gives to the values.
-
-    Raises:
-        ManifestMismatch: a value differs from rank 0's.
-    """
-    for rank, theirs in enumerate(records):
-        for what, ours in records[0].items():
-            if theirs.get(what) != ours:
-                raise ManifestMismatch(f"{name}: {what} is {ours} on rank 0 but {theirs.get(what)} on rank {rank}")
 
 
 def _broadcast(session: commsched.Session, name: str, arrays: Sequence[mx.nd.NDArray]) -> None:

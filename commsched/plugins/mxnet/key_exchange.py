@@ -18,10 +18,11 @@ import numpy as np
 
 import commsched
 
+from ...core.comparison import require_same
 from ...core.errors import ClosedError, UnsupportedError
 from ...core.manifest import Manifest, TensorSpec
 from .agreement import Agreement, RoundOutcome
-from .initial_state import gather_alike, require_alike
+from .initial_state import gather_alike
 from .queued_group import QueuedGroup
 from .session_end import end_with
 from .weights import ComparedWeights
@@ -166,7 +167,8 @@ class KeyExchange:
                 f"{spec.name} is pushed since the second step only: push every key in the first, or create another kvstore"
             )
         same = {"the shape and type": str(spec), "the priority": priority, **alike}
-        require_alike(spec.name, gather_alike(self._session, f"pushes {spec.name} for the first time", same, _ADVICE))
+        records = gather_alike(self._session, f"pushes {spec.name} for the first time", same, _ADVICE)
+        require_same(records, lambda different: f"{spec.name}: {different.key} is {different.text()}")
         array = np.array(gradient.asnumpy(), order="C")
         self._session.average(spec, array.reshape(-1).view(np.uint8).data)
         self._specs[spec.name], self._priorities[spec.name] = spec, priority

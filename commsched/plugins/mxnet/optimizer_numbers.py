@@ -9,7 +9,8 @@ from typing import Any
 import mxnet as mx
 import numpy as np
 
-from ...core.errors import ManifestMismatch, UnsupportedError
+from ...core.comparison import require_same
+from ...core.errors import UnsupportedError
 
 _SCALARS = (int, float, bool, str, np.generic)
 
@@ -52,11 +53,7 @@ def require_equal_optimizers(described: Sequence[Mapping[str, Any]]) -> None:
     Raises:
         ManifestMismatch: the class or a number differs. Names it.
     """
-    for rank, theirs in enumerate(described):
-        for key in sorted(described[0].keys() | theirs.keys()):
-            ours, other = described[0].get(key), theirs.get(key)
-            if ours != other:
-                raise ManifestMismatch(f"the optimizer has {key}={ours} on rank 0 but {key}={other} on rank {rank}")
+    require_same(described, lambda different: f"the optimizer's {different.key} is {different.text()}")
 
 
 def numbers_of(optimizer: mx.optimizer.Optimizer) -> dict[str, Any]:

@@ -10,11 +10,12 @@ import mxnet as mx
 
 import commsched
 
+from ...core.comparison import require_same
 from ...core.errors import ManifestMismatch, UnsupportedError
 from ...core.manifest import TensorSpec
 from ..common.initial_state import broadcast_arrays
 from .agreement import RoundOutcome
-from .initial_state import gather_alike, require_alike
+from .initial_state import gather_alike
 from .key_exchange import KeyExchange
 from .optimizer_numbers import describe_optimizer, digest_states, numbers_of, prepare_optimizer, require_equal_optimizers
 from .slot import dtype_name, require_averageable_array, require_dense
@@ -102,12 +103,13 @@ class ScheduledStore(mx.kv.KVStoreBase):  # type: ignore[misc]
             UnsupportedError: see :meth:`broadcast`.
             ManifestMismatch: ``value`` differs between ranks.
         """
-        for rank, (digest, _) in enumerate(digests := self._gather_values(key, self._only(key, value), used=False)):
-            if digest != digests[0][0]:
-                raise ManifestMismatch(
-                    f"{self._name(key)} has another value on rank {rank} than on rank 0, and without the optimizer on the "
-                    "kvstore (MXNET_UPDATE_ON_KVSTORE=0) a Module takes no values from it: begin alike on all ranks"
-                )
+        require_same(
+            self._gather_values(key, self._only(key, value), used=False),
+            lambda different: (
+                f"{self._name(key)} has another value on rank {different.rank} than on rank 0, and without the optimizer on "
+                "the kvstore (MXNET_UPDATE_ON_KVSTORE=0) a Module takes no values from it: begin alike on all ranks"
+            ),
+        )
 
     def _gather_values(self, key: StoreKey, value: mx.nd.NDArray, used: bool) -> list[list[Any]]:
         """Return the digest of ``value`` and ``used`` of each rank."""
@@ -120,9 +122,9 @@ class ScheduledStore(mx.kv.KVStoreBase):  # type: ignore[misc]
             return [[digest, used]]
         require_dense(name, value)
         self._keys.require_all_pushed(f"{name} is broadcast")
-        mine = [{"the shape and type": f"{list(value.shape)} of {dtype_name(value.dtype)}"}, digest, used]
+        mine = [f"{list(value.shape)} of {dtype_name(value.dtype)}", digest, used]
         records = gather_alike(self._session, f"broadcasts {name}", mine, "use the kvstore alike on all ranks")
-        require_alike(name, [alike for alike, _, _ in records])
+        require_same([record[0] for record in records], lambda different: f"{name}: the shape and type is {different.text()}")
         return [[digest, used] for _, digest, used in records]
 
     # --- steps ---

@@ -12,8 +12,9 @@ from keras.saving import serialize_keras_object
 
 import commsched
 
-from ...core.errors import ManifestMismatch, UnsupportedError
-from ..common.initial_state import broadcast_arrays, described, first_difference
+from ...core.comparison import require_same
+from ...core.errors import UnsupportedError
+from ..common.initial_state import broadcast_arrays, described
 from .guard import unguarded
 
 
@@ -37,13 +38,7 @@ def require_same_optimizer(session: commsched.Session, kind: type, optimizer: An
     if isinstance(config.get("learning_rate"), float):
         del config["learning_rate"]
     record = {"class": kind.__name__, **json.loads(json.dumps(serialize_keras_object(config), default=repr))}
-    records = session.gather(record)
-    for rank, theirs in enumerate(records):
-        for key in records[0].keys() | theirs.keys():
-            if records[0].get(key) != theirs.get(key):
-                raise ManifestMismatch(
-                    f"the optimizer's '{key}' is {records[0].get(key)} on rank 0 but {theirs.get(key)} on rank {rank}"
-                )
+    require_same(session.gather(record), lambda different: f"the optimizer's '{different.key}' is {different.text()}")
 
 
 def _excluded(optimizer: Any) -> list[str]:
@@ -60,9 +55,7 @@ def broadcast_variables(session: commsched.Session, what: str, variables: Sequen
         UnsupportedError: a variable's values have no fixed size.
     """
     records = [[common_name(index, each), list(each.shape), str(each.dtype)] for index, each in enumerate(variables)]
-    if different := first_difference(session.gather(records)):
-        rank, ours, other = different
-        raise ManifestMismatch(f"{what}: rank 0 has {described(ours)} but rank {rank} {described(other)}")
+    require_same(session.gather(records), lambda different: f"{what}: {different.text(described)}")
     with unguarded():
         arrays = [np.asarray(variable.numpy()) for variable in variables]
         for variable, array in zip(variables, arrays):

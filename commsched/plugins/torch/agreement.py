@@ -13,7 +13,8 @@ import torch
 
 import commsched
 
-from ...core.errors import ConfigError, ManifestMismatch, RanksDiverged, TransportError, UnsupportedError
+from ...core.comparison import Difference, require_same
+from ...core.errors import ConfigError, RanksDiverged, TransportError, UnsupportedError
 from ...core.group import TensorGroup
 from ...core.manifest import TensorSpec
 from .device import Device
@@ -251,10 +252,7 @@ def require_equal_parameters(described: Sequence[list[list[object]]]) -> None:
     Raises:
         ManifestMismatch: they differ; the message names the first rank and parameter that differ.
     """
-    for rank, theirs in enumerate(described):
-        for ours, other in zip([*described[0], None], [*theirs, None]):
-            if ours != other:
-                raise ManifestMismatch(f"the optimizer has parameter {ours} on rank 0 but {other} on rank {rank}")
+    require_same(described, lambda different: f"the optimizer has parameter {different.text()}")
 
 
 def require_same_owners(owned: Sequence[Sequence[int]], slots: Sequence[Slot]) -> None:
@@ -268,14 +266,12 @@ def require_same_owners(owned: Sequence[Sequence[int]], slots: Sequence[Slot]) -
     Raises:
         ConfigError: the ranks differ, so that they cannot end the earlier ones together.
     """
-    for rank, theirs in enumerate(owned):
-        for slot, ours, other in zip(slots, owned[0], theirs):
-            if ours != other:
-                who = ["an earlier ScheduledOptimizer" if each >= 0 else "no other one" for each in (ours, other)]
-                raise ConfigError(
-                    f"parameter '{slot.name}' belongs to {who[0]} on rank 0, but to {who[1]} on rank {rank}; call detach() on "
-                    "all ranks, or on none"
-                )
+
+    def describe(different: Difference) -> str:
+        owners = different.text(lambda owner: "an earlier ScheduledOptimizer" if owner >= 0 else "no other one")
+        return f"parameter '{slots[different.key].name}' belongs to {owners}; call detach() on all ranks, or on none"
+
+    require_same(owned, describe, ConfigError)
 
 
 def require_same_optimizer(numbers: Sequence[int]) -> None:
@@ -287,13 +283,14 @@ def require_same_optimizer(numbers: Sequence[int]) -> None:
     Raises:
         ConfigError: the ranks differ, and would average gradients of different models.
     """
-    for rank, number in enumerate(numbers):
-        if number != numbers[0]:
-            raise ConfigError(
-                f"the first gradients are those of ScheduledOptimizer {numbers[0]} on rank 0, but of {number} on rank {rank}: "
-                "the first backward of each must come in the same order on all ranks. If several threads train a model each, "
-                "make the first backward of each in one thread"
-            )
+    require_same(
+        numbers,
+        lambda different: (
+            f"the first gradients are those of ScheduledOptimizer {different.text()}: the first backward of each must come in "
+            "the same order on all ranks. If several threads train a model each, make the first backward of each in one thread"
+        ),
+        ConfigError,
+    )
 
 
 def require_same_end(kept: StepFlags, committed: bool, rank: int, step: int) -> None:

@@ -11,8 +11,8 @@ import torch
 
 import commsched
 
-from ...core.errors import ManifestMismatch, UnsupportedError
-from ..common.initial_state import first_difference
+from ...core.comparison import require_same
+from ...core.errors import UnsupportedError
 from .hyper_parameters import compared_keys
 from .layout import no_use
 
@@ -41,9 +41,7 @@ def broadcast_model(session: commsched.Session, model: torch.nn.Module, beside: 
     named |= {f"parameter '{name}'": tensor for name, tensor in beside.items() if id(tensor) not in inside}
     named |= {f"buffer '{name}'": tensor for name, tensor in model.named_buffers()}
     records = session.gather([[name, list(tensor.shape), str(tensor.dtype)] for name, tensor in named.items()])
-    if different := first_difference(records):
-        rank, ours, other = different
-        raise ManifestMismatch(f"the model has {_text(ours)} on rank 0 but {_text(other)} on rank {rank}")
+    require_same(records, lambda different: f"the model has {different.text(_text)}")
     broadcast_parameters(session, named)
 
 
@@ -61,11 +59,8 @@ def require_same_group(session: commsched.Session, optimizer: torch.optim.Optimi
     """
     records = session.gather(_options(optimizer)[index]["options"])
     keys = compared_keys(optimizer, records)
-    for rank, record in enumerate(records):
-        for key in (records[0].keys() | record.keys()) & keys:
-            ours, theirs = records[0].get(key, "not set"), record.get(key, "not set")
-            if ours != theirs:
-                raise ManifestMismatch(f"param_groups[{index}]['{key}'] is {ours} on rank 0 but {theirs} on rank {rank}")
+    compared = [{key: record.get(key, "not set") for key in sorted(keys)} for record in records]
+    require_same(compared, lambda different: f"param_groups[{index}]['{different.key}'] is {different.text()}")
 
 
 def _text(described: list[Any] | None) -> str:
@@ -81,10 +76,8 @@ def broadcast_optimizer(session: commsched.Session, optimizer: torch.optim.Optim
         UnsupportedError: a rank's state holds an object that cannot be broadcast.
     """
     records = session.gather({"groups": _options(optimizer), "state": _describe_state(optimizer)})
-    for rank, record in enumerate(records):
-        sizes, first = [group["parameters"] for group in record["groups"]], [g["parameters"] for g in records[0]["groups"]]
-        if sizes != first:
-            raise ManifestMismatch(f"the optimizer's groups hold {first} parameters on rank 0 but {sizes} on rank {rank}")
+    sizes = [str([group["parameters"] for group in record["groups"]]) for record in records]
+    require_same(sizes, lambda different: f"the optimizer's groups hold these numbers of parameters: {different.text()}")
     if records[session.rank]["groups"] != records[0]["groups"]:  # both have travelled as JSON, which has no tuples
         replaced = _differences(records[session.rank]["groups"], records[0]["groups"])
         log.warning("rank %d: the optimizer's hyper-parameters are replaced by those of rank 0: %s", session.rank, replaced)

@@ -93,7 +93,7 @@ def test_a_parameter_that_only_one_rank_trains() -> None:
             net[0].bias.grad_req = "null"
         trained(session, net)
 
-    both_raise(ManifestMismatch, "'net_dense0_bias' is trained on rank 0 and not on rank 1", train)
+    both_raise(ManifestMismatch, "'net_dense0_bias' is trained on rank 0 but is not on rank 1", train)
 
 
 def test_other_optimizers() -> None:
@@ -102,7 +102,7 @@ def test_other_optimizers() -> None:
         trainer = ScheduledTrainer(net.collect_params(), "sgd", {"momentum": 0.9 - 0.1 * session.rank}, session=session)
         trained(session, net, trainer=trainer)
 
-    both_raise(ManifestMismatch, "the optimizer has momentum=0.9 on rank 0 but momentum=0.8 on rank 1", train)
+    both_raise(ManifestMismatch, "the optimizer's momentum is 0.9 on rank 0 but 0.8 on rank 1", train)
 
 
 def test_values_loaded_on_one_rank_only() -> None:

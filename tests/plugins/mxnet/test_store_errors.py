@@ -238,7 +238,7 @@ def test_an_optimizer_that_draws_random_numbers() -> None:
 def test_other_optimizers() -> None:
     both_raise(
         ManifestMismatch,
-        "the optimizer has momentum=0.0 on rank 0 but momentum=0.5 on rank 1",
+        "the optimizer's momentum is 0.0 on rank 0 but 0.5 on rank 1",
         lambda session: optimizing(session, mx.optimizer.SGD(momentum=0.5 * session.rank)),
     )
 

@@ -124,7 +124,9 @@ def test_different_models() -> None:
 
     models = [keras.Sequential([keras.Input((6,)), layers.Dense(2 + rank)]) for rank in range(2)]
     refused(
-        ManifestMismatch, r"initial weights: rank 0 has '0 sequential/dense/kernel' float64\[6, 2\] but rank 1 .*\[6, 3\]", body
+        ManifestMismatch,
+        r"initial weights: '0 sequential/dense/kernel' float64\[6, 2\] on rank 0 but .*\[6, 3\] on rank 1",
+        body,
     )
 
 

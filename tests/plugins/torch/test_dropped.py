@@ -160,7 +160,7 @@ def test_a_first_optimizer_that_only_some_ranks_have_detached_is_refused() -> No
             optimizer.detach()
         data.scheduled(_adam(model), model)
 
-    message = r"parameter '0\.weight' belongs to an earlier ScheduledOptimizer on rank 0, but to no other one on rank 1"
+    message = r"parameter '0\.weight' belongs to an earlier ScheduledOptimizer on rank 0 but no other one on rank 1"
     with pytest.raises(commsched.CommschedError, match=message):
         run(loop)
 

@@ -193,7 +193,7 @@ def test_first_gradients_of_several_models_in_another_order_on_another_rank_are_
             data.loss(its_model).backward()
             its_optimizer.step()
 
-    wrong = r"first gradients are those of ScheduledOptimizer 1 on rank 0, but of 2 on rank 1: .*in the same order on all ranks"
+    wrong = r"first gradients are those of ScheduledOptimizer 1 on rank 0 but 2 on rank 1: .*in the same order on all ranks"
     with pytest.raises(commsched.ConfigError, match=wrong):
         run(loop)
 

@@ -248,7 +248,7 @@ def test_optimizers_with_other_groups_are_refused() -> None:
         layers = [model] if 0 in data.ranks else [model[0], model[2]]
         data.scheduled(torch.optim.SGD([{"params": list(layer.parameters())} for layer in layers], lr=0.1), model)
 
-    message = r"the optimizer's groups hold \[4\] parameters on rank 0 but \[2, 2\] on rank 1"
+    message = r"groups hold these numbers of parameters: \[4\] on rank 0 but \[2, 2\] on rank 1"
     with pytest.raises(commsched.ManifestMismatch, match=message):
         run(loop)
 
