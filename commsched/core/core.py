@@ -95,7 +95,7 @@ class Core:
             raise ValueError("an ordered transport needs a messenger")
         self._messenger: Messenger = messenger or _NoMessenger()
         self._on_failure = on_failure or self.fail
-        self._warn_after_seconds = warn_after_seconds
+        self.warn_after_seconds = warn_after_seconds
         self._stall_after_seconds = stall_after_seconds
         self._stalls = self._make_stalls() if messenger is not None else None
         self._pace = Pace()
@@ -653,7 +653,7 @@ class Core:
 
     def _next_warning(self, warned: float) -> float:
         """The seconds of waiting after which the next warning is due; ``warned`` are the seconds at the last one."""
-        due, stall = warned + self._warn_after_seconds, self._stall_after_seconds
+        due, stall = warned + self.warn_after_seconds, self._stall_after_seconds
         return min(due, stall) if stall is not None and warned < stall else due
 
     def _require_hope(self, drains: bool) -> None:

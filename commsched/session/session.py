@@ -142,6 +142,11 @@ class Session:
         return isinstance(self._listener.failure, TransportError) and not self._ended_itself
 
     @property
+    def is_forked(self) -> bool:
+        """Whether this process was forked from the rank's process. The session's threads and connections are not in it."""
+        return os.getpid() != self._pid
+
+    @property
     def device(self) -> str:
         """The device of the flat buffers given to :meth:`register`: "cpu", or a device as PyTorch names it."""
         return str(getattr(self.transport, "device", "cpu"))
@@ -161,7 +166,7 @@ class Session:
         """
         if self.closed:
             raise ClosedError("this session is closed")
-        if os.getpid() != self._pid:
+        if self.is_forked:
             raise ClosedError(FORKED)
         self._gathers += 1
         try:
@@ -376,7 +381,7 @@ class Session:
         Raises:
             CommschedError: a rank failed before the last averages were complete.
         """
-        if self.closed or os.getpid() != self._pid:
+        if self.closed or self.is_forked:
             return
         try:
             self._stop_tuner(wait=True)
@@ -403,7 +408,7 @@ class Session:
     def abort(self, reason: str) -> None:
         """End at once, and report ``reason`` to every rank unless the job has failed. Not collective; idempotent; never
         raises."""
-        if self.closed or os.getpid() != self._pid:
+        if self.closed or self.is_forked:
             return
         if self._listener.failure is None:
             self._ended_itself = True

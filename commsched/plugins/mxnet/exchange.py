@@ -6,7 +6,6 @@ gradient or a parameter, run after it because of the engine's own dependencies.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,7 +16,7 @@ import mxnet as mx
 import commsched
 
 from ...core.comparison import require_same
-from ...core.errors import ClosedError, ConfigError, UnsupportedError
+from ...core.errors import ConfigError, UnsupportedError
 from ...core.manifest import Manifest
 from .agreement import Agreement, RoundOutcome
 from .initial_state import gather_alike, require_equal_values
@@ -42,7 +41,6 @@ class GradientExchange:
         self.done = RoundOutcome()
         self._session = session
         self._parameters = parameters
-        self._pid = os.getpid()
         self._slots: list[Slot] = []  # in forward order
         self._queued: QueuedGroup | None = None
         self._agreement: Agreement | None = None
@@ -94,8 +92,6 @@ class GradientExchange:
             ManifestMismatch: ranks train different parameters or with different optimizers. In the first round only.
             CommschedError: the session failed or was closed.
         """
-        if os.getpid() != self._pid:
-            raise ClosedError("a forked process cannot average gradients")
         if self._replaced:
             raise UnsupportedError("another ScheduledTrainer was made for the same parameters: use that one")
         self._session.core.check()

@@ -8,7 +8,6 @@ the forward that read them are over.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -45,7 +44,7 @@ class _ForwardSpans:
     ) -> None:
         self._net = net
         self._on_span = on_span
-        self._pid = os.getpid()
+        self._session = session
         self._lock = threading.Lock()  # guards the two fields below
         self._since: dict[mx.gluon.Block, float] = {}  # the time at which the parameters were ready for this forward
         self._last_end = 0.0
@@ -57,7 +56,7 @@ class _ForwardSpans:
 
     def drain(self) -> None:
         """Return when all operations of this object are completed."""
-        if os.getpid() == self._pid:
+        if not self._session.is_forked:
             wait([array for _, arrays in self._blocks() for array in arrays])
 
     def _before(self, *_: Any) -> None:

@@ -7,7 +7,6 @@ key shares a partition with another key, so a weight can be read before all keys
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -19,7 +18,7 @@ import numpy as np
 import commsched
 
 from ...core.comparison import require_same
-from ...core.errors import ClosedError, UnsupportedError
+from ...core.errors import UnsupportedError
 from ...core.manifest import Manifest, TensorSpec
 from .agreement import Agreement, RoundOutcome
 from .initial_state import gather_alike
@@ -38,7 +37,6 @@ class KeyExchange:
 
     def __init__(self, session: commsched.Session) -> None:
         self._session = session
-        self._pid = os.getpid()
         self._specs: dict[str, TensorSpec] = {}  # in the order of the first step
         self._priorities: dict[str, int] = {}
         self._tensors: dict[str, int] = {}  # index of each key's tensor in the group
@@ -76,8 +74,6 @@ class KeyExchange:
             ManifestMismatch: ranks push different keys.
             CommschedError: the session failed or was closed.
         """
-        if os.getpid() != self._pid:
-            raise ClosedError("a forked process cannot average gradients")
         self._session.core.check()
         if spec.name not in self._specs:
             return self._average_alone(spec, priority, gradient, alike())

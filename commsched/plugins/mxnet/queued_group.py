@@ -8,10 +8,10 @@ dependencies.
 
 from __future__ import annotations
 
-import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from time import monotonic
 from typing import Any
 
 import mxnet as mx
@@ -25,7 +25,6 @@ from ...core.manifest import Manifest
 from ...core.task import REDUCE_SCATTER, CommTask
 from ..common.flat import lay_out
 from .operation import Operation, drain_before_forks, fail, push, wait
-from .overdue import OverdueWatch
 
 
 class BufferPlace:
@@ -55,7 +54,6 @@ class QueuedGroup:
     def __init__(self, session: commsched.Session, manifest: Manifest) -> None:
         self.session = session
         self.round = 0
-        self._pid = os.getpid()
         buffers, places = lay_out(manifest)
         self._group = session.register(manifest, buffers)
         self.places = [BufferPlace(spec.name, place) for spec, place in zip(manifest.tensors, places)]
@@ -67,7 +65,7 @@ class QueuedGroup:
         session.when_failed(self._fail)
         session.cleanup.callback(self._end)
         self._go_undrained = drain_before_forks(self)
-        self._watch = OverdueWatch(self._awaited, self._group.stalled)
+        self._watch = OverdueWatch(session.core.warn_after_seconds, self._awaited, self._group.stalled)
 
     @property
     def manifest(self) -> Manifest:
@@ -118,7 +116,7 @@ class QueuedGroup:
 
     def drain(self) -> None:
         """Return when all operations of this group are completed. Errors are left to the readers of the arrays."""
-        if os.getpid() == self._pid:  # a forked process has no operations
+        if not self.session.is_forked:  # a forked process has no operations
             for _ in range(2):  # :meth:`_look_for_failed` may queue more
                 wait([place.array for place in self.places])
 
@@ -229,3 +227,37 @@ class QueuedGroup:
 def _complete_and_set(event: threading.Event, operation: Operation) -> None:
     operation.complete()
     event.set()
+
+
+class OverdueWatch:
+    """Reports an average that does not arrive, as its readers wait inside MXNet, which cannot report it. Uses one thread until
+    ``close``.
+
+    Args:
+        seconds: the time between two checks.
+        awaited: returns the round and the tensor of the average that is awaited longest, or ``None`` if none is awaited.
+        stalled: called with the tensor and the seconds if two checks in a row find the same average, and at each later check.
+    """
+
+    def __init__(
+        self, seconds: float, awaited: Callable[[], tuple[int, int] | None], stalled: Callable[[int, float], None]
+    ) -> None:
+        self._seconds = seconds
+        self._awaited = awaited
+        self._stalled = stalled
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="commsched-mxnet-watch", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._closed.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        before, since = None, 0.0
+        while not self._closed.wait(self._seconds):
+            awaited = self._awaited()
+            if awaited is None or awaited != before:
+                before, since = awaited, monotonic()
+            else:
+                self._stalled(awaited[1], monotonic() - since)

@@ -19,7 +19,6 @@ from .exchange import Bundle, GradientExchange
 from .gate import Gate, Passage, Signals
 from .update import Updates
 
-_WARN_AFTER_SECONDS = 10.0
 #: A note on the error that a reader of a variable gets, for example to save it, if a failure has made its update impossible.
 _LOST = "an update that was outstanding then is not made any more, so go on from the last checkpoint"
 
@@ -39,6 +38,7 @@ class Updater:
         self.signals = Signals(count + 2)
         self.exchange: GradientExchange | None = None  # set with the first step
         self._session = session
+        self._warn_after_seconds = session.core.warn_after_seconds
         self._agreement = agreement
         self._changed = threading.Condition()
         self.gates = [
@@ -229,7 +229,7 @@ class Updater:
                     if self._awaiting and exchange.all_there():
                         self._awaiting = False
                         self.signals.open((self.arrived,))
-                if not self._changed.wait(_WARN_AFTER_SECONDS):
+                if not self._changed.wait(self._warn_after_seconds):
                     self._warn(monotonic() - since)
             return None
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import logging
 import operator
-import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -105,7 +104,6 @@ class ScheduledOptimizer(Optimizer):
         self._ended: str | None = None  # the name of a parameter that another ScheduledOptimizer owns now
         self._pending: dict[int, Slot] = {}  # outstanding updates by flag, front layers first
         self._lock = threading.RLock()
-        self._pid = os.getpid()
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         outside = outside_of(model, optimizer)
         session = session or init_for(parameters)
@@ -386,7 +384,7 @@ class ScheduledOptimizer(Optimizer):
         is running is no longer in ``_pending``.
         """
         exchange = self._exchange
-        if os.getpid() != self._pid:
+        if self._session.is_forked:
             raise ClosedError(
                 "a forked process reads parameters whose update is outstanding; call optimizer.synchronize() before"
             )

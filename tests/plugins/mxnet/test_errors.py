@@ -19,7 +19,6 @@ from mxnet import autograd, gluon, nd
 
 from commsched import ConfigError, ManifestMismatch, RanksDiverged, Session, TransportError, UnsupportedError
 from commsched.plugins.mxnet import ScheduledTrainer
-from commsched.plugins.mxnet import overdue as watch
 from commsched.plugins.mxnet.operation import Operation
 from commsched.plugins.mxnet.queued_group import BufferPlace, QueuedGroup
 from tests.jobs.job import clean_environ
@@ -496,10 +495,11 @@ def test_who_reads_a_parameter_hears_of_a_rank_that_ended() -> None:
     assert heard == [True]
 
 
-def test_who_waits_for_long_is_told_for_what(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_waits_for_long_is_told_for_what() -> None:
     """Rank 1 comes late."""
 
     def run(session: Session) -> None:
+        session.core.warn_after_seconds = 0.05
         net = mlp()
         trainer = trained(session, net)
         if session.rank == 1:
@@ -514,7 +514,6 @@ def test_who_waits_for_long_is_told_for_what(monkeypatch: pytest.MonkeyPatch) ->
                 warned.set()
 
     warned, note = threading.Event(), Note()
-    monkeypatch.setattr(watch, "WARN_AFTER_SECONDS", 0.05)
     logging.getLogger("commsched").addHandler(note)
     try:
         on_ranks(run)

@@ -613,9 +613,8 @@ def test_an_update_that_raises_ends_the_job(monkeypatch: pytest.MonkeyPatch) -> 
     on_ranks(body)
 
 
-def test_who_waits_for_long_in_a_graph_is_told_for_whom(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_waits_for_long_in_a_graph_is_told_for_whom() -> None:
     """Rank 1 comes late. A graph waits without Python, so the thread that updates says it."""
-    from commsched.plugins.tensorflow import updater
 
     class Note(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
@@ -623,6 +622,7 @@ def test_who_waits_for_long_in_a_graph_is_told_for_whom(monkeypatch: pytest.Monk
                 warned.set()
 
     def body(session: Session) -> None:
+        session.core.warn_after_seconds = 0.05
         model = models[session.rank]
         optimizer = ScheduledOptimizer(sgd(), model, session=session)
         first, second = ([part[:1] for part in data], [part[1:2] for part in data])
@@ -633,7 +633,6 @@ def test_who_waits_for_long_in_a_graph_is_told_for_whom(monkeypatch: pytest.Monk
 
     models, data = [made(mlp, 0) for _ in range(RANKS)], numbers()
     warned, note = threading.Event(), Note()
-    monkeypatch.setattr(updater, "_WARN_AFTER_SECONDS", 0.05)
     logging.getLogger("commsched").addHandler(note)
     try:
         on_ranks(body)
