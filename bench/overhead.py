@@ -12,7 +12,7 @@ from collections.abc import Callable
 from commsched.core.config import SchedulerConfig
 from commsched.core.core import Core
 from commsched.core.group import TensorGroup
-from commsched.core.interfaces import Completion
+from commsched.core.interfaces import Completion, Transport
 from commsched.core.manifest import Manifest, TensorSpec
 from commsched.core.plan import cut
 from commsched.core.task import CommTask
@@ -32,26 +32,15 @@ _COLUMNS = {
 }
 
 
-class Immediate:
+class Immediate(Transport):
     """A transport that sends and completes tasks within ``start``: the least possible cost of a partition."""
 
     rank = 0
     world_size = 1
-    verbs = frozenset({"all_reduce"})
-    ordered = False
-    channels = 1
-
-    def add_group(self, group: int, manifest: Manifest) -> None: ...
 
     def start(self, task: CommTask, completion: Completion) -> None:
         completion.on_sent(task)
         completion.on_done(task)
-
-    def release(self, group: int) -> None: ...
-
-    def leave(self, rank: int) -> None: ...
-
-    def close(self, graceful: bool = True) -> None: ...
 
 
 class _Threaded(Immediate):

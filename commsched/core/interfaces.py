@@ -1,4 +1,5 @@
-"""Every interface that core needs from outside. Implementations match it structurally and do not inherit from it."""
+"""Every interface that core needs from outside. Where most implementations need only a part of one, it is a base class whose
+methods do nothing; all others are protocols."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from typing import Any, Protocol
 
 from .errors import CommschedError
 from .manifest import Manifest
-from .task import CommTask
+from .task import ALL_REDUCE, CommTask
 
 #: The callback by which a transport, the control channel or a plugin reports a failure that ends the job. May be called from
 #: any thread, repeatedly; the first error counts. Never raises, never blocks.
@@ -35,48 +36,82 @@ class Completion(Protocol):
         ...
 
 
-class Transport(Protocol):
+class Transport:
     """A way to average partitions over all ranks. It reports errors during operation to the ``OnFailure`` given to its
-    constructor.
+    constructor. Only :meth:`start` must be implemented. The other methods do nothing here, and the attributes other than
+    ``rank`` and ``world_size`` have the values of the simplest transport: a transport overrides those that it needs.
 
-    ``verbs`` are the kinds of task that it supports (see ``CommTask``): ``all_reduce``, and either both of ``reduce_scatter``
-    and ``all_gather`` or neither. ``ordered``: its messages carry no identity, so every rank must start the same tasks in the
-    same order on each of its ``channels``; ``Core`` ensures that (``core/order``). A transport that is not ordered has one
-    channel.
+    Attributes:
+        verbs: the kinds of task that it supports (see ``CommTask``): ``all_reduce``, and either both of ``reduce_scatter`` and
+            ``all_gather`` or neither.
+        ordered: its messages carry no identity, so every rank must start the same tasks in the same order on each of its
+            ``channels``; ``Core`` ensures that (``core/order``). A transport that is not ordered has one channel.
+        device: where ``task.data`` lies: "cpu", or a device as PyTorch names it.
+        one_per_host: one rank of each host uses the network, for all ranks of the host.
     """
 
     rank: int
     world_size: int
-    verbs: frozenset[str]
-    ordered: bool
-    channels: int
+    verbs: frozenset[str] = frozenset({ALL_REDUCE})
+    ordered: bool = False
+    channels: int = 1
+    device: str = "cpu"
+    one_per_host: bool = False
 
     def add_group(self, group: int, manifest: Manifest) -> None:
         """Announce a group of tensors before its first task. All ranks add equal groups in the same order."""
-        ...
 
     def start(self, task: CommTask, completion: Completion) -> None:
         """Begin to average ``task.data`` over all ranks, in place. Must not wait for other ranks.
 
         Only the dispatcher thread calls it. If the transport is not ``ordered``, ranks may start the partitions of one step in
         different orders. If it is ``ordered``, every rank has the task ready before the first rank starts it, except in a
-        static order.
+        static order. ``completion`` may be called from within ``start``.
         """
-        ...
+        raise NotImplementedError
 
     def release(self, group: int) -> None:
         """Release ``group``, which has no further step and no outstanding task on this rank; other ranks may be behind.
         Called by an engine thread or the dispatcher thread, possibly after ``close``."""
-        ...
 
     def leave(self, rank: int) -> None:
         """Note that ``rank``, which may be this one, sends nothing more and has received all it waited for. Any task that still
-        needs it must fail with PeerLost instead of waiting. Any thread. Never blocks."""
-        ...
+        needs it must fail with PeerLost instead of waiting. Any thread. Never blocks.
+
+        An ordered transport has nothing to do: a task that one rank will not take part in is not started on any rank, and
+        ``Core`` knows which ranks left."""
 
     def close(self, graceful: bool = True) -> None:
         """Release every thread, port and buffer. Waits for peers to leave only if ``graceful``. Idempotent."""
-        ...
+
+
+class ForwardingTransport(Transport):
+    """Passes everything on to ``inner``. A transport around another one overrides what it changes."""
+
+    def __init__(self, inner: Transport) -> None:
+        self.rank = inner.rank
+        self.world_size = inner.world_size
+        self.verbs = inner.verbs
+        self.ordered = inner.ordered
+        self.channels = inner.channels
+        self.device = inner.device
+        self.one_per_host = inner.one_per_host
+        self._inner = inner
+
+    def add_group(self, group: int, manifest: Manifest) -> None:
+        self._inner.add_group(group, manifest)
+
+    def start(self, task: CommTask, completion: Completion) -> None:
+        self._inner.start(task, completion)
+
+    def release(self, group: int) -> None:
+        self._inner.release(group)
+
+    def leave(self, rank: int) -> None:
+        self._inner.leave(rank)
+
+    def close(self, graceful: bool = True) -> None:
+        self._inner.close(graceful)
 
 
 class Messenger(Protocol):

@@ -244,12 +244,10 @@ class _Opening:
         return [line] if more is None else [line, more]
 
     def start_tuning(self, session: Session) -> None:
-        from ..transports.hierarchy.leader import LeaderTransport
         from ..tuner.online import start_tuning
 
-        leads_host = isinstance(session.transport, LeaderTransport)
         try:
-            start_tuning(session, self._settings, self._transport, self._host, say, leads_host=leads_host)
+            start_tuning(session, self._settings, self._transport, self._host, say)
         except BaseException as error:
             session.abort(f"{type(error).__name__}: {error}")
             raise

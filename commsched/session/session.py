@@ -149,7 +149,7 @@ class Session:
     @property
     def device(self) -> str:
         """The device of the flat buffers given to :meth:`register`: "cpu", or a device as PyTorch names it."""
-        return str(getattr(self.transport, "device", "cpu"))
+        return self.transport.device
 
     # --- interface for plugins ---
 

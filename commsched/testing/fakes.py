@@ -8,7 +8,7 @@ import random
 import threading
 from time import monotonic
 
-from ..core.interfaces import Completion, Transport
+from ..core.interfaces import Completion, ForwardingTransport, Transport
 from ..core.manifest import Manifest
 from ..core.task import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, CommTask
 from ..simulator.clock import VirtualClock
@@ -16,7 +16,7 @@ from ..simulator.clock import VirtualClock
 __all__ = ["Delayed", "RecordingTransport", "VirtualClock"]
 
 
-class RecordingTransport:
+class RecordingTransport(Transport):
     """A transport that sends nothing. It records all calls, and the test completes tasks with :meth:`sent` and :meth:`done`.
 
     ``started`` holds every task in order of start, ``groups`` every manifest, ``released`` every group that was released,
@@ -78,7 +78,7 @@ class RecordingTransport:
         self._completions[task].on_done(task)
 
 
-class Delayed:
+class Delayed(ForwardingTransport):
     """A transport that delays the sends and replies of another transport by random times, and exposes every missing wait.
 
     The wrapped transport works on a copy. From the start of a task until its delayed reply, the task's own bytes are
@@ -87,12 +87,7 @@ class Delayed:
     """
 
     def __init__(self, transport: Transport, seed: int, most_seconds: float) -> None:
-        self.rank = transport.rank
-        self.world_size = transport.world_size
-        self.verbs = transport.verbs
-        self.ordered = transport.ordered
-        self.channels = transport.channels
-        self._transport = transport
+        super().__init__(transport)
         self._random = random.Random(seed)
         self._most_seconds = most_seconds
         self._originals: dict[CommTask, tuple[CommTask, Completion]] = {}
@@ -103,9 +98,6 @@ class Delayed:
         self._thread = threading.Thread(target=self._reply, name="commsched-delayed-replies", daemon=True)
         self._thread.start()
 
-    def add_group(self, group: int, manifest: Manifest) -> None:
-        self._transport.add_group(group, manifest)
-
     def start(self, task: CommTask, completion: Completion) -> None:
         copy = CommTask(task.group, task.step, task.partition, memoryview(bytearray(task.data)), task.verb)
         copy.channel, copy.sequence = task.channel, task.sequence
@@ -113,19 +105,13 @@ class Delayed:
         with self._changed:
             self._originals[copy] = (task, completion)
         self._pause()
-        self._transport.start(copy, self)
-
-    def release(self, group: int) -> None:
-        self._transport.release(group)
-
-    def leave(self, rank: int) -> None:
-        self._transport.leave(rank)
+        self._inner.start(copy, self)
 
     def close(self, graceful: bool = True) -> None:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        self._transport.close(graceful)
+        self._inner.close(graceful)
         self._thread.join()
 
     # --- Completion, for the wrapped transport ---

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..core.interfaces import Completion, Transport
+from ..core.interfaces import Completion, ForwardingTransport, Transport
 from ..core.manifest import ITEMSIZE, Manifest, TensorSpec
 from ..core.plan import Partition
 from ..core.task import ALL_GATHER, REDUCE_SCATTER, CommTask, State
@@ -53,7 +53,7 @@ class DtypeMapping:
         return task
 
 
-class WireTransport:
+class WireTransport(ForwardingTransport):
     """Averages float32 partitions through ``inner`` as ``dtype``, which is ``bfloat16`` or ``float16``.
 
     Partitions of other dtypes pass unchanged. Each rank's contribution is rounded to nearest even. ``inner`` sums the
@@ -68,12 +68,7 @@ class WireTransport:
     """
 
     def __init__(self, inner: Transport, dtype: str) -> None:
-        self.rank = inner.rank
-        self.world_size = inner.world_size
-        self.ordered = inner.ordered
-        self.channels = inner.channels
-        self.verbs = inner.verbs
-        self._inner = inner
+        super().__init__(inner)
         self._dtype = dtype
         self._buffers = BufferPool()
         self._groups: dict[int, DtypeMapping] = {}
@@ -101,15 +96,11 @@ class WireTransport:
     def release(self, group: int) -> None:
         """See ``interfaces.Transport``."""
         del self._groups[group]
-        self._inner.release(group)
-
-    def leave(self, rank: int) -> None:
-        """See ``interfaces.Transport``."""
-        self._inner.leave(rank)
+        super().release(group)
 
     def close(self, graceful: bool = True) -> None:
         """See ``interfaces.Transport``."""
-        self._inner.close(graceful)
+        super().close(graceful)
         self._scattered.clear()
 
     def arrived(self, task: CommTask, narrowed: CommTask) -> None:

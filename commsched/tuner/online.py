@@ -214,8 +214,6 @@ def start_tuning(
     transport: str,
     host: str,
     say: Callable[[str], None],
-    *,
-    leads_host: bool = False,
 ) -> None:
     """Make every rank measure its steps, and rank 0 tune. Collective; call it before the first group is registered.
 
@@ -223,7 +221,6 @@ def start_tuning(
         transport: name of the transport.
         host: this rank's address.
         say: prints a line for the user.
-        leads_host: whether one rank of each host uses the network for all ranks of the host.
 
     Raises:
         ConfigError, UnsupportedError: the settings ask for a search that is not possible; raised on all ranks alike.
@@ -245,7 +242,7 @@ def start_tuning(
     settle_steps = STABLE_STEPS + SLACK + 3 if is_static else SETTLE_STEPS
     trials = TrialRunner(session, meter.main_group, settle_steps)
     hosts = len({answer["host"] for answer in answers})
-    workers = hosts if leads_host else session.world_size
+    workers = hosts if session.transport.one_per_host else session.world_size
     job = JobFacts(session.world_size, transport, session.transport.ordered, host, hosts, workers)
     # A configuration that was applied may not be in use yet.
     search = TuningJob(settings, job, meter, trials, lambda: trials.applied or session.core.config, session.observe, say)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 import commsched
 from commsched.core.config import SchedulerConfig
 from commsched.core.errors import CommschedError, ManifestMismatch, TransportError, UnsupportedError
-from commsched.core.interfaces import Completion, Transport
+from commsched.core.interfaces import Completion, ForwardingTransport, Transport
 from commsched.core.task import CommTask
 from commsched.plugins.numpy import SGD, Linear, Network, ReLU, ScheduledOptimizer, softmax_cross_entropy
 from commsched.session.local import local_sessions
@@ -330,23 +330,19 @@ def test_it_takes_the_session_of_the_process_by_default(monkeypatch: pytest.Monk
 # --- overlap, failure ---
 
 
-class HoldsBackLateLayers:
+class HoldsBackLateLayers(ForwardingTransport):
     """A transport in which the averages of the last layer are there only when the test says so."""
 
     def __init__(self, transport: Transport) -> None:
-        self.rank, self.world_size = transport.rank, transport.world_size
-        self.verbs, self.ordered, self.channels = transport.verbs, transport.ordered, transport.channels
-        self.transport = transport
+        super().__init__(transport)
         self.late: list[tuple[CommTask, Completion]] = []
-        self.add_group, self.release = transport.add_group, transport.release
-        self.leave, self.close = transport.leave, transport.close
 
     def start(self, task: CommTask, completion: Completion) -> None:
         if task.partition.dtype == "float64" and task.partition.tensors[0] >= 4:  # the last Linear
             self.late.append((task, completion))
             completion.on_sent(task)
         else:
-            self.transport.start(task, completion)
+            super().start(task, completion)
 
     def let_go(self) -> None:
         for task, completion in self.late:

@@ -24,7 +24,7 @@ from commsched.control.events import Listener
 from commsched.control.local import LocalControlWorld
 from commsched.core.errors import FORKED, CommschedError, PeerTimeout
 from commsched.core.finite import LASTING_STEPS
-from commsched.core.interfaces import Completion, Observer, Transport
+from commsched.core.interfaces import Completion, ForwardingTransport, Observer, Transport
 from commsched.core.manifest import Manifest, TensorSpec
 from commsched.core.order.agreed import STATIC
 from commsched.core.pace import REPORT_STEPS
@@ -618,18 +618,13 @@ def test_a_rank_that_ends_keeps_its_connections_until_the_job_knows_why(monkeypa
 # --- ordered transports ---
 
 
-class Ordered:
+class Ordered(ForwardingTransport):
     """The local transport as if what it sends carried no identity; keeps what was started on each channel."""
 
-    ordered = True
-    channels = 2
-    verbs = frozenset({"all_reduce"})
-
     def __init__(self, inner: Transport) -> None:
-        self._inner = inner
-        self.rank, self.world_size = inner.rank, inner.world_size
+        super().__init__(inner)
+        self.ordered, self.channels = True, 2
         self.started: list[list[tuple[int, int, int]]] = [[], []]
-        self.add_group, self.release, self.leave, self.close = inner.add_group, inner.release, inner.leave, inner.close
 
     def start(self, task: CommTask, completion: Completion) -> None:
         assert task.sequence == len(self.started[task.channel])

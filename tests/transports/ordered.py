@@ -12,8 +12,8 @@ import threading
 import numpy as np
 
 from commsched.core.errors import ClosedError, TransportError
-from commsched.core.interfaces import Completion, OnFailure
-from commsched.core.manifest import ITEMSIZE, Manifest
+from commsched.core.interfaces import Completion, OnFailure, Transport
+from commsched.core.manifest import ITEMSIZE
 from commsched.core.task import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, CommTask
 from commsched.transports.averaging.reduce import average
 from commsched.transports.collective.chunks import chunks_of
@@ -48,7 +48,7 @@ class OrderedWorld:
             completion.on_done(task)
 
 
-class OrderedTransport:
+class OrderedTransport(Transport):
     """One rank of an :class:`OrderedWorld`."""
 
     verbs = frozenset({ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER})
@@ -62,21 +62,12 @@ class OrderedTransport:
         self._places = [0] * self.channels
         self._closed = False
 
-    def add_group(self, group: int, manifest: Manifest) -> None:
-        pass
-
     def start(self, task: CommTask, completion: Completion) -> None:
         if self._closed:
             raise ClosedError("this transport is closed")
         place = task.channel, self._places[task.channel]
         self._places[task.channel] += 1
         self._world.launch(self.rank, place, task, completion)
-
-    def release(self, group: int) -> None:
-        pass
-
-    def leave(self, rank: int) -> None:
-        pass
 
     def close(self, graceful: bool = True) -> None:
         self._closed = True

@@ -121,10 +121,10 @@ def test_narrowing_equals_torch(values: list[float]) -> None:
         np.testing.assert_array_equal(back, torch.from_numpy(source).to(getattr(torch, dtype)).float().numpy())
 
 
-class Splitting:
+class Splitting(Transport):
     """One rank's transport of a world of two whose other rank contributes zeros; reduce-scatters and all-gathers."""
 
-    rank, world_size, ordered, channels = 0, 2, True, 1
+    rank, world_size, ordered = 0, 2, True
     verbs = frozenset({ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER})
 
     def __init__(self) -> None:
@@ -145,10 +145,6 @@ class Splitting:
 
     def release(self, group: int) -> None:
         self.released = group
-
-    def leave(self, rank: int) -> None: ...
-
-    def close(self, graceful: bool = True) -> None: ...
 
 
 def test_an_all_gather_sends_what_the_reduce_scatter_left_and_keeps_order_channel_and_sequence() -> None:

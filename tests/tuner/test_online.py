@@ -367,9 +367,9 @@ def test_a_static_order_has_time_to_come_back(order: str, monkeypatch: pytest.Mo
         assert counted == [order == "static"] * len(counted)
 
 
-@pytest.mark.parametrize(("leads_host", "workers"), [(False, 4), (True, 2)])
+@pytest.mark.parametrize(("one_per_host", "workers"), [(False, 4), (True, 2)])
 def test_with_a_hierarchy_each_host_is_one_worker_of_the_network(
-    leads_host: bool, workers: int, monkeypatch: pytest.MonkeyPatch
+    one_per_host: bool, workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Enough(Exception):
         pass
@@ -384,14 +384,14 @@ def test_with_a_hierarchy_each_host_is_one_worker_of_the_network(
         rank=0,
         world_size=4,
         core=None,
-        transport=SimpleNamespace(ordered=False),
+        transport=SimpleNamespace(ordered=False, one_per_host=one_per_host),
         gather=lambda value: [{**value, "host": host} for host in ("a", "a", "b", "b")],
         tell_tuner=None,
         observe=lambda observer: None,
         on_register=lambda callback: None,
     )
     with pytest.raises(Enough):
-        online.start_tuning(session, TRIALS, "ps", "a", print, leads_host=leads_host)
+        online.start_tuning(session, TRIALS, "ps", "a", print)
 
 
 # --- files ---

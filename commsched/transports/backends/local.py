@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from ...core.errors import ClosedError, CommschedError, ConfigError
-from ...core.interfaces import Completion, OnFailure
+from ...core.interfaces import Completion, OnFailure, Transport
 from ...core.manifest import Manifest
-from ...core.task import ALL_REDUCE, CommTask
+from ...core.task import CommTask
 from ..averaging.aggregator import Aggregator
 from ..averaging.contributions import PartitionKey
 from ..context import TransportContext
@@ -62,12 +62,8 @@ class LocalWorld:
             self._listeners.pop(rank, None)
 
 
-class LocalTransport:
+class LocalTransport(Transport):
     """One rank of a :class:`LocalWorld`. ``task.data`` is not copied, and is the transport's until the task is done."""
-
-    verbs = frozenset({ALL_REDUCE})
-    ordered = False
-    channels = 1
 
     def __init__(self, world: LocalWorld, rank: int) -> None:
         self.rank = rank
@@ -106,9 +102,6 @@ class LocalTransport:
             self._world.aggregator.push(self.rank, key, at.dtype, at.start, at.stop, task.data, reply)
         except CommschedError as error:
             self._world.fail(error)
-
-    def release(self, group: int) -> None:
-        """Nothing to do: a group has no memory of its own here."""
 
     def leave(self, rank: int) -> None:
         self._world.leave(rank)

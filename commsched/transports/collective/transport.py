@@ -10,7 +10,7 @@ from functools import partial
 import numpy as np
 
 from ...core.errors import ClosedError, CommschedError, PeerLost, TransportError
-from ...core.interfaces import Completion
+from ...core.interfaces import Completion, Transport
 from ...core.manifest import ITEMSIZE, Manifest
 from ...core.task import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, CommTask
 from ..averaging.buffer_pool import BufferPool
@@ -33,8 +33,9 @@ EXCHANGE_UP_TO = 16
 _Then = Callable[[], None]
 
 
-class CollectiveTransport:
-    """See ``interfaces.Transport``. It is ordered, and checks the sequence of each of its ``channels``.
+class CollectiveTransport(Transport):
+    """See ``interfaces.Transport``. It is ordered, and checks the sequence of each of its ``channels``. A group has no
+    memory of its own here, and messages may still name tensors of a released one.
 
     Every rank receives all contributions to its chunk from the other ranks, sums them in rank order (16-bit floats in 32 bits),
     and sends the average to all other ranks. It sends as many bytes as a ring all-reduce. With more than ``EXCHANGE_UP_TO``
@@ -83,12 +84,6 @@ class CollectiveTransport:
         self._launches.add(task)
         then = partial(self._complete, task, completion)
         self._attempt(task, partial(self._begin, task, then))
-
-    def release(self, group: int) -> None:
-        """Nothing to do: a group has no memory of its own here, and messages may still name its tensors."""
-
-    def leave(self, rank: int) -> None:
-        """Nothing to do: a task that one rank will not take part in is not launched on any rank."""
 
     def close(self, graceful: bool = True) -> None:
         """See ``interfaces.Transport``. Outstanding operations give no result, whether ``graceful`` or not."""

@@ -14,7 +14,7 @@ import numpy as np
 from ...core.errors import ClosedError, CommschedError, TransportError
 from ...core.interfaces import Completion, OnFailure, Transport
 from ...core.manifest import ITEMSIZE, Manifest
-from ...core.task import ALL_REDUCE, CommTask
+from ...core.task import CommTask
 from ..averaging.buffer_pool import BufferPool
 from ..averaging.contributions import Complete, Contributions, PartitionKey
 from ..averaging.reduce import average, narrow, total, widen
@@ -41,7 +41,7 @@ class _Started:
     complete: Complete | None = None
 
 
-class LeaderTransport:
+class LeaderTransport(Transport):
     """Sums the contributions of its host's ranks, averages the hosts' sums over ``network``, and distributes the result.
 
     See ``interfaces.Transport``. Contributions are summed in the order of the host's ranks in ``layout``.
@@ -63,7 +63,7 @@ class LeaderTransport:
         when_failed: the job's ``when_failed``; used to end waits for members.
     """
 
-    verbs = frozenset({ALL_REDUCE})
+    one_per_host = True
 
     def __init__(
         self,
@@ -79,8 +79,8 @@ class LeaderTransport:
     ) -> None:
         self.rank = rank
         self.world_size = world_size
-        self.ordered = network is not None and network.ordered
-        self.channels = network.channels if network is not None else 1
+        if network is not None:
+            self.ordered, self.channels = network.ordered, network.channels
         self._layout = layout
         self._network = network
         self._on_failure = on_failure

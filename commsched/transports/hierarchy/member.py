@@ -10,9 +10,9 @@ from contextlib import suppress
 import numpy as np
 
 from ...core.errors import ClosedError, CommschedError, PeerLost, ProtocolError, TransportError
-from ...core.interfaces import Completion, OnFailure
+from ...core.interfaces import Completion, OnFailure, Transport
 from ...core.manifest import Manifest
-from ...core.task import ALL_REDUCE, CommTask
+from ...core.task import CommTask
 from ..averaging.contributions import PartitionKey
 from .memory import SharedBuffers, attach, create_buffers, write_manifest
 from .messages import Kind, LocalMessage, UnixConnection, about, close_all
@@ -21,13 +21,15 @@ from .messages import Kind, LocalMessage, UnixConnection, about, close_all
 WhenFailed = Callable[[Callable[[CommschedError], None]], None]
 
 
-class MemberTransport:
+class MemberTransport(Transport):
     """Writes contributions to memory that the leader reads, and reads averages from memory that the leader writes.
 
     See ``interfaces.Transport``. Each range of a group has its own place in both memories, which is written again only a step
     later. A member writes its next contribution after it has read the average. The leader writes the next average after every
     member's next contribution has come. So no memory is read while it is written. Each side unmaps the memory that it no longer
     needs, and the memory is freed when both sides have.
+
+    ``leave`` does nothing here: the leader is notified of each rank of its host that leaves, and knows which tasks wait for it.
 
     Args:
         link: the socket to the leader; closed with the transport.
@@ -37,7 +39,7 @@ class MemberTransport:
         when_failed: the job's ``when_failed``; used to end waits for the leader.
     """
 
-    verbs = frozenset({ALL_REDUCE})
+    one_per_host = True
 
     def __init__(
         self,
@@ -100,9 +102,6 @@ class MemberTransport:
         """See ``interfaces.Transport``."""
         for of in (self._manifests, self._contributions, self._averages):
             of.pop(group, None)
-
-    def leave(self, rank: int) -> None:
-        """Nothing to do: the leader is notified of every rank of its host that leaves, and knows which tasks wait for it."""
 
     def close(self, graceful: bool = True) -> None:
         if not self._closed and graceful:

@@ -14,7 +14,7 @@ import optax
 
 import commsched.plugins.jax as cs
 from commsched import SchedulerConfig, Session
-from commsched.core.interfaces import Completion, Transport
+from commsched.core.interfaces import Completion, ForwardingTransport, Transport
 from commsched.core.task import CommTask
 from commsched.session.local import local_sessions
 from commsched.testing.fakes import Delayed
@@ -162,15 +162,11 @@ def require_close(by_rank: list[Params], alone: Params, tolerance: float = 1e-9)
             assert difference <= tolerance * max(np.abs(expected).max(), 1e-30)
 
 
-class HoldsBack:
+class HoldsBack(ForwardingTransport):
     """A transport in which the averages of ``tensors`` (indices in the manifest) are there only when the test says so."""
 
     def __init__(self, transport: Transport, tensors: set[int]) -> None:
-        self.rank, self.world_size = transport.rank, transport.world_size
-        self.verbs, self.ordered, self.channels = transport.verbs, transport.ordered, transport.channels
-        self.add_group, self.release = transport.add_group, transport.release
-        self.leave, self.close = transport.leave, transport.close
-        self._transport = transport
+        super().__init__(transport)
         self._tensors = tensors
         self._held: list[tuple[CommTask, Completion]] = []
         self._lock = threading.Lock()
@@ -183,14 +179,14 @@ class HoldsBack:
         if held:
             completion.on_sent(task)
         else:
-            self._transport.start(task, completion)
+            super().start(task, completion)
 
     def let_go(self) -> None:
         """What is held back, and what would be."""
         with self._lock:
             held, self._held, self._tensors = self._held, [], set()
         for task, completion in held:
-            self._transport.start(task, Done(completion))
+            super().start(task, Done(completion))
 
 
 class Done:

@@ -13,7 +13,7 @@ import pytest
 from mxnet import gluon, nd
 
 from commsched import SchedulerConfig, Session
-from commsched.core.interfaces import Completion, Transport
+from commsched.core.interfaces import Completion, ForwardingTransport, Transport
 from commsched.core.manifest import Manifest
 from commsched.core.task import CommTask
 from commsched.plugins.mxnet import ScheduledStore, ScheduledTrainer
@@ -41,16 +41,12 @@ def probed(seed: int, probes: list[Probe], hybridize: bool = False) -> Any:
     return net
 
 
-class Holding:
+class Holding(ForwardingTransport):
     """A transport that keeps back the averages of the tensor ``name``, or of its key, of a group's second step until
     :meth:`let_go`."""
 
     def __init__(self, transport: Transport, name: str) -> None:
-        self.rank, self.world_size, self.verbs = transport.rank, transport.world_size, transport.verbs
-        self.ordered, self.channels = transport.ordered, transport.channels
-        self.add, self.leave, self.close = transport.add_group, transport.leave, transport.close
-        self._release_group = transport.release
-        self._transport = transport
+        super().__init__(transport)
         self._name = name
         self._manifests: dict[int, Manifest] = {}
         self._completions: dict[CommTask, Completion] = {}
@@ -59,14 +55,11 @@ class Holding:
 
     def add_group(self, group: int, manifest: Manifest) -> None:
         self._manifests[group] = manifest
-        self.add(group, manifest)
-
-    def release(self, group: int) -> None:
-        self._release_group(group)
+        super().add_group(group, manifest)
 
     def start(self, task: CommTask, completion: Completion) -> None:
         self._completions[task] = completion
-        self._transport.start(task, self)
+        super().start(task, self)
 
     def on_sent(self, task: CommTask) -> None:
         self._completions[task].on_sent(task)

@@ -12,7 +12,7 @@ import tensorflow as tf
 from keras import layers
 
 from commsched import SchedulerConfig, Session
-from commsched.core.interfaces import Completion, Transport
+from commsched.core.interfaces import Completion, ForwardingTransport, Transport
 from commsched.core.manifest import Manifest
 from commsched.core.task import CommTask
 from commsched.plugins.tensorflow import ScheduledOptimizer
@@ -23,30 +23,25 @@ from .training import made, numbers, on_ranks, share, step_of, train
 EACH_ALONE = SchedulerConfig(partition_bytes=1 << 20, fusion_bytes=0)
 
 
-class Holding:
+class Holding(ForwardingTransport):
     """A transport that holds back averages of the tensors whose names end in ``suffix``, in every step, until :meth:`let_go` is
     called once for each step."""
 
     def __init__(self, transport: Transport, suffix: str) -> None:
-        self.rank, self.world_size = transport.rank, transport.world_size
-        self.verbs, self.ordered, self.channels = transport.verbs, transport.ordered, transport.channels
-        self._transport = transport
+        super().__init__(transport)
         self._suffix = suffix
         self._tensors: dict[int, set[int]] = {}  # by group
         self._held: list[tuple[CommTask, Completion]] = []
         self._passes = 0
         self.count = 0  # of averages that were held
         self._lock = threading.Lock()
-        self.release, self.leave, self.close = transport.release, transport.leave, transport.close
 
     def add_group(self, group: int, manifest: Manifest) -> None:
         self._tensors[group] = {index for index, spec in enumerate(manifest.tensors) if spec.name.endswith(self._suffix)}
-        self._transport.add_group(group, manifest)
+        super().add_group(group, manifest)
 
     def start(self, task: CommTask, completion: Completion) -> None:
-        self._transport.start(
-            task, _Held(self, completion) if self._tensors[task.group] & set(task.partition.tensors) else completion
-        )
+        super().start(task, _Held(self, completion) if self._tensors[task.group] & set(task.partition.tensors) else completion)
 
     def hold(self, task: CommTask, completion: Completion) -> None:
         with self._lock:

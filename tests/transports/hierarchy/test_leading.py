@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from commsched.core.interfaces import Completion, Transport
+from commsched.core.interfaces import Completion, ForwardingTransport, Transport
 from commsched.core.manifest import Manifest, TensorSpec
 from commsched.core.plan import cut
-from commsched.core.task import ALL_REDUCE, CommTask
+from commsched.core.task import CommTask
 from commsched.session.local import local_sessions
 from commsched.settings import Settings
 from commsched.testing.fakes import RecordingTransport
@@ -193,17 +193,12 @@ def test_many_broadcasts_of_a_job_need_few_descriptors() -> None:
 Start = tuple[int, int, int, int]
 
 
-class Ordered:
+class Ordered(ForwardingTransport):
     """A network that must be started in order, and keeps in which it was."""
 
-    verbs = frozenset({ALL_REDUCE})
-    ordered = True
-    channels = 2
-
     def __init__(self, inner: Transport, started: list[Start]) -> None:
-        self.rank, self.world_size = inner.rank, inner.world_size
-        self.add_group, self.release, self.leave, self.close = inner.add_group, inner.release, inner.leave, inner.close
-        self._inner = inner
+        super().__init__(inner)
+        self.ordered, self.channels = True, 2
         self._started = started
 
     def start(self, task: CommTask, completion: Completion) -> None:

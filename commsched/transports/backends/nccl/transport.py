@@ -10,7 +10,7 @@ import torch
 
 from ....core.device_events import EventWatcher
 from ....core.errors import ClosedError, CommschedError, PeerLost, TransportError
-from ....core.interfaces import Completion, OnFailure
+from ....core.interfaces import Completion, OnFailure, Transport
 from ....core.manifest import Manifest
 from ....core.task import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, CommTask
 from ...collective.deferred_failure import DeferredFailure
@@ -21,8 +21,9 @@ from .group import DeviceGroup
 _ABORT_SECONDS = 5.0
 
 
-class NcclTransport:
-    """Averages partitions by NCCL. See ``interfaces.Transport``.
+class NcclTransport(Transport):
+    """Averages partitions by NCCL. See ``interfaces.Transport``. A group has no memory of its own here, and messages may
+    still name tensors of a released one.
 
     ``task.data`` is a tensor of uint8 on :attr:`device`, and is complete there when the task becomes ready. A gradient that is
     reported while its kernel is only queued would block later gradients that are complete already.
@@ -37,7 +38,6 @@ class NcclTransport:
 
     ordered = True
     verbs = frozenset({ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER})
-    channels = 1
 
     def __init__(
         self,
@@ -86,12 +86,6 @@ class NcclTransport:
             self._fail(task, error)
             return
         self._watcher.call_after(event, partial(self._finish, task, completion), partial(self._fail, task))
-
-    def release(self, group: int) -> None:
-        """Nothing to do: a group has no memory of its own here, and messages may still name its tensors."""
-
-    def leave(self, rank: int) -> None:
-        """Nothing to do: a task is launched once it is ready on every rank, and ``Core`` knows which ranks left."""
 
     def close(self, graceful: bool = True) -> None:
         """See ``interfaces.Transport``."""

@@ -10,10 +10,10 @@ from time import monotonic
 import numpy as np
 
 from ....core.errors import ClosedError, CommschedError, ConfigError, PeerLost, ProtocolError
-from ....core.interfaces import Completion, OnFailure
+from ....core.interfaces import Completion, OnFailure, Transport
 from ....core.manifest import Manifest
 from ....core.plan import place
-from ....core.task import ALL_REDUCE, CommTask
+from ....core.task import CommTask
 from ...averaging.contributions import PartitionKey
 from .carriers import open_stream
 from .frame import Frame, WorkerHello
@@ -33,7 +33,7 @@ class _Started:
     sent: bool = False
 
 
-class PsTransport:
+class PsTransport(Transport):
     """Averages partitions through ``servers``, each of which sums the partitions placed on it. See ``interfaces.Transport``.
 
     The constructor connects to every server and returns when all servers have answered. With ``own_shard``, the server at
@@ -59,10 +59,6 @@ class PsTransport:
         ConfigError: a server has another token or another job; names the server.
         CommschedError: the job failed meanwhile.
     """
-
-    verbs = frozenset({ALL_REDUCE})
-    ordered = False
-    channels = 1
 
     def __init__(
         self,

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from commsched import SchedulerConfig
-from commsched.core.interfaces import Completion, Transport
-from commsched.core.manifest import Manifest
+from commsched.core.interfaces import Completion, ForwardingTransport, Transport
 from commsched.core.task import CommTask
 
 from .loop import Data, alone, batch, require_close, run, train
@@ -20,36 +19,22 @@ LATE = "the first layer waited for the last"
 LARGE_BYTES = 2000
 
 
-class Held:
+class Held(ForwardingTransport):
     """A transport whose large averages, those of the last layer, stay on their way until the test lets them arrive."""
 
     def __init__(self, transport: Transport) -> None:
-        self.rank, self.world_size, self.verbs = transport.rank, transport.world_size, transport.verbs
-        self.ordered, self.channels = transport.ordered, transport.channels
+        super().__init__(transport)
         self.large_one_started = threading.Event()
-        self._transport = transport
         self._completions: dict[CommTask, Completion] = {}
         self._held: list[CommTask] | None = None
         self._lock = threading.Lock()
-
-    def add_group(self, group: int, manifest: Manifest) -> None:
-        self._transport.add_group(group, manifest)
 
     def start(self, task: CommTask, completion: Completion) -> None:
         with self._lock:
             self._completions[task] = completion
             if self._held is not None and task.nbytes >= LARGE_BYTES:
                 self.large_one_started.set()
-        self._transport.start(task, self)
-
-    def release(self, group: int) -> None:
-        self._transport.release(group)
-
-    def leave(self, rank: int) -> None:
-        self._transport.leave(rank)
-
-    def close(self, graceful: bool = True) -> None:
-        self._transport.close(graceful)
+        super().start(task, self)
 
     # --- Completion, for the wrapped transport ---
 
