@@ -17,6 +17,7 @@ from ..core.standard_streams import say_error, say_out
 from ..settings import Settings
 from ..transports.backends.ps import server
 from ..transports.backends.ps.frame import WorkerHello
+from ..transports.backends.ps.stream import StreamOptions
 
 
 def serve_jobs(address: str, token: str, settings: Settings) -> NoReturn:
@@ -67,15 +68,7 @@ def serve(address: str, token: str, settings: Settings, on_bound: Callable[[str]
         )
 
     with ExitStack() as stack:
-        return server.serve_shard(
-            address,
-            token,
-            join=join,
-            announce=announce,
-            lane=settings.lane,
-            rate_bytes_per_second=settings.rate,
-            fail_after_seconds=settings.fail_after,
-        )
+        return server.serve_shard(address, StreamOptions.of(settings, token), join=join, announce=announce)
 
 
 class _Listener(Listener):

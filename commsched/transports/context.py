@@ -6,10 +6,34 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ..core.errors import CommschedError
 from ..core.interfaces import OnFailure
 from ..core.world import World
 from ..settings import Settings
+
+#: Registers a callback for the failure of the job.
+WhenFailed = Callable[[OnFailure], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Contributors:
+    """The ranks of a transport, each of which contributes to every average.
+
+    They need not be the ranks of the job. With a hierarchy they are hosts, each of which stands for the ranks on it.
+    ``members[r]`` is the job's rank that is rank ``r`` of the transport: messages name the job's rank, and MPI selects it from
+    all ranks of the job. A sum is divided by ``divisor``, the number of ranks of the job, to become an average.
+    """
+
+    members: tuple[int, ...]
+    divisor: int
+
+    @classmethod
+    def all_ranks(cls, world_size: int) -> Contributors:
+        """The ranks of a job of that size, without a hierarchy."""
+        return cls(tuple(range(world_size)), world_size)
+
+    @property
+    def world_size(self) -> int:
+        return len(self.members)
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,10 +46,7 @@ class TransportContext:
     opens needs it. ``could_not_start(error)`` reports to the job why this rank cannot open the transport, and returns when the
     job knows. It is for a transport whose own connections would give the other ranks a poorer reason when they end.
 
-    The ranks of a transport need not be the ranks of the job. With a hierarchy the transport's ranks are hosts, each of which
-    stands for the ranks on it, and ``world``, ``gather`` and ``Transport.leave`` count hosts. ``members[r]`` is the job's rank
-    that is rank ``r`` of ``world``: messages name the job's rank, and MPI selects it from all ranks of the job. A sum over
-    ``world`` is divided by ``divisor``, the number of ranks of the job, to become an average.
+    ``world``, ``gather`` and ``Transport.leave`` count the ranks of ``contributors``, which are hosts with a hierarchy.
     """
 
     world: World
@@ -35,12 +56,16 @@ class TransportContext:
     control_address: str
     gather: Callable[[Any], list[Any]]
     on_failure: OnFailure
-    when_failed: Callable[[Callable[[CommschedError], None]], None]
-    members: tuple[int, ...] = ()  # empty means all ranks of the job
-    divisor: int = 0  # 0 means the number of ranks
+    when_failed: WhenFailed
+    contributors: Contributors = Contributors((), 0)  # nobody means the ranks of ``world``
     job: str = ""
     could_not_start: Callable[[BaseException], object] = lambda error: None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "members", self.members or tuple(range(self.world.world_size)))
-        object.__setattr__(self, "divisor", self.divisor or self.world.world_size)
+        if not self.contributors.members:
+            object.__setattr__(self, "contributors", Contributors.all_ranks(self.world.world_size))
+
+    @property
+    def job_rank(self) -> int:
+        """This rank's number in the job, which names it in messages."""
+        return self.contributors.members[self.world.rank]

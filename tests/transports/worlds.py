@@ -6,6 +6,7 @@ import json
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,14 +17,45 @@ from commsched.core.world import World
 from commsched.settings import Settings
 from commsched.testing.world import run_world
 from commsched.transports.backends.local import LocalWorld
-from commsched.transports.backends.ps.rate_limiter import RateLimiter
+from commsched.transports.backends.ps.service import ServiceContext
 from commsched.transports.backends.ps.shard import Shard
+from commsched.transports.backends.ps.stream import StreamOptions
 from commsched.transports.backends.ps.transport import PsTransport
-from commsched.transports.context import TransportContext
+from commsched.transports.context import Contributors, TransportContext
 
 from .ordered import OrderedWorld
 
 TOKEN = "a secret of the tests"
+
+
+def a_context(rank: int, world_size: int, on_failure: OnFailure, **settings: Any) -> TransportContext:
+    """The arguments of a transport that gathers nothing."""
+    return TransportContext(
+        world=World(rank, world_size, rank, world_size, "threads"),
+        settings=Settings(**settings),
+        host="127.0.0.1",
+        token=TOKEN,
+        control_address="127.0.0.1:1",
+        gather=lambda value: [],
+        on_failure=on_failure,
+        when_failed=lambda callback: None,
+    )
+
+
+def a_shard(
+    world_size: int | None,
+    on_failure: OnFailure,
+    name: str = "the server",
+    address: str = "127.0.0.1:0",
+    token: str = TOKEN,
+    **settings: Any,
+) -> Shard:
+    contributors = None if world_size is None else Contributors.all_ranks(world_size)
+    return Shard(address, StreamOptions.of(Settings(**settings), token), ServiceContext(name, on_failure, contributors))
+
+
+def open_ps(context: TransportContext, servers: Sequence[str]) -> PsTransport:
+    return PsTransport(context, StreamOptions.of(context.settings, context.token), servers)
 
 
 @contextmanager
@@ -49,27 +81,17 @@ def embedded_world(
     """Every rank hosts a shard, over a real network."""
     size = len(listeners)
     with ExitStack() as stack:
-        pacers = [None if rate_bytes_per_second is None else RateLimiter(rate_bytes_per_second) for _ in listeners]
+        options = [StreamOptions.of(Settings(lane=lane, rate=rate_bytes_per_second), TOKEN) for _ in listeners]
         shards = []
         for rank, on_failure in enumerate(listeners):
             name = f"rank {rank}'s shard"
-            shard = Shard("127.0.0.1:0", TOKEN, size, lane=lane, on_failure=on_failure, name=name, pacer=pacers[rank])
-            shards.append(shard)
+            context = ServiceContext(name, on_failure, Contributors.all_ranks(size))
+            shards.append(Shard("127.0.0.1:0", options[rank], context))
             stack.callback(shards[rank].close)
         addresses = [shard.address for shard in shards]
 
         def connect(rank: int) -> PsTransport:
-            return PsTransport(
-                rank,
-                size,
-                addresses,
-                TOKEN,
-                lane=lane,
-                on_failure=listeners[rank],
-                own_shard=shards[rank],
-                pacer=pacers[rank],
-                connect_within_seconds=20.0,
-            )
+            return PsTransport(a_context(rank, size, listeners[rank], join_within=20.0), options[rank], addresses, shards[rank])
 
         transports = run_world(size, connect)
         stack.callback(close_together, transports)
@@ -83,13 +105,12 @@ def separate_world(listeners: Sequence[OnFailure], *, lane: str = "tcp", servers
     with ExitStack() as stack:
         shards = []
         for index in range(servers):
-            shard = Shard("127.0.0.1:0", TOKEN, None, lane=lane, on_failure=lambda error: None, name=f"server {index}")
-            shards.append(shard)
-            stack.callback(shard.close)
+            shards.append(a_shard(None, lambda error: None, f"server {index}", lane=lane))
+            stack.callback(shards[index].close)
         addresses = [shard.address for shard in shards]
 
         def connect(rank: int) -> PsTransport:
-            return PsTransport(rank, size, addresses, TOKEN, lane=lane, on_failure=listeners[rank], connect_within_seconds=20.0)
+            return open_ps(a_context(rank, size, listeners[rank], lane=lane, join_within=20.0), addresses)
 
         transports = run_world(size, connect)
         stack.callback(close_together, transports)
@@ -119,16 +140,7 @@ class Meeting:
         self._barrier = threading.Barrier(world_size)
 
     def context(self, rank: int, on_failure: OnFailure, **settings: Any) -> TransportContext:
-        return TransportContext(
-            world=World(rank, self._world_size, rank, self._world_size, "threads"),
-            settings=Settings(**settings),
-            host="127.0.0.1",
-            token=TOKEN,
-            control_address="127.0.0.1:1",
-            gather=partial(self._gather, rank),
-            on_failure=on_failure,
-            when_failed=lambda callback: None,
-        )
+        return replace(a_context(rank, self._world_size, on_failure, **settings), gather=partial(self._gather, rank))
 
     def _gather(self, rank: int, value: Any) -> list[Any]:
         self._values[rank] = json.dumps(value)  # as the control channel would

@@ -8,38 +8,25 @@ overwrite an average that is still being sent to a slow rank.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from ...core.interfaces import OnFailure
 from ...core.manifest import Manifest
+from ..context import Contributors
 from .buffer_pool import BufferPool
 from .contributions import Contributions, PartitionKey, Reply
 from .reduce import Bytes, average
 
 
 class Aggregator:
-    """Averages the contributions of ``world_size`` ranks. All methods are thread-safe, and none waits for another rank.
+    """Averages what ``contributors`` push. All methods are thread-safe, and none waits for another rank.
 
-    Args:
-        world_size: the number of contributions to an average.
-        on_failure: called with errors that concern other ranks than the caller's; called without the lock held.
-        members: the number that names each rank in messages; ``None`` means the rank's own number.
-        divisor: the number that sums are divided by; ``None`` means ``world_size``. See ``TransportContext``.
+    ``on_failure`` is called with errors that concern other ranks than the caller's, without the lock held.
     """
 
-    def __init__(
-        self, world_size: int, on_failure: OnFailure, members: Sequence[int] | None = None, divisor: int | None = None
-    ) -> None:
-        self.world_size = world_size
-        self.divisor = world_size if divisor is None else divisor
+    def __init__(self, contributors: Contributors, on_failure: OnFailure) -> None:
+        self.contributors = contributors
         #: Memory for averages, and for contributions that have no memory of their own.
         self.buffers = BufferPool()
-        self._contributions = Contributions(range(world_size) if members is None else members, on_failure)
-
-    @property
-    def members(self) -> tuple[int, ...]:
-        """The number that names each rank in messages."""
-        return self._contributions.members
+        self._contributions = Contributions(contributors.members, on_failure)
 
     def add_group(self, rank: int, group: int, manifest: Manifest) -> None:
         """See ``Contributions``."""
@@ -78,7 +65,7 @@ class Aggregator:
         if complete is None:
             return
         result = self.buffers.take(stop - start) if complete.given is None else complete.given
-        average(complete.payloads, dtype, result, self.divisor)
+        average(complete.payloads, dtype, result, self.contributors.divisor)
         complete.payloads.clear()
         shared = result.toreadonly()
         for each in complete.replies:

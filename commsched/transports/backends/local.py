@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 
 import numpy as np
 
@@ -13,18 +12,17 @@ from ...core.manifest import Manifest
 from ...core.task import CommTask
 from ..averaging.aggregator import Aggregator
 from ..averaging.contributions import PartitionKey
-from ..context import TransportContext
+from ..context import Contributors, TransportContext
 
 
 class LocalWorld:
     """The world of ranks in one process. A failure is reported to every rank that has not left, whichever rank caused it.
-
-    For ``members`` and ``divisor`` see ``TransportContext``.
+    ``contributors`` are the ranks of a job, unless they are given.
     """
 
-    def __init__(self, world_size: int, members: Sequence[int] | None = None, divisor: int | None = None) -> None:
+    def __init__(self, world_size: int, contributors: Contributors | None = None) -> None:
         self.world_size = world_size
-        self.aggregator = Aggregator(world_size, self.fail, members, divisor)
+        self.aggregator = Aggregator(contributors or Contributors.all_ranks(world_size), self.fail)
         self._lock = threading.Lock()
         self._listeners: dict[int, OnFailure] = {}
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 
 from ...core import timeouts
 from ...core.errors import CommschedError
 from ...core.interfaces import OnFailure
+from ..context import WhenFailed
 
 
 class DeferredFailure:
@@ -21,7 +21,7 @@ class DeferredFailure:
     def __init__(
         self,
         on_failure: OnFailure,
-        when_failed: Callable[[Callable[[CommschedError], None]], None],
+        when_failed: WhenFailed,
         grace_seconds: float = timeouts.BACKEND_FAILURE_SECONDS,
     ) -> None:
         self._on_failure = on_failure

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from ...core import timeouts
 from ...core.errors import CommschedError
 from ...core.standard_streams import say_error
+from ..context import WhenFailed
 
 
 @contextmanager
-def exit_if_job_fails(when_failed: Callable[[Callable[[CommschedError], None]], None]) -> Iterator[None]:
+def exit_if_job_fails(when_failed: WhenFailed) -> Iterator[None]:
     """End the process if the job fails in this block and the block has not ended ``STUCK_LIBRARY_SECONDS`` later.
 
     In this block a thread waits in a library for ranks that may never come, and nothing else can end that wait. The error of

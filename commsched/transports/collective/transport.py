@@ -56,8 +56,8 @@ class CollectiveTransport(Transport):
         self.world_size = context.world.world_size
         self.channels = len(channels)
         self._channels = channels
-        self._divisor = context.divisor
-        self._who = f"rank {context.members[self.rank]}"
+        self._divisor = context.contributors.divisor
+        self._who = f"rank {context.job_rank}"
         self._verdict = DeferredFailure(context.on_failure, context.when_failed)
         self._launches = SequenceChecker(self._who, len(channels))
         self._buffers = BufferPool()

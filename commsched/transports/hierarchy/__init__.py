@@ -14,7 +14,7 @@ from typing import Any
 from ...core.interfaces import Transport
 from ...core.policies import make_policy
 from ...core.world import World
-from ..context import TransportContext
+from ..context import Contributors, TransportContext
 from ..wire import WireTransport
 from .leader import LeaderTransport
 from .member import MemberTransport
@@ -77,16 +77,7 @@ def _lead(context: TransportContext, layout: HostTopology, open_network: OpenNet
             undo.callback(network.close, graceful=False)
         ordered, channels = (network.ordered, network.channels) if network is not None else (False, 1)
         context.gather(["open", ordered, channels])
-        transport = LeaderTransport(
-            rank,
-            context.world.world_size,
-            layout,
-            links,
-            network,
-            wire=context.settings.wire,
-            on_failure=context.on_failure,
-            when_failed=context.when_failed,
-        )
+        transport = LeaderTransport(context, layout, links, network)
         undo.pop_all()
     meeting.close()
     return transport
@@ -102,16 +93,7 @@ def _follow(context: TransportContext, layout: HostTopology) -> MemberTransport:
         while said[0] != "open":
             said = context.gather(["waiting"])[host[0]]
         _, ordered, channels = said
-        return MemberTransport(
-            rank,
-            context.world.world_size,
-            link,
-            host[0],
-            ordered=ordered,
-            channels=channels,
-            on_failure=context.on_failure,
-            when_failed=context.when_failed,
-        )
+        return MemberTransport(context, link, host[0], ordered, channels)
     except BaseException:
         link.close()
         raise
@@ -126,4 +108,4 @@ def _among_leaders(context: TransportContext, layout: HostTopology) -> Transport
 
     host = layout.host_of(context.world.rank)
     world = World(host, len(layout.hosts), 0, 1, context.world.launcher)
-    return replace(context, world=world, gather=gather, members=layout.leaders, divisor=context.world.world_size)
+    return replace(context, world=world, gather=gather, contributors=Contributors(layout.leaders, context.world.world_size))

@@ -12,16 +12,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...core.errors import ClosedError, CommschedError, TransportError
-from ...core.interfaces import Completion, OnFailure, Transport
+from ...core.interfaces import Completion, Transport
 from ...core.manifest import ITEMSIZE, Manifest
 from ...core.task import CommTask
 from ..averaging.buffer_pool import BufferPool
 from ..averaging.contributions import Complete, Contributions, PartitionKey
 from ..averaging.reduce import average, narrow, total, widen
+from ..context import TransportContext
 from ..wire import DtypeMapping
 from .connection import Connection
 from .launch_queue import LaunchQueue
-from .member import WhenFailed
 from .memory import SharedBuffers, create_buffers
 from .messages import Kind, LocalMessage, UnixConnection
 from .topology import HostTopology
@@ -51,47 +51,41 @@ class LeaderTransport(Transport):
     once, because the members may be waiting for another task of this rank first.
 
     16-bit gradients go to ``network`` as float32, so that they are rounded only once. float32 gradients go to ``network`` as
-    ``wire``, if that is a dtype. Only a host's sum is rounded, never the contribution of one of its ranks.
+    ``settings.wire``, if that is a dtype. Only a host's sum is rounded, never the contribution of one of its ranks.
 
     Args:
+        context: the arguments of a rank of the job. A member that is lost or breaks the protocol is reported to ``on_failure``.
         layout: the ranks of all hosts.
         links: the sockets to the members of this host, by rank; closed with the transport.
         network: averages over hosts, with the number of ranks as divisor. ``None`` means that there is one host. Closed with
             the transport.
-        wire: ``none`` or a 16-bit dtype.
-        on_failure: called when a member is lost or breaks the protocol, from any thread.
-        when_failed: the job's ``when_failed``; used to end waits for members.
     """
 
     one_per_host = True
 
     def __init__(
         self,
-        rank: int,
-        world_size: int,
+        context: TransportContext,
         layout: HostTopology,
         links: Mapping[int, UnixConnection],
         network: Transport | None,
-        *,
-        wire: str = "none",
-        on_failure: OnFailure,
-        when_failed: WhenFailed,
     ) -> None:
-        self.rank = rank
-        self.world_size = world_size
+        self.rank = rank = context.world.rank
+        self.world_size = context.world.world_size
         if network is not None:
             self.ordered, self.channels = network.ordered, network.channels
         self._layout = layout
         self._network = network
-        self._on_failure = on_failure
+        self._on_failure = context.on_failure
         self._closed = False
         self._manifests: dict[int, Manifest] = {}
         self._recasts: dict[int, DtypeMapping] = {}
+        wire = context.settings.wire
         self._travels = _WIDER if wire == "none" else {**_WIDER, "float32": wire}  # sent dtype by gradient dtype
         self._buffers = BufferPool()  # for sums that are sent in another dtype
         self._averages: dict[int, SharedBuffers] = {}  # by group; the launching thread adds them
         self._host = layout.hosts[layout.host_of(rank)]
-        self._contributions = Contributions(self._host, on_failure)
+        self._contributions = Contributions(self._host, context.on_failure)
         self._members = [
             Connection(rank, each, self._host.index(each), link, self._contributions, self._gathered, self._fail)
             for each, link in links.items()
@@ -105,7 +99,7 @@ class LeaderTransport(Transport):
             self._launcher.start()
             for member in self._members:
                 member.begin()
-            when_failed(lambda error: self._end_links())
+            context.when_failed(lambda error: self._end_links())  # ends the waits for members
         except BaseException:
             self.close(graceful=False)
             raise

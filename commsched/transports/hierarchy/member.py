@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
 from contextlib import suppress
 
 import numpy as np
 
 from ...core.errors import ClosedError, CommschedError, PeerLost, ProtocolError, TransportError
-from ...core.interfaces import Completion, OnFailure, Transport
+from ...core.interfaces import Completion, Transport
 from ...core.manifest import Manifest
 from ...core.task import CommTask
 from ..averaging.contributions import PartitionKey
+from ..context import TransportContext
 from .memory import SharedBuffers, attach, create_buffers, write_manifest
 from .messages import Kind, LocalMessage, UnixConnection, about, close_all
-
-#: The type of ``TransportContext.when_failed``.
-WhenFailed = Callable[[Callable[[CommschedError], None]], None]
 
 
 class MemberTransport(Transport):
@@ -32,34 +29,22 @@ class MemberTransport(Transport):
     ``leave`` does nothing here: the leader is notified of each rank of its host that leaves, and knows which tasks wait for it.
 
     Args:
+        context: the arguments of a rank of the job. A leader that is lost or breaks the protocol is reported to ``on_failure``.
         link: the socket to the leader; closed with the transport.
         leader: the leader's rank.
         ordered, channels: the values of the leader's transport.
-        on_failure: called when the leader is lost or breaks the protocol, from any thread.
-        when_failed: the job's ``when_failed``; used to end waits for the leader.
     """
 
     one_per_host = True
 
-    def __init__(
-        self,
-        rank: int,
-        world_size: int,
-        link: UnixConnection,
-        leader: int,
-        *,
-        ordered: bool,
-        channels: int,
-        on_failure: OnFailure,
-        when_failed: WhenFailed,
-    ) -> None:
-        self.rank = rank
-        self.world_size = world_size
+    def __init__(self, context: TransportContext, link: UnixConnection, leader: int, ordered: bool, channels: int) -> None:
+        self.rank = context.world.rank
+        self.world_size = context.world.world_size
         self.ordered = ordered
         self.channels = channels
         self._link = link
         self._leader = f"rank {leader}, which leads this host,"
-        self._on_failure = on_failure
+        self._on_failure = context.on_failure
         self._closed = False
         self._said_goodbye = False
         self._manifests: dict[int, Manifest] = {}
@@ -67,9 +52,9 @@ class MemberTransport(Transport):
         self._averages: dict[int, SharedBuffers] = {}  # by group; the reader adds them
         # Single operations on a dict are atomic; the dispatcher adds a key, and the reader removes it.
         self._pending: dict[PartitionKey, tuple[CommTask, Completion]] = {}
-        self._reader = threading.Thread(target=self._read, name=f"commsched-host-{rank}", daemon=True)
+        self._reader = threading.Thread(target=self._read, name=f"commsched-host-{self.rank}", daemon=True)
         self._reader.start()
-        when_failed(lambda error: link.end())
+        context.when_failed(lambda error: link.end())  # ends the waits for the leader
 
     # --- interfaces.Transport ---
 

@@ -12,7 +12,7 @@ from struct import Struct
 from time import monotonic
 
 from ...core.errors import CommschedError, ConfigError, PeerTimeout, ProtocolError, TransportError
-from .member import WhenFailed
+from ..context import WhenFailed
 from .messages import Kind, LocalMessage, UnixConnection, close_all
 
 log = logging.getLogger("commsched")

@@ -20,6 +20,7 @@ from commsched.core.manifest import Manifest, TensorSpec
 from commsched.testing.world import run_world
 from commsched.transports.averaging.aggregator import Aggregator
 from commsched.transports.averaging.contributions import PartitionKey
+from commsched.transports.context import Contributors
 
 MANIFEST = Manifest((TensorSpec("embedding", (4,), "float32"), TensorSpec("head", (4,), "float32")))
 FRONT = ("float32", 0, 16)
@@ -31,7 +32,7 @@ class World:
 
     def __init__(self, size: int, manifest: Manifest = MANIFEST) -> None:
         self.failures: list[CommschedError] = []
-        self.aggregator = Aggregator(size, self.failures.append)
+        self.aggregator = Aggregator(Contributors.all_ranks(size), self.failures.append)
         self.results: list[tuple[int, PartitionKey, list[float]]] = []
         for rank in range(size):
             self.aggregator.add_group(rank, 0, manifest)
@@ -63,7 +64,7 @@ def test_sums_run_in_the_order_of_ranks_however_they_arrive(arrivals):
 
 
 def test_all_ranks_get_the_same_bytes_and_cannot_write_them():
-    aggregator = Aggregator(2, pytest.fail)
+    aggregator = Aggregator(Contributors.all_ranks(2), pytest.fail)
     replies: list[memoryview] = []
     for rank in range(2):
         aggregator.add_group(rank, 7, MANIFEST)
@@ -77,7 +78,7 @@ def test_all_ranks_get_the_same_bytes_and_cannot_write_them():
 @pytest.mark.parametrize("giver", [0, 1, 2])
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_an_average_may_be_made_in_memory_that_a_rank_gave(giver, world_size):
-    aggregator = Aggregator(world_size, pytest.fail)
+    aggregator = Aggregator(Contributors.all_ranks(world_size), pytest.fail)
     replies: list[memoryview] = []
     for rank in range(world_size):
         aggregator.add_group(rank, 0, MANIFEST)
@@ -96,7 +97,7 @@ def test_an_average_may_be_made_in_memory_that_a_rank_gave(giver, world_size):
 
 
 def test_memory_given_by_a_rank_that_is_gone_is_not_used():
-    aggregator = Aggregator(2, lambda error: None)
+    aggregator = Aggregator(Contributors.all_ranks(2), lambda error: None)
     for rank in range(2):
         aggregator.add_group(rank, 0, MANIFEST)
     given = aggregator.buffers.take(16)
@@ -203,7 +204,7 @@ def test_a_group_is_announced_once_per_rank():
 
 
 def test_ranks_must_announce_equal_manifests():
-    aggregator = Aggregator(2, pytest.fail)
+    aggregator = Aggregator(Contributors.all_ranks(2), pytest.fail)
     aggregator.add_group(1, 0, MANIFEST)
     other = Manifest((MANIFEST.tensors[0], TensorSpec("head", (5,), "float32")))
     with pytest.raises(ManifestMismatch, match=r"tensor 1 is 'head' float32\[4\] on rank 1 but 'head' float32\[5\] on rank 0"):
@@ -299,7 +300,7 @@ def test_threads_that_push_the_same_partitions_in_any_order_get_every_average_on
     world_size, steps = 3, 30
     partitions = 16
     manifest = Manifest((TensorSpec("x", (partitions,), "float64"),))
-    aggregator = Aggregator(world_size, pytest.fail)
+    aggregator = Aggregator(Contributors.all_ranks(world_size), pytest.fail)
     for rank in range(world_size):
         aggregator.add_group(rank, 0, manifest)
 
@@ -324,7 +325,7 @@ def test_threads_that_push_the_same_partitions_in_any_order_get_every_average_on
 def test_a_hundred_thousand_rounds_with_a_slow_rank_that_reads_late_are_all_exact():
     """A rank that has its average pushes again at once; the slow one looks at each only after three more were made."""
     rounds, late = 100_000, 3
-    aggregator = Aggregator(2, pytest.fail)
+    aggregator = Aggregator(Contributors.all_ranks(2), pytest.fail)
     manifest = Manifest((TensorSpec("weight", (2,), "float64"),))
     for rank in range(2):
         aggregator.add_group(rank, 0, manifest)
@@ -374,7 +375,7 @@ def test_memory_does_not_grow_with_the_number_of_rounds():
 def test_ranks_are_called_by_their_place_in_the_job_and_sums_divided_by_its_size():
     failures: list[CommschedError] = []
     results: list[memoryview] = []
-    aggregator = Aggregator(2, failures.append, members=(3, 7), divisor=8)
+    aggregator = Aggregator(Contributors((3, 7), 8), failures.append)
     aggregator.add_group(0, 0, MANIFEST)
     with pytest.raises(ProtocolError, match="rank 7 pushed step 0 of group 0 without announcing the group"):
         aggregator.push(1, PartitionKey(0, 0, 0), *FRONT, bytes(16), results.append)

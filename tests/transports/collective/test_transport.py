@@ -19,6 +19,7 @@ from commsched.transports.collective import CollectiveTransport
 from commsched.transports.collective import transport as collective
 from commsched.transports.collective.channel import CannotBegin
 from commsched.transports.collective.deferred_failure import DeferredFailure
+from commsched.transports.context import Contributors
 from tests.transports.worlds import Meeting
 
 from .memory import Network
@@ -152,7 +153,7 @@ def test_channels_are_apart() -> None:
 
 
 def test_the_sum_of_sums_is_divided_by_the_number_of_ranks_of_the_job() -> None:
-    ranks = Ranks(2, divisor=8)
+    ranks = Ranks(2, contributors=Contributors((0, 1), 8))
     data = [bytearray(np.full(4, 4.0 * (rank + 1), np.float32)) for rank in range(2)]
     for sequence, verb in enumerate([ALL_REDUCE, REDUCE_SCATTER]):
         for rank in range(2):
@@ -184,7 +185,7 @@ def test_tags_differ_between_phases_and_stay_below_what_backends_promise(monkeyp
     ],
 )
 def test_a_start_out_of_order_is_refused_and_names_both_tensors(sequences: list[int], message: str) -> None:
-    ranks = Ranks(2, members=(5, 6))
+    ranks = Ranks(2, contributors=Contributors((5, 6), 2))
     for sequence in sequences[:-1]:
         ranks.start(0, bytearray(16), sequence, channel=1)
     with pytest.raises(OrderMismatch, match=message):

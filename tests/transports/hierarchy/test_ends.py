@@ -6,6 +6,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import repeat
 from queue import SimpleQueue
@@ -17,11 +18,14 @@ from commsched.core.errors import ClosedError, CommschedError, PeerLost, Protoco
 from commsched.core.manifest import Manifest, TensorSpec
 from commsched.core.plan import cut
 from commsched.core.task import CommTask
+from commsched.transports.context import TransportContext
 from commsched.transports.hierarchy import memory
 from commsched.transports.hierarchy.leader import LeaderTransport
 from commsched.transports.hierarchy.member import MemberTransport
 from commsched.transports.hierarchy.messages import Kind, LocalMessage, UnixConnection, about
 from commsched.transports.hierarchy.topology import HostTopology
+
+from ..worlds import a_context
 
 MANIFEST = Manifest((TensorSpec("weight", (4,), "float32"),))
 AT = cut(MANIFEST, 100).partitions[0]
@@ -34,6 +38,9 @@ class Told:
         self.failures: SimpleQueue[CommschedError] = SimpleQueue()
         self.done: SimpleQueue[CommTask] = SimpleQueue()
         self.when_failed: list[Callable[[CommschedError], None]] = []
+
+    def context(self, rank: int, world_size: int) -> TransportContext:
+        return replace(a_context(rank, world_size, self.failures.put), when_failed=self.when_failed.append)
 
     def on_sent(self, task: CommTask) -> None: ...
 
@@ -62,9 +69,7 @@ def make_task(step: int = 0) -> CommTask:
 def member(told: Told):
     """A member, rank 5, and the link of its leader, rank 4."""
     link, leaders = linked()
-    transport = MemberTransport(
-        5, 8, link, 4, ordered=False, channels=1, on_failure=told.failures.put, when_failed=told.when_failed.append
-    )
+    transport = MemberTransport(told.context(5, 8), link, 4, ordered=False, channels=1)
     transport.add_group(0, MANIFEST)
     yield transport, leaders
     transport.close(graceful=False)
@@ -75,9 +80,7 @@ def member(told: Told):
 def leader(told: Told):
     """A leader, rank 4, of a host that is alone, and the link of its member, rank 5."""
     link, members = linked()
-    transport = LeaderTransport(
-        4, 2, HostTopology(((4, 5),)), {5: link}, None, on_failure=told.failures.put, when_failed=told.when_failed.append
-    )
+    transport = LeaderTransport(told.context(4, 8), HostTopology(((4, 5),)), {5: link}, None)
     transport.add_group(0, MANIFEST)
     yield transport, members
     transport.close(graceful=False)
@@ -279,8 +282,9 @@ def test_a_leader_that_cannot_be_made_leaves_nothing_behind() -> None:
     def refuse(callback: object) -> None:
         raise RuntimeError("no callbacks today")
 
+    context = replace(a_context(4, 8, pytest.fail), when_failed=refuse)
     with pytest.raises(RuntimeError, match="no callbacks today"):
-        LeaderTransport(4, 2, HostTopology(((4, 5),)), {5: link}, None, on_failure=pytest.fail, when_failed=refuse)
+        LeaderTransport(context, HostTopology(((4, 5),)), {5: link}, None)
     members.close()
     assert set(threading.enumerate()) == before
     assert len(os.listdir("/proc/self/fd")) == files

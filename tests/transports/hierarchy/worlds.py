@@ -53,7 +53,7 @@ class LocalNetwork:
     def __call__(self, context: TransportContext) -> LocalTransport:
         context.gather(None)
         if context.world.rank == 0:
-            self._world = LocalWorld(context.world.world_size, context.members, context.divisor)
+            self._world = LocalWorld(context.world.world_size, context.contributors)
         context.gather(None)
         assert self._world is not None
         return self._world.transport(context.world.rank, context.on_failure)

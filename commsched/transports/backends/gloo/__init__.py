@@ -32,13 +32,13 @@ def open_transport(context: TransportContext) -> CollectiveTransport:
     """
     world = context.world
     dist = _require_gloo()
-    _require_same_world(dist, context.members[world.rank], context.divisor)
+    _require_same_world(dist, context.job_rank, context.contributors.divisor)
 
     from .channel import GlooChannel
     from .listener import ListeningSocket
     from .store import GatherStore
 
-    who = f"rank {context.members[world.rank]} at {context.host}"
+    who = f"rank {context.job_rank} at {context.host}"
     try:
         listener = ListeningSocket(partial(_make_device, dist, context.host))
     except RuntimeError as error:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from ....core.errors import CommschedError, PeerTimeout
+from ....core.errors import PeerTimeout
+from ...context import WhenFailed
 from .abort_at_exit import ending_with
 from .channel import MpiChannel
 from .progress import Progress
@@ -32,7 +33,7 @@ class Communicators:
         self._open_channels = _CHANNELS
         self._progress = Progress(MPI)
 
-    def open(self, when_failed: Callable[[Callable[[CommschedError], None]], None], timeout_seconds: float) -> list[MpiChannel]:
+    def open(self, when_failed: WhenFailed, timeout_seconds: float) -> list[MpiChannel]:
         """Create the communicators, and return the channels when all ranks have come. Collective.
 
         Raises:

@@ -25,6 +25,4 @@ def open_transport(context: TransportContext) -> NcclTransport:
     from .connect import connect
     from .transport import NcclTransport
 
-    group = connect(context)
-    world = context.world
-    return NcclTransport(world.rank, world.world_size, group, context.on_failure, context.when_failed)
+    return NcclTransport(context, connect(context))

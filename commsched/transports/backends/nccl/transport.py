@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from functools import partial
 
 import torch
 
 from ....core.device_events import EventWatcher
-from ....core.errors import ClosedError, CommschedError, PeerLost, TransportError
-from ....core.interfaces import Completion, OnFailure, Transport
+from ....core.errors import ClosedError, PeerLost, TransportError
+from ....core.interfaces import Completion, Transport
 from ....core.manifest import Manifest
 from ....core.task import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, CommTask
 from ...collective.deferred_failure import DeferredFailure
 from ...collective.sequence import SequenceChecker
+from ...context import TransportContext
 from .group import DeviceGroup
 
 #: How long the device may take to end aborted operations.
@@ -39,20 +39,13 @@ class NcclTransport(Transport):
     ordered = True
     verbs = frozenset({ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER})
 
-    def __init__(
-        self,
-        rank: int,
-        world_size: int,
-        group: DeviceGroup,
-        on_failure: OnFailure,
-        when_failed: Callable[[Callable[[CommschedError], None]], None],
-    ) -> None:
-        self.rank = rank
-        self.world_size = world_size
+    def __init__(self, context: TransportContext, group: DeviceGroup) -> None:
+        self.rank = context.world.rank
+        self.world_size = context.world.world_size
         self.device = str(group.device)
         self._group = group
-        self._verdict = DeferredFailure(on_failure, when_failed)
-        self._launches = SequenceChecker(f"rank {rank}", self.channels)
+        self._verdict = DeferredFailure(context.on_failure, context.when_failed)
+        self._launches = SequenceChecker(f"rank {self.rank}", self.channels)
         self._lock = threading.Lock()
         self._unfinished = 0
         self._closed = False

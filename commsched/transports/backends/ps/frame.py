@@ -23,6 +23,7 @@ from ....core.errors import ConfigError, ProtocolError
 from ....core.manifest import ITEMSIZE
 from ...averaging.contributions import PartitionKey
 from ...averaging.reduce import Bytes
+from ...context import Contributors, TransportContext
 
 MAGIC = b"CSPS"
 VERSION = 3
@@ -202,8 +203,8 @@ MAX_RANKS = 65_536
 class WorkerHello:
     """The first message of a worker: ``rank`` of ``world_size`` greets the server that it counts as number ``server``.
 
-    ``control_address`` is the address of rank 0's control channel, for a server that was not started by a rank. For ``members``
-    and ``divisor`` see ``TransportContext``; ``None`` means that the ranks are the ranks of the job.
+    ``control_address`` is the address of rank 0's control channel, for a server that was not started by a rank. ``members`` and
+    ``divisor`` are those of :attr:`contributors`; ``None`` means that the ranks are the ranks of the job.
     """
 
     rank: int
@@ -212,6 +213,19 @@ class WorkerHello:
     control_address: str | None = None
     members: tuple[int, ...] | None = None
     divisor: int | None = None
+
+    @classmethod
+    def of(cls, context: TransportContext, server: int) -> WorkerHello:
+        """The hello of the rank with ``context`` to the server that it counts as number ``server``."""
+        world, contributors = context.world, context.contributors
+        plain = contributors == Contributors.all_ranks(world.world_size)
+        members, divisor = (None, None) if plain else (contributors.members, contributors.divisor)
+        return cls(world.rank, world.world_size, server, context.control_address, members, divisor)
+
+    @property
+    def contributors(self) -> Contributors:
+        plain = Contributors.all_ranks(self.world_size)
+        return Contributors(self.members or plain.members, self.divisor or plain.divisor)
 
     @property
     def member(self) -> int:

@@ -10,9 +10,8 @@ from ....core.errors import CommschedError, ConfigError, ProtocolError, Transpor
 from ....net.rpc import Call, DaemonExecutor, Unproven, bind, job_of, make_channel, make_server
 from ...averaging.contributions import PartitionKey
 from .frame import MAX_MESSAGE_BYTES, Frame, FrameKind, decode, encode
-from .rate_limiter import RateLimiter
 from .send_queue import SendQueue
-from .stream import Allocate, Stream, StreamBroken
+from .stream import Allocate, Stream, StreamBroken, StreamOptions
 
 #: The one method of a parameter server.
 METHOD = "/commsched.ps/Exchange"
@@ -21,13 +20,13 @@ METHOD = "/commsched.ps/Exchange"
 class GrpcStream:
     """See ``WorkerStream``. gRPC does not report when bytes have left, so the server acknowledges each push."""
 
-    def __init__(self, peer: str, address: str, token: str, job: str, outbox: SendQueue, fail_after_seconds: float) -> None:
+    def __init__(self, peer: str, address: str, options: StreamOptions, job: str) -> None:
         self.peer = peer
-        self.outbox = outbox
+        self.outbox = SendQueue(options.rate_limiter)
         self._unacknowledged: dict[PartitionKey, Callable[[], None]] = {}
-        self._channel = make_channel(address, fail_after_seconds, MAX_MESSAGE_BYTES)
+        self._channel = make_channel(address, options.fail_after_seconds, MAX_MESSAGE_BYTES)
         # wait_for_ready: gRPC tries again while the server is not up, until ``close``.
-        self._call = Call(self._channel, METHOD, self._requests(), token, job, wait_for_ready=True)
+        self._call = Call(self._channel, METHOD, self._requests(), options.token, job, wait_for_ready=True)
 
     def frames(self, place: Allocate) -> Iterator[Frame]:
         try:
@@ -78,16 +77,16 @@ _GRACE_SECONDS = 1.0
 class GrpcPort:
     """See ``Port``. gRPC sends in one thread for each stream, and a thread of ours receives for each stream."""
 
-    def __init__(self, address: str, token: str, pacer: RateLimiter | None, fail_after_seconds: float) -> None:
-        self._pacer = pacer
+    def __init__(self, address: str, options: StreamOptions) -> None:
+        self._rate_limiter = options.rate_limiter
         self._executor = DaemonExecutor("commsched-ps")
         self._readers = DaemonExecutor("commsched-ps-reader")
-        self._server = make_server(self._executor, token, fail_after_seconds, MAX_MESSAGE_BYTES)
+        self._server = make_server(self._executor, options.token, options.fail_after_seconds, MAX_MESSAGE_BYTES)
         self.address = f"{address.rpartition(':')[0]}:{bind(self._server, address)}"
 
     def serve(self, handle: Callable[[Stream, str], None]) -> None:
         def exchange(requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
-            stream = _ServerStream(context.peer(), SendQueue(self._pacer), requests)
+            stream = _ServerStream(context.peer(), SendQueue(self._rate_limiter), requests)
             if context.add_callback(stream.outbox.abort):
                 self._readers.submit(handle, stream, job_of(context))
             else:

@@ -9,8 +9,9 @@ from typing import Protocol
 from ....core.errors import CommschedError
 from ....core.interfaces import OnFailure
 from .frame import WorkerHello
-from .rate_limiter import RateLimiter
+from .service import ServiceContext
 from .shard import Shard
+from .stream import StreamOptions
 
 
 class Membership(Protocol):
@@ -26,27 +27,17 @@ class Membership(Protocol):
 Join = Callable[[WorkerHello, str, OnFailure], Membership]
 
 
-def serve_shard(
-    address: str,
-    token: str,
-    *,
-    join: Join,
-    announce: Callable[[str], None],
-    lane: str = "tcp",
-    rate_bytes_per_second: float | None = None,
-    fail_after_seconds: float = 10.0,
-) -> int:
+def serve_shard(address: str, options: StreamOptions, *, join: Join, announce: Callable[[str], None]) -> int:
     """Serve one job at ``address`` and return 0 when every worker has said goodbye.
 
     ``announce`` is called with the bound address, before any worker has connected. The server waits for the first worker
     without limit, and takes the world size from that worker's hello. Workers are welcomed once the server is in the control
-    channel, which then watches the server.
+    channel, which then watches the server. ``options`` are closed at the end.
 
     Raises:
         ConfigError: the server cannot listen at the address, or the token is empty.
         CommschedError: the job failed; every worker that is still connected gets the same error.
     """
-    pacer = RateLimiter(rate_bytes_per_second) if rate_bytes_per_second is not None else None
     job = _Job()
     shard = None
     membership: Membership | None = None
@@ -60,17 +51,8 @@ def serve_shard(
             job.fail(error)
 
     try:
-        shard = Shard(
-            address,
-            token,
-            None,
-            lane=lane,
-            on_failure=on_failure,
-            pacer=pacer,
-            fail_after_seconds=fail_after_seconds,
-            on_first_hello=job.join,
-            on_all_left=job.end,
-        )
+        context = ServiceContext("the server", on_failure, on_first_hello=job.join, on_all_left=job.end)
+        shard = Shard(address, options, context)
         announce(shard.address)
         hello = job.wait_for_hello()
         membership = join(hello, shard.service.job, job.fail)
@@ -83,7 +65,7 @@ def serve_shard(
         raise
     finally:
         job.joined()  # ``_Job.join`` must not wait any more, whatever happened
-        for part in (shard, pacer, membership):
+        for part in (shard, options, membership):
             if part is not None:
                 part.close()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from ....core.errors import CommschedError, ConfigError, PeerLost, ProtocolError, TransportError, to_record
@@ -13,6 +13,7 @@ from ....core.manifest import Manifest
 from ....net.rpc import called
 from ...averaging.aggregator import Aggregator
 from ...averaging.contributions import Reply
+from ...context import Contributors
 from .frame import RAW, Damaged, Frame, FrameKind, WorkerHello, json_frame
 from .push_priority import PushPriority
 from .stream import Stream, StreamBroken
@@ -33,46 +34,44 @@ class _Worker:
         return self.stream.peer if self.rank is None else f"rank {self.member} ({self.stream.peer})"
 
 
-class Service:
-    """Serves one job: accepts one stream per rank, and fails as a whole when one of them breaks.
+@dataclass(frozen=True, slots=True)
+class ServiceContext:
+    """The arguments of a service.
 
-    Args:
+    Attributes:
         name: the name of this server in messages.
-        world_size: the number of ranks; ``None`` means that the first hello gives it, together with ``members`` and
-            ``divisor``.
         on_failure: called with the first failure, from any thread.
+        contributors: ``None`` means that the first hello gives them.
+        job: the job's name; ``None`` means the job of the first worker.
         on_first_hello: called once, with the first hello, by the thread of its stream. No hello is answered before it returns.
         on_all_left: called when every rank has said goodbye.
-        members, divisor: see ``Aggregator``.
-        job: the job's name; ``None`` means the job of the first worker.
     """
 
-    def __init__(
-        self,
-        name: str,
-        world_size: int | None,
-        on_failure: OnFailure,
-        on_first_hello: Callable[[WorkerHello], None] = lambda hello: None,
-        on_all_left: Callable[[], None] = lambda: None,
-        members: Sequence[int] | None = None,
-        divisor: int | None = None,
-        job: str | None = None,
-    ) -> None:
+    name: str
+    on_failure: OnFailure
+    contributors: Contributors | None = None
+    job: str | None = None
+    on_first_hello: Callable[[WorkerHello], None] = lambda hello: None
+    on_all_left: Callable[[], None] = lambda: None
+
+
+class Service:
+    """Serves one job: accepts one stream per rank, and fails as a whole when one of them breaks."""
+
+    def __init__(self, context: ServiceContext) -> None:
         #: Taken by the pushes of a rank in the same process; replies of this server give way to them.
         self.right_of_way = PushPriority()
-        self._name = name
-        self._on_failure = on_failure
-        self._on_first_hello = on_first_hello
-        self._on_all_left = on_all_left
+        self._context = context
+        self._name = context.name
         self._lock = threading.Lock()
         self._welcoming = threading.Event()  # set when hellos are answered
-        self._aggregator = None if world_size is None else Aggregator(world_size, self.fail, members, divisor)
+        self._aggregator = None if context.contributors is None else Aggregator(context.contributors, self.fail)
         self._workers: list[_Worker] = []
         self._greeted: dict[int, WorkerHello] = {}  # by rank, of the ranks that have or had a stream
         self._left: set[int] = set()
         self._failure: CommschedError | None = None
         self._closed = False
-        self._job = job
+        self._job = context.job
 
     @property
     def aggregator(self) -> Aggregator:
@@ -123,7 +122,7 @@ class Service:
         self._welcoming.set()
         for worker in workers:
             _refuse(worker, error)
-        self._on_failure(error)
+        self._context.on_failure(error)
 
     def close(self) -> None:
         """End every stream in good order. Idempotent. Callable from any thread, also from a stream's own."""
@@ -188,7 +187,7 @@ class Service:
 
     def _rank_in(self, frame: Frame) -> int:
         rank = frame.json()
-        if type(rank) is not int or not 0 <= rank < self.aggregator.world_size:
+        if type(rank) is not int or not 0 <= rank < self.aggregator.contributors.world_size:
             raise ProtocolError(f"{str(rank)[:20]!r} is not a rank")
         return rank
 
@@ -200,23 +199,24 @@ class Service:
                 raise ConfigError(f"rank {hello.member} is of {called(worker.job)}; this server serves {called(self._job)}")
             first = not self._greeted
             if self._aggregator is None:
-                self._aggregator = Aggregator(hello.world_size, self.fail, hello.members, hello.divisor)
-            aggregator, world_size = self._aggregator, self._aggregator.world_size
-            if hello.world_size != world_size:
-                raise ConfigError(f"rank {hello.member} says there are {hello.world_size} ranks; this job has {world_size}")
-            asked = (hello.members or tuple(range(world_size)), hello.divisor or world_size)
-            if asked != (aggregator.members, aggregator.divisor):
+                self._aggregator = Aggregator(hello.contributors, self.fail)
+            asked, known = hello.contributors, self._aggregator.contributors
+            if asked.world_size != known.world_size:
                 raise ConfigError(
-                    f"rank {hello.member} says that the members are {asked[0]} of {asked[1]}; they are {aggregator.members} "
-                    f"of {aggregator.divisor}"
+                    f"rank {hello.member} says there are {asked.world_size} ranks; this job has {known.world_size}"
+                )
+            if asked != known:
+                raise ConfigError(
+                    f"rank {hello.member} says that the members are {asked.members} of {asked.divisor}; they are "
+                    f"{known.members} of {known.divisor}"
                 )
             if hello.rank in self._greeted:
                 raise ConfigError(_greeted_twice(self._greeted[hello.rank], hello))
             self._greeted[hello.rank] = hello
             self._job = worker.job
-            worker.rank, worker.member = hello.rank, aggregator.members[hello.rank]
+            worker.rank, worker.member = hello.rank, hello.member
         if first:
-            self._on_first_hello(hello)
+            self._context.on_first_hello(hello)
             self._welcoming.set()
         self._welcoming.wait()
         worker.stream.outbox.put_control(json_frame(FrameKind.HELLO, {}))
@@ -225,9 +225,9 @@ class Service:
         self.aggregator.leave(rank)
         with self._lock:
             self._left.add(rank)
-            all_left = len(self._left) == self.aggregator.world_size
+            all_left = len(self._left) == self.aggregator.contributors.world_size
         if all_left:
-            self._on_all_left()
+            self._context.on_all_left()
 
 
 def _greeted_twice(earlier: WorkerHello, hello: WorkerHello) -> str:

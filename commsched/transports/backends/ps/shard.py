@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from dataclasses import replace
 
-from ....core.interfaces import OnFailure
-from .carriers import open_port
-from .frame import WorkerHello
-from .rate_limiter import RateLimiter
-from .service import Service
+from .service import Service, ServiceContext
+from .stream import StreamOptions, open_port
 
 
 class Shard:
@@ -16,41 +13,19 @@ class Shard:
 
     Args:
         address: ``host:port`` to listen at; port 0 means any free port.
-        token: the job's secret, which every connecting process must prove.
-        world_size, on_failure, on_first_hello, on_all_left, members, divisor, job: see :class:`Service`.
-        lane: the carrier of messages, ``tcp`` or ``grpc`` (see ``carriers``); the same as the workers'.
-        name: the name of this server in messages; the address is added.
-        pacer: caps the rate of sending, if given.
-        fail_after_seconds: bounds how long a frozen connection lives; the same for all processes of a job.
+        options: the options of its streams; the lane is the same as the workers'.
+        context: the arguments of the service. The address is added to the name.
 
     Raises:
         ConfigError: the shard cannot listen at the address, or the token is empty.
     """
 
-    def __init__(
-        self,
-        address: str,
-        token: str,
-        world_size: int | None,
-        *,
-        lane: str = "tcp",
-        on_failure: OnFailure,
-        name: str = "the server",
-        pacer: RateLimiter | None = None,
-        fail_after_seconds: float = 10.0,
-        on_first_hello: Callable[[WorkerHello], None] = lambda hello: None,
-        on_all_left: Callable[[], None] = lambda: None,
-        members: Sequence[int] | None = None,
-        divisor: int | None = None,
-        job: str | None = None,
-    ) -> None:
-        self._port = open_port(lane, address, token, pacer, fail_after_seconds)
+    def __init__(self, address: str, options: StreamOptions, context: ServiceContext) -> None:
+        self._port = open_port(address, options)
         #: ``host:port`` as bound.
         self.address = self._port.address
         #: Handles the messages of this server. A rank in the same process calls it directly.
-        self.service = Service(
-            f"{name} at {self.address}", world_size, on_failure, on_first_hello, on_all_left, members, divisor, job
-        )
+        self.service = Service(replace(context, name=f"{context.name} at {self.address}"))
         self._port.serve(self.service.serve)
 
     def close(self, graceful: bool = True) -> None:

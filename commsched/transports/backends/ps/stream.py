@@ -1,12 +1,43 @@
-"""Streams of frames between workers and shards, over gRPC or TCP."""
+"""Streams of frames between workers and shards, and the carriers by which they go."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Protocol
 
+from ....settings import Settings
 from .frame import Frame
+from .rate_limiter import RateLimiter
 from .send_queue import SendQueue
+
+
+@dataclass(frozen=True, slots=True)
+class StreamOptions:
+    """The options of all streams of a process. All processes of a job have the same, except for the rate.
+
+    Attributes:
+        token: the job's secret, which every connecting process must prove.
+        lane: the carrier of messages, ``tcp`` or ``grpc``.
+        fail_after_seconds: bounds how long a frozen connection lives.
+        rate_limiter: caps the rate of sending of all streams of the process, if given. Closed with the options.
+    """
+
+    token: str
+    lane: str = "tcp"
+    fail_after_seconds: float = 10.0
+    rate_limiter: RateLimiter | None = None
+
+    @classmethod
+    def of(cls, settings: Settings, token: str) -> StreamOptions:
+        limiter = RateLimiter(settings.rate) if settings.rate is not None else None
+        return cls(token, settings.lane, settings.fail_after, limiter)
+
+    def close(self) -> None:
+        """End the rate limiter. Idempotent."""
+        if self.rate_limiter is not None:
+            self.rate_limiter.close()
+
 
 #: Returns the memory for the payload of a push or result, given the message without its payload. It is called before a byte of
 #: the payload is read, so that a message out of turn or out of range takes no memory and overwrites none. Raises ProtocolError.
@@ -64,3 +95,34 @@ class Port(Protocol):
     def close(self, graceful: bool) -> None:
         """Release the port, all connections and threads. If ``graceful``, streams may take a moment to end. Idempotent."""
         ...
+
+
+def open_stream(peer: str, address: str, options: StreamOptions, job: str) -> WorkerStream:
+    """Return a worker's end of a stream to the server at ``address``. It connects when its ``frames`` are iterated.
+
+    Args:
+        peer: the name of the server in messages, such as ``server 1 at 10.0.0.7:4242``.
+        job: the job's name, which the worker proves with the token.
+    """
+    if options.lane == "grpc":
+        from .grpc_lane import GrpcStream
+
+        return GrpcStream(peer, address, options, job)
+    from .tcp_stream import TcpStream
+
+    return TcpStream(peer, address, options, job)
+
+
+def open_port(address: str, options: StreamOptions) -> Port:
+    """Return a server's port at ``address``, which is ``host:port``. Port 0 means any free port.
+
+    Raises:
+        ConfigError: the server cannot listen at the address, or the token is empty.
+    """
+    if options.lane == "grpc":
+        from .grpc_lane import GrpcPort
+
+        return GrpcPort(address, options)
+    from .tcp_port import TcpPort
+
+    return TcpPort(address, options)

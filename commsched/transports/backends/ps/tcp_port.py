@@ -12,9 +12,8 @@ from time import monotonic
 
 from ....core.errors import ConfigError
 from ....net.rpc import DaemonExecutor, listen
-from .rate_limiter import RateLimiter
 from .send_queue import SendQueue
-from .stream import Stream
+from .stream import Stream, StreamOptions
 from .tcp_connection import TcpConnection
 from .tcp_handshake import HandshakeRejected, server_handshake
 
@@ -34,12 +33,10 @@ _WARN_EVERY_SECONDS = 10.0
 class TcpPort:
     """See ``Port``. One thread accepts. Each connection has one thread that receives and one that sends."""
 
-    def __init__(self, address: str, token: str, pacer: RateLimiter | None, fail_after_seconds: float) -> None:
-        if not token:
+    def __init__(self, address: str, options: StreamOptions) -> None:
+        if not options.token:
             raise ConfigError("the job's token is empty; set the same COMMSCHED_TOKEN on every rank")
-        self._token = token
-        self._pacer = pacer
-        self._fail_after_seconds = fail_after_seconds
+        self._options = options
         self._listening = listen(address)
         self.address = f"{address.rpartition(':')[0]}:{self._listening.getsockname()[1]}"
         self._executor = DaemonExecutor("commsched-ps")
@@ -117,7 +114,7 @@ class TcpPort:
 
     def _meet(self, accepted: socket.socket, peer: str, handle: Callable[[Stream, str], None]) -> None:
         try:
-            job = server_handshake(accepted, self._token, _HANDSHAKE_SECONDS, lambda: self._proven(accepted))
+            job = server_handshake(accepted, self._options.token, _HANDSHAKE_SECONDS, lambda: self._proven(accepted))
             self._serve(accepted, peer, job, handle)
         except HandshakeRejected as stranger:
             self._warn(peer, stranger)
@@ -132,9 +129,9 @@ class TcpPort:
             self._open[accepted] = None
 
     def _serve(self, accepted: socket.socket, peer: str, job: str, handle: Callable[[Stream, str], None]) -> None:
-        outbox = SendQueue(self._pacer)
+        outbox = SendQueue(self._options.rate_limiter)
         try:
-            connection = TcpConnection(accepted, peer, outbox, "commsched-ps-sender", self._fail_after_seconds)
+            connection = TcpConnection(accepted, peer, outbox, "commsched-ps-sender", self._options.fail_after_seconds)
         except (OSError, RuntimeError) as error:  # the system lacks a resource, for example a thread
             return log.warning("%s cannot serve %s: %s", self.address, peer, error)
         try:

@@ -10,7 +10,7 @@ from typing import Any
 
 from .frame import Frame
 from .send_queue import SendQueue
-from .stream import Allocate, StreamBroken
+from .stream import Allocate, StreamBroken, StreamOptions
 from .tcp_connection import TcpConnection
 from .tcp_handshake import client_handshake
 
@@ -22,13 +22,12 @@ _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.05, 1.0
 class TcpStream:
     """See ``WorkerStream``."""
 
-    def __init__(self, peer: str, address: str, token: str, job: str, outbox: SendQueue, fail_after_seconds: float) -> None:
+    def __init__(self, peer: str, address: str, options: StreamOptions, job: str) -> None:
         self.peer = peer
-        self.outbox = outbox
+        self.outbox = SendQueue(options.rate_limiter)
         self._address = address
-        self._token = token
+        self._options = options
         self._job = job
-        self._fail_after_seconds = fail_after_seconds
         self._lock = threading.Lock()
         self._aborted = threading.Event()
         self._socket: socket.socket | None = None  # shut down by ``abort``; closed by the receiving thread only
@@ -39,7 +38,7 @@ class TcpStream:
         if connected is None:
             return
         name = f"{threading.current_thread().name}-sender"
-        self._connection = TcpConnection(connected, self.peer, self.outbox, name, self._fail_after_seconds)
+        self._connection = TcpConnection(connected, self.peer, self.outbox, name, self._options.fail_after_seconds)
         yield from self._connection.frames(place)
 
     def abort(self) -> None:
@@ -88,7 +87,7 @@ class TcpStream:
                     return None
                 connecting.settimeout(_ATTEMPT_SECONDS)
                 connecting.connect(address)
-                client_handshake(connecting, self.peer, self._token, self._job, _ATTEMPT_SECONDS)
+                client_handshake(connecting, self.peer, self._options.token, self._job, _ATTEMPT_SECONDS)
             except (OSError, StreamBroken):
                 return None
             undo.pop_all()

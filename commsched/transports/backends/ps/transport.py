@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from time import monotonic
@@ -10,18 +10,17 @@ from time import monotonic
 import numpy as np
 
 from ....core.errors import ClosedError, CommschedError, ConfigError, PeerLost, ProtocolError
-from ....core.interfaces import Completion, OnFailure, Transport
+from ....core.interfaces import Completion, Transport
 from ....core.manifest import Manifest
 from ....core.plan import place
 from ....core.task import CommTask
 from ...averaging.contributions import PartitionKey
-from .carriers import open_stream
+from ...context import TransportContext
 from .frame import Frame, WorkerHello
 from .lane import Lane, OwnLane
-from .rate_limiter import RateLimiter
 from .remote_lane import RemoteLane
-from .send_queue import SendQueue
 from .shard import Shard
+from .stream import StreamOptions, open_stream
 
 
 @dataclass(slots=True, eq=False)
@@ -40,19 +39,11 @@ class PsTransport(Transport):
     index ``rank`` is that shard in this process, and is reached without a socket.
 
     Args:
+        context: the transport's arguments. A server that is lost or breaks the protocol is reported to ``on_failure``. A server
+            may take ``settings.join_within`` to come up. A server of another job refuses this rank.
+        options: the options of the streams; the same object that ``own_shard`` uses. Closed with the transport.
         servers: ``host:port`` of every server, in the same order on all ranks.
-        token: the job's secret.
-        lane: the carrier of messages, ``tcp`` or ``grpc`` (see ``carriers``); the same as the servers'.
-        on_failure: called when a server is lost or breaks the protocol, from any thread.
         own_shard: this rank's shard, if every rank hosts one. Closed with the transport.
-        pacer: caps the rate of sending; the same object that ``own_shard`` uses. Closed with the transport.
-        control_address: the address of rank 0's control channel, for servers that no rank started.
-        fail_after_seconds: bounds how long a frozen connection lives; the same for all processes of a job.
-        connect_within_seconds: how long a server may take to come up.
-        when_failed, could_not_start: see ``TransportContext``.
-        job: the job's name; a server of another job refuses this rank.
-        members, divisor: see ``TransportContext``; the same as those of ``own_shard``. ``None`` means that the transport's
-            ranks are the ranks of the job.
 
     Raises:
         PeerTimeout: a server did not answer in time; names the server.
@@ -61,58 +52,40 @@ class PsTransport(Transport):
     """
 
     def __init__(
-        self,
-        rank: int,
-        world_size: int,
-        servers: Sequence[str],
-        token: str,
-        *,
-        lane: str = "tcp",
-        on_failure: OnFailure,
-        own_shard: Shard | None = None,
-        pacer: RateLimiter | None = None,
-        control_address: str | None = None,
-        fail_after_seconds: float = 10.0,
-        connect_within_seconds: float = 60.0,
-        when_failed: Callable[[OnFailure], None] = lambda callback: None,
-        members: Sequence[int] | None = None,
-        divisor: int | None = None,
-        job: str = "",
-        could_not_start: Callable[[BaseException], object] = lambda error: None,
+        self, context: TransportContext, options: StreamOptions, servers: Sequence[str], own_shard: Shard | None = None
     ) -> None:
-        self.rank = rank
-        self.world_size = world_size
-        self._on_failure = on_failure
+        self.rank = context.world.rank
+        self.world_size = context.world.world_size
+        self._on_failure = context.on_failure
         self._own_shard = own_shard
-        self._pacer = pacer
-        # Without a pacer, replies give way to pushes. A pacer orders everything that this process sends by itself.
-        self._way = own_shard.service.right_of_way if own_shard is not None and pacer is None else None
+        self._options = options
+        # Without a rate limiter, replies give way to pushes. It orders everything that this process sends by itself.
+        self._way = own_shard.service.right_of_way if own_shard is not None and options.rate_limiter is None else None
         self._closed = False
         # Single operations on a dict are atomic; the dispatcher adds a key, and the reader of its lane removes it.
         self._pending: dict[PartitionKey, _Started] = {}
         self._manifests: dict[int, Manifest] = {}  # for messages
         self._peers = [
-            f"rank {members[k] if members else k}'s shard at {a}" if own_shard else f"server {k} at {a}"
-            for k, a in enumerate(servers)
+            f"rank {context.contributors.members[index]}'s shard at {address}" if own_shard else f"server {index} at {address}"
+            for index, address in enumerate(servers)
         ]
         self._lanes: list[Lane] = []
         connecting: list[RemoteLane] = []
         try:
             for index, address in enumerate(servers):
-                if own_shard is not None and index == rank:
-                    self._lanes.append(OwnLane(rank, own_shard.service, self))
+                if own_shard is not None and index == self.rank:
+                    self._lanes.append(OwnLane(self.rank, own_shard.service, self))
                     continue
-                hello = WorkerHello(rank, world_size, index, control_address, tuple(members) if members else None, divisor)
-                stream = open_stream(lane, self._peers[index], address, token, job, SendQueue(pacer), fail_after_seconds)
-                connecting.append(RemoteLane(stream, hello, self))
+                stream = open_stream(self._peers[index], address, options, context.job)
+                connecting.append(RemoteLane(stream, WorkerHello.of(context, index), self))
                 self._lanes.append(connecting[-1])
             # If another rank fails, the server that this rank waits for may never come.
-            when_failed(partial(_give_up, connecting))
-            deadline = monotonic() + connect_within_seconds
+            context.when_failed(partial(_give_up, connecting))
+            deadline = monotonic() + context.settings.join_within
             for remote in connecting:
                 remote.wait_connected(max(0.0, deadline - monotonic()))
         except BaseException as error:
-            could_not_start(error)  # else the connected servers would report first that this rank is gone
+            context.could_not_start(error)  # else the connected servers would report first that this rank is gone
             self.close(graceful=False)
             raise
 
@@ -161,8 +134,7 @@ class PsTransport(Transport):
             lane.close(graceful)
         if self._own_shard is not None:
             self._own_shard.close(graceful)
-        if self._pacer is not None:
-            self._pacer.close()
+        self._options.close()
         self._pending.clear()
 
     # --- LaneListener ---

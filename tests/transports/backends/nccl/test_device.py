@@ -13,6 +13,7 @@ from commsched.core.task import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER  # noqa: 
 from commsched.transports.backends.nccl.nccl_group import NcclGroup  # noqa: E402
 from commsched.transports.backends.nccl.transport import NcclTransport  # noqa: E402
 
+from ...worlds import a_context  # noqa: E402
 from .test_transport import Done, make_task  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
@@ -25,7 +26,7 @@ def transport():
     device = torch.device("cuda", torch.cuda.current_device())
     group = NcclGroup(torch.distributed.HashStore(), 0, 1, device, timedelta(seconds=60))
     failures: list[Exception] = []
-    transport = NcclTransport(0, 1, group, failures.append, lambda callback: None)
+    transport = NcclTransport(a_context(0, 1, failures.append), group)
     transport.add_group(0, Manifest((TensorSpec("weight", (1000,), "float32"),)))
     yield transport
     transport.close()
@@ -51,7 +52,7 @@ def test_an_average_over_seven_ranks_is_rounded_once(dtype: str, largest: int) -
     """1/7 is not exact: a product with it is not the quotient of every second number. The sum is that of one rank."""
     device = torch.device("cuda", torch.cuda.current_device())
     group = NcclGroup(torch.distributed.HashStore(), 0, 1, device, timedelta(seconds=60))
-    transport = NcclTransport(0, 7, group, pytest.fail, lambda callback: None)
+    transport = NcclTransport(a_context(0, 7, pytest.fail), group)
     transport.add_group(0, Manifest((TensorSpec("weight", (1000,), "float32"),)))
     expected = torch.arange(1, largest // 7, device=device).to(getattr(torch, dtype))
     values = expected * 7  # exact

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -22,6 +23,7 @@ from commsched.testing.check_transport import check_transport  # noqa: E402
 from commsched.transports.backends.nccl.transport import NcclTransport  # noqa: E402
 from commsched.transports.collective.deferred_failure import DeferredFailure  # noqa: E402
 
+from ...worlds import a_context  # noqa: E402
 from .memory_group import MemoryGroup, MemoryNetwork  # noqa: E402
 
 
@@ -38,7 +40,7 @@ class OverHost(NcclTransport):
 def memory_world(listeners: Sequence[OnFailure]) -> Iterator[Sequence[Transport]]:
     network = MemoryNetwork(len(listeners))
     transports = [
-        OverHost(rank, len(listeners), MemoryGroup(network, rank), on_failure, lambda callback: None)
+        OverHost(a_context(rank, len(listeners), on_failure), MemoryGroup(network, rank))
         for rank, on_failure in enumerate(listeners)
     ]
     try:
@@ -115,7 +117,7 @@ def make_task(dtype: str, numel: int, verb: str = ALL_REDUCE, sequence: int = 0,
 def opened():
     """A transport over :class:`Alone`, its device, and what it told as failures."""
     device, failures, listeners = Alone(), [], []
-    transport = NcclTransport(0, 2, device, failures.append, listeners.append)
+    transport = NcclTransport(replace(a_context(0, 2, failures.append), when_failed=listeners.append), device)
     for group, dtype in enumerate(["float32"]):
         transport.add_group(group, Manifest((TensorSpec("weight", (1000,), dtype),)))
     yield transport, device, failures
@@ -205,7 +207,7 @@ def failure_of(monkeypatch: pytest.MonkeyPatch, prepare) -> CommschedError:
         failures.append(error)
         told.set()
 
-    transport = NcclTransport(1, 2, device, on_failure, lambda callback: None)
+    transport = NcclTransport(a_context(1, 2, on_failure), device)
     transport.add_group(0, Manifest((TensorSpec("weight", (1000,), "float32"),)))
     prepare(device)
     done = Done()
@@ -243,7 +245,7 @@ def test_a_launch_that_raises_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_close_is_graceful_when_nothing_is_launched_and_aborts_else() -> None:
     for graceful, how in ((True, "closed"), (False, "aborted")):
         device = Alone()
-        transport = NcclTransport(0, 2, device, lambda error: None, lambda callback: None)
+        transport = NcclTransport(a_context(0, 2, lambda error: None), device)
         transport.add_group(0, Manifest((TensorSpec("weight", (1000,), "float32"),)))
         transport.close(graceful)
         transport.close(graceful)

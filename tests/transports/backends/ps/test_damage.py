@@ -11,9 +11,8 @@ import pytest
 
 from commsched.core.errors import ProtocolError, TransportError
 from commsched.transports.backends.ps.frame import MAGIC, VERSION, FrameKind
-from commsched.transports.backends.ps.shard import Shard
 
-from ...worlds import TOKEN
+from ...worlds import a_shard
 from .test_transport import MANIFEST, Ended, Failures, connect, make_task
 
 #: What the worker pushes, and so what the average is too.
@@ -69,7 +68,7 @@ class Relay:
 def one_push(lane: str, to: str, found: bytes, at: int):
     """A worker's push in step 7 over a relay: what the server's first failure is, and the worker's; and the task's data."""
     failures = Failures(), Failures()
-    shard = Shard("127.0.0.1:0", TOKEN, None, lane=lane, on_failure=failures[0], name="the server")
+    shard = a_shard(None, failures[0], lane=lane)
     with closing(Relay(shard.address, to, found, at)) as relay:
         transport = connect(relay.address, lane, failures[1])
         transport.add_group(0, MANIFEST)

@@ -12,10 +12,9 @@ from commsched.core.manifest import Manifest, TensorSpec
 from commsched.core.plan import cut
 from commsched.transports.backends.ps.push_priority import PushPriority
 from commsched.transports.backends.ps.service import Service
-from commsched.transports.backends.ps.shard import Shard
 from commsched.transports.backends.ps.transport import PsTransport
 
-from ...worlds import TOKEN
+from ...worlds import a_context, a_shard, open_ps
 
 MANIFEST = Manifest(tuple(TensorSpec(f"layer{index}", (16,), "uint8") for index in range(4)))
 BACKWARD = (3, 2, 1, 0)
@@ -34,8 +33,8 @@ class Watched:
             (PsTransport, "on_result", self.averaged, lambda server, frame: frame.partition),
         ):
             monkeypatch.setattr(owner, name, self._noting(getattr(owner, name), queue, partition))
-        self._shard = Shard("127.0.0.1:0", TOKEN, 1, lane=lane, on_failure=pytest.fail)
-        self._transport = PsTransport(0, 1, [self._shard.address], TOKEN, lane=lane, on_failure=pytest.fail)
+        self._shard = a_shard(1, pytest.fail, lane=lane)
+        self._transport = open_ps(a_context(0, 1, pytest.fail, lane=lane), [self._shard.address])
         self._core = Core(self._transport, SchedulerConfig(16, 1000, policy))
         self.group = self._core.add_group(cut(MANIFEST, 16), {"uint8": memoryview(bytearray(64))})
         #: While one is taken, pushes or replies wait in their outbox.

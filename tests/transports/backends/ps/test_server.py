@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,9 +18,10 @@ from commsched.core.interfaces import OnFailure
 from commsched.core.manifest import Manifest, TensorSpec
 from commsched.transports.backends.ps.frame import WorkerHello
 from commsched.transports.backends.ps.server import serve_shard
+from commsched.transports.backends.ps.stream import StreamOptions
 from commsched.transports.backends.ps.transport import PsTransport
 
-from ...worlds import TOKEN
+from ...worlds import TOKEN, a_context, open_ps
 from .test_transport import Ended, Failures, make_task
 
 MANIFEST = Manifest((TensorSpec("weight", (256,), "float32"),))
@@ -45,7 +47,7 @@ class Server:
     """``serve_shard`` in a thread; ``outcome`` is the code it returned or the error it raised."""
 
     def __init__(self, join: Callable[[WorkerHello, str, OnFailure], FakeMembership] | None = None, lane: str = "tcp") -> None:
-        self._lane = lane
+        self._options = StreamOptions(TOKEN, lane)
         self.membership = FakeMembership()
         self.joined: queue.SimpleQueue[tuple[WorkerHello, OnFailure]] = queue.SimpleQueue()
         self._join = join or self._accept
@@ -62,7 +64,7 @@ class Server:
 
     def _serve(self, announce: Callable[[str], None]) -> None:
         try:
-            self._outcome.put(serve_shard("127.0.0.1:0", TOKEN, lane=self._lane, join=self._join, announce=announce))
+            self._outcome.put(serve_shard("127.0.0.1:0", self._options, join=self._join, announce=announce))
         except CommschedError as error:
             self._outcome.put(error)
 
@@ -77,16 +79,8 @@ class Server:
 
 
 def connect(address: str, rank: int, on_failure: OnFailure, world_size: int = 2, lane: str = "tcp") -> PsTransport:
-    transport = PsTransport(
-        rank,
-        world_size,
-        [address],
-        TOKEN,
-        lane=lane,
-        on_failure=on_failure,
-        control_address="h:1",
-        connect_within_seconds=20.0,
-    )
+    context = a_context(rank, world_size, on_failure, lane=lane, join_within=20.0)
+    transport = open_ps(replace(context, control_address="h:1"), [address])
     transport.add_group(0, MANIFEST)
     return transport
 
@@ -130,7 +124,7 @@ def test_a_control_channel_that_cannot_be_joined_ends_the_server_and_reaches_its
 def test_a_taken_port_is_one_clear_line():
     server = Server()
     with pytest.raises(ConfigError, match=f"cannot listen at {server.address}: the port is taken"):
-        serve_shard(server.address, TOKEN, join=server._accept, announce=pytest.fail)
+        serve_shard(server.address, StreamOptions(TOKEN), join=server._accept, announce=pytest.fail)
     transport = connect(server.address, 0, pytest.fail, world_size=1)
     transport.close()
     assert server.outcome() == 0
@@ -154,18 +148,26 @@ def kill(process: subprocess.Popen[str]) -> None:
 SERVER = """
 import sys
 from commsched.transports.backends.ps.server import serve_shard
+from commsched.transports.backends.ps.stream import StreamOptions
+from commsched.transports.backends.ps.stream import StreamOptions
 class Membership:
     def report(self, error): pass
     def close(self): pass
 join = lambda hello, job, on_failure: Membership()
-serve_shard("127.0.0.1:0", sys.argv[1], lane=sys.argv[2], join=join, announce=lambda a: print(a, flush=True))
+options = StreamOptions(sys.argv[1], sys.argv[2])
+serve_shard("127.0.0.1:0", options, join=join, announce=lambda a: print(a, flush=True))
 """
 
 WORKER = """
 import sys, threading
+from commsched.core.world import World
+from commsched.settings import Settings
+from commsched.transports.backends.ps.stream import StreamOptions
 from commsched.transports.backends.ps.transport import PsTransport
+from commsched.transports.context import TransportContext
 token, address, lane = sys.argv[1:]
-transport = PsTransport(1, 2, [address], token, lane=lane, on_failure=print, control_address="h:1")
+context = TransportContext(World(1, 2), Settings(lane=lane), "127.0.0.1", token, "h:1", list, print, lambda callback: None)
+transport = PsTransport(context, StreamOptions(token, lane), [address])
 print("ready", flush=True)
 threading.Event().wait()
 """

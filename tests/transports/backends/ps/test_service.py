@@ -11,8 +11,9 @@ from commsched.core.errors import CommschedError, ManifestMismatch, PeerLost, Pr
 from commsched.core.manifest import Manifest, TensorSpec
 from commsched.transports.backends.ps.frame import RAW, Frame, FrameKind, WorkerHello, json_frame
 from commsched.transports.backends.ps.send_queue import SendQueue
-from commsched.transports.backends.ps.service import Service
+from commsched.transports.backends.ps.service import Service, ServiceContext
 from commsched.transports.backends.ps.stream import Allocate, StreamBroken
+from commsched.transports.context import Contributors
 
 MANIFEST = Manifest((TensorSpec("embedding", (8,), "float32"),))
 
@@ -74,7 +75,15 @@ class World:
         self.failures: list[CommschedError] = []
         self.hellos: list[WorkerHello] = []
         self.all_left = threading.Event()
-        self.service = Service("server 1", world_size, self.failures.append, self.hellos.append, self.all_left.set)
+        self.service = Service(
+            ServiceContext(
+                "server 1",
+                self.failures.append,
+                None if world_size is None else Contributors.all_ranks(world_size),
+                on_first_hello=self.hellos.append,
+                on_all_left=self.all_left.set,
+            )
+        )
         self.peers: list[Peer] = []
 
     def connect(self, rank: int, world_size: int = 2) -> Peer:
@@ -186,7 +195,7 @@ def test_a_worker_of_another_job_is_refused_and_this_job_goes_on(world, greeting
 
 @pytest.mark.parametrize("told", [None, "A"])
 def test_a_server_takes_workers_of_one_job_only_the_first_if_none_was_said(told):
-    service = Service("server 1", 2, pytest.fail, job=told)
+    service = Service(ServiceContext("server 1", pytest.fail, Contributors.all_ranks(2), job=told))
     mine = Peer(service, job="A")
     mine.send(hello(0))
     assert service.job == "A"
@@ -215,7 +224,7 @@ def test_a_server_takes_workers_of_one_job_only_the_first_if_none_was_said(told)
     ],
 )
 def test_a_host_is_called_by_the_rank_that_leads_it(greeting, why):
-    service = Service("server 1", 2, pytest.fail, members=(4, 6), divisor=5)
+    service = Service(ServiceContext("server 1", pytest.fail, Contributors((4, 6), 5)))
     mine = Peer(service)
     mine.send(json_frame(FrameKind.HELLO, WorkerHello(1, 2, 1, None, (4, 6), 5).to_record()))
     assert the_error(Peer(service).send_last(json_frame(FrameKind.HELLO, greeting.to_record()))) == why

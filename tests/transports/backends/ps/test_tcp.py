@@ -27,14 +27,13 @@ from commsched.transports.backends.ps.frame import (
 )
 from commsched.transports.backends.ps.remote_lane import RemoteLane
 from commsched.transports.backends.ps.send_queue import SendQueue
-from commsched.transports.backends.ps.shard import Shard
-from commsched.transports.backends.ps.stream import StreamBroken
+from commsched.transports.backends.ps.stream import StreamBroken, StreamOptions
 from commsched.transports.backends.ps.tcp_connection import TcpConnection, _require_answers
 from commsched.transports.backends.ps.tcp_handshake import HandshakeRejected, client_handshake, server_handshake
 from commsched.transports.backends.ps.tcp_port import TcpPort
 from commsched.transports.backends.ps.tcp_stream import TcpStream
 
-from ...worlds import TOKEN
+from ...worlds import TOKEN, a_shard
 from .test_transport import MANIFEST, Ended, Failures, connect, make_task
 
 #: More than any test may take.
@@ -56,7 +55,7 @@ def socket_pair():
 def shard():
     """A server of two workers, and its failures."""
     failures = Failures()
-    shard = Shard("127.0.0.1:0", TOKEN, 2, on_failure=failures, name="the server")
+    shard = a_shard(2, failures)
     yield shard, failures
     shard.close()
 
@@ -271,7 +270,7 @@ def test_strangers_are_sent_away_and_the_job_goes_on(shard):
 def test_strangers_that_say_nothing_keep_no_worker_away(monkeypatch, caplog):
     monkeypatch.setattr(tcp_port, "_MAX_HANDSHAKES", 2)
     monkeypatch.setattr(tcp_port, "_HANDSHAKE_SECONDS", NEVER_SECONDS)
-    shard = Shard("127.0.0.1:0", TOKEN, 1, on_failure=pytest.fail)
+    shard = a_shard(1, pytest.fail)
     silent = [dial(shard.address) for _ in range(2)]
     for each in silent:
         assert len(exactly(each, 36)) == 36
@@ -299,7 +298,7 @@ def test_strangers_that_say_nothing_keep_no_worker_away(monkeypatch, caplog):
 def test_room_is_made_by_the_host_that_has_most_handshakes_under_way(monkeypatch):
     monkeypatch.setattr(tcp_port, "_MAX_HANDSHAKES", 3)
     monkeypatch.setattr(tcp_port, "_HANDSHAKE_SECONDS", NEVER_SECONDS)
-    port = TcpPort("127.0.0.1:0", TOKEN, None, 10.0)
+    port = TcpPort("127.0.0.1:0", StreamOptions(TOKEN))
     port.serve(lambda stream, job: pytest.fail("nobody was admitted"))
     host, _, number = port.address.rpartition(":")
 
@@ -317,7 +316,7 @@ def test_room_is_made_by_the_host_that_has_most_handshakes_under_way(monkeypatch
 
 def test_connections_that_have_proved_themselves_are_not_counted_and_not_ended_to_make_room(monkeypatch):
     monkeypatch.setattr(tcp_port, "_MAX_HANDSHAKES", 1)
-    port = TcpPort("127.0.0.1:0", TOKEN, None, 10.0)
+    port = TcpPort("127.0.0.1:0", StreamOptions(TOKEN))
     pairs = [socket.socketpair() for _ in range(4)]
     accepted = [near for near, _ in pairs]
     port._open.update(zip(accepted, (None, None, "strangers", None)))
@@ -338,7 +337,7 @@ def test_connections_that_have_proved_themselves_are_not_counted_and_not_ended_t
 
 def test_who_made_room_while_it_proved_itself_is_not_admitted():
     """It would be told that it was, and then find its connection ended; a handshake that ends is tried again."""
-    port = TcpPort("127.0.0.1:0", TOKEN, None, 10.0)
+    port = TcpPort("127.0.0.1:0", StreamOptions(TOKEN))
     with socket_pair() as (worker, accepted):
         port._open[accepted] = None
 
@@ -356,7 +355,7 @@ def test_who_made_room_while_it_proved_itself_is_not_admitted():
 
 def test_a_connection_for_which_there_is_no_thread_is_sent_away_and_the_next_is_served(monkeypatch, caplog):
     monkeypatch.setattr(tcp_port, "_MAX_HANDSHAKES", 1)
-    port = TcpPort("127.0.0.1:0", TOKEN, None, 10.0)
+    port = TcpPort("127.0.0.1:0", StreamOptions(TOKEN))
     port.serve(lambda stream, job: list(stream.frames(lambda frame: memoryview(b""))))
 
     def out_of_threads(*_: object) -> None:
@@ -374,7 +373,7 @@ def test_a_connection_for_which_there_is_no_thread_is_sent_away_and_the_next_is_
 
 
 def test_a_connection_that_comes_while_the_port_closes_ends_the_accepting_thread():
-    port = TcpPort("127.0.0.1:0", TOKEN, None, 10.0)
+    port = TcpPort("127.0.0.1:0", StreamOptions(TOKEN))
     port.serve(pytest.fail)
     port._executor.shutdown(wait=False)
     with closing(dial(port.address)) as late:
@@ -401,7 +400,7 @@ def test_closing_leaves_neither_thread_nor_socket(monkeypatch):
     for constant in ("_HANDSHAKE_SECONDS", "_GRACE_SECONDS"):
         monkeypatch.setattr(tcp_port, constant, NEVER_SECONDS)
     before = set(threading.enumerate())
-    port = TcpPort("127.0.0.1:0", TOKEN, None, 10.0)
+    port = TcpPort("127.0.0.1:0", StreamOptions(TOKEN))
     port.serve(lambda stream, job: list(stream.frames(lambda frame: memoryview(b""))))
     connected = authenticated(port.address)
     with closing(dial(port.address)) as silent:
@@ -417,18 +416,18 @@ def test_closing_leaves_neither_thread_nor_socket(monkeypatch):
 
 def test_an_empty_token_is_refused():
     with pytest.raises(ConfigError, match="the job's token is empty; set the same COMMSCHED_TOKEN on every rank"):
-        TcpPort("127.0.0.1:0", "", None, 10.0)
+        TcpPort("127.0.0.1:0", StreamOptions(""))
 
 
 @pytest.mark.parametrize("address", ["192.0.2.1:0", "nowhere.invalid:0"])
 def test_an_address_that_is_not_ours_is_one_clear_line(address):
     with pytest.raises(ConfigError, match=f"cannot listen at {address}: "):
-        TcpPort(address, TOKEN, None, 10.0)
+        TcpPort(address, StreamOptions(TOKEN))
 
 
 def test_it_listens_at_ipv6_too():
     try:
-        shard = Shard("[::1]:0", TOKEN, 1, on_failure=pytest.fail)
+        shard = a_shard(1, pytest.fail, address="[::1]:0")
     except ConfigError as error:
         pytest.skip(str(error))
     connect(shard.address, "tcp").close()
@@ -490,7 +489,7 @@ def address_of(listening: socket.socket) -> str:
 
 
 def test_what_does_not_speak_our_protocol_is_one_clear_line():
-    grpc_shard = Shard("127.0.0.1:0", TOKEN, 1, lane="grpc", on_failure=pytest.fail)
+    grpc_shard = a_shard(1, pytest.fail, lane="grpc")
     with pytest.raises(ConfigError) as raised:
         connect(grpc_shard.address, "tcp")
     assert str(raised.value) == (
@@ -500,7 +499,7 @@ def test_what_does_not_speak_our_protocol_is_one_clear_line():
 
 
 def test_a_server_that_ends_in_the_handshake_is_tried_again_until_the_time_is_over(listening):
-    stream = TcpStream("server 0", address_of(listening), TOKEN, "j", SendQueue(), 10.0)
+    stream = TcpStream("server 0", address_of(listening), StreamOptions(TOKEN), "j")
     lane = RemoteLane(stream, WorkerHello(0, 1, 0), None)
     for _ in range(3):
         listening.accept()[0].close()
@@ -538,7 +537,7 @@ def test_options_that_the_system_refuses_are_no_end_of_the_server(monkeypatch, l
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "192.0.2.1:1", "nowhere.invalid:1"])
 def test_who_waits_for_a_connection_gives_up_when_the_job_fails(address):
-    stream = TcpStream("server 0", address, TOKEN, "j", SendQueue(), 10.0)
+    stream = TcpStream("server 0", address, StreamOptions(TOKEN), "j")
     lane = RemoteLane(stream, WorkerHello(0, 1, 0), None)
     lane.give_up(TransportError("rank 1 is gone"))
     with pytest.raises(TransportError, match="rank 1 is gone"):
@@ -550,7 +549,7 @@ def test_who_waits_for_a_connection_gives_up_when_the_job_fails(address):
 def test_a_server_that_takes_the_connection_and_says_nothing_does_not_hold_up_the_end(monkeypatch, listening):
     monkeypatch.setattr(tcp_stream, "_ATTEMPT_SECONDS", NEVER_SECONDS)
     monkeypatch.setattr(remote_lane, "_END_SECONDS", 50.0)
-    stream = TcpStream("server 0", address_of(listening), TOKEN, "j", SendQueue(), 10.0)
+    stream = TcpStream("server 0", address_of(listening), StreamOptions(TOKEN), "j")
     lane = RemoteLane(stream, WorkerHello(0, 1, 0), None)
     with closing(listening.accept()[0]):
         lane.close(True)

@@ -1,6 +1,7 @@
 """PsTransport over real networks; its ranks are threads."""
 
 import threading
+from dataclasses import replace
 from functools import partial
 from time import monotonic
 
@@ -17,17 +18,16 @@ from commsched.testing.check_transport import check_averages, check_back_to_back
 from commsched.testing.checked_world import Threads
 from commsched.transports.backends.ps import grpc_lane as grpc_port
 from commsched.transports.backends.ps import transport as ps_transport
-from commsched.transports.backends.ps.carriers import open_port, open_stream
 from commsched.transports.backends.ps.frame import MAX_MESSAGE_BYTES, Frame, FrameKind, WorkerHello, encode, json_frame
 from commsched.transports.backends.ps.grpc_lane import METHOD
 from commsched.transports.backends.ps.push_priority import PushPriority
 from commsched.transports.backends.ps.remote_lane import RemoteLane
 from commsched.transports.backends.ps.service import Service
 from commsched.transports.backends.ps.shard import Shard
-from commsched.transports.backends.ps.stream import Stream
+from commsched.transports.backends.ps.stream import Stream, StreamOptions, open_port, open_stream
 from commsched.transports.backends.ps.transport import PsTransport
 
-from ...worlds import TOKEN, embedded_world, separate_world
+from ...worlds import TOKEN, a_context, a_shard, embedded_world, open_ps, separate_world
 
 MANIFEST = Manifest((TensorSpec("weight", (256,), "float32"),))
 
@@ -84,14 +84,15 @@ def lane(request) -> str:
 @pytest.fixture
 def server(lane):
     """A server of one worker that no rank hosts."""
-    shard = Shard("127.0.0.1:0", TOKEN, None, lane=lane, on_failure=Failures(), name="the server")
+    shard = a_shard(None, Failures(), lane=lane)
     yield shard
     shard.close()
 
 
 def connect(address: str, lane: str, on_failure=None, *, rank=0, world_size=1, token=TOKEN, within=20.0) -> PsTransport:
     on_failure = on_failure or Failures()
-    return PsTransport(rank, world_size, [address], token, lane=lane, on_failure=on_failure, connect_within_seconds=within)
+    context = a_context(rank, world_size, on_failure, lane=lane, join_within=within)
+    return open_ps(replace(context, token=token), [address])
 
 
 def test_conformance_embedded(lane):
@@ -209,7 +210,7 @@ def test_another_world_size_is_one_clear_line(server, lane):
 
 
 def test_a_server_that_does_not_come_up_is_named(lane):
-    probe = Shard("127.0.0.1:0", TOKEN, 1, lane=lane, on_failure=Failures())
+    probe = a_shard(1, Failures(), lane=lane)
     probe.close()
     with pytest.raises(PeerTimeout) as raised:
         connect(probe.address, lane, within=0.0)
@@ -218,18 +219,12 @@ def test_a_server_that_does_not_come_up_is_named(lane):
 
 def test_why_a_rank_cannot_start_is_told_before_its_other_connections_end(lane):
     heard, told = Failures(), []
-    reached = Shard("127.0.0.1:0", TOKEN, 2, lane=lane, on_failure=heard)
-    refuses = Shard("127.0.0.1:0", "another token", 2, lane=lane, on_failure=Failures())
+    reached = a_shard(2, heard, lane=lane)
+    refuses = a_shard(2, Failures(), token="another token", lane=lane)
+    context = a_context(1, 2, Failures(), lane=lane)
+    context = replace(context, could_not_start=lambda error: told.append((type(error), heard.none())))
     with pytest.raises(ConfigError, match=r"server 1 at .* has another token"):
-        PsTransport(
-            1,
-            2,
-            [reached.address, refuses.address],
-            TOKEN,
-            lane=lane,
-            on_failure=Failures(),
-            could_not_start=lambda error: told.append((type(error), heard.none())),
-        )
+        open_ps(context, [reached.address, refuses.address])
     assert told == [(ConfigError, True)]
     assert isinstance(heard.first(), PeerLost)  # the connection did end
     reached.close()
@@ -237,20 +232,20 @@ def test_why_a_rank_cannot_start_is_told_before_its_other_connections_end(lane):
 
 
 def test_a_rank_over_grpc_asks_whether_a_server_over_tcp_has_its_lane():
-    server = Shard("127.0.0.1:0", TOKEN, 1, lane="tcp", on_failure=pytest.fail)
+    server = a_shard(1, pytest.fail)
     with pytest.raises(PeerTimeout, match=r"\(is it up, with the same lane\?\)"):
         connect(server.address, "grpc", within=0.0)
     server.close()
 
 
 def test_a_server_may_come_up_after_its_workers(lane, monkeypatch):
-    probe = Shard("127.0.0.1:0", TOKEN, 1, lane=lane, on_failure=Failures())
+    probe = a_shard(1, Failures(), lane=lane)
     probe.close()
     late: list[Shard] = []
     wait_connected = RemoteLane.wait_connected
 
     def start_and_wait(self: RemoteLane, within_seconds: float) -> None:  # the lane has begun to connect
-        late.append(Shard(probe.address, TOKEN, 1, lane=lane, on_failure=Failures()))
+        late.append(a_shard(1, Failures(), address=probe.address, lane=lane))
         wait_connected(self, within_seconds)
 
     monkeypatch.setattr(RemoteLane, "wait_connected", start_and_wait)
@@ -259,8 +254,8 @@ def test_a_server_may_come_up_after_its_workers(lane, monkeypatch):
 
 
 def test_a_frozen_connection_may_live_for_as_long_as_one_likes(lane):
-    server = Shard("127.0.0.1:0", TOKEN, 1, lane=lane, on_failure=pytest.fail, fail_after_seconds=1e9)
-    transport = PsTransport(0, 1, [server.address], TOKEN, lane=lane, on_failure=pytest.fail, fail_after_seconds=1e9)
+    server = a_shard(1, pytest.fail, lane=lane, fail_after=1e9)
+    transport = open_ps(a_context(0, 1, pytest.fail, lane=lane, fail_after=1e9), [server.address])
     transport.add_group(0, MANIFEST)
     ended = Ended()
     transport.start(make_task(), ended)
@@ -281,13 +276,13 @@ def test_what_ends_the_connecting_leaves_no_lane(server, lane, monkeypatch, erro
 
     monkeypatch.setattr(ps_transport, "open_stream", open_once)
     with pytest.raises(type(error)):
-        PsTransport(0, 1, [server.address] * 2, TOKEN, lane=lane, on_failure=pytest.fail)
+        open_ps(a_context(0, 1, pytest.fail, lane=lane), [server.address] * 2)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("commsched-lane-")]
 
 
 def test_a_taken_port_is_one_clear_line(server, lane):
     with pytest.raises(ConfigError, match=f"cannot listen at {server.address}: the port is taken"):
-        Shard(server.address, TOKEN, 1, lane=lane, on_failure=Failures())
+        a_shard(1, Failures(), address=server.address, lane=lane)
 
 
 def test_a_server_that_closes_while_a_rank_waits_is_lost(server, lane):
@@ -375,7 +370,7 @@ class RawWorker:
 def grpc_shard():
     """A server of two workers over gRPC, and its failures."""
     failures = Failures()
-    shard = Shard("127.0.0.1:0", TOKEN, 2, lane="grpc", on_failure=failures, name="the server")
+    shard = a_shard(2, failures, lane="grpc")
     yield shard, failures
     shard.close()
 
@@ -404,7 +399,7 @@ def test_a_grpc_push_is_acknowledged_before_the_other_rank_has_pushed(grpc_shard
 def test_a_grpc_message_beyond_the_limit_is_refused_before_it_is_decoded(monkeypatch):
     monkeypatch.setattr(grpc_port, "MAX_MESSAGE_BYTES", 100_000)
     failures = Failures()
-    shard = Shard("127.0.0.1:0", TOKEN, 2, lane="grpc", on_failure=failures, name="the server")
+    shard = a_shard(2, failures, lane="grpc")
     payload = bytes(200_000)
     message = encode(Frame(FrameKind.PUSH, 0, 0, 0, "uint8", 0, len(payload), payload))
     _, code = RawWorker(shard.address).exchange(message)
@@ -418,7 +413,7 @@ class FakeServer:
 
     def __init__(self, lane: str, *answers: Frame) -> None:
         self._answers = answers
-        self._port = open_port(lane, "127.0.0.1:0", TOKEN, None, 10.0)
+        self._port = open_port("127.0.0.1:0", StreamOptions(TOKEN, lane))
         self.address = self._port.address
         self._port.serve(self._serve)
 
@@ -474,7 +469,7 @@ def test_an_average_from_a_server_that_does_not_make_it_is_refused(lane, server)
     """Partition 0 is the first server's: its average, from the second."""
     second, failures = FakeServer(lane, answer()), Failures()
     addresses = [server.address, second.address]
-    transport = PsTransport(0, 2, addresses, TOKEN, lane=lane, on_failure=failures)
+    transport = open_ps(a_context(0, 2, failures, lane=lane), addresses)
     transport.add_group(0, MANIFEST)
     first, other = Ended(), Ended()
     transport.start(make_task(), first)
