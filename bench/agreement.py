@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     if args.transport in UNORDERED:
         raise ConfigError(f"transport={args.transport!r} has nothing to agree on: its messages carry their identity")
     job = Job(args.workers, args.servers, args.bandwidth, {**settings, "order": _ORDERS[0]}, parse_seconds(args.timeout))
-    names = ("transport", "policy", "partition", "partitions", "credits", "repetitions")
+    names = ("transport", "policy", "collective", "partition", "partitions", "credits", "repetitions")
     outcome = run_job(job, __name__, {name: getattr(args, name) for name in names})
     cells = product(_ORDERS, args.credits)
     rows = [_row(args, outcome.link, *cell, found) for cell, found in zip(cells, zip(*outcome.by_rank), strict=True)]
@@ -85,11 +85,11 @@ def run(args: argparse.Namespace) -> int:
 def _row(args: argparse.Namespace, link: str, order: str, credit: int, by_rank: Sequence[Mapping[str, Any]]) -> Row:
     steps = [max(each) for each in zip(*(rank["seconds"] for rank in by_rank))]
     seconds = statistics.median(steps)
-    launches = args.partitions * (2 if args.policy == "rsag" else 1)
+    launches = args.partitions * (2 if args.collective == "rsag" else 1)
     size = args.partition * args.partitions
     return {
         "transport": args.transport,
-        **{name: getattr(args, name) for name in ("policy", "wire", "hierarchy", "workers")},
+        **{name: getattr(args, name) for name in ("policy", "collective", "wire", "hierarchy", "workers")},
         "link": link,
         "order": order,
         "partition_bytes": args.partition,
@@ -120,7 +120,8 @@ def rank_main(session: Session, arguments: Mapping[str, Any]) -> list[dict[str, 
             each, line = opened[way].session, opened[way].line
             _, group = register(each, f"{way.order} order", arguments["partition"] * arguments["partitions"])
             for credit in arguments["credits"]:
-                line.switch(SchedulerConfig(arguments["partition"], credit * arguments["partition"], arguments["policy"]))
+                size, kind = arguments["partition"], {name: arguments[name] for name in ("policy", "collective")}
+                line.switch(SchedulerConfig(size, credit * size, **kind))
                 step = functools.partial(average, group)
                 found.append(_measure(each, step, arguments["repetitions"], messages))
         return found

@@ -129,7 +129,7 @@ def _row(args: argparse.Namespace, route: Route, link: str, by_rank: Sequence[Ma
     return {
         "transport": args.transport,
         "lane": args.lane if args.transport == "ps" else None,
-        **{name: getattr(args, name) for name in ("order", "policy", "wire", "hierarchy")},
+        **{name: getattr(args, name) for name in ("order", "policy", "collective", "wire", "hierarchy")},
         "workers": args.workers,
         "ranks_per_host": args.ranks_per_host,
         "servers": args.servers,

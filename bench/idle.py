@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     rows = [
         {
             "transport": args.transport,
-            **{name: settings[name] for name in ("order", "policy", "wire", "hierarchy")},
+            **{name: settings[name] for name in ("order", "policy", "collective", "wire", "hierarchy")},
             "lane": args.lane if args.transport == "ps" else None,
             "workers": args.workers,
             "servers": args.servers,

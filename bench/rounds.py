@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     row = {
         "transport": args.transport,
         "lane": args.lane if args.transport == "ps" else None,
-        **{name: getattr(args, name) for name in ("order", "policy", "wire", "hierarchy")},
+        **{name: getattr(args, name) for name in ("order", "policy", "collective", "wire", "hierarchy")},
         "workers": args.workers,
         "servers": args.servers,
         "slow_rank": args.slow_rank,

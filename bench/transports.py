@@ -40,7 +40,8 @@ def _step(row: Row) -> str:
 
 
 def _transport(row: Row) -> str:
-    extra = [row[key] for key, usual in (("policy", "priority"), ("wire", "none")) if row[key] != usual]
+    usual = {"policy": "priority", "collective": "all_reduce", "wire": "none"}
+    extra = [row[key] for key in usual if row[key] != usual[key]]
     return " ".join([row["transport"], *extra])
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from .core.config import MAX_PARTITION_BYTES, SchedulerConfig
+from .core.config import COLLECTIVES, MAX_PARTITION_BYTES, SchedulerConfig
 from .core.errors import ConfigError
 from .core.policies import policy_names
 
@@ -229,6 +229,13 @@ class Settings:
         run_option=True,
         transports=_ORDERED,
     )
+    collective: str = _setting(
+        _one_of(*COLLECTIVES),
+        "all_reduce",
+        "how an average is made: all_reduce, rsag (a reduce-scatter and an all-gather, between which others may go)",
+        run_option=True,
+        transports=_ORDERED,
+    )
     wire: str = _setting(
         _one_of("none", "bfloat16", "float16"),
         "none",
@@ -256,7 +263,7 @@ class Settings:
     policy: str = _setting(
         _policy,
         "priority",
-        "order of ready partitions: priority, fifo, rsag",
+        "order of ready partitions: priority, fifo",
         run_option=True,
     )
     rate: float | None = _setting(
@@ -326,7 +333,7 @@ class Settings:
 
     @property
     def scheduler(self) -> SchedulerConfig:
-        return SchedulerConfig(self.partition, self.credit, self.policy, self.fusion)
+        return SchedulerConfig(self.partition, self.credit, self.policy, self.fusion, self.collective)
 
     @classmethod
     def names(cls, fact: str) -> list[str]:

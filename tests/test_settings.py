@@ -232,7 +232,7 @@ def test_a_partition_has_an_upper_bound() -> None:
 
 
 def test_an_unknown_policy_is_answered_with_those_there_are() -> None:
-    assert refused(policy="lifo") == "policy='lifo' is unknown; did you mean fifo? there are: fifo, priority, rsag"
+    assert refused(policy="lifo") == "policy='lifo' is unknown; did you mean fifo? there are: fifo, priority"
 
 
 def test_a_word_that_is_not_one_of_them_is_answered_with_all() -> None:
@@ -297,17 +297,17 @@ def test_tuning_by_the_environment() -> None:
         "COMMSCHED_TUNE": "1",
         "COMMSCHED_TUNE_OUT": "tuned.toml",
         "COMMSCHED_TUNE_BY": "grid",
-        "COMMSCHED_TUNE_POLICIES": "priority, rsag",
+        "COMMSCHED_TUNE_POLICIES": "priority, fifo",
     }
     settings = load(environ)
     assert settings.tune == Budget(trials=12)
-    assert (settings.tune_out, settings.tune_by, settings.tune_policies) == ("tuned.toml", "grid", ("priority", "rsag"))
+    assert (settings.tune_out, settings.tune_by, settings.tune_policies) == ("tuned.toml", "grid", ("priority", "fifo"))
 
 
 def test_policies_to_choose_from_must_exist() -> None:
     assert (
         refused(tune_policies=["priority", "lifo"])
-        == "tune_policies='lifo' is unknown; did you mean fifo? there are: fifo, priority, rsag"
+        == "tune_policies='lifo' is unknown; did you mean fifo? there are: fifo, priority"
     )
 
 
@@ -346,7 +346,8 @@ def test_the_token_is_not_shown() -> None:
         ({"lane": "grpc", "servers": "a:1"}, "mpi", ["servers=", "lane='grpc' has no effect with transport=mpi: it is for ps"]),
         ({"lane": "tcp", "order": "agreed"}, "gloo", []),  # the defaults
         ({"rate": "1gbit", "lane": "grpc"}, "ps", []),
-        ({"order": "static"}, "nccl", []),
+        ({"order": "static", "collective": "rsag"}, "nccl", []),
+        ({"collective": "rsag"}, "ps", ["collective='rsag' has no effect with transport=ps: it is for gloo, mpi, nccl"]),
     ],
 )
 def test_settings_without_effect_are_named(keywords: dict[str, str], transport: str, said: list[str]) -> None:

@@ -79,7 +79,10 @@ def add_transport_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--transport", default="ps", help="the way gradients travel (default: ps)")
     parser.add_argument("--lane", default="tcp", help="of the parameter server: tcp, grpc (default: tcp)")
     parser.add_argument("--order", default="agreed", help="of collectives: agreed, static (default: agreed)")
-    parser.add_argument("--policy", default="priority", help="order of partitions; rsag: in two halves (default: priority)")
+    parser.add_argument("--policy", default="priority", help="order of partitions (default: priority)")
+    parser.add_argument(
+        "--collective", default="all_reduce", help="all_reduce, or rsag: reduce-scatter and all-gather (default: all_reduce)"
+    )
     parser.add_argument(
         "--wire", default="none", help="dtype that gradients travel as: none, bfloat16, float16 (default: none)"
     )
@@ -96,7 +99,7 @@ def transport_settings(args: argparse.Namespace) -> dict[str, str]:
     Raises:
         ConfigError: a setting is wrong. It is raised here, so that it is reported once and before anything starts.
     """
-    names = ("transport", "lane", "order", "policy", "wire", "hierarchy")
+    names = ("transport", "lane", "order", "policy", "collective", "wire", "hierarchy")
     settings = {name: str(getattr(args, name)) for name in names}
     check_settings(settings)
     return settings
@@ -108,6 +111,7 @@ def transport_words(args: argparse.Namespace) -> str:
     extra = [
         f"order {args.order}" if args.order != "agreed" else "",
         f"policy {args.policy}" if args.policy != "priority" else "",
+        f"collective {args.collective}" if args.collective != "all_reduce" else "",
     ]
     extra += [f"wire {args.wire}" if args.wire != "none" else ""]
     extra += [f"hierarchy {args.hierarchy}" if args.hierarchy != "auto" else ""]

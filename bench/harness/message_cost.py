@@ -32,7 +32,9 @@ class MessageCost:
     cpu_seconds: float
 
 
-def measure_message_cost(session: Session, line: ConfigBarrier, total_bytes: int, policy: str = "priority") -> MessageCost:
+def measure_message_cost(
+    session: Session, line: ConfigBarrier, total_bytes: int, collective: str = "all_reduce"
+) -> MessageCost:
     """Measure the cost of a partition by averaging the same ``total_bytes`` in few and in many partitions. Collective.
 
     The configuration has changed afterwards.
@@ -40,7 +42,7 @@ def measure_message_cost(session: Session, line: ConfigBarrier, total_bytes: int
     _, group = register(session, "message cost", total_bytes)
     wall, cpu = {}, {}
     for partitions in _PARTITIONS:
-        line.switch(SchedulerConfig(-(-total_bytes // partitions), total_bytes, policy))
+        line.switch(SchedulerConfig(-(-total_bytes // partitions), total_bytes, collective=collective))
         average(group)  # this average may still use the old partitions
         line.meet()
         seconds, used = [], []

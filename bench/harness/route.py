@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from commsched.core.errors import ConfigError
-from commsched.core.policies import make_policy
 from commsched.settings import parse_rate
 from commsched.simulator.scenario import bytes_factor
 from commsched.transports.hierarchy.topology import HostTopology, RankLocation, is_wanted
@@ -56,7 +55,7 @@ class Route:
         """
         sharing = args.workers if getattr(args, "bandwidth", None) is None else ranks_per_host
         seats = [RankLocation(f"host {rank // sharing}", rank % sharing, True) for rank in range(args.workers)]
-        hierarchical = is_wanted(args.hierarchy, make_policy(args.policy).splits, HostTopology.of(seats), seats)
+        hierarchical = is_wanted(args.hierarchy, args.collective, HostTopology.of(seats), seats)
         each = sharing if hierarchical else ranks_per_host
         return cls(args.workers // each, each, args.servers, hierarchical, args.wire)
 

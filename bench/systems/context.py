@@ -18,13 +18,12 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Context:
-    """The context of a system. There is one context for each pair of a way and a policy; each way has a session of its own. The
-    context is the same on every rank, except for ``session`` and ``host``.
+    """The context of a system. There is one context for each pair of a way and a collective; each way has a session of its own.
+    The context is the same on every rank, except for ``session`` and ``host``.
 
     ``host`` is the address at which other ranks reach this one. ``bytes_scale`` is the factor by which an EMULATED model's
     gradients were multiplied; sizes that are meant for the real model must be multiplied by it too. ``partition_bytes`` and
-    ``credit_bytes`` are commsched's. ``policy`` is the policy of systems that put front layers first. ``message_seconds`` is
-    the overhead of a partition with ``way`` and ``policy``.
+    ``credit_bytes`` are commsched's. ``message_seconds`` is the overhead of a partition with ``way`` and ``collective``.
     """
 
     session: Session
@@ -32,7 +31,7 @@ class Context:
     workload: Workload
     host: str
     way: Way
-    policy: str
+    collective: str
     bytes_scale: float
     partition_bytes: int
     credit_bytes: int

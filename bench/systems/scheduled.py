@@ -104,14 +104,15 @@ def commsched_config(context: Context) -> SchedulerConfig:
         current,
         partition_bytes=context.partition_bytes,
         credit_bytes=context.credit_bytes,
-        policy=context.policy,
+        policy="priority",
         fusion_bytes=None,
+        collective=context.collective,
     )
 
 
 def _words(context: Context, sizes: str) -> str:
-    """``sizes`` with the policy and the order added if they are not the default, for readers."""
-    split = ", reduce-scatter and all-gather" if context.policy == "rsag" else ""
+    """``sizes`` with the collective and the order added if they are not the default, for readers."""
+    split = ", reduce-scatter and all-gather" if context.collective == "rsag" else ""
     return sizes + split + (", static order" if context.way.order == "static" else "")
 
 

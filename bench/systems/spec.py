@@ -14,9 +14,6 @@ from . import ON_COMMSCHED, require
 #: Transports with which each rank or server orders its messages by itself. Their only tasks are all-reduces.
 UNORDERED = frozenset({"local", "ps"})
 
-#: Systems that put front layers first. Their policy may therefore be ``rsag`` instead of ``priority``.
-_FRONT_FIRST = frozenset({"commsched", "p3", "tictac"})
-
 
 @dataclass(frozen=True)
 class Way:
@@ -30,15 +27,13 @@ class Way:
 @dataclass(frozen=True)
 class SystemSpec:
     """A system to measure. ``text`` is the specification, which is also the system's name. ``base`` is the file in
-    ``bench/systems``. ``way`` None means the way of the job.
-
-    ``policy`` is the policy of systems that put front layers first: ``priority`` or ``rsag``.
+    ``bench/systems``. ``way`` None means the way of the job. ``collective`` is as in ``Settings``.
     """
 
     text: str
     base: str
     way: Way | None = None
-    policy: str = "priority"
+    collective: str = "all_reduce"
 
     def caps_itself(self, transport: str) -> bool:
         """Whether the system can limit its own rate if links are not shaped. ``transport`` is the job's transport."""
@@ -64,10 +59,8 @@ def parse(text: str) -> SystemSpec:
             raise ConfigError(f"systems: {text!r}: after the transport come +rsag and +static, each once at most")
         if transport in UNORDERED:
             raise ConfigError(f"systems: {text!r}: {transport} has no {word}, which is for collectives")
-    if "rsag" in wanted and base not in _FRONT_FIRST:
-        raise ConfigError(f"systems: {text!r}: rsag puts front layers first, and {base} does not")
     way = Way(transport, "static" if "static" in wanted else "agreed")
-    return SystemSpec(text, base, way, "rsag" if "rsag" in wanted else "priority")
+    return SystemSpec(text, base, way, "rsag" if "rsag" in wanted else "all_reduce")
 
 
 def way_of_job(specs: Sequence[SystemSpec], transport: str) -> Way:

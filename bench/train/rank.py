@@ -88,10 +88,10 @@ def _measure(task: Assignment, specs: Sequence[SystemSpec], own: Way, ways: Mapp
     compute = ComputeOnly(session, line, workload)
     layers = compute.measure(_LAYER_STEPS)
     contexts = {
-        (way, policy): _context(task, way, policy, ways[way], workload, host, network, layers)
-        for way, policy in dict.fromkeys((spec.way or own, spec.policy) for spec in specs)
+        (way, collective): _context(task, way, collective, ways[way], workload, host, network, layers)
+        for way, collective in dict.fromkeys((spec.way or own, spec.collective) for spec in specs)
     }
-    made = {spec.text: systems.make(spec.base, contexts[spec.way or own, spec.policy]) for spec in specs}
+    made = {spec.text: systems.make(spec.base, contexts[spec.way or own, spec.collective]) for spec in specs}
     layers, found = _take_turns(task, ways[own], workload, compute, made)
     return {
         "network": asdict(network),
@@ -103,21 +103,21 @@ def _measure(task: Assignment, specs: Sequence[SystemSpec], own: Way, ways: Mapp
 def _context(
     task: Assignment,
     way: Way,
-    policy: str,
+    collective: str,
     opened: OpenWay,
     workload: Workload,
     host: str,
     network: Network,
     layers: Sequence[LayerTimes],
 ) -> Context:
-    """Make the context of a way and a policy, and measure the cost of a partition with them. Collective."""
+    """Make the context of a way and a collective, and measure the cost of a partition with them. Collective."""
     session, line = opened.session, opened.line
-    cost = measure_message_cost(session, line, network.message_bytes, policy)
-    collective = way.transport not in UNORDERED
-    servers = [] if collective else network.server_rates
+    cost = measure_message_cost(session, line, network.message_bytes, collective)
+    is_ordered = way.transport not in UNORDERED
+    servers = [] if is_ordered else network.server_rates
     per_byte = seconds_per_byte(network.worker_rates, servers)
-    sizes = choose(task.partition, task.credit, layers, per_byte, cost, session.world_size, len(servers), collective)
-    return Context(session, line, workload, host, way, policy, task.bytes_scale, *sizes, cost.link_seconds, opened.shared)
+    sizes = choose(task.partition, task.credit, layers, per_byte, cost, session.world_size, len(servers), is_ordered)
+    return Context(session, line, workload, host, way, collective, task.bytes_scale, *sizes, cost.link_seconds, opened.shared)
 
 
 def _take_turns(

@@ -66,14 +66,14 @@ def rank_main(session: Session, arguments: Mapping[str, Any]) -> dict[str, Any]:
     network = measure_network(session, host, task.nominal_rates, 0, task.capped)
     layers = ComputeOnly(session, line, workload).measure(_LAYER_STEPS)
     configs = [SchedulerConfig(**record) for record in task.configs]
-    cost = measure_message_cost(session, line, network.message_bytes, configs[0].policy)
+    cost = measure_message_cost(session, line, network.message_bytes, configs[0].collective)
     context = Context(
         session,
         line,
         workload,
         host,
         Way(task.transport, task.order),
-        configs[0].policy,
+        configs[0].collective,
         task.bytes_scale,
         configs[0].partition_bytes,
         configs[0].credit_bytes,

@@ -16,8 +16,18 @@ from time import monotonic
 from typing import Any
 from weakref import WeakSet
 
-from .config import SchedulerConfig
-from .errors import FEWER_BATCHES, FORKED, ClosedError, CommschedError, PeerLost, PeerTimeout, TransportError, UnsupportedError
+from .config import COLLECTIVES, SchedulerConfig
+from .errors import (
+    FEWER_BATCHES,
+    FORKED,
+    ClosedError,
+    CommschedError,
+    ConfigError,
+    PeerLost,
+    PeerTimeout,
+    TransportError,
+    UnsupportedError,
+)
 from .finite import FiniteReport as NotFiniteReport
 from .finite import FirstNotFinite, NotFinite, looks_finite
 from .group import DependencyProxy, TensorGroup
@@ -154,21 +164,25 @@ class Core:
         """Check that the transport supports ``config`` and ``order``.
 
         Raises:
+            ConfigError: there is no such collective.
             UnsupportedError: the transport does not support them; the message names the cause and a remedy.
         """
         transport = self._transport
-        if self._splits(config.policy) and not {REDUCE_SCATTER, ALL_GATHER} <= transport.verbs:
+        if config.collective not in COLLECTIVES:
+            raise ConfigError(f"collective '{config.collective}' is unknown; there are: {', '.join(COLLECTIVES)}")
+        if self._splits(config.collective) and not {REDUCE_SCATTER, ALL_GATHER} <= transport.verbs:
             raise UnsupportedError(
-                f"policy={config.policy!r} averages by reduce-scatter and all-gather, which {type(transport).__name__} does "
-                "not have; use transport=gloo, mpi or nccl without hierarchy, or policy=priority"
+                f"collective={config.collective!r} averages by reduce-scatter and all-gather, which "
+                f"{type(transport).__name__} does not have; use transport=gloo, mpi or nccl without hierarchy, or "
+                "collective=all_reduce"
             )
         if order == "static" and transport.ordered and transport.channels < 2:
             raise UnsupportedError(
                 f"order='static' needs two channels, and {type(transport).__name__} has one; use order=agreed"
             )
 
-    def _splits(self, policy: str) -> bool:
-        return self._transport.world_size > 1 and make_policy(policy).splits  # a single rank has nothing to split
+    def _splits(self, collective: str) -> bool:
+        return self._transport.world_size > 1 and collective == "rsag"  # a single rank has nothing to split
 
     @property
     def is_static(self) -> bool:
@@ -194,11 +208,11 @@ class Core:
             self._reserved = len(self._groups)
             return self._agreed_config
 
-    def add_group(self, plan: Plan, buffers: Mapping[str, Buffer], policy: str | None = None) -> TensorGroup:
+    def add_group(self, plan: Plan, buffers: Mapping[str, Buffer], collective: str | None = None) -> TensorGroup:
         """Add the tensors of ``plan`` as a group; ``buffers`` maps each dtype to its flat buffer of bytes.
 
-        The caller ensures that all ranks add equal plans in the same order, each with the same ``policy``, which decides
-        whether averages are split. ``None`` means the policy of ``config``.
+        The caller ensures that all ranks add equal plans in the same order, each with the same ``collective``. ``None`` means
+        the collective of ``config``.
 
         Raises:
             TransportError: the job failed; the message names the first cause.
@@ -206,7 +220,7 @@ class Core:
         """
         with self._lock:
             self._check()
-            splits = self._splits(policy or self.config.policy)
+            splits = self._splits(collective or self.config.collective)
             group = TensorGroup(self, len(self._groups), plan, buffers, splits)
             self._groups.append(group)
             self._reserved = None
@@ -345,7 +359,7 @@ class Core:
             if group.next_step >= switch.steps.get(group.index, group.next_step + 1):
                 del switch.steps[group.index]
                 group.plan = cut(group.manifest, switch.config.partition_bytes, switch.config.fusion_bytes)
-                group.splits = self._splits(switch.config.policy)
+                group.splits = self._splits(switch.config.collective)
                 if self._agreement is not None:
                     self._agreement.recut(group.index)
                 self._adopt(switch)

@@ -48,12 +48,7 @@ T = TypeVar("T", bound=Schedulable)
 
 
 class Policy(Protocol):
-    """The order in which ready tasks start. Each policy is one file in ``core/policies``.
-
-    ``splits``: a reduce-scatter and an all-gather, each a task of its own, make an average, instead of one all-reduce.
-    """
-
-    splits: bool
+    """The order in which ready tasks start. Each policy is one file in ``core/policies``."""
 
     def key(self, task: Schedulable) -> int:
         """The sort key of ``task``, 0 to 2^32 - 1. Smaller keys start earlier; equal keys start in order of arrival.

@@ -299,6 +299,8 @@ def first_line(
         f"credit {size(config.credit_bytes)}",
         config.policy,
     ]
+    if config.collective != "all_reduce":
+        parts.append(config.collective)
     if ordered:
         parts.append(f"{settings.order} order")
     if settings.wire != "none":

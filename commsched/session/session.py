@@ -189,25 +189,25 @@ class Session:
             CommschedError: see :meth:`gather`.
         """
         require_buffers(manifest, buffers, self.device)
-        plan, policy = self._agree_on(manifest)
+        plan, collective = self._agree_on(manifest)
         for callback in self._register_callbacks:
             callback(self.core.group_count, manifest)
-        return self._add_group(plan, buffers, policy)
+        return self._add_group(plan, buffers, collective)
 
     def _agree_on(self, manifest: Manifest) -> tuple[Plan, str]:
-        """The plan by which all ranks cut ``manifest``, and the policy that decides whether its averages are split."""
+        """The plan by which all ranks cut ``manifest``, and the collective that averages it."""
         # When the configuration changes, ranks may be at different steps of other groups. Rank 0's values count for all.
         config = self.core.reserve_group()
         sizes = {"partition_bytes": config.partition_bytes, "fusion_bytes": config.fusion_bytes}
-        record = {"manifest": manifest.to_record(), "sizes": sizes, "policy": config.policy}
+        record = {"manifest": manifest.to_record(), "sizes": sizes, "collective": config.collective}
         records = self.gather(record, "to register tensors")
         require_equal([Manifest.from_record(record["manifest"]) for record in records])
-        return cut(manifest, **records[0]["sizes"]), records[0]["policy"]
+        return cut(manifest, **records[0]["sizes"]), records[0]["collective"]
 
-    def _add_group(self, plan: Plan, buffers: Mapping[str, Buffer], policy: str) -> TensorGroup:
+    def _add_group(self, plan: Plan, buffers: Mapping[str, Buffer], collective: str) -> TensorGroup:
         if self.observer is not None:
             self.observer.add_group(self.core.group_count, plan.manifest)
-        return self.core.add_group(plan, buffers, policy)
+        return self.core.add_group(plan, buffers, collective)
 
     def broadcast(self, name: str, data: Buffer, root: int = 0) -> None:
         """Replace ``data`` on every rank by the data of rank ``root``, bit for bit, whatever type it holds. Collective; returns
@@ -227,10 +227,10 @@ class Session:
         if not 0 <= root < self.world_size:
             raise ValueError(f"'{name}' cannot be broadcast from rank {root} of {self.world_size}")
         name = name if root == 0 else f"{name} of rank {root}"
-        plan, policy = self._agree_on(Manifest((TensorSpec(name, (len(data),), "uint8"),)))
+        plan, collective = self._agree_on(Manifest((TensorSpec(name, (len(data),), "uint8"),)))
         if self.rank != root and isinstance(data, memoryview):
             data[:] = bytes(len(data))
-        self._run_once(plan, data, policy)
+        self._run_once(plan, data, collective)
 
     def average(self, spec: TensorSpec, data: Buffer) -> None:
         """Replace ``data``, the bytes of ``spec``, on every rank by the average of all ranks. The tensor is averaged once
@@ -243,21 +243,21 @@ class Session:
         """
         manifest = Manifest((spec,))
         require_buffers(manifest, {spec.dtype: data}, self.device)
-        plan, policy = self._agree_on(manifest)
-        self._run_once(plan, data, policy)
+        plan, collective = self._agree_on(manifest)
+        self._run_once(plan, data, collective)
 
-    def _run_once(self, plan: Plan, data: Buffer, policy: str) -> None:
+    def _run_once(self, plan: Plan, data: Buffer, collective: str) -> None:
         """Sum or average ``data``, the one tensor of ``plan``."""
         if len(data) == 0:
             return
-        group = self._add_group(plan, {plan.manifest.tensors[0].dtype: data}, policy)
+        group = self._add_group(plan, {plan.manifest.tensors[0].dtype: data}, collective)
         group.begin_step()
         group.notify_ready(0)
         group.proxies[0].wait()
         group.release()
 
     def reconfigure(self, config: SchedulerConfig, window: Any = None) -> None:
-        """Ask for another partition, credit or policy; all ranks switch at one agreed step. Returns before the switch.
+        """Ask for another configuration; all ranks switch at one agreed step. Returns before the switch.
 
         Meant for rank 0 (a tuner). ``window`` is passed on to every rank's ``Tuner.on_switch``. Never blocks on other ranks.
 

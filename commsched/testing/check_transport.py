@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..core.config import SchedulerConfig
+from ..core.config import COLLECTIVES, SchedulerConfig
 from ..core.core import Core
 from ..core.errors import PeerLost
 from ..core.group import TensorGroup
@@ -79,17 +79,17 @@ def check_job(open_session: OpenSession, world_size: int, *, rounds: int = 200) 
 
 def check_results(open_ranks: OpenRanks, rounds: int) -> None:
     """Run every check in which all ranks do the same."""
-    for policy in ("priority", "rsag"):
-        check_averages(open_ranks, policy)
-        check_equal_bits(open_ranks, policy)
-        check_random_rounds(open_ranks, rounds, policy)
+    for collective in COLLECTIVES:
+        check_averages(open_ranks, collective)
+        check_equal_bits(open_ranks, collective)
+        check_random_rounds(open_ranks, rounds, collective)
     check_opposite_orders(open_ranks)
     check_back_to_back(open_ranks, rounds)
     check_recut(open_ranks)
     check_static_order(open_ranks)
 
 
-def check_averages(open_ranks: OpenRanks, policy: str = "priority") -> None:
+def check_averages(open_ranks: OpenRanks, collective: str = "all_reduce") -> None:
     """Averages (sums, for uint8) are exact for every dtype and for odd sizes. Each rank has its own order and delays."""
     manifest = Manifest(
         tuple(TensorSpec(f"{dtype}-{numel}", (numel,), dtype) for numel in (1, 3, 1021, 20_011) for dtype in ITEMSIZE)
@@ -97,17 +97,17 @@ def check_averages(open_ranks: OpenRanks, policy: str = "priority") -> None:
 
     def body(world: CheckedWorld, rank: int) -> None:
         chance = random.Random(rank)
-        with world.core(rank, SchedulerConfig(10_007, 30_000, policy)) as core:
+        with world.core(rank, SchedulerConfig(10_007, 30_000, collective=collective)) as core:
             tensors = _Tensors(core, manifest, world.size)
             for _ in range(4):
                 order = list(range(len(manifest.tensors)))
                 chance.shuffle(order)
                 tensors.average(rank, order, lambda: _pause(chance.random() * 0.001))
 
-    _run(open_ranks, body, policy)
+    _run(open_ranks, body, collective)
 
 
-def check_random_rounds(open_ranks: OpenRanks, rounds: int, policy: str = "priority") -> None:
+def check_random_rounds(open_ranks: OpenRanks, rounds: int, collective: str = "all_reduce") -> None:
     """The rounds of two groups overlap, and averages are exact.
 
     Each rank has its own order of readiness and its own delays. One partition may be in flight in the first half, several in
@@ -121,11 +121,12 @@ def check_random_rounds(open_ranks: OpenRanks, rounds: int, policy: str = "prior
 
     def body(world: CheckedWorld, rank: int) -> None:
         chance = random.Random(rank)
-        with world.core(rank, SchedulerConfig(1200, _ONE_AT_A_TIME, policy)) as core:
+        with world.core(rank, SchedulerConfig(1200, _ONE_AT_A_TIME, collective=collective)) as core:
             groups = [_Tensors(core, manifest, world.size) for manifest in manifests]
             for round in range(rounds):
                 if round == half:
-                    core.switch_at(SchedulerConfig(1200, 3000, policy), {tensors.group.index: half for tensors in groups})
+                    several = SchedulerConfig(1200, 3000, collective=collective)
+                    core.switch_at(several, {tensors.group.index: half for tensors in groups})
                 for tensors in groups:
                     order = list(range(6))
                     chance.shuffle(order)
@@ -133,7 +134,7 @@ def check_random_rounds(open_ranks: OpenRanks, rounds: int, policy: str = "prior
                 for tensors in groups:
                     tensors.compare(rank)
 
-    _run(open_ranks, body, policy)
+    _run(open_ranks, body, collective)
 
 
 def check_large_tensors(open_ranks: OpenRanks) -> None:
@@ -149,7 +150,7 @@ def check_large_tensors(open_ranks: OpenRanks) -> None:
         _run(open_ranks, body)
 
 
-def check_equal_bits(open_ranks: OpenRanks, policy: str = "priority") -> None:
+def check_equal_bits(open_ranks: OpenRanks, collective: str = "all_reduce") -> None:
     """For numbers whose average must be rounded, every rank gets the same bits, close to the true average."""
     manifest = Manifest((TensorSpec("x", (50_021,), "float32"), TensorSpec("y", (50_021,), "bfloat16")))
 
@@ -158,7 +159,7 @@ def check_equal_bits(open_ranks: OpenRanks, policy: str = "priority") -> None:
         return values.view(np.uint32).__and__(0xFFFF0000).view(np.float32)  # bfloat16 holds them
 
     def body(world: CheckedWorld, rank: int) -> None:
-        with world.core(rank, SchedulerConfig(30_000, policy=policy)) as core:
+        with world.core(rank, SchedulerConfig(30_000, collective=collective)) as core:
             tensors = _Tensors(core, manifest, world.size)
             tensors.group.begin_step()
             for tensor, spec in enumerate(manifest.tensors):
@@ -175,7 +176,7 @@ def check_equal_bits(open_ranks: OpenRanks, policy: str = "priority") -> None:
                 assert np.allclose(average, expected, rtol=tolerance, atol=tolerance), f"'{spec.name}' is far from the average"
             assert len(set(world.gather(rank, digest.hexdigest()))) == 1, "ranks got different bits"
 
-    _run(open_ranks, body, policy)
+    _run(open_ranks, body, collective)
 
 
 def check_opposite_orders(open_ranks: OpenRanks) -> None:
@@ -352,9 +353,9 @@ def _add_group(core: Core, manifest: Manifest) -> tuple[TensorGroup, dict[str, N
     return core.add_group(plan, {dtype: buffer.data for dtype, buffer in buffers.items()}), buffers
 
 
-def _run(open_ranks: OpenRanks, body: Callable[[CheckedWorld, int], None], policy: str = "priority") -> None:
+def _run(open_ranks: OpenRanks, body: Callable[[CheckedWorld, int], None], collective: str = "all_reduce") -> None:
     with open_ranks() as world:
-        if policy != "rsag" or world.splits:
+        if collective == "all_reduce" or world.splits:
             world.run(body)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import ExitStack, closing, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -225,10 +225,7 @@ def require_possible(settings: Settings, core: Core) -> None:
     Raises:
         ConfigError: the searcher does not exist, one of its packages is not installed, it cannot search the choices that are
             left, or the result cannot be written to ``tune_out``.
-        UnsupportedError: the transport does not support a policy to choose from.
     """
-    for policy in settings.tune_policies:
-        core.require_supported(replace(core.config, policy=policy))
     large = MAX_RATIO * MAX_TUNED_PARTITION_BYTES  # a model so large that every choice that is not given is free
     make_searcher(settings.tune_by, Space(core.config, large, fixed_by(settings), settings.tune_policies))
     if settings.tune_out is None:

@@ -56,8 +56,8 @@ class Model:
     when it is first needed. A step with very many messages or layers is simulated with fewer, larger ones of the same total
     cost.
 
-    ``rsag`` is simulated as ``priority``, because there is no model of its halves. Stragglers, and hosts short of processor
-    time, are not modelled either.
+    A reduce-scatter and an all-gather are simulated as one all-reduce, because there is no model of them. Stragglers, and hosts
+    short of processor time, are not modelled either.
 
     Args:
         workers: number of workers that use the network; with a hierarchy, number of hosts.
@@ -180,10 +180,9 @@ class Model:
         return self._known[config]
 
     def _simulate(self, config: SchedulerConfig, link: LinkEstimate) -> float:
-        policy = "priority" if config.policy == "rsag" else config.policy
         credit_bytes = max(config.credit_bytes, (1 if self._collective else _MIN_PUSHES) * config.partition_bytes)
         exchange = Exchange.ALL_REDUCE if self._collective else Exchange.PARAMETER_SERVER
-        rules = Rules(replace(config, credit_bytes=credit_bytes, policy=policy), exchange)
+        rules = Rules(replace(config, credit_bytes=credit_bytes), exchange)
         count = _partitions(self._manifest, rules.config)
         messages = count * self._messages_per_partition
         if messages > _MAX_MESSAGES:

@@ -129,6 +129,8 @@ def describe_transport(name: str, settings: Settings) -> str:
         parts.append(f"{len(settings.servers)} servers")
     if settings.order != "agreed":
         parts.append(f"order={settings.order}")
+    if settings.collective != "all_reduce":
+        parts.append(f"collective={settings.collective}")
     if settings.wire != "none":
         parts.append(f"wire={settings.wire}")
     if settings.hierarchy != "auto":

@@ -82,7 +82,8 @@ def test_options_that_would_do_nothing_are_refused(options: list[str], said: str
         ("--order", "static", "COMMSCHED_ORDER"),
         ("--wire", "bfloat16", "COMMSCHED_WIRE"),
         ("--hierarchy", "off", "COMMSCHED_HIERARCHY"),
-        ("--policy", "rsag", "COMMSCHED_POLICY"),
+        ("--policy", "fifo", "COMMSCHED_POLICY"),
+        ("--collective", "rsag", "COMMSCHED_COLLECTIVE"),
     ],
 )
 def test_every_rank_has_the_settings_given(monkeypatch: pytest.MonkeyPatch, option: str, value: str, name: str) -> None:

@@ -77,7 +77,7 @@ def test_the_trials_the_verdict_and_how_to_use_it(run_job: RunJob, capsys: pytes
         return 0
 
     run_job(job)
-    assert commsched_tune("--budget", "90s", "--policies", "priority,rsag", "--rate", "200mbit", "--servers", "1") == 0
+    assert commsched_tune("--budget", "90s", "--policies", "priority,fifo", "--rate", "200mbit", "--servers", "1") == 0
     out, err = capsys.readouterr()
     assert out == ""
     use = f"COMMSCHED_CONFIG=tuned.toml commsched run -n 2 --servers 1 --rate 200mbit -- {sys.executable} train.py"
@@ -95,7 +95,7 @@ def test_the_trials_the_verdict_and_how_to_use_it(run_job: RunJob, capsys: pytes
         "COMMSCHED_TUNE": "90s",
         "COMMSCHED_TUNE_OUT": "tuned.toml",
         "COMMSCHED_TUNE_BY": "grid",
-        "COMMSCHED_TUNE_POLICIES": "priority,rsag",
+        "COMMSCHED_TUNE_POLICIES": "priority,fifo",
     }
 
 

@@ -21,7 +21,7 @@ from commsched.testing.fakes import RecordingTransport
 
 MANIFEST = Manifest(tuple(TensorSpec(f"layer{index}", (10,), "uint8") for index in range(3)))
 WHOLE = SchedulerConfig(partition_bytes=10, credit_bytes=1000)
-SPLIT = SchedulerConfig(partition_bytes=10, credit_bytes=10, policy="rsag")
+SPLIT = SchedulerConfig(partition_bytes=10, credit_bytes=10, collective="rsag")
 
 
 class Sent:
@@ -245,6 +245,6 @@ def test_what_a_transport_cannot_do_is_said_before_anything_begins() -> None:
         Core(transport, WHOLE, messenger=Sent(), order="static")
     transport.verbs = frozenset({"all_reduce"})
     with pytest.raises(
-        UnsupportedError, match="policy='rsag' averages by reduce-scatter and all-gather, which RecordingTransport"
+        UnsupportedError, match="collective='rsag' averages by reduce-scatter and all-gather, which RecordingTransport"
     ):
         Core(transport, SPLIT, messenger=Sent())

@@ -67,18 +67,16 @@ runpy.run_path({str(WORKER)!r}, run_name='__main__')"
     assert err == (_first_line(2, "ps over tcp").replace("commsched:", "LOGGED") if seen else "")
 
 
-def test_one_rank_may_have_any_policy() -> None:
-    code, out, err = run_job("-n", "1", "--policy", "rsag", *worker("5"))
+def test_one_rank_may_have_any_collective() -> None:
+    code, out, err = run_job("-n", "1", "--collective", "rsag", *worker("5"))
     assert (code, err) == (0, "")
     assert "rank 0 finished" in out
 
 
-def test_a_policy_that_the_transport_cannot_follow_is_said_by_all_ranks() -> None:
-    code, out, err = run_job("-n", "2", "--transport", "ps", "--policy", "rsag", *worker("5"))
-    assert code == 1
-    assert "pid" not in out  # no rank came past init
-    assert "UnsupportedError: policy='rsag' averages by reduce-scatter and all-gather, which PsTransport does" in err
-    assert err.count("policy='rsag' averages by reduce-scatter and all-gather") == 2, err  # whoever finds it first
+def test_a_collective_that_the_transport_does_not_have_is_refused_before_any_rank_starts() -> None:
+    code, out, err = run_job("-n", "2", "--transport", "ps", "--collective", "rsag", *worker("5"))
+    assert (code, out) == (2, "")
+    assert err == "commsched: ConfigError: collective='rsag' has no effect with transport=ps: it is for gloo, mpi, nccl\n"
 
 
 def test_disabled_ranks_are_worlds_of_their_own() -> None:
@@ -97,7 +95,7 @@ def test_disabled_ranks_are_worlds_of_their_own() -> None:
             f"ConfigError: transport='carrier-pigeon' is unknown; there are: auto, {', '.join(transport_names())}",
         ),
         (["--transport", "glo"], "ConfigError: transport='glo' is unknown; did you mean gloo? there are: auto, "),
-        (["--policy", "lifo"], "ConfigError: policy='lifo' is unknown; did you mean fifo? there are: fifo, priority, rsag"),
+        (["--policy", "lifo"], "ConfigError: policy='lifo' is unknown; did you mean fifo? there are: fifo, priority"),
         (["--log", "loud"], "ConfigError: log='loud' is unknown; there are: warning, info, debug"),
         (["--fail-after", "-1"], "ConfigError: fail_after='-1' is not a time; write it in seconds, like 10 or 2.5"),
     ],

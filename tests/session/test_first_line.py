@@ -30,11 +30,11 @@ ONE = Manifest((TensorSpec("weight", (20,), "float64"),))
             "bfloat16 on the wire",
         ),
         (
-            {"order": "static", "policy": "rsag", "partition": 64_000},
+            {"order": "static", "collective": "rsag", "partition": 64_000},
             "gloo",
             True,
             ONE,
-            "gloo, 1 tensor of 160 bytes per step, partition 64 KB, credit 16.0 MB, rsag, static order",
+            "gloo, 1 tensor of 160 bytes per step, partition 64 KB, credit 16.0 MB, priority, rsag, static order",
         ),
     ],
 )

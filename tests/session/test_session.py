@@ -685,11 +685,11 @@ def test_what_other_ranks_say_before_this_one_has_opened_is_not_lost() -> None:
 # --- what a transport cannot do ---
 
 
-RSAG = r"^policy='rsag' averages by reduce-scatter and all-gather, which LocalTransport does not have"
+RSAG = r"^collective='rsag' averages by reduce-scatter and all-gather, which LocalTransport does not have"
 
 
-def test_a_policy_the_transport_cannot_follow_is_refused_at_once() -> None:
-    config = SchedulerConfig(policy="rsag")
+def test_a_collective_that_the_transport_does_not_have_is_refused_at_once() -> None:
+    config = SchedulerConfig(collective="rsag")
     with pytest.raises(commsched.UnsupportedError, match=RSAG):
         local_sessions(2, config)
     sessions = local_sessions(2)

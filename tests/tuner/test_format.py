@@ -11,7 +11,7 @@ from commsched.tuner.journal import Trial
 from commsched.tuner.trials import Window
 
 DEFAULT = SchedulerConfig(4_000_000, 16_000_000)
-SMALL = SchedulerConfig(500_000, 64_000, "rsag")
+SMALL = SchedulerConfig(500_000, 64_000, "fifo")
 
 
 def record(phase: Any, config: SchedulerConfig, window: Window | None, why: str | None = None) -> Any:
@@ -37,7 +37,7 @@ def test_a_search_and_its_comparison() -> None:
     ) == [
         "      trial  partition     credit  policy        ms per step     best  budget left",
         "          0     4.0 MB    16.0 MB  priority     412.3 +- 2.1    412.3  2 trials",
-        "          1     500 KB      64 KB  rsag     failed: rank 1: 6 of 15 steps were disturbed    412.3  2 trials",
+        "          1     500 KB      64 KB  fifo     failed: rank 1: 6 of 15 steps were disturbed    412.3  2 trials",
         "          2     1.0 MB     8.0 MB  priority     337.0 +- 1.3    337.0  1 trials",
         "          3     4.0 MB    16.0 MB  priority     350.0 +- 1.3    337.0  0 trials",
         " compared 1     4.0 MB    16.0 MB  priority     410.0 +- 1.0    337.0",

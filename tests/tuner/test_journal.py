@@ -20,7 +20,7 @@ KEY = {"model": "abc", "world_size": 4, "policies": ["priority"], "from": Schedu
 TRIALS = [
     Trial("search", SchedulerConfig(), Window(0.4, 0.01, 10), 5.0, 13),
     Trial("search", SchedulerConfig(1_000_000), None, 1.5, 13, "rank 1: 12 of 20 steps were disturbed"),
-    Trial("search", SchedulerConfig(2_000_000, 8_000_000, "rsag", 500_000), Window(0.3, 0.02, 20, 3), 6.25, 26),
+    Trial("search", SchedulerConfig(2_000_000, 8_000_000, "fifo", 500_000, "rsag"), Window(0.3, 0.02, 20, 3), 6.25, 26),
     Trial("compare", SchedulerConfig(), Window(0.41, 0.01, 10), 5.5, 13),
 ]
 VERDICT = Verdict("kept", TRIALS[2].config, SchedulerConfig(), TRIALS[2].config, 3, 1, 60, 18.25, 0.2, 0.1, 0.3, 4, 0.41, 0.3)

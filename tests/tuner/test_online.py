@@ -291,7 +291,6 @@ def starting(settings: Settings, **how: Any) -> list[str]:
             "ConfigError: tune_by='sgd' follows slopes, and policies have none; only the policy is free",
         ),
         (replace(TRIALS, tune_out="tuned.jsonl"), "ConfigError: tune_out='tuned.jsonl' is the name of its journal; write it"),
-        (replace(TRIALS, tune_policies=("rsag",)), "UnsupportedError: policy='rsag' averages by reduce-scatter and all-gather"),
     ],
 )
 def test_what_cannot_be_tuned_is_said_by_all_ranks_before_training(settings: Settings, message: str) -> None:

@@ -28,7 +28,7 @@ MODEL = Manifest((TensorSpec("weight", (1000, 100), "float32"), TensorSpec("bias
 FLAGS = Manifest((TensorSpec("flags", (2,), "float32"),))
 OTHER = Manifest((TensorSpec("weight", (10, 10), "float32"),))
 KEY = JobKey(MODEL.model_fingerprint, 4, 2, "ps over tcp", "eth0, 10000 Mb/s")
-KEPT = SchedulerConfig(2_000_000, 8_000_000, "rsag")
+KEPT = SchedulerConfig(2_000_000, 8_000_000, "fifo")
 VERDICT = Verdict("kept", KEPT, SchedulerConfig(), KEPT, 12, 11, 300, 61.0, 0.18, 0.17, 0.19, 6, 0.412, 0.337)
 
 

@@ -129,8 +129,8 @@ def test_what_is_fixed_takes_no_coordinate() -> None:
     assert Space(incumbent, 10**9).dimensions == 2
     assert Space(incumbent, 10**9, frozenset({"credit"})).dimensions == 1
     assert Space(incumbent, 10**9, frozenset({"partition"})).from_point((0.0,)) == SchedulerConfig(2_000_000, 2_000_000)
-    assert Space(incumbent, 10**9, frozenset({"partition", "credit"}), ("priority", "rsag")).dimensions == 1
-    assert Space(incumbent, 10**9, frozenset({"partition", "credit", "policy"}), ("priority", "rsag")).dimensions == 0
+    assert Space(incumbent, 10**9, frozenset({"partition", "credit"}), ("priority", "fifo")).dimensions == 1
+    assert Space(incumbent, 10**9, frozenset({"partition", "credit", "policy"}), ("priority", "fifo")).dimensions == 0
     assert Space(incumbent, 1000).dimensions == 0
 
 
@@ -164,9 +164,9 @@ def test_policies_have_places_of_their_own_even_that_of_an_incumbent_which_was_n
     assert space.policy_dimension == 2
     assert [space.from_point((0.5, 0.5, x)).policy for x in (0.0, 0.4, 0.6, 1.0)] == ["priority", "priority", "fifo", "fifo"]
 
-    outside = Space(SchedulerConfig(policy="priority"), 10**9, policies=("rsag",))
-    assert outside.to_point(outside.incumbent)[2] != outside.to_point(SchedulerConfig(policy="rsag"))[2]
-    assert {outside.from_point((0.5, 0.5, x)).policy for x in (0.0, 0.3, 0.7, 1.0)} == {"rsag"}
+    outside = Space(SchedulerConfig(policy="priority"), 10**9, policies=("fifo",))
+    assert outside.to_point(outside.incumbent)[2] != outside.to_point(SchedulerConfig(policy="fifo"))[2]
+    assert {outside.from_point((0.5, 0.5, x)).policy for x in (0.0, 0.3, 0.7, 1.0)} == {"fifo"}
     assert Space(SchedulerConfig(), 10**9).policy_dimension is None
 
 
@@ -175,7 +175,7 @@ def test_wrong_arguments_are_named() -> None:
         Space(SchedulerConfig(), 10**9, frozenset({"window"}))
     with pytest.raises(ValueError, match="total_bytes=0: there is nothing to send"):
         Space(SchedulerConfig(), 0)
-    with pytest.raises(ConfigError, match="policy 'lifo' is unknown; there are: fifo, priority, rsag"):
+    with pytest.raises(ConfigError, match="policy 'lifo' is unknown; there are: fifo, priority"):
         Space(SchedulerConfig(), 10**9, policies=("lifo",))
     space = Space(SchedulerConfig(), 10**9)
     with pytest.raises(ValueError, match=r"point \(0.5,\): there must be 2 coordinates of 0 to 1"):

@@ -115,8 +115,8 @@ def test_what_an_earlier_trial_measured_is_no_answer_to_the_next() -> None:
 
 def test_what_the_transport_cannot_do_fails_the_trial() -> None:
     trials, session = answered(report(0))
-    session.error = UnsupportedError("policy='rsag' averages by ...")
-    with pytest.raises(TrialFailed, match="policy='rsag'"):
+    session.error = UnsupportedError("collective='rsag' averages by ...")
+    with pytest.raises(TrialFailed, match="collective='rsag'"):
         trials.measure(CONFIG, group=4)
 
 

@@ -6,8 +6,6 @@ from ..scheduler import Policy, Schedulable
 
 
 class Fifo:
-    splits = False
-
     def key(self, task: Schedulable) -> int:
         return 0  # equal keys start in order of arrival
 

@@ -10,8 +10,6 @@ from ..scheduler import Policy, Schedulable
 
 
 class Priority:
-    splits = False
-
     def key(self, task: Schedulable) -> int:
         return task.priority
 

@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import Any
 
 from ...core.interfaces import Transport
-from ...core.policies import make_policy
 from ...core.world import World
 from ..context import Contributors, TransportContext
 from ..wire import WireTransport
@@ -39,8 +38,7 @@ def open_hierarchy(context: TransportContext, open_network: OpenNetwork) -> Tran
         return _open_flat(context, open_network)
     seats = [RankLocation(**record) for record in context.gather(_own_seat(context).to_record())]
     layout = HostTopology.of(seats)
-    splits = make_policy(context.settings.policy).splits
-    if not is_wanted(context.settings.hierarchy, splits, layout, seats):
+    if not is_wanted(context.settings.hierarchy, context.settings.collective, layout, seats):
         return _open_flat(context, open_network)
     if context.world.rank in layout.leaders:
         return _lead(context, layout, open_network)

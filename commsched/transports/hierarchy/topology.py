@@ -70,8 +70,8 @@ def obstacle(layout: HostTopology, seats: Sequence[RankLocation]) -> str | None:
     return None
 
 
-def is_wanted(hierarchy: str, splits: bool, layout: HostTopology, seats: Sequence[RankLocation]) -> bool:
-    """Whether the setting ``hierarchy`` (``auto``, ``on`` or ``off``) gives a hierarchy here. For ``splits`` see ``Policy``.
+def is_wanted(hierarchy: str, collective: str, layout: HostTopology, seats: Sequence[RankLocation]) -> bool:
+    """Whether the setting ``hierarchy`` (``auto``, ``on`` or ``off``) gives a hierarchy here, with that ``collective``.
 
     Raises:
         ConfigError: ``hierarchy`` is ``on`` and not possible; says why.
@@ -80,5 +80,5 @@ def is_wanted(hierarchy: str, splits: bool, layout: HostTopology, seats: Sequenc
     if hierarchy == "on" and hindered_by is not None:
         raise ConfigError(f"hierarchy='on' cannot be: {hindered_by}")
     if hierarchy == "auto":  # a hierarchy has no reduce-scatter and all-gather tasks over all ranks
-        return layout.gains and hindered_by is None and not splits
+        return layout.gains and hindered_by is None and collective == "all_reduce"
     return hierarchy == "on"

@@ -33,7 +33,7 @@ def shared(*argv):
         # Each rank sends and gets half of its chunks across, twice: two ranks, two halves, twice.
         (shared("--hierarchy", "off"), 2, 4, 2),
         (shared("--hierarchy", "off", "--wire", "bfloat16"), 1, 2, 2),
-        (shared("--policy", "rsag"), 2, 4, 2),
+        (shared("--collective", "rsag"), 2, 4, 2),
         (shared("--hierarchy", "off", "--servers", "1"), 4, 8, 4),
         (route("--hierarchy", "on"), 0, 0, 0),
         (route("--hierarchy", "on", "--servers", "1"), 1, 2, 2),

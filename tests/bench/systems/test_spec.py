@@ -6,21 +6,22 @@ from commsched.core.errors import ConfigError
 
 def test_a_name_by_itself_travels_as_the_job_does():
     assert parse("ddp-tuned") == SystemSpec("ddp-tuned", "ddp-tuned")
-    assert parse("fifo") == SystemSpec("fifo", "fifo", None, "priority")
+    assert parse("fifo") == SystemSpec("fifo", "fifo", None, "all_reduce")
 
 
 @pytest.mark.parametrize(
-    ("text", "base", "way", "policy"),
+    ("text", "base", "way", "collective"),
     [
-        ("commsched:ps", "commsched", Way("ps"), "priority"),
-        ("fifo:gloo", "fifo", Way("gloo"), "priority"),
+        ("commsched:ps", "commsched", Way("ps"), "all_reduce"),
+        ("fifo:gloo", "fifo", Way("gloo"), "all_reduce"),
         ("commsched:gloo+rsag", "commsched", Way("gloo"), "rsag"),
-        ("commsched:gloo+static", "commsched", Way("gloo", "static"), "priority"),
+        ("commsched:gloo+static", "commsched", Way("gloo", "static"), "all_reduce"),
+        ("fifo:gloo+rsag", "fifo", Way("gloo"), "rsag"),
         ("p3:gloo+static+rsag", "p3", Way("gloo", "static"), "rsag"),
     ],
 )
-def test_what_follows_the_name(text, base, way, policy):
-    assert parse(text) == SystemSpec(text, base, way, policy)
+def test_what_follows_the_name(text, base, way, collective):
+    assert parse(text) == SystemSpec(text, base, way, collective)
 
 
 @pytest.mark.parametrize(
@@ -34,7 +35,6 @@ def test_what_follows_the_name(text, base, way, policy):
         ("commsched:gloo+rsag+rsag", r"after the transport come \+rsag and \+static, each once at most"),
         ("commsched:ps+rsag", r"systems: 'commsched:ps\+rsag': ps has no rsag, which is for collectives"),
         ("commsched:ps+static", "ps has no static, which is for collectives"),
-        ("fifo:gloo+rsag", r"systems: 'fifo:gloo\+rsag': rsag puts front layers first, and fifo does not"),
     ],
 )
 def test_what_cannot_be_had_is_said(text, message):

@@ -104,14 +104,14 @@ class Calls:
         self.made.append(("sync",))
 
 
-def asked(name, policy="priority", bytes_scale=1.0):
+def asked(name, collective="all_reduce", bytes_scale=1.0):
     """The configuration that a system switches to, and what it does in ``update``."""
     calls = Calls()
     context = SimpleNamespace(
         session=SimpleNamespace(core=SimpleNamespace(config=SchedulerConfig(1, 2, "fifo", 3))),
         line=calls,
         way=Way("ps"),
-        policy=policy,
+        collective=collective,
         bytes_scale=bytes_scale,
         partition_bytes=4_000,
         credit_bytes=24_000,
@@ -143,8 +143,7 @@ BARRIER = ["backward", "step", "synchronize"]
 )
 def test_what_each_system_asks_of_the_scheduler(name, config, calls):
     assert asked(name) == (config, calls)
-    split = replace(config, policy="rsag") if config.policy == "priority" else config
-    assert asked(name, "rsag") == (split, calls)
+    assert asked(name, "rsag") == (replace(config, collective="rsag"), calls)
 
 
 def test_slices_shrink_like_the_bytes_but_not_below_a_size():

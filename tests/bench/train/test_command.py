@@ -94,7 +94,7 @@ def test_options_of_a_command_line():
         (["--rho", "0"], "'0' is not a positive number"),
         (["--systems", "fifo,pigeon"], "systems: 'pigeon' is unknown; there are: commsched, ddp, ddp-tuned, fifo"),
         (["--systems", "fifo,p3,fifo"], "'fifo,p3,fifo' names a system twice"),
-        (["--systems", "fifo:gloo+rsag"], "systems: 'fifo:gloo+rsag': rsag puts front layers first, and fifo does not"),
+        (["--systems", "fifo:ps+rsag"], "systems: 'fifo:ps+rsag': ps has no rsag, which is for collectives"),
         (["--settle", "1"], "'1' is not a number of at least 3"),
         (["--partition", "4XB"], "'4XB' is not a size; write it like 4MB, 512KiB or 65536"),
     ],

@@ -427,7 +427,7 @@ def test_another_static_digest_is_an_error() -> None:
 
 
 def test_splitting_orders_both_phases() -> None:
-    ranks = Ranks(2, credit_bytes=1, policy="rsag")
+    ranks = Ranks(2, credit_bytes=1)
     scatter = [make_task(0, 1, verb=REDUCE_SCATTER) for _ in range(2)]
     for rank in range(2):
         ranks.add(rank, scatter[rank])

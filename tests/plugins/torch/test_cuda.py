@@ -22,12 +22,12 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("policy", ["priority", "fifo", "rsag"])
-def test_nccl_equals_plain_training(policy: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [(), ("--policy", "fifo"), ("--collective", "rsag")])
+def test_nccl_equals_plain_training(options: tuple[str, ...], tmp_path: Path) -> None:
     ranks = 2
     out = tmp_path / "w"
     command = [sys.executable, "-m", "tests.plugins.torch.cuda_rank", str(out)]
-    options = ("--policy", policy, "--partition", "600", "--credit", "1200", "--transport", "auto")
+    options = (*options, "--partition", "600", "--credit", "1200", "--transport", "auto")
     code, _, err = run_job("-n", str(ranks), *options, "--", *command, timeout_seconds=150)
     assert code == 0, err
     assert ", nccl, " in err

@@ -34,7 +34,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "TransformerEncoderLayer",
         {**GLOO, "policy": "fifo", "hierarchy": "on", **SMALL},
     ),
-    "rsag": ("commsched", "LSTM", {**GLOO, "policy": "rsag", "order": "static", **SMALL}),
+    "rsag": ("commsched", "LSTM", {**GLOO, "collective": "rsag", "order": "static", **SMALL}),
     "disabled": ("commsched", "MLP", {"disable": True}),
     "BatchNorm": ("commsched", "BatchNorm", {**SHARDS, **SMALL}),
     "BatchNorm by DDP": ("ddp", "BatchNorm", {}),

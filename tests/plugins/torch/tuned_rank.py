@@ -3,7 +3,7 @@
 Saves its weights as OUT.<case>.<rank>.
 
 A CASE is JSON: [HOW, settings of its session]. HOW is ``steady``, or ``policies``: rank 0 asks for another configuration every
-seventh step, of the policy too, which only collectives can follow. Cases are counted from 0.
+seventh step, of the policy and the collective too, which only collectives can follow. Cases are counted from 0.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def train(session: Session, model: nn.Module, how: str, steps: int) -> dict[str,
     for step in range(steps):
         if session.rank == 0 and step % 7 == 0 and how == "policies":
             partition_bytes = choose.choice([12_000, 20_000, 64_000, 10**6])
-            policy = choose.choice(["priority", "fifo", "rsag"])
-            session.reconfigure(SchedulerConfig(partition_bytes, partition_bytes * choose.choice([1, 3]), policy))
+            kind = choose.choice([{}, {"policy": "fifo"}, {"collective": "rsag"}])
+            session.reconfigure(SchedulerConfig(partition_bytes, partition_bytes * choose.choice([1, 3]), **kind))
         generator = torch.Generator().manual_seed(1000 * session.rank + step)
         inputs = torch.randn(3, 10, generator=generator, dtype=torch.float64)
         optimizer.zero_grad()

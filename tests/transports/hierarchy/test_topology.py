@@ -21,22 +21,22 @@ def test_ranks_of_one_address_share_a_host_and_the_lowest_local_rank_leads_but_r
 
 
 @pytest.mark.parametrize(
-    ("hierarchy", "splits", "places", "wanted"),
+    ("hierarchy", "collective", "places", "wanted"),
     [
-        ("auto", False, TWO_BY_TWO, True),
-        ("auto", True, TWO_BY_TWO, False),
-        ("auto", False, seats(("a", 0), ("a", 1)), False),
-        ("auto", False, seats(("a", 0), ("b", 0)), False),
-        ("auto", False, seats(("a", 0), ("a", 1), ("b", 0)), True),
-        ("auto", False, seats(("a", 0), ("a", 0), ("b", 0)), False),  # two containers, say
-        ("auto", False, seats(("a", 0), ("a", 1), ("b", 0), shares_memory=False), False),
-        ("on", False, seats(("a", 0), ("a", 1)), True),
-        ("on", True, TWO_BY_TWO, True),
-        ("off", False, TWO_BY_TWO, False),
+        ("auto", "all_reduce", TWO_BY_TWO, True),
+        ("auto", "rsag", TWO_BY_TWO, False),
+        ("auto", "all_reduce", seats(("a", 0), ("a", 1)), False),
+        ("auto", "all_reduce", seats(("a", 0), ("b", 0)), False),
+        ("auto", "all_reduce", seats(("a", 0), ("a", 1), ("b", 0)), True),
+        ("auto", "all_reduce", seats(("a", 0), ("a", 0), ("b", 0)), False),  # two containers, say
+        ("auto", "all_reduce", seats(("a", 0), ("a", 1), ("b", 0), shares_memory=False), False),
+        ("on", "all_reduce", seats(("a", 0), ("a", 1)), True),
+        ("on", "rsag", TWO_BY_TWO, True),
+        ("off", "all_reduce", TWO_BY_TWO, False),
     ],
 )
-def test_auto_is_on_where_it_gains(hierarchy, splits, places, wanted):
-    assert is_wanted(hierarchy, splits, HostTopology.of(places), places) is wanted
+def test_auto_is_on_where_it_gains(hierarchy, collective, places, wanted):
+    assert is_wanted(hierarchy, collective, HostTopology.of(places), places) is wanted
 
 
 @pytest.mark.parametrize(
@@ -49,4 +49,4 @@ def test_auto_is_on_where_it_gains(hierarchy, splits, places, wanted):
 )
 def test_on_where_it_cannot_be_says_why(places, why):
     with pytest.raises(ConfigError, match=f"hierarchy='on' cannot be: {why}"):
-        is_wanted("on", False, HostTopology.of(places), places)
+        is_wanted("on", "all_reduce", HostTopology.of(places), places)

@@ -14,7 +14,7 @@ from functools import partial
 import numpy as np
 
 import commsched
-from commsched.core.config import SchedulerConfig
+from commsched.core.config import COLLECTIVES, SchedulerConfig
 from commsched.core.errors import UnsupportedError
 from commsched.core.manifest import Manifest, TensorSpec
 from commsched.core.world import detect_world
@@ -38,6 +38,7 @@ def checked(check: Callable[[OpenSession, int], None]) -> None:
             "partition": config.partition_bytes,
             "credit": config.credit_bytes,
             "policy": config.policy,
+            "collective": config.collective,
             "fusion": config.fusion_bytes,
             "order": order,
             "rendezvous": f"{os.environ['COMMSCHED_RENDEZVOUS']}.{next(sessions)}",
@@ -73,9 +74,9 @@ def random_rounds(rounds: str) -> None:
 
 def train() -> None:
     """Two trainings, one after the other, each in a session of its own."""
-    for policy in ("priority", "rsag"):
-        rendezvous = f"{os.environ['COMMSCHED_RENDEZVOUS']}.{policy}"
-        with commsched.init(policy=policy, rendezvous=rendezvous, partition="600", credit="1200") as session:
+    for kind in COLLECTIVES:
+        rendezvous = f"{os.environ['COMMSCHED_RENDEZVOUS']}.{kind}"
+        with commsched.init(collective=kind, rendezvous=rendezvous, partition="600", credit="1200") as session:
             weights = rank_main(session, {})
             assert session.gather(weights) == [weights] * session.world_size
         np.testing.assert_allclose(weights, train_alone(session.world_size), rtol=0, atol=1e-12)
@@ -85,7 +86,7 @@ def train() -> None:
 def fall_back() -> None:
     """The first transport refuses, on all ranks, after MPI was initialised; the program goes on with another."""
     try:
-        commsched.init(policy="rsag", hierarchy="on")
+        commsched.init(collective="rsag", hierarchy="on")
     except UnsupportedError:
         averaging = Averaging(transport="ps")
     averaging.step()
