@@ -172,10 +172,6 @@ def _tuned(value: object, key: str) -> Mapping[str, Any]:
     return dict(value)
 
 
-#: The transports whose ranks launch tasks in one common order.
-_ORDERED = ("gloo", "mpi", "nccl")
-
-
 def _setting(
     parse: Callable[[object, str], Any],
     default: Any,
@@ -184,7 +180,7 @@ def _setting(
     shown: bool = True,
     same_on_all_ranks: bool = False,
     run_option: bool = False,
-    transports: tuple[str, ...] = (),
+    some_transports: bool = False,
 ) -> Any:
     """A field of :class:`Settings`.
 
@@ -192,9 +188,10 @@ def _setting(
         shown: whether ``repr`` shows the value; False for a secret.
         same_on_all_ranks: whether ranks compare the value when they join.
         run_option: whether ``commsched run`` has it as an option. The other settings concern jobs across machines.
-        transports: the transports with which it has an effect; empty means all.
+        some_transports: whether it has an effect with some transports only. Each transport names those that it uses
+            (``transports.backend``).
     """
-    facts = {"same_on_all_ranks": same_on_all_ranks, "run_option": run_option, "transports": transports}
+    facts = {"same_on_all_ranks": same_on_all_ranks, "run_option": run_option, "some_transports": some_transports}
     return field(default=default, metadata={"parse": parse, "help": help, **facts}, repr=shown)
 
 
@@ -204,14 +201,14 @@ class Settings:
     file that ``COMMSCHED_CONFIG`` names. The environment variable is ``COMMSCHED_<NAME>``."""
 
     transport: str = _setting(
-        _text, "auto", "the transport of gradients: auto, ps, gloo, mpi, nccl", same_on_all_ranks=True, run_option=True
+        _text, "auto", "the transport of gradients, such as auto, ps, gloo, mpi, nccl", same_on_all_ranks=True, run_option=True
     )
     servers: tuple[str, ...] = _setting(
         _addresses,
         (),
         "parameter servers, host:port,...; none: every rank hosts a shard",
         same_on_all_ranks=True,
-        transports=("ps",),
+        some_transports=True,
     )
     lane: str = _setting(
         _one_of("tcp", "grpc"),
@@ -219,7 +216,7 @@ class Settings:
         "the carrier of messages to parameter servers: tcp, grpc",
         same_on_all_ranks=True,
         run_option=True,
-        transports=("ps",),
+        some_transports=True,
     )
     order: str = _setting(
         _one_of("agreed", "static"),
@@ -227,14 +224,14 @@ class Settings:
         "order of collectives: agreed (in every step), static (without messages, once it repeats itself)",
         same_on_all_ranks=True,
         run_option=True,
-        transports=_ORDERED,
+        some_transports=True,
     )
     collective: str = _setting(
         _one_of(*COLLECTIVES),
         "all_reduce",
         "how an average is made: all_reduce, rsag (a reduce-scatter and an all-gather, between which others may go)",
         run_option=True,
-        transports=_ORDERED,
+        some_transports=True,
     )
     wire: str = _setting(
         _one_of("none", "bfloat16", "float16"),
@@ -242,6 +239,7 @@ class Settings:
         "dtype in which float32 gradients travel: none, bfloat16, float16 (a host's sum above 65504 becomes infinite)",
         same_on_all_ranks=True,
         run_option=True,
+        some_transports=True,
     )
     hierarchy: str = _setting(
         _one_of("auto", "on", "off"),
@@ -249,6 +247,7 @@ class Settings:
         "sum over the ranks of a host first, and let one of them use the network: auto (if there are several hosts), on, off",
         same_on_all_ranks=True,
         run_option=True,
+        some_transports=True,
     )
     partition: int = _setting(_partition, 4_000_000, "largest partition, such as 4MB", run_option=True)
     credit: int = _setting(
@@ -271,7 +270,7 @@ class Settings:
         None,
         "highest rate at which a rank may send, such as 200mbit; none: no cap",
         run_option=True,
-        transports=("ps",),
+        some_transports=True,
     )
     trace: str | None = _setting(
         _text,
@@ -337,17 +336,14 @@ class Settings:
 
     @classmethod
     def names(cls, fact: str) -> list[str]:
-        """The settings for which ``fact`` holds: ``same_on_all_ranks`` or ``run_option``, see :func:`_setting`."""
+        """The settings for which ``fact`` holds: ``same_on_all_ranks``, ``run_option`` or ``some_transports``; see
+        :func:`_setting`."""
         return [f.name for f in fields(cls) if f.metadata.get(fact)]
 
-    def without_effect(self, transport: str) -> list[str]:
-        """One sentence for each setting that the user changed from its default and that has no effect with ``transport``."""
-        return [
-            f"{f.name}={value!r} has no effect with transport={transport}: it is for {', '.join(f.metadata['transports'])}"
-            for f in fields(self)
-            if f.name in self.given and f.metadata["transports"] and transport not in f.metadata["transports"]
-            if (value := getattr(self, f.name)) != f.default
-        ]
+    def changed(self, fact: str) -> dict[str, Any]:
+        """The settings for which ``fact`` holds (see :meth:`names`) and which the user changed from their defaults."""
+        chosen = [f for f in fields(self) if f.name in self.given and f.metadata.get(fact)]
+        return {f.name: getattr(self, f.name) for f in chosen if getattr(self, f.name) != f.default}
 
     @classmethod
     def load(cls, keywords: Mapping[str, Any], environ: Mapping[str, str]) -> Settings:

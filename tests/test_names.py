@@ -13,6 +13,7 @@ PACKAGE = Path(commsched.__file__).parent
 #: Names of one role that several modules play: engines' plugins, what is found by name, and both ends of a codec.
 DELIBERATE = {
     "Agreement",
+    "BACKEND",
     "ComparedWeights",
     "FloatArray",
     "GradientExchange",

@@ -1,5 +1,4 @@
 from collections.abc import Callable
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from commsched.settings import (
     parse_seconds,
     parse_switch,
 )
-from commsched.transports import transport_names
 
 HUGE = "9" * 400
 
@@ -337,25 +335,3 @@ def test_the_token_is_not_shown() -> None:
     assert settings.token == "s3cret"
     assert "s3cret" not in repr(settings)
     assert "transport='auto'" in repr(settings)
-
-
-@pytest.mark.parametrize(
-    ("keywords", "transport", "said"),
-    [
-        ({"rate": "1gbit"}, "gloo", ["rate=125000000.0 has no effect with transport=gloo: it is for ps"]),
-        ({"lane": "grpc", "servers": "a:1"}, "mpi", ["servers=", "lane='grpc' has no effect with transport=mpi: it is for ps"]),
-        ({"lane": "tcp", "order": "agreed"}, "gloo", []),  # the defaults
-        ({"rate": "1gbit", "lane": "grpc"}, "ps", []),
-        ({"order": "static", "collective": "rsag"}, "nccl", []),
-        ({"collective": "rsag"}, "ps", ["collective='rsag' has no effect with transport=ps: it is for gloo, mpi, nccl"]),
-    ],
-)
-def test_settings_without_effect_are_named(keywords: dict[str, str], transport: str, said: list[str]) -> None:
-    problems = load({}, **keywords).without_effect(transport)
-    assert len(problems) == len(said)
-    assert all(problem.startswith(begin) for problem, begin in zip(problems, said))
-
-
-def test_each_transport_that_a_setting_is_for_is_there() -> None:
-    named = {name for f in fields(Settings) for name in f.metadata.get("transports", ())}
-    assert named < set(transport_names())

@@ -15,7 +15,7 @@ from ..core.errors import CommschedError, ConfigError
 from ..core.standard_streams import occupy, say_error
 from ..session.opening import quiet_grpc
 from ..settings import Settings, parse_address
-from ..transports import require_transport
+from ..transports import require_transport, without_effect
 from ..version import __version__
 
 #: Options of ``commsched tune`` that have another name than their setting, with the setting's name.
@@ -135,7 +135,7 @@ def _checked(options: Mapping[str, str], arguments: argparse.Namespace) -> Setti
             raise ConfigError(
                 f"--servers {arguments.servers} cannot be used with transport={settings.transport}: only ps has servers"
             )
-        for problem in settings.without_effect(settings.transport):
+        for problem in without_effect(settings, settings.transport).values():
             raise ConfigError(problem)
     if shutil.which(arguments.command[0]) is None:
         raise ConfigError(f"command {arguments.command[0]!r} was not found")

@@ -27,7 +27,7 @@ from ..core.interfaces import Transport
 from ..core.manifest import Manifest
 from ..core.world import World
 from ..settings import Settings
-from ..transports import require_transport
+from ..transports import load_backend, require_transport, without_effect
 from ..transports.auto import transport_name
 from ..transports.context import TransportContext
 from ..tuner.format import size
@@ -203,8 +203,8 @@ class _Opening:
         """Exchange the addresses of all ranks, check that they can be reached, and advise if there is a faster network."""
         from ..tuner.link import advise_faster, describe_link, faster_networks
 
-        # MPI and NCCL choose the network themselves, and the addresses of servers are given.
-        chooses = self._transport in ("ps", "gloo") and not self._settings.servers
+        # The addresses of servers are given.
+        chooses = load_backend(self._transport).listens_at_host and not self._settings.servers
         faster = faster_networks(self._host) if chooses else {}
         told = session.gather([*reached_at(self._host), faster], "to reach each other")
         ranks = [Reached(*record[:3]) for record in told]
@@ -219,7 +219,7 @@ class _Opening:
 
     def _require_effect(self) -> None:
         """Refuse settings that the chosen transport does not use; if the user did not choose it, only warn of them."""
-        for problem in self._settings.without_effect(self._transport):
+        for problem in without_effect(self._settings, self._transport).values():
             if self._settings.transport != "auto":
                 raise ConfigError(problem)
             if self._world.rank == 0:

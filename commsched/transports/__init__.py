@@ -10,9 +10,11 @@ wire         16-bit gradients on the network, around any transport
 from __future__ import annotations
 
 import pkgutil
+from importlib import import_module
 
-from ..settings import require_one_of
+from ..settings import Settings, require_one_of
 from . import backends
+from .backend import Backend
 
 
 def transport_names() -> list[str]:
@@ -27,3 +29,25 @@ def require_transport(name: str) -> str:
         ConfigError: no transport has that name; the message lists the available transports.
     """
     return require_one_of(["auto", *transport_names()], name, "transport")
+
+
+def load_backend(name: str) -> Backend:
+    """Load the transport ``name``, which is the name of a module in ``backends``. Its library is not imported before the
+    transport opens."""
+    backend: Backend = import_module(f"{backends.__name__}.{name}").BACKEND
+    return backend
+
+
+def without_effect(settings: Settings, transport: str) -> dict[str, str]:
+    """The settings that the user changed from their defaults and that have no effect with ``transport``, each with a sentence
+    that says so."""
+    used = load_backend(transport).settings
+    changed = {name: value for name, value in settings.changed("some_transports").items() if name not in used}
+    return {
+        name: f"{name}={value!r} has no effect with transport={transport}: it is for {', '.join(_users(name))}"
+        for name, value in changed.items()
+    }
+
+
+def _users(setting: str) -> list[str]:
+    return [name for name in transport_names() if setting in load_backend(name).settings]

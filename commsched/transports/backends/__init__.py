@@ -1,1 +1,1 @@
-"""Transports, found by name. Every module here is a transport and defines ``open_transport(context)``."""
+"""Transports, found by name. Every module here is a transport, and its ``BACKEND`` says how it opens."""

@@ -12,6 +12,7 @@ from ...core.manifest import Manifest
 from ...core.task import CommTask
 from ..averaging.aggregator import Aggregator
 from ..averaging.contributions import PartitionKey
+from ..backend import Backend
 from ..context import Contributors, TransportContext
 
 
@@ -118,3 +119,6 @@ def open_transport(context: TransportContext) -> LocalTransport:
         ConfigError: always, because ranks that are processes do not share memory.
     """
     raise ConfigError("transport='local' joins threads of one process; for processes use transport='ps'")
+
+
+BACKEND = Backend(open_transport)

@@ -9,4 +9,7 @@ from __future__ import annotations
 from .channel import Channel, Done
 from .transport import CollectiveTransport
 
-__all__ = ["Channel", "CollectiveTransport", "Done"]
+__all__ = ["COLLECTIVE_SETTINGS", "Channel", "CollectiveTransport", "Done"]
+
+#: The settings for some transports only (see ``Backend``) that have an effect with every :class:`CollectiveTransport`.
+COLLECTIVE_SETTINGS = frozenset({"order", "collective", "wire", "hierarchy"})

@@ -35,17 +35,18 @@ def open_hierarchy(context: TransportContext, open_network: OpenNetwork) -> Tran
         PeerTimeout: a rank of this host did not connect in time.
     """
     if context.settings.hierarchy == "off":
-        return _open_flat(context, open_network)
+        return open_flat(context, open_network)
     seats = [RankLocation(**record) for record in context.gather(_own_seat(context).to_record())]
     layout = HostTopology.of(seats)
     if not is_wanted(context.settings.hierarchy, context.settings.collective, layout, seats):
-        return _open_flat(context, open_network)
+        return open_flat(context, open_network)
     if context.world.rank in layout.leaders:
         return _lead(context, layout, open_network)
     return _follow(context, layout)
 
 
-def _open_flat(context: TransportContext, open_network: OpenNetwork) -> Transport:
+def open_flat(context: TransportContext, open_network: OpenNetwork) -> Transport:
+    """Open the network transport over all ranks, inside the wire dtype if ``settings.wire`` asks for one. Collective."""
     network = open_network(context)
     return network if context.settings.wire == "none" else WireTransport(network, context.settings.wire)
 

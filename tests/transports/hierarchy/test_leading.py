@@ -7,7 +7,6 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from commsched.core.manifest import Manifest, TensorSpec
 from commsched.core.plan import cut
 from commsched.core.task import CommTask
 from commsched.session.local import local_sessions
-from commsched.settings import Settings
 from commsched.testing.fakes import RecordingTransport
 from commsched.testing.world import run_world
 from commsched.transports.averaging.reduce import narrow, widen
@@ -329,16 +327,3 @@ def test_without_a_hierarchy_the_wire_is_around_the_network() -> None:
     inputs = [np.array([1 + 2**-8, 3], np.float32).tobytes(), np.array([1, 5], np.float32).tobytes()]
     assert set(average(transports, 0, one("float32", 2), inputs)) == {np.array([1, 4], np.float32).tobytes()}
     close_together(transports)
-
-
-@pytest.mark.parametrize(
-    ("settings", "why"),
-    [
-        ({"wire": "float16"}, "wire='float16' does not go with transport='nccl'"),
-        ({"hierarchy": "on"}, "hierarchy='on' does not go with transport='nccl'"),
-    ],
-)
-def test_nccl_takes_neither(settings: dict[str, str], why: str) -> None:
-    [context] = contexts(three_and_the_rest, [pytest.fail])
-    with pytest.raises(ValueError, match=why):
-        open_named(replace(context, settings=Settings(**settings)), "nccl")

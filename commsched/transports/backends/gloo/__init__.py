@@ -8,7 +8,8 @@ from typing import Any
 
 from ....core.errors import ConfigError, PeerTimeout, TransportError
 from ....core.order.agreed import STATIC
-from ...collective import CollectiveTransport
+from ...backend import Backend
+from ...collective import COLLECTIVE_SETTINGS, CollectiveTransport
 from ...context import TransportContext
 
 #: One channel is for large tensors, the other for small messages that need not wait behind them.
@@ -100,3 +101,6 @@ def _require_same_world(dist: Any, rank: int, world_size: int) -> None:
             f"torch.distributed was initialised as rank {theirs[0]} of {theirs[1]}, but commsched was launched as rank "
             f"{rank} of {world_size}; give both the same"
         )
+
+
+BACKEND = Backend(open_transport, settings=COLLECTIVE_SETTINGS, listens_at_host=True)

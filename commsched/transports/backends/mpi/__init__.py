@@ -10,7 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 from ....core.interfaces import Transport
-from ...collective import CollectiveTransport
+from ...backend import Backend
+from ...collective import COLLECTIVE_SETTINGS, CollectiveTransport
 from ...context import TransportContext
 
 
@@ -45,3 +46,6 @@ def open_transport(context: TransportContext) -> Transport:
     membership = Communicators(*prepare(context))
     channels = membership.open(context.when_failed, context.settings.join_within)
     return CollectiveTransport(context, channels)
+
+
+BACKEND = Backend(open_transport, settings=COLLECTIVE_SETTINGS, prepare=prepare)

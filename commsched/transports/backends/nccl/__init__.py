@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from ....core.errors import ConfigError
+from ...backend import Backend
 from ...context import TransportContext
 
 if TYPE_CHECKING:
@@ -26,3 +27,7 @@ def open_transport(context: TransportContext) -> NcclTransport:
     from .transport import NcclTransport
 
     return NcclTransport(context, connect(context))
+
+
+# Without wire and hierarchy: it moves device memory, and uses the links within a host better than the hierarchy.
+BACKEND = Backend(open_transport, settings=frozenset({"order", "collective"}))

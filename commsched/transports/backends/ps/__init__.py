@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ...backend import Backend
 from ...context import TransportContext
 from .service import ServiceContext
 from .shard import Shard
@@ -33,3 +34,10 @@ def open_transport(context: TransportContext) -> PsTransport:
             shard.close()
         options.close()
         raise
+
+
+BACKEND = Backend(
+    open_transport,
+    settings=frozenset({"servers", "lane", "rate", "wire", "hierarchy"}),
+    listens_at_host=True,
+)
