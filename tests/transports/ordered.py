@@ -16,7 +16,7 @@ from commsched.core.interfaces import Completion, OnFailure, Transport
 from commsched.core.manifest import ITEMSIZE
 from commsched.core.task import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, CommTask
 from commsched.transports.averaging.reduce import average
-from commsched.transports.collective.chunks import chunks_of
+from commsched.transports.collective.transport import chunks_of
 
 
 class OrderedWorld:

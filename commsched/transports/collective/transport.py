@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import pairwise
 
 import numpy as np
 
@@ -17,8 +18,7 @@ from ..averaging.buffer_pool import BufferPool
 from ..averaging.reduce import average
 from ..context import TransportContext
 from .channel import MAX_TAGS, CannotBegin, Channel, Done
-from .chunks import chunks_of
-from .deferred_failure import DeferredFailure
+from .failures import DeferredFailure
 from .sequence import SequenceChecker
 
 log = logging.getLogger("commsched")
@@ -200,3 +200,14 @@ class CollectiveTransport(Transport):
         # The task stays outstanding, so that ``close`` ends the backend's remaining operations of it.
         if not self._closed:
             self._verdict.report(error)
+
+
+def chunks_of(data: memoryview, itemsize: int, world_size: int) -> list[memoryview]:
+    """Split ``data``, which holds ``numel`` elements of ``itemsize`` bytes, into one chunk per rank.
+
+    The chunk of rank ``r`` holds elements ``numel * r // world_size`` to ``numel * (r + 1) // world_size``. With fewer elements
+    than ranks, some chunks are empty.
+    """
+    numel = len(data) // itemsize
+    borders = [numel * rank // world_size * itemsize for rank in range(world_size + 1)]
+    return [data[start:stop] for start, stop in pairwise(borders)]

@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from commsched.core.errors import ClosedError, CommschedError, OrderMismatch, PeerLost, TransportError
 from commsched.core.manifest import ITEMSIZE, Manifest, TensorSpec
@@ -18,7 +20,8 @@ from commsched.transports.averaging.reduce import average
 from commsched.transports.collective import CollectiveTransport
 from commsched.transports.collective import transport as collective
 from commsched.transports.collective.channel import CannotBegin
-from commsched.transports.collective.deferred_failure import DeferredFailure
+from commsched.transports.collective.failures import DeferredFailure
+from commsched.transports.collective.transport import chunks_of
 from commsched.transports.context import Contributors
 from tests.transports.worlds import Meeting
 
@@ -273,3 +276,23 @@ def test_it_is_an_ordered_transport_of_all_verbs() -> None:
     assert (transport.rank, transport.world_size, transport.ordered, transport.channels) == (2, 3, True, 2)
     assert transport.verbs == {ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER}
     transport.leave(1)  # nothing waits for one that left: Core agrees on what is launched
+
+
+# --- chunks ---
+
+
+@given(st.integers(0, 50), st.sampled_from([1, 2, 4, 8]), st.integers(1, 9))
+def test_chunks_cover_the_partition_once_on_element_borders(numel: int, itemsize: int, world_size: int) -> None:
+    data = memoryview(bytes(index % 251 for index in range(numel * itemsize)))
+    chunks = chunks_of(data, itemsize, world_size)
+    assert len(chunks) == world_size
+    assert b"".join(chunks) == data
+    sizes = [len(chunk) for chunk in chunks]
+    assert all(size % itemsize == 0 for size in sizes)
+    assert max(sizes) - min(sizes) <= itemsize
+
+
+def test_chunks_are_views() -> None:
+    data = bytearray(6)
+    chunks_of(memoryview(data), 2, 3)[1][:] = b"ab"
+    assert data == b"\0\0ab\0\0"

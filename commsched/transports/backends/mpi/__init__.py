@@ -23,7 +23,7 @@ def prepare(context: TransportContext) -> tuple[Any, list[int]]:
     Raises:
         ConfigError: mpi4py or an MPI is missing, several threads may not call MPI, or MPI did not start this job.
     """
-    from ...collective.exit_if_job_fails import exit_if_job_fails
+    from ...collective.failures import exit_if_job_fails
     from . import library
     from .abort_at_exit import ending_with
 

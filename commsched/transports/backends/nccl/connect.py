@@ -1,18 +1,19 @@
-"""Connects the ranks' devices."""
+"""Connects the ranks' devices, through a store in which their process groups find each other."""
 
 from __future__ import annotations
 
+import socket
 import threading
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from ....core.errors import ConfigError, TransportError
-from ...collective.exit_if_job_fails import exit_if_job_fails
+from ...collective.failures import exit_if_job_fails
 from ...context import TransportContext
-from .nccl_group import NcclGroup
-from .store import open_store
+from .group import NcclGroup
 
 #: torch ends the process when a collective takes longer. This is a last resort, far behind ``fail_after``, which names the
 #: silent rank.
@@ -82,3 +83,39 @@ def _describe_device(host: str) -> dict[str, str]:
     # In containers, each rank may call its device cuda:0.
     identity = str(getattr(torch.cuda.get_device_properties(index), "uuid", f"{host} {index}"))
     return {"name": f"cuda:{index}", "identity": identity}
+
+
+def open_store(context: TransportContext) -> Store:
+    """Open a store of our own. Rank 0 serves it, at rank 0's ``context.host`` only, for as long as rank 0 holds it. Collective.
+
+    NCCL's identifier passes through the store, and torch's watchdogs read it at any time, so it must be a server. Like NCCL's
+    traffic it is neither authenticated nor encrypted.
+
+    Raises:
+        TransportError: rank 0 could not open the store, or this rank could not reach it; names the address.
+    """
+    rank, within = context.world.rank, timedelta(seconds=context.settings.join_within)
+    store, told = _listen(context.host, within) if rank == 0 else (None, None)
+    host, port = context.gather([context.host, told])[0]
+    if not isinstance(port, int):
+        raise TransportError(f"rank 0 could not open a store for process groups on {host}: {port}")
+    if store is not None:
+        return store
+    try:
+        return TCPStore(host, port, is_master=False, timeout=within, wait_for_workers=False)
+    except Exception as error:
+        raise TransportError(f"rank {rank} could not reach the store of rank 0 on {host}:{port}: {error}") from error
+
+
+def _listen(host: str, within: timedelta) -> tuple[Store | None, int | str]:
+    """Return the store and its port. If it cannot be opened, return None and the reason, to be raised on all ranks."""
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        with socket.create_server((host, 0), family=family) as listener:
+            port: int = listener.getsockname()[1]
+            store = TCPStore(
+                host, port, is_master=True, timeout=within, wait_for_workers=False, master_listen_fd=listener.detach()
+            )
+        return store, port
+    except Exception as error:
+        return None, f"{type(error).__name__}: {error}"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from ...backend import Backend
 from ...context import TransportContext
+from .server import Shard
 from .service import ServiceContext
-from .shard import Shard
 from .stream import StreamOptions
 from .transport import PsTransport
 

@@ -15,7 +15,7 @@ from ...averaging.aggregator import Aggregator
 from ...averaging.contributions import Reply
 from ...context import Contributors
 from .frame import RAW, Damaged, Frame, FrameKind, WorkerHello, json_frame
-from .push_priority import PushPriority
+from .send_queue import PushPriority
 from .stream import Stream, StreamBroken
 
 log = logging.getLogger("commsched")

@@ -19,7 +19,7 @@ from ...context import TransportContext
 from .frame import Frame, WorkerHello
 from .lane import Lane, OwnLane
 from .remote_lane import RemoteLane
-from .shard import Shard
+from .server import Shard
 from .stream import StreamOptions, open_stream
 
 

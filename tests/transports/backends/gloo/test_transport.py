@@ -39,7 +39,7 @@ from commsched.testing.world import run_world
 from commsched.transports.backends.gloo import open_transport
 from commsched.transports.backends.gloo.listener import _listening
 from commsched.transports.collective import transport as collective
-from commsched.transports.collective.deferred_failure import DeferredFailure
+from commsched.transports.collective.failures import DeferredFailure
 from tests.jobs.job import clean_environ
 from tests.transports.worlds import Meeting, gloo_world
 

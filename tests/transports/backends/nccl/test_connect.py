@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 from commsched.core import timeouts  # noqa: E402
 from commsched.core.errors import CommschedError, ConfigError, PeerLost, TransportError  # noqa: E402
 from commsched.testing.world import run_world  # noqa: E402
-from commsched.transports.backends.nccl import connect, open_transport, store  # noqa: E402
+from commsched.transports.backends.nccl import connect, open_transport  # noqa: E402
 
 
 class Ranks:
@@ -164,7 +164,7 @@ def test_ranks_meet_in_the_store() -> None:
     ranks, kept = Ranks(), []
 
     def one(rank: int) -> bytes:
-        opened = store.open_store(ranks.context(rank))
+        opened = connect.open_store(ranks.context(rank))
         kept.append(opened)
         if rank == 0:
             opened.set("identifier", b"\x00\xffnccl")
@@ -178,7 +178,7 @@ def test_a_store_that_cannot_open_is_told_to_every_rank() -> None:
 
     def one(rank: int) -> str:
         with pytest.raises(TransportError) as raised:
-            store.open_store(ranks.context(rank, host="203.0.113.7"))  # an address that no machine has
+            connect.open_store(ranks.context(rank, host="203.0.113.7"))  # an address that no machine has
         return str(raised.value)
 
     first, second = run_world(2, one, timeout_seconds=100)

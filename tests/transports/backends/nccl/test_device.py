@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 
 from commsched.core.manifest import Manifest, TensorSpec  # noqa: E402
 from commsched.core.task import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER  # noqa: E402
-from commsched.transports.backends.nccl.nccl_group import NcclGroup  # noqa: E402
+from commsched.transports.backends.nccl.group import NcclGroup  # noqa: E402
 from commsched.transports.backends.nccl.transport import NcclTransport  # noqa: E402
 
 from ...worlds import a_context  # noqa: E402

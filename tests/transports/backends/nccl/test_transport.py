@@ -21,7 +21,7 @@ from commsched.core.plan import Partition  # noqa: E402
 from commsched.core.task import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, CommTask  # noqa: E402
 from commsched.testing.check_transport import check_transport  # noqa: E402
 from commsched.transports.backends.nccl.transport import NcclTransport  # noqa: E402
-from commsched.transports.collective.deferred_failure import DeferredFailure  # noqa: E402
+from commsched.transports.collective.failures import DeferredFailure  # noqa: E402
 
 from ...worlds import a_context  # noqa: E402
 from .memory_group import MemoryGroup, MemoryNetwork  # noqa: E402

@@ -10,7 +10,7 @@ from commsched.core.config import SchedulerConfig
 from commsched.core.core import Core
 from commsched.core.manifest import Manifest, TensorSpec
 from commsched.core.plan import cut
-from commsched.transports.backends.ps.push_priority import PushPriority
+from commsched.transports.backends.ps.send_queue import PushPriority
 from commsched.transports.backends.ps.service import Service
 from commsched.transports.backends.ps.transport import PsTransport
 

@@ -6,8 +6,7 @@ import threading
 import pytest
 
 from commsched.transports.backends.ps.frame import HEADER_BYTES, Frame, FrameKind
-from commsched.transports.backends.ps.push_priority import PushPriority
-from commsched.transports.backends.ps.send_queue import SendQueue
+from commsched.transports.backends.ps.send_queue import PushPriority, SendQueue
 
 ACK = Frame(FrameKind.ACK, step=1)
 

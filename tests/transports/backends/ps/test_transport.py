@@ -20,10 +20,10 @@ from commsched.transports.backends.ps import grpc_lane as grpc_port
 from commsched.transports.backends.ps import transport as ps_transport
 from commsched.transports.backends.ps.frame import MAX_MESSAGE_BYTES, Frame, FrameKind, WorkerHello, encode, json_frame
 from commsched.transports.backends.ps.grpc_lane import METHOD
-from commsched.transports.backends.ps.push_priority import PushPriority
 from commsched.transports.backends.ps.remote_lane import RemoteLane
+from commsched.transports.backends.ps.send_queue import PushPriority
+from commsched.transports.backends.ps.server import Shard
 from commsched.transports.backends.ps.service import Service
-from commsched.transports.backends.ps.shard import Shard
 from commsched.transports.backends.ps.stream import Stream, StreamOptions, open_port, open_stream
 from commsched.transports.backends.ps.transport import PsTransport
 
