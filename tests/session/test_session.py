@@ -22,7 +22,7 @@ import commsched
 from commsched import SchedulerConfig, Session
 from commsched.control.events import Listener
 from commsched.control.local import LocalControlWorld
-from commsched.core.errors import FORKED, CommschedError, PeerTimeout
+from commsched.core.errors import FORKED, CommschedError, ConfigError, PeerLost, PeerTimeout, TransportError
 from commsched.core.finite import LASTING_STEPS
 from commsched.core.interfaces import Completion, ForwardingTransport, Observer, Transport
 from commsched.core.manifest import Manifest, TensorSpec
@@ -613,6 +613,49 @@ def test_a_rank_that_ends_keeps_its_connections_until_the_job_knows_why(monkeypa
 
     alone(open_control, open_transport).abort("boom")
     assert happened == ["rank 0 ended: boom", "closed"]
+
+
+@pytest.mark.parametrize(
+    ("error", "reported"),
+    [(PeerLost("rank 1 is gone"), PeerLost), (TransportError("no way"), TransportError), (ConfigError("no"), TransportError)],
+)
+def test_why_a_rank_cannot_start_is_reported_as_the_loss_of_a_rank_or_of_its_own(
+    error: CommschedError, reported: type[CommschedError], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 waits for a better cause if the reported one is a lost rank."""
+    told: list[CommschedError] = []
+
+    def open_control(listener: Listener) -> Control:
+        control = LocalControlWorld(1).join(0, listener)
+        report = control.report
+        monkeypatch.setattr(control, "report", lambda error: told.append(error) or report(error))
+        return control
+
+    def open_transport(session: Session) -> Transport:
+        raise error
+
+    with pytest.raises(type(error)) as raised:
+        alone(open_control, open_transport)
+    assert raised.value is error
+    assert [(type(told[0]), str(told[0]))] == [(reported, f"rank 0 could not start: {error}")]
+
+
+def test_a_rank_that_another_one_keeps_from_starting_raises_the_first_failure_and_what_it_saw_of_it() -> None:
+    listeners: list[Listener] = []
+    first, seen = TransportError("rank 1 could not start: no route"), PeerLost("a connection was closed")
+
+    def open_control(listener: Listener) -> Control:
+        listeners.append(listener)
+        return LocalControlWorld(1).join(0, listener)
+
+    def open_transport(session: Session) -> Transport:
+        listeners[0].on_failure(first)
+        raise seen
+
+    with pytest.raises(TransportError) as raised:
+        alone(open_control, open_transport)
+    assert raised.value is first
+    assert raised.value.__cause__ is seen
 
 
 # --- ordered transports ---

@@ -75,7 +75,7 @@ class WeightsCheck:
         """The next part. It wraps around after the last tensor, and covers all weights at most once."""
         part: dict[int, tuple[int, int]] = {}
         tensor, start = self._next
-        left = min(self._part_bytes, sum(self._nbytes))
+        left = self._part_bytes
         while left > 0 and tensor not in part:
             stop = min(self._nbytes[tensor], start + -(-left // _ALIGNMENT) * _ALIGNMENT)
             if stop > start:

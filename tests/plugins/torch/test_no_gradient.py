@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
+
+import pytest
 import torch
 from torch import nn
 
@@ -32,3 +36,19 @@ def test_only_parameters_without_a_gradient_ask_and_only_until_it_is_known() -> 
     assert asked.times == 1
     assert type(lacking) is nn.Parameter
     assert len(no_gradient._awaited) == known_before
+
+
+@pytest.mark.parametrize("make", [nn.Parameter, torch.Tensor.requires_grad_])
+def test_a_copy_is_of_the_own_class_and_asks_nothing(make: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    asked, parameter = Asked(), make(torch.ones(2))
+    own = type(parameter)
+    without = NoGradients(asked.ask)
+    without.note([parameter])  # type: ignore[list-item]
+    copied = copy.deepcopy(parameter)
+    assert type(copied) is own
+    assert copied.grad is None
+    assert asked.times == 0
+    assert parameter.grad is None
+    assert asked.times == 1
+    without.forget()
+    assert type(parameter) is own

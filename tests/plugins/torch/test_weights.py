@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ from commsched.core.errors import CommschedError, RanksDiverged
 from commsched.plugins.common import weights_check
 from commsched.plugins.common.weights_check import PARTS
 from commsched.plugins.torch import ScheduledOptimizer
-from commsched.plugins.torch.device import digest_on_device
+from commsched.plugins.torch.device import Host, digest_on_device
+from commsched.plugins.torch.weights import ComparedWeights
 from commsched.session.local import local_sessions
 from commsched.testing.world import run_world
 
@@ -155,6 +157,33 @@ def test_without_the_setting_nothing_is_compared() -> None:
 
     assert job(loop, every=0) == {}
     assert alone(lambda data, model, optimizer: train(data, model, optimizer)) is None
+
+
+class Wrapping(torch.Tensor):
+    """A tensor whose values are its own affair, as those of distributed or quantized tensors."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        raise AssertionError("nothing reads it")
+
+
+def test_only_plain_numbers_are_compared() -> None:
+    compared: list[dict[str, str]] = []
+    session: Any = SimpleNamespace(
+        device="cpu", check_weights=1, world_size=2, compare=lambda what, step, values, hint: compared.append(values)
+    )
+    parameters = {
+        "plain": nn.Parameter(torch.ones(3)),
+        "sparse": torch.ones(3).to_sparse(),
+        "wrapping": torch.Tensor._make_wrapper_subclass(Wrapping, (3,)),
+        "elsewhere": torch.ones(3, device="meta"),
+    }
+    slots: Any = [
+        SimpleNamespace(flag=flag, name=name, parameter=tensor) for flag, (name, tensor) in enumerate(parameters.items())
+    ]
+    weights = ComparedWeights(session, Host(), slots, "")
+    weights.compare(0)
+    assert [list(values) for values in compared] == [["plain"]]
 
 
 @pytest.mark.parametrize("nbytes", [0, 3, 64, 64 + 3, 4 * (1 << 20) + 8])
