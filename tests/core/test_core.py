@@ -55,6 +55,7 @@ class World:
         self.failures: SimpleQueue[CommschedError] = SimpleQueue()
         self.tasks: list[CommTask] = []
         self.spans: list[tuple[str, str]] = []
+        self.ready: list[tuple[int, int, float]] = []
         self.observed = threading.Event()
         self.core = self.make_core(ONE_BY_ONE)
 
@@ -95,7 +96,7 @@ class World:
         pass
 
     def on_ready(self, group: int, tensor: int, at: float) -> None:
-        pass
+        self.ready.append((group, tensor, at))
 
     def on_task(self, task: CommTask) -> None:
         self.tasks.append(task)
@@ -388,7 +389,7 @@ def test_drain_waits_for_what_became_ready_and_for_nothing_else(world: World) ->
     drained.result(10)
 
 
-def test_the_observer_sees_each_task_and_each_wait(world: World) -> None:
+def test_the_observer_sees_each_gradient_each_task_and_each_wait(world: World) -> None:
     group = world.add_group()
     group.begin_step()
     waiting = world.waiting(group.proxies[3].wait)
@@ -399,6 +400,7 @@ def test_the_observer_sees_each_task_and_each_wait(world: World) -> None:
     waiting.result(10)
     assert world.observed.wait(10)
     assert world.tasks == [task]
+    assert world.ready == [(0, 3, task.ready_at)]
     assert 0 < task.ready_at <= task.started_at <= task.sent_at <= task.done_at
     group.proxies[3].wait()  # is open: no wait, no span
     assert world.spans == [("wait", "layer3")]

@@ -104,12 +104,6 @@ class Flags:
         self.used()
         self.kept()
 
-    def release(self) -> None:
-        """Wait for the end of the last round, then release the groups. No round may begin afterwards."""
-        self.settle()
-        self._used_group.release()
-        self._kept_group.release()
-
     def offer_used(self, unfrozen: bool, adding: bool, used: Sequence[bool]) -> None:
         self._all_used = None
         with self._device.aside():

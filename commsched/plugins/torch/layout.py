@@ -203,9 +203,9 @@ class GradientLayout:
         self.late += slots
         self._give_flags(slots)
         if self._flags is not None:
-            self._flags.release()
+            self._flags.settle()
             for group, _ in self._flags.registered:
-                self.registered.discard(group)
+                self.registered.release(group)
             self._make_flags()
 
     def give(self, late: list[Slot]) -> TensorGroup:
@@ -225,7 +225,7 @@ class GradientLayout:
             release(slot.parameter)
         if self._flags is not None:
             self._flags.settle()
-        self.registered.release()
+        self.registered.close()
 
     @property
     def manifests(self) -> list[Manifest]:

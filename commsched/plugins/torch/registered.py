@@ -41,15 +41,15 @@ class Registered:
     def add(self, group: TensorGroup, views: Iterable[torch.Tensor]) -> None:
         self._views[group] = views
 
-    def discard(self, group: TensorGroup) -> None:
-        """Forget ``group``, which was released."""
+    def release(self, group: TensorGroup) -> None:
+        """Release ``group``. No average of it may be outstanding."""
         del self._views[group]
+        group.release()
 
-    def release(self) -> None:
+    def close(self) -> None:
         """Release all groups and close the device. No average may be outstanding."""
-        for group in self._views:
-            group.release()
-        self._views.clear()
+        for group in tuple(self._views):
+            self.release(group)
         self.device.close()
 
     def abandon(self) -> None:
@@ -73,7 +73,7 @@ class Registered:
                         view.zero_()
                         self.device.when_written(partial(group.notify_ready, tensor))
             self.device.settle()
-            self.release()
+            self.close()
 
 
 def end_abandoned(session: commsched.Session) -> None:

@@ -13,6 +13,7 @@ from torch import nn
 
 import commsched
 from commsched import SchedulerConfig
+from commsched.core.group import TensorGroup
 
 from .loops.loop import LARGE, SMALL, Data, batch, mlp, require_plain, run, sgd, train
 
@@ -286,6 +287,25 @@ def test_a_fresh_head(when: str, config: SchedulerConfig, ordered: bool) -> None
         train(data, model, optimizer, 1, first=6)
 
     require_plain(loop, model=deep, optimizer=adam, config=config, ordered=ordered)
+
+
+def test_an_added_group_replaces_the_flags_of_fewer_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The groups of the old ones are released, not kept until the end."""
+    here = threading.local()
+
+    def release(group: TensorGroup, release: Callable[[TensorGroup], None] = TensorGroup.release) -> None:
+        here.released = [*getattr(here, "released", []), group.manifest.tensors[0].name]
+        release(group)
+
+    def loop(data: Data, model: Any, optimizer: Any) -> list[str]:
+        train(data, model, optimizer, 1)
+        monkeypatch.setattr(TensorGroup, "release", release)
+        model.append(head(data))
+        optimizer.add_param_group({"params": model[-1].parameters()})
+        train(data, model, optimizer, 1)
+        return [name for name in here.released if name.startswith("commsched.")]  # others are of broadcasts
+
+    assert run(loop, model=deep) == [["commsched.used", "commsched.kept"]] * 2
 
 
 def test_an_added_group_that_is_frozen() -> None:
