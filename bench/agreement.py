@@ -18,15 +18,15 @@ from typing import TYPE_CHECKING, Any
 
 from commsched.core.config import SchedulerConfig
 from commsched.core.errors import ConfigError
-from commsched.settings import parse_rate, parse_seconds
+from commsched.settings import parse_seconds
 
-from .collectives import average, register
-from .harness.arguments import add_transport_arguments, at_least, float32_bytes, setting, transport_settings, transport_words
-from .harness.cpu_time import cpu_seconds
+from .harness.arguments import TRANSPORT_OPTIONS, add_options, at_least, float32_bytes, transport_settings, transport_words
+from .harness.averaging import average, register
 from .harness.job import Job, run_job
-from .harness.results import Row, add_json_argument, table, write
-from .harness.route import Route, link_share
-from .systems.spec import UNORDERED, Way
+from .harness.measure import cpu_seconds
+from .harness.network_load import Route, link_share
+from .harness.results import Row, table, write
+from .harness.system import UNORDERED, Way
 
 if TYPE_CHECKING:
     from commsched.session.session import Session
@@ -48,19 +48,12 @@ _COLUMNS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_transport_arguments(parser)
-    parser.set_defaults(transport="gloo")
-    parser.add_argument("--bandwidth", type=setting(parse_rate), metavar="RATE", help="of each link, as 1gbit; none: loopback")
-    parser.add_argument("--partition", type=float32_bytes, default="256KB", metavar="SIZE", help="of each (default: 256KB)")
-    parser.add_argument("--partitions", type=at_least(1), default=64, metavar="N", help="in a step (default: 64)")
-    parser.add_argument(
-        "--credits", type=at_least(1), nargs="+", default=[1, 2, 4, 8, 16], metavar="N", help="in partitions (default: 1 .. 16)"
-    )
-    parser.add_argument("--repetitions", type=at_least(1), default=9, metavar="N", help="steps timed of each (default: 9)")
-    parser.add_argument(
-        "--timeout", type=setting(parse_seconds), default="600", metavar="SECONDS", help="for all (default: 600)"
-    )
-    add_json_argument(parser)
+    add_options(parser, **{**TRANSPORT_OPTIONS, "transport": "gloo"}, bandwidth=None, repetitions=9, timeout="600", json=None)
+    size_help = "size of each partition (default: 256KB)"
+    parser.add_argument("--partition", type=float32_bytes, default="256KB", metavar="SIZE", help=size_help)
+    parser.add_argument("--partitions", type=at_least(1), default=64, metavar="N", help="partitions in a step (default: 64)")
+    credits_help = "credits to measure, in partitions (default: 1 2 4 8 16)"
+    parser.add_argument("--credits", type=at_least(1), nargs="+", default=[1, 2, 4, 8, 16], metavar="N", help=credits_help)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -77,8 +70,7 @@ def run(args: argparse.Namespace) -> int:
         f"{args.partition} bytes, all ready at once; CPU and messages: of all ranks together"
     )
     print(table(rows, _COLUMNS))
-    if args.json:
-        write(args.json, rows)
+    write(args.json, rows)
     return 0
 
 
@@ -109,7 +101,7 @@ def _row(args: argparse.Namespace, link: str, order: str, credit: int, by_rank: 
 
 def rank_main(session: Session, arguments: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The measurements of this rank for each order and credit, in that order."""
-    from .harness.carriers import open_ways
+    from .harness.system import open_ways
 
     ways = [Way(arguments["transport"], order) for order in _ORDERS]
     with ExitStack() as stack:

@@ -21,22 +21,23 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from commsched.core.errors import ConfigError
-from commsched.core.manifest import Manifest, TensorSpec
-from commsched.settings import parse_bytes, parse_rate, parse_seconds
+from commsched.settings import parse_seconds
 
 from .harness.arguments import (
     FLOAT32_BYTES,
-    add_transport_arguments,
+    TRANSPORT_OPTIONS,
+    add_options,
     at_least,
     float32_sizes,
-    setting,
+    transport_columns,
     transport_settings,
     transport_words,
 )
-from .harness.cpu_time import cpu_seconds
+from .harness.averaging import average, register
 from .harness.job import Job, run_job
-from .harness.results import Row, add_json_argument, table, write
-from .harness.route import Route, link_share
+from .harness.measure import cpu_seconds
+from .harness.network_load import Route, link_share
+from .harness.results import Row, table, write
 
 if TYPE_CHECKING:
     from commsched.core.group import TensorGroup
@@ -60,23 +61,19 @@ _COLUMNS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_transport_arguments(parser)
-    parser.add_argument(
-        "--ranks-per-host", type=at_least(1), default=1, metavar="R", help="with a bandwidth: that share a link (default: 1)"
+    add_options(
+        parser, **TRANSPORT_OPTIONS, bandwidth=None, partition="4MB", credit="16MB", repetitions=9, timeout="600", json=None
     )
-    parser.add_argument("--bandwidth", type=setting(parse_rate), metavar="RATE", help="of each link, as 1gbit; none: loopback")
     parser.add_argument(
-        "--partition", type=setting(parse_bytes), default="4MB", metavar="SIZE", help="largest one (default: 4MB)"
+        "--ranks-per-host",
+        type=at_least(1),
+        default=1,
+        metavar="R",
+        help="with a bandwidth: ranks that share a link (default: 1)",
     )
-    parser.add_argument("--credit", type=setting(parse_bytes), default="16MB", metavar="SIZE", help="in flight (default: 16MB)")
     sizes_help = "FROM:TO, FROM:TO:FACTOR or SIZE,SIZE,... (default: 64KB:64MB, by factors of 4)"
     parser.add_argument("--sizes", type=float32_sizes, default="64KB:64MB", help=sizes_help)
-    parser.add_argument("--repetitions", type=at_least(1), default=9, metavar="N", help="timed ones per size (default: 9)")
-    parser.add_argument("--warmup", type=at_least(0), default=2, metavar="N", help="untimed ones per size (default: 2)")
-    parser.add_argument(
-        "--timeout", type=setting(parse_seconds), default="600", metavar="SECONDS", help="for all (default: 600)"
-    )
-    add_json_argument(parser)
+    parser.add_argument("--warmup", type=at_least(0), default=2, metavar="N", help="untimed averages of each size (default: 2)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -86,8 +83,8 @@ def run(args: argparse.Namespace) -> int:
         args.ranks_per_host > 1 and (args.bandwidth is None or args.workers == args.ranks_per_host)
     ):
         raise ConfigError(
-            f"ranks-per-host={args.ranks_per_host}: it divides workers={args.workers}, leaves several hosts, "
-            "and these have links of a bandwidth"
+            f"ranks-per-host={args.ranks_per_host}: it must divide workers={args.workers} and leave several "
+            "hosts, and their links must have a bandwidth"
         )
     route = Route.of(args, args.ranks_per_host)
     period = _PERIOD if args.wire == "none" else route.short_periods()[0]
@@ -96,8 +93,7 @@ def run(args: argparse.Namespace) -> int:
     rows = [_row(args, route, outcome.link, [rank[index] for rank in outcome.by_rank]) for index in range(len(args.sizes))]
     print(_heading(args, route, outcome.link))
     print(table(rows, _COLUMNS))
-    if args.json:
-        write(args.json, rows)
+    write(args.json, rows)
     return 1 if any(row["wrong_elements"] for row in rows) else 0
 
 
@@ -114,7 +110,7 @@ def _heading(args: argparse.Namespace, route: Route, link: str) -> str:
         f"{transport_words(args)}: {args.workers} workers{per_host}, {where}, link {link}, partition {args.partition}, "
         f"credit {args.credit}\n"
         f"busbw = algbw x {route.nic_factor:.4g}, the bytes that the busiest NIC carries in each direction per byte of tensor\n"
-        "CPU s: of all processes together, per GB of float32 gradient that hosts have to exchange, however it travels"
+        "CPU s: of all processes together, per GB of float32 gradient that hosts have to exchange, in any wire dtype"
     )
 
 
@@ -127,12 +123,8 @@ def _row(args: argparse.Namespace, route: Route, link: str, by_rank: Sequence[Ma
     cpu_seconds = sum(rank["cpu_seconds"] for rank in by_rank) / len(seconds)
     gradient = route.least_factor * size  # 0: all ranks are on one host, and add up in memory
     return {
-        "transport": args.transport,
-        "lane": args.lane if args.transport == "ps" else None,
-        **{name: getattr(args, name) for name in ("order", "policy", "collective", "wire", "hierarchy")},
-        "workers": args.workers,
+        **transport_columns(args),
         "ranks_per_host": args.ranks_per_host,
-        "servers": args.servers,
         "link": link,
         "partition": args.partition,
         "credit": args.credit,
@@ -159,20 +151,6 @@ def rank_main(session: Session, arguments: Mapping[str, Any]) -> list[dict[str, 
     pids = arguments["server_pids"] if session.rank == 0 else []
     start_line = register(session, "start line", FLOAT32_BYTES)[1]
     return [_measure(session, start_line, size, arguments, pids) for size in arguments["sizes"]]
-
-
-def register(session: Session, name: str, nbytes: int) -> tuple[np.ndarray, TensorGroup]:
-    """Register a float32 tensor that the ranks average. Returns its memory and its group, which holds only this tensor."""
-    buffer = np.zeros(nbytes // FLOAT32_BYTES, np.float32)
-    manifest = Manifest((TensorSpec(name, buffer.shape, "float32"),))
-    return buffer, session.register(manifest, {"float32": buffer.view(np.uint8).data})
-
-
-def average(group: TensorGroup) -> None:
-    """Run one step of a group of one tensor."""
-    group.begin_step()
-    group.notify_ready(0)
-    group.proxies[0].wait()
 
 
 def _measure(

@@ -19,29 +19,25 @@ from typing import Any
 
 from commsched.cli.launch import run as launch
 from commsched.core.errors import ConfigError
-from commsched.settings import parse_bytes, parse_rate
+from commsched.settings import parse_rate
 from commsched.simulator.scenario import bytes_factor
 
 from .demo_worker import BLOCK_STEPS
-from .harness.arguments import at_least, setting
+from .harness.arguments import add_options, at_least, setting
+from .harness.lower_bound import lower_bound, wfbp
 from .harness.processes import JobFailed
-from .harness.results import Row, add_json_argument, write
-from .lower_bound import lower_bound, wfbp
+from .harness.results import Row, write
 
 WANTED_ACCURACY = 0.95
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--workers", type=at_least(2), default=2, help="ranks, all on this machine")
+    add_options(parser, workers=2, partition="128KB", credit="256KB", json=None)
     parser.add_argument("--steps", type=at_least(6 * BLOCK_STEPS), default=14 * BLOCK_STEPS, help="training steps")
     parser.add_argument("--measure-steps", type=at_least(8), default=24, help="steps without communication, to time the layers")
-    parser.add_argument(
-        "--rate", type=setting(parse_rate), help="cap of each worker; not given: communication takes as long as computation"
-    )
-    parser.add_argument("--partition", type=setting(parse_bytes), default="128KB")
-    parser.add_argument("--credit", type=setting(parse_bytes), default="256KB")
+    rate_help = "greatest rate of each worker; without it: communication takes as long as computation"
+    parser.add_argument("--rate", type=setting(parse_rate), help=rate_help)
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="directory for the timeline")
-    add_json_argument(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -60,10 +56,9 @@ def run(args: argparse.Namespace) -> int:
     trained = _launch(workers, "train", args.steps, {f"COMMSCHED_{key}": value for key, value in settings.items()})
     rows = _rows(layers, trained, rate, workers)
     _print(rows, trained, args.out)
-    if args.json is not None:
-        write(args.json, rows)
+    write(args.json, rows)
     if not trained["equal"] or trained["accuracy"] < WANTED_ACCURACY:
-        print(f"the training went wrong: wanted equal weights and an accuracy of {WANTED_ACCURACY:.0%}", file=sys.stderr)
+        print(f"the training is wrong: expected equal weights and an accuracy of {WANTED_ACCURACY:.0%}", file=sys.stderr)
         return 1
     return 0
 

@@ -29,10 +29,10 @@ from commsched.plugins.torch.weights import ComparedWeights
 from commsched.session.session import Session
 from commsched.settings import Settings
 
-from .harness.arguments import at_least
+from .harness.arguments import add_options, at_least
+from .harness.immediate import Immediate
 from .harness.measure import median_interval
-from .harness.results import Row, add_json_argument, table, write
-from .overhead import Immediate
+from .harness.results import Row, table, write
 
 _WIDTH = 16
 #: Parameters per timed block: several steps of a small model are timed together.
@@ -54,7 +54,7 @@ _STEP_COLUMNS = {
     "one_rank_ratio": "of plain",
     "one_rank_ratio_low": "low",
     "one_rank_ratio_high": "high",
-    "two_ranks_milliseconds": "of two ranks",
+    "two_ranks_milliseconds": "one of two ranks",
     "two_ranks_added_microseconds": "added us/parameter",
 }
 
@@ -70,7 +70,7 @@ _COMPARISON_COLUMNS = {
     "megabytes": "MB of weights",
     "step_milliseconds": "step without, CPU ms",
     "comparison_milliseconds": "a comparison, CPU ms",
-    "every": "every so many steps",
+    "every": "steps between two",
     "added_microseconds": "added us/step",
     "added_percent": "% of a step",
 }
@@ -89,16 +89,10 @@ _OPERATIONS: dict[str, Callable[[torch.Tensor], Any]] = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--parameters",
-        type=at_least(1),
-        nargs="+",
-        default=[10, 100, 1000],
-        metavar="N",
-        help=f"of {_WIDTH}x{_WIDTH} float32 in the model (default: 10 100 1000)",
-    )
-    parser.add_argument("--rounds", type=at_least(1), default=20, metavar="N", help="A B B A of each pair (default: 20)")
-    add_json_argument(parser)
+    parameters_help = f"numbers of parameters of the model, {_WIDTH}x{_WIDTH} float32 each (default: 10 100 1000)"
+    parser.add_argument("--parameters", type=at_least(1), nargs="+", default=[10, 100, 1000], metavar="N", help=parameters_help)
+    parser.add_argument("--rounds", type=at_least(1), default=20, metavar="N", help="comparisons of each pair (default: 20)")
+    add_options(parser, json=None)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -111,18 +105,17 @@ def run(args: argparse.Namespace) -> int:
         compared = measure_comparison(*_COMPARED, args.rounds)
     finally:
         torch.set_num_threads(threads)
-    print(f"one operation on a {_WIDTH}x{_WIDTH} tensor; the first read of a guarded one settles it, and later ones are plain")
+    print(f"one operation on a {_WIDTH}x{_WIDTH} tensor; the first read of a guarded one makes its update")
     print(table(reads, _READ_COLUMNS))
     print(
-        f"\nforward, backward and step() of {_WIDTH}x{_WIDTH} layers; of two ranks, one is timed, over a network without delay"
+        f"\nforward, backward and step() of {_WIDTH}x{_WIDTH} layers; one of two ranks is timed, over a network without delay"
     )
     print(table(steps, _STEP_COLUMNS))
-    print("\nclipping by the norm of all gradients, and what is then done to see that all ranks have made the same of them")
+    print("\nclipping by the norm of all gradients, and the check that all ranks have clipped alike")
     print(table(clipped, _CLIPPING_COLUMNS))
     print("\ncomparing a sixteenth of the weights (check_weights), beside forward, backward and step() of one of two ranks")
     print(table([compared], _COMPARISON_COLUMNS))
-    if args.json:
-        write(args.json, [*reads, *steps, *clipped, compared])
+    write(args.json, [*reads, *steps, *clipped, compared])
     return 0
 
 

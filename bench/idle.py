@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from commsched.settings import parse_seconds
 
-from .collectives import average, register
-from .harness.arguments import add_transport_arguments, float32_bytes, setting, transport_settings, transport_words
-from .harness.cpu_time import cpu_seconds
+from .harness.arguments import TRANSPORT_OPTIONS, add_options, setting, transport_columns, transport_settings, transport_words
+from .harness.averaging import average, register
 from .harness.job import Job, run_job
-from .harness.results import Row, add_json_argument, table, write
+from .harness.measure import cpu_seconds
+from .harness.results import Row, table, write
 
 if TYPE_CHECKING:
     from commsched.session.session import Session
@@ -36,16 +36,13 @@ _COLUMNS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_transport_arguments(parser)
-    parser.add_argument("--size", default="4MB", type=float32_bytes, help="of the tensor that is waited for (default: 4MB)")
-    parser.add_argument("--seconds", type=setting(parse_seconds), default="3", metavar="S", help="of each state (default: 3)")
+    add_options(parser, **TRANSPORT_OPTIONS, size="4MB", timeout="120", json=None)
     parser.add_argument(
-        "--timeout", type=setting(parse_seconds), default="120", metavar="SECONDS", help="for all (default: 120)"
+        "--seconds", type=setting(parse_seconds), default="3", metavar="S", help="time in each state (default: 3)"
     )
     parser.add_argument(
         "--most", type=_percent, metavar="P", help="fail if a rank takes more than P %% of a core in either state"
     )
-    add_json_argument(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -54,21 +51,16 @@ def run(args: argparse.Namespace) -> int:
     outcome = run_job(job, __name__, {"size": args.size, "seconds": parse_seconds(args.seconds)})
     rows = [
         {
-            "transport": args.transport,
-            **{name: settings[name] for name in ("order", "policy", "collective", "wire", "hierarchy")},
-            "lane": args.lane if args.transport == "ps" else None,
-            "workers": args.workers,
-            "servers": args.servers,
+            **transport_columns(args),
             "rank": rank,
             "seconds": parse_seconds(args.seconds),
             **shares,
         }
         for rank, shares in enumerate(outcome.by_rank)
     ]
-    print(f"{transport_words(args)}: {args.workers} workers; the last rank is the one that the others wait for")
+    print(f"{transport_words(args)}: {args.workers} workers; all others wait for the last rank")
     print(table([_shown(row) for row in rows], _COLUMNS))
-    if args.json:
-        write(args.json, rows)
+    write(args.json, rows)
     busy = max(max(row["idle_share"], row["waiting_share"]) for row in rows)
     if args.most is not None and busy > args.most / 100:
         print(f"{busy:.1%} of a core is more than {args.most:g} %", file=sys.stderr)

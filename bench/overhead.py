@@ -12,13 +12,14 @@ from collections.abc import Callable
 from commsched.core.config import SchedulerConfig
 from commsched.core.core import Core
 from commsched.core.group import TensorGroup
-from commsched.core.interfaces import Completion, Transport
+from commsched.core.interfaces import Completion
 from commsched.core.manifest import Manifest, TensorSpec
 from commsched.core.plan import cut
 from commsched.core.task import CommTask
 
-from .harness.arguments import at_least
-from .harness.results import Row, add_json_argument, table, write
+from .harness.arguments import add_options, at_least
+from .harness.immediate import Immediate
+from .harness.results import Row, table, write
 
 _PARTITION_BYTES = 4096
 
@@ -32,20 +33,9 @@ _COLUMNS = {
 }
 
 
-class Immediate(Transport):
-    """A transport that sends and completes tasks within ``start``: the least possible cost of a partition."""
-
-    rank = 0
-    world_size = 1
-
-    def start(self, task: CommTask, completion: Completion) -> None:
-        completion.on_sent(task)
-        completion.on_done(task)
-
-
 class _Threaded(Immediate):
-    """The same, but tasks complete in another thread, as in real transports. The figures include the cost of submitting to that
-    thread."""
+    """The same as ``Immediate``, but tasks complete in another thread, as in real transports. The figures include the cost of
+    submitting to that thread."""
 
     def __init__(self) -> None:
         self._started: queue.SimpleQueue[tuple[CommTask, Completion] | None] = queue.SimpleQueue()
@@ -68,24 +58,18 @@ _TRANSPORTS = {"in start": Immediate, "in a thread": _Threaded}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    partitions_help = "numbers of partitions in a step (default: 100 1000 10000)"
     parser.add_argument(
-        "--partitions",
-        type=at_least(1),
-        nargs="+",
-        default=[100, 1000, 10_000],
-        metavar="N",
-        help="in a step (default: 100 1000 10000)",
+        "--partitions", type=at_least(1), nargs="+", default=[100, 1000, 10_000], metavar="N", help=partitions_help
     )
-    parser.add_argument("--repetitions", type=at_least(1), default=15, metavar="N", help="steps timed of each (default: 15)")
-    add_json_argument(parser)
+    add_options(parser, repetitions=15, json=None)
 
 
 def run(args: argparse.Namespace) -> int:
     rows = [measure(how, partitions, args.repetitions) for how in _TRANSPORTS for partitions in args.partitions]
     print("begin_step, notify_ready, dispatch, sent and done, last layer first; every tensor is one partition")
     print(table(rows, _COLUMNS))
-    if args.json:
-        write(args.json, rows)
+    write(args.json, rows)
     return 0
 
 

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from commsched.core.errors import ConfigError
-from commsched.settings import parse_bytes, parse_seconds
+from commsched.settings import parse_seconds
 
-from .collectives import average, register
-from .harness.arguments import add_transport_arguments, at_least, float32_bytes, setting, transport_settings
+from .harness.arguments import TRANSPORT_OPTIONS, add_options, at_least, transport_columns, transport_settings
+from .harness.averaging import average, register
 from .harness.job import Job, run_job
-from .harness.results import add_json_argument, table, write
-from .harness.route import Route
+from .harness.network_load import Route
+from .harness.results import table, write
 
 if TYPE_CHECKING:
     from commsched.session.session import Session
@@ -41,17 +41,11 @@ _COLUMNS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--rounds", type=at_least(1), default=100_000, metavar="N", help="how many (default: 100000)")
-    add_transport_arguments(parser)
-    parser.add_argument("--slow-rank", type=at_least(0), default=1, metavar="R", help="the rank that dawdles (default: 1)")
-    parser.add_argument("--size", type=float32_bytes, default="64KB", help="of the tensor (default: 64KB)")
+    add_options(parser, **TRANSPORT_OPTIONS, size="64KB", partition="16KB", timeout="3600", json=None)
+    parser.add_argument("--rounds", type=at_least(1), default=100_000, metavar="N", help="number of rounds (default: 100000)")
     parser.add_argument(
-        "--partition", type=setting(parse_bytes), default="16KB", metavar="SIZE", help="largest one (default: 16KB)"
+        "--slow-rank", type=at_least(0), default=1, metavar="R", help="the rank that sleeps at times (default: 1)"
     )
-    parser.add_argument(
-        "--timeout", type=setting(parse_seconds), default="3600", metavar="SECONDS", help="for all (default: 3600)"
-    )
-    add_json_argument(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -63,11 +57,7 @@ def run(args: argparse.Namespace) -> int:
     arguments = {"rounds": args.rounds, "size": args.size, "slow_rank": args.slow_rank, "periods": periods}
     outcome = run_job(job, __name__, arguments)
     row = {
-        "transport": args.transport,
-        "lane": args.lane if args.transport == "ps" else None,
-        **{name: getattr(args, name) for name in ("order", "policy", "collective", "wire", "hierarchy")},
-        "workers": args.workers,
-        "servers": args.servers,
+        **transport_columns(args),
         "slow_rank": args.slow_rank,
         "size_bytes": args.size,
         "partition": args.partition,
@@ -76,8 +66,7 @@ def run(args: argparse.Namespace) -> int:
         "wrong_rounds": sum(rank["wrong_rounds"] for rank in outcome.by_rank),
     }
     print(table([row], _COLUMNS))
-    if args.json:
-        write(args.json, [row])
+    write(args.json, [row])
     return 1 if row["wrong_rounds"] else 0
 
 

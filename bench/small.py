@@ -20,16 +20,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commsched.plugins.torch as cs
 
-from .harness.arguments import at_least
-from .harness.carriers import open_ways
+from .harness.arguments import add_options, at_least
+from .harness.ddp import open_process_group
 from .harness.job import Job, run_job
-from .harness.measure import TOLERATED_DIFFERENCE, median_interval
+from .harness.measure import TOLERATED_DIFFERENCE, median_interval, rotated
 from .harness.processes import JobFailed
 from .harness.reference import largest_difference, weights_of
-from .harness.results import Row, add_json_argument, table, write
-from .systems.gloo import open_process_group
-from .systems.spec import Way
-from .train.rank import rotated
+from .harness.results import Row, table, write
+from .harness.system import Way, open_ways
 
 if TYPE_CHECKING:
     from commsched.session.session import Session
@@ -51,17 +49,9 @@ _COLUMNS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--parameters",
-        type=at_least(1),
-        default=2000,
-        metavar="N",
-        help=f"of {_WIDTH}x{_WIDTH} float32 in the model (default: 2000)",
-    )
-    parser.add_argument("--workers", type=at_least(2), default=2, metavar="N", help="ranks, a process each (default: 2)")
-    parser.add_argument("--rounds", type=at_least(1), default=15, metavar="N", help="turns of each system (default: 15)")
-    parser.add_argument("--steps", type=at_least(1), default=6, metavar="N", help="counted steps of a turn (default: 6)")
-    add_json_argument(parser)
+    parameters_help = f"number of parameters of the model, {_WIDTH}x{_WIDTH} float32 each (default: 2000)"
+    parser.add_argument("--parameters", type=at_least(1), default=2000, metavar="N", help=parameters_help)
+    add_options(parser, workers=2, rounds=15, steps=6, json=None)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -81,8 +71,7 @@ def run(args: argparse.Namespace) -> int:
         "in turn"
     )
     print(table(rows, _COLUMNS))
-    if args.json:
-        write(args.json, rows)
+    write(args.json, rows)
     return 0
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .harness.arguments import at_least
+from .harness.arguments import add_options
 from .harness.results import SCHEMA, Row, markdown_table
 
 _ALL = ("ps", "gloo", "mpi")
@@ -129,8 +129,8 @@ def _in_16_bits() -> list[str]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--out", type=Path, required=True, metavar="DIRECTORY", help="for results; those there are kept")
-    parser.add_argument("--rounds", type=at_least(1), default=3, metavar="N", help="turns of each system (default: 3)")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIRECTORY", help="for results; finished ones are kept")
+    add_options(parser, rounds=3)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -4,45 +4,30 @@ from __future__ import annotations
 
 import argparse
 
-from commsched.settings import parse_bytes, parse_rate
+from commsched.settings import parse_rate
 from commsched.simulator.scenario import bytes_factor
 
-from ..harness.arguments import at_least, positive, setting
-from ..harness.results import add_json_argument
-from .registry import NAMES
+from ..harness.arguments import add_options, positive, setting
+from .turn import ENGINES
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    size = setting(parse_bytes)
-    parser.add_argument(
-        "--engine",
-        choices=NAMES,
-        required=True,
-        help="what trains; run this where it is installed, as with .venv-jax/bin/python",
-    )
-    parser.add_argument("--model", default="uniform", help="a name, or a profile's .json file (default: uniform)")
-    parser.add_argument("--workers", type=at_least(2), default=2, metavar="N", help="ranks (default: 2)")
-    parser.add_argument("--bandwidth", type=setting(parse_rate), required=True, metavar="RATE", help="of each link, as 500mbit")
-    parser.add_argument("--rho", type=positive, default=1.0, help="communication over computation (default: 1)")
-    parser.add_argument("--megabytes", type=positive, metavar="M", help="of gradients (default: uniform 72, others 48)")
-    parser.add_argument("--systems", metavar="S,...", help="commsched, and the engine's own (default: all)")
-    parser.add_argument("--rounds", type=at_least(1), default=3, metavar="N", help="turns of each (default: 3)")
-    parser.add_argument("--steps", type=at_least(1), default=8, metavar="N", help="counted in a turn (default: 8)")
-    parser.add_argument("--settle", type=at_least(3), default=4, metavar="N", help="before them (default: 4)")
-    for name in ("partition", "credit"):
-        parser.add_argument(
-            f"--{name}", type=lambda text: text if text == "auto" else size(text), default="auto", metavar="SIZE",
-            help="of commsched (default: auto)",
-        )  # fmt: skip
-    parser.add_argument("--timeout", type=positive, default=600.0, metavar="SECONDS", help="for each turn (default: 600)")
-    add_json_argument(parser)
+    engine_help = "the engine that trains; use the environment that has it, as with .venv-jax/bin/python"
+    parser.add_argument("--engine", choices=ENGINES, required=True, help=engine_help)
+    add_options(parser, model="uniform", workers=2, rho=1.0, megabytes=None, rounds=3, steps=8, settle=4)
+    add_options(parser, partition="auto", credit="auto", json=None)
+    rate_help = "rate of each link, such as 500mbit"
+    parser.add_argument("--bandwidth", type=setting(parse_rate), required=True, metavar="RATE", help=rate_help)
+    parser.add_argument("--systems", metavar="S,...", help="commsched, and systems of the engine (default: all)")
+    timeout_help = "time limit of each turn (default: 600)"
+    parser.add_argument("--timeout", type=positive, default=600.0, metavar="SECONDS", help=timeout_help)
 
 
 def run(args: argparse.Namespace) -> int:
     from ..harness.links import Links
-    from ..harness.output import end
+    from ..harness.row_table import end
     from ..harness.scaling import scale
-    from ..workloads.registry import load_profile
+    from ..workloads import load_profile
     from .compare import Comparison, measure_rows, text
 
     links = Links.of(args.workers, 0, args.bandwidth)

@@ -7,21 +7,20 @@ on links that are made alike; each round starts with another system.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import inf
 from typing import Any
 
 from commsched.core.errors import ConfigError
 
 from ..harness.job import Job, run_job
-from ..harness.layers import LayerTimes
 from ..harness.links import Links, why_not_shaped
-from ..harness.processes import JobFailed
+from ..harness.measure import LayerTimes, rotated
 from ..harness.results import commit, table
 from ..harness.row_table import COLUMNS, heading, shown
 from ..harness.rows import Header, Row, make_rows
 from ..harness.scaling import Scaling
-from .registry import systems_of
+from .turn import systems_of
 
 #: ``turns[name][i][r]`` is the result of rank ``r`` in the ``i``-th turn of a system.
 Turns = dict[str, list[list[dict[str, Any]]]]
@@ -29,7 +28,7 @@ Turns = dict[str, list[list[dict[str, Any]]]]
 
 @dataclass(frozen=True)
 class Comparison:
-    """The options of a measurement; see ``train.TrainOptions``. Empty ``systems`` means all systems of the engine."""
+    """The options of a measurement; see ``turns.TrainOptions``. Empty ``systems`` means all systems of the engine."""
 
     engine: str
     systems: tuple[str, ...]
@@ -67,11 +66,10 @@ def measure_rows(wanted: Comparison) -> list[Row]:
     turns: Turns = {name: [] for name in names}
     link = ""
     for turn in range(wanted.rounds):
-        for name in [*names[turn % len(names) :], *names[: turn % len(names)]]:
+        for name in rotated(names, turn):
             outcome = run_job(job, "bench.engines.rank", {**arguments, "system": name})
             link = outcome.link
-            if missing is None and not link.endswith(" tbf"):
-                raise JobFailed(f"links were to be shaped, and could be a moment before, but the link was {link}")
+            links.require_as_planned(link, missing)
             turns[name].append(outcome.by_rank)
     assert links.rates is not None
     header = Header(
@@ -112,13 +110,12 @@ def text(rows: Sequence[Row]) -> str:
 
 
 def _measured(layers: LayerTimes, turns: Turns, rank: int) -> dict[str, Any]:
-    """The measurements in the format of ``train.rank.rank_main``. The network's rates are from the best turn, because other
+    """The measurements in the format of ``turns.rank.rank_main``. The network's rates are from the best turn, because other
     activity only slows the network down."""
     networks = [by_rank[rank]["network"] for found in turns.values() for by_rank in found]
     network = max(networks, key=lambda each: min(each["worker_rates"]))
-    times = {key: getattr(layers, key) for key in ("names", "forward_seconds", "backward_seconds", "nbytes", "tensors")}
     systems = {name: _system([by_rank[rank] for by_rank in found]) for name, found in turns.items()}
-    return {"network": network, "layers": [times], "systems": systems}
+    return {"network": network, "layers": [asdict(layers)], "systems": systems}
 
 
 def _system(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

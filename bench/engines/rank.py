@@ -10,15 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from commsched.simulator.profile import Profile
 
-from ..harness.config_barrier import ConfigBarrier
-from ..harness.layers import LayerTimes
-from ..harness.message_cost import measure_message_cost
+from ..harness.averaging import ConfigBarrier
+from ..harness.measure import LayerTimes
 from ..harness.network import measure_network, own_address
-from ..harness.nic_load import seconds_per_byte
-from ..harness.partition_choice import choose
+from ..harness.network_load import seconds_per_byte
+from ..harness.partition_choice import choose, measure_message_cost
 from .emulated import difference, plain_averaging
-from .registry import systems_of
-from .turn import Turn
+from .turn import Turn, systems_of
 
 if TYPE_CHECKING:
     from commsched.session.session import Session
@@ -26,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Assignment:
-    """The arguments of the ranks, as JSON. ``nominal_rates`` and ``capped`` are as in ``train.rank.Assignment``. ``steps``
+    """The arguments of the ranks, as JSON. ``nominal_rates`` and ``capped`` are as in ``turns.rank.Assignment``. ``steps``
     steps count, after ``settle`` steps that do not; the first of these compile and start the engine's processes."""
 
     engine: str
@@ -46,8 +44,7 @@ def rank_main(session: Session, arguments: Mapping[str, Any]) -> dict[str, Any]:
     weights from plain averaging (None for asynchronous training), ``network``, and ``sizes`` with commsched's configuration.
     """
     # An engine that uses OpenMP gets one thread, as PyTorch does in ``bench train``. Idle threads spin. In several processes
-    # that
-    # share the cores, each layer then waits for the last thread: MXNet's steps took up to four times as long.
+    # that share the cores, each layer then waits for the last thread: MXNet's steps took up to four times as long.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     task = Assignment(**arguments)
     profile = Profile.from_record(task.profile)
@@ -62,7 +59,7 @@ def rank_main(session: Session, arguments: Mapping[str, Any]) -> dict[str, Any]:
     weights = train(turn)
     ended, cpu = turn.steps.ended, turn.steps.cpu_seconds
     if len(ended) != turn.count:
-        raise RuntimeError(f"{task.system} was to train {turn.count} steps, and told of {len(ended)}")
+        raise RuntimeError(f"{task.system} was to train {turn.count} steps, and reported {len(ended)}")
     wanted = plain_averaging(profile, turn.count, session.world_size)
     return {
         "seconds": [end - begin for begin, end in pairwise(ended)][task.settle - 1 :],

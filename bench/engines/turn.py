@@ -1,19 +1,27 @@
-"""One turn of a system of an engine: its arguments and its results, between ``rank`` and the engines."""
+"""The engines of this benchmark, and one turn of a system of an engine: its arguments and its results.
+
+An engine is found by name: ``jax`` is ``bench/engines/jax.py``. Each engine's module has a dictionary ``SYSTEMS``:
+``commsched``, and the engine's own ways of data-parallel training, as functions of a :class:`Turn`. All of them train the same
+EMULATED layers.
+"""
 
 from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import TYPE_CHECKING
 
+from commsched.core.errors import ConfigError
 from commsched.simulator.profile import Profile
 
-from ..harness.cpu_time import cpu_seconds
+from ..harness.measure import cpu_seconds
 
 if TYPE_CHECKING:
     from commsched.session.session import Session
+
 
 _KNOWN_WITHIN_SECONDS = 60.0
 
@@ -71,3 +79,26 @@ def free_addresses(turn: Turn) -> list[str]:
 #: A system of an engine. It trains and returns ``emulated.coefficients`` of the weights, or None if it trains asynchronously,
 #: to other weights.
 Train = Callable[[Turn], Sequence[float] | None]
+
+
+ENGINES = ("tensorflow", "mxnet", "jax")
+
+
+def systems_of(engine: str) -> Mapping[str, Train]:
+    """The systems of ``engine``, by name. Imports the engine.
+
+    Raises:
+        ConfigError: there is no such engine, or it is not installed here.
+    """
+    if engine not in ENGINES:
+        raise ConfigError(f"engine={engine}: must be one of {', '.join(ENGINES)}")
+    try:
+        found: Mapping[str, Train] = import_module(f"bench.engines.{engine}").SYSTEMS
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.startswith(("bench", "commsched")):
+            raise
+        raise ConfigError(
+            f'engine={engine}: {error}: pip install "commsched[{engine}]", or take the environment that has it, which in a '
+            f"checkout is .venv-{engine}/bin/python after make test"
+        ) from error
+    return found

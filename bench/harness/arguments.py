@@ -1,12 +1,15 @@
-"""Command-line argument types that several benchmarks share."""
+"""Command-line options and their types, as several benchmarks have them."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
 
 from commsched.core.errors import ConfigError
-from commsched.settings import Settings, parse_bytes
+from commsched.settings import Settings, parse_bytes, parse_rate, parse_seconds
 from commsched.transports import require_transport
 
 FLOAT32_BYTES = 4
@@ -74,48 +77,107 @@ def float32_sizes(text: str) -> list[int]:
     return [*sizes, most]
 
 
-def add_transport_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of a transport and the numbers of ranks and servers, for benchmarks of one transport."""
-    parser.add_argument("--transport", default="ps", help="the way gradients travel (default: ps)")
-    parser.add_argument("--lane", default="tcp", help="of the parameter server: tcp, grpc (default: tcp)")
-    parser.add_argument("--order", default="agreed", help="of collectives: agreed, static (default: agreed)")
-    parser.add_argument("--policy", default="priority", help="order of partitions (default: priority)")
-    parser.add_argument(
-        "--collective", default="all_reduce", help="all_reduce, or rsag: reduce-scatter and all-gather (default: all_reduce)"
-    )
-    parser.add_argument(
-        "--wire", default="none", help="dtype that gradients travel as: none, bfloat16, float16 (default: none)"
-    )
-    parser.add_argument("--hierarchy", default="auto", help="ranks of a host first: auto, on, off (default: auto)")
-    parser.add_argument("--workers", type=at_least(2), default=2, metavar="N", help="ranks, a process each (default: 2)")
-    parser.add_argument(
-        "--servers", type=at_least(0), default=0, metavar="K", help="separate servers; 0: a shard on every rank"
-    )
+def or_auto(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Parse an option (``type=``): ``auto``, or a value for ``parse``."""
+    return lambda text: text if text == "auto" else parse(text)
+
+
+def list_of(parse: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
+    """Parse an option (``type=``): different values for ``parse``, separated by commas."""
+
+    def values(text: str) -> tuple[Any, ...]:
+        found = tuple(parse(part) for part in text.split(","))
+        if len(set(found)) < len(found):
+            raise argparse.ArgumentTypeError(f"{text!r} names one twice")
+        return found
+
+    return values
+
+
+#: The options that several commands have: the keyword arguments of ``add_argument``. ``absent`` is the meaning of no value.
+_OPTIONS: Mapping[str, Mapping[str, Any]] = {
+    "transport": {"help": "transport of the gradients"},
+    "lane": {"help": "connections to the parameter server: tcp or grpc"},
+    "order": {"help": "how ranks agree on the order of collectives: agreed or static"},
+    "policy": {"help": "policy of the scheduler"},
+    "collective": {"help": "all_reduce, or rsag: reduce-scatter and all-gather"},
+    "wire": {"help": "dtype in which gradients travel: none, bfloat16 or float16"},
+    "hierarchy": {"help": "whether the ranks of a host average among themselves first: auto, on or off"},
+    "model": {"type": str, "metavar": "NAME", "help": "a model's name, or a profile's .json file"},
+    "workers": {"type": at_least(2), "metavar": "N", "help": "number of ranks, each in a process of its own"},
+    "servers": {"type": at_least(0), "metavar": "K", "help": "number of separate servers; 0: a shard on every rank"},
+    "bandwidth": {
+        "type": setting(parse_rate),
+        "metavar": "RATE",
+        "help": "rate of each link, such as 500mbit",
+        "absent": "loopback",
+    },
+    "rho": {"type": positive, "metavar": "X", "help": "EMULATED models: time of communication over time of computation"},
+    "megabytes": {
+        "type": positive,
+        "metavar": "M",
+        "help": "EMULATED models: size of all gradients",
+        "absent": "uniform 72, others 48",
+    },
+    "partition": {"type": setting(parse_bytes), "metavar": "SIZE", "help": "greatest size of a partition"},
+    "credit": {"type": setting(parse_bytes), "metavar": "SIZE", "help": "bytes that may be on their way"},
+    "size": {"type": float32_bytes, "metavar": "SIZE", "help": "size of the tensor"},
+    "rounds": {"type": at_least(1), "metavar": "N", "help": "number of turns of each system"},
+    "steps": {"type": at_least(1), "metavar": "N", "help": "number of steps of a turn that count"},
+    "settle": {"type": at_least(3), "metavar": "N", "help": "number of steps before them that do not count"},
+    "repetitions": {"type": at_least(1), "metavar": "N", "help": "number of timed steps of each kind"},
+    "timeout": {"type": setting(parse_seconds), "metavar": "SECONDS", "help": "time limit of the whole run"},
+    "json": {"type": Path, "metavar": "FILE", "help": "also write the results to FILE"},
+}
+
+#: The options that choose one transport, the numbers of ranks and servers, and their defaults.
+TRANSPORT_OPTIONS = {
+    **{"transport": "ps", "lane": "tcp", "order": "agreed", "policy": "priority", "collective": "all_reduce"},
+    **{"wire": "none", "hierarchy": "auto", "workers": 2, "servers": 0},
+}
+
+
+def add_options(parser: argparse._ActionsContainer, **defaults: Any) -> None:
+    """Add options that several commands have, each with its default; None means that it may be absent.
+
+    A size whose default is ``"auto"`` accepts ``auto``. An option whose default is a tuple takes a list.
+    """
+    for name, default in defaults.items():
+        option = {"type": str, **_OPTIONS[name]}
+        absent, shown = option.pop("absent", None), default
+        if default == "auto" and option.get("metavar") == "SIZE":
+            option["type"] = or_auto(option["type"])
+            option["help"] += "; auto: chosen from measurements"
+        if isinstance(default, tuple):
+            option |= {"type": list_of(option["type"]), "metavar": f"{option['metavar']},..."}
+            shown = ",".join(map(str, default))
+        option["help"] += f" (default: {absent if default is None else shown})" if (default or absent) is not None else ""
+        parser.add_argument(f"--{name}", default=default, **option)
 
 
 def transport_settings(args: argparse.Namespace) -> dict[str, str]:
-    """The arguments of ``add_transport_arguments`` that are settings.
+    """The arguments of ``TRANSPORT_OPTIONS`` that are settings.
 
     Raises:
         ConfigError: a setting is wrong. It is raised here, so that it is reported once and before anything starts.
     """
-    names = ("transport", "lane", "order", "policy", "collective", "wire", "hierarchy")
-    settings = {name: str(getattr(args, name)) for name in names}
+    settings = {name: str(getattr(args, name)) for name in TRANSPORT_OPTIONS if name not in ("workers", "servers")}
     check_settings(settings)
     return settings
 
 
+def transport_columns(args: argparse.Namespace) -> dict[str, Any]:
+    """The arguments of ``TRANSPORT_OPTIONS`` as columns of a row. Only the parameter server has a lane."""
+    return {name: getattr(args, name) for name in TRANSPORT_OPTIONS} | ({} if args.transport == "ps" else {"lane": None})
+
+
 def transport_words(args: argparse.Namespace) -> str:
     """The transport in words, such as ``ps over tcp`` or ``gloo``, and all settings that are not the default."""
-    words = f"{args.transport} over {args.lane}" if args.transport == "ps" else args.transport
-    extra = [
-        f"order {args.order}" if args.order != "agreed" else "",
-        f"policy {args.policy}" if args.policy != "priority" else "",
-        f"collective {args.collective}" if args.collective != "all_reduce" else "",
-    ]
-    extra += [f"wire {args.wire}" if args.wire != "none" else ""]
-    extra += [f"hierarchy {args.hierarchy}" if args.hierarchy != "auto" else ""]
-    return ", ".join([words, *filter(None, extra)])
+    words = [f"{args.transport} over {args.lane}" if args.transport == "ps" else args.transport]
+    for name in ("order", "policy", "collective", "wire", "hierarchy"):
+        if getattr(args, name) != TRANSPORT_OPTIONS[name]:
+            words.append(f"{name} {getattr(args, name)}")
+    return ", ".join(words)
 
 
 def check_settings(settings: Mapping[str, str]) -> None:
@@ -131,5 +193,20 @@ def require_named(transport: str) -> str:
         ConfigError: there is no transport of that name.
     """
     if transport == "auto":
-        raise ConfigError("transport='auto' does not say what is measured; name one")
+        raise ConfigError("transport='auto' does not name the measured transport; name one")
     return require_transport(transport)
+
+
+def require_extra(extra: str, *modules: str) -> None:
+    """Raise ConfigError with the command that installs ``extra``, unless all of ``modules`` are installed. Imports none of
+    them."""
+    missing = [name for name in modules if not _is_installed(name)]
+    if missing:
+        raise ConfigError(f'this needs {" and ".join(missing)}: pip install "commsched[{extra}]"')
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        return find_spec(name) is not None
+    except ValueError:  # the module is imported, but has no spec
+        return True

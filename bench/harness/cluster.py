@@ -20,8 +20,7 @@ from typing import Protocol
 
 from commsched.settings import parse_rate
 
-from . import termination
-from .processes import JobFailed, Process, Processes
+from .processes import JobFailed, Process, Processes, signals_deferred, signals_handled
 
 _NAME = re.compile(r"commsched-bench-(\d+)-(\d+)-\d+-(bridge|host-.+)")  # pid, its start time, serial number
 #: Bytes that a shaped link lets through at once after a pause, before its rate applies.
@@ -68,7 +67,7 @@ class Loopback:
         return self.processes.start(name, argv, environ, says_line)
 
     def __enter__(self) -> Loopback:
-        self._stack.enter_context(termination.handled())
+        self._stack.enter_context(signals_handled())
         self._stack.enter_context(self.processes)
         return self
 
@@ -112,8 +111,8 @@ class Cluster:
 
     def __enter__(self) -> Cluster:
         with ExitStack() as stack:
-            stack.enter_context(termination.handled())
-            with termination.deferred():
+            stack.enter_context(signals_handled())
+            with signals_deferred():
                 _remove_leftovers()
                 stack.callback(self._remove_all)
             stack.enter_context(self.processes)
@@ -142,7 +141,7 @@ class Cluster:
             _shape(bridge, port, self._rates[host])
 
     def _remove_all(self) -> None:
-        with termination.deferred(), ExitStack() as stack:  # an error with one does not stop the removal of the others
+        with signals_deferred(), ExitStack() as stack:  # an error with one does not stop the removal of the others
             for name in _existing():
                 if name.startswith(f"{self._prefix}-"):
                     stack.callback(_remove, name)

@@ -84,7 +84,7 @@ def run_job(job: Job, module: str, arguments: Mapping[str, Any]) -> Outcome:
         except ClusterUnavailable as error:
             if not isinstance(job.bandwidth, str) or not job.caps_itself:
                 raise
-            print(f"no shaped links here, so each rank caps what it sends at {job.bandwidth}: {error}", file=sys.stderr)
+            print(f"no shaped links here, so each rank limits its sending rate to {job.bandwidth}: {error}", file=sys.stderr)
         else:
             return Outcome(
                 _run(cluster, job, _several_machines(cluster, job), module, arguments), f"{_words(job.bandwidth)} tbf"

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-from .layers import LayerTimes
+from .measure import LayerTimes
 
 
 @dataclass(frozen=True)

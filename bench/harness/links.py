@@ -9,6 +9,7 @@ from commsched.core.errors import ConfigError
 from commsched.settings import parse_rate
 
 from .cluster import Cluster, ClusterUnavailable
+from .processes import JobFailed
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,12 @@ class Links:
     def equal(self) -> bool:
         return len(self.texts) < 2
 
+    def require_as_planned(self, link: str, why_not: str | None) -> None:
+        """Raise JobFailed unless ``link``, the network of a job, was shaped as planned. ``why_not`` is the result of
+        :func:`why_not_shaped` from before the job."""
+        if self.rates is not None and why_not is None and not link.endswith(" tbf"):
+            raise JobFailed(f"links were to be shaped, and could be a moment before, but the link was {link}")
+
     def for_job(self) -> str | dict[str, str] | None:
         """The value of ``Job.bandwidth``: None, one rate, or one rate for each host by its name."""
         if self.equal:
@@ -75,7 +82,7 @@ def why_not_shaped(links: Links, uncapped: Sequence[str]) -> str | None:
         raise ConfigError(f"bandwidth={links}: links can differ only where they are shaped, but {reason}")
     for name in uncapped:
         raise ConfigError(
-            f"systems: {name} would use the whole network while commsched's transport caps itself at "
+            f"systems: {name} would use the whole network while commsched's transport limits its rate to "
             f"{links}, so their times could not be compared; links have to be shaped, but {reason}"
         )
     return reason

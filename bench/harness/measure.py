@@ -1,12 +1,47 @@
-"""Statistics of a sample of step times. Pure."""
+"""What is measured, and its statistics: layer times, CPU time, and samples of step times. Needs no engine."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
-from math import comb
+from math import comb, prod
 from statistics import median
 from typing import Any
+
+from commsched.simulator.profile import ITEMSIZE, Profile
+
+
+@dataclass(frozen=True)
+class LayerTimes:
+    """Lists with one entry for each layer, in order of use in forward: name, median seconds, bytes of all its gradients, and
+    bytes of each gradient."""
+
+    names: list[str]
+    forward_seconds: list[float]
+    backward_seconds: list[float]
+    nbytes: list[int]
+    tensors: list[list[int]]
+
+    @classmethod
+    def of(cls, profile: Profile) -> LayerTimes:
+        """The layer times of ``profile``: its layers sleep for these times."""
+        layers = profile.layers
+        return cls(
+            [layer.name for layer in layers],
+            [layer.forward_seconds for layer in layers],
+            [layer.backward_seconds for layer in layers],
+            [layer.nbytes for layer in layers],
+            [[ITEMSIZE * prod(shape) for shape in layer.shapes] for layer in layers],
+        )
+
+
+def cpu_seconds(pids: Sequence[int] = ()) -> float:
+    """CPU time so far of this process and the processes ``pids``, summed over all their threads."""
+    # This is Linux's number of the CPU clock of another process; see clock_getcpuclockid(3), which Python does not offer.
+    return time.process_time() + sum(time.clock_gettime((~pid << 3) | 2) for pid in pids)
+
 
 #: The weights of a correct system differ from plain averaging by less than this, relative to the change that training made.
 TOLERATED_DIFFERENCE = 1e-4
@@ -60,3 +95,9 @@ def median_absolute_error(pairs: Iterable[tuple[float, float]]) -> float:
 def slowest(samples_by_rank: Sequence[Sequence[float]]) -> Sequence[float]:
     """The samples of the rank with the greatest median: a synchronous step is as fast as its slowest rank."""
     return max(samples_by_rank, key=median)
+
+
+def rotated(names: Sequence[str], turn: int) -> list[str]:
+    """``names``, rotated so that each turn starts with another one: no system always follows the same one."""
+    first = turn % len(names)
+    return [*names[first:], *names[:first]]

@@ -1,4 +1,8 @@
-"""Processes that end with the ``with`` block that started them, whatever ends the block."""
+"""Processes that end with the ``with`` block that started them, whatever ends the block.
+
+SIGINT and SIGTERM become exceptions that can be deferred, so that every started process is cleaned up. Signals belong to the
+process; therefore their state here is global.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +11,60 @@ import select
 import signal
 import subprocess
 import tempfile
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import IO
 
-from . import termination
+_deferrals = 0
+_pending: int | None = None
+
+
+@contextmanager
+def signals_handled() -> Iterator[None]:
+    """In this block SIGINT raises KeyboardInterrupt and SIGTERM raises SystemExit(143), except inside :func:`signals_deferred`.
+
+    Outside the main thread it does nothing, because Python delivers signals to the main thread only.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, _on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def signals_deferred() -> Iterator[None]:
+    """A signal that arrives in this block is raised at the end of the block. Use it for steps that must not be interrupted."""
+    global _deferrals, _pending
+    _deferrals += 1
+    try:
+        yield
+    finally:
+        _deferrals -= 1
+        if _deferrals == 0 and _pending is not None:
+            number, _pending = _pending, None
+            _raise(number)
+
+
+def _on_signal(number: int, frame: FrameType | None) -> None:
+    global _pending
+    if _deferrals:
+        _pending = _pending or number
+    else:
+        _raise(number)
+
+
+def _raise(number: int) -> None:
+    raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
+
 
 #: Number of bytes of a process's output that an error message quotes.
 _TAIL_BYTES = 2000
@@ -74,7 +125,7 @@ class Processes:
         """Start ``argv``. Its output is kept for messages. With ``says_line``, its stdout is kept for
         :meth:`Process.first_line` instead."""
         errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed by stop()
-        with termination.deferred():
+        with signals_deferred():
             popen = subprocess.Popen(
                 argv,
                 env=dict(environ),
@@ -126,5 +177,5 @@ class Processes:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        with termination.deferred():
+        with signals_deferred():
             self.stop()

@@ -1,12 +1,24 @@
-"""The reference weights: plain averaging, in rank order, in one process."""
+"""Training without a system under test: the reference weights, and layer times without communication."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
+from time import perf_counter
+from typing import TYPE_CHECKING
 
 import torch
 
-from ..workloads.workload import Workload
+from ..workloads import Workload
+from .layer_times import LayerTimer
+from .measure import LayerTimes
+
+if TYPE_CHECKING:
+    from commsched.session.session import Session
+
+    from ..workloads import Workload
+    from .averaging import ConfigBarrier
+
 
 #: Learning rate of plain SGD in every system.
 LEARNING_RATE = 0.01
@@ -50,3 +62,35 @@ def largest_difference(model: torch.nn.Module, wanted: Sequence[torch.Tensor], i
     if not all(difference <= float("inf") for difference in differences) or not 0 < change < float("inf"):
         return float("inf")
     return max(differences) / change
+
+
+_WARM_UP_STEPS = 1
+
+
+class ComputeOnly:
+    """A training without averaging. Collective, so that all ranks compute at the same time."""
+
+    def __init__(self, session: Session, line: ConfigBarrier, workload: Workload) -> None:
+        self._session = session
+        self._line = line
+        self._workload = workload
+        self._model = workload.make_model()
+        self._optimizer = torch.optim.SGD(self._model.parameters(), lr=LEARNING_RATE)
+        self._timer = LayerTimer(self._model)
+        self._train(_WARM_UP_STEPS)
+
+    def measure(self, steps: int) -> list[LayerTimes]:
+        """The layer times of each rank: medians over these steps and all steps measured before."""
+        self._train(steps)
+        return [LayerTimes(**each) for each in self._session.gather(asdict(self._timer.result(_WARM_UP_STEPS)))]
+
+    def _train(self, steps: int) -> None:
+        self._line.meet()
+        for step in range(steps):
+            self._optimizer.zero_grad()
+            loss = self._workload.loss(self._model, step, self._session.rank)
+            forward_ended = perf_counter()
+            loss.backward()
+            backward_ended = perf_counter()
+            self._optimizer.step()
+            self._timer.step(forward_ended, backward_ended, perf_counter())

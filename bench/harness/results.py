@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import platform
@@ -23,16 +22,14 @@ _OF_THE_MOMENT = frozenset({"time", "command", "load_average"})
 _PACKAGES = ("commsched", "numpy", "grpcio", "torch", "mpi4py")
 
 
-def add_json_argument(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", metavar="FILE", type=Path, help="also write the results to FILE")
-
-
-def write(path: Path, rows: Sequence[Row], measured_in: Mapping[str, Any] | None = None) -> None:
-    """Write ``rows`` and the environment to ``path``, whole or not at all.
+def write(path: Path | None, rows: Sequence[Row], measured_in: Mapping[str, Any] | None = None) -> None:
+    """Write ``rows`` and the environment to ``path``, whole or not at all. Without a path it does nothing.
 
     Args:
         measured_in: the environment of the measurement, if the rows are not from this run.
     """
+    if path is None:
+        return
     found = environment() if measured_in is None else dict(measured_in)
     document = {"schema": SCHEMA, "environment": found, "rows": [dict(row) for row in rows]}
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")

@@ -1,12 +1,15 @@
-"""The rows of ``python -m bench train`` as text. Pure."""
+"""The output of a comparison of systems: its table, warnings, and the result file."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from .measure import interval_words
-from .results import table
+from .results import table, write
+from .rows import Row, disturbed, wrong
 
 COLUMNS = {
     "system": "system",
@@ -48,8 +51,8 @@ def heading(rows: Sequence[Mapping[str, Any]]) -> str:
         real = row["stands_for"]
         lines.append(
             f"stands for {real['gradient_bytes'] / 1e6:.1f} MB, {1000 * real['compute_seconds']:.0f} ms of computation and "
-            f"links of {real['bandwidth_bps'] / 1e9:.3g} Gbit/s; the CPU cost of messages and bytes is this machine's, not "
-            "scaled: as many cores of each worker it would take there"
+            f"links of {real['bandwidth_bps'] / 1e9:.3g} Gbit/s; the CPU cost of messages and bytes is this machine's and "
+            "is not scaled: 'cores there' is how many cores of each worker it would take"
         )
     return "\n".join(lines)
 
@@ -63,3 +66,14 @@ def shown(row: Mapping[str, Any]) -> Mapping[str, Any]:
         "bound": 1000 * row["bound_seconds"],
         "exposed": 1000 * row["exposed_seconds"],
     }
+
+
+def end(rows: Sequence[Row], text: str, json: Path | None) -> int:
+    """Print ``text`` and the warnings about ``rows``, and write the rows to ``json``. Returns the exit code, which is 1 if
+    weights are wrong."""
+    print(text)
+    mistakes = wrong(rows)
+    for sentence in [*disturbed(rows), *mistakes]:
+        print(sentence, file=sys.stderr)
+    write(json, rows)
+    return 1 if mistakes else 0

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import isfinite
 from typing import Any
 
 from commsched.core.manifest import Manifest, TensorSpec
 from commsched.core.plan import cut
 
-from ..lower_bound import lower_bound, partitioned_bound, wfbp
 from .arguments import FLOAT32_BYTES
-from .layers import LayerTimes
-from .measure import TOLERATED_DIFFERENCE, median_interval, slowest
+from .lower_bound import lower_bound, partitioned_bound, wfbp
+from .measure import TOLERATED_DIFFERENCE, LayerTimes, median_interval, slowest
 from .network import Network
-from .nic_load import least_seconds_per_byte, seconds_per_byte
+from .network_load import least_seconds_per_byte, seconds_per_byte
 
 Row = dict[str, Any]
 
@@ -40,10 +39,15 @@ class Header:
 
 
 def make_rows(header: Header, by_rank: Sequence[Mapping[str, Any]]) -> list[Row]:
-    """One row for each system. ``by_rank`` holds the result of ``train.rank.rank_main`` on each rank."""
+    """One row for each system. ``by_rank`` holds the result of ``turns.rank.rank_main`` on each rank."""
     network = Network(**by_rank[0]["network"])
     layers = [LayerTimes(**each) for each in by_rank[0]["layers"]]
     rows = [_row(header, network, layers, name, [rank["systems"][name] for rank in by_rank]) for name in by_rank[0]["systems"]]
+    return compare_with_ddp(rows)
+
+
+def compare_with_ddp(rows: list[Row]) -> list[Row]:
+    """Fill in the speed-ups of rows that differ only in their system; None without DDP."""
     medians = {row["system"]: row["step_seconds"]["median"] for row in rows}
     for row in rows:
         step_seconds = medians[row["system"]]
@@ -70,10 +74,10 @@ def _is_correct(row: Row) -> bool:
 
 def _mistake(row: Row) -> str:
     if row["max_difference"] is None:
-        return f"{row['system']} is wrong: its weights are not finite, or there is nothing that they should have learnt"
+        return f"{row['system']} is wrong: its weights are not finite, or training should have changed nothing"
     return (
-        f"{row['system']} is wrong: from plain averaging its weights differ by {row['max_difference']:.2g} of what they were "
-        "trained"
+        f"{row['system']} is wrong: its weights differ from plain averaging by {row['max_difference']:.2g} of the change "
+        "that training made"
     )
 
 
@@ -94,7 +98,7 @@ def _row(
     # Collectives run among the workers only, even if there are servers.
     server_rates = network.server_rates if system["transport"] == "ps" else []
     per_byte = seconds_per_byte(network.worker_rates, server_rates)
-    bound, layers = _bound(layers_by_rank, least_seconds_per_byte(network.worker_rates, server_rates))
+    bound, layers = bound_of_ranks(layers_by_rank, least_seconds_per_byte(network.worker_rates, server_rates))
     times = layers.forward_seconds, layers.backward_seconds
     samples = list(slowest([rank["seconds"] for rank in by_rank]))
     step_seconds = median_interval(samples)
@@ -137,13 +141,7 @@ def _row(
         "stands_for": _stands_for(header, cpu / step_seconds["median"]),
         "simulated_seconds": None,
         "commit": header.commit,
-        "layers": {
-            "names": layers.names,
-            "forward_seconds": layers.forward_seconds,
-            "backward_seconds": layers.backward_seconds,
-            "nbytes": layers.nbytes,
-            "tensors": layers.tensors,
-        },
+        "layers": asdict(layers),
         "timeline": system["timeline"],
     }
 
@@ -161,7 +159,7 @@ def _stands_for(header: Header, cores: float) -> dict[str, Any] | None:
     return {**header.stands_for, "host_cores": cores * header.stands_for["bandwidth_bps"] / header.bandwidth_bps}
 
 
-def _bound(by_rank: Sequence[LayerTimes], per_byte: float) -> tuple[float, LayerTimes]:
+def bound_of_ranks(by_rank: Sequence[LayerTimes], per_byte: float) -> tuple[float, LayerTimes]:
     """``T*``, and the layer times of the rank that determines it. No rank can continue before the slowest rank has contributed.
     Therefore the step takes at least the greatest of the bounds computed from each rank's times alone. Taking the slowest rank
     for each layer instead would not give a bound."""

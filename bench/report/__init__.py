@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from ..harness.extras import require_extra
-from .markdown import markdown
+from ..harness.arguments import require_extra
 from .read import read_files
+from .tables import markdown
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     require_extra("report", "matplotlib", "jinja2")
-    from .page import page, timeline  # need both
+    from .page import page, timeline
 
     read = read_files(args.results)
     args.out.write_text(page(read), encoding="utf-8")

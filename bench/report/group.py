@@ -6,13 +6,20 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from ..systems import SYSTEMS
 from .result import Result
 
 #: Measured values of rho that differ by less than this factor count as equal.
 _SAME_RHO = 1.1
 
-#: The order in which systems appear; other systems follow by name.
-SYSTEMS = ("serial", "fifo", "wfbp", "ddp", "ddp-tuned", "dear", "p3", "tictac", "commsched", "commsched-all-reduce")
+_OTHER_COLOURS = ("#5D3A9B", "#40B0A6", "#994455", "#4B6A00")
+
+
+@dataclass(frozen=True)
+class Look:
+    colour: str
+    marker: str
+    line: str
 
 
 @dataclass(frozen=True)
@@ -50,8 +57,17 @@ def systems(results: Iterable[Result]) -> list[str]:
     return sorted({result.system for result in results}, key=system_order)
 
 
-def system_order(name: str) -> tuple[int, str]:
-    return (SYSTEMS.index(name) if name in SYSTEMS else len(SYSTEMS), name)
+def system_order(name: str) -> tuple[float, str]:
+    """The place of a system in plots and tables. Systems without a file in ``bench/systems`` follow by name."""
+    return (SYSTEMS[name].order if name in SYSTEMS else math.inf, name)
+
+
+def look(system: str) -> Look:
+    """The look of a system, which is the same in every plot of every report."""
+    if system in SYSTEMS:
+        return Look(SYSTEMS[system].colour, SYSTEMS[system].marker, "-")
+    number = sum(system.encode())
+    return Look(_OTHER_COLOURS[number % 4], "p8*d"[number // 4 % 4], ":")
 
 
 def _order(result: Result) -> tuple[object, ...]:

@@ -14,18 +14,16 @@ from matplotlib.figure import Figure
 
 from commsched.core.errors import ConfigError
 
+from ..harness.figures import styled, to_svg
 from ..harness.measure import MIN_SAMPLES, TOLERATED_DIFFERENCE, median_absolute_error
 from ..harness.results import lasting
-from .columns import LONG
-from .distribution_figure import distribution_figure
+from .figures import compared, distribution_figure, simulation_figure
 from .group import Group, groups
-from .inversions import SLACK_SECONDS
 from .read import Environment, Read
 from .result import Result
 from .rho_figure import rho_figure
-from .simulation_figure import compared, simulation_figure
-from .style import styled, to_svg
-from .timeline_figure import timeline_figure
+from .tables import LONG
+from .timeline_figure import SLACK_SECONDS, timeline_figure
 
 _CAPTIONS = (
     (
@@ -38,7 +36,7 @@ _CAPTIONS = (
     (
         timeline_figure,
         "One step on rank 0, of each system's fastest setting. Each task of the network has a row, the most urgent on top: "
-        "pale while it is ready and not started, in full colour until its average is in place. A priority inversion is a task "
+        "pale while it is ready and not started, in full colour until its average is complete. A priority inversion is a task "
         f"that started while a more urgent one had been ready for at least {1e3 * SLACK_SECONDS:g} ms.",
     ),
 )

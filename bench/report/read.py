@@ -11,7 +11,7 @@ from typing import Any
 from commsched.core.errors import ConfigError
 
 from ..harness.results import SCHEMA
-from ..sweep.log import read_cells
+from ..harness.sweep_log import read_cells
 from .result import Result, parse_result
 
 Environment = Mapping[str, Any]

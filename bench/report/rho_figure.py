@@ -10,9 +10,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from .group import Group, systems
+from ..harness.figures import BOUND_COLOUR, NOTE_COLOUR, new_figure
+from .group import Group, look, systems
 from .result import Result
-from .style import BOUND_COLOUR, NOTE_COLOUR, look, new_figure
 
 #: A value and the ends of its confidence interval.
 Estimate = tuple[float, float, float]

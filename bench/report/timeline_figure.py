@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import compress
 from operator import not_
 
@@ -11,11 +11,10 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, PathPatch
 from matplotlib.path import Path
 
-from .group import Group, systems
-from .inversions import inversions, network_tasks, with_priority
+from ..harness.figures import BOUND_COLOUR, INVERSION_COLOUR, new_figure
+from .group import Group, look, systems
 from .result import Result, Span
 from .rho_figure import best
-from .style import BOUND_COLOUR, INVERSION_COLOUR, look, new_figure
 
 _COMPUTE_COLOURS = {"backward": "#8C8C8C", "forward": "#BDBDBD"}
 
@@ -78,14 +77,14 @@ def _title(result: Result, tasks: Sequence[Span], inverted: Sequence[Span]) -> s
     system = f"{result.system} ({result.config})" if result.config else result.system
     prioritised = with_priority(tasks)
     if not tasks:
-        told = "its network was not recorded"
+        state = "its network was not recorded"
     elif not prioritised:
-        told = "sends without priorities"
+        state = "sends without priorities"
     elif any(task.ready is None for task in prioritised):
-        told = "priority inversions were not recorded"
+        state = "priority inversions were not recorded"
     else:
-        told = f"{len(inverted)} of {len(prioritised)} tasks are priority inversions"
-    return f"{system}: {told}"
+        state = f"{len(inverted)} of {len(prioritised)} tasks are priority inversions"
+    return f"{system}: {state}"
 
 
 def _bottoms() -> dict[str, float]:
@@ -157,4 +156,35 @@ def _keys() -> list[Patch]:
         Patch(facecolor="#444444", alpha=_PALE, label="ready, not started"),
         Patch(facecolor="white", edgecolor="#444444", hatch="////", linewidth=0.3, label="wait"),
         Patch(facecolor="none", edgecolor=BOUND_COLOUR, linestyle="--", label="bound T*"),
+    ]
+
+
+#: A task is chosen some time before its start is recorded. A task that becomes ready in between does not count, because it came
+#: too late for the choice.
+SLACK_SECONDS = 1e-3
+
+
+def network_tasks(timeline: Iterable[Span]) -> list[Span]:
+    """The network tasks of ``timeline``, sorted by start."""
+    return sorted((span for span in timeline if span.track == "network"), key=lambda span: span.start)
+
+
+def with_priority(tasks: Iterable[Span]) -> list[Span]:
+    """The tasks that have a priority; the buckets of a system without priorities, for example, are left out."""
+    return [task for task in tasks if task.priority is not None]
+
+
+def inversions(tasks: Sequence[Span]) -> list[Span]:
+    """The tasks that started while a more urgent task was ready and waiting. ``tasks`` are sorted by start.
+
+    A task without a ready time or a priority is ignored.
+    """
+    judged = [(task, task.priority, task.ready) for task in tasks if task.priority is not None and task.ready is not None]
+    return [
+        task
+        for index, (task, priority, _) in enumerate(judged)
+        if any(
+            other_priority < priority and other_ready + SLACK_SECONDS <= task.start < other.start
+            for other, other_priority, other_ready in judged[index + 1 :]
+        )
     ]

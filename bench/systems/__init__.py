@@ -1,91 +1,51 @@
 """The systems that are compared, found by name: ``ddp-tuned`` is ``bench/systems/ddp_tuned.py``.
 
-To add a system, add one file here with a function ``make_system(context)`` that returns a :class:`System`. The system trains a
-model of ``context.workload`` with plain SGD of ``LEARNING_RATE`` and averages its gradients over all ranks. A system on Horovod
-would need little more than a wrapped optimizer. Import optional packages inside that function, and raise UnsupportedError if
-they are missing.
+To add a system, add one file here with ``SYSTEM``, a :class:`~bench.harness.system.SystemInfo`: its colour, how the simulator
+runs it, and ``make_system(context)``. That trains a model of ``context.workload`` with plain SGD of ``LEARNING_RATE`` and
+averages its gradients over all ranks. A system on Horovod would need little more than a wrapped optimizer.
 """
 
 from __future__ import annotations
 
 import pkgutil
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Protocol
 
 from commsched.core.errors import ConfigError
 
-if TYPE_CHECKING:
-    import torch
-
-    from ..harness.timeline import Recorder
-    from .context import Context
-
-#: Shared modules of this package that are not systems.
-_SHARED = frozenset({"context", "gloo", "scheduled", "spec"})
-
-#: Systems whose gradients travel by a transport of commsched; the transport may be chosen for each (``spec.py``).
-ON_COMMSCHED = frozenset({"commsched", "fifo", "p3", "serial", "tictac", "wfbp"})
+from ..harness.arguments import require_named
+from ..harness.system import UNORDERED, Context, System, SystemInfo, Way
 
 
-@dataclass(frozen=True)
-class Setup:
-    """The setup of a system. ``transport`` is the transport of its gradients. ``words`` describes the rest for readers.
-    ``message_seconds`` is the overhead of one message, besides its bytes. The sizes are None for a system without
-    partitions."""
-
-    transport: str
-    words: str
-    message_seconds: float | None
-    partition_bytes: int | None = None
-    credit_bytes: int | None = None
-    fusion_bytes: int | None = None
+def _found() -> dict[str, SystemInfo]:
+    files = [module.name for module in pkgutil.iter_modules(__path__)]
+    systems = {name.replace("_", "-"): import_module(f"{__name__}.{name}").SYSTEM for name in files}
+    return dict(sorted(systems.items(), key=lambda item: item[1].order))
 
 
-class System(Protocol):
-    """One way to train. A turn is ``begin``, then several times ``forward`` and ``update``, then ``end``. All are collective.
-
-    ``initial`` holds the weights from which every turn starts.
-    """
-
-    setup: Setup
-    model: torch.nn.Module
-    initial: list[torch.Tensor]
-
-    def begin(self) -> None:
-        """Restore the initial weights, and switch to this system's configuration, which is in use two steps later at the
-        latest."""
-        ...
-
-    def require_ready(self) -> None:
-        """Raise CommschedError unless the system runs with its configuration. Called when steps begin to count."""
-        ...
-
-    def forward(self, step: int) -> torch.Tensor:
-        """The loss of this rank's batch."""
-        ...
-
-    def update(self, loss: torch.Tensor) -> None:
-        """Backward, averaging and the optimizer's step. Work that a later step can do may stay outstanding."""
-        ...
-
-    def end(self) -> None:
-        """Return when every update is complete."""
-        ...
-
-    def observe(self, recorder: Recorder) -> None:
-        """Report all further messages to ``recorder``. Called once, after the last turn."""
-        ...
+#: All systems by name, in the order of plots.
+SYSTEMS: Mapping[str, SystemInfo] = _found()
 
 
 def names() -> list[str]:
-    """The names of all systems, sorted."""
-    modules = (module.name for module in pkgutil.iter_modules(__path__) if module.name not in _SHARED)
-    return sorted(name.replace("_", "-") for name in modules)
+    """The names of the systems that can be trained, sorted. The others are only simulated."""
+    return sorted(name for name, system in SYSTEMS.items() if system.make_system is not None)
+
+
+def make(name: str, context: Context) -> System:
+    """Make the system of that name. Collective.
+
+    Raises:
+        ConfigError: there is no such system; the message lists all systems.
+    """
+    make_system = SYSTEMS[require(name)].make_system
+    assert make_system is not None, "require() accepts only systems that can be trained"
+    return make_system(context)
 
 
 def require(name: str) -> str:
-    """Return ``name`` if there is such a system.
+    """Return ``name`` if there is such a system and it can be trained.
 
     Raises:
         ConfigError: there is no such system; the message lists all systems.
@@ -95,8 +55,47 @@ def require(name: str) -> str:
     return name
 
 
-def make(name: str, context: Context) -> System:
-    """Make the system of that name. Collective. The system may train for a while to find its best settings."""
-    module = import_module(f"{__name__}.{require(name).replace('-', '_')}")
-    system: System = module.make_system(context)
-    return system
+@dataclass(frozen=True)
+class SystemSpec:
+    """The specification of one system in ``--systems``: a name (``commsched``), or a name with a transport
+    (``commsched:gloo+rsag``). ``text`` is the specification, which is also the system's name. ``base`` is the file in
+    ``bench/systems``. ``way`` None means the way of the job. ``collective`` is as in ``Settings``.
+    """
+
+    text: str
+    base: str
+    way: Way | None = None
+    collective: str = "all_reduce"
+
+    def caps_itself(self, transport: str) -> bool:
+        """Whether the system can limit its own rate if links are not shaped. ``transport`` is the job's transport."""
+        return SYSTEMS[self.base].is_on_commsched and (self.way.transport if self.way else transport) in UNORDERED
+
+
+def parse(text: str) -> SystemSpec:
+    """``NAME`` or ``NAME:TRANSPORT[+rsag][+static]``.
+
+    Raises:
+        ConfigError: there is no such system or transport, or the combination is not possible; the message says why.
+    """
+    name, colon, rest = text.partition(":")
+    base = require(name)
+    if not colon:
+        return SystemSpec(text, base)
+    if not SYSTEMS[base].is_on_commsched:
+        raise ConfigError(f"systems: {text!r}: {base} does not run on a transport of commsched")
+    transport, *wanted = rest.split("+")
+    require_named(transport)
+    for word in wanted:
+        if word not in ("rsag", "static") or wanted.count(word) > 1:
+            raise ConfigError(f"systems: {text!r}: after the transport come +rsag and +static, each once at most")
+        if transport in UNORDERED:
+            raise ConfigError(f"systems: {text!r}: {transport} has no {word}, which is for collectives")
+    way = Way(transport, "static" if "static" in wanted else "agreed")
+    return SystemSpec(text, base, way, "rsag" if "rsag" in wanted else "all_reduce")
+
+
+def way_of_job(specs: Sequence[SystemSpec], transport: str) -> Way:
+    """The way of the ranks' own session: ``transport``, unless every system names its own way; then the way of the first
+    system."""
+    return Way(transport) if any(spec.way is None for spec in specs) else specs[0].way or Way(transport)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from . import System
-from .context import Context
-from .scheduled import ScheduledSystem, commsched_config
+from ..harness.simulated import PartitionRules
+from ..harness.system import Context, System, SystemInfo
 
 
 def make_system(context: Context) -> System:
+    from ..harness.scheduled import ScheduledSystem, commsched_config
+
     return ScheduledSystem(context, commsched_config(context))
+
+
+SYSTEM = SystemInfo(90, "#0072B2", "o", PartitionRules("priority"), make_system)

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
+from commsched.simulator.scenario import Exchange
+
 from ..harness.measure import slowest
-from . import System
-from .context import Context
-from .ddp import DdpSystem, default_buckets
+from ..harness.simulated import DDP_FIRST_BUCKET_MIB, BucketRules
+from ..harness.system import Context, System, SystemInfo
 
 #: Bucket sizes to try, as divisors of the size of all gradients.
 SHARES = (1, 2, 4, 8, 16, 32)
@@ -25,6 +26,8 @@ Buckets = tuple[dict[str, Any], str]
 
 
 def make_system(context: Context) -> System:
+    from ..harness.ddp import DdpSystem, default_buckets
+
     total = sum(parameter.nbytes for parameter in context.workload.make_model().parameters())
     tried = [default_buckets(context.bytes_scale), *(_buckets(total, share) for share in SHARES)]
     medians = _medians(context, tried)
@@ -54,6 +57,8 @@ def _medians(context: Context, candidates: Sequence[Buckets]) -> list[float]:
 
 def _trial(context: Context, arguments: dict[str, Any], words: str) -> Sequence[float]:
     """Train with ``arguments``; return the seconds of each step on the slowest rank. Collective."""
+    from ..harness.ddp import DdpSystem
+
     system = DdpSystem(context, arguments, words)
     system.begin()
     seconds = []
@@ -64,3 +69,12 @@ def _trial(context: Context, arguments: dict[str, Any], words: str) -> Sequence[
         system.update(system.forward(step))
         seconds.append(time.perf_counter() - began)
     return slowest(context.session.gather(seconds[SETTLE_STEPS:]))
+
+
+SYSTEM = SystemInfo(
+    50,
+    "#7A7A7A",
+    "P",
+    BucketRules(Exchange.ALL_REDUCE, barrier=True, first_bucket_mib=DDP_FIRST_BUCKET_MIB, tuned=True),
+    make_system,
+)

@@ -5,10 +5,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from . import System
-from .context import Context
-from .scheduled import ScheduledSystem, commsched_config
+from ..harness.simulated import PartitionRules
+from ..harness.system import Context, System, SystemInfo
 
 
 def make_system(context: Context) -> System:
+    from ..harness.scheduled import ScheduledSystem, commsched_config
+
     return ScheduledSystem(context, replace(commsched_config(context), policy="fifo"), barrier=True)
+
+
+SYSTEM = SystemInfo(30, "#CC79A7", "^", PartitionRules("fifo", barrier=True), make_system)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import product
 from pathlib import Path
@@ -20,10 +20,9 @@ from commsched.settings import parse_rate
 from commsched.tuner.search_run import LONGER_AT_MOST
 from commsched.tuner.searchers import searcher_names
 
-from ..harness.arguments import at_least, check_settings, positive, require_named, setting
-from ..harness.extras import require_extra
-from ..harness.results import SCHEMA, add_json_argument, write
-from ..train import MIN_SETTLE_STEPS
+from ..harness.arguments import add_options, at_least, check_settings, list_of, require_extra, require_named, setting
+from ..harness.results import SCHEMA, write
+from ..turns import MIN_SETTLE_STEPS
 from .case import Case
 from .comparison import MODEL, Searching, replayed_rows
 from .grid import Row, case_of, measure, read_again
@@ -42,7 +41,7 @@ class TuneOptions:
     """The options of measurement and replay. Every combination of ``models``, ``workers`` and ``bandwidths`` is a case.
 
     Args:
-        models: names from ``workloads.registry``, or profiles' ``.json`` files.
+        models: names from ``bench.workloads``, or profiles' ``.json`` files.
         workers: numbers of ranks; each rank has a process, a host and a shard of the parameter server.
         bandwidths: rates of every link, such as ``"500mbit"``.
         rho: communication time over computation time at the nominal bandwidth.
@@ -82,49 +81,35 @@ class TuneOptions:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     default = TuneOptions()
-    parser.add_argument("--model", dest="models", type=_list_of(str), default=default.models, metavar="NAME,...")
-    parser.add_argument("--workers", type=_list_of(at_least(2)), default=default.workers, metavar="N,...", help="(default: 2)")
-    parser.add_argument(
-        "--bandwidth",
-        dest="bandwidths",
-        type=_list_of(setting(parse_rate)),
-        default=default.bandwidths,
-        metavar="RATE,...",
-        help="of every link (default: 500mbit)",
-    )
-    parser.add_argument("--rho", type=positive, default=default.rho, help="communication over computation (default: 1)")
-    parser.add_argument("--megabytes", type=positive, default=default.megabytes, metavar="M", help="of gradients (default: 16)")
-    parser.add_argument("--transport", default=default.transport, help="that gradients travel by (default: ps)")
+    names = ("workers", "rho", "megabytes", "transport", "settle")
+    add_options(parser, **{name: getattr(default, name) for name in names}, json=None)
+    lists = (("model", "NAME", str), ("bandwidth", "RATE", setting(parse_rate)))
+    for name, metavar, parse in lists:
+        shown = ",".join(getattr(default, f"{name}s"))
+        parser.add_argument(
+            f"--{name}", dest=f"{name}s", type=list_of(parse), default=getattr(default, f"{name}s"), metavar=f"{metavar},...",
+            help=f"{name}s, each with each number of workers (default: {shown})",
+        )  # fmt: skip
     parser.add_argument(
         "--grid",
         choices=("fine", "coarse"),
         default=default.grid,
         help="fine: whole octaves of partition and credit; coarse: every other (default: fine)",
     )
-    parser.add_argument("--passes", type=at_least(2), default=default.passes, metavar="N", help="over the grid (default: 3)")
-    parser.add_argument(
-        "--steps", type=at_least(2), default=default.steps, metavar="N", help="counted in a window (default: 5)"
-    )
-    parser.add_argument(
-        "--settle", type=at_least(MIN_SETTLE_STEPS), default=default.settle, metavar="N", help="before them (default: 3)"
-    )
-    parser.add_argument(
-        "--seeds", type=at_least(1), default=default.seeds, metavar="N", help="replays of each searcher (default: 5)"
-    )
-    parser.add_argument(
-        "--searchers",
-        type=_searchers,
-        default=default.searchers,
-        metavar="NAME,...",
-        help=f"{', '.join(searcher_names())}; bayes{MODEL}: with the simulator's predictions (default: all)",
-    )
+    for name, least, what in (
+        ("passes", 2, "passes over the grid"),
+        ("steps", 2, "steps of a window that count"),
+        ("seeds", 1, "replays of each searcher"),
+    ):
+        value = getattr(default, name)
+        parser.add_argument(f"--{name}", type=at_least(least), default=value, metavar="N", help=f"{what} (default: {value})")
+    searchers_help = f"{', '.join(searcher_names())}; bayes{MODEL}: with the simulator's predictions (default: all)"
+    parser.add_argument("--searchers", type=_searchers, default=default.searchers, metavar="NAME,...", help=searchers_help)
     parser.add_argument("--paper", action="store_true", help="also the published search: 15 points of 100 steps")
-    parser.add_argument("--live", action="store_true", help="also the tuner itself: a job per searcher and seed")
-    parser.add_argument(
-        "--replay", type=Path, metavar="FILE", help="the grids are those that an earlier --json has, nothing is measured"
-    )
-    parser.add_argument("--out", type=Path, metavar="DIR", help="for regret.svg, the searches' curves")
-    add_json_argument(parser)
+    parser.add_argument("--live", action="store_true", help="also the tuner itself: a job for each searcher and seed")
+    replay_help = "take the grids from FILE, which an earlier --json wrote, and measure nothing"
+    parser.add_argument("--replay", type=Path, metavar="FILE", help=replay_help)
+    parser.add_argument("--out", type=Path, metavar="DIR", help="directory for regret.svg, the curves of the searches")
 
 
 def options_of(args: argparse.Namespace) -> TuneOptions:
@@ -139,7 +124,7 @@ def run(args: argparse.Namespace) -> int:
     if options.paper or any(name.startswith("bayes") for name in options.searchers):
         require_extra("tune", "skopt")
     if args.replay is not None and options.live:
-        raise ConfigError("replay and live: what is replayed was measured before, and may be of another machine")
+        raise ConfigError("replay and live: a replayed grid was measured before, possibly on another machine")
     require_named(options.transport)
     check_settings({"transport": options.transport})
     sources: Sequence[Case | Row] = options.cases() if args.replay is None else _read(args.replay)
@@ -151,25 +136,19 @@ def run(args: argparse.Namespace) -> int:
         found = replayed_rows(grid, Searching(options.searchers, options.seeds, options.paper))
         print(text(grid, found), flush=True)
         rows += [grid, *found]
-        _keep(args.json, rows)
+        write(args.json, rows)  # so far, so that they are kept if the rest fails
         if options.live:
             from .live import live_rows
 
             live = live_rows(case_of(grid), grid, _live_searchers(options), options.seeds)
             print(live_text(live), flush=True)
             rows += live
-            _keep(args.json, rows)
+            write(args.json, rows)
     replayed = [row for row in rows if row["kind"] == "replayed"]
     print(summary_text(replayed), flush=True)
     if args.out is not None:
         _draw(args.out, replayed)
     return 0
-
-
-def _keep(path: Path | None, rows: Sequence[Row]) -> None:
-    """Write the rows so far, so that they are kept if the rest fails."""
-    if path is not None:
-        write(path, rows)
 
 
 def _announce(cases: Sequence[Case], options: TuneOptions) -> None:
@@ -187,7 +166,7 @@ def _announce(cases: Sequence[Case], options: TuneOptions) -> None:
         seconds = sum(jobs * (_OVERHEAD_SECONDS + STEADY_STEPS * case.expected_step_seconds()) for case in cases)
         print(
             f"live: {jobs} jobs in each case, about {seconds / 60:.0f} min more; "
-            f"up to {LONGER_AT_MOST} times as long where steps vary much"
+            f"up to {LONGER_AT_MOST} times as long if steps vary much"
         )
     print(end="", flush=True)
 
@@ -228,7 +207,7 @@ def _read(path: Path) -> list[Row]:
 
 
 def _draw(directory: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    from ..report.style import styled, to_svg
+    from ..harness.figures import styled, to_svg
     from .regret_figure import regret_figure
 
     directory.mkdir(parents=True, exist_ok=True)
@@ -240,19 +219,9 @@ def _draw(directory: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 # --- argument types ---
 
 
-def _list_of(parse: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
-    def values(text: str) -> tuple[Any, ...]:
-        found = tuple(parse(part) for part in text.split(","))
-        if len(set(found)) < len(found):
-            raise argparse.ArgumentTypeError(f"{text!r} names one twice")
-        return found
-
-    return values
-
-
 def _searchers(text: str) -> tuple[str, ...]:
     allowed = [*searcher_names(), f"bayes{MODEL}"]
-    chosen: tuple[str, ...] = _list_of(str)(text)
+    chosen: tuple[str, ...] = list_of(str)(text)
     for name in chosen:
         if name not in allowed:
             raise argparse.ArgumentTypeError(f"{name!r} is unknown; there are: {', '.join(allowed)}")

@@ -9,17 +9,49 @@ from math import inf
 from statistics import median, median_high
 from typing import Any
 
+from commsched.core.config import SchedulerConfig
 from commsched.settings import DEFAULT_BUDGET
+from commsched.simulator.profile import Profile
+from commsched.tuner.initial_guesses import seeds
 from commsched.tuner.job import PROFILE_STEPS
+from commsched.tuner.model import Model
+from commsched.tuner.profiler import LinkEstimate
 from commsched.tuner.result import Verdict
 from commsched.tuner.searchers import Searcher, make_searcher
 
-from . import paper
-from .case import Case
+from ..harness.measure import median_absolute_error
+from .case import Case, Surface
 from .grid import Row, case_of, surface_of
-from .prediction import Prediction
-from .replay import Cost, Point, reached, search, tune
-from .surface import Surface
+from .replay import PAPER_POINTS, PAPER_SETTLE, PAPER_STEPS, Cost, PaperSearch, Point, reached, search, tune
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The seeds and the model for a searcher, from the measurements of the tuner's profiler in the grid's job.
+
+    ``model`` caches its simulations and is not thread-safe. Calibration makes another model, so all searchers start with the
+    same one.
+    """
+
+    seeds: list[SchedulerConfig]
+    model: Model
+
+    @classmethod
+    def of(cls, row: Row) -> Prediction:
+        """Make the prediction as the tuner does online (``commsched.tuner.job``). ``row`` is the row of a grid, see
+        ``grid.measure``."""
+        profiled, incumbent = row["profiled"], SchedulerConfig(**row["incumbent"])
+        profile, times = Profile.from_record(profiled["profile"]), profiled["link"]
+        link = LinkEstimate(times["seconds_per_byte"], times["partition_seconds"])
+        collective = row["transport"] != "ps"
+        model = Model(profile, link, row["workers"], collective=collective, anchor_bytes=incumbent.partition_bytes)
+        likely = seeds(profile, link, row["workers"], collective=collective, policy=incumbent.policy)
+        return cls(likely, model.calibrate([(incumbent, profiled["step_seconds"])]))
+
+    def error(self, surface: Surface) -> float:
+        """The median absolute relative error over the grid."""
+        return median_absolute_error((seconds, self.model.predict(config)) for config, seconds in surface.seconds.items())
+
 
 #: Suffix of a searcher's name: the searcher gets seeds and predictions of the simulator, computed from measurements.
 MODEL = "+model"
@@ -79,11 +111,9 @@ def _replayed(row: Row, case: Case, surface: Surface, name: str, seeds: int, pre
 
 
 def _paper(row: Row, case: Case, surface: Surface, seeds: int) -> Row:
-    cost = Cost(paper.SETTLE, paper.STEPS)
+    cost = Cost(PAPER_SETTLE, PAPER_STEPS)
     incumbent = case.space.incumbent
-    curves = [
-        search(surface, paper.PaperSearch(case.space, seed), incumbent, paper.POINTS, cost, seed) for seed in range(seeds)
-    ]
+    curves = [search(surface, PaperSearch(case.space, seed), incumbent, PAPER_POINTS, cost, seed) for seed in range(seeds)]
     return {**_row(row, PAPER, cost, curves), "tuning": None}
 
 

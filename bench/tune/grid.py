@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from commsched.core.config import SchedulerConfig
@@ -11,16 +12,14 @@ from commsched.settings import Settings
 from commsched.simulator.scenario import bytes_factor
 
 from ..harness.job import Job, run_job
-from ..harness.layers import LayerTimes
 from ..harness.links import why_not_shaped
-from ..harness.measure import TOLERATED_DIFFERENCE, slowest
+from ..harness.measure import TOLERATED_DIFFERENCE, LayerTimes, slowest
 from ..harness.processes import JobFailed
 from ..harness.results import commit
-from ..lower_bound import lower_bound
-from ..systems.spec import Way
-from .case import Case
+from ..harness.rows import bound_of_ranks
+from ..harness.system import Way
+from .case import Case, Surface
 from .progress import relayed_lines
-from .surface import Surface
 
 Row = dict[str, Any]
 
@@ -53,11 +52,10 @@ def measure(case: Case, *, passes: int, settle: int, steps: int, timeout_seconds
                 "progress": progress,
             },
         )
-    if missing is None and not outcome.link.endswith(" tbf"):
-        raise JobFailed(f"links were to be shaped, and could be a moment before, but the link was {outcome.link}")
+    case.links.require_as_planned(outcome.link, missing)
     difference = max(rank["max_difference"] for rank in outcome.by_rank)
     if not difference <= TOLERATED_DIFFERENCE:
-        raise JobFailed(f"{case}: weights differ by {difference:.2g} of what was trained from those of plain averaging")
+        raise JobFailed(f"{case}: weights differ from plain averaging by {difference:.2g} of the change that training made")
     if outcome.by_rank[0]["profiled"] is None:
         raise JobFailed(f"{case}: the tuner's profiler saw no whole step")
     return _row(case, outcome.link, settle, outcome.by_rank, difference)
@@ -68,13 +66,7 @@ def _row(case: Case, link: str, settle: int, by_rank: Sequence[Mapping[str, Any]
     layers = [LayerTimes(**each) for each in measured["layers"]]
     rate = min(measured["network"]["worker_rates"])
     per_byte = bytes_factor(case.workers) / rate
-    bound, slowest_layers = max(
-        (
-            (lower_bound(each.forward_seconds, each.backward_seconds, [per_byte * size for size in each.nbytes]), each)
-            for each in layers
-        ),
-        key=lambda found: found[0],
-    )
+    bound, slowest_layers = bound_of_ranks(layers, per_byte)
     windows = [
         [list(slowest([rank["passes"][number][place] for rank in by_rank])) for number in range(len(measured["passes"]))]
         for place in range(len(case.grid))
@@ -102,13 +94,7 @@ def _row(case: Case, link: str, settle: int, by_rank: Sequence[Mapping[str, Any]
         "incumbent": case.space.incumbent.to_record(),
         **_found(surface, case.space.incumbent),
         "profiled": measured["profiled"],
-        "layers": {
-            "names": slowest_layers.names,
-            "forward_seconds": slowest_layers.forward_seconds,
-            "backward_seconds": slowest_layers.backward_seconds,
-            "nbytes": slowest_layers.nbytes,
-            "tensors": slowest_layers.tensors,
-        },
+        "layers": asdict(slowest_layers),
         "stands_for": case.scaling.stands_for(case.rate_bytes_per_second),
         "max_difference": difference,
         "commit": commit(),

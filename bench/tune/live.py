@@ -71,7 +71,7 @@ def _live(case: Case, grid: Row, tune_by: str, run: int, budget: str) -> Row:
         outcome = run_job(job, __name__, {"workload": workload, "journal": str(journal_path(out))})
     difference = max(rank["max_difference"] for rank in outcome.by_rank)
     if not difference <= TOLERATED_DIFFERENCE:
-        raise JobFailed(f"{case}: weights differ by {difference:.2g} of what was trained from those of plain averaging")
+        raise JobFailed(f"{case}: weights differ from plain averaging by {difference:.2g} of the change that training made")
     record = outcome.by_rank[-1]["verdict"]
     return {
         "kind": "live",
@@ -97,7 +97,7 @@ def rank_main(session: Session, arguments: Mapping[str, Any]) -> dict[str, Any]:
     import commsched.plugins.torch as cs
 
     from ..harness.reference import LEARNING_RATE, largest_difference, plain_averaging, weights_of
-    from ..workloads.workload import make_workload
+    from ..workloads import make_workload
 
     torch.set_num_threads(1)
     workload = make_workload(arguments["workload"], session.world_size)
@@ -117,7 +117,7 @@ def rank_main(session: Session, arguments: Mapping[str, Any]) -> dict[str, Any]:
                 optimizer.synchronize()
                 wanted = plain_averaging(workload, step + 1, session.world_size)
                 return {"verdict": verdict, "max_difference": largest_difference(model, wanted, initial)}
-    raise CommschedError(f"tuning had not ended after {_MAX_STEPS} steps: it is slow, or broke, which rank 0 logs")
+    raise CommschedError(f"tuning did not end after {_MAX_STEPS} steps: it is slow, or it failed; see the log of rank 0")
 
 
 def _verdict(journal: Path) -> dict[str, Any] | None:

@@ -14,15 +14,13 @@ from commsched.core.manifest import Manifest
 from commsched.tuner.job import PROFILE_STEPS
 from commsched.tuner.profiler import Profiler
 
-from ..harness.compute_only import ComputeOnly
-from ..harness.config_barrier import ConfigBarrier
-from ..harness.message_cost import measure_message_cost
+from ..harness.averaging import ConfigBarrier
 from ..harness.network import measure_network, own_address
-from ..harness.reference import largest_difference, plain_averaging
-from ..systems.context import Context
-from ..systems.scheduled import ScheduledSystem
-from ..systems.spec import Way
-from ..workloads.workload import make_workload
+from ..harness.partition_choice import measure_message_cost
+from ..harness.reference import ComputeOnly, largest_difference, plain_averaging
+from ..harness.scheduled import ScheduledSystem
+from ..harness.system import Context, Way, timed_turn
+from ..workloads import make_workload
 from .progress import say
 
 if TYPE_CHECKING:
@@ -88,7 +86,7 @@ def rank_main(session: Session, arguments: Mapping[str, Any]) -> dict[str, Any]:
         began = perf_counter()
         windows: list[list[float]] = [[] for _ in systems]
         for place in order:
-            windows[place] = _window(systems[place], task, line)
+            windows[place] = timed_turn(systems[place], line, task.settle, task.steps)[0]
             difference = largest_difference(systems[place].model, wanted, systems[place].initial)
             largest = max(largest, difference)
         passes.append(windows)
@@ -109,11 +107,11 @@ def _profile(session: Session, system: ScheduledSystem, task: Assignment, line: 
     """The result of the tuner's profiler for a few steps, with the configuration that the tuner would use there."""
     groups: dict[int, Manifest] = {}
     session.on_register(groups.__setitem__)
-    _window(system, task, line)  # its first steps measure the order of layers
+    timed_turn(system, line, task.settle, task.steps)  # its first steps measure the order of layers
     main = max(groups, key=lambda group: sum(groups[group].buffer_bytes.values()))
     profiler = Profiler(main, PROFILE_STEPS)
     forget = session.observe(profiler)
-    _window(system, task, line)
+    timed_turn(system, line, task.settle, task.steps)
     profiler.stop()
     forget()
     measured = profiler.result(groups[main], collective=task.transport != "ps")
@@ -124,21 +122,3 @@ def _profile(session: Session, system: ScheduledSystem, task: Assignment, line: 
         "link": asdict(measured.link),
         "step_seconds": measured.step_seconds,
     }
-
-
-def _window(system: ScheduledSystem, task: Assignment, line: ConfigBarrier) -> list[float]:
-    """The seconds of each counted step, from the beginning of one forward to the beginning of the next."""
-    system.begin()
-    line.meet()
-    for step in range(task.settle):
-        system.update(system.forward(step))
-    system.require_ready()
-    seconds = []
-    began = perf_counter()
-    for step in range(task.settle, task.settle + task.steps):
-        system.update(system.forward(step))
-        ended = perf_counter()
-        seconds.append(ended - began)
-        began = ended
-    system.end()
-    return seconds

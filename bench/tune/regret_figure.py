@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, LogLocator, NullFormatter
 
-from ..report.style import NOTE_COLOUR, new_figure
+from ..harness.figures import NOTE_COLOUR, new_figure
 from .comparison import WITHIN
 
 _HEIGHT = 3.2

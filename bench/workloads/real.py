@@ -5,16 +5,18 @@ The caller sets the number of threads.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import torch
+from sklearn.datasets import load_digits
 from torch import nn
 
 from commsched.core.errors import ConfigError
 
-from . import batches, losses
-from .initial import initialise
+from .models import classification, next_token, pre_training
 from .models.bert import Bert
 from .models.gpt2 import GPT2
 from .models.mlp import MLP
@@ -39,7 +41,7 @@ class RealWorkload:
         return model
 
     def loss(self, model: nn.Module, step: int, rank: int) -> torch.Tensor:
-        return self.batch_loss(model, batches.generator_of(step, rank))
+        return self.batch_loss(model, generator_of(step, rank))
 
     def untimed(self) -> RealWorkload:
         return self
@@ -58,15 +60,15 @@ def make_real(name: str) -> RealWorkload:
 
 def _classify(images: int, image_size: int, flat: bool = False) -> Callable[[nn.Module, torch.Generator], torch.Tensor]:
     def loss(model: nn.Module, generator: torch.Generator) -> torch.Tensor:
-        inputs, labels = batches.digits(generator, images, image_size)
-        return losses.classification(model, inputs.flatten(1) if flat else inputs, labels)
+        inputs, labels = digits(generator, images, image_size)
+        return classification(model, inputs.flatten(1) if flat else inputs, labels)
 
     return loss
 
 
 def _predict_next(count: int, length: int) -> Callable[[nn.Module, torch.Generator], torch.Tensor]:
     def loss(model: nn.Module, generator: torch.Generator) -> torch.Tensor:
-        return losses.next_token(model, batches.sentences(generator, count, length, _VOCABULARY))
+        return next_token(model, sentences(generator, count, length, _VOCABULARY))
 
     return loss
 
@@ -75,11 +77,11 @@ def _pre_train(count: int, length: int) -> Callable[[nn.Module, torch.Generator]
     segments = (torch.arange(length) >= length // 2).long().expand(count, length)
 
     def loss(model: nn.Module, generator: torch.Generator) -> torch.Tensor:
-        tokens = batches.sentences(generator, count, length, _VOCABULARY)
+        tokens = sentences(generator, count, length, _VOCABULARY)
         others = torch.rand(count, generator=generator) < 0.5  # sequences whose second half is another sentence
         swapped = torch.where(segments.bool() & others[:, None], tokens.flip(0), tokens)
-        hidden, labels = batches.masked(generator, swapped)
-        return losses.pre_training(model, hidden, segments, labels, (~others).long())
+        hidden, labels = masked(generator, swapped)
+        return pre_training(model, hidden, segments, labels, (~others).long())
 
     return loss
 
@@ -93,3 +95,70 @@ _WORKLOADS = {
     "bert-base": RealWorkload(lambda: Bert(_VOCABULARY, positions=64, width=192, depth=6, heads=4), _pre_train(12, 48)),
     "gpt2-small": RealWorkload(lambda: GPT2(_VOCABULARY, positions=64, width=192, depth=6, heads=4), _predict_next(12, 48)),
 }
+
+
+_EMBEDDING_STD = 0.02
+
+
+@torch.no_grad()
+def initialise(model: nn.Module) -> None:
+    """Initialise every matrix and convolution by its fan-in (K. He et al., ICCV 2015), and embeddings as BERT does. Biases are
+    0.
+
+    Norms keep their initial ones and zeros. A tied weight is initialised as the embedding.
+    """
+    generator = torch.Generator().manual_seed(0)
+    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    norms = {id(p) for module in model.modules() if "Norm" in type(module).__name__ for p in module.parameters(recurse=False)}
+    for parameter in model.parameters():
+        if id(parameter) in norms:
+            continue
+        if id(parameter) in tables:
+            parameter.normal_(0, _EMBEDDING_STD, generator=generator)
+        elif parameter.dim() > 1:
+            parameter.normal_(0, math.sqrt(2 / parameter[0].numel()), generator=generator)
+        else:
+            parameter.zero_()
+
+
+#: Label of tokens that the loss ignores.
+IGNORED = -100
+_MASKED_SHARE = 0.15
+_RANDOM_SHARE = 0.25
+_NOISE = 0.1
+_RANKS = 1 << 20  # greater than any number of ranks, so that every (step, rank) has a seed of its own
+
+
+def generator_of(step: int, rank: int) -> torch.Generator:
+    return torch.Generator().manual_seed(step * _RANKS + rank)
+
+
+@cache
+def _digits() -> tuple[torch.Tensor, torch.Tensor]:
+    digits = load_digits()
+    return torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 8 - 1, torch.tensor(digits.target)
+
+
+def digits(generator: torch.Generator, images: int, image_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """scikit-learn's digits [images, 1, image_size, image_size], enlarged from 8x8 and with some noise, and their labels."""
+    known, labels = _digits()
+    rows = torch.randint(len(labels), (images,), generator=generator)
+    enlarged = nn.functional.interpolate(known[rows], size=(image_size, image_size), mode="bilinear")
+    # Rounding would decide which of equal neighbouring pixels max-pooling takes.
+    return enlarged + _NOISE * torch.randn(enlarged.shape, generator=generator), labels[rows]
+
+
+def sentences(generator: torch.Generator, count: int, length: int, vocabulary: int) -> torch.Tensor:
+    """Tokens [count, length] that can be learnt: three in four follow from the previous token by a fixed rule."""
+    tokens = torch.randint(vocabulary, (count, length), generator=generator)
+    random = torch.rand((count, length), generator=generator) < _RANDOM_SHARE
+    for place in range(1, length):
+        tokens[:, place] = torch.where(random[:, place], tokens[:, place], (5 * tokens[:, place - 1] + 7) % vocabulary)
+    return tokens
+
+
+def masked(generator: torch.Generator, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens with some replaced by 0, and labels: the replaced tokens, and :data:`IGNORED` elsewhere."""
+    hidden = torch.rand(tokens.shape, generator=generator) < _MASKED_SHARE
+    hidden[:, 0] = True  # so that there is at least one label
+    return tokens.masked_fill(hidden, 0), tokens.masked_fill(~hidden, IGNORED)

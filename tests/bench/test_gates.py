@@ -6,7 +6,7 @@ from torch import nn
 
 from bench import gates
 from bench.__main__ import main
-from bench.overhead import Immediate
+from bench.harness.immediate import Immediate
 
 
 def test_every_system_that_is_timed_trains_the_same() -> None:

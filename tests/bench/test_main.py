@@ -10,7 +10,7 @@ from bench import __main__ as bench_main
 from bench import collectives
 from bench.harness.arguments import at_least, float32_bytes, float32_sizes
 from bench.harness.job import Outcome
-from bench.harness.route import Route
+from bench.harness.network_load import Route
 
 ROOT = Path(__file__).parents[2]
 

@@ -9,9 +9,9 @@ from torch import nn
 
 from bench import profile
 from bench.__main__ import COMMANDS, main
-from bench.workloads.full_size import FULL_SIZE, FullSize
-from bench.workloads.losses import classification
-from bench.workloads.registry import load_profile
+from bench.profile.full_size import FULL_SIZE, FullSize
+from bench.workloads import load_profile
+from bench.workloads.models import classification
 
 
 def tiny_inputs(batch: int, device: torch.device) -> tuple[torch.Tensor, ...]:

@@ -9,13 +9,12 @@ import pytest
 from bench import __main__ as bench_main
 from bench import report
 from bench.harness import results
+from bench.harness import sweep_log as sweep_log
 from bench.report.group import groups
-from bench.report.inversions import inversions, network_tasks
-from bench.report.markdown import markdown
 from bench.report.read import read_files
 from bench.report.result import Span, parse_result
-from bench.report.timeline_figure import _rows, timeline_figure
-from bench.sweep import log as sweep_log
+from bench.report.tables import markdown
+from bench.report.timeline_figure import _rows, inversions, network_tasks, timeline_figure
 from commsched.core.errors import ConfigError
 
 STEP_SECONDS = {"ddp": 0.2, "fifo": 0.16, "commsched": 0.13}

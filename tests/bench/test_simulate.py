@@ -3,9 +3,11 @@ import json
 import pytest
 
 from bench import __main__ as bench_main
-from bench.simulator.check import NotSimulated, errors, simulated_seconds, typical_error
-from bench.simulator.row import Case, compare_with_ddp, make_row
-from bench.simulator.systems import SYSTEMS, best_rules, ddp, partition_sizes, rules_of
+from bench.harness.rows import compare_with_ddp
+from bench.harness.simulated import NotSimulated, partition_sizes
+from bench.simulate.check import errors, simulated_seconds, typical_error
+from bench.simulate.row import Case, make_row
+from bench.systems import SYSTEMS
 from commsched.simulator.profile import LayerProfile, Profile
 
 PROFILE = Profile("small", tuple(LayerProfile(f"l{i}", ((250_000,),), 0.01, 0.02) for i in range(8)), "made up")
@@ -26,6 +28,14 @@ def profile_file(tmp_path):
     path = tmp_path / "small.json"
     path.write_text(json.dumps(PROFILE.to_record()))
     return path
+
+
+def rules_of(system, partition_bytes, credit_bytes):
+    return SYSTEMS[system].simulated.rules(partition_bytes, credit_bytes)
+
+
+def ddp(*bucket_bytes):
+    return SYSTEMS["ddp"].simulated.buckets(*bucket_bytes)
 
 
 def case(workers=4, servers=0, **more):
@@ -70,28 +80,23 @@ def test_a_straggler_sets_the_bound():
 
 def test_the_best_rules_are_the_best():
     chosen = case()
-    best = best_rules("commsched", PROFILE.nbytes, 4, None, None, chosen.seconds)
+    best = SYSTEMS["commsched"].simulated.best(PROFILE.nbytes, 4, None, None, chosen.seconds)
     tried = [rules_of("commsched", size, 5 * size) for size in partition_sizes(PROFILE.nbytes)]
     assert chosen.seconds(best) <= min(map(chosen.seconds, tried))
-    tuned = best_rules("ddp-tuned", PROFILE.nbytes, 4, None, None, chosen.seconds)
+    tuned = SYSTEMS["ddp-tuned"].simulated.best(PROFILE.nbytes, 4, None, None, chosen.seconds)
     assert chosen.seconds(tuned) <= chosen.seconds(rules_of("ddp", 1, 1))
 
 
 def test_what_is_given_is_not_chosen():
-    config = best_rules("commsched", PROFILE.nbytes, 4, 100_000, 300_000, case().seconds).config
+    config = SYSTEMS["commsched"].simulated.best(PROFILE.nbytes, 4, 100_000, 300_000, case().seconds).config
     assert (config.partition_bytes, config.credit_bytes) == (100_000, 300_000)
-    config = best_rules("tictac", PROFILE.nbytes, 4, 100_000, 300_000, case().seconds).config
+    config = SYSTEMS["tictac"].simulated.best(PROFILE.nbytes, 4, 100_000, 300_000, case().seconds).config
     assert config.credit_bytes == 300_000
 
 
 def test_sizes_to_try():
     assert partition_sizes(8_000_000)[:2] == [16_000_000, 8_000_000]
     assert partition_sizes(16_000_000_000) == [16_000_000, 8_000_000]  # not tens of thousands of partitions
-
-
-def test_no_such_system():
-    with pytest.raises(ValueError, match="no system is called 'horovod'; there are: serial, fifo, wfbp"):
-        rules_of("horovod", 1, 1)
 
 
 # --- against measurements ---
@@ -131,7 +136,7 @@ def test_what_is_never_merged_has_a_message_for_each_tensor():
     many["layers"] = {**many["layers"], "tensors": [[10_000] * 100] * 8}
     assert simulated_seconds(many) > simulated_seconds(one)
     del one["layers"]["tensors"]
-    with pytest.raises(NotSimulated, match="sends each tensor by itself, and the row does not tell the sizes of tensors"):
+    with pytest.raises(NotSimulated, match="sends each tensor by itself, and the row has no sizes of tensors"):
         simulated_seconds(one)
     assert simulated_seconds({**one, "system": "commsched"}) > 0
 
@@ -140,11 +145,11 @@ def test_what_is_never_merged_has_a_message_for_each_tensor():
     ("change", "message"),
     [
         ({"simulated": True}, "it was simulated itself"),
-        ({"link": "400mbit,1gbit tbf"}, "its links differ, and it tells the rate of the slowest only"),
+        ({"link": "400mbit,1gbit tbf"}, "its links differ, and the row has only the rate of the slowest"),
         ({"link": "400mbit cap in the transport"}, "a cap in the transport lets one message pass at a time"),
         ({"system": "horovod"}, "no model of the system 'horovod'"),
-        ({"partition_bytes": None}, "it does not tell partition and credit"),
-        ({"system": "ddp", "config": "as it is"}, "its configuration does not tell the bucket size: 'as it is'"),
+        ({"partition_bytes": None}, "the row has no partition and credit"),
+        ({"system": "ddp", "config": "as it is"}, "its configuration does not name the bucket size: 'as it is'"),
     ],
 )
 def test_what_cannot_be_simulated_is_said(change, message):
@@ -168,7 +173,7 @@ def test_the_command_predicts(profile_file, tmp_path, capsys):
     systems = ["--systems", "ddp,commsched", "--partition", "500KB", "--json", str(out)]
     assert bench_main.main(["simulate", *given, *systems]) == 0
     printed = capsys.readouterr().out
-    assert printed.startswith("SIMULATED: nothing of this was measured.")
+    assert printed.startswith("SIMULATED, not measured.")
     assert "partition 0.5 MB, credit" in printed
     document = json.loads(out.read_text())
     cells = {(row["workers"], row["servers"], row["bandwidth_bps"], row["system"]) for row in document["rows"]}

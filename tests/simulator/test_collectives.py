@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.lower_bound import bucketed_wfbp, dear, lower_bound, partitioned_bound, serial, wfbp, window_bound
+from bench.harness.lower_bound import bucketed_wfbp, dear, lower_bound, partitioned_bound, serial, wfbp, window_bound
 from commsched.core.config import SchedulerConfig
 from commsched.core.policies import policy_names
 from commsched.simulator import Exchange, Rules, equal_workers, simulate

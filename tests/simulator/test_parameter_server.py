@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.harness.nic_load import least_seconds_per_byte
-from bench.lower_bound import lower_bound, window_bound
+from bench.harness.lower_bound import lower_bound, window_bound
+from bench.harness.network_load import least_seconds_per_byte
 from commsched.core.config import SchedulerConfig
 from commsched.core.policies import policy_names
 from commsched.simulator import Cluster, Rules, WorkerClass, equal_workers, simulate

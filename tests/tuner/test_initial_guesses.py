@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.lower_bound import best_partition as benchmark_partition
-from bench.lower_bound import partitioned_bound
+from bench.harness.lower_bound import best_partition as benchmark_partition
+from bench.harness.lower_bound import partitioned_bound
 from commsched.core.config import SchedulerConfig
 from commsched.simulator.profile import LayerProfile, Profile
 from commsched.tuner.initial_guesses import best_partition, seeds

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from .tied import TiedLinear
+from . import TiedLinear
 
 
 class Block(nn.Module):

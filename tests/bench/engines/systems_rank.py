@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 
 from bench.engines.emulated import difference, plain_averaging
-from bench.engines.registry import systems_of
-from bench.engines.turn import Turn
+from bench.engines.turn import Turn, systems_of
 from bench.harness.job import Job, run_job
 from bench.harness.measure import TOLERATED_DIFFERENCE
 from commsched.session.session import Session

@@ -6,15 +6,14 @@ from bench.engines import compare
 from bench.engines import rank as module
 from bench.engines.compare import Comparison, measure_rows, rows_of, text
 from bench.engines.emulated import plain_averaging
-from bench.engines.registry import NAMES, systems_of
-from bench.engines.turn import Turn
+from bench.engines.turn import ENGINES, Turn, systems_of
 from bench.harness.job import Outcome
-from bench.harness.layers import LayerTimes
 from bench.harness.links import Links
+from bench.harness.measure import LayerTimes
 from bench.harness.network import Network
 from bench.harness.rows import Header, disturbed, wrong
 from bench.harness.scaling import scale
-from bench.workloads.uniform import make_profile
+from bench.workloads import load_profile
 from commsched.core.errors import ConfigError
 from commsched.session.session import Session
 
@@ -61,7 +60,9 @@ def test_weights_that_differ_from_plain_averaging_are_wrong():
     ours, own, _ = found = rows(difference=2e-4)
     assert (ours["correct"], own["correct"]) == (False, True)
     assert ours["max_difference"] == 2e-4  # the largest of all turns
-    assert wrong(found) == ["commsched is wrong: from plain averaging its weights differ by 0.0002 of what they were trained"]
+    assert wrong(found) == [
+        "commsched is wrong: its weights differ from plain averaging by 0.0002 of the change that training made"
+    ]
 
 
 def test_asynchronous_training_is_shown_but_not_compared():
@@ -89,7 +90,7 @@ def test_an_unknown_engine_is_named():
         systems_of("theano")
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ENGINES)
 def test_an_engine_that_is_not_installed_says_how_to_get_it(name, monkeypatch):
     monkeypatch.delitem(sys.modules, f"bench.engines.{name}", raising=False)
     monkeypatch.setitem(sys.modules, name, None)
@@ -106,7 +107,7 @@ def test_another_missing_module_is_no_missing_engine(monkeypatch):
 
 def comparison(**given):
     links = Links.of(2, 0, "500mbit")
-    scaling = scale(make_profile(), 12.0, 1.0, min(links.rates), 1.0)
+    scaling = scale(load_profile("uniform"), 12.0, 1.0, min(links.rates), 1.0)
     fixed = {"scaling": scaling, "links": links, "rounds": 3, "settle": 3, "steps": 2, "partition": "auto", "credit": "auto"}
     return Comparison(**{"engine": "jax", "systems": (), "timeout_seconds": 60.0, **fixed, **given})
 
@@ -146,7 +147,7 @@ def test_seconds_are_those_after_the_steps_that_settle(monkeypatch):
     assert trained["cpu_seconds"] == 2.0  # of a step, without those before
     assert trained["max_difference"] == pytest.approx(0.0)
     assert run_alone(monkeypatch, lambda turn: told(turn, ends, 2.0) and None)["max_difference"] is None
-    with pytest.raises(RuntimeError, match="own was to train 5 steps, and told of 4"):
+    with pytest.raises(RuntimeError, match="own was to train 5 steps, and reported 4"):
         run_alone(monkeypatch, lambda turn: told(turn, ends[:-1], 2.0))
 
 
@@ -173,6 +174,6 @@ class Alone(Session):
 
 
 def assignment():
-    profile = make_profile().to_record()
+    profile = load_profile("uniform").to_record()
     sizes = {"partition": "auto", "credit": "auto", "nominal_rates": None, "capped": False}
     return {"engine": "jax", "system": "own", "profile": profile, "settle": 3, "steps": 2, **sizes}

@@ -19,7 +19,7 @@ from bench.engines.emulated import (
     sleep_until,
 )
 from bench.harness.measure import TOLERATED_DIFFERENCE
-from bench.workloads.uniform import make_profile
+from bench.workloads import load_profile
 from commsched.simulator.profile import LayerProfile, Profile
 
 SMALL = Profile(
@@ -67,13 +67,13 @@ def test_the_truth_is_that_of_training_with_arrays(ranks):
 
 
 def test_rounding_is_tolerated_over_more_steps_than_are_measured():
-    uniform = make_profile().scaled(nbytes=1e-5)
+    uniform = load_profile("uniform").scaled(nbytes=1e-5)
     assert difference(train(uniform, 60, 2), plain_averaging(uniform, 60, 2)) < TOLERATED_DIFFERENCE / 10
 
 
 @pytest.mark.parametrize("stale", [0, 7, 23])
 def test_one_stale_layer_in_one_step_shows(stale):
-    uniform = make_profile().scaled(nbytes=1e-4)
+    uniform = load_profile("uniform").scaled(nbytes=1e-4)
     wanted = plain_averaging(uniform, 12, 2)
     found = train(uniform, 12, 2, read=lambda step, layer, now, before: before if (step, layer) == (6, stale) else now)
     assert difference(train(uniform, 12, 2), wanted) < TOLERATED_DIFFERENCE / 10

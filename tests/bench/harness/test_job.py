@@ -56,7 +56,7 @@ def test_without_namespaces_the_transport_caps_itself_and_says_so(tmp_path, caps
     rows = collectives(tmp_path, "--bandwidth", "4mbit")
     assert {row["link"] for row in rows} == {"4mbit cap in the transport"}
     assert rows[1]["milliseconds_min"] > 190  # each rank sends 100 kB at 500 kB/s; without the cap it takes a few ms
-    assert "no shaped links here, so each rank caps what it sends at 4mbit: ip netns add" in capsys.readouterr().err
+    assert "no shaped links here, so each rank limits its sending rate to 4mbit: ip netns add" in capsys.readouterr().err
 
 
 def test_rounds(tmp_path, capsys):
@@ -86,7 +86,7 @@ def test_idle(tmp_path, capsys):
     assert [(row["rank"], row["transport"], row["lane"], row["seconds"]) for row in rows] == [
         (r, "ps", "tcp", 0.1) for r in (0, 1)
     ]
-    assert capsys.readouterr().out.startswith("ps over tcp: 2 workers; the last rank is the one that the others wait for\n")
+    assert capsys.readouterr().out.startswith("ps over tcp: 2 workers; all others wait for the last rank\n")
     assert main([*argv, "--most", "0"]) == 1
     assert "of a core is more than 0 %" in capsys.readouterr().err
 
@@ -113,16 +113,19 @@ def test_agreement(tmp_path, capsys):
     ("argv", "message"),
     [
         (["agreement", "--transport", "ps"], "transport='ps' has nothing to agree on: its messages carry their identity"),
-        (["idle", "--transport", "auto"], "transport='auto' does not say what is measured; name one"),
+        (["idle", "--transport", "auto"], "transport='auto' does not name the measured transport; name one"),
         (
             ["collectives", "--workers", "32", "--ranks-per-host", "16", "--bandwidth", "1gbit", "--wire", "bfloat16"],
             "wire='bfloat16' rounds sums of 16 ranks per host of 32, so that results could not be checked; take fewer of them",
         ),
         (["idle", "--order", "any"], "order='any' is unknown; there are: agreed, static"),
-        (["collectives", "--workers", "4", "--ranks-per-host", "2"], "ranks-per-host=2: it divides workers=4, leaves several"),
+        (
+            ["collectives", "--workers", "4", "--ranks-per-host", "2"],
+            "ranks-per-host=2: it must divide workers=4 and leave",
+        ),
         (
             ["collectives", "--workers", "3", "--ranks-per-host", "2", "--bandwidth", "1gbit"],
-            "ranks-per-host=2: it divides workers=3",
+            "ranks-per-host=2: it must divide workers=3",
         ),
     ],
 )

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from bench.harness.layer_times import LayerTimer
+from bench.workloads import load_profile
 from bench.workloads.emulated import EmulatedModel, EmulatedWorkload
-from bench.workloads.registry import load_profile
 from commsched.simulator.profile import LayerProfile, Profile
 from tests.bench.workloads.clock import FakeClock
 

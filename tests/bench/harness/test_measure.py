@@ -3,7 +3,7 @@ from statistics import median
 
 import pytest
 
-from bench.harness.measure import interval_rank, interval_words, median_absolute_error, median_interval, slowest
+from bench.harness.measure import interval_rank, interval_words, median_absolute_error, median_interval, rotated, slowest
 
 
 def test_a_median_and_its_interval():
@@ -54,3 +54,7 @@ def test_no_samples():
 def test_the_slowest_rank_is_that_with_the_greatest_median():
     assert slowest([[1.0, 1.0, 9.0], [2.0, 2.0, 2.0]]) == [2.0, 2.0, 2.0]
     assert median(slowest([[3.0], [1.0]])) == 3.0
+
+
+def test_every_turn_begins_with_another_system():
+    assert [rotated("ABC", turn) for turn in range(4)] == [list("ABC"), list("BCA"), list("CAB"), list("ABC")]

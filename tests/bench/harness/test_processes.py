@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.harness import termination
-from bench.harness.processes import JobFailed, Processes
+from bench.harness.processes import JobFailed, Processes, signals_deferred, signals_handled
 
 ROOT = Path(__file__).parents[2]
 
@@ -79,9 +78,9 @@ def test_a_deferred_signal_is_raised_at_the_end_of_the_outermost_block():
     reached = []
 
     def terminate():
-        with termination.handled():
-            with termination.deferred():
-                with termination.deferred():
+        with signals_handled():
+            with signals_deferred():
+                with signals_deferred():
                     os.kill(os.getpid(), signal.SIGTERM)
                     reached.append("inner")
                 reached.append("outer")
@@ -96,7 +95,7 @@ def test_a_deferred_signal_is_raised_at_the_end_of_the_outermost_block():
 def test_handlers_are_put_back():
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(KeyboardInterrupt):
-        with termination.handled():
+        with signals_handled():
             os.kill(os.getpid(), signal.SIGINT)
     assert signal.getsignal(signal.SIGTERM) is before
 
@@ -105,7 +104,7 @@ def test_other_threads_may_use_it():
     done = []
 
     def use():
-        with termination.handled(), termination.deferred():
+        with signals_handled(), signals_deferred():
             done.append(True)
 
     thread = threading.Thread(target=use)

@@ -3,8 +3,8 @@ import torch
 
 from bench.harness.measure import TOLERATED_DIFFERENCE
 from bench.harness.reference import LEARNING_RATE, largest_difference, plain_averaging, put_weights, weights_of
+from bench.workloads import load_profile
 from bench.workloads.emulated import EmulatedWorkload
-from bench.workloads.registry import load_profile
 from commsched.simulator.profile import LayerProfile, Profile
 
 WORKLOAD = EmulatedWorkload(

@@ -2,10 +2,10 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from bench.harness.layers import LayerTimes
+from bench.harness.measure import LayerTimes
 from bench.harness.network import Network
 from bench.harness.rows import Header, disturbed, make_rows, wrong
-from bench.systems import Setup
+from bench.harness.system import Setup
 
 HEADER = Header("made up", 2, 0, 800e6, "800mbit tbf", True, None, "tcp", "abc")
 SLOW = LayerTimes(["a", "b"], [0.1, 0.1], [0.2, 0.2], [20_000_000, 40_000_000], [[20_000_000], [40_000_000]])
@@ -107,19 +107,19 @@ def test_wrong_weights_are_said():
     assert wrong(two_ranks()) == []
     assert wrong(two_ranks(difference=1e-4)) == []
     assert wrong(two_ranks(difference=2e-3)) == [
-        "commsched is wrong: from plain averaging its weights differ by 0.002 of what they were trained"
+        "commsched is wrong: its weights differ from plain averaging by 0.002 of the change that training made"
     ]
 
 
 def test_weights_that_are_not_finite_are_wrong():
     row = two_ranks(difference=float("inf"))[0]
     assert (row["max_difference"], row["correct"]) == (None, False)
-    assert wrong([row]) == ["commsched is wrong: its weights are not finite, or there is nothing that they should have learnt"]
+    assert wrong([row]) == ["commsched is wrong: its weights are not finite, or training should have changed nothing"]
 
 
 def test_a_row_of_before_there_was_a_verdict_is_judged():
     rows = [{"system": "p3", "max_difference": difference} for difference in (1e-5, 0.5)]
-    assert wrong(rows) == ["p3 is wrong: from plain averaging its weights differ by 0.5 of what they were trained"]
+    assert wrong(rows) == ["p3 is wrong: its weights differ from plain averaging by 0.5 of the change that training made"]
 
 
 def test_faster_than_the_bound_is_said():

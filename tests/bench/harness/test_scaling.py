@@ -1,7 +1,7 @@
 import pytest
 
 from bench.harness.scaling import scale
-from bench.workloads.uniform import make_profile
+from bench.workloads import load_profile
 from commsched.simulator.profile import LayerProfile, Profile
 
 OTHER = Profile(
@@ -10,7 +10,7 @@ OTHER = Profile(
 
 
 def test_uniform_keeps_its_bytes():
-    scaling = scale(make_profile(), None, 1.0, 62.5e6, 1.0)
+    scaling = scale(load_profile("uniform"), None, 1.0, 62.5e6, 1.0)
     assert scaling.profile.nbytes == 72_000_000
     assert scaling.bytes_scale == 1
     assert scaling.profile.compute_seconds == pytest.approx(72 / 62.5)

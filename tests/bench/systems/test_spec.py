@@ -1,6 +1,7 @@
 import pytest
 
-from bench.systems.spec import SystemSpec, Way, parse, way_of_job
+from bench.harness.system import Way
+from bench.systems import SystemSpec, parse, way_of_job
 from commsched.core.errors import ConfigError
 
 

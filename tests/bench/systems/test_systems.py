@@ -1,22 +1,69 @@
-"""What each system asks of the scheduler or of DDP."""
+"""The files of systems, and what each system asks of the scheduler or of DDP."""
 
+import argparse
+import re
+import sys
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from bench import systems
-from bench.systems import ON_COMMSCHED, ddp, ddp_tuned
-from bench.systems.spec import Way
+from bench import simulate, systems
+from bench.harness import ddp
+from bench.harness.system import Way
+from bench.report import group
+from bench.systems import SYSTEMS, ddp_tuned
 from commsched.core.config import MAX_PARTITION_BYTES, SchedulerConfig
 from commsched.core.errors import ConfigError
 
+FILES = sorted(Path(systems.__file__).parent.glob("[!_]*.py"))
+
 
 def test_names_are_those_of_the_files():
-    assert systems.names() == ["commsched", "ddp", "ddp-tuned", "fifo", "p3", "serial", "tictac", "wfbp"]
-    assert set(systems.names()) > ON_COMMSCHED
-    assert set(systems.names()) - ON_COMMSCHED == {"ddp", "ddp-tuned"}
+    assert {"commsched", "ddp", "ddp-tuned", "fifo", "p3", "serial", "tictac", "wfbp"} <= set(systems.names())
+    assert set(SYSTEMS) == {path.stem.replace("_", "-") for path in FILES}
+    assert {"ddp", "ddp-tuned"} <= {name for name in systems.names() if not SYSTEMS[name].is_on_commsched}
+
+
+@pytest.mark.parametrize("path", FILES, ids=[path.stem for path in FILES])
+def test_each_file_of_the_folder_is_a_whole_system(path):
+    name, text = path.stem.replace("_", "-"), path.read_text()
+    system = SYSTEMS[name]
+    assert text.startswith(f'"""{name}: ')
+    assert re.fullmatch("#[0-9A-F]{6}", system.colour)
+    assert len(system.marker) == 1
+    assert system.simulated is not None
+    assert (system.make_system is None) == ("It is only simulated." in text)
+
+
+def test_no_two_systems_look_alike():
+    for of_all in zip(*((system.order, system.colour, system.marker) for system in SYSTEMS.values())):
+        assert len(set(of_all)) == len(FILES)
+
+
+def test_one_more_file_is_one_more_system(tmp_path, monkeypatch):
+    """It can be trained, simulated and drawn, and nothing else names it."""
+    (tmp_path / "newest_one.py").write_text(
+        "from bench.harness.simulated import PartitionRules\n"
+        "from bench.harness.system import SystemInfo\n"
+        "SYSTEM = SystemInfo(5, '#123456', '*', PartitionRules('priority'), lambda context: context)\n"
+    )
+    monkeypatch.setattr(systems, "__path__", [*systems.__path__, str(tmp_path)])
+    try:
+        for module in (systems, simulate, group):
+            monkeypatch.setattr(module, "SYSTEMS", systems._found())
+    finally:
+        sys.modules.pop("bench.systems.newest_one")
+    assert "newest-one" in systems.names()
+    assert systems.parse("newest-one:gloo+rsag").collective == "rsag"
+    assert systems.make("newest-one", "its context") == "its context"
+    parser = argparse.ArgumentParser()
+    simulate.add_arguments(parser)
+    assert parser.parse_args(["--systems", "newest-one,ddp"]).systems == ("newest-one", "ddp")
+    assert group.look("newest-one") == group.Look("#123456", "*", "-")
+    assert group.system_order("newest-one") < group.system_order("serial")
 
 
 @pytest.mark.parametrize("name", ["horovod", "context", "ddp_tuned", ""])
@@ -66,7 +113,7 @@ def tuned(monkeypatch):
             return seconds(size, tried.count(size))
 
         monkeypatch.setattr(ddp_tuned, "_trial", trial)
-        monkeypatch.setattr(ddp_tuned, "DdpSystem", lambda context, arguments, words: (arguments, words))
+        monkeypatch.setattr(ddp, "DdpSystem", lambda context, arguments, words: (arguments, words))
         return tried, ddp_tuned.make_system(Context)
 
     return tune

@@ -3,7 +3,7 @@ import random
 
 import pytest
 
-from bench.tune.surface import Surface
+from bench.tune.case import Surface
 from commsched.core.config import SchedulerConfig
 from commsched.tuner.space import Space
 

@@ -36,5 +36,7 @@ def test_tuning_comes_to_an_end_in_a_training_that_stays_right(grid):
 def test_wrong_weights_end_it(grid, monkeypatch):
     outcome = Outcome([{"verdict": None, "max_difference": 0.5}] * 2, "200mbit tbf")
     monkeypatch.setattr(live, "run_job", lambda job, module, arguments: outcome)
-    with pytest.raises(JobFailed, match=r"uniform, 2 workers, 200mbit, ps: weights differ by 0.5 of what was trained"):
+    with pytest.raises(
+        JobFailed, match=r"uniform, 2 workers, 200mbit, ps: weights differ from plain averaging by 0.5 of the change"
+    ):
         live.live_rows(TINY, grid, ["random"], 1)

@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.tune.paper import POINTS, PaperSearch
-from bench.tune.replay import Cost, Point, reached, search, tune
-from bench.tune.surface import Surface
+from bench.tune.case import Surface
+from bench.tune.replay import PAPER_POINTS, Cost, PaperSearch, Point, reached, search, tune
 from commsched.core.config import SchedulerConfig
 from commsched.settings import Budget
 from commsched.tuner.searchers import Candidate, make_searcher
@@ -125,8 +124,8 @@ def test_the_published_search_makes_its_points_within_the_bounds_and_ends(space,
     searcher = PaperSearch(space, 0)
     assert searcher.best() is None
     curve = search(surface, searcher, space.incumbent, 100, Cost(10, 100), 0)
-    assert len(curve) == POINTS
-    assert curve[-1].seconds > POINTS * 110 * 0.9 * min(surface.seconds.values())
+    assert len(curve) == PAPER_POINTS
+    assert curve[-1].seconds > PAPER_POINTS * 110 * 0.9 * min(surface.seconds.values())
     low, high = min(c.partition_bytes for c in space.lattice()), max(c.partition_bytes for c in space.lattice())
     for point in curve:
         assert low <= point.named.partition_bytes <= high

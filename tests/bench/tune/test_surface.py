@@ -6,7 +6,7 @@ from statistics import median, pstdev
 
 import pytest
 
-from bench.tune.surface import Surface, window_of
+from bench.tune.case import Surface, window_of
 from commsched.core.config import SchedulerConfig
 
 SMALL, LARGE = SchedulerConfig(1_000_000, 2_000_000), SchedulerConfig(4_000_000, 4_000_000)
@@ -79,7 +79,7 @@ def test_a_few_disturbed_windows_do_not_count():
 
 def test_one_pass_does_not_say_how_much_windows_differ():
     one = Surface({SMALL: [[1.0, 1.1]]})
-    with pytest.raises(ValueError, match="how much windows differ cannot be told from one pass"):
+    with pytest.raises(ValueError, match="one pass does not show how much windows differ"):
         one.draw(SMALL, 3, random.Random(0))
 
 

@@ -8,8 +8,8 @@ import math
 import pytest
 import torch
 
+from bench.workloads import load_profile
 from bench.workloads.emulated import EmulatedModel, EmulatedWorkload, batch_value
-from bench.workloads.registry import load_profile
 from commsched.simulator.profile import LayerProfile, Profile
 
 from .clock import FakeClock

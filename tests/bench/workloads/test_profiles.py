@@ -11,11 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from bench.lower_bound import lower_bound, wfbp
-from bench.workloads.derive import derive, to_json
-from bench.workloads.flops import forward_flops, profile_of
-from bench.workloads.full_size import FULL_SIZE, FullSize
-from bench.workloads.registry import PROFILES, load_profile, model_names, real_model_names
+from bench.harness.lower_bound import lower_bound, wfbp
+from bench.profile.derive import derive, forward_flops, profile_of, to_json
+from bench.profile.full_size import FULL_SIZE, FullSize
+from bench.workloads import PROFILES, load_profile, model_names, real_model_names
 from commsched.core.errors import ConfigError
 from commsched.simulator.profile import Profile
 
@@ -75,7 +74,7 @@ def test_unknown_names_and_files_say_what_is_wrong(tmp_path: Path) -> None:
 
 
 def test_profiles_are_loaded_without_an_engine() -> None:
-    code = "import sys; from bench.workloads.registry import *; load_profile('gpt2-small'); sys.exit('torch' in sys.modules)"
+    code = "import sys; from bench.workloads import *; load_profile('gpt2-small'); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=50).returncode == 0
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bench.workloads import batches
+from bench.workloads import make_workload, real_model_names
+from bench.workloads import real as batches
 from bench.workloads.real import make_real
-from bench.workloads.registry import real_model_names
-from bench.workloads.workload import make_workload
 from commsched.core.errors import ConfigError
 
 MODELS = real_model_names()

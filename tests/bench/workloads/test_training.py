@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.workloads.registry import load_profile
-from bench.workloads.workload import Workload, make_workload
+from bench.workloads import Workload, load_profile, make_workload
 from commsched import SchedulerConfig
 from commsched.plugins.torch import ScheduledOptimizer
 from commsched.session.local import local_sessions

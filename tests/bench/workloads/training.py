@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from bench.workloads.workload import Workload
+from bench.workloads import Workload
 
 STEPS = 5
 

@@ -1,0 +1,130 @@
+"""torch's DistributedDataParallel over gloo, in a process group beside commsched's session and on the same network."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import time
+from datetime import timedelta
+from statistics import median
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.nn.parallel import DistributedDataParallel
+
+from .reference import LEARNING_RATE, put_weights, weights_of
+from .simulated import DDP_BUCKET_MIB, DDP_FIRST_BUCKET_MIB
+from .system import Context, Setup
+from .timeline import Recorder
+
+if TYPE_CHECKING:
+    from commsched.session.session import Session
+
+
+_TIMEOUT = timedelta(seconds=300)
+_TRIALS = 21
+
+
+class GlooGroup:
+    """The default process group of this process. Collective.
+
+    ``message_seconds`` is the time of the smallest all-reduce: the overhead of each all-reduce, besides its bytes.
+    """
+
+    def __init__(self, context: Context) -> None:
+        open_process_group(context.session, context.host)
+        self.message_seconds = max(context.session.gather(_smallest_all_reduce_seconds()))
+
+
+def open_process_group(session: Session, host: str) -> None:
+    """Make the default process group of the ranks of ``session``. ``host`` is the address of this rank. Collective."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo" if host.startswith("127.") else "eth0"
+    leader = session.rank == 0
+    if leader:
+        store = TCPStore(host, 0, session.world_size, True, _TIMEOUT, wait_for_workers=False)
+    host, port = session.gather([host, store.port if leader else None])[0]
+    if not leader:
+        store = TCPStore(host, port, session.world_size, False, _TIMEOUT)
+    dist.init_process_group("gloo", store=store, rank=session.rank, world_size=session.world_size, timeout=_TIMEOUT)
+
+
+def _smallest_all_reduce_seconds() -> float:
+    number = torch.zeros(1)
+    seconds = []
+    for _ in range(_TRIALS):
+        began = time.perf_counter()
+        dist.all_reduce(number)
+        seconds.append(time.perf_counter() - began)
+    return median(seconds)
+
+
+_OPTIONS = inspect.signature(DistributedDataParallel).parameters
+
+
+class DdpSystem:
+    """DDP with given buckets; see ``bench.harness.system.System``. ``buckets`` are arguments of DistributedDataParallel."""
+
+    def __init__(self, context: Context, buckets: dict[str, Any], words: str) -> None:
+        self._workload = context.workload
+        self._rank = context.session.rank
+        self.setup = Setup("gloo", words, context.shared(GlooGroup).message_seconds)
+        self.model = context.workload.make_model()
+        self.initial = weights_of(self.model)
+        # Buffers need no broadcast, because no layer reads a buffer of another rank. The graph is static, because every step
+        # uses every parameter.
+        no_broadcast = "forward_sync_buffers" if "forward_sync_buffers" in _OPTIONS else "broadcast_buffers"
+        options: dict[str, Any] = {no_broadcast: False, **buckets}
+        self._ddp = DistributedDataParallel(self.model, gradient_as_bucket_view=True, static_graph=True, **options)
+        self._optimizer = torch.optim.SGD(self.model.parameters(), lr=LEARNING_RATE)
+        self._recorder: Recorder | None = None
+        self._last_bucket_at = 0.0
+
+    def begin(self) -> None:
+        put_weights(self.model, self.initial)
+
+    def require_ready(self) -> None:
+        """Does nothing: the system has only one configuration."""
+
+    def forward(self, step: int) -> torch.Tensor:
+        self._optimizer.zero_grad()
+        return self._workload.loss(self._ddp, step, self._rank)
+
+    def update(self, loss: torch.Tensor) -> None:
+        loss.backward()
+        if self._recorder is not None:
+            self._recorder.on_span("wait", "all buckets", self._last_bucket_at, monotonic())
+        self._optimizer.step()
+
+    def end(self) -> None:
+        """Does nothing: no work is ever outstanding."""
+
+    def observe(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._ddp.register_comm_hook(None, lambda state, bucket: self._average(bucket))  # torch refuses our annotations
+
+    def _average(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        """Average as DDP does without a hook, and record the times."""
+        self._last_bucket_at = began = monotonic()
+        name = f"bucket {bucket.index()}"
+
+        def done(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+            if self._recorder is not None:
+                self._recorder.on_message(name, began, monotonic())
+            return future.value()[0]
+
+        work = dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True)
+        future: torch.futures.Future[torch.Tensor] = work.get_future().then(done)
+        return future
+
+
+def default_buckets(bytes_scale: float) -> tuple[dict[str, Any], str]:
+    """DDP's arguments for its default buckets, scaled like the bytes of the model, and their description in words."""
+    if bytes_scale == 1:
+        return {}, f"buckets {DDP_BUCKET_MIB} MiB (default)"
+    first, size = DDP_FIRST_BUCKET_MIB * bytes_scale, DDP_BUCKET_MIB * bytes_scale
+    if "bucket_cap_mb_list" in _OPTIONS:
+        return {"bucket_cap_mb_list": [first, size]}, f"buckets {size:.3g} MiB (default, scaled)"
+    return {"bucket_cap_mb": size}, f"buckets {size:.3g} MiB (default, scaled), the first too"

@@ -1,0 +1,213 @@
+"""A system under test: its description, the context from which a rank makes it, and the ways in which gradients travel."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from commsched.core.world import detect_world
+from commsched.settings import Settings
+
+from .averaging import ConfigBarrier
+from .measure import cpu_seconds
+
+if TYPE_CHECKING:
+    import torch
+
+    from commsched.session.session import Session
+
+    from ..workloads import Workload
+    from .simulated import Simulation
+    from .timeline import Recorder
+
+_T = TypeVar("_T")
+
+#: Transports with which each rank or server orders its messages by itself. Their only tasks are all-reduces.
+UNORDERED = frozenset({"local", "ps"})
+
+
+@dataclass(frozen=True)
+class Way:
+    """The way in which gradients travel: a transport and an order. A session has exactly one way. ``order`` is as in
+    ``Settings``."""
+
+    transport: str
+    order: str = "agreed"
+
+
+@dataclass(frozen=True)
+class Context:
+    """The context of a system. There is one context for each pair of a way and a collective; each way has a session of its own.
+    The context is the same on every rank, except for ``session`` and ``host``.
+
+    ``host`` is the address at which other ranks reach this one. ``bytes_scale`` is the factor by which an EMULATED model's
+    gradients were multiplied; sizes that are meant for the real model must be multiplied by it too. ``partition_bytes`` and
+    ``credit_bytes`` are commsched's. ``message_seconds`` is the overhead of a partition with ``way`` and ``collective``.
+    """
+
+    session: Session
+    line: ConfigBarrier
+    workload: Workload
+    host: str
+    way: Way
+    collective: str
+    bytes_scale: float
+    partition_bytes: int
+    credit_bytes: int
+    message_seconds: float
+    _shared: dict[Any, Any]
+
+    def shared(self, make: Callable[[Context], _T]) -> _T:
+        """The object that ``make(self)`` returned on the first call. Systems of one session share it."""
+        if make not in self._shared:
+            self._shared[make] = make(self)
+        made: _T = self._shared[make]
+        return made
+
+
+@dataclass(frozen=True)
+class Setup:
+    """The setup of a system. ``transport`` is the transport of its gradients. ``words`` describes the rest for readers.
+    ``message_seconds`` is the overhead of one message, besides its bytes. The sizes are None for a system without
+    partitions."""
+
+    transport: str
+    words: str
+    message_seconds: float | None
+    partition_bytes: int | None = None
+    credit_bytes: int | None = None
+    fusion_bytes: int | None = None
+
+
+class System(Protocol):
+    """One way to train. A turn is ``begin``, then several times ``forward`` and ``update``, then ``end``. All are collective.
+
+    ``initial`` holds the weights from which every turn starts.
+    """
+
+    setup: Setup
+    model: torch.nn.Module
+    initial: list[torch.Tensor]
+
+    def begin(self) -> None:
+        """Restore the initial weights, and switch to this system's configuration, which is in use two steps later at the
+        latest."""
+        ...
+
+    def require_ready(self) -> None:
+        """Raise CommschedError unless the system runs with its configuration. Called when steps begin to count."""
+        ...
+
+    def forward(self, step: int) -> torch.Tensor:
+        """The loss of this rank's batch."""
+        ...
+
+    def update(self, loss: torch.Tensor) -> None:
+        """Backward, averaging and the optimizer's step. Work that a later step can do may stay outstanding."""
+        ...
+
+    def end(self) -> None:
+        """Return when every update is complete."""
+        ...
+
+    def observe(self, recorder: Recorder) -> None:
+        """Report all further messages to ``recorder``. Called once, after the last turn."""
+        ...
+
+
+@dataclass(frozen=True)
+class SystemInfo:
+    """All that the bench knows of a system. Each file of ``bench/systems`` has one as ``SYSTEM``.
+
+    Args:
+        order: the place among the systems in plots and tables; the least comes first.
+        colour, marker: of the system in plots. No other system has the same.
+        simulated: how the simulator runs the system; None if it cannot.
+        make_system: makes the system on a rank. Collective. The system may train for a while to find its best settings. None if
+            the system is only simulated. It imports engines and optional packages when it is called, because reports and
+            predictions need neither, and raises UnsupportedError if they are missing.
+    """
+
+    order: int
+    colour: str
+    marker: str
+    simulated: Simulation | None = None
+    make_system: Callable[[Context], System] | None = None
+
+    @property
+    def is_on_commsched(self) -> bool:
+        """Whether gradients travel by a transport of commsched, which can then be chosen for each system."""
+        return self.simulated is not None and self.simulated.is_on_commsched
+
+
+@dataclass(frozen=True)
+class OpenWay:
+    """An open session of a way. ``shared`` holds the objects that systems of this session share; see ``Context``."""
+
+    session: Session
+    line: ConfigBarrier
+    shared: dict[Any, Any] = field(default_factory=dict)
+
+
+def open_ways(session: Session, own: Way, wanted: Iterable[Way], stack: ExitStack) -> dict[Way, OpenWay]:
+    """Open a session for each wanted way except ``own``, the way of ``session``. ``stack`` closes the opened sessions.
+    Collective.
+
+    Raises:
+        CommschedError: a session could not be opened; see ``commsched.init``.
+    """
+    ways = {own: OpenWay(session, ConfigBarrier(session))}
+    for way in wanted:
+        if way not in ways:
+            opened = stack.enter_context(_open(way, len(ways)))
+            ways[way] = OpenWay(opened, ConfigBarrier(opened))
+    return ways
+
+
+def _open(way: Way, number: int) -> Session:
+    """Open the ``number``-th session beside the job's own. It meets at the port ``number`` higher, or at a file beside the
+    job's."""
+    from commsched.session.opening import open_session
+
+    job = Settings.load({}, os.environ)
+    place: dict[str, object] = {}
+    if job.control is not None:
+        host, port = job.control.rsplit(":", 1)
+        place["control"] = f"{host}:{int(port) + number}"
+    if job.rendezvous is not None:
+        place["rendezvous"] = f"{job.rendezvous}.{number}"
+    if way.transport != "ps":  # the job's servers are for other ways
+        place |= {"servers": [], "lane": "tcp"}
+    given = {"transport": way.transport, "order": way.order, **place}
+    return open_session(detect_world(os.environ), Settings.load(given, os.environ))
+
+
+def timed_turn(
+    system: System, line: ConfigBarrier, settle: int, steps: int, server_pids: Sequence[int] = ()
+) -> tuple[list[float], float]:
+    """Run a turn of ``system``: ``settle`` steps, then ``steps`` steps that count. Collective.
+
+    Returns the seconds of each counted step, and the CPU seconds of this process and the processes ``server_pids`` meanwhile.
+
+    A step lasts from the beginning of one forward to the beginning of the next. Outstanding work therefore counts in a later
+    step.
+    """
+    system.begin()
+    line.meet()
+    for step in range(settle):
+        system.update(system.forward(step))
+    system.require_ready()
+    seconds = []
+    cpu_began, began = cpu_seconds(server_pids), perf_counter()
+    for step in range(settle, settle + steps):
+        system.update(system.forward(step))
+        ended = perf_counter()
+        seconds.append(ended - began)
+        began = ended
+    cpu = cpu_seconds(server_pids) - cpu_began
+    system.end()
+    return seconds, cpu

@@ -1,1 +1,0 @@
-"""Results of the simulator (``commsched.simulator``) for the compared systems, as rows."""

@@ -1,0 +1,204 @@
+"""One measured run: several systems train in turn in one job, on one network. The commands ``train`` and ``sweep`` share it."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from commsched.core.errors import ConfigError
+from commsched.settings import Settings, parse_rate, parse_seconds
+from commsched.simulator.scenario import bytes_factor
+
+from .. import systems
+from ..harness.arguments import add_options, at_least, check_settings, setting
+from ..harness.job import Job, run_job
+from ..harness.links import Links, why_not_shaped
+from ..harness.results import commit
+from ..harness.scaling import Scaling, scale
+from ..harness.system import Way
+from ..systems import SystemSpec, parse, way_of_job
+from ..workloads import load_profile, real_model_names
+
+#: A configuration changes between two steps, and the plan of partitions may change a step later. The step after that still
+#: waits for messages from before.
+MIN_SETTLE_STEPS = 3
+
+
+#: Additional steps for a static order, which is frozen after it has been the same for several steps.
+STATIC_SETTLE_STEPS = 7
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """The options of a measurement. Texts are as on the command line, so that a record of the options is a record of the
+    command.
+
+    The bytes, times and rates of EMULATED models are scaled together. The CPU cost of messages and bytes is this machine's and
+    is not scaled; ``host_cores`` of a row says what it would be on the cluster that the row stands for.
+
+    Args:
+        model: a name from ``bench.workloads``, or a profile's ``.json`` file.
+        real: use the reduced model with real arithmetic on this machine, not EMULATED layers.
+        workers: number of ranks; each has a process and a host of its own.
+        servers: number of separate parameter servers, or ``"n"`` for as many as workers; ``"0"`` means a shard on every rank.
+        bandwidth: rate of every link (``"500mbit"``), or one rate for each host: workers first, then servers. None means
+            loopback.
+        rho: for EMULATED models, communication time over computation time at the nominal bandwidth.
+        megabytes: for EMULATED models, size of the gradients after scaling; None means unscaled for uniform, 48 for others.
+        systems: names of files in ``bench/systems``. A system on commsched may also name its transport (``bench.systems``):
+            ``commsched:gloo+rsag``.
+        rounds: number of turns of each system.
+        steps: number of steps that count in each turn.
+        settle: number of steps, at least 3, before them that do not count; a static order adds 7.
+        transport: transport of systems on commsched that do not name one.
+        lane: lane of the parameter server's bytes; None means the default.
+        partition, credit: sizes for systems on commsched, such as ``"1MB"``; ``"auto"`` chooses them from measurements.
+        timeout_seconds: time limit of the whole job.
+    """
+
+    model: str = "uniform"
+    real: bool = False
+    workers: int = 2
+    servers: str = "0"
+    bandwidth: str | None = None
+    rho: float = 1.0
+    megabytes: float | None = None
+    systems: tuple[str, ...] = ("ddp", "fifo", "commsched")
+    rounds: int = 3
+    steps: int = 5
+    settle: int = 3
+    transport: str = "ps"
+    lane: str | None = None
+    partition: str = "auto"
+    credit: str = "auto"
+    timeout_seconds: float = 1200.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    default = TrainOptions()
+    names = ("model", "workers", "rho", "megabytes", "rounds", "steps", "settle", "transport", "lane", "partition", "credit")
+    add_options(parser, **{name: getattr(default, name) for name in names}, timeout=f"{default.timeout_seconds:g}", json=None)
+    parser.add_argument("--real", action="store_true", help="train the reduced model with real arithmetic, not EMULATED layers")
+    servers_help = "number of separate servers, or n: as many as workers; 0: a shard on every rank (default: 0)"
+    parser.add_argument("--servers", type=_servers, default=default.servers, metavar="K", help=servers_help)
+    bandwidth_help = "rate of each link, such as 500mbit; or RATE,RATE,... for each host, workers first; without it: loopback"
+    parser.add_argument("--bandwidth", type=_rates, metavar="RATE", help=bandwidth_help)
+    parser.add_argument("--systems", type=_systems, default=default.systems, metavar="S,...", help=_systems_help())
+
+
+def options_of(args: argparse.Namespace) -> TrainOptions:
+    """The options of a command line."""
+    given = {each.name: getattr(args, each.name) for each in fields(TrainOptions) if each.name != "timeout_seconds"}
+    return TrainOptions(**given, timeout_seconds=parse_seconds(args.timeout))
+
+
+def measure_rows(options: TrainOptions) -> list[dict[str, Any]]:
+    """One row for each system, in the order of ``options.systems``.
+
+    Raises:
+        ConfigError: an option is wrong, or this machine cannot do what it asks for; the message names it.
+        JobFailed: a process failed or took too long.
+    """
+    from ..harness.rows import Header, make_rows
+
+    if options.settle < MIN_SETTLE_STEPS:
+        raise ConfigError(
+            f"settle={options.settle}: the first {MIN_SETTLE_STEPS} steps of a turn may still use "
+            "the settings before it, or wait for their messages"
+        )
+    servers = options.workers if options.servers == "n" else int(options.servers)
+    links = Links.of(options.workers, servers, options.bandwidth)
+    specs = [parse(text) for text in options.systems]
+    own = way_of_job(specs, options.transport)
+    missing = why_not_shaped(links, [spec.text for spec in specs if not spec.caps_itself(own.transport)])
+    settings = _settings(options, own)
+    check_settings(settings)
+    scaling = _scaling(options, links)
+    arguments = {
+        "workload": {"kind": "real", "model": options.model}
+        if scaling is None
+        else {"kind": "emulated", "profile": scaling.profile.to_record()},
+        "systems": [spec.text for spec in specs],
+        "transport": own.transport,
+        "order": own.order,
+        "settle": settle_steps(options, specs),
+        **{key: getattr(options, key) for key in ("rounds", "steps", "partition", "credit")},
+        "bytes_scale": 1.0 if scaling is None else scaling.bytes_scale,
+        "servers": servers,
+        "nominal_rates": links.rates,
+        "capped": missing is not None,
+    }
+    mpi = any(spec.way is not None and spec.way.transport == "mpi" for spec in specs)
+    job = Job(options.workers, servers, links.for_job(), settings, options.timeout_seconds, mpi=mpi)
+    outcome = run_job(job, "bench.turns.rank", arguments)
+    links.require_as_planned(outcome.link, missing)
+    header = Header(
+        model=f"{options.model} (reduced)" if scaling is None else scaling.real.model,
+        workers=options.workers,
+        servers=servers,
+        bandwidth_bps=None if links.rates is None else 8 * min(links.rates),
+        link=outcome.link,
+        emulated=scaling is not None,
+        stands_for=None if scaling is None or links.rates is None else scaling.stands_for(min(links.rates)),
+        lane=Settings.load(settings, {}).lane,
+        commit=commit(),
+    )
+    return make_rows(header, outcome.by_rank)
+
+
+def settle_steps(options: TrainOptions, specs: Sequence[SystemSpec]) -> int:
+    """The number of steps of a turn that do not count."""
+    static = any(spec.way is not None and spec.way.order == "static" for spec in specs)
+    return options.settle + (STATIC_SETTLE_STEPS if static else 0)
+
+
+def _settings(options: TrainOptions, own: Way) -> dict[str, str]:
+    """The settings of the ranks' own session. The other sessions use them too, except for their way."""
+    found = {"transport": own.transport}
+    if own.order != Way(own.transport).order:
+        found["order"] = own.order
+    return found if options.lane is None else {**found, "lane": options.lane}
+
+
+def _scaling(options: TrainOptions, links: Links) -> Scaling | None:
+    """The scaling of an EMULATED model; None if the model is REAL."""
+    if options.real:
+        if options.model not in real_model_names():
+            raise ConfigError(f"model={options.model}: real models are {', '.join(real_model_names())}")
+        if options.megabytes is not None:
+            raise ConfigError("megabytes: the size of a REAL model is fixed; set bandwidth to change the time of communication")
+        return None
+    if links.rates is None:
+        raise ConfigError("bandwidth: an EMULATED model is scaled to the link, so set its rate, such as 500mbit; or use --real")
+    factor = bytes_factor(options.workers, links.servers)
+    return scale(load_profile(options.model), options.megabytes, options.rho, min(links.rates), factor)
+
+
+# --- argument types ---
+
+
+def _systems_help() -> str:
+    return (
+        f"in turn: {', '.join(systems.names())}; those that run on commsched also as commsched:gloo, with +rsag for "
+        "reduce-scatter and all-gather, +static for an order that is not agreed on anew in each step"
+    )
+
+
+def _servers(text: str) -> str:
+    return text if text == "n" else str(at_least(0)(text))
+
+
+def _rates(text: str) -> str:
+    return ",".join(setting(parse_rate)(rate) for rate in text.split(","))
+
+
+def _systems(text: str) -> tuple[str, ...]:
+    try:
+        chosen = tuple(parse(each).text for each in text.split(","))
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    if len(set(chosen)) < len(chosen):
+        raise argparse.ArgumentTypeError(f"{text!r} names a system twice")
+    return chosen

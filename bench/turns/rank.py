@@ -1,0 +1,150 @@
+"""One rank of ``python -m bench train``: measures the conditions, then trains with each system in turn."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..harness.measure import LayerTimes, rotated
+from ..harness.network import Network, measure_network, own_address
+from ..harness.network_load import seconds_per_byte
+from ..harness.partition_choice import choose, measure_message_cost
+from ..harness.reference import ComputeOnly, largest_difference, plain_averaging
+from ..harness.system import UNORDERED, Context, OpenWay, System, Way, open_ways, timed_turn
+from ..harness.timeline import Entry, Recorder
+from ..systems import SystemSpec, make, parse
+from ..workloads import Workload, make_workload
+
+if TYPE_CHECKING:
+    from commsched.session.session import Session
+
+
+#: Steps that time the layers before the systems take turns. Each round adds half as many steps as a system's turn counts.
+_LAYER_STEPS = 3
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """The arguments of the ranks, as JSON. See ``turns.TrainOptions``.
+
+    ``workload`` is the argument of ``make_workload``. ``systems`` are specifications for ``bench.systems``. ``transport`` and
+    ``order`` belong to the ranks' own session. ``nominal_rates`` are the rates of each host's link in bytes per second, workers
+    before servers; None means that links are not shaped. ``capped`` says that the transport itself keeps to these rates.
+    """
+
+    workload: dict[str, Any]
+    systems: list[str]
+    rounds: int
+    steps: int
+    settle: int
+    transport: str
+    order: str
+    partition: str
+    credit: str
+    bytes_scale: float
+    servers: int
+    nominal_rates: list[float] | None
+    capped: bool
+    server_pids: list[int] = field(default_factory=list)
+
+
+@dataclass
+class _Found:
+    """The measurements of one system. ``cpu_seconds`` is the CPU time of this rank; on rank 0 it includes all servers."""
+
+    seconds: list[float] = field(default_factory=list)
+    cpu_seconds: float = 0.0
+    max_difference: float = 0.0
+    timeline: list[Entry] = field(default_factory=list)
+
+
+def rank_main(session: Session, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Measure; return ``network`` and ``layers`` (of each rank), which are the same on every rank, and ``systems`` as measured
+    on this rank."""
+    torch.set_num_threads(1)
+    task = Assignment(**arguments)
+    specs = [parse(text) for text in task.systems]
+    own = Way(task.transport, task.order)
+    with ExitStack() as stack:
+        ways = open_ways(session, own, [spec.way for spec in specs if spec.way], stack)
+        return _measure(task, specs, own, ways)
+
+
+def _measure(task: Assignment, specs: Sequence[SystemSpec], own: Way, ways: Mapping[Way, OpenWay]) -> dict[str, Any]:
+    session, line = ways[own].session, ways[own].line
+    workload = make_workload(task.workload, session.world_size)
+    host = own_address()
+    network = measure_network(session, host, task.nominal_rates, task.servers, task.capped)
+    compute = ComputeOnly(session, line, workload)
+    layers = compute.measure(_LAYER_STEPS)
+    contexts = {
+        (way, collective): _context(task, way, collective, ways[way], workload, host, network, layers)
+        for way, collective in dict.fromkeys((spec.way or own, spec.collective) for spec in specs)
+    }
+    made = {spec.text: make(spec.base, contexts[spec.way or own, spec.collective]) for spec in specs}
+    layers, found = _take_turns(task, ways[own], workload, compute, made)
+    return {
+        "network": asdict(network),
+        "layers": [asdict(each) for each in layers],
+        "systems": {name: {**asdict(system.setup), **asdict(found[name])} for name, system in made.items()},
+    }
+
+
+def _context(
+    task: Assignment,
+    way: Way,
+    collective: str,
+    opened: OpenWay,
+    workload: Workload,
+    host: str,
+    network: Network,
+    layers: Sequence[LayerTimes],
+) -> Context:
+    """Make the context of a way and a collective, and measure the cost of a partition with them. Collective."""
+    session, line = opened.session, opened.line
+    cost = measure_message_cost(session, line, network.message_bytes, collective)
+    is_ordered = way.transport not in UNORDERED
+    servers = [] if is_ordered else network.server_rates
+    per_byte = seconds_per_byte(network.worker_rates, servers)
+    sizes = choose(task.partition, task.credit, layers, per_byte, cost, session.world_size, len(servers), is_ordered)
+    return Context(session, line, workload, host, way, collective, task.bytes_scale, *sizes, cost.link_seconds, opened.shared)
+
+
+def _take_turns(
+    task: Assignment, opened: OpenWay, workload: Workload, compute: ComputeOnly, made: Mapping[str, System]
+) -> tuple[list[LayerTimes], dict[str, _Found]]:
+    """Alternate between training without communication and all systems, so that all are exposed to the same network and the
+    same noise. Each round starts with another system, so that no system always follows the same one."""
+    found = {name: _Found() for name in made}
+    wanted = plain_averaging(workload, task.settle + task.steps, opened.session.world_size)
+    for turn in range(task.rounds):
+        layers = compute.measure(-(-task.steps // 2))
+        for name in rotated(list(made), turn):
+            system = made[name]
+            server_pids = task.server_pids if opened.session.rank == 0 else []  # each server counts once
+            seconds, cpu = timed_turn(system, opened.line, task.settle, task.steps, server_pids)
+            found[name].seconds += seconds
+            found[name].cpu_seconds += cpu
+            difference = largest_difference(system.model, wanted, system.initial)
+            found[name].max_difference = max(found[name].max_difference, difference)
+            if turn == task.rounds - 1:
+                found[name].timeline = _timeline(system, layers[0])
+    return layers, found
+
+
+def _timeline(system: System, layers: LayerTimes) -> list[Entry]:
+    """The timeline of one more iteration with the same settings: a backward, and the forward after it."""
+    recorder = Recorder(system.model)
+    system.observe(recorder)
+    loss = system.forward(0)
+    recorder.backward_begins()
+    system.update(loss)
+    with recorder.forward_of_next_step(), torch.no_grad():
+        system.forward(1)
+    system.end()
+    recorder.stop()
+    return recorder.timeline(layers.names, layers.nbytes)

@@ -1,0 +1,212 @@
+"""None"""
+
+from __future__ import annotations
+
+import heapq
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bench.harness.lower_bound import (
+    best_partition,
+    bucketed_wfbp,
+    dear,
+    lower_bound,
+    partitioned_bound,
+    serial,
+    wfbp,
+    window_bound,
+)
+
+layers = st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20), st.integers(0, 20)), min_size=1, max_size=12).map(
+    lambda rows: tuple(list(column) for column in zip(*rows))
+)
+
+
+def simulate(forward: list[int], backward: list[int], comm: list[int], front_first: bool) -> int:
+    """One iteration, event by event: a link that always sends the best ready layer, and preempts for a better one."""
+    count = len(forward)
+    arrivals, now = [], 0
+    for layer in reversed(range(count)):
+        now += backward[layer]
+        arrivals.append((now, layer))
+    left, sent_at = list(comm), [0] * count
+    ready: list[tuple[int, int]] = []
+    now = 0
+    while arrivals or ready:
+        if not ready:
+            now = max(now, arrivals[0][0])
+        while arrivals and arrivals[0][0] <= now:
+            layer = arrivals.pop(0)[1]
+            heapq.heappush(ready, (layer if front_first else -layer, layer))
+        layer = ready[0][1]
+        until = min(now + left[layer], arrivals[0][0]) if arrivals else now + left[layer]
+        left[layer] -= until - now
+        now = until
+        if left[layer] == 0:
+            heapq.heappop(ready)
+            sent_at[layer] = now
+    clock = sum(backward)
+    barrier = max(sent_at) if not front_first else 0
+    for layer in range(count):
+        clock = max(clock, sent_at[layer], barrier) + forward[layer]
+    return clock
+
+
+@given(layers)
+def test_lower_bound_is_what_preemptive_front_first_takes(times):
+    assert lower_bound(*times) == simulate(*times, front_first=True)
+
+
+@given(layers)
+def test_wfbp_is_what_backward_order_with_a_barrier_takes(times):
+    assert wfbp(*times) == simulate(*times, front_first=False)
+
+
+@given(layers)
+def test_bounds_are_in_order(times):
+    forward, backward, comm = times
+    assert max(sum(forward) + sum(backward), sum(comm)) <= lower_bound(*times) <= wfbp(*times) <= serial(*times)
+    assert lower_bound(*times) * 2 >= serial(*times)
+
+
+@given(layers)
+def test_priority_gains_no_more_than_the_forward(times):
+    forward, backward, _ = times
+    compute = sum(forward) + sum(backward)
+    assert wfbp(*times) * compute <= lower_bound(*times) * (compute + sum(forward))
+
+
+@pytest.mark.parametrize(
+    ("rho", "serial_gain", "wfbp_gain"),
+    [
+        (Fraction(1, 4), Fraction(5, 4), 1),
+        (Fraction(4, 5), Fraction(9, 5), Fraction(17, 15)),
+        (1, 2, Fraction(4, 3)),
+        (2, Fraction(3, 2), Fraction(7, 6)),
+        (5, Fraction(6, 5), Fraction(16, 15)),
+    ],
+)
+def test_uniform_layers_gain_what_theory_says(rho, serial_gain, wfbp_gain):
+    """``b = 2f``, many equal layers, ``rho`` = communication / compute: the limits for infinitely many layers."""
+    count = 3000
+    forward, backward = [Fraction(1, count)] * count, [Fraction(2, count)] * count
+    comm = [Fraction(3, count) * rho] * count
+    best = lower_bound(forward, backward, comm)
+    assert serial(forward, backward, comm) / best == pytest.approx(float(serial_gain), rel=2e-3)
+    assert wfbp(forward, backward, comm) / best == pytest.approx(float(wfbp_gain), rel=2e-3)
+
+
+def test_a_heavy_first_layer_cannot_be_hidden():
+    assert lower_bound([1, 1, 1], [2, 2, 2], [10, 0, 0]) == 6 + 10 + 3  # input-bound: Tb + c_1 + Tf
+
+
+def test_a_heavy_last_layer_hides_behind_the_rest_of_backward():
+    assert lower_bound([1, 1, 1], [2, 2, 2], [0, 0, 6]) == 9
+    assert lower_bound([1, 1, 1], [2, 2, 2], [0, 0, 10]) == 2 + 10 + 1  # bandwidth-bound: b_L + Tc + f_L
+
+
+def test_an_interior_layer_can_bind():
+    assert lower_bound([1, 1, 1], [2, 2, 2], [1, 8, 0]) == 4 + 9 + 2
+
+
+def test_without_communication_nothing_but_compute_is_left():
+    times = [1.0, 2.0], [3.0, 4.0], [0.0, 0.0]
+    assert lower_bound(*times) == wfbp(*times) == serial(*times) == 10.0
+
+
+def test_no_layers_take_no_time():
+    assert lower_bound([], [], []) == wfbp([], [], []) == serial([], [], []) == 0
+
+
+@pytest.mark.parametrize("formula", [lower_bound, wfbp, serial, dear])
+def test_impossible_times_are_refused(formula):
+    with pytest.raises(ValueError, match="forward, backward and communication have 2, 1 and 2 layers"):
+        formula([1, 1], [1], [1, 1])
+    with pytest.raises(ValueError, match="a time is negative"):
+        formula([1], [-1], [1])
+
+
+@given(layers)
+def test_one_bucket_for_each_layer_is_wfbp(times):
+    forward, backward, comm = times
+    buckets = list(reversed(list(enumerate(comm))))
+    assert bucketed_wfbp(forward, backward, buckets) == wfbp(*times)
+    assert bucketed_wfbp(forward, backward, buckets, 1) <= wfbp(*times) + len(comm)
+
+
+@given(layers, st.integers(0, 3))
+def test_one_bucket_is_serial(times, overhead):
+    forward, backward, comm = times
+    assert bucketed_wfbp(forward, backward, [(0, sum(comm))], overhead) == serial(*times) + overhead
+
+
+@given(layers)
+def test_dear_stands_between_the_bound_and_no_overlap(times):
+    assert lower_bound(*times) <= dear(*times) <= serial(*times)
+
+
+@given(layers)
+def test_dear_is_no_slower_than_wfbp_if_backward_is_at_most_twice_forward(times):
+    forward, _, comm = times
+    backward = [2 * seconds for seconds in forward]
+    assert dear(forward, backward, comm) <= wfbp(forward, backward, comm)
+
+
+@given(layers, st.integers(0, 3))
+def test_whole_layers_with_overhead_are_layers_that_take_longer(times, overhead):
+    forward, backward, comm = times
+    found = partitioned_bound(forward, backward, list(enumerate(comm)), overhead)
+    assert found == lower_bound(forward, backward, [seconds + overhead for seconds in comm])
+
+
+@given(layers)
+def test_cutting_and_merging_cost_what_they_do(times):
+    """Pieces of a layer without overhead change nothing, and all layers as one are sent after backward."""
+    forward, backward, comm = times
+    halves = [(layer, seconds / 2) for layer, seconds in enumerate(comm) for _ in range(2)]
+    assert partitioned_bound(forward, backward, halves) == lower_bound(*times)
+    assert partitioned_bound(forward, backward, [(0, sum(comm))]) == serial(*times)
+
+
+def test_the_window_by_hand():
+    times = [1, 1], [1, 1]
+    partitions = [(0, 2.0), (1, 2.0), (1, 2.0)]
+    best = partitioned_bound(*times, partitions, 0.5)
+    assert window_bound(*times, partitions, 4.0, 0.5) == best + 4.0 + 2 * 0.5
+    assert window_bound(*times, partitions, 0.0, 0.5) == best + 2.0 + 0.5  # one is always committed
+    assert window_bound(*times, [], 4.0) == 4
+
+
+def test_bounds_of_a_cut_refuse_what_cannot_be():
+    for formula in (bucketed_wfbp, partitioned_bound):
+        with pytest.raises(ValueError, match="a partition begins in layer 2, but the layers are 0 to 1"):
+            formula([1, 1], [1, 1], [(2, 1.0)])
+        with pytest.raises(ValueError, match="a time is negative"):
+            formula([1, 1], [1, 1], [(0, -1.0)])
+    with pytest.raises(ValueError, match="a time is negative"):
+        window_bound([1], [1], [(0, 1.0)], -1.0)
+
+
+def test_the_best_partition_of_an_example():
+    """700 MB over 10 Gbit/s with 20 us a message and one committed: 4.2 MB; theory of the closed form."""
+    forward, backward = [0.01] * 100, [0.02] * 100
+    size = best_partition(forward, backward, [7_000_000] * 100, 1 / 1.25e9, 20e-6, committed_messages=1)
+    critical = 7_000_000  # only the first layer's, because all others hide behind backward
+    assert size == pytest.approx((20e-6 * 1.25e9 * critical) ** 0.5)
+    costs = [critical / each * 20e-6 + each / 1.25e9 for each in (size / 2, size, 2 * size)]
+    assert costs[1] == min(costs)
+
+
+def test_what_takes_the_processor_counts_for_all_bytes():
+    """The first layer binds, so only its messages prolong the step; yet each takes of the processor."""
+    layers = [1.0, 1.0], [2.0, 2.0], [500, 500]
+    assert best_partition(*layers, 1e-6, 1e-3) == pytest.approx((1e-3 * 500 / 2e-6) ** 0.5)
+    assert best_partition(*layers, 1e-6, 0.0, 2.0, 1e-3) == pytest.approx((1e-3 * 1000 / 2e-6) ** 0.5)
+
+
+def test_the_best_partition_needs_a_network():
+    with pytest.raises(ValueError, match=r"no partition is best with 0 s per byte, 1 s per message and 2\.0 messages"):
+        best_partition([1], [1], [4], 0, 1)

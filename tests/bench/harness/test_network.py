@@ -1,0 +1,102 @@
+"""None"""
+
+from __future__ import annotations
+
+import socket
+import threading
+
+import pytest
+
+from bench.harness import network as link
+from bench.harness.network import best_stretch, measure_flows, payload_share
+from commsched.core.errors import TransportError
+from commsched.session.local import local_sessions
+from commsched.testing.world import run_world
+
+NONCE = bytes(range(16))
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_every_rank_learns_the_rate_of_every_flow(world_size):
+    sessions = local_sessions(world_size)
+
+    def rank(number):
+        with sessions[number] as session:
+            return measure_flows(session, "127.0.0.1", 500_000)
+
+    flows = run_world(world_size, rank)
+    assert len(flows[0]) == world_size
+    assert all(each == flows[0] and min(each) > 0 for each in flows)
+
+
+def test_a_neighbour_that_cannot_be_reached_is_named(monkeypatch):
+    sessions = local_sessions(2)
+
+    def refuse(address, timeout):
+        raise ConnectionRefusedError("refused")
+
+    monkeypatch.setattr(link.socket, "create_connection", refuse)
+
+    def rank(number):
+        with sessions[number] as session:
+            return measure_flows(session, "127.0.0.1", 1000)
+
+    with pytest.raises(TransportError, match=r"rank \d could not measure the link from rank \d and to rank \d: refused"):
+        run_world(2, rank)
+
+
+def test_a_stranger_is_turned_away():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = listener.getsockname()
+        with socket.create_connection(address) as stranger, socket.create_connection(address) as friend:
+            stranger.sendall(bytes(16))
+            friend.sendall(NONCE)
+            with link._accept(listener, NONCE) as accepted:
+                assert accepted.getpeername() == friend.getsockname()
+            assert stranger.recv(1) == b""
+
+
+def test_a_connection_that_ends_early_is_said():
+    ours, theirs = socket.socketpair()
+    with ours:
+        with theirs:
+            theirs.sendall(bytes(1000))
+        with pytest.raises(ConnectionError, match=f"the connection ended {link.SKIPPED_BYTES - 1000} bytes too early"):
+            link._receive(ours, 5000)
+
+
+@pytest.mark.parametrize("counted", [1, 300_001, 1_000_000])
+def test_all_that_is_sent_is_received(counted):
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        arguments = theirs, link.SKIPPED_BYTES + link.STRETCHES * counted
+        sender = threading.Thread(target=link._send, args=arguments, daemon=True)
+        sender.start()
+        rates = link._receive(ours, counted)
+        assert len(rates) == link.STRETCHES
+        assert min(rates) > 0
+        sender.join(10)
+        theirs.shutdown(socket.SHUT_WR)
+        assert ours.recv(1) == b""
+
+
+def test_each_stretch_is_timed_by_itself(monkeypatch):
+    moments = iter([10.0, 12.0, 13.0, 17.0])
+    monkeypatch.setattr(link, "perf_counter", lambda: next(moments))
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        total = link.SKIPPED_BYTES + link.STRETCHES * 1000
+        sender = threading.Thread(target=link._send, args=(theirs, total), daemon=True)
+        sender.start()
+        assert link._receive(ours, 1000) == [500.0, 1000.0, 250.0]
+        sender.join(10)
+
+
+def test_the_best_stretch_is_the_same_for_all_ranks():
+    assert best_stretch([[5.0, 9.0, 1.0], [5.0, 8.0, 1.0], [5.0, 4.0, 99.0]]) == [9.0, 8.0, 4.0]
+
+
+def test_the_share_of_payload_is_seen_in_the_slower_of_two_links():
+    nominal = [100.0, 100.0, 50.0]  # flows come from the rank before: 2 to 0, 0 to 1, 1 to 2
+    assert payload_share([48.0, 96.0, 48.0], nominal) == pytest.approx(0.96)
+    assert payload_share([48.0, 20.0, 48.0], nominal) == pytest.approx(0.96)  # one that was disturbed

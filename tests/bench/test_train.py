@@ -1,0 +1,322 @@
+"""``python -m bench train``: its options, what it refuses, and small runs of the whole."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+import pytest
+
+from bench import turns as train
+from bench.__main__ import main
+from bench.harness import links as train_links
+from bench.harness.cluster import Cluster, ClusterUnavailable
+from bench.harness.job import Job, Outcome, run_job
+from bench.harness.links import Links
+from bench.harness.processes import JobFailed
+from bench.turns import TrainOptions, measure_rows, options_of
+from commsched.core.errors import ConfigError
+
+
+def parse(*argv):
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    train.add_arguments(parser)
+    return options_of(parser.parse_args(list(argv)))
+
+
+def refuse(hosts, rate):
+    raise ClusterUnavailable("ip netns add: Operation not permitted; shaped links need root")
+
+
+class Ran:
+    """Stands for ``run_job``: keeps what it was given, and returns what the ranks would have measured."""
+
+    def __init__(self, differences=(0.0, 0.0), seconds=2.0):
+        system = {"transport": "ps", "words": "partition 1 MB", "message_seconds": 1e-4, "cpu_seconds": 0.5, "timeline": []}
+        sizes = {"partition_bytes": 1_000_000, "credit_bytes": 2_000_000, "fusion_bytes": None}
+        layer = {"names": ["a"], "forward_seconds": [0.3], "backward_seconds": [0.7], "nbytes": [36_000_000]}
+        layer["tensors"] = [[36_000_000]]
+        network = {"worker_rates": [60e6] * 2, "server_rates": []}
+        self.by_rank = [
+            {
+                "network": network,
+                "layers": [layer] * 2,
+                "systems": {"fifo": {**system, **sizes, "seconds": [seconds] * 3, "max_difference": difference}},
+            }
+            for difference in differences
+        ]
+
+    def __call__(self, job, module, arguments):
+        self.job, self.module, self.arguments = job, module, arguments
+        rates = job.bandwidth if job.bandwidth is None or isinstance(job.bandwidth, str) else ",".join(job.bandwidth.values())
+        return Outcome(self.by_rank, f"{rates} tbf" if rates else "loopback")
+
+
+@pytest.fixture
+def ran(monkeypatch):
+    def install(**measured):
+        ran = Ran(**measured)
+        monkeypatch.setattr(train, "run_job", ran)
+        monkeypatch.setattr(train, "why_not_shaped", lambda links, uncapped: None)
+        return ran
+
+    return install
+
+
+def test_defaults_are_those_of_the_options():
+    assert parse() == TrainOptions()
+
+
+def test_options_of_a_command_line():
+    where = ["--model", "vgg16", "--workers", "4", "--servers", "n", "--bandwidth", "500mbit,1gbit", "--rho", "2"]
+    how_long = ["--megabytes", "12", "--rounds", "1", "--steps", "9", "--settle", "3", "--timeout", "60"]
+    what = ["--systems", "ddp-tuned,p3", "--transport", "ps", "--lane", "tcp", "--partition", "1MB", "--credit", "auto"]
+    assert parse(*where, *how_long, *what) == TrainOptions(
+        model="vgg16",
+        workers=4,
+        servers="n",
+        bandwidth="500mbit,1gbit",
+        rho=2.0,
+        megabytes=12.0,
+        systems=("ddp-tuned", "p3"),
+        rounds=1,
+        steps=9,
+        settle=3,
+        lane="tcp",
+        partition="1MB",
+        timeout_seconds=60.0,
+    )
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--servers", "m"], "'m' is not a number of at least 0"),
+        (["--bandwidth", "1gbit,fast"], "'fast' is not a rate; write it like 200mbit or 1gbit"),
+        (["--rho", "0"], "'0' is not a positive number"),
+        (["--systems", "fifo,pigeon"], "systems: 'pigeon' is unknown; there are: commsched, ddp, ddp-tuned, fifo"),
+        (["--systems", "fifo,p3,fifo"], "'fifo,p3,fifo' names a system twice"),
+        (["--systems", "fifo:ps+rsag"], "systems: 'fifo:ps+rsag': ps has no rsag, which is for collectives"),
+        (["--settle", "1"], "'1' is not a number of at least 3"),
+        (["--partition", "4XB"], "'4XB' is not a size; write it like 4MB, 512KiB or 65536"),
+    ],
+)
+def test_wrong_arguments_are_said(argv, message, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["train", *argv])
+    assert end.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "bandwidth: an EMULATED model is scaled to the link, so set its rate, such as 500mbit; or use --real"),
+        ({"bandwidth": "1gbit", "model": "alexnet"}, "model=alexnet: must be one of uniform, "),
+        ({"real": True, "model": "alexnet"}, "model=alexnet: real models are uniform, "),
+        ({"real": True, "megabytes": 3.0}, "megabytes: the size of a REAL model is fixed"),
+        ({"bandwidth": "1gbit,2gbit"}, r"bandwidth=1gbit,2gbit: 2 rates, but there are 3 hosts, 2 workers and 1 servers"),
+        ({"bandwidth": "1gbit", "settle": 2}, "settle=2: the first 3 steps of a turn may still use the settings before it"),
+        ({"bandwidth": "1gbit", "transport": "pigeon"}, "transport='pigeon' is unknown"),
+        ({"bandwidth": "1gbit", "systems": ("pigeon",)}, "systems: 'pigeon' is unknown"),
+    ],
+)
+def test_wrong_options_are_said_before_anything_starts(options, message, monkeypatch):
+    monkeypatch.setattr(train, "run_job", None)
+    with pytest.raises(ConfigError, match=message):
+        measure_rows(TrainOptions(**{"servers": "1" if "," in options.get("bandwidth", "") else "0", **options}))
+
+
+@pytest.mark.parametrize("system", ["ddp", "ddp-tuned"])
+def test_ddp_is_not_compared_with_a_transport_that_caps_itself(system, monkeypatch, capsys):
+    monkeypatch.setattr(train_links, "Cluster", refuse)
+    assert main(["train", "--bandwidth", "500mbit", "--systems", f"fifo,{system}"]) == 1
+    assert capsys.readouterr().err == (
+        f"python -m bench train: systems: {system} would use the whole network while commsched's transport limits its rate to "
+        "500mbit, so their times could not be compared; links have to be shaped, but ip netns add: Operation not permitted; "
+        "shaped links need root\n"
+    )
+
+
+def test_unequal_links_are_not_had_without_shaping(monkeypatch):
+    monkeypatch.setattr(train_links, "Cluster", refuse)
+    with pytest.raises(ConfigError, match="bandwidth=500mbit,1gbit: links can differ only where they are shaped, but ip netns"):
+        measure_rows(TrainOptions(bandwidth="500mbit,1gbit", systems=("fifo",)))
+
+
+def test_what_the_ranks_are_told(ran):
+    job = ran()
+    measure_rows(TrainOptions(bandwidth="400mbit", servers="n", megabytes=36.0, systems=("fifo", "ddp")))
+    assert job.job == Job(2, 2, "400mbit", {"transport": "ps"}, 1200.0)
+    assert job.module == "bench.turns.rank"
+    assert job.arguments["systems"] == ["fifo", "ddp"]
+    assert job.arguments["bytes_scale"] == 0.5
+    assert job.arguments["nominal_rates"] == [50e6] * 4
+    assert job.arguments["capped"] is False
+    assert job.arguments["workload"]["kind"] == "emulated"
+    assert sum(layer["backward_seconds"] for layer in job.arguments["workload"]["profile"]["layers"]) == pytest.approx(0.48)
+
+
+def test_a_lane_is_passed_on_when_it_is_given(ran, monkeypatch):
+    job = ran()
+    monkeypatch.setattr(train, "check_settings", lambda settings: None)
+    (row,) = measure_rows(TrainOptions(bandwidth="400mbit", lane="grpc", systems=("fifo",)))
+    assert job.job.settings == {"transport": "ps", "lane": "grpc"}
+    assert (row["lane"], row["config"]) == ("grpc", "partition 1 MB, grpc lane")
+
+
+def test_a_way_of_their_own(ran):
+    job = ran()
+    measure_rows(TrainOptions(bandwidth="400mbit", systems=("commsched:gloo+static", "commsched:mpi")))
+    assert job.job.settings == {"transport": "gloo", "order": "static"}
+    assert job.job.by_mpiexec
+    assert job.arguments["systems"] == ["commsched:gloo+static", "commsched:mpi"]
+    assert (job.arguments["transport"], job.arguments["order"]) == ("gloo", "static")
+    assert job.arguments["settle"] == 3 + 7  # until the order is static
+    measure_rows(TrainOptions(bandwidth="400mbit", systems=("ddp", "commsched:gloo")))
+    assert (job.job.settings, job.job.by_mpiexec) == ({"transport": "ps"}, False)
+    assert job.arguments["settle"] == 3
+
+
+def test_hosts_with_links_of_their_own(ran):
+    job = ran()
+    (row,) = measure_rows(TrainOptions(bandwidth="400mbit,800mbit,1gbit", servers="1", systems=("fifo",)))
+    assert job.job.bandwidth == {"worker0": "400mbit", "worker1": "800mbit", "server0": "1gbit"}
+    assert (row["bandwidth_bps"], row["link"]) == (400e6, "400mbit,800mbit,1gbit tbf")
+
+
+def test_a_real_model_is_not_scaled(ran):
+    job = ran()
+    (row,) = measure_rows(TrainOptions(real=True, systems=("fifo",)))
+    assert row["model"] == "uniform (reduced)"
+    assert job.arguments["workload"] == {"kind": "real", "model": "uniform"}
+    assert (job.arguments["nominal_rates"], job.arguments["bytes_scale"]) == (None, 1.0)
+    assert (row["emulated"], row["stands_for"], row["bandwidth_bps"], row["link"]) == (False, None, None, "loopback")
+
+
+def test_links_that_turn_out_not_to_be_shaped_are_not_measured(ran, monkeypatch):
+    job = ran()
+    monkeypatch.setattr(train, "run_job", lambda *arguments: Outcome(job.by_rank, "500mbit cap in the transport"))
+    with pytest.raises(JobFailed, match=r"links were to be shaped, .* but the link was 500mbit cap in the transport"):
+        measure_rows(TrainOptions(bandwidth="500mbit", systems=("fifo",)))
+
+
+def test_what_is_printed(ran, capsys):
+    ran()
+    assert main(["train", "--bandwidth", "500mbit", "--systems", "fifo", "--megabytes", "36"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:4] == [
+        "fifo take turns, 24 steps each",
+        "EMULATED uniform, 36.0 MB of gradients, 2 workers, a shard on every worker, link 500mbit tbf: 60.0 MB/s of payload by "
+        "plain TCP",
+        "compute 1000 ms, communication 600 ms, rho 0.60; T*: no schedule can be faster; ms/step with the range of 3 steps",
+        "stands for 72.0 MB, 1000 ms of computation and links of 0.576 Gbit/s; the CPU cost of messages and bytes is this "
+        "machine's and is not scaled: 'cores there' is how many cores of each worker it would take",
+    ]
+    assert lines[4].split("  ")[-1] == "max diff"
+    assert lines[5].split()[:6] == ["fifo", "partition", "1", "MB,", "tcp", "lane"]
+
+
+def test_no_shards_are_spoken_of_where_there_are_none(ran, capsys):
+    job = ran()
+    for rank in job.by_rank:
+        rank["systems"]["fifo"]["transport"] = "gloo"
+    assert main(["train", "--bandwidth", "500mbit", "--systems", "fifo:gloo", "--megabytes", "36"]) == 0
+    assert ", 2 workers, collectives, link 500mbit tbf: " in capsys.readouterr().out
+
+
+def test_wrong_weights_fail_the_command_and_the_rows_are_written(ran, capsys, tmp_path):
+    ran(differences=(0.0, 0.5))
+    path = tmp_path / "out.json"
+    assert main(["train", "--bandwidth", "500mbit", "--systems", "fifo", "--json", str(path)]) == 1
+    assert (
+        capsys.readouterr().err
+        == "fifo is wrong: its weights differ from plain averaging by 0.5 of the change that training made\n"
+    )
+    assert json.loads(path.read_text())["rows"][0]["max_difference"] == 0.5
+
+
+def test_weights_that_are_not_finite_do_not_lose_the_rows(ran, capsys, tmp_path):
+    ran(differences=(0.0, float("inf")))
+    path = tmp_path / "out.json"
+    assert main(["train", "--bandwidth", "500mbit", "--systems", "fifo", "--json", str(path)]) == 1
+    assert "fifo is wrong: its weights are not finite, or training should have changed nothing" in capsys.readouterr().err
+    (row,) = json.loads(path.read_text())["rows"]
+    assert (row["max_difference"], row["correct"]) == (None, False)
+
+
+def test_mistakes_are_said_even_if_the_rows_cannot_be_written(ran, capsys, tmp_path):
+    ran(differences=(0.0, 0.5))
+    with pytest.raises(FileNotFoundError):
+        main(["train", "--bandwidth", "500mbit", "--systems", "fifo", "--json", str(tmp_path / "no" / "out.json")])
+    assert "fifo is wrong" in capsys.readouterr().err
+
+
+def test_a_disturbed_measurement_is_said(ran, capsys):
+    ran(seconds=0.5)
+    assert main(["train", "--bandwidth", "500mbit", "--systems", "fifo"]) == 0
+    assert capsys.readouterr().err.startswith("fifo was faster than T*, so layers or links were disturbed")
+
+
+def test_links_of_a_job():
+    assert Links.of(2, 0, None).for_job() is None
+    equal = Links.of(3, 3, "8mbit")
+    assert (equal.rates, equal.for_job()) == ([1e6] * 6, "8mbit")
+
+
+# --- the whole ---
+
+KEYS = {"system", "model", "workers", "servers", "step_seconds", "bound_seconds", "efficiency", "speedup_vs_ddp", "timeline"}
+
+
+def measured(tmp_path, *argv):
+    path = tmp_path / "out.json"
+    assert main(["train", *argv, "--rounds", "1", "--steps", "2", "--timeout", "140", "--json", str(path)]) == 0
+    document = json.loads(path.read_text())
+    assert document["schema"] == 1
+    for row in document["rows"]:
+        assert row.keys() >= KEYS
+        assert row["step_seconds"]["count"] == 2
+        assert row["max_difference"] < 1e-5
+        assert {entry["track"] for entry in row["timeline"]} >= {"forward", "backward", "network"}
+    return document["rows"]
+
+
+def test_a_real_model_on_loopback_over_several_transports(tmp_path):
+    rows = measured(tmp_path, "--real", "--model", "resnet50", "--systems", "ddp,commsched:ps,commsched:gloo+rsag")
+    assert [(row["system"], row["transport"], row["lane"], row["emulated"]) for row in rows] == [
+        ("ddp", "gloo", None, False),
+        ("commsched:ps", "ps", "tcp", False),
+        ("commsched:gloo+rsag", "gloo", None, False),
+    ]
+    assert rows[2]["config"].endswith(", reduce-scatter and all-gather")
+
+
+def test_an_emulated_model_in_namespaces(tmp_path):
+    try:
+        with Cluster(["probe"], "1gbit"):
+            pass
+    except ClusterUnavailable as error:
+        pytest.skip(str(error))
+    links = ["--workers", "2", "--servers", "1", "--bandwidth", "200mbit,200mbit,400mbit"]
+    ddp, fifo = measured(tmp_path, "--megabytes", "1", "--systems", "ddp,fifo", *links)
+    assert fifo["gradient_bytes"] == pytest.approx(1e6, rel=0.01)
+    assert fifo["servers"] == 1
+    assert fifo["step_seconds"]["median"] >= fifo["compute_seconds"] * 0.9
+    assert ddp["speedup_vs_ddp"] == 1
+    assert ddp["stands_for"]["gradient_bytes"] == 72_000_000
+
+
+def test_a_rank_ends_whatever_its_engine_left_behind(tmp_path, monkeypatch):
+    (tmp_path / "rank_that_lingers.py").write_text(
+        "import threading\n"
+        "def rank_main(session, arguments):\n"
+        "    threading.Thread(target=threading.Event().wait).start()\n"
+        "    if arguments['fail'] and session.rank == 1:\n"
+        "        raise RuntimeError('out of paper')\n"
+        "    return session.gather(session.rank)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert run_job(Job(2, timeout_seconds=60), "rank_that_lingers", {"fail": False}).by_rank == [[0, 1]] * 2
+    with pytest.raises(JobFailed, match=r"(?s)^rank [01] ended with code 1:.*out of paper"):
+        run_job(Job(2, timeout_seconds=60), "rank_that_lingers", {"fail": True})
