@@ -1,4 +1,4 @@
-"""Flat buffers as numpy arrays, for plugins of engines whose gradients numpy can see."""
+"""Flat buffers, and views of them as arrays of an engine. Shared by plugins."""
 
 from __future__ import annotations
 
@@ -6,23 +6,42 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+import commsched
+
+from ...core.group import TensorGroup
 from ...core.manifest import Manifest
 
 
-def lay_out(manifest: Manifest, as_dtype: Callable[[str], Any] = np.dtype) -> tuple[dict[str, memoryview], list[NDArray[Any]]]:
-    """Allocate a flat buffer of zeros for each dtype of ``manifest``.
+def _allocate(nbytes: int) -> tuple[Any, memoryview]:
+    memory = np.zeros(nbytes, np.uint8)
+    return memory, memory.data
+
+
+def register_flat(
+    session: commsched.Session,
+    manifest: Manifest,
+    *,
+    as_dtype: Callable[[str], Any] = np.dtype,
+    allocate: Callable[[int], tuple[Any, Any]] = _allocate,
+) -> tuple[TensorGroup, list[Any]]:
+    """Register the tensors of ``manifest`` in new flat buffers of zeros. Collective.
 
     Args:
-        as_dtype: returns numpy's type for a dtype's name. An engine may know types that numpy does not, such as bfloat16.
+        as_dtype: returns the engine's type for a dtype's name. numpy does not know all types that engines have, such as
+            bfloat16.
+        allocate: returns so many zero bytes, as an array of uint8 and as ``Session.register`` takes them. The default is a
+            numpy array.
 
     Returns:
-        The buffers by dtype, as ``Session.register`` takes them, and for each tensor a view of its range.
+        The group, and for each tensor a view of its place in a flat buffer.
+
+    Raises:
+        ManifestMismatch: see ``Session.register``.
     """
-    flat = {dtype: np.zeros(nbytes, np.uint8) for dtype, nbytes in manifest.buffer_bytes.items()}
-    places = []
+    flat = {dtype: allocate(nbytes) for dtype, nbytes in manifest.buffer_bytes.items()}
+    views = []
     for tensor, spec in enumerate(manifest.tensors):
-        start = manifest.offset(tensor)
-        places.append(flat[spec.dtype][start : start + spec.nbytes].view(as_dtype(spec.dtype)).reshape(spec.shape))
-    return {dtype: buffer.data for dtype, buffer in flat.items()}, places
+        values, start = flat[spec.dtype][0], manifest.offset(tensor)
+        views.append(values[start : start + spec.nbytes].view(as_dtype(spec.dtype)).reshape(spec.shape))
+    return session.register(manifest, {dtype: buffer for dtype, (_, buffer) in flat.items()}), views

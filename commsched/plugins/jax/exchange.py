@@ -24,7 +24,8 @@ import commsched
 from ...core.errors import UnsupportedError
 from ...core.group import TensorGroup
 from ...core.manifest import Manifest, TensorSpec
-from ..common.flat import lay_out
+from ..common.flat import register_flat
+from ..common.step_flags import StepFlags
 from ..common.weights_check import WeightsCheck, digest_of
 from .registered import RegisteredGroups
 
@@ -40,10 +41,14 @@ class GradientExchange:
 
     Programs call back ``take_average``, ``begin`` and ``hand_over``, from the engine's threads. Only ``take_average`` waits for
     the network. Their errors are kept in ``failures``, since the engine reduces an error to text.
+
+    Args:
+        makes_update: whether the caller makes the update, so that it knows what of the optimizer must be equal on all ranks.
     """
 
-    def __init__(self, session: commsched.Session, specs: Sequence[TensorSpec]) -> None:
+    def __init__(self, session: commsched.Session, specs: Sequence[TensorSpec], makes_update: bool = False) -> None:
         self.session = session
+        self._makes_update = makes_update
         self.specs = tuple(specs)
         self.failures: deque[BaseException] = deque(maxlen=16)  # several callbacks may fail concurrently
         self._first = int(session.gather(secrets.randbelow(2**30 - 1) + 1)[0])
@@ -51,6 +56,7 @@ class GradientExchange:
         self._group: TensorGroup | None = None
         self._tensors: dict[int, int] = {}  # place in specs -> index in the manifest
         self._views: list[NDArray[Any]] = []  # by place in specs
+        self._flags: StepFlags | None = None  # for the numbers of the optimizer, if they are compared
         self._lock = threading.Lock()
         self._timeline = _Timeline(session)
         training = RegisteredGroups.of(session).count_training()
@@ -81,11 +87,14 @@ class GradientExchange:
         manifest = Manifest(tuple(self.specs[place] for place in order))
         registered = RegisteredGroups.of(self.session)
         registered.release_unowned()
-        buffers, views = lay_out(manifest, jnp.dtype)
+        group, views = register_flat(self.session, manifest, as_dtype=jnp.dtype)
         self._tensors = {place: tensor for tensor, place in enumerate(order)}
         self._views = [views[self._tensors[place]] for place in range(len(self.specs))]
-        self._group = self.session.register(manifest, buffers)
-        registered.add(self, self._group)
+        if self._makes_update and self.compares:
+            self._flags = StepFlags(self.session, "optimizer", self._optimizers)
+            registered.add(self, self._flags.group)
+        self._group = group
+        registered.add(self, group)
 
     # --- callbacks of programs ---
 
@@ -108,8 +117,8 @@ class GradientExchange:
     def begin(self, round_number: int, optimizer: Callable[[], Mapping[str, Any]] | None = None) -> int:
         """Begin the next round, from a state to which the averages of ``round_number`` are applied. Returns the new number.
 
-        ``optimizer`` returns values beside the weights that must be equal on all ranks. It is called, and its values are
-        compared, in the steps in which weights are.
+        ``optimizer`` returns values that must be equal on all ranks before the averages of this round are used. It is called if
+        they are compared.
 
         Raises:
             UnsupportedError: ``round_number`` is neither the last round's nor ``NOTHING``, or the last round was broken off.
@@ -124,8 +133,12 @@ class GradientExchange:
             self._timeline.backward_begins()
             step = group.begin_step()
             self._round = (self._first + step) % (2**31 - 1) or 1
-            if step > 0 and self._check.begin(step - 1) and optimizer is not None:
-                self.session.compare(self._optimizers, step - 1, optimizer())
+            checks = step > 0 and self._check.begin(step - 1)
+            if self._flags is not None and optimizer is not None:
+                numbers = optimizer()
+                self._flags.offer(numbers)
+                if checks:  # before the weights, so that an error names the optimizer that made them different
+                    self.session.compare(self._optimizers, step - 1, numbers)
             return self._round
 
     def hand_over(self, place: int, round_number: int, gradient: Any, parameter: NDArray[Any] | None = None) -> None:
@@ -167,7 +180,10 @@ class GradientExchange:
         return copies
 
     def _copy_average(self, place: int, round_number: int, into: NDArray[Any]) -> None:
-        self._require_group().proxies[self._tensors[place]].wait()
+        proxy = self._require_group().proxies[self._tensors[place]]
+        if self._flags is not None:
+            self._flags.require_same()
+        proxy.wait()
         np.copyto(into, self._views[place])
         self.require_last(round_number)  # again: then no gradient of a later round has overwritten the average meanwhile
 

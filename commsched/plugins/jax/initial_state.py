@@ -14,7 +14,7 @@ import commsched
 
 from ...core.comparison import require_same
 from ...core.errors import UnsupportedError
-from ..common.initial_state import broadcast_arrays, described
+from ..common.collectives import broadcast_arrays, described
 
 
 def named_leaves(tree: Any, what: str = "") -> list[tuple[str, Any]]:

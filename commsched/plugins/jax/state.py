@@ -158,7 +158,7 @@ def create(
         specs = specs_of(named)
         opt_state = tx.init(params) if opt_state is None else opt_state
         params, opt_state = broadcast_all(session, {"": params, "optimizer state ": opt_state})
-        exchange = GradientExchange(session, specs)
+        exchange = GradientExchange(session, specs, makes_update=True)
     elif opt_state is None:
         opt_state = tx.init(params)
     return TrainState(params, opt_state, _nothing(params), Training(tx, params, exchange))

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 import commsched
 
 from ...core.errors import RanksDiverged, UnsupportedError
-from ...core.manifest import Manifest, TensorSpec
-from ..common.difference import end_with_difference
+from ..common.step_flags import StepFlags
 
 
 @dataclass
@@ -32,12 +27,8 @@ class RoundOutcome:
 
 
 class Agreement:
-    """A group with one tensor that says what each rank has done. The tensor is averaged over the ranks in each round.
-
-    It is a separate group, so that no gradient shares a partition with it and waits for it. Its dtype is float64, which no wire
-    dtype narrows. The tensor holds a digest of the rank's :class:`RoundOutcome`, and the average of equal digests is exact.
-    It also holds, for each rank, whether the rank has ended, and for each parameter, whether there is a new gradient
-    and whether the parameter is frozen.
+    """What each rank says in each round: its :class:`RoundOutcome`; for each rank, whether it has ended; and for each
+    parameter, whether there is a new gradient and whether the parameter is frozen.
 
     Args:
         what: names the optimizer in errors. Unique in the session.
@@ -48,24 +39,16 @@ class Agreement:
         self._session = session
         self._what = what
         self._names = names
-        self._done = RoundOutcome()
-        self._digest = 0
-        self._mean = np.zeros(1 + session.world_size + 2 * len(names))
-        spec = TensorSpec("commsched.agreement", self._mean.shape, "float64")
-        self._group = session.register(Manifest((spec,)), {"float64": self._mean.view(np.uint8).data})
+        count = session.world_size + 2 * len(names)
+        self._flags = StepFlags(session, "agreement", f"numbers of the optimizer of {what}", count)
 
     def offer(self, done: RoundOutcome, fresh: Sequence[bool], frozen: Sequence[bool]) -> None:
         """Submit this rank's record: ``done``, and for each parameter whether its gradient is new and whether it is frozen.
 
         Waits only for the average of the last record.
         """
-        self._group.begin_step()
-        self._done = done
-        text = json.dumps(done.to_record(), sort_keys=True)
-        self._digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=5).digest(), "big")
         ends = [done.ends and rank == self._session.rank for rank in range(self._session.world_size)]
-        self._mean[:] = (self._digest, *ends, *fresh, *frozen)
-        self._group.notify_ready(0)
+        self._flags.offer(done.to_record(), [*ends, *fresh, *frozen])
 
     def share_with_gradient(self) -> Sequence[float]:
         """Return, for each parameter, the share of ranks that have a new gradient.
@@ -76,19 +59,18 @@ class Agreement:
             RanksDiverged, UnsupportedError: see :meth:`require`.
         """
         self.require()
-        first = 1 + self._session.world_size
-        shares: list[float] = self._mean[first : first + len(self._names)].tolist()
-        return shares
+        first = self._session.world_size
+        return self._flags.means()[first : first + len(self._names)]
 
     @property
     def is_known(self) -> bool:
         """Whether all ranks have begun the last round of this rank."""
-        return self._group.proxies[0].is_open
+        return self._flags.is_there
 
     @property
     def rounds(self) -> int:
         """The number of rounds that this rank has begun. The end counts as a round."""
-        return self._group.next_step
+        return self._flags.group.next_step
 
     def require(self) -> None:
         """Wait until all ranks have begun the last round of this rank, and require equal records.
@@ -98,14 +80,12 @@ class Agreement:
             UnsupportedError: a parameter is frozen on some ranks.
             CommschedError: the session failed or was closed.
         """
-        self._group.proxies[0].wait()
+        means = self._flags.means()
         ranks = self._session.world_size
         # Ends first: if only some ranks have ended, everything else differs for that reason alone.
-        self._require_same_end([rank for rank, share in enumerate(self._mean[1 : 1 + ranks]) if share > 0])
-        if abs(self._mean[0] - self._digest) > 1e-3:
-            what = f"numbers of the optimizer of {self._what}"
-            end_with_difference(self._session, what, self.rounds - 1, self._done.to_record())
-        for name, share in zip(self._names, self._mean[1 + ranks + len(self._names) :].tolist()):
+        self._require_same_end([rank for rank, share in enumerate(means[:ranks]) if share > 0])
+        self._flags.require_same()
+        for name, share in zip(self._names, means[ranks + len(self._names) :]):
             if 0 < share < 1:
                 raise UnsupportedError(f"parameter '{name}' has grad_req='null' on some ranks only: set it on all, or on none")
 
@@ -119,7 +99,7 @@ class Agreement:
             )
 
     def release(self) -> None:
-        self._group.release()
+        self._flags.group.release()
 
 
 def _listed(ranks: Sequence[int]) -> str:

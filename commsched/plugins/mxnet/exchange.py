@@ -18,8 +18,9 @@ import commsched
 from ...core.comparison import require_same
 from ...core.errors import ConfigError, UnsupportedError
 from ...core.manifest import Manifest
+from ..common.collectives import gather_alike
 from .agreement import Agreement, RoundOutcome
-from .initial_state import gather_alike, require_equal_values
+from .initial_state import TRAINER_ADVICE, require_equal_values
 from .layer_order import measure_order
 from .optimizer_numbers import require_equal_optimizers
 from .queued_group import QueuedGroup
@@ -199,7 +200,8 @@ class GradientExchange:
         for parameter in trained.values():
             require_averageable(parameter)
         order = measure_order({name: parameter.grad() for name, parameter in trained.items()})
-        records = gather_alike(self._session, "makes the first step", {"order": order, "with": dict(hyper_parameters)})
+        mine = {"order": order, "with": dict(hyper_parameters)}
+        records = gather_alike(self._session, "makes the first step", mine, TRAINER_ADVICE)
         require_equal_optimizers([record["with"] for record in records])
         names = records[0]["order"]
         require_same(

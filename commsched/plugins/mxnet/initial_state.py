@@ -12,11 +12,10 @@ from numpy.typing import NDArray
 import commsched
 
 from ...core.comparison import require_same
-from ...core.errors import ManifestMismatch
-from ..common.initial_state import broadcast_arrays, described
+from ..common.collectives import broadcast_arrays, described, gather_alike
 from .slot import dtype_name
 
-_TRAINER_ADVICE = "what is loaded or set after the trainer was made must be on all ranks, and so must the first forward"
+TRAINER_ADVICE = "what is loaded or set after the trainer was made must be on all ranks, and so must the first forward"
 
 
 def begin_from_rank_0(session: commsched.Session, parameters: Sequence[mx.gluon.Parameter]) -> None:
@@ -66,27 +65,8 @@ class _FromRank0(mx.init.Initializer):  # type: ignore[misc]
 
     def __call__(self, name: mx.init.InitDesc, array: mx.nd.NDArray) -> None:
         self._initializer(name, array)
-        gather_alike(self._session, f"initialises parameter '{name}'", None)
+        gather_alike(self._session, f"initialises parameter '{name}'", None, TRAINER_ADVICE)
         _broadcast(self._session, f"parameter {name}", [array])
-
-
-def gather_alike(session: commsched.Session, doing: str, value: Any, advice: str = _TRAINER_ADVICE) -> list[Any]:
-    """Return ``session.gather(value)``, and require that all ranks make this call for the same purpose.
-
-    Args:
-        doing: the purpose of this call, as an error says it: "rank 1 <doing>".
-        advice: the end of the error message.
-
-    Raises:
-        ManifestMismatch: another rank makes another collective call.
-    """
-    values = []
-    for rank, theirs in enumerate(session.gather({"doing": doing, "value": value})):
-        does = theirs.get("doing", "something else") if isinstance(theirs, dict) else "something else"
-        if does != doing:
-            raise ManifestMismatch(f"rank {rank} {does} while rank {session.rank} {doing}: {advice}")
-        values.append(theirs["value"])
-    return values
 
 
 def _broadcast(session: commsched.Session, name: str, arrays: Sequence[mx.nd.NDArray]) -> None:

@@ -20,8 +20,8 @@ import commsched
 from ...core.comparison import require_same
 from ...core.errors import UnsupportedError
 from ...core.manifest import Manifest, TensorSpec
+from ..common.collectives import gather_alike
 from .agreement import Agreement, RoundOutcome
-from .initial_state import gather_alike
 from .queued_group import QueuedGroup
 from .session_end import end_with
 from .weights import ComparedWeights

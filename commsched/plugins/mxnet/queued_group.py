@@ -23,7 +23,7 @@ from ...core.errors import ClosedError, CommschedError, TransportError
 from ...core.interfaces import TaskObserver
 from ...core.manifest import Manifest
 from ...core.task import REDUCE_SCATTER, CommTask
-from ..common.flat import lay_out
+from ..common.flat import register_flat
 from .operation import Operation, drain_before_forks, fail, push, wait
 
 
@@ -54,8 +54,7 @@ class QueuedGroup:
     def __init__(self, session: commsched.Session, manifest: Manifest) -> None:
         self.session = session
         self.round = 0
-        buffers, places = lay_out(manifest)
-        self._group = session.register(manifest, buffers)
+        self._group, places = register_flat(session, manifest)
         self.places = [BufferPlace(spec.name, place) for spec, place in zip(manifest.tensors, places)]
         self._lock = threading.Lock()  # guards the three fields below
         self._begun: dict[int, Operation] = {}  # by tensor: the operation that waits for the average

@@ -13,9 +13,8 @@ import commsched
 from ...core.comparison import require_same
 from ...core.errors import ManifestMismatch, UnsupportedError
 from ...core.manifest import TensorSpec
-from ..common.initial_state import broadcast_arrays
+from ..common.collectives import broadcast_arrays, gather_alike
 from .agreement import RoundOutcome
-from .initial_state import gather_alike
 from .key_exchange import KeyExchange
 from .optimizer_numbers import describe_optimizer, digest_states, numbers_of, prepare_optimizer, require_equal_optimizers
 from .slot import dtype_name, require_averageable_array, require_dense

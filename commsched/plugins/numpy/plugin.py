@@ -21,7 +21,7 @@ import commsched
 
 from ...core.errors import UnsupportedError
 from ...core.manifest import Manifest, TensorSpec
-from ..common.flat import lay_out
+from ..common.flat import register_flat
 from ..common.weights_check import WeightsCheck, digest_of
 from .engine import SGD
 
@@ -96,13 +96,11 @@ class ScheduledOptimizer:
         for index, name in slots:
             parameter = layers[index].parameters[name]
             specs.append(TensorSpec(f"{index}.{name}", parameter.shape, parameter.dtype.name))
-        manifest = Manifest(tuple(specs))
-        buffers, places = lay_out(manifest)
+        self._group, places = register_flat(self._session, Manifest(tuple(specs)))
         self._tensors: list[list[int]] = [[] for _ in layers]
         for tensor, (place, (index, name)) in enumerate(zip(places, slots)):
             layers[index].gradients[name] = place
             self._tensors[index].append(tensor)
-        self._group = self._session.register(manifest, buffers)
         self._parameters = [layers[index].parameters[name] for index, name in slots]
         self._check = WeightsCheck(self._session, [spec.name for spec in specs], [spec.nbytes for spec in specs])
 

@@ -19,11 +19,7 @@ import tensorflow as tf
 
 import commsched
 
-from ..common.difference import end_with_difference
 from ..common.weights_check import WeightsCheck, digest_of
-
-#: The number of digests that :class:`Agreement` sends in each step.
-FLAGS = 2
 
 #: The key that is compared first: if ranks do different things, that explains every other difference.
 _NOW = "what comes now"
@@ -33,10 +29,8 @@ _LONGEST_VALUE = 200  # characters of a list or an array in an error
 class Agreement:
     """Compares the variables and the optimizer's numbers between ranks.
 
-    Two digests travel with the flags of each step, at no extra cost: one of the optimizer's numbers, one of the assignments
-    since the previous step. If the digests differ between ranks, each rank's digest differs from their mean, so every rank
-    notices. Each rank then sends its values to rank 0 (``Session.compare``), which names the difference. In addition, the next
-    part of the weights is compared every ``check_weights`` steps.
+    The optimizer's numbers, and a digest of the assignments since the previous step, travel with the flags of each step. In
+    addition, the next part of the weights is compared every ``check_weights`` steps.
 
     Args:
         what: names the model in errors. Must be unique in this session.
@@ -60,7 +54,7 @@ class Agreement:
         reads_iterations: bool,
     ) -> None:
         self._session = session
-        self._what = what
+        self.what = what
         self._names = names
         self._variables = variables
         self._iterations = iterations
@@ -68,7 +62,6 @@ class Agreement:
         self._counted = int(iterations.read_value())
         self._lock = threading.Lock()  # guards _assigned
         self._assigned = 0  # a digest of the assignments since the last step
-        self._offered = (0.0,) * FLAGS
         self._numbers: dict[str, Any] = {}  # those of the step that was begun last
         nbytes = [math.prod(variable.shape) * variable.dtype.size for variable in variables[:trained]]
         self._check = WeightsCheck(session, names[:trained], nbytes, f"weights of {what}")
@@ -79,43 +72,31 @@ class Agreement:
         with self._lock:
             self._assigned = zlib.crc32(value, zlib.crc32(struct.pack("q", index), self._assigned))
 
-    def offer(self, numbers: Mapping[str, Any], learning_rate: float) -> tuple[float, ...]:
-        """The :data:`FLAGS` digests of this rank for the step that begins. Float64 holds the digests, and the means of equal
-        digests, exactly."""
+    def numbers(self, of_update: Mapping[str, Any], learning_rate: float) -> dict[str, Any]:
+        """The optimizer's numbers for the step that begins."""
         if self._reads_iterations:
             self._counted = int(self._iterations.read_value())
         own = {"learning_rate": _plain(float(learning_rate)), "iterations": self._counted}
-        self._numbers = {_NOW: "a step", **own, **numbers}
+        self._numbers = {_NOW: "a step", **own, **of_update}
+        return self._numbers
+
+    def numbers_of_meeting(self, doing: str) -> dict[str, Any]:
+        """The numbers for a meeting instead of a step. ``doing`` names its reason."""
+        return {**self._numbers, _NOW: doing}
+
+    def take_assigned(self) -> int:
+        """A digest of the assignments since the last call."""
         with self._lock:
             assigned, self._assigned = self._assigned, 0
-        return self._offer(assigned)
+        return assigned
 
-    def offer_meeting(self, doing: str) -> tuple[float, ...]:
-        """The digests of this rank for a meeting instead of a step. ``doing`` names its reason. Updates of the last step may
-        still be outstanding, so assignments are compared in the next step."""
-        self._numbers = {**self._numbers, _NOW: doing}
-        return self._offer(0)
+    def compare_assigned(self, step: int) -> None:
+        """Compare all variables, because the ranks' assignments differ. Call it before the variables are updated in ``step``.
 
-    def _offer(self, assigned: int) -> tuple[float, ...]:
-        digest = hashlib.blake2b(json.dumps(self._numbers, sort_keys=True).encode(), digest_size=5).digest()
-        self._offered = float(int.from_bytes(digest, "big")), float(assigned)
-        return self._offered
-
-    def require(self, mean: Sequence[float], step: int) -> None:
-        """Require equal digests on all ranks. Call it once in ``step``, before the variables are updated.
-
-        Args:
-            mean: the mean of the digests that the ranks have offered in ``step``.
-
-        Raises:
-            RanksDiverged: the ranks' optimizers differ. If the job failed earlier, that failure is raised instead.
+        The variables may be equal nevertheless, for example if one rank has swapped other values in and back.
         """
-        numbers, assigned = (abs(own - other) > 1e-3 for own, other in zip(self._offered, mean))
-        if numbers:
-            end_with_difference(self._session, f"numbers of the optimizer of {self._what}", step, self._numbers)
-        if assigned:  # the weights may be equal again nevertheless, for example if one rank swapped others in and back
-            digests = {name: f"{digest_of(_bytes_of(each)):08x}" for name, each in zip(self._names, self._variables)}
-            self._session.compare(f"weights of {self._what}, which ranks have assigned differently,", step, digests)
+        digests = {name: f"{digest_of(_bytes_of(each)):08x}" for name, each in zip(self._names, self._variables)}
+        self._session.compare(f"weights of {self.what}, which ranks have assigned differently,", step, digests)
 
     # --- weights ---
 

@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 import commsched
 
 from ...core.errors import ClosedError, UnsupportedError
-from ...core.group import TensorGroup
 from ...core.manifest import Manifest, TensorSpec
-from ..common.flat import lay_out
-from .agreement import FLAGS, Agreement
+from ..common.flat import register_flat
+from ..common.step_flags import StepFlags
+from .agreement import Agreement
 from .guard import own_value
 from .initial_state import common_name
 
@@ -78,16 +78,15 @@ class GradientExchange:
             )
             for index in self._forward
         ]
-        views, self._group = _register(session, specs)
-        self._views = dict(zip(self._forward, views))
+        manifest = Manifest(tuple(specs))
+        self._group, views = register_flat(session, manifest, as_dtype=lambda name: tf.as_dtype(name).as_numpy_dtype)
+        self._views: dict[int, NDArray[Any]] = dict(zip(self._forward, views))
         self._places = {index: place for place, index in enumerate(self._forward)}
         self._bundles = self._bundle()
         alone = [(index,) for index in self._forward]
         self._flat = {bundle: self._flat_view(bundle) for bundle in {*self._bundles, *alone}}
-        # float64, because a ``wire`` type would round float32.
-        (self._flags,), self._flag_group = _register(
-            session, [TensorSpec("commsched.has_gradient", (len(variables) + FLAGS,), "float64")]
-        )
+        # For each variable whether this rank has its gradient, and then a digest of this rank's assignments.
+        self._flags = StepFlags(session, "has_gradient", f"numbers of the optimizer of {agreement.what}", len(variables) + 1)
         self._shares: list[float] = []  # by index: the fraction of ranks that have a gradient in this step
         self._notifying = threading.Lock()  # operations of one graph run in several threads
         self._ended = True
@@ -143,7 +142,7 @@ class GradientExchange:
         self.require_ended()
         self._ended = False
         self._group.begin_step()
-        self._send_flags(has_gradient, self._agreement.offer(numbers, learning_rate))
+        self._flags.offer(self._agreement.numbers(numbers, learning_rate), [*has_gradient, self._agreement.take_assigned()])
         for index in reversed(self._forward):
             if not has_gradient[index]:
                 self._views[index][...] = 0
@@ -157,15 +156,9 @@ class GradientExchange:
             RanksDiverged: another rank has begun a step instead, in which it would wait for this rank for ever.
             CommschedError: the session failed or was closed.
         """
-        self._send_flags([False] * len(self._paths), self._agreement.offer_meeting(doing))
-        self.wait_for_flags()
-        self._agreement.require(self._flags[-FLAGS:].tolist(), self._flag_group.step)
-
-    def _send_flags(self, has_gradient: Sequence[bool] | NDArray[Any], offered: Sequence[float]) -> None:
-        self._flag_group.begin_step()
-        self._flags[:] = (*has_gradient, *offered)
-        with self._notifying:
-            self._flag_group.notify_ready(0)
+        # Updates of the last step may still be outstanding, so assignments are compared in the next step.
+        self._flags.offer(self._agreement.numbers_of_meeting(doing), [0] * (len(self._paths) + 1))
+        self._flags.require_same()
 
     def hand_over(self, index: int, gradient: NDArray[Any]) -> None:
         """Submit the gradient of the variable with this ``index``. Any thread.
@@ -228,7 +221,7 @@ class GradientExchange:
 
     def flags_are_there(self) -> bool:
         """Whether all ranks have begun the step."""
-        return self._flag_group.proxies[0].is_open
+        return self._flags.is_there
 
     def wait_for_flags(self) -> None:
         """Wait until all ranks have begun the step.
@@ -236,7 +229,7 @@ class GradientExchange:
         Raises:
             CommschedError: the session failed or was closed meanwhile.
         """
-        self._flag_group.proxies[0].wait()
+        self._flags.wait()
 
     def all_there(self) -> bool:
         return all(proxy.is_open for proxy in self._group.proxies)
@@ -247,7 +240,7 @@ class GradientExchange:
         if closed:
             self._group.stalled(closed[0], seconds)
         else:
-            self._flag_group.stalled(0, seconds)
+            self._flags.group.stalled(0, seconds)
 
     def wait(self, index: int) -> None:
         """Wait until the average of the variable with this ``index`` is available.
@@ -269,8 +262,10 @@ class GradientExchange:
         Raises:
             RanksDiverged: ranks have different optimizers. If the job failed earlier, that failure is raised instead.
         """
-        self._shares = self._flags[:-FLAGS].tolist()  # copied: later flags may come before all averages are used
-        self._agreement.require(self._flags[-FLAGS:].tolist(), self._flag_group.step)
+        self._flags.require_same()
+        self._shares = self._flags.means()  # copied: later flags may come before all averages are used
+        if self._flags.differs(len(self._paths)):
+            self._agreement.compare_assigned(self._flags.group.step)
 
     def average(self, index: int) -> NDArray[Any]:
         """The average, as a view of the flat buffer. It is valid until the next step begins."""
@@ -293,10 +288,4 @@ class GradientExchange:
         self._closed = True
         if release:
             self._group.release()
-            self._flag_group.release()
-
-
-def _register(session: commsched.Session, specs: Sequence[TensorSpec]) -> tuple[list[NDArray[Any]], TensorGroup]:
-    manifest = Manifest(tuple(specs))
-    buffers, views = lay_out(manifest, lambda dtype: tf.as_dtype(dtype).as_numpy_dtype)
-    return views, session.register(manifest, buffers)
+            self._flags.group.release()

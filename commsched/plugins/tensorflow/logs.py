@@ -14,9 +14,8 @@ import numpy as np
 
 import commsched
 
-from ...core.errors import ManifestMismatch, UnsupportedError
-
-_DOING = "ends an epoch of fit"
+from ...core.errors import UnsupportedError
+from ..common.collectives import gather_alike
 
 
 class AverageLogs(keras.callbacks.Callback):  # type: ignore[misc]  # Keras has no types
@@ -53,14 +52,7 @@ class AverageLogs(keras.callbacks.Callback):  # type: ignore[misc]  # Keras has 
             if (meet := known()) is not None:
                 meet(f"the end of epoch {epoch} of fit")
         mine = {name: number for name, value in logs.items() if (number := _number(value)) is not None}
-        records = session.gather({"doing": _DOING, "epoch": epoch, "logs": mine})
-        for rank, theirs in enumerate(records):
-            if not isinstance(theirs, Mapping) or theirs.get("doing") != _DOING or theirs.get("epoch") != epoch:
-                does = f"ends epoch {theirs['epoch']}" if isinstance(theirs, Mapping) and "epoch" in theirs else "does not"
-                raise ManifestMismatch(
-                    f"rank {session.rank} ends epoch {epoch} of fit, and rank {rank} {does}: call fit alike on all ranks"
-                )
-        logs.update(mean_logs([theirs["logs"] for theirs in records]))
+        logs.update(mean_logs(gather_alike(session, f"ends epoch {epoch} of fit", mine, "call fit alike on all ranks")))
 
 
 def mean_logs(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:

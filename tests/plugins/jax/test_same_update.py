@@ -90,7 +90,7 @@ def test_the_text_of_an_update_is_that_of_its_numbers_alone(tx: optax.GradientTr
     assert " at 0x" not in " ".join(text for text, _ in first)
 
 
-def diverges(message: str, train: Any) -> None:
+def diverges(message: str, train: Any, check_weights: int = 1) -> None:
     """``train`` ends with it on every rank."""
     errors: dict[int, str] = {}
 
@@ -101,7 +101,7 @@ def diverges(message: str, train: Any) -> None:
         except RanksDiverged as error:
             errors[session.rank] = str(error)
 
-    on_ranks(2, run, check_weights=1)
+    on_ranks(2, run, check_weights=check_weights)
     assert errors[0] == errors[1]
     assert re.search(message, errors[0]), errors[0]
 
@@ -119,6 +119,20 @@ def test_a_rate_that_one_rank_sets() -> None:
         r"^optimizers differ between ranks after step 2: 'hyperparams.learning_rate' is 0.1 on rank 0 but 0.25 on rank 1$",
         train,
     )
+
+
+def test_a_rate_that_one_rank_sets_is_found_before_it_is_used() -> None:
+    """The weights are compared after steps 16 and 32 only."""
+
+    def train(session: Session) -> None:
+        step = cs.jit(cs.value_and_update(loss))
+        state = cs.create(make_params(0), optax.inject_hyperparams(optax.sgd)(learning_rate=0.1), session=session)
+        for index in range(100):
+            _, state = step(state, *make_batch(session.rank, index))
+            if index == 20:
+                state.opt_state.hyperparams["learning_rate"] = jnp.asarray([0.1, 0.25][session.rank])
+
+    diverges(r"^optimizers differ between ranks after step 21: 'hyperparams.learning_rate' is ", train, check_weights=1000)
 
 
 def test_an_update_that_one_rank_traces_anew_with_another_rate() -> None:

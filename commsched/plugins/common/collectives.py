@@ -1,4 +1,4 @@
-"""All ranks begin with rank 0's state. Shared by plugins."""
+"""Collective calls outside of steps: arrays of rank 0, and values that are gathered for one purpose. Shared by plugins."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 import commsched
+
+from ...core.errors import ManifestMismatch
 
 
 def described(item: Sequence[Any] | None) -> str:
@@ -30,3 +32,22 @@ def broadcast_arrays(session: commsched.Session, name: str, arrays: Sequence[NDA
         received.append(flat[start : start + array.nbytes].view(array.dtype).reshape(array.shape))
         start += array.nbytes
     return received
+
+
+def gather_alike(session: commsched.Session, doing: str, value: Any, advice: str) -> list[Any]:
+    """Return ``session.gather(value)``, and require that all ranks make this call for the same purpose. Collective.
+
+    Args:
+        doing: the purpose of this call, as an error says it: "rank 1 <doing>".
+        advice: the end of the error message.
+
+    Raises:
+        ManifestMismatch: another rank makes another collective call.
+    """
+    values = []
+    for rank, theirs in enumerate(session.gather({"doing": doing, "value": value})):
+        does = theirs.get("doing") if isinstance(theirs, dict) else None
+        if does != doing:
+            raise ManifestMismatch(f"rank {rank} {does or 'does something else'} while rank {session.rank} {doing}: {advice}")
+        values.append(theirs["value"])
+    return values

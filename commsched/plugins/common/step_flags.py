@@ -1,0 +1,122 @@
+"""StepFlags: what ranks say of each step besides gradients, so that no rank diverges unnoticed. Shared by plugins."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+import commsched
+
+from ...core.errors import CommschedError, RanksDiverged
+from ...core.manifest import Manifest, TensorSpec
+from .flat import register_flat
+
+#: A transport that multiplies by 1 / ranks instead of dividing rounds the mean of equal digests, by less than this.
+_ROUNDING = 1e-3
+_VERDICT_SECONDS = 30.0
+
+
+def digest_of_record(record: Any) -> float:
+    """A digest of JSON values. It has 40 bits, so that a float64 holds the sum of the digests of 8192 ranks exactly."""
+    text = json.dumps(record, sort_keys=True)
+    return float(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=5).digest(), "big"))
+
+
+class StepFlags:
+    """In each step, a rank offers a record that must be equal on all ranks, and flags whose means over the ranks it gets back.
+
+    Both travel as one tensor in a group of its own, so that no gradient shares a partition with it and waits for it. Its dtype
+    is float64, which no wire dtype narrows. The record travels as a digest. If records differ, each rank's digest differs from
+    the mean, so every rank notices and sends its record to rank 0 (``Session.compare``), which names the difference.
+
+    Making one is collective. One thread at a time may call ``offer``, any thread the others.
+
+    Args:
+        name: names the tensor.
+        what: names the records in errors. Unique in the session.
+        count: the number of flags.
+    """
+
+    def __init__(self, session: commsched.Session, name: str, what: str, count: int = 0) -> None:
+        self._session = session
+        self._what = what
+        self._record: Mapping[str, Any] = {}
+        self._own: Sequence[float] = [0.0] * (count + 1)
+        spec = TensorSpec(f"commsched.{name}", (count + 1,), "float64")
+        self.group, (self._mean,) = register_flat(session, Manifest((spec,)))
+
+    @property
+    def is_there(self) -> bool:
+        """Whether all ranks have made the last offer of this rank."""
+        return self.group.proxies[0].is_open
+
+    def offer(self, record: Mapping[str, Any], flags: Sequence[float] = ()) -> None:
+        """Offer a ``record`` of JSON values, by the names that an error gives them, and ``flags``. Waits only until the last
+        offer is there.
+
+        Raises:
+            CommschedError: the session failed or was closed.
+        """
+        self.group.begin_step()
+        self._record = record
+        self._own = digest_of_record(record), *flags
+        self._mean[:] = self._own
+        self.group.notify_ready(0)
+
+    def wait(self) -> None:
+        """Wait until all ranks have made the last offer of this rank.
+
+        Raises:
+            CommschedError: the session failed or was closed.
+        """
+        self.group.proxies[0].wait()
+
+    def means(self) -> list[float]:
+        """The means of the flags over all ranks. Waits for them."""
+        self.wait()
+        means: list[float] = self._mean[1:].tolist()
+        return means
+
+    def differs(self, flag: int) -> bool:
+        """Whether the ``flag``, a digest, differs between ranks. Call it when the means are there."""
+        return self._differs(1 + flag)
+
+    def require_same(self) -> None:
+        """Require equal records of all ranks. Waits for them.
+
+        Raises:
+            RanksDiverged: they differ. If the job failed earlier, that failure is raised instead.
+        """
+        self.wait()
+        if self._differs(0):
+            end_with_difference(self._session, self._what, self.group.step, self._record)
+
+    def _differs(self, index: int) -> bool:
+        return abs(float(self._mean[index]) - self._own[index]) > _ROUNDING
+
+
+def end_with_difference(session: commsched.Session, what: str, step: int, values: Mapping[str, Any]) -> NoReturn:
+    """Report this rank's ``values`` to rank 0 (see ``Session.compare``) and wait for the failure that this causes.
+
+    Call it only if the values are known to differ between ranks: then every rank calls it.
+
+    Raises:
+        RanksDiverged: names the first value that differs. If the job failed earlier, that failure is raised instead.
+    """
+    failures: list[CommschedError] = []
+    failed = threading.Event()
+
+    def fail(error: CommschedError) -> None:
+        failures.append(error)
+        failed.set()
+
+    session.when_failed(fail)
+    session.compare(what, step, values)
+    if not failed.wait(_VERDICT_SECONDS):
+        raise RanksDiverged(
+            f"{what} differ between ranks after step {step}: rank {session.rank} has {json.dumps(dict(values))}"
+        )
+    raise failures[0]
