@@ -14,8 +14,9 @@ from ...core.errors import CommschedError, RanksDiverged
 from ...core.manifest import Manifest, TensorSpec
 from .flat import register_flat
 
-#: A transport that multiplies by 1 / ranks instead of dividing rounds the mean of equal digests, by less than this.
-_ROUNDING = 1e-3
+#: A transport may round the mean of equal digests, as it multiplies the sum or each digest by 1 / ranks, but by less than this.
+#: Digests that differ are random numbers of 40 bits, so their mean is further off.
+_ROUNDING = 0.5
 _VERDICT_SECONDS = 30.0
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from commsched.core.errors import RanksDiverged
-from commsched.plugins.common.step_flags import StepFlags, digest_of_record
+from commsched.plugins.common.step_flags import _ROUNDING, StepFlags, digest_of_record
 from commsched.session.local import local_sessions
 from commsched.session.session import Session
 from commsched.testing.world import run_world
@@ -62,7 +62,7 @@ def test_ranks_whose_records_differ_all_learn_the_first_value_that_does() -> Non
 
 def test_a_flag_that_is_a_digest_shows_a_difference_on_every_rank() -> None:
     def run(session: Session, flags: StepFlags) -> list[bool]:
-        flags.offer({}, [2**40 - 1, 2**40 - 1 - (session.rank == 2), 0])
+        flags.offer({}, [2**40 - 1, 12345 if session.rank == 2 else 2**39, 0])
         flags.wait()
         return [flags.differs(flag) for flag in range(3)]
 
@@ -77,9 +77,18 @@ json_values = st.recursive(
 
 @given(json_values, st.integers(1, 8192))
 def test_no_mean_of_equal_digests_is_rounded_so_much_that_they_seem_to_differ(record: Any, world_size: int) -> None:
-    """Whether a transport divides the sum or multiplies it."""
+    """Whether a transport divides the sum, or multiplies it or each digest."""
     digest = digest_of_record(record)
     assert 0 <= digest < 2**40
-    total = digest * world_size
-    assert total / world_size == digest
-    assert abs(total * (1 / world_size) - digest) < 1e-3
+    assert digest * world_size / world_size == digest
+    assert abs(digest * world_size * (1 / world_size) - digest) < _ROUNDING
+    assert abs(sum([digest * (1 / world_size)] * world_size) - digest) < _ROUNDING
+
+
+@given(json_values, json_values, st.integers(2, 8192))
+def test_one_rank_that_differs_moves_the_mean_of_all(one: Any, other: Any, world_size: int) -> None:
+    ours, theirs = digest_of_record(one), digest_of_record([other])
+    mean = ((world_size - 1) * ours + theirs) / world_size
+    if ours != theirs:
+        assert abs(mean - ours) > _ROUNDING
+        assert abs(mean - theirs) > _ROUNDING
