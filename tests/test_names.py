@@ -22,7 +22,6 @@ DELIBERATE = {
     "Peer",
     "ScheduledOptimizer",
     "Slot",
-    "StepFlags",
     "T",
     "USES_MODEL",
     "decode",

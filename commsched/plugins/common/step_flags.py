@@ -26,6 +26,11 @@ def digest_of_record(record: Any) -> float:
     return float(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=5).digest(), "big"))
 
 
+def digests_differ(own: float, mean: float) -> bool:
+    """Whether ranks have other digests than this one. ``mean`` is the mean of the digests of all ranks."""
+    return abs(mean - own) > _ROUNDING
+
+
 class StepFlags:
     """In each step, a rank offers a record that must be equal on all ranks, and flags whose means over the ranks it gets back.
 
@@ -96,7 +101,7 @@ class StepFlags:
             end_with_difference(self._session, self._what, self.group.step, self._record)
 
     def _differs(self, index: int) -> bool:
-        return abs(float(self._mean[index]) - self._own[index]) > _ROUNDING
+        return digests_differ(self._own[index], float(self._mean[index]))
 
 
 def end_with_difference(session: commsched.Session, what: str, step: int, values: Mapping[str, Any]) -> NoReturn:
@@ -115,6 +120,7 @@ def end_with_difference(session: commsched.Session, what: str, step: int, values
         failed.set()
 
     session.when_failed(fail)
+    session.core.has_raised = True  # the failure is raised here
     session.compare(what, step, values)
     if not failed.wait(_VERDICT_SECONDS):
         raise RanksDiverged(

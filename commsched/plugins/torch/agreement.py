@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
@@ -14,21 +13,22 @@ import torch
 import commsched
 
 from ...core.comparison import Difference, require_same
-from ...core.errors import ConfigError, RanksDiverged, TransportError, UnsupportedError
+from ...core.errors import ConfigError, TransportError, UnsupportedError
 from ...core.group import TensorGroup
 from ...core.manifest import TensorSpec
+from ..common.step_flags import digests_differ, end_with_difference
 from .device import Device
 from .flat import register_flat
 from .guard import guard, release, unguarded
-from .hyper_parameters import BITS, by_name, digests_differ
+from .hyper_parameters import by_name
 from .samples import Samples, first_sample_difference
 from .slot import Slot
 
-_FIRST = 3 + BITS  # number of floats in the second set before the floats for each parameter
+_FIRST = 4  # number of floats in the second set before the floats for each parameter
 
 
 @dataclass(frozen=True)
-class BackwardFlags:
+class BackwardShares:
     """The first set of flags, sent when backward is over. Each float is a share of ranks (0 to 1); the comment beside it says
     what these ranks do."""
 
@@ -38,12 +38,12 @@ class BackwardFlags:
 
 
 @dataclass(frozen=True)
-class StepFlags:
+class StepShares:
     """The second set of flags, sent at the end of the round. Each float is a share of ranks (0 to 1); the comment beside it
     says what these ranks do."""
 
     committed: float  # called step()
-    unfrozen: float  # as in BackwardFlags
+    unfrozen: float  # as in BackwardShares
     own_changed: float  # have changed gradients that were their own sums, not averages
     hyper_parameters_differ: bool  # whether the ranks' hyper-parameters differ
     share: list[float]  # by flag: still have a gradient for the parameter
@@ -78,16 +78,16 @@ class Flags:
 
     def __init__(self, session: commsched.Session, device: Device, parameters: int) -> None:
         self._device = device
-        self._world_size = session.world_size
         (self._used,), self._used_group = register_flat(
             session, device, [TensorSpec("commsched.used", (2 + parameters,), "float32")]
         )
         (self._kept,), self._kept_group = register_flat(
             session, device, [TensorSpec("commsched.kept", (_FIRST + 4 * parameters,), "float64")]
         )  # float64, because norms are compared and no wire dtype narrows float64
-        self._all_used: BackwardFlags | None = None  # the averaged flags of this round, once they were read
-        self._all_kept: StepFlags | None = None
+        self._all_used: BackwardShares | None = None  # the averaged flags of this round, once they were read
+        self._all_kept: StepShares | None = None
         self._own: torch.Tensor | None = None  # this rank's norms and projections of samples
+        self._digest = 0.0  # of this rank's hyper-parameters
         self._say_used, self._say_kept = _Floats(torch.float32), _Floats(torch.float64)
 
     @property
@@ -118,7 +118,7 @@ class Flags:
         kept: Sequence[bool],
         changed: Sequence[bool],
         samples: torch.Tensor | None,
-        hyper_parameters: Sequence[float],
+        hyper_parameters: float,
     ) -> None:
         """Submit this rank's second set of flags. Never waits.
 
@@ -126,11 +126,11 @@ class Flags:
             kept: by flag: whether this rank still has a gradient.
             changed: by flag: whether this rank has changed the gradient.
             samples: the result of ``Samples.of``.
-            hyper_parameters: the bits of the digest of the hyper-parameters.
+            hyper_parameters: the digest of the hyper-parameters.
         """
         self._all_kept = None
-        self._own = samples
-        numbers = [committed, unfrozen, own_changed, *hyper_parameters, *kept, *changed]
+        self._own, self._digest = samples, hyper_parameters
+        numbers = [committed, unfrozen, own_changed, hyper_parameters, *kept, *changed]
         with self._device.aside():
             self._kept.copy_(self._say_kept.of(numbers, 2 * len(kept)))
         if samples is not None:
@@ -143,16 +143,16 @@ class Flags:
     def are_there(self) -> bool:
         return self._used_group.proxies[0].is_open and self._kept_group.proxies[0].is_open
 
-    def used(self) -> BackwardFlags:
+    def used(self) -> BackwardShares:
         """Wait until backward is over on all ranks, and return the first flags."""
         if self._all_used is None:
             self._used_group.proxies[0].wait()
             with self._device.aside():
                 unfrozen, adding, *share = self._used.tolist()
-            self._all_used = BackwardFlags(unfrozen, adding, share)
+            self._all_used = BackwardShares(unfrozen, adding, share)
         return self._all_used
 
-    def kept(self) -> StepFlags:
+    def kept(self) -> StepShares:
         """Wait until the round is over on all ranks, and return the second flags."""
         if self._all_kept is None:
             self._kept_group.proxies[0].wait()
@@ -160,11 +160,11 @@ class Flags:
                 kept = self._kept.to("cpu", copy=True)
                 own = self._own.to("cpu") if self._own is not None else None
             count = (len(kept) - _FIRST) // 4
-            committed, unfrozen, own_changed = kept[:3].tolist()
-            differ = digests_differ(kept[3:_FIRST].tolist(), self._world_size)
+            committed, unfrozen, own_changed, digest = kept[:_FIRST].tolist()
+            differ = digests_differ(self._digest, digest)
             share, changed = kept[_FIRST : _FIRST + 2 * count].view(2, count).tolist()
             samples = kept[_FIRST + 2 * count :].view(2, count)
-            self._all_kept = StepFlags(committed, unfrozen, own_changed, differ, share, changed, samples, own)
+            self._all_kept = StepShares(committed, unfrozen, own_changed, differ, share, changed, samples, own)
         return self._all_kept
 
 
@@ -230,11 +230,6 @@ class _OwnSum:
         return not as_it_was and norm(gradient) != 0.0
 
 
-#: Seconds to wait until all ranks have reported their hyper-parameters, so that the error names the difference. Each rank
-#: finds the difference when it first needs an update, but it may wait elsewhere before that.
-_NAMED_WITHIN_SECONDS = 10.0
-
-
 def describe(slots: Sequence[Slot]) -> list[list[object]]:
     """Describe each slot's parameter (name, shape, type, whether it is sparse) as JSON."""
     return [[slot.name, list(slot.parameter.shape), str(slot.parameter.dtype), slot.is_sparse] for slot in slots]
@@ -287,7 +282,7 @@ def require_same_optimizer(numbers: Sequence[int]) -> None:
     )
 
 
-def require_same_end(kept: StepFlags, committed: bool, rank: int, step: int) -> None:
+def require_same_end(kept: StepShares, committed: bool, rank: int, step: int) -> None:
     """Require that all ranks end the round in the same way. ``committed`` says whether ``rank`` called step().
 
     Raises:
@@ -304,7 +299,7 @@ def require_same_end(kept: StepFlags, committed: bool, rank: int, step: int) -> 
 
 
 def require_equal_hyper_parameters(
-    kept: StepFlags, session: commsched.Session, label: str, step: int, groups: Sequence[Mapping[str, Any]], keys: Set[str]
+    kept: StepShares, session: commsched.Session, label: str, step: int, groups: Sequence[Mapping[str, Any]], keys: Set[str]
 ) -> None:
     """Require that all ranks have the same hyper-parameters in ``step``.
 
@@ -316,16 +311,8 @@ def require_equal_hyper_parameters(
     Raises:
         RanksDiverged: the ranks differ; the message names the first hyper-parameter that differs and the ranks' values.
     """
-    if not kept.hyper_parameters_differ:
-        return
-    failed = threading.Event()
-    session.when_failed(lambda _: failed.set())
-    session.compare(f"hyper-parameters{label}", step, by_name(groups, keys))  # every rank that comes here does the same
-    failed.wait(_NAMED_WITHIN_SECONDS)
-    session.core.check()
-    raise RanksDiverged(
-        f"hyper-parameters{label} differ between ranks in step {step}; rank {session.rank} has {by_name(groups, keys)}"
-    )
+    if kept.hyper_parameters_differ:
+        end_with_difference(session, f"hyper-parameters{label}", step, by_name(groups, keys))
 
 
 def require_added_alike(share: float, rank: int) -> None:
@@ -379,7 +366,7 @@ def require_averaged_before_changed(share: float, name: str | None, rank: int) -
         )
 
 
-def require_changed_alike(kept: StepFlags, slots: Sequence[Slot]) -> None:
+def require_changed_alike(kept: StepShares, slots: Sequence[Slot]) -> None:
     """Require that all ranks have changed a gradient, or none. ``slots`` are by flag.
 
     Raises:
@@ -395,7 +382,7 @@ def require_changed_alike(kept: StepFlags, slots: Sequence[Slot]) -> None:
 
 
 def require_equal_values(
-    kept: StepFlags, slots: Sequence[Slot], samples: Samples, unaveraged: Callable[[], str | None]
+    kept: StepShares, slots: Sequence[Slot], samples: Samples, unaveraged: Callable[[], str | None]
 ) -> None:
     """Require that a gradient which all ranks have read, and may have changed, has the same values on all ranks.
 

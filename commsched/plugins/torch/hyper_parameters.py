@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import hashlib
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence, Set
@@ -12,11 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..common.step_flags import digest_of_record
 from .update import is_of_torch
-
-#: The number of bits of a digest. Each bit travels as a separate float. A mean of 0 or 1 means that all ranks have the same
-#: bit. Neither the number of ranks nor rounding can hide a difference, and every rank sees a difference that any rank sees.
-BITS = 32
 
 _Group = Mapping[str, Any]
 
@@ -42,10 +38,10 @@ class HyperParameters:
         self._known_keys: frozenset[str] = frozenset()  # the keys that ``_texts`` was made with
         self._groups: list[_Group | None] = []  # the last snapshot; None: the group has a tensor, which is slow to compare
         self._texts: list[str] = []
-        self._bits = [0.0] * BITS
+        self._digest = 0.0
 
-    def bits(self, groups: Sequence[_Group]) -> list[float]:
-        """Return the bits of the digest of ``groups``, which must be a snapshot: later changes must not modify it."""
+    def digest(self, groups: Sequence[_Group]) -> float:
+        """Return the digest of ``groups``, which must be a snapshot: later changes must not modify it."""
         if self._known_keys != self._keys:
             self._known_keys = frozenset(self._keys)
             self._groups, self._texts = [], []
@@ -60,16 +56,8 @@ class HyperParameters:
                 self._texts[index] = json.dumps(
                     {key: _comparable(value) for key, value in group.items() if key in self._known_keys}, sort_keys=True
                 )
-            digest = hashlib.blake2b("\n".join(self._texts).encode(), digest_size=BITS // 8).digest()
-            self._bits = [float(byte >> bit & 1) for byte in digest for bit in range(8)]
-        return self._bits
-
-
-def digests_differ(shares: Sequence[float], world_size: int) -> bool:
-    """Whether the ranks' digests differ. ``shares`` are the means of the ranks' bits. The tolerance allows for a transport that
-    averages by multiplying by 1 / ``world_size``."""
-    little = 0.5 / world_size
-    return any(little < share < 1.0 - little for share in shares)
+            self._digest = digest_of_record(self._texts)
+        return self._digest
 
 
 def by_name(groups: Sequence[_Group], keys: Set[str]) -> dict[str, Any]:

@@ -11,8 +11,8 @@ import commsched
 
 from ...core.errors import UnsupportedError
 from .agreement import (
-    BackwardFlags,
-    StepFlags,
+    BackwardShares,
+    StepShares,
     require_added_alike,
     require_averaged_before_changed,
     require_changed_alike,
@@ -22,13 +22,11 @@ from .agreement import (
     require_unfrozen_alike,
 )
 from .guard import guard, is_guarded, release, unguarded
-from .hyper_parameters import BITS, HyperParameters
+from .hyper_parameters import HyperParameters
 from .layout import GradientLayout
 from .no_gradient import NoGradients
 from .samples import Samples
 from .slot import Slot
-
-_NO_BITS = [0.0] * BITS
 
 
 class Round:
@@ -68,7 +66,7 @@ class Round:
         self._compared = compared
         self._digests = HyperParameters(compared)
         self._hyper_parameters: Sequence[Mapping[str, Any]] = ()  # by group, from the step() that ended the round
-        self._agreed: StepFlags | None = None  # all ranks' flags at the end of the round, once checked
+        self._agreed: StepShares | None = None  # all ranks' flags at the end of the round, once checked
 
     def begin(self) -> None:
         self.without.forget()
@@ -208,7 +206,7 @@ class Round:
                 without ``step()``.
         """
         committed = hyper_parameters is not None
-        bits = self._digests.bits(hyper_parameters) if hyper_parameters is not None else _NO_BITS
+        digest = self._digests.digest(hyper_parameters) if hyper_parameters is not None else 0.0
         self._hyper_parameters = hyper_parameters or ()
         slots = self._places.all
         read = [kept and (slot.was_read or edit) for slot, kept, edit in zip(slots, keeps, changed)]
@@ -222,7 +220,7 @@ class Round:
             keeps,
             changed,
             self._samples.of(read, self._turn, adopted=committed),
-            bits,
+            digest,
         )
 
     # --- averages out of the buffers ---
@@ -241,7 +239,7 @@ class Round:
                 slot.gradient.copy_(slot.rows.read(slot.view))
                 slot.version = slot.gradient._version
 
-    def used(self) -> BackwardFlags:
+    def used(self) -> BackwardShares:
         """Wait until backward is over on all ranks, and return their first flags.
 
         Raises:
@@ -273,7 +271,7 @@ class Round:
                 slot.parameter.grad = slot.gradient
                 guard(slot.gradient, slot.await_gradient)
 
-    def kept(self, committed: bool) -> StepFlags:
+    def kept(self, committed: bool) -> StepShares:
         """Wait until the round is over on all ranks, and return their second flags, which agree.
 
         Args:
@@ -309,5 +307,5 @@ class Round:
         nothing = [False] * len(self._places.all)
         flags.begin_step()
         flags.offer_used(False, True, nothing)
-        flags.offer_kept(False, False, False, nothing, nothing, None, _NO_BITS)
+        flags.offer_kept(False, False, False, nothing, nothing, None, 0.0)
         self.used()
