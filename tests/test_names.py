@@ -35,7 +35,6 @@ DELIBERATE = {
     "make_searcher",
     "numbers_of",
     "open_transport",
-    "register_flat",
     "release",
     "require_equal_values",
     "require_plain",

@@ -18,7 +18,7 @@ from ...core.group import TensorGroup
 from ...core.manifest import TensorSpec
 from ..common.step_flags import digests_differ, end_with_difference
 from .device import Device
-from .flat import register_flat
+from .flat import register_on
 from .guard import guard, release, unguarded
 from .hyper_parameters import by_name
 from .samples import Samples, first_sample_difference
@@ -78,10 +78,10 @@ class Flags:
 
     def __init__(self, session: commsched.Session, device: Device, parameters: int) -> None:
         self._device = device
-        (self._used,), self._used_group = register_flat(
+        self._used_group, (self._used,) = register_on(
             session, device, [TensorSpec("commsched.used", (2 + parameters,), "float32")]
         )
-        (self._kept,), self._kept_group = register_flat(
+        self._kept_group, (self._kept,) = register_on(
             session, device, [TensorSpec("commsched.kept", (_FIRST + 4 * parameters,), "float64")]
         )  # float64, because norms are compared and no wire dtype narrows float64
         self._all_used: BackwardShares | None = None  # the averaged flags of this round, once they were read

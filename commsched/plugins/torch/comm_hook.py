@@ -22,7 +22,7 @@ import commsched
 from ...core.errors import ConfigError, UnsupportedError
 from ...core.group import TensorGroup
 from .device import init_for, open_device
-from .flat import register_flat, spec_of
+from .flat import register_on, spec_of
 
 
 class _Bucket(NamedTuple):
@@ -79,7 +79,7 @@ class CommHookState:
             )
         specs = [spec_of(name, parameter) for name, parameter in parameters]
         self._device = open_device(session, parameters)
-        self._views, self._group = register_flat(session, self._device, specs)
+        self._group, self._views = register_on(session, self._device, specs)
         self._tensors = {id(parameter): tensor for tensor, (_, parameter) in enumerate(parameters)}
 
     def detach(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -10,7 +11,8 @@ import commsched
 
 from ...core.errors import UnsupportedError
 from ...core.group import TensorGroup
-from ...core.manifest import ITEMSIZE, Manifest, TensorSpec
+from ...core.manifest import Manifest, TensorSpec
+from ..common.flat import register_flat
 from .device import Device
 
 _DTYPES = {getattr(torch, name): name for name in ("float16", "bfloat16", "float32", "float64")}
@@ -30,19 +32,8 @@ def spec_of(name: str, parameter: torch.Tensor) -> TensorSpec:
     return TensorSpec(name, tuple(parameter.shape), _DTYPES[parameter.dtype])
 
 
-def register_flat(
+def register_on(
     session: commsched.Session, device: Device, specs: Sequence[TensorSpec]
-) -> tuple[list[torch.Tensor], TensorGroup]:
-    """Register tensors, in forward order, in new flat buffers. Return each tensor's view and the group. Collective.
-
-    Raises:
-        ManifestMismatch: the ranks' tensors differ.
-    """
-    manifest = Manifest(tuple(specs))
-    flat = {dtype: device.allocate(nbytes) for dtype, nbytes in manifest.buffer_bytes.items()}
-    views = []
-    for tensor, spec in enumerate(manifest.tensors):
-        start = manifest.offset(tensor) // ITEMSIZE[spec.dtype]
-        values, _ = flat[spec.dtype]
-        views.append(values.view(getattr(torch, spec.dtype))[start : start + spec.numel].view(spec.shape))
-    return views, session.register(manifest, {dtype: buffer for dtype, (_, buffer) in flat.items()})
+) -> tuple[TensorGroup, list[torch.Tensor]]:
+    """Register tensors, in forward order, in new flat buffers on ``device``. See :func:`register_flat`."""
+    return register_flat(session, Manifest(tuple(specs)), as_dtype=partial(getattr, torch), allocate=device.allocate)

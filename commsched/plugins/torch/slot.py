@@ -16,7 +16,7 @@ from ...core.group import DependencyProxy, TensorGroup
 from ...core.manifest import TensorSpec
 from .checks import Rows
 from .device import Device
-from .flat import register_flat, spec_of
+from .flat import register_on, spec_of
 from .guard import address, release, unguarded
 from .twin import Twin, increment_versions
 
@@ -332,7 +332,7 @@ def give_places(session: commsched.Session, device: Device, slots: Sequence[Slot
         UnsupportedError: the type of a parameter cannot be averaged.
     """
     specs = _aligned(slots)
-    views, group = register_flat(session, device, [spec for each in specs for spec in each])
+    group, views = register_on(session, device, [spec for each in specs for spec in each])
     first = 0
     for slot, (spec, *beside) in zip(slots, specs):
         last = first + len(beside)
