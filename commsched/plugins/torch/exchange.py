@@ -188,7 +188,6 @@ class GradientExchange:
         """Remove the hooks and release the buffers. No update may be outstanding. Collective."""
         if self._round.is_open:
             self._fold()
-        self._round.without.forget()
         self.settle()
         self._own_sums.forget()
         for handle in self._handles:

@@ -42,3 +42,17 @@ def test_an_all_reduce_that_fails_is_not_taken_for_one_that_is_done(channel: Glo
     channel._all_reduced(8, done.append, Failed())
     assert [str(error) for error in done] == ["Connection closed by peer"]
     assert channel._bytes_under_way == 0
+
+
+def test_a_channel_is_closed_when_its_group_is_gone(channel: GlooChannel) -> None:
+    """The end of the process must not meet gloo's threads."""
+    over = threading.Event()
+
+    class Waiter:
+        def close(self) -> None:
+            assert over.wait(10)
+
+    channel.rank, channel._waiters, channel._group = 0, [Waiter()], object()  # type: ignore[list-item]
+    threading.Timer(0.1, over.set).start()
+    channel.close(graceful=True)
+    assert channel._group is None
