@@ -5,11 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 import commsched
-from commsched.core.errors import ConfigError
+from commsched.core.errors import ConfigError, PeerLost
+from commsched.session import process
 
 from ..jobs.job import clean_environ
 
@@ -59,3 +63,16 @@ def test_a_process_that_is_interrupted_while_it_closes_its_session_does_not_end_
     environ = clean_environ()
     done = subprocess.run([sys.executable, "-c", script], env=environ, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr.splitlines()[-1]) == (code, told)
+
+
+@pytest.mark.parametrize("noticed", [None, "closed", "has_raised"])
+def test_a_failure_is_said_where_nothing_raises_it_without_keeping_the_process(
+    noticed: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(process, "_NOTICE_SECONDS", 0.1)
+    session: Any = SimpleNamespace(rank=1, closed=noticed == "closed", has_raised=noticed == "has_raised")
+    process._say_if_unnoticed(session, PeerLost("rank 0 is gone"))
+    (timer,) = (thread for thread in threading.enumerate() if thread.name == "commsched-unnoticed")
+    assert timer.daemon
+    timer.join()
+    assert caplog.messages == ([] if noticed else ["rank 1: the job has failed: PeerLost: rank 0 is gone"])

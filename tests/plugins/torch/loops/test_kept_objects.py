@@ -268,6 +268,19 @@ def test_gradients_that_are_shared_and_used_are_refused_by_name() -> None:
         run(loop, model=convolution)
 
 
+def test_memory_of_another_type_that_a_gradient_is_given_is_refused_by_name() -> None:
+    """Copied where averages travel, its values would not be those that the update would have had."""
+
+    def loop(data: Data, model: nn.Module, optimizer: Any) -> None:
+        data.loss(model).backward()
+        for gradient in [parameter.grad for parameter in _parameters_with_gradients(model)]:
+            gradient.data = gradient.data.float()
+        optimizer.step()
+
+    with pytest.raises(commsched.CommschedError, match=r"replaced through \.data: assign to \.grad instead"):
+        run(loop, model=convolution)
+
+
 def _masked(model: nn.Module) -> None:
     for parameter in _parameters_with_gradients(model):
         parameter.grad.data = parameter.grad.data * 0.5
