@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from commsched.transports.backends.mpi.channel import MpiChannel
+from commsched.transports.backends.mpi.communicators import MpiChannel
 from commsched.transports.backends.mpi.progress import _ABANDONED, Progress
 from commsched.transports.collective.channel import CannotBegin
 
