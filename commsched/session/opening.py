@@ -218,9 +218,10 @@ class _Opening:
             log.warning("%s", advice)
 
     def _require_effect(self) -> None:
-        """Refuse settings that the chosen transport does not use; if the user did not choose it, only warn of them."""
-        for problem in without_effect(self._settings, self._transport).values():
-            if self._settings.transport != "auto":
+        """Refuse settings that the chosen transport does not use; if the user did not choose it, only warn of
+        those without which the job can go on."""
+        for name, problem in without_effect(self._settings, self._transport).items():
+            if self._settings.transport != "auto" or name == "collective":  # which core would refuse
                 raise ConfigError(problem)
             if self._world.rank == 0:
                 log.warning("%s", problem)

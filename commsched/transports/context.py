@@ -1,9 +1,9 @@
-"""The arguments that a transport opens with. Each transport module defines ``open_transport(context) -> Transport``."""
+"""The arguments that a transport opens with."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..core.interfaces import OnFailure
@@ -38,7 +38,7 @@ class Contributors:
 
 @dataclass(frozen=True, slots=True)
 class TransportContext:
-    """The arguments of ``open_transport``.
+    """The arguments of ``Backend.open``.
 
     ``gather(value)`` returns the JSON values of all ranks, in rank order. ``host`` is the address, without port, at which the
     other ranks reach this rank. ``control_address`` is the address of rank 0's control channel. ``job`` is the job's name.
@@ -52,7 +52,7 @@ class TransportContext:
     world: World
     settings: Settings
     host: str
-    token: str
+    token: str = field(repr=False)
     control_address: str
     gather: Callable[[Any], list[Any]]
     on_failure: OnFailure

@@ -83,3 +83,8 @@ def test_a_setting_that_a_chosen_transport_does_not_use_is_warned_of_once(
     with caplog.at_level(logging.WARNING):
         assert open_two(tmp_path, transport="auto", order="static") == [None, None]
     assert caplog.messages.count("order='static' has no effect with transport=ps: it is for gloo, mpi, nccl") == 1
+
+
+def test_a_collective_that_a_chosen_transport_does_not_have_is_refused(tmp_path: Path) -> None:
+    said = "collective='rsag' has no effect with transport=ps: it is for gloo, mpi, nccl"
+    assert open_two(tmp_path, transport="auto", collective="rsag") == [said, said]

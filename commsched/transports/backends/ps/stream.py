@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from ....settings import Settings
@@ -23,7 +23,7 @@ class StreamOptions:
         rate_limiter: caps the rate of sending of all streams of the process, if given. Closed with the options.
     """
 
-    token: str
+    token: str = field(repr=False)
     lane: str = "tcp"
     fail_after_seconds: float = 10.0
     rate_limiter: RateLimiter | None = None
