@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from queue import SimpleQueue
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 
 from commsched.core.config import SchedulerConfig
 from commsched.core.core import Core
-from commsched.core.errors import ClosedError, CommschedError, OrderMismatch, UnsupportedError
+from commsched.core.errors import ClosedError, CommschedError, ConfigError, OrderMismatch, UnsupportedError
 from commsched.core.group import TensorGroup
 from commsched.core.manifest import Manifest, TensorSpec
 from commsched.core.plan import cut
@@ -248,3 +249,5 @@ def test_what_a_transport_cannot_do_is_said_before_anything_begins() -> None:
         UnsupportedError, match="collective='rsag' averages by reduce-scatter and all-gather, which RecordingTransport"
     ):
         Core(transport, SPLIT, messenger=Sent())
+    with pytest.raises(ConfigError, match="collective 'ring' is unknown; there are: all_reduce, rsag"):
+        Core(transport, replace(WHOLE, collective="ring"), messenger=Sent())
