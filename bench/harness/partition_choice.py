@@ -93,7 +93,7 @@ def choose(
     cost: MessageCost,
     workers: int,
     servers: int,
-    collective: bool = False,
+    ordered: bool = False,
 ) -> tuple[int, int]:
     """Partition and credit in bytes. Each argument is a size, or ``"auto"`` to choose it.
 
@@ -107,13 +107,13 @@ def choose(
         seconds_per_byte: seconds per byte of gradient on the busiest link.
         cost: cost of one partition, besides its bytes.
         servers: number of separate servers; 0 means a shard on every worker.
-        collective: whether partitions are averaged by collectives, in an agreed order.
+        ordered: whether partitions are averaged by collectives, in an agreed order.
     """
     partition_bytes = parse_bytes(partition, "partition") if partition != "auto" else 0
     if not partition_bytes:
         # Committed partitions: one on the way to each shard, the next one, and one that a server passes on. Lanes to separate
         # servers share the links in both directions: in each direction every lane has one on its way and one in the kernel.
-        messages = _COMMITTED_COLLECTIVES if collective else 4 * servers if servers else workers + 2
+        messages = _COMMITTED_COLLECTIVES if ordered else 4 * servers if servers else workers + 2
         sizes = sorted(
             best_partition(
                 each.forward_seconds,
@@ -122,11 +122,11 @@ def choose(
                 seconds_per_byte,
                 cost.link_seconds,
                 messages,
-                cost.cpu_seconds * (_COUNTED_SHARE if collective else 1),
+                cost.cpu_seconds * (_COUNTED_SHARE if ordered else 1),
             )
             for each in layers
         )
         partition_bytes = min(MAX_BYTES, max(MIN_BYTES, round(sizes[len(sizes) // 2])))
     if credit != "auto":
         return partition_bytes, parse_bytes(credit, "credit")
-    return partition_bytes, (_COLLECTIVES if collective else 8 * servers or 2 * workers) * partition_bytes
+    return partition_bytes, (_COLLECTIVES if ordered else 8 * servers or 2 * workers) * partition_bytes

@@ -43,9 +43,9 @@ class Prediction:
         profiled, incumbent = row["profiled"], SchedulerConfig(**row["incumbent"])
         profile, times = Profile.from_record(profiled["profile"]), profiled["link"]
         link = LinkEstimate(times["seconds_per_byte"], times["partition_seconds"])
-        collective = row["transport"] != "ps"
-        model = Model(profile, link, row["workers"], collective=collective, anchor_bytes=incumbent.partition_bytes)
-        likely = seeds(profile, link, row["workers"], collective=collective, policy=incumbent.policy)
+        ordered = row["transport"] != "ps"
+        model = Model(profile, link, row["workers"], ordered=ordered, anchor_bytes=incumbent.partition_bytes)
+        likely = seeds(profile, link, row["workers"], ordered=ordered, policy=incumbent.policy)
         return cls(likely, model.calibrate([(incumbent, profiled["step_seconds"])]))
 
     def error(self, surface: Surface) -> float:

@@ -114,7 +114,7 @@ def _profile(session: Session, system: ScheduledSystem, task: Assignment, line: 
     timed_turn(system, line, task.settle, task.steps)
     profiler.stop()
     forget()
-    measured = profiler.result(groups[main], collective=task.transport != "ps")
+    measured = profiler.result(groups[main], ordered=task.transport != "ps")
     if measured is None:
         return None
     return {

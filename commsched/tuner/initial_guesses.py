@@ -15,7 +15,7 @@ _SIZES_PER_OCTAVE = 8
 
 
 def seeds(
-    profile: Profile, link: LinkEstimate, workers: int, *, servers: int = 0, collective: bool = False, policy: str = "priority"
+    profile: Profile, link: LinkEstimate, workers: int, *, servers: int = 0, ordered: bool = False, policy: str = "priority"
 ) -> list[SchedulerConfig]:
     """At most two configurations, the more promising first.
 
@@ -35,17 +35,17 @@ def seeds(
     Args:
         workers: number of workers that use the network; with a hierarchy, number of hosts.
         servers: number of separate servers; 0 means a shard on every worker.
-        collective: whether partitions are averaged by collectives, one at a time.
+        ordered: whether partitions are averaged by collectives, one at a time.
 
     Raises:
         ValueError: there are fewer than two workers.
     """
     if workers < 2:
         raise ValueError(f"workers={workers}: with one there is nothing to tune")
-    passed_on = 0 if collective else 1
-    lanes = 4 if collective else 8 * servers or 2 * workers
+    passed_on = 0 if ordered else 1
+    lanes = 4 if ordered else 8 * servers or 2 * workers
     # Partitions committed to other shards travel beside an urgent partition rather than before it: half of them count.
-    size = best_partition(profile, link, lanes if collective else lanes / 2 + passed_on)
+    size = best_partition(profile, link, lanes if ordered else lanes / 2 + passed_on)
     found = [SchedulerConfig(size, lanes * size, policy)]
     size = best_partition(profile, link, 2 + passed_on)
     found.append(SchedulerConfig(size, 2 * size, policy))

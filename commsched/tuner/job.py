@@ -42,12 +42,12 @@ AddObserver = Callable[[Observer], Callable[[], None]]
 @dataclass(frozen=True, slots=True)
 class JobFacts:
     """Where training runs. ``world_size`` is the number of ranks, ``workers`` the number of ranks that use the network.
-    ``transport`` is a name; ``collective`` says whether it averages by collectives. ``host`` is rank 0's address, ``hosts`` the
+    ``transport`` is a name; ``ordered`` says whether ranks launch in one order. ``host`` is rank 0's address, ``hosts`` the
     number of hosts."""
 
     world_size: int
     transport: str
-    collective: bool
+    ordered: bool
     host: str
     hosts: int
     workers: int
@@ -153,7 +153,7 @@ class TuningJob:
                 measured.link,
                 job.workers,
                 servers=servers,
-                collective=job.collective,
+                ordered=job.ordered,
                 policy=incumbent.policy,
             )
             process = ModelProcess(
@@ -161,7 +161,7 @@ class TuningJob:
                 measured.link,
                 job.workers,
                 servers=servers,
-                collective=job.collective,
+                ordered=job.ordered,
                 anchor_bytes=incumbent.partition_bytes,
             )
             self._model = process
@@ -187,7 +187,7 @@ class TuningJob:
         finally:
             profiler.stop()
             forget()
-        return profiler.result(manifest, collective=self._job.collective) if goes_on else None
+        return profiler.result(manifest, ordered=self._job.ordered) if goes_on else None
 
     def _open_journal(self, key: JobKey, space: Space) -> Any:
         """The journal's key also holds the settings and the first search's incumbent. A repeated search keeps that key,

@@ -62,7 +62,7 @@ class Model:
     Args:
         workers: number of workers that use the network; with a hierarchy, number of hosts.
         servers: number of separate servers; 0 means a shard on every worker.
-        collective: whether partitions are averaged by collectives, one at a time.
+        ordered: whether partitions are averaged by collectives, one at a time.
         anchor_bytes: a partition size of the lattice, for example the incumbent's.
 
     Raises:
@@ -76,7 +76,7 @@ class Model:
         workers: int,
         *,
         servers: int = 0,
-        collective: bool = False,
+        ordered: bool = False,
         anchor_bytes: int = 1_000_000,
     ) -> None:
         if workers < 2 or profile.nbytes == 0:
@@ -87,8 +87,8 @@ class Model:
         self._merged = _merge(profile)
         self._merged_manifest = Tensors.of(self._merged).manifest
         self._workers = workers
-        self._servers = 0 if collective else servers
-        self._collective = collective
+        self._servers = 0 if ordered else servers
+        self._ordered = ordered
         self._anchor_bytes = anchor_bytes
         self._known: dict[SchedulerConfig, float] = {}
 
@@ -145,7 +145,7 @@ class Model:
             self._scaled(best),
             self._workers,
             servers=self._servers,
-            collective=self._collective,
+            ordered=self._ordered,
             anchor_bytes=self._anchor_bytes,
         )
         calibrated._shares = self._shares  # the NICs are the same, in units of their rate
@@ -180,8 +180,8 @@ class Model:
         return self._known[config]
 
     def _simulate(self, config: SchedulerConfig, link: LinkEstimate) -> float:
-        credit_bytes = max(config.credit_bytes, (1 if self._collective else _MIN_PUSHES) * config.partition_bytes)
-        exchange = Exchange.ALL_REDUCE if self._collective else Exchange.PARAMETER_SERVER
+        credit_bytes = max(config.credit_bytes, (1 if self._ordered else _MIN_PUSHES) * config.partition_bytes)
+        exchange = Exchange.ALL_REDUCE if self._ordered else Exchange.PARAMETER_SERVER
         rules = Rules(replace(config, credit_bytes=credit_bytes), exchange)
         count = _partitions(self._manifest, rules.config)
         messages = count * self._messages_per_partition
@@ -191,9 +191,9 @@ class Model:
         # The time unit is a NIC's time for one byte, so that simulated NICs are the same for every link.
         unit = link.seconds_per_byte / self._factor
         partition_seconds = link.partition_seconds * coarser / unit
-        if not self._collective:
+        if not self._ordered:
             partition_seconds /= self._factor  # number of messages per partition on the busiest NIC, in each direction
-        shares = None if self._collective else self._shares
+        shares = None if self._ordered else self._shares
         cluster = self._cluster(partition_seconds)
         return unit * simulate(self._merged.scaled(seconds=1 / unit), cluster, rules, shares=shares).step_seconds[0]
 
@@ -202,11 +202,11 @@ class Model:
 
     @property
     def _is_detailed(self) -> bool:
-        return not self._collective and self._workers <= _DETAILED_WORKERS
+        return not self._ordered and self._workers <= _DETAILED_WORKERS
 
     @property
     def _messages_per_partition(self) -> int:
-        if self._collective:
+        if self._ordered:
             return 1
         if not self._is_detailed:
             return 2

@@ -130,7 +130,7 @@ class Profiler(Observer):
 
     # ---
 
-    def result(self, manifest: Manifest, *, collective: bool = False) -> Measured | None:
+    def result(self, manifest: Manifest, *, ordered: bool = False) -> Measured | None:
         """Layer and link times from the steps that have ended. ``manifest`` is the group's manifest. Returns None if no
         complete step has ended or nothing was sent.
 
@@ -149,11 +149,11 @@ class Profiler(Observer):
         link: the bytes divided by the time in which some task was running. This rate is too low if partitions are few and
         large, or if other ranks are late; :meth:`Model.calibrate` corrects it with the measured step time. The overhead of a
         partition cannot be measured with one configuration. It is a guess within known bounds, which are higher for
-        ``collective`` transports.
+        ``ordered`` transports.
         """
         began = list(self._began)
         steps = [step for step in self._steps(manifest, began) if step is not None]
-        link = self._link({step for step, _ in began[:-1]}, _COLLECTIVE_PARTITION_SECONDS if collective else _PARTITION_SECONDS)
+        link = self._link({step for step, _ in began[:-1]}, _COLLECTIVE_PARTITION_SECONDS if ordered else _PARTITION_SECONDS)
         if not steps or link is None:
             return None
         backward = [median(times) for times in zip(*(_backward(step.ready) for step in steps))]

@@ -26,7 +26,7 @@ def test_where_all_bytes_are_critical_it_is_the_closed_form(overhead):
     # 700 MB at 10 Gbit/s; with 20 us per message and one message committed it would be 4.2 MB.
     profile, link = uniform(7, 25_000_000, 0, 0), LinkEstimate(8 / 10e9, overhead)
     one_committed = (overhead * 700e6 / link.seconds_per_byte) ** 0.5
-    four, two = (config.partition_bytes for config in seeds(profile, link, 8, collective=True))
+    four, two = (config.partition_bytes for config in seeds(profile, link, 8, ordered=True))
     assert one_committed / 2 / STEP < four < one_committed / 2 * STEP
     assert one_committed / 2**0.5 / STEP < two < one_committed / 2**0.5 * STEP
 
@@ -49,7 +49,7 @@ def test_bytes_that_overhead_makes_critical_count_too():
 
 @pytest.mark.parametrize(
     ("workers", "more", "ratios"),
-    [(2, {}, [4, 2]), (8, {}, [16, 2]), (4, {"servers": 2}, [16, 2]), (4, {"collective": True}, [4, 2])],
+    [(2, {}, [4, 2]), (8, {}, [16, 2]), (4, {"servers": 2}, [16, 2]), (4, {"ordered": True}, [4, 2])],
 )
 def test_credit_is_for_all_lanes_or_for_one_link(workers, more, ratios):
     found = seeds(uniform(), LinkEstimate(1e-8, 1e-4), workers, policy="fifo", **more)
@@ -65,8 +65,8 @@ def test_only_the_critical_bytes_count():
 
 
 @given(st.floats(1e-11, 1e-5), st.floats(0, 1e-2), st.integers(2, 64), st.integers(0, 8), st.booleans())
-def test_seeds_are_within_bounds(per_byte, overhead, workers, servers, collective):
-    for config in seeds(uniform(), LinkEstimate(per_byte, overhead), workers, servers=servers, collective=collective):
+def test_seeds_are_within_bounds(per_byte, overhead, workers, servers, ordered):
+    for config in seeds(uniform(), LinkEstimate(per_byte, overhead), workers, servers=servers, ordered=ordered):
         assert MIN_TUNED_PARTITION_BYTES <= config.partition_bytes <= MAX_TUNED_PARTITION_BYTES
         assert config.credit_bytes >= 2 * config.partition_bytes
         assert isinstance(config, SchedulerConfig)

@@ -46,7 +46,7 @@ class Ranks:
             tune_by=by,
             tune_out=str(out),
         )
-        job = JobFacts(world_size=3, transport="ps", collective=False, host="127.0.0.1", hosts=1, workers=workers)
+        job = JobFacts(world_size=3, transport="ps", ordered=False, host="127.0.0.1", hosts=1, workers=workers)
         self.search = TuningJob(settings, job, meter, self._trials, lambda: self.current, self._watch, self.lines.append)
 
     def _watch(self, observer: Observer) -> Callable[[], None]:

@@ -28,21 +28,21 @@ def config(partition, ratio, policy="priority"):
 
 
 @pytest.mark.parametrize(
-    ("workers", "servers", "collective"), [(2, 0, False), (4, 0, False), (2, 2, False), (8, 0, False), (4, 0, True)]
+    ("workers", "servers", "ordered"), [(2, 0, False), (4, 0, False), (2, 2, False), (8, 0, False), (4, 0, True)]
 )
-def test_it_says_what_the_simulator_says(workers, servers, collective):
+def test_it_says_what_the_simulator_says(workers, servers, ordered):
     profile, link = uniform(), LinkEstimate(0.3 / (48 * MB), 2e-4)
-    model = Model(profile, link, workers, servers=servers, collective=collective)
+    model = Model(profile, link, workers, servers=servers, ordered=ordered)
     factor = bytes_factor(workers, servers)
     cluster = equal_workers(
         workers,
         factor / link.seconds_per_byte,
         servers,
-        message_seconds=2e-4 / (1 if collective else factor),
-        detailed=not collective and workers <= 4,
+        message_seconds=2e-4 / (1 if ordered else factor),
+        detailed=not ordered and workers <= 4,
     )
-    exchange = Exchange.ALL_REDUCE if collective else Exchange.PARAMETER_SERVER
-    for tried in (config(1, 4), config(4, 1 if collective else 2), config(2, 8)):
+    exchange = Exchange.ALL_REDUCE if ordered else Exchange.PARAMETER_SERVER
+    for tried in (config(1, 4), config(4, 1 if ordered else 2), config(2, 8)):
         outcome = simulate(profile, cluster, Rules(tried, exchange))
         assert model.predict(tried) == pytest.approx(outcome.step_seconds[0], rel=1e-6)
 
@@ -103,7 +103,7 @@ def test_a_model_of_many_layers_takes_as_long_as_one_of_fewer(fusion_bytes):
 
 
 def test_policies():
-    model = Model(uniform(), LinkEstimate(0.3 / (48 * MB), 2e-4), 4, collective=True)
+    model = Model(uniform(), LinkEstimate(0.3 / (48 * MB), 2e-4), 4, ordered=True)
     in_order, by_need = (model.predict(config(1, 2, policy)) for policy in ("fifo", "priority"))
     assert model.predict(replace(config(1, 2), collective="rsag")) == by_need
     assert in_order > 1.2 * by_need  # a third of the step is forward, which then overlaps with nothing
@@ -124,11 +124,11 @@ def trials(model, *tried):
     return [(each, model.predict(each)) for each in tried]
 
 
-@pytest.mark.parametrize("collective", [False, True])
-def test_a_calibrated_model_is_near_the_truth_where_nothing_was_tried(collective):
+@pytest.mark.parametrize("ordered", [False, True])
+def test_a_calibrated_model_is_near_the_truth_where_nothing_was_tried(ordered):
     profile = uniform()
-    truth = Model(profile, LinkEstimate(0.4 / (48 * MB), 6e-4), 2, collective=collective)
-    guess = Model(profile, LinkEstimate(0.25 / (48 * MB), 1e-4), 2, collective=collective)
+    truth = Model(profile, LinkEstimate(0.4 / (48 * MB), 6e-4), 2, ordered=ordered)
+    guess = Model(profile, LinkEstimate(0.25 / (48 * MB), 1e-4), 2, ordered=ordered)
     found = guess.calibrate(trials(truth, config(0.125, 4), config(4, 4)))
     for other in (config(0.25, 4), config(1, 4), config(2, 2)):
         before, after = (abs(model.predict(other) / truth.predict(other) - 1) for model in (guess, found))

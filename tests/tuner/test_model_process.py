@@ -22,8 +22,8 @@ TRIALS = [(SchedulerConfig(1_000_000, 4_000_000), 0.31), (SchedulerConfig(250_00
 
 
 def test_it_says_what_the_model_says_before_and_after_calibration() -> None:
-    here = Model(PROFILE, LINK, 2, collective=True)
-    with ModelProcess(PROFILE, LINK, 2, collective=True) as there:
+    here = Model(PROFILE, LINK, 2, ordered=True)
+    with ModelProcess(PROFILE, LINK, 2, ordered=True) as there:
         for config, _ in TRIALS:
             assert there.predict(config) == here.predict(config)
         calibrated = there.calibrate(TRIALS)
