@@ -172,7 +172,7 @@ class TuningJob:
         except (ClosedError, Stopped):
             raise
         except Exception as error:  # the search works without a model
-            log.warning("tuning does without a model: %s: %s", type(error).__name__, error)
+            log.warning("tuning goes on without a model: %s: %s", type(error).__name__, error)
             return [], None
 
     def _profile(self, group: int, manifest: Manifest) -> Measured | None:

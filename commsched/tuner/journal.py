@@ -164,7 +164,7 @@ class Journal:
 
     def _foreign(self, number: int, why: str) -> ConfigError:
         return ConfigError(
-            f"{str(self.path)!r}, line {number}, is no line of a journal of tuning ({why}); remove the file to search anew"
+            f"{str(self.path)!r}, line {number}, is not a line of a journal of tuning ({why}); remove the file to search anew"
         )
 
     def _refuse(self, key: Mapping[str, Any]) -> None:

@@ -181,7 +181,7 @@ class OnlineTuner:
             self._drifted = group
             self._rest_steps *= 2
             now, before = milliseconds(drift.now_seconds), milliseconds(drift.before_seconds)
-            self._say(f"tuning: steps take {now} ms now, and took {before} ms when tuning had ended: once more")
+            self._say(f"tuning: steps take {now} ms now, and took {before} ms when tuning had ended: tuning again")
         else:
             self._on_other_group()
         return True
@@ -204,7 +204,7 @@ class OnlineTuner:
         if isinstance(error, CommschedError):
             self._say(f"tuning: not possible: {error}")
         else:
-            log.error("the tuner broke; training goes on as before", exc_info=error)
+            log.error("the tuner failed; training goes on as before", exc_info=error)
         self._end(f"{type(error).__name__}: {error}")
 
 
@@ -260,7 +260,7 @@ def _tell_end(path: str | None, why: str) -> None:
         with open(path, "a", encoding="utf-8") as file:
             file.write(" ".join(why.split()) + "\n")
     except OSError as error:
-        log.warning("who started this job is not told that tuning has ended: %s", error)
+        log.warning("commsched tune gets no notice that tuning has ended: %s", error)
 
 
 def _refusal(settings: Settings, core: Core) -> dict[str, str] | None:

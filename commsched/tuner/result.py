@@ -271,7 +271,7 @@ def _key(tuned: Mapping[str, Any]) -> JobKey:
 
 def _refuse_if(reason: str | None) -> None:
     if reason is not None:
-        raise ConfigError(f"the tuned file is for {reason}; tune again for this job, or leave it away (COMMSCHED_CONFIG)")
+        raise ConfigError(f"the tuned file is for {reason}; tune again for this job, or unset COMMSCHED_CONFIG")
 
 
 def _toml(value: object) -> str:

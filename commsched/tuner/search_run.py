@@ -115,7 +115,7 @@ class SearchRun:
         """The verdict in the journal, if its search has finished; otherwise None."""
         if self._journal is None or self._journal.result is None:
             return None
-        self._say(f"tuning: done before, says {self._journal.path}; remove that file to search anew")
+        self._say(f"tuning: the search in {self._journal.path} is finished; remove that file to search anew")
         return self._journal.result
 
     def _find(self) -> Verdict:
@@ -156,7 +156,7 @@ class SearchRun:
                 if trial.config == self._incumbent:
                     baseline = trial.window
         if self._trials:
-            self._say(f"tuning: goes on after {self._trials} trials")
+            self._say(f"tuning: continues after {self._trials} trials")
         return baseline
 
     def _search(self) -> bool:
@@ -172,7 +172,7 @@ class SearchRun:
             least = statistics.median(self._errors) / math.sqrt(MIN_PAIRS)  # about the least gain that a comparison can detect
             poor = poor + 1 if candidate.expected_gain is not None and candidate.expected_gain < least else 0
             if poor == POOR_CANDIDATES:
-                self._say(f"tuning: stopped early, nothing promises more than the {least:.1%} that noise hides")
+                self._say(f"tuning: stopped early, no candidate promises more than the {least:.1%} that noise hides")
                 break
             failed |= self._try(candidate.config, "search") is None
         return failed

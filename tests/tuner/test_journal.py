@@ -126,14 +126,14 @@ def test_another_search_is_refused_by_what_differs(path: Path, open_journal: Ope
 )
 def test_a_file_of_something_else_is_refused_and_left_as_it_is(path: Path, line: bytes, why: str) -> None:
     path.write_bytes(line + b"\n")
-    with pytest.raises(ConfigError, match=rf"tuned.jsonl', line 1, is no line of a journal of tuning .*{why}"):
+    with pytest.raises(ConfigError, match=rf"tuned.jsonl', line 1, is not a line of a journal of tuning .*{why}"):
         Journal(path, KEY)
     assert path.read_bytes() == line + b"\n"
 
 
 def test_an_unfinished_line_of_something_else_is_left_as_it_is(path: Path) -> None:
     path.write_text("# notes")
-    with pytest.raises(ConfigError, match=r"tuned.jsonl', line 1, is no line of a journal of tuning \(not whole\)"):
+    with pytest.raises(ConfigError, match=r"tuned.jsonl', line 1, is not a line of a journal of tuning \(not whole\)"):
         Journal(path, KEY)
     assert path.read_text() == "# notes"
 

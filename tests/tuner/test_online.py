@@ -211,7 +211,7 @@ def test_a_search_that_breaks_leaves_training_as_it_was(
         by_rank, taken = train(steps=5000, open_rank=tuned(TRIALS), before_step=note, until=ended)
     require_same_weights(by_rank, train(steps=taken)[0][0])
     [record] = caplog.records
-    assert record.getMessage() == "the tuner broke; training goes on as before"
+    assert record.getMessage() == "the tuner failed; training goes on as before"
     assert record.exc_info is not None
     assert record.exc_info[0] is ZeroDivisionError
     assert len({configs[0, step] for step in range(taken)}) > 1
@@ -482,7 +482,7 @@ def test_without_a_model_it_is_tuned_all_the_same(monkeypatch: pytest.MonkeyPatc
     found = asked_with(monkeypatch)
     assert (found["seeds"], found["model"]) == ([], None)
     assert [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING] == [
-        "tuning does without a model: ZeroDivisionError: a bug"
+        "tuning goes on without a model: ZeroDivisionError: a bug"
     ]
 
 
@@ -569,8 +569,8 @@ def test_steps_that_have_become_slower_to_stay_are_tuned_again() -> None:
     assert watched.search.asked == [(0, False), (0, True), (0, True)]
     assert watched.rests == [1000, 2000]
     assert watched.lines == [
-        "tuning: steps take 2000 ms now, and took 1000 ms when tuning had ended: once more",
-        "tuning: steps take 4000 ms now, and took 2000 ms when tuning had ended: once more",
+        "tuning: steps take 2000 ms now, and took 1000 ms when tuning had ended: tuning again",
+        "tuning: steps take 4000 ms now, and took 2000 ms when tuning had ended: tuning again",
     ]
     assert len(watched.ends) == 1
     assert "too many trials in a row failed" in watched.ends[0]
@@ -665,7 +665,7 @@ def test_a_search_that_is_not_possible_is_told_to_who_waits_for_its_end(tmp_path
 
     Training(steps=UNTIL_ENDED, width=WIDE, config=SchedulerConfig(), open_rank=tuned(settings, say), until=ended).run()
     [line] = lines
-    assert "line 1, is no line of a journal of tuning" in line
+    assert "line 1, is not a line of a journal of tuning" in line
     assert (tmp_path / "end").read_text() == f"ConfigError: {line.removeprefix('tuning: not possible: ')}\n"
 
 

@@ -165,7 +165,7 @@ def test_another_job_is_refused_by_what_differs(
 ) -> None:
     with pytest.raises(ConfigError) as raised:
         check_tuned(tuned(write(path)), world_size, hosts, transport, link)
-    assert str(raised.value) == f"the tuned file {why} tune again for this job, or leave it away (COMMSCHED_CONFIG)"
+    assert str(raised.value) == f"the tuned file {why} tune again for this job, or unset COMMSCHED_CONFIG"
 
 
 def test_another_model_is_refused(path: Path) -> None:
@@ -173,7 +173,7 @@ def test_another_model_is_refused(path: Path) -> None:
         ModelCheck(tuned(write(path)), warn=False).on_register(0, OTHER)
     assert str(raised.value) == (
         "the tuned file is for another model, but this job trains one with other tensors (1 tensors, 400 bytes, instead of 2 "
-        "tensors, 400400 bytes); tune again for this job, or leave it away (COMMSCHED_CONFIG)"
+        "tensors, 400400 bytes); tune again for this job, or unset COMMSCHED_CONFIG"
     )
 
 

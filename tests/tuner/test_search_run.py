@@ -188,7 +188,7 @@ def test_it_stops_early_when_two_in_a_row_promise_less_than_noise_hides() -> Non
     verdict = tune(Training(noise=0.01), searcher, said=said)
     assert [config for config, _ in searcher.told] == [DEFAULT, *others[:4]]
     assert verdict.trials == 5
-    assert any("stopped early, nothing promises more than the 0.2% that noise hides" in line for line in said)
+    assert any("stopped early, no candidate promises more than the 0.2% that noise hides" in line for line in said)
 
 
 def test_what_a_comparison_can_see_is_worth_a_trial() -> None:
@@ -362,7 +362,7 @@ def test_a_finished_search_is_not_made_again(tmp_path: Path) -> None:
         assert tune(again, InTurn([]), journal=journal, said=said) == verdict
     assert again.measured == []
     assert again.applied == [BEST]
-    assert said == [f"tuning: done before, says {path}; remove that file to search anew", verdict.sentence()]
+    assert said == [f"tuning: the search in {path} is finished; remove that file to search anew", verdict.sentence()]
 
 
 def test_what_failed_or_was_unfinished_is_gone_on_with(tmp_path: Path) -> None:

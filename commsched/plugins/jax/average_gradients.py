@@ -74,8 +74,8 @@ def average_gradients(session: commsched.Session | None = None) -> optax.Gradien
             return updates, state
         if not isinstance(state, AveragingState):
             raise UnsupportedError(
-                f"average_gradients() was given a {type(state).__name__} as its state, which is none that its init has made: "
-                "gradients would not be averaged. Restore the state into what tx.init(params) gives"
+                f"average_gradients() was given a {type(state).__name__} as its state, which its init did not make, so "
+                "gradients would not be averaged. Restore into a state that tx.init(params) returned"
             )
         named = named_leaves(updates)
         specs = specs_of(named)

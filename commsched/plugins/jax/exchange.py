@@ -197,8 +197,8 @@ class GradientExchange:
             raise UnsupportedError(
                 "this state lacks an update whose averages are gone, or were never here: it was stepped from before, or the "
                 "step from it was broken off, or it was saved without cs.synchronize(), or copied from another job. Step from "
-                "each state once, and call state = cs.synchronize(state) on what is to be kept. To leave out an update that is "
-                "not finite, use optax.apply_if_finite(tx, ...)"
+                "each state once, and call state = cs.synchronize(state) on a state that you keep. To leave out an update that "
+                "is not finite, use optax.apply_if_finite(tx, ...)"
             )
 
     def _refuse_broken_off(self) -> None:

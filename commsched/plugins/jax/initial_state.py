@@ -77,7 +77,7 @@ def require_concrete(named: Sequence[tuple[str, Any]], call: str) -> None:
     for name, leaf in named:
         if isinstance(leaf, jax.core.Tracer):
             raise UnsupportedError(
-                f"'{name}' is traced: {call} lets ranks meet, so call it outside jit, eval_shape and the like"
+                f"'{name}' is traced: {call} needs all ranks, so call it outside jit, eval_shape and the like"
             )
 
 

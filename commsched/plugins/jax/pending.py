@@ -54,7 +54,7 @@ class Pending:
             what = ", ".join(sorted(str(effect) for effect in closed.effects))
             raise UnsupportedError(
                 f"the optimizer's update has side effects ({what}), such as jax.debug.print or io_callback have; with several "
-                "ranks it is made leaf by leaf, so do that beside the step, with what state.opt_state gives"
+                "ranks the update runs leaf by leaf, so do that outside the update, with the values of state.opt_state"
             )
         _require_alike((params, opt_state), updated)
         self.operations = operations(closed)
@@ -122,7 +122,7 @@ def _named(params: Any, opt_state: Any) -> list[tuple[str, Any]]:
 
 
 def _refuse(change: str) -> NoReturn:
-    raise UnsupportedError(f"the optimizer's update makes {change}; a state must have from tx.init() on the form that it keeps")
+    raise UnsupportedError(f"the optimizer's update makes {change}; a state must keep the form that tx.init() gives it")
 
 
 def _described(named: tuple[str, Any] | None) -> str:

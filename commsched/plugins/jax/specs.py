@@ -54,6 +54,6 @@ def require_same_form(specs: Sequence[TensorSpec], named: Sequence[tuple[str, An
         dtype = jnp.dtype(spec.dtype)
         if jnp.result_type(dtype, leaf) != dtype:
             raise UnsupportedError(
-                f"'{name}' has become {jnp.result_type(leaf)}, but cs.create() was given {dtype}, and so its averages are; "
+                f"'{name}' has become {jnp.result_type(leaf)}, but cs.create() was given {dtype}, the type of its averages; "
                 "begin anew with cs.create()"
             )

@@ -53,7 +53,7 @@ class Training:
             if "required keyword-only argument" not in str(error):
                 raise
             raise UnsupportedError(
-                f"this optimizer needs more than gradients, and an update is made in another step than its loss: {error}"
+                f"this optimizer needs more than gradients, but an update runs in a later step than its loss: {error}"
             ) from error
         return optax.apply_updates(params, updates), opt_state
 

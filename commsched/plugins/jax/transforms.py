@@ -16,7 +16,7 @@ def _same(*values: Any) -> tuple[Any, ...]:
 
 
 def _refuse_map(size: int, is_mapped: Any, *values: Any) -> NoReturn:
-    raise UnsupportedError("a step within jax.vmap: each of its gradients would be handed over several times")
+    raise UnsupportedError("a step within jax.vmap: each of its gradients would be submitted several times")
 
 
 def _refuse_derivative(values: Any, tangents: Any) -> NoReturn:
@@ -39,8 +39,8 @@ def require_plain(values: Sequence[Any]) -> list[Any]:
     for option in ("jax_debug_nans", "jax_debug_infs"):
         if getattr(jax.config, option):
             raise UnsupportedError(
-                f"{option} would make a step a second time when it finds one, with averages that are gone; "
-                "look for it with one rank, or with COMMSCHED_DISABLE=1"
+                f"{option} would run a step a second time when it finds one, without the averages; "
+                "use it with one rank, or with COMMSCHED_DISABLE=1"
             )
     axes = jax.sharding.get_abstract_mesh().manual_axes
     if axes:

@@ -46,7 +46,7 @@ def value_and_update(loss: Callable[..., Any], has_aux: bool = False) -> Callabl
     @functools.wraps(loss)
     def step(state: TrainState, /, *arguments: Any, **keywords: Any) -> tuple[Any, TrainState]:
         if not isinstance(state, TrainState):
-            raise UnsupportedError(f"a step begins from what cs.create() made, not from a {type(state).__name__}")
+            raise UnsupportedError(f"a step begins from a state that cs.create() made, not from a {type(state).__name__}")
         training = state._training
         if training.exchange is None:
             value, gradients = value_and_grad(state._params, *arguments, **keywords)

@@ -169,7 +169,7 @@ def refuse_xla(graph: Any, what: str) -> None:
             if context.IsXLAContext():
                 raise UnsupportedError(
                     f"{what} in a function that XLA compiles, where commsched can neither wait for averages nor send "
-                    "gradients: leave jit_compile=True away, and write model.compile(..., jit_compile=False)"
+                    "gradients: remove jit_compile=True, and write model.compile(..., jit_compile=False)"
                 )
             context = context.outer_context
         graph = getattr(graph, "outer_graph", None)
@@ -207,7 +207,7 @@ class Passage:
         """
         if not tf.inside_function():
             raise UnsupportedError(
-                f"'{self._variable.name}' is read in a graph that is no tf.function, which cannot wait for its update: to "
+                f"'{self._variable.name}' is read in a graph that is not a tf.function, which cannot wait for its update: to "
                 "export a model, call optimizer.detach() before"
             )
         graph = tf.compat.v1.get_default_graph()

@@ -27,7 +27,7 @@ def on_host(
     def call(*arrays: Any) -> Any:
         alive = known()
         if alive is None:
-            raise ClosedError("the ScheduledOptimizer that this function was traced with is no more")
+            raise ClosedError("the ScheduledOptimizer that this function was traced with no longer exists")
         return alive(*first, *arrays)
 
     return tf.numpy_function(call, list(inputs), list(types))

@@ -20,7 +20,7 @@ from .gate import Gate, Passage, Signals
 from .update import Updates
 
 #: A note on the error that a reader of a variable gets, for example to save it, if a failure has made its update impossible.
-_LOST = "an update that was outstanding then is not made any more, so go on from the last checkpoint"
+_LOST = "an update that was outstanding then is lost, so go on from the last checkpoint"
 
 
 class Updater:

@@ -292,8 +292,8 @@ def require_same_end(kept: StepShares, committed: bool, rank: int, step: int) ->
         stepped, other = f"called step() in step {step}", "dropped the gradients of that round or ran backward again"
         here, there = (stepped, other) if committed else (other, stepped)
         raise TransportError(
-            f"rank {rank} {here}, but another rank {there}: all ranks must call step() after the same backward passes, or the "
-            "ranks would part. Look for a caught exception, a skipped step() or another number of backward passes. If ranks "
+            f"rank {rank} {here}, but another rank {there}: all ranks must call step() after the same backward passes, or "
+            "ranks would diverge. Look for a caught exception, a skipped step() or another number of backward passes. If ranks "
             "use different parts of the model in several passes before step(), put all but the last within optimizer.no_sync()"
         )
 
@@ -362,7 +362,7 @@ def require_averaged_before_changed(share: float, name: str | None, rank: int) -
         here, there = f"the gradient of '{name}' was changed on rank {rank}", "a gradient was changed on another rank"
         raise UnsupportedError(
             f"{there if name is None else here} (clipped, say) when the last backward before step() was within no_sync(), so "
-            "that it was that rank's own sum and no average: put the last backward outside no_sync()"
+            "it was that rank's own sum, not an average: put the last backward outside no_sync()"
         )
 
 
@@ -377,7 +377,7 @@ def require_changed_alike(kept: StepShares, slots: Sequence[Slot]) -> None:
         if changed and kept.share[flag] and not changed == kept.share[flag] == 1.0:  # not dropped by all, nor changed by all
             raise UnsupportedError(
                 f"the gradient of '{slots[flag].name}' was changed or dropped before step() on some ranks, but others have "
-                "what was averaged, or none: the ranks would part"
+                "what was averaged, or none: ranks would diverge"
             )
 
 
@@ -408,7 +408,7 @@ def require_equal_values(
     )
     raise UnsupportedError(
         f"the gradient of '{slots[different].name}' was changed before step() to other values here than on other ranks "
-        f"(clipped by a norm of this rank only, or with other random numbers?): the ranks would part.{hint}"
+        f"(clipped by a norm of this rank only, or with other random numbers?): ranks would diverge.{hint}"
     )
 
 

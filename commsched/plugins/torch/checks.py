@@ -24,14 +24,16 @@ def require_optimizer_and_model(optimizer: object, model: object) -> None:
     """
     if isinstance(optimizer, torch.nn.Module):
         what = (
-            "the arguments are swapped" if hasattr(model, "param_groups") else f"a {type(optimizer).__name__} is no optimizer"
+            "the arguments are swapped"
+            if hasattr(model, "param_groups")
+            else f"a {type(optimizer).__name__} is not an optimizer"
         )
         raise TypeError(f"{what}: it is ScheduledOptimizer(optimizer, model)")
     if not hasattr(optimizer, "param_groups"):
-        raise TypeError(f"a {type(optimizer).__name__} is no optimizer: it has no param_groups")
+        raise TypeError(f"a {type(optimizer).__name__} is not an optimizer: it has no param_groups")
     if not isinstance(model, torch.nn.Module):
         raise TypeError(
-            f"a {type(model).__name__} is no torch.nn.Module: give the model that the optimizer updates; several as "
+            f"a {type(model).__name__} is not a torch.nn.Module: give the model that the optimizer updates; several as "
             "torch.nn.ModuleList([first, second])"
         )
 

@@ -93,7 +93,7 @@ class CommHookState:
         """See :func:`comm_hook`."""
         ddp = self._ddp()
         if ddp is None:
-            raise UnsupportedError("this CommHookState is of a DistributedDataParallel that is gone; make one for each")
+            raise UnsupportedError("this CommHookState belongs to a DistributedDataParallel that is gone; make one for each")
         if not isinstance(bucket, GradBucket):
             raise UnsupportedError("a backward compiled with optimize_ddp='python_reducer' has no buckets; use another mode")
         if not getattr(ddp, "_divide_by_initial_world_size", True):  # set by join()
@@ -104,7 +104,7 @@ class CommHookState:
             return _all_reduce(bucket.buffer(), ddp.process_group)
         if bucket.index() == 0:
             if self._buckets:  # beginning a step would wait forever
-                raise UnsupportedError(f"the first bucket comes again before all of step {self._group.step} have come")
+                raise UnsupportedError(f"the first bucket arrived again before all of step {self._group.step} had arrived")
             self._group.begin_step()
         self._hand_over(bucket, self._group, ddp)
         average = self._buckets[-1].average

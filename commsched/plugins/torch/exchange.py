@@ -111,7 +111,9 @@ class GradientExchange:
         def after(_: torch.Tensor) -> None:
             exchange = weak()
             if exchange is None:
-                raise ClosedError(f"backward has made the gradient of '{name}', but nothing is there any more to average it")
+                raise ClosedError(
+                    f"backward has made the gradient of '{name}', but the ScheduledOptimizer that averaged it is gone"
+                )
             exchange._after(exchange.places.all[flag])
 
         return [
@@ -298,8 +300,8 @@ class GradientExchange:
     def _require_graph_from_before(self, slot: Slot) -> None:
         if not self._graph_kept and self.kept_by_any_rank([slot]):
             raise UnsupportedError(
-                f"'{slot.name}' has a gradient, but since step() nothing has read it that waits for its update: TorchScript, "
-                "an extension or a CUDA graph read it as it was, or this backward is of a graph from before step(). Call "
+                f"'{slot.name}' has a gradient, but since step() no reader that waits for its update has read it: TorchScript, "
+                "an extension or a CUDA graph read the old value, or this backward is of a graph from before step(). Call "
                 "optimizer.synchronize() after step()"
             )
 
@@ -377,7 +379,9 @@ class GradientExchange:
         """
         self._round.without.forget()
         if not self._accumulated and any(slot.parameter.grad is not None for slot in self.places.all):
-            self.reader_unseen = "gradients are not made by backward, so what reads the parameters for them may not wait"
+            self.reader_unseen = (
+                "gradients are not made by backward, so the code that reads the parameters for them may not wait"
+            )
         own_changed = self._own_sums.changed()
         if self._round.given:
             self._require_given_released(self.places.slots)
@@ -419,7 +423,7 @@ class GradientExchange:
             unseen = places.use_order.unseen()
             if unseen is not None:
                 self.reader_unseen = (
-                    f"'{unseen}' is read by what does not wait for its update (TorchScript or an extension, say)"
+                    f"'{unseen}' is read by code that does not wait for its update (TorchScript or an extension, say)"
                 )
 
     def _changed(self) -> list[bool]:

@@ -93,7 +93,7 @@ def _differences(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> st
         before, after = here["options"], there["options"]
         for key in dict.fromkeys([*after, *before]):  # keeps the order of the options
             if key not in after:
-                texts.append(f"param_groups[{index}]['{key}'], which rank 0 has not, stays {before[key]}")
+                texts.append(f"param_groups[{index}]['{key}'], which rank 0 does not have, stays {before[key]}")
             elif key not in before or before[key] != after[key]:
                 texts.append(f"param_groups[{index}]['{key}'] {before.get(key, 'not set')} by {after[key]}")
     more = f", and {len(texts) - _NAMED} more" if len(texts) > _NAMED else ""

@@ -306,7 +306,7 @@ class ScheduledOptimizer(Optimizer):
         if self._per_parameter and not is_alone(self.optimizer):
             self.synchronize()  # updates left outstanding by a step() before there were hooks
             self._per_parameter = False
-            self._step_must_wait(f"{type(self.optimizer).__name__} has hooks, or something around its step()")
+            self._step_must_wait(f"{type(self.optimizer).__name__} has hooks, or a wrapper around its step()")
 
     def _before_compiling(self) -> None:
         if self._exchange is None or self._session.closed:
@@ -475,7 +475,7 @@ class ScheduledOptimizer(Optimizer):
             all(map(operator.is_, group, known)) for group, known in zip(groups, self._parameters)
         ):
             raise UnsupportedError(
-                "the parameters in param_groups are not those of before, so new ones would not be averaged; add them by "
+                "the parameters in param_groups were replaced, so new ones would not be averaged; add them by "
                 "add_param_group() of the ScheduledOptimizer"
             )
 
@@ -577,8 +577,8 @@ class ScheduledOptimizer(Optimizer):
 def _written_to(slot: Slot) -> UnsupportedError:
     """Return the error for a parameter that was written to after ``step()`` without waiting for its outstanding update."""
     return UnsupportedError(
-        f"'{slot.name}' was written to after step(), while its update was outstanding, through a tensor from before that "
-        "lies in the same memory (of an earlier state_dict() or detach(), say): call optimizer.synchronize() before "
+        f"'{slot.name}' was written to after step(), while its update was outstanding, through an earlier "
+        "tensor that shares its memory (of state_dict() or detach(), say): call optimizer.synchronize() before "
         "writing, or state_dict() after step()"
     )
 

@@ -190,7 +190,7 @@ class Slot:
         """
         if self.parameter.grad is self.gradient and is_held(given):
             raise UnsupportedError(
-                f"'{self.name}'.grad was given memory through .data, and something else still holds that memory; what is done "
+                f"'{self.name}'.grad was given memory through .data, and something else still holds that memory; changes "
                 "to it would not reach the gradient: assign to .grad instead, copy in place, or call zero_grad()"
             )
 
@@ -226,7 +226,7 @@ class Slot:
         if gradient.layout == torch.strided and gradient.untyped_storage().nbytes() > gradient.nbytes:
             raise UnsupportedError(
                 f"'{self.name}'.grad is a view of a larger tensor, a flat buffer of gradients, say: it is averaged elsewhere, "
-                "so what is done to that tensor would not reach it; give each parameter a gradient of its own, or zero_grad()"
+                "so changes to that tensor would not reach it; give each parameter a gradient of its own, or zero_grad()"
             )
 
     def is_changed(self) -> bool:

@@ -48,7 +48,7 @@ class SequenceChecker:
         if task.sequence != expected:
             after = "first" if last is None else f"after {last.sequence}: {self.name(last)}"
             raise OrderMismatch(
-                f"{self._who} was to {self.name(task)} at place {task.sequence} of channel {task.channel}, but place "
+                f"{self._who} was asked to {self.name(task)} at place {task.sequence} of channel {task.channel}, but place "
                 f"{expected} is next ({after})"
             )
         self._last[task.channel] = _Start(task.sequence, task.verb, task.group, task.step, task.partition)

@@ -177,7 +177,7 @@ class CollectiveTransport(Transport):
                 self._fail(TransportError(f"{self._who} failed to {self._launches.name(task)}: {error}"))
             elif error is not None:
                 what = self._launches.name(task)
-                self._fail(PeerLost(f"{self._who} lost touch with another rank while it was to {what}: {error}"))
+                self._fail(PeerLost(f"{self._who} lost contact with another rank while it tried to {what}: {error}"))
             elif not self._closed:
                 self._attempt(task, then)
 

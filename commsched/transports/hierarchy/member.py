@@ -153,7 +153,7 @@ class MemberTransport(Transport):
         started = self._pending.pop(PartitionKey(message.group, message.step, message.partition), None)
         if started is None or message != about(Kind.DONE, started[0]):
             raise ProtocolError(
-                f"{self._leader} sent an average of step {message.step}, partition {message.partition}, unasked"
+                f"{self._leader} sent an average of step {message.step}, partition {message.partition}, not asked for"
             )
         task, completion = started
         mirror = self._averages.get(task.group)

@@ -49,7 +49,7 @@ def create_buffers(manifest: Manifest) -> tuple[SharedBuffers, int]:
     except OSError as error:
         if fd >= 0:
             os.close(fd)
-        raise TransportError(f"{nbytes} bytes of shared memory cannot be had: {error.strerror or error}") from error
+        raise TransportError(f"{nbytes} bytes of shared memory cannot be allocated: {error.strerror or error}") from error
 
 
 def attach(fd: int) -> mmap.mmap:

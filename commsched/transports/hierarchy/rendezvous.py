@@ -40,7 +40,9 @@ class HostRendezvous:
             self._listening.listen(len(members) + 8)
         except OSError as error:
             self._listening.close()
-            raise ConfigError(f"the ranks of this host cannot meet: {error.strerror or error}; set hierarchy=off") from error
+            raise ConfigError(
+                f"the ranks of this host cannot connect to each other: {error.strerror or error}; set hierarchy=off"
+            ) from error
 
     def wait(self, within_seconds: float, when_failed: WhenFailed) -> dict[int, UnixConnection]:
         """Wait for all members, and return a link to each, by rank.
@@ -138,4 +140,6 @@ def _require_same_user(connection: socket.socket) -> None:
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     user = _CREDENTIALS.unpack(credentials)[1]
     if user != os.geteuid():
-        raise ConfigError(f"the ranks of a host are to be of one user; one is of user {user}, another of user {os.geteuid()}")
+        raise ConfigError(
+            f"the ranks of a host must belong to one user; one belongs to user {user}, another to user {os.geteuid()}"
+        )

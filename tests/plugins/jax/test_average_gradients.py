@@ -135,9 +135,7 @@ def test_a_state_that_init_has_not_made_is_refused() -> None:
 
     def run(session: Session) -> None:
         tx = cs.average_gradients(session)
-        message = (
-            r"^average_gradients\(\) was given a EmptyState as its state, .* would not be averaged. Restore the state into "
-        )
+        message = r"^average_gradients\(\) was given a EmptyState as its state, .* would not be averaged. Restore into a state "
         with pytest.raises(UnsupportedError, match=message):
             tx.update(make_params(0), optax.EmptyState())
 

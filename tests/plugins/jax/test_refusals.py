@@ -80,11 +80,11 @@ def test_another_leaf_in_one_place() -> None:
 
 def test_meeting_within_a_trace() -> None:
     refused(
-        "^'layer0.bias' is traced: cs.create\\(\\) lets ranks meet, so call it outside jit",
+        "^'layer0.bias' is traced: cs.create\\(\\) needs all ranks, so call it outside jit",
         lambda session: jax.jit(lambda params: cs.create(params, TX, session=session))(make_params(0)),
     )
     refused(
-        "^'layer0.bias' is traced: tx.init\\(\\) lets ranks meet",
+        "^'layer0.bias' is traced: tx.init\\(\\) needs all ranks",
         lambda session: jax.eval_shape(cs.average_gradients(session).init, make_params(0)),
     )
 
@@ -102,7 +102,7 @@ def test_transformations_of_a_step() -> None:
             jax.grad(lambda inputs: step(state, inputs, targets)[0])(inputs)
         with pytest.raises(UnsupportedError, match=r"^a step within pmap or shard_map \(over .+\): one rank is one device"):
             jax.pmap(lambda inputs: step(state, inputs, targets)[0])(inputs[None])
-        with pytest.raises(UnsupportedError, match=r"^a step begins from what cs.create\(\) made, not from a dict"):
+        with pytest.raises(UnsupportedError, match=r"^a step begins from a state that cs.create\(\) made, not from a dict"):
             step(make_params(0), inputs, targets)
 
     on_ranks(2, run)
@@ -139,7 +139,7 @@ def lazy_momentum(first: Any) -> optax.GradientTransformation:
     [
         (
             lazy_momentum(None),
-            r"'optimizer state layer0.bias' float64\[6\] of nothing; a state must have from tx.init\(\) on the form",
+            r"'optimizer state layer0.bias' float64\[6\] of nothing; a state must keep the form",
         ),
         (
             optax.GradientTransformation(
@@ -190,7 +190,7 @@ def test_parameters_that_become_others_in_place() -> None:
         ),
         (
             widen,
-            r"^'layer1.bias' has become float64, but cs.create\(\) was given float32, and so its averages are" + begin_anew,
+            r"^'layer1.bias' has become float64, but cs.create\(\) was given float32, the type of its averages" + begin_anew,
         ),
     ):
 
@@ -212,7 +212,7 @@ def test_options_that_make_a_step_again(option: str) -> None:
         jax.config.update(option, True)
         try:
             for traced in (lambda: cs.value_and_update(loss)(state, *make_batch(0, 0)), lambda: tx.update(params, averaging)):
-                with pytest.raises(UnsupportedError, match=f"^{option} would make a step a second time when it finds one, "):
+                with pytest.raises(UnsupportedError, match=f"^{option} would run a step a second time when it finds one, "):
                     jax.eval_shape(traced)
         finally:
             jax.config.update(option, False)

@@ -503,7 +503,7 @@ def test_after_a_backward_that_was_broken_off_ddp_is_made_anew() -> None:
 
     models = [mlp(), mlp()]
     told, ours = zip(*run(loop))
-    assert told == ("this CommHookState is of a DistributedDataParallel that is gone; make one for each",) * 2
+    assert told == ("this CommHookState belongs to a DistributedDataParallel that is gone; make one for each",) * 2
     require_close(list(ours), train_ddp(CASES["tiny buckets"], 2, hooked=False), 1e-9)
 
 
@@ -517,7 +517,7 @@ def test_a_hook_that_calls_twice() -> None:
         ddp.register_comm_hook(cs.CommHookState(ddp, session=session), twice)
         backward(ddp, rank)
 
-    assert messages(loop, UnsupportedError) == ["the first bucket comes again before all of step 0 have come"] * 2
+    assert messages(loop, UnsupportedError) == ["the first bucket arrived again before all of step 0 had arrived"] * 2
 
 
 def test_a_reducer_without_buckets() -> None:

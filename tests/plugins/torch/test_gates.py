@@ -55,7 +55,7 @@ Take = Callable[[pytest.MonkeyPatch], None]
 RELUCTANCE_SECONDS = 0.2
 
 WRONG = r"differs from (plain training|rank 0)"
-WRONG_OR_NAMED = rf"{WRONG}|since step\(\) nothing has read it that waits"
+WRONG_OR_NAMED = rf"{WRONG}|since step\(\) no reader that waits"
 NOT_REFUSED = "DID NOT RAISE|did not match"
 
 
@@ -582,7 +582,7 @@ GATES: dict[str, tuple[Take, Callable[[], None], str]] = {
     "a dropped round ends with the next backward": (
         put(Round, "is_dropped", lambda self: False),
         partial(test_zero_grad.test_a_step_that_all_ranks_drop_before_they_use_different_parts, False, False),
-        "the ranks would part",
+        "ranks would diverge",
     ),
     "memory of gradients is not replaced": (
         put(exchange.Slot, "require_in_buffer", nothing),

@@ -29,14 +29,18 @@ MISTAKES: dict[str, tuple[Callable[[nn.Module], tuple[Any, Any]], type[Exception
         TypeError,
         r"the arguments are swapped: it is ScheduledOptimizer\(optimizer, model\)",
     ),
-    "two models": (lambda model: (model, model), TypeError, "a Sequential is no optimizer: it is"),
+    "two models": (lambda model: (model, model), TypeError, "a Sequential is not an optimizer: it is"),
     "a scheduler": (
         lambda model: (torch.optim.lr_scheduler.StepLR(sgd(model), 1), model),
         TypeError,
-        "a StepLR is no optimizer: it has no param_groups",
+        "a StepLR is not an optimizer: it has no param_groups",
     ),
-    "parameters": (lambda model: (sgd(model), model.parameters()), TypeError, "a generator is no torch.nn.Module: give"),
-    "a list of models": (lambda model: (sgd(model), [model]), TypeError, "a list is no torch.nn.Module: .*torch.nn.ModuleList"),
+    "parameters": (lambda model: (sgd(model), model.parameters()), TypeError, "a generator is not a torch.nn.Module: give"),
+    "a list of models": (
+        lambda model: (sgd(model), [model]),
+        TypeError,
+        "a list is not a torch.nn.Module: .*torch.nn.ModuleList",
+    ),
     "of another model": (
         _of_a_copy,
         commsched.ConfigError,

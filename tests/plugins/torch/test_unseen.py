@@ -82,7 +82,7 @@ def test_from_the_first_forward_on(name: str, caplog: pytest.LogCaptureFixture) 
 
     with caplog.at_level(logging.INFO, "commsched"):
         require_plain(loop)
-    said = [record.message for record in caplog.records if "is read by what does not wait" in record.message]
+    said = [record.message for record in caplog.records if "is read by code that does not wait" in record.message]
     assert len(said) == 1
     assert said[0].startswith("'0.")
     assert said[0].endswith("step() waits for all averages from now on")
@@ -176,7 +176,7 @@ def test_an_address_taken_only_later_is_named_before_it_spoils_a_step() -> None:
         train(data, model, optimizer, 2)
         train(data, by_address(model), optimizer, 1, 2)
 
-    with pytest.raises(commsched.CommschedError, match=r"'\d\.\w+' has a gradient, but since step\(\) nothing"):
+    with pytest.raises(commsched.CommschedError, match=r"'\d\.\w+' has a gradient, but since step\(\) no reader"):
         run(loop)
 
 

@@ -176,7 +176,7 @@ def test_tags_differ_between_phases_and_stay_below_what_backends_promise(monkeyp
 @pytest.mark.parametrize(
     ("sequences", "message"),
     [
-        ([1], r"rank 5 was to all_reduce tensor 'head' of step 7 at place 1 of channel 1, but place 0 is next \(first\)"),
+        ([1], r"rank 5 was asked to all_reduce tensor 'head' of step 7 at place 1 of channel 1, but place 0 is next \(first\)"),
         (
             [0, 2],
             r"'head' of step 7 at place 2 of channel 1, but place 1 is next \(after 0: all_reduce tensor 'embedding' of",
@@ -211,7 +211,7 @@ def test_what_a_backend_says_is_told_with_the_tensor_and_the_step(verb: str) -> 
     assert ranks.failed.wait(10)
     assert isinstance(ranks.failures[0], PeerLost)
     assert str(ranks.failures[0]) == (
-        f"rank 1 lost touch with another rank while it was to {verb} tensor 'head' of step 7: connection closed by 10.0.0.1"
+        f"rank 1 lost contact with another rank while it tried to {verb} tensor 'head' of step 7: connection closed by 10.0.0.1"
     )
     assert not ranks.completion.done
     ranks.transports[1].close()

@@ -122,8 +122,14 @@ def test_a_member_puts_its_contribution_where_the_leader_reads_it_and_takes_the_
 @pytest.mark.parametrize(
     ("message", "why"),
     [
-        (LocalMessage(Kind.DONE, step=3, partition=1), "sent an average of step 3, partition 1, unasked"),
-        (LocalMessage(Kind.DONE, dtype="float32", stop=8), "sent an average of step 0, partition 0, unasked"),
+        (
+            LocalMessage(Kind.DONE, step=3, partition=1),
+            "sent an average of step 3, partition 1, not asked for",
+        ),
+        (
+            LocalMessage(Kind.DONE, dtype="float32", stop=8),
+            "sent an average of step 0, partition 0, not asked for",
+        ),
         (about(Kind.DONE, make_task()), "sent an average of group 0 without its memory"),
         (LocalMessage(Kind.PUSH), "sent PUSH out of turn"),
         (LocalMessage(Kind.MEMORY), "sent MEMORY out of turn"),

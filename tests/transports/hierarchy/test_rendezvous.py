@@ -112,7 +112,7 @@ def test_another_user_is_refused_by_both(monkeypatch: pytest.MonkeyPatch, caplog
     meeting = HostRendezvous([1])
     link = connect_to_leader(meeting.name, 1, 0)
     monkeypatch.setattr(meetings.os, "geteuid", lambda: 12345)
-    said = rf"the ranks of a host are to be of one user; one is of user {os.getuid()}, another of user 12345"
+    said = rf"the ranks of a host must belong to one user; one belongs to user {os.getuid()}, another to user 12345"
     with pytest.raises(ConfigError, match=said):
         connect_to_leader(meeting.name, 1, 0)
     with pytest.raises(PeerTimeout):

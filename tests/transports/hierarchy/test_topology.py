@@ -48,5 +48,5 @@ def test_auto_is_on_where_it_gains(hierarchy, collective, places, wanted):
     ],
 )
 def test_on_where_it_cannot_be_says_why(places, why):
-    with pytest.raises(ConfigError, match=f"hierarchy='on' cannot be: {why}"):
+    with pytest.raises(ConfigError, match=f"hierarchy='on' is not possible: {why}"):
         is_wanted("on", "all_reduce", HostTopology.of(places), places)

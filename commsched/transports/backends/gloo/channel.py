@@ -100,7 +100,7 @@ class GlooChannel:
         closer.start()
         closer.join(_CLOSE_SECONDS)
         if closer.is_alive():
-            log.debug("gloo holds on to operations of rank %d that cannot end; they will in their time limit", self.rank)
+            log.debug("gloo keeps operations of rank %d that cannot end now; they end at their time limit", self.rank)
 
     def _begin(self, nbytes: int) -> timedelta:
         """Count ``nbytes`` as outstanding, and return the operation's timeout, which allows for all outstanding bytes."""

@@ -50,7 +50,7 @@ class ListeningSocket(Generic[T]):
             try:
                 each.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, bytes(_Program(1, ctypes.addressof(filters))))
             except OSError as error:
-                log.debug("gloo goes on taking connections at %s: %s", each.getsockname(), error)
+                log.debug("gloo still accepts connections at %s: %s", each.getsockname(), error)
 
     def close(self) -> None:
         """Close our duplicates of the sockets; gloo keeps its own. Idempotent."""

@@ -122,7 +122,7 @@ class Progress:
         try:
             done(error)
         except Exception:
-            log.exception("what was to follow an operation of MPI failed")
+            log.exception("the callback of an MPI operation failed")
 
 
 class _Pending:

@@ -66,8 +66,8 @@ def _own_device(context: TransportContext) -> torch.device:
         for other in range(rank):
             if devices[other]["identity"] == record["identity"]:
                 raise ConfigError(
-                    f"transport='nccl': ranks {other} and {rank} share the device {record['name']}; NCCL wants one each: call "
-                    "torch.cuda.set_device(local_rank) before commsched.init"
+                    f"transport='nccl': ranks {other} and {rank} share the device {record['name']}; NCCL needs one for each: "
+                    "call torch.cuda.set_device(local_rank) before commsched.init"
                 )
     return torch.device(devices[context.world.rank]["name"])
 

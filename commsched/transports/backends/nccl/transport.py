@@ -156,7 +156,9 @@ class NcclTransport(Transport):
             return
         what = self._launches.name(task)
         if isinstance(error, str):
-            ours: TransportError = PeerLost(f"rank {self.rank} lost touch with another rank while it was to {what}: {error}")
+            ours: TransportError = PeerLost(
+                f"rank {self.rank} lost contact with another rank while it tried to {what}: {error}"
+            )
         else:
             ours = TransportError(f"rank {self.rank} failed to {what}: {type(error).__name__}: {error}")
         self._verdict.report(ours)

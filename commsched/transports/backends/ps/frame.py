@@ -168,7 +168,7 @@ def decode_header(header: Bytes) -> tuple[Frame, int, int]:
         if not (dtype and start < stop and stop - start == nbytes <= MAX_RAW_BYTES):
             raise ProtocolError(f"a {kind.name} of {dtype or 'no dtype'} bytes {start} to {stop} has {nbytes} bytes")
     elif nbytes > (most := MAX_JSON_BYTES if kind in _JSON else 0):
-        raise ProtocolError(f"a {kind.name} has {nbytes} bytes of payload; it has at most {most}")
+        raise ProtocolError(f"a {kind.name} has {nbytes} bytes of payload; the limit is {most}")
     return Frame(kind, group, step, partition, dtype, start, stop, b"", order), nbytes, payload_checksum
 
 
@@ -256,7 +256,7 @@ class WorkerHello:
         if not all(type(n) is int and 0 <= n < 2**31 for n in numbers) or not isinstance(address, str | None):
             raise ProtocolError("a hello holds a value of the wrong type")
         if record["world_size"] > MAX_RANKS:
-            raise ConfigError(f"a hello says that there are {record['world_size']} ranks; there may be {MAX_RANKS}")
+            raise ConfigError(f"a hello says that there are {record['world_size']} ranks; the limit is {MAX_RANKS}")
         hello = cls(**{**record, "members": None if members is None else tuple(members)})
         if hello.rank >= hello.world_size:
             raise ConfigError(f"rank {hello.rank} is not below its world size of {hello.world_size}")

@@ -196,7 +196,9 @@ class Service:
             if self._failure is not None:
                 raise self._failure
             if self._job is not None and worker.job != self._job:
-                raise ConfigError(f"rank {hello.member} is of {called(worker.job)}; this server serves {called(self._job)}")
+                raise ConfigError(
+                    f"rank {hello.member} belongs to {called(worker.job)}; this server serves {called(self._job)}"
+                )
             first = not self._greeted
             if self._aggregator is None:
                 self._aggregator = Aggregator(hello.contributors, self.fail)

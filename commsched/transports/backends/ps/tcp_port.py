@@ -125,7 +125,7 @@ class TcpPort:
         """Protect the connection from ``_make_room``: a worker that was admitted does not try again."""
         with self._changed:
             if self._open[accepted] is None:
-                raise HandshakeRejected("it had to make room")
+                raise HandshakeRejected("it was closed to make room for others")
             self._open[accepted] = None
 
     def _serve(self, accepted: socket.socket, peer: str, job: str, handle: Callable[[Stream, str], None]) -> None:

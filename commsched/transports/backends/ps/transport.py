@@ -152,9 +152,9 @@ class PsTransport(Transport):
         started = self._started(server, frame.key)
         task, at = started.task, started.task.partition
         if (frame.dtype, frame.start, frame.stop) != (at.dtype, at.start, at.stop):
-            raise ProtocolError(f"{frame.dtype} bytes {frame.start} to {frame.stop} are no average of {task!r}")
+            raise ProtocolError(f"{frame.dtype} bytes {frame.start} to {frame.stop} are not an average of {task!r}")
         if not started.sent:
-            raise ProtocolError(f"an average of {task!r} came before that was sent")
+            raise ProtocolError(f"an average of {task!r} came before that task was sent")
         data: memoryview = task.data
         return data
 
@@ -184,7 +184,7 @@ class PsTransport(Transport):
     def _started(self, server: int, key: PartitionKey) -> _Started:
         started = self._pending.get(key)
         if started is None or place(key.partition, len(self._lanes)) != server:
-            raise ProtocolError(f"an answer to step {key.step}, partition {key.partition}, which waits for none there")
+            raise ProtocolError(f"an answer to step {key.step}, partition {key.partition}, which expects no answer there")
         return started
 
 

@@ -237,7 +237,7 @@ def test_a_step_that_waits_for_hooks_says_so(caplog: pytest.LogCaptureFixture) -
     with caplog.at_level(logging.INFO, "commsched"):
         run(train, optimizer=zeroed_by_hook)
     said = [record.getMessage() for record in caplog.records if "step() waits" in record.getMessage()]
-    assert said == ["SGD has hooks, or something around its step(): step() waits for all averages from now on"]
+    assert said == ["SGD has hooks, or a wrapper around its step(): step() waits for all averages from now on"]
 
 
 # --- closures ---

@@ -132,7 +132,7 @@ def test_a_rank_that_closes_with_operations_under_way_ends_and_is_noticed(
         assert monotonic() - began < 10.0
         assert failed.wait(30)
         assert isinstance(failures[0], PeerLost)
-        assert f"rank 1 lost touch with another rank while it was to {verb} tensor 'weight' of step 3: " in str(failures[0])
+        assert f"rank 1 lost contact with another rank while it tried to {verb} tensor 'weight' of step 3: " in str(failures[0])
         transports[1].close(graceful)
     assert not any(each.done.is_set() for each in waiting)
     for thread in threading.enumerate():

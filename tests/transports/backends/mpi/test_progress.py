@@ -176,7 +176,7 @@ def test_what_follows_an_operation_may_fail_and_others_go_on(
     progress.submit(lambda: ["x"], broken)
     progress.submit(lambda: ["x"], ends.of("x"))
     assert ends.wait(1) == [("x", None)]
-    assert "what was to follow an operation of MPI failed" in caplog.text
+    assert "the callback of an MPI operation failed" in caplog.text
 
 
 def test_stop_tells_whether_anything_was_pending(mpi: FakeMpi) -> None:

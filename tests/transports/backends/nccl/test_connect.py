@@ -67,7 +67,7 @@ def test_a_torch_without_nccl_is_named_on_every_rank() -> None:
 def test_one_device_for_two_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connect, "_describe_device", lambda host: {"name": "cuda:0", "identity": "GPU-1"})
     said = (
-        "ConfigError: transport='nccl': ranks 0 and 1 share the device cuda:0; NCCL wants one each: call "
+        "ConfigError: transport='nccl': ranks 0 and 1 share the device cuda:0; NCCL needs one for each: call "
         "torch.cuda.set_device(local_rank) before commsched.init"
     )
     assert errors_of(connect.connect) == [said, said]

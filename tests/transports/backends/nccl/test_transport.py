@@ -180,8 +180,8 @@ def test_a_task_out_of_order_is_refused_by_name(opened) -> None:
     with pytest.raises(OrderMismatch) as raised:
         transport.start(make_task("float32", 2, sequence=2), Done())
     assert str(raised.value) == (
-        "rank 0 was to all_reduce tensor 'weight' of step 7 at place 2 of channel 0, but place 1 is next (after 0: all_reduce "
-        "tensor 'weight' of step 7)"
+        "rank 0 was asked to all_reduce tensor 'weight' of step 7 at place 2 of channel 0, but place 1 is next (after 0: "
+        "all_reduce tensor 'weight' of step 7)"
     )
     assert len(device.calls) == 1
 
@@ -223,7 +223,8 @@ def test_a_broken_group_is_told_and_its_result_is_not_used(monkeypatch: pytest.M
     error = failure_of(monkeypatch, lambda device: setattr(device, "broken", "NCCL reports REMOTE_ERROR"))
     assert isinstance(error, PeerLost)
     assert str(error) == (
-        "rank 1 lost touch with another rank while it was to all_reduce tensor 'weight' of step 7: NCCL reports REMOTE_ERROR"
+        "rank 1 lost contact with another rank while it tried to all_reduce tensor 'weight' of step 7: "
+        "NCCL reports REMOTE_ERROR"
     )
 
 

@@ -144,10 +144,10 @@ def header(magic=MAGIC, version=VERSION, kind=3, dtype=3, start=0, stop=4, nbyte
         (header(start=0, stop=0, nbytes=0), r"a PUSH of float32 bytes 0 to 0 has 0 bytes"),
         (header(stop=2**64 - 1) + b"abcd", r"bytes 0 to 18446744073709551615 has 4 bytes"),
         (header(stop=2**31, nbytes=2**31), r"a PUSH of float32 bytes 0 to 2147483648 has 2147483648 bytes"),
-        (header(kind=FrameKind.ACK) + b"abcd", r"an? ACK has 4 bytes of payload; it has at most 0"),
+        (header(kind=FrameKind.ACK) + b"abcd", r"an? ACK has 4 bytes of payload; the limit is 0"),
         (
             header(kind=FrameKind.GROUP, nbytes=MAX_JSON_BYTES + 1),
-            r"a GROUP has 16777217 bytes of payload; it has at most 16777216",
+            r"a GROUP has 16777217 bytes of payload; the limit is 16777216",
         ),
     ],
 )
@@ -207,7 +207,7 @@ def test_a_rank_outside_its_world_is_refused():
 
 
 def test_a_world_of_more_ranks_than_there_can_be_is_refused_before_it_takes_memory():
-    with pytest.raises(ConfigError, match="a hello says that there are 2147483647 ranks; there may be 65536"):
+    with pytest.raises(ConfigError, match="a hello says that there are 2147483647 ranks; the limit is 65536"):
         WorkerHello.from_record(WorkerHello(0, 2**31 - 1, 0).to_record())
     assert WorkerHello.from_record(WorkerHello(0, 65536, 0).to_record()).world_size == 65536
 

@@ -201,7 +201,7 @@ def test_a_server_takes_workers_of_one_job_only_the_first_if_none_was_said(told)
     assert service.job == "A"
     for job, name in (("B", "job 'B'"), ("", "a job without a name")):
         assert the_error(Peer(service, job=job).send_last(hello(1))) == (
-            f"ConfigError: rank 1 is of {name}; this server serves job 'A'"
+            f"ConfigError: rank 1 belongs to {name}; this server serves job 'A'"
         )
     other = Peer(service, job="A")
     other.send(hello(1))

@@ -342,7 +342,7 @@ def test_who_made_room_while_it_proved_itself_is_not_admitted():
         port._open[accepted] = None
 
         def meet() -> None:
-            with closing(accepted), pytest.raises(HandshakeRejected, match="it had to make room"):
+            with closing(accepted), pytest.raises(HandshakeRejected, match="it was closed to make room for others"):
                 server_handshake(accepted, TOKEN, 20, lambda: port._proven(accepted))
 
         met = DaemonExecutor("test").submit(meet)
@@ -810,7 +810,7 @@ def test_a_result_before_its_push_has_left_is_refused(listening):
     task = make_task(data=memoryview(bytearray(2**26)), dtype="uint8")
     transport.start(task, done)
     assert "broke the protocol: an average of <CommTask all_reduce step 0 partition 0" in str(failures.first())
-    assert "came before that was sent" in str(failures.first())
+    assert "came before that task was sent" in str(failures.first())
     ended.set()
     thread.join(20)
     transport.close()

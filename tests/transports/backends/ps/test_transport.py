@@ -450,10 +450,10 @@ def require_blamed(lane, answers, why):
     [
         (
             [answer(start=256, stop=512)],
-            "broke the protocol: float32 bytes 256 to 512 are no average of <CommTask all_reduce step 0",
+            "broke the protocol: float32 bytes 256 to 512 are not an average of <CommTask all_reduce step 0",
         ),
-        ([answer(step=1)], "broke the protocol: an answer to step 1, partition 0, which waits for none there"),
-        ([answer(), answer()], "broke the protocol: an answer to step 0, partition 0, which waits for none there"),
+        ([answer(step=1)], "broke the protocol: an answer to step 1, partition 0, which expects no answer there"),
+        ([answer(), answer()], "broke the protocol: an answer to step 0, partition 0, which expects no answer there"),
         ([json_frame(FrameKind.HELLO, {})], "broke the protocol: HELLO out of turn"),
         ([json_frame(FrameKind.ERROR, ["x"])], "broke the protocol: an ERROR message does not hold an error"),
         ([json_frame(FrameKind.ERROR, {"type": 1})], "broke the protocol: an ERROR message does not hold an error"),
@@ -476,7 +476,7 @@ def test_an_average_from_a_server_that_does_not_make_it_is_refused(lane, server)
     assert first.sent.wait(20)
     transport.start(make_task(1), other)
     assert str(failures.first()) == (
-        f"server 1 at {second.address} broke the protocol: an answer to step 0, partition 0, which waits for none there"
+        f"server 1 at {second.address} broke the protocol: an answer to step 0, partition 0, which expects no answer there"
     )
     assert not first.done.is_set()
     transport.close()
