@@ -121,9 +121,9 @@ def _average(alike: Alike, number: Any, gradients: Sequence[Any], parameters: Se
     def begin(round_number: NDArray[Any], number: NDArray[Any]) -> None:
         round_number[...] = alike.find(int(number)).begin(NOTHING)
 
-    def hand_over(place: int, given: NDArray[Any], round_number: NDArray[Any], *operands: NDArray[Any]) -> None:
+    def submit(place: int, given: NDArray[Any], round_number: NDArray[Any], *operands: NDArray[Any]) -> None:
         number, *gradient_and_parameter = operands
-        alike.find(int(number)).hand_over(place, int(round_number), *gradient_and_parameter)
+        alike.find(int(number)).submit(place, int(round_number), *gradient_and_parameter)
         given[...] = 0
 
     def wait(place: int, average: NDArray[Any], passed: NDArray[Any], round_number: NDArray[Any], number: NDArray[Any]) -> None:
@@ -132,7 +132,7 @@ def _average(alike: Alike, number: Any, gradients: Sequence[Any], parameters: Se
 
     (round_number,) = host_call(begin, [NUMBER], number)
     given = [
-        host_call(partial(hand_over, place), [NUMBER], round_number, number, gradient, *parameters[place : place + 1])[0]
+        host_call(partial(submit, place), [NUMBER], round_number, number, gradient, *parameters[place : place + 1])[0]
         for place, gradient in enumerate(gradients)
     ]
     # All gradients are submitted before the first wait. Otherwise two ranks could wait for each other.

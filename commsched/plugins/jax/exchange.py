@@ -39,7 +39,7 @@ NOTHING = 0
 class GradientExchange:
     """Exchanges the gradients of ``specs``, in the order given to :meth:`register`.
 
-    Programs call back ``take_average``, ``begin`` and ``hand_over``, from the engine's threads. Only ``take_average`` waits for
+    Programs call back ``take_average``, ``begin`` and ``submit``, from the engine's threads. Only ``take_average`` waits for
     the network. Their errors are kept in ``failures``, since the engine reduces an error to text.
 
     Args:
@@ -141,7 +141,7 @@ class GradientExchange:
                     self.session.compare(self._optimizers, step - 1, numbers)
             return self._round
 
-    def hand_over(self, place: int, round_number: int, gradient: Any, parameter: NDArray[Any] | None = None) -> None:
+    def submit(self, place: int, round_number: int, gradient: Any, parameter: NDArray[Any] | None = None) -> None:
         """Copy ``gradient`` into the flat buffer and notify the core that it is ready.
 
         ``parameter``, from which the gradient was computed, is compared between ranks in some steps.
@@ -155,7 +155,7 @@ class GradientExchange:
                 self.require_last(round_number)
                 np.copyto(self._views[place], np.asarray(gradient))
                 self._require_group().notify_ready(self._tensors[place])
-                self._timeline.handed_over(self.specs[place].name)
+                self._timeline.submitted(self.specs[place].name)
                 part = self._check.wanted(place)
             if parameter is not None and part is not None:
                 digest = digest_of(parameter.reshape(-1).view(np.uint8).data[slice(*part)])
@@ -259,7 +259,7 @@ class _Timeline:
         self.layer_ends()
         self._since = monotonic()
 
-    def handed_over(self, name: str) -> None:
+    def submitted(self, name: str) -> None:
         if self._span is not None:
             self._span("backward", name, self._since, now := monotonic())
             self._since = now

@@ -135,8 +135,8 @@ class _HandOver:
                 lambda: {"operations of the update": made, **{name: value.item() for name, value in zip(names, values)}},
             )
 
-        def hand_over(given: NDArray[Any], number: NDArray[Any], *operands: NDArray[Any]) -> None:
-            exchange.hand_over(place, int(number), *operands)
+        def submit(given: NDArray[Any], number: NDArray[Any], *operands: NDArray[Any]) -> None:
+            exchange.submit(place, int(number), *operands)
             given[...] = 0
 
         if self._number is None:
@@ -145,7 +145,7 @@ class _HandOver:
             names, values = self._pending.numbers() if exchange.compares else ([], [])
             (self._number,) = host_call(begin, [NUMBER], self._outstanding + passed, *values)
         parameter = [self._pending.leaf(place)] if exchange.compares else []
-        (self._last,) = host_call(hand_over, [NUMBER], self._number, gradient, *parameter)
+        (self._last,) = host_call(submit, [NUMBER], self._number, gradient, *parameter)
         self.given[place] = self._last
 
     def hold_back(self, operation: TracedOperation, values: Lazy, activations: Container[int]) -> None:

@@ -111,9 +111,7 @@ class GradientExchange:
             replace(self.done), [slot.fresh for slot in self._slots], [slot.is_frozen for slot in self._slots]
         )
         tensors = range(len(self._slots))[::-1]  # last layers first, as backward produces them
-        self._hand_over(
-            self._queued, [tensor for tensor in tensors if self._slots[tensor].fresh or self._slots[tensor].is_frozen]
-        )
+        self._submit(self._queued, [tensor for tensor in tensors if self._slots[tensor].fresh or self._slots[tensor].is_frozen])
         late = [tensor for tensor in tensors if not self._slots[tensor].fresh and not self._slots[tensor].is_frozen]
         if late:
             share = self._agreement.share_with_gradient()
@@ -122,7 +120,7 @@ class GradientExchange:
                 slot.used = share[tensor] > 0
                 if slot.used and slot.parameter.grad_req == "write":
                     slot.gradient[:] = 0  # it is left from an earlier step; an accumulated gradient ("add") counts
-            self._hand_over(self._queued, late)
+            self._submit(self._queued, late)
         self._averaged = True
 
     def before_update(self, ignore_stale_grad: bool) -> None:
@@ -166,9 +164,9 @@ class GradientExchange:
             if self._queued is not None and self._agreement is not None:
                 self._queued.release()
                 self._agreement.release()
-        self.let_go()
+        self.release_parameters()
 
-    def let_go(self) -> None:
+    def release_parameters(self) -> None:
         """Release the parameters. No average may be outstanding."""
         self._let_end()
         for parameter in self._parameters:
@@ -239,9 +237,9 @@ class GradientExchange:
     def _offer(self, agreement: Agreement, done: RoundOutcome) -> None:
         agreement.offer(done, [slot.used for slot in self._slots], [slot.is_frozen for slot in self._slots])
 
-    def _hand_over(self, queued: QueuedGroup, tensors: Sequence[int]) -> None:
+    def _submit(self, queued: QueuedGroup, tensors: Sequence[int]) -> None:
         gradients = {tensor: slot.gradient if (slot := self._slots[tensor]).used else None for tensor in tensors}
-        queued.hand_over(gradients)
+        queued.submit(gradients)
         for tensor, gradient in gradients.items():
             if gradient is not None:
                 queued.places[tensor].array.copyto(gradient)

@@ -102,7 +102,7 @@ class KeyExchange:
         if weight is not None:
             self._updated[spec.name] = weight
         tensor = self._tensors[spec.name]
-        self._queued.hand_over({tensor: gradient})
+        self._queued.submit({tensor: gradient})
         return self._queued.places[tensor].array
 
     def require_all_pushed(self, what: str) -> None:

@@ -79,7 +79,7 @@ class QueuedGroup:
         self.round = self._group.begin_step() + 1
         self._missing = [len(partitions) for partitions in self._group.plan.by_tensor]
 
-    def hand_over(self, gradients: Mapping[int, mx.nd.NDArray | None]) -> None:
+    def submit(self, gradients: Mapping[int, mx.nd.NDArray | None]) -> None:
         """Queue the averages of these tensors, in this order. ``None`` means that the gradient is already in the place."""
         places = [self.places[tensor] for tensor in gradients]
         for (tensor, gradient), place in zip(gradients.items(), places):

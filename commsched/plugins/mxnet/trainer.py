@@ -70,7 +70,7 @@ class ScheduledTrainer(mx.gluon.Trainer):  # type: ignore[misc]
         try:
             begin_from_rank_0(session, parameters)
         except BaseException:
-            self._exchange.let_go()
+            self._exchange.release_parameters()
             raise
 
     def allreduce_grads(self) -> None:

@@ -1,6 +1,6 @@
 """GradientExchange: copies gradients into the flat buffers and averages out of them, on the host, for the code of the step.
 
-Calls of a step, on the host: ``begin`` once; ``hand_over`` for each gradient; ``end`` once the averages are certain to be used.
+Calls of a step, on the host: ``begin`` once; ``submit`` for each gradient; ``end`` once the averages are certain to be used.
 They are certain to be used as soon as the thread of :mod:`.updater` has the updates to make. If the optimizer needs all
 averages at once, ``end`` follows their use.
 """
@@ -46,7 +46,7 @@ class GradientExchange:
 
     Args:
         order: the indices of ``variables`` in forward order, as measured; rank 0's is used on all ranks.
-        handed_over: called with a name whenever gradients were submitted.
+        submitted: called with a name whenever gradients were submitted.
 
     Raises:
         UnsupportedError: a variable's type cannot be averaged; names it.
@@ -59,7 +59,7 @@ class GradientExchange:
         variables: Sequence[Any],
         order: Sequence[int],
         agreement: Agreement,
-        handed_over: Callable[[str], None] | None = None,
+        submitted: Callable[[str], None] | None = None,
     ) -> None:
         for variable in variables:
             if own_value(variable).dtype.name not in _DTYPES:
@@ -69,7 +69,7 @@ class GradientExchange:
                 )
         self._session = session
         self._agreement = agreement
-        self._handed_over = handed_over
+        self._submitted = submitted
         self._paths = [variable.path for variable in variables]
         self._forward = [int(index) for index in session.gather([int(index) for index in order])[0]]
         specs = [
@@ -160,7 +160,7 @@ class GradientExchange:
         self._flags.offer(self._agreement.numbers_of_meeting(doing), [0] * (len(self._paths) + 1))
         self._flags.require_same()
 
-    def hand_over(self, index: int, gradient: NDArray[Any]) -> None:
+    def submit(self, index: int, gradient: NDArray[Any]) -> None:
         """Submit the gradient of the variable with this ``index``. Any thread.
 
         Raises:
@@ -173,16 +173,16 @@ class GradientExchange:
             )
         np.copyto(view, gradient)
         self._notify(index)
-        if self._handed_over is not None:
-            self._handed_over(self.name_of((index,)))
+        if self._submitted is not None:
+            self._submitted(self.name_of((index,)))
 
     def hand_over_bundle(self, bundle: Bundle, gradients: NDArray[Any]) -> None:
         """Submit the gradients of a bundle's variables, flat and one after another. Their sizes must be right. Any thread."""
         np.copyto(self._flat[bundle], gradients)
         for index in reversed(bundle):
             self._notify(index)
-        if self._handed_over is not None:
-            self._handed_over(self.name_of(bundle))
+        if self._submitted is not None:
+            self._submitted(self.name_of(bundle))
 
     def name_of(self, bundle: Bundle) -> str:
         first, *others = (self._paths[index] for index in bundle)

@@ -210,8 +210,8 @@ class Schedule:
     def _first_step(self) -> Step:
         with tf.init_scope():
             rest = [index for index in range(len(self.variables)) if index not in self._order]
-            handed_over = None if self._timeline is None else self._timeline.handed_over
-            exchange = GradientExchange(self.session, self.variables, [*self._order, *rest], self._agreement, handed_over)
+            submitted = None if self._timeline is None else self._timeline.submitted
+            exchange = GradientExchange(self.session, self.variables, [*self._order, *rest], self._agreement, submitted)
             self._updater.exchange = exchange
             paths = [variable.path for variable in self.variables]
             self._step = Step(exchange, self._updater, self._agreement, paths, own_value(self._optimizer.own_iterations))

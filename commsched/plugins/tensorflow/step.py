@@ -59,12 +59,12 @@ class Step:
             self._hand_over_eagerly(gradients, updates.numbers, learning_rate)
             self._commit_on_host(updates, bundles, learning_rate)
             return
-        handed_over = self._hand_over_in_graph(gradients, updates.numbers, learning_rate, all_at_once=False)
+        submitted = self._submit_in_graph(gradients, updates.numbers, learning_rate, all_at_once=False)
         key = updates, bundles
         with self._adding:
             if key not in self._commits:
                 self._commits[key] = tf.function(self._make_commit(len(self._commits)), autograph=False)
-        with tf.control_dependencies(handed_over):
+        with tf.control_dependencies(submitted):
             self._commits[key](learning_rate)
 
     def averages(self, gradients: Gradients, numbers: Mapping[str, Any], learning_rate: tf.Tensor) -> dict[int, tf.Tensor]:
@@ -87,7 +87,7 @@ class Step:
                 self._exchange.wait(index)
             return dict(zip(indices, map(tf.constant, self._copies(indices))))
         collect = tf.function(self._make_collect(indices, [gradients[index].dtype for index in indices]), autograph=False)
-        with tf.control_dependencies(self._hand_over_in_graph(gradients, numbers, learning_rate, all_at_once=True)):
+        with tf.control_dependencies(self._submit_in_graph(gradients, numbers, learning_rate, all_at_once=True)):
             averages = collect()
         return {index: tf.ensure_shape(average, gradients[index].shape) for index, average in zip(indices, averages)}
 
@@ -134,11 +134,11 @@ class Step:
     def _hand_over_eagerly(self, gradients: Gradients, numbers: Mapping[str, Any], learning_rate: tf.Tensor) -> None:
         self._exchange.begin(self._has_gradient(gradients), numbers, float(learning_rate))
         for index in self._backward_order(gradients):
-            self._exchange.hand_over(index, gradients[index].numpy())
+            self._exchange.submit(index, gradients[index].numpy())
 
     # --- in graphs ---
 
-    def _hand_over_in_graph(
+    def _submit_in_graph(
         self, gradients: Gradients, numbers: Mapping[str, Any], learning_rate: tf.Tensor, all_at_once: bool
     ) -> list[tf.Tensor]:
         """Submit gradients in the graph. Operations that must run after all submissions must depend on the returned tensors."""
@@ -172,18 +172,18 @@ class Step:
             self._updater.await_all()
 
     def _make_hand_over(self, bundle: Bundle) -> Any:
-        def hand_over(gradients: Sequence[tf.Tensor]) -> tf.Tensor:
+        def submit(gradients: Sequence[tf.Tensor]) -> tf.Tensor:
             # This function reads a variable. Otherwise TensorFlow would order it after all other such operations.
             with tf.control_dependencies([self._updater.signals.closed.read_value()]):
                 if len(bundle) == 1:
-                    done = on_host(self._exchange.hand_over, gradients, first=bundle)
+                    done = on_host(self._exchange.submit, gradients, first=bundle)
                 else:
                     flat = tf.concat([tf.reshape(gradient, [-1]) for gradient in gradients], 0)
                     done = on_host(self._exchange.hand_over_bundle, [flat], first=(bundle,))
             with tf.control_dependencies([done]):
                 return tf.constant(True)
 
-        return hand_over
+        return submit
 
     def _commit_on_host(self, updates: Updates, bundles: Sequence[Bundle], learning_rate: Any) -> None:
         # Counted here and not by a separate operation, which might or might not run in a graph that ends with an error.

@@ -39,7 +39,7 @@ class Timeline:
             # An attribute of the object is found before the method of the class. It is neither saved nor copied with the layer.
             layer.call = self._watched(layer.path or layer.name, layer.call)
 
-    def handed_over(self, name: str) -> None:
+    def submitted(self, name: str) -> None:
         """Note that the gradients ``name`` were submitted. Any thread."""
         with self._lock:
             self._tell("backward", name, self._since)

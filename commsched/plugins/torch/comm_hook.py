@@ -106,7 +106,7 @@ class CommHookState:
             if self._buckets:  # beginning a step would wait forever
                 raise UnsupportedError(f"the first bucket arrived again before all of step {self._group.step} had arrived")
             self._group.begin_step()
-        self._hand_over(bucket, self._group, ddp)
+        self._submit(bucket, self._group, ddp)
         average = self._buckets[-1].average
         if bucket.is_last():
             self._require_all(self._group)
@@ -120,7 +120,7 @@ class CommHookState:
                 torch.autograd.Variable._execution_engine.queue_callback(partial(self._wait, self._group))
         return average
 
-    def _hand_over(self, bucket: GradBucket, group: TensorGroup, ddp: DistributedDataParallel) -> None:
+    def _submit(self, bucket: GradBucket, group: TensorGroup, ddp: DistributedDataParallel) -> None:
         buffer = bucket.buffer()
         tensors = [self._tensor(parameter, ddp) for parameter in bucket.parameters()]
         if buffer.layout != torch.strided:
@@ -157,8 +157,8 @@ class CommHookState:
         return tensor
 
     def _require_all(self, group: TensorGroup) -> None:
-        handed_over = {tensor for bucket in self._buckets for tensor in bucket.gradients}
-        if missing := [tensor for tensor in range(len(self._views)) if tensor not in handed_over]:
+        submitted = {tensor for bucket in self._buckets for tensor in bucket.gradients}
+        if missing := [tensor for tensor in range(len(self._views)) if tensor not in submitted]:
             raise UnsupportedError(
                 f"{_names(group, missing)}: not averaged by DistributedDataParallel, since it did not require a gradient when "
                 "that was made"

@@ -567,7 +567,7 @@ def test_a_late_look_for_failures_finds_none_in_the_next_round(monkeypatch: pyte
         (inputs, labels), *_ = batches(2)
         backward(net, inputs[share(session)], labels[share(session)])
         weights_of(net)
-        monkeypatch.setattr(QueuedGroup, "hand_over", lambda self, gradients: queue(self))
+        monkeypatch.setattr(QueuedGroup, "submit", lambda self, gradients: queue(self))
         both.wait(20)
         trainer.allreduce_grads()
         for late in tuple(looks):
@@ -587,17 +587,17 @@ def test_a_late_look_for_failures_finds_none_in_the_next_round(monkeypatch: pyte
 
 def test_a_look_for_failures_leaves_alone_what_is_queued_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients that are not new are queued later than the others; the look at those may come while they are being queued."""
-    hand_over, look = QueuedGroup.hand_over, QueuedGroup._look_for_failed
+    submit, look = QueuedGroup.submit, QueuedGroup._look_for_failed
     looked = threading.Event()
 
-    def hand_over_slowly(self: QueuedGroup, gradients: Mapping[int, Any]) -> None:
+    def submit_slowly(self: QueuedGroup, gradients: Mapping[int, Any]) -> None:
         for tensor in gradients:
             self.places[tensor].queued = self.round
         if self.round == 2 and 0 in gradients:
             assert looked.wait(20)
             nd.zeros(1).wait_to_read()  # behind what the look has queued; not by a thread of the engine, which may have but one
             self.session.core.check()
-        hand_over(self, gradients)
+        submit(self, gradients)
 
     def look_and_tell(self: QueuedGroup, places: Sequence[BufferPlace], number: int, operation: Operation) -> None:
         look(self, places, number, operation)
@@ -614,7 +614,7 @@ def test_a_look_for_failures_leaves_alone_what_is_queued_after_it(monkeypatch: p
             trainer.step(ROWS)  # the first two layers' are not new
         session.close()
 
-    monkeypatch.setattr(QueuedGroup, "hand_over", hand_over_slowly)
+    monkeypatch.setattr(QueuedGroup, "submit", submit_slowly)
     monkeypatch.setattr(QueuedGroup, "_look_for_failed", look_and_tell)
     on_ranks(run)
 
