@@ -308,7 +308,7 @@ class Core:
 
     def _moves(self, group: TensorGroup) -> bool:
         """Whether a task of ``group`` is outstanding and can start and finish without the engine."""
-        return group.active > (self._agreement.stuck(group.index) if self._agreement is not None else 0)
+        return group.active > (self._agreement.blocked_count(group.index) if self._agreement is not None else 0)
 
     def check(self) -> None:
         """Raise the first failure, if there is one, or ClosedError after close."""
@@ -656,7 +656,7 @@ class Core:
     def _wait(self, condition: Callable[[], bool], wait: Callable[[], Wait], began: float, drains: bool) -> None:
         warned = 0.0  # seconds of waiting at the last warning
         while not condition():
-            self._require_hope(drains)
+            self._raise_if_deadlocked(drains)
             left = self._next_warning(warned) - (monotonic() - began)
             if left > 0:
                 self._progress.wait(left)
@@ -670,8 +670,8 @@ class Core:
         due, stall = warned + self.warn_after_seconds, self._stall_after_seconds
         return min(due, stall) if stall is not None and warned < stall else due
 
-    def _require_hope(self, drains: bool) -> None:
-        error = self._agreement.in_vain(stuck_too=not drains) if self._agreement is not None else None
+    def _raise_if_deadlocked(self, drains: bool) -> None:
+        error = self._agreement.deadlock_error(include_blocked=not drains) if self._agreement is not None else None
         if error is not None:
             self._failed_inside = self._failed_inside or error
             self._work.notify()

@@ -11,7 +11,7 @@ from ..errors import OrderMismatch, PeerLost, ProtocolError
 from ..scheduler import Policy
 from ..task import CommTask
 from .key import EMPTY, LaunchKey, roll, roll_text
-from .leader import OrderLeader, keys_of, left_behind
+from .leader import OrderLeader, keys_of, peer_left_error
 from .static import ReadinessPattern, StaticOrder
 
 #: The channel of launches that were agreed on one by one, and the channel of a frozen order. The launches of one channel do not
@@ -87,7 +87,7 @@ class AgreedOrder:
             if self._decider is not None:
                 self._offered(self._decider, 0, key, self._freezes)
             elif 0 in self._left:
-                raise left_behind(0, self._describe(key))
+                raise peer_left_error(0, self._describe(key))
             else:
                 self._offers.append(key)
         return self._policy.key(task)
@@ -154,7 +154,7 @@ class AgreedOrder:
         if self._decider is not None:
             self._decider.leave(rank)
         elif rank == 0 and self._ready:
-            raise left_behind(0, self._describe(next(iter(self._ready))))
+            raise peer_left_error(0, self._describe(next(iter(self._ready))))
 
     def farewell(self, first_missing_steps: Mapping[int, int]) -> None:
         """Announce that this rank will launch nothing more. ``first_missing_steps`` maps each group to the first step that this
@@ -169,19 +169,19 @@ class AgreedOrder:
     def wants_change(self) -> bool:
         """Whether to request a change of configuration, because the frozen order does not fit any more. Any agreed change ends
         a frozen order. True once for each frozen order."""
-        if self._frozen is None or not self._frozen.unfit or self._asked:
+        if self._frozen is None or not self._frozen.is_stale or self._asked:
             return False
         self._asked = True
         return True
 
-    def stuck(self, group: int) -> int:
+    def blocked_count(self, group: int) -> int:
         """The number of ready tasks of ``group`` that wait, in a frozen order, for an earlier task that is not ready."""
-        return self._frozen.stuck() if self._frozen is not None and self._frozen.group == group else 0
+        return self._frozen.blocked_count() if self._frozen is not None and self._frozen.group == group else 0
 
-    def in_vain(self, stuck_too: bool = True) -> PeerLost | None:
+    def deadlock_error(self, include_blocked: bool = True) -> PeerLost | None:
         """The PeerLost error if an outstanding task of a frozen order can never complete because a rank has left; otherwise
-        None. ``stuck_too`` includes the tasks that :meth:`stuck` counts."""
-        return self._frozen.in_vain(stuck_too) if self._frozen is not None else None
+        None. ``include_blocked`` includes the tasks that :meth:`blocked_count` counts."""
+        return self._frozen.deadlock_error(include_blocked) if self._frozen is not None else None
 
     # --- messages ---
 

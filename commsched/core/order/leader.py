@@ -125,10 +125,10 @@ class OrderLeader:
     def _require_present(self, key: LaunchKey) -> None:
         gone = self._left - self._offered[key]
         if gone:
-            raise left_behind(min(gone), self._describe(key))
+            raise peer_left_error(min(gone), self._describe(key))
 
 
-def left_behind(rank: int, what: str) -> PeerLost:
+def peer_left_error(rank: int, what: str) -> PeerLost:
     return PeerLost(f"rank {rank} left; {what} waits for it{FEWER_BATCHES}", rank=rank)
 
 

@@ -9,7 +9,7 @@ from ..errors import PeerLost
 from ..scheduler import CreditWindow
 from ..task import ALL_GATHER, CommTask
 from .key import EMPTY, LaunchKey, roll
-from .leader import left_behind
+from .leader import peer_left_error
 
 #: A place in a frozen order: partition and verb.
 PatternEntry = tuple[int, str]
@@ -142,7 +142,7 @@ class StaticOrder:
     def _head(self) -> LaunchKey:
         return LaunchKey(self.group, self._step, *self.order[self._place])
 
-    def stuck(self) -> int:
+    def blocked_count(self) -> int:
         """The number of ready tasks that wait for an earlier task which is not ready. That task may never become ready, if its
         step was broken off."""
         return 0 if self._head() in self._ready else len(self._ready)
@@ -164,7 +164,7 @@ class StaticOrder:
         return done
 
     @property
-    def unfit(self) -> bool:
+    def is_stale(self) -> bool:
         """Whether tasks have become ready in another order than usual for ``STABLE_STEPS`` consecutive steps, after which an
         order counts as stable."""
         return self._unusual_steps >= STABLE_STEPS
@@ -178,14 +178,14 @@ class StaticOrder:
         tasks of that step."""
         self._missing[rank] = first_missing_step, launched
 
-    def in_vain(self, stuck_too: bool) -> PeerLost | None:
-        """The PeerLost error if an outstanding task can never complete because a rank has left; otherwise None. ``stuck_too``
-        includes the tasks that wait for a task which is not ready here."""
+    def deadlock_error(self, include_blocked: bool) -> PeerLost | None:
+        """The PeerLost error if an outstanding task can never complete because a rank has left; otherwise None.
+        ``include_blocked`` includes the tasks that wait for a task which is not ready here."""
         if not self._missing:
             return None  # a fast path: called whenever a wait wakes, with the core's lock held
-        stuck = self._ready.keys() if self.stuck() and not stuck_too else ()
-        for key in sorted(self._outstanding.difference(stuck)):
+        blocked = self._ready.keys() if self.blocked_count() and not include_blocked else ()
+        for key in sorted(self._outstanding.difference(blocked)):
             for rank, (step, launched) in self._missing.items():
                 if (key.step, self.order.index((key.partition, key.verb))) >= (step, launched):
-                    return left_behind(rank, self._describe(key))
+                    return peer_left_error(rank, self._describe(key))
         return None

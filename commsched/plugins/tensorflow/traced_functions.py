@@ -27,7 +27,7 @@ def settle_at_calls(uses: Iterable[tuple[tf.Variable, Callable[[], None]]]) -> N
             function.set_external_captures([takes.get(id(capture), capture) for capture in captures])
 
 
-def thaw() -> None:
+def unfreeze_objects() -> None:
     """Unfreeze all objects of Python's garbage collector.
 
     Programs freeze objects before they fork, and frozen objects could not be searched. They are not frozen again, since that
@@ -43,7 +43,7 @@ def _instances(kinds: set[type]) -> list[Any]:
         collects = gc.isenabled()
         gc.disable()
         try:
-            thaw()
+            unfreeze_objects()
             # Not gc.get_objects(), whose result refers to every object: another thread that is filling a tuple in C, such as a
             # shape, would then fail.
             return [each for each in gc.get_referrers(*kinds) if type(each) in kinds]

@@ -364,13 +364,13 @@ def test_what_stands_behind_a_task_that_is_not_ready_is_stuck() -> None:
     ranks, step = frozen()
     for rank in range(2):
         ranks.add(rank, make_task(step, 0))
-    assert [order.stuck(0) for order in ranks.orders] == [1, 1]
-    assert ranks.orders[0].stuck(1) == 0
+    assert [order.blocked_count(0) for order in ranks.orders] == [1, 1]
+    assert ranks.orders[0].blocked_count(1) == 0
     for partition in range(1, TASKS):
-        assert [order.stuck(0) for order in ranks.orders] != [0, 0]
+        assert [order.blocked_count(0) for order in ranks.orders] != [0, 0]
         for rank in range(2):
             ranks.add(rank, make_task(step, partition))
-    assert [order.stuck(0) for order in ranks.orders] == [0, 0]
+    assert [order.blocked_count(0) for order in ranks.orders] == [0, 0]
 
 
 def test_steps_of_another_pattern_end_a_static_order() -> None:
@@ -492,7 +492,7 @@ def test_who_leaves_before_the_order_is_static_is_named_in_that_too() -> None:
     tasks.finish()
     assert ranks.orders[2].is_static
     ranks.add(2, make_task(last + 1, 4))
-    assert f"rank 1 left; tensor 'layer4' (step {last + 1}) waits for it" in str(ranks.orders[2].in_vain())
+    assert f"rank 1 left; tensor 'layer4' (step {last + 1}) waits for it" in str(ranks.orders[2].deadlock_error())
 
 
 @pytest.mark.parametrize("leaver", [0, 1])
@@ -506,10 +506,10 @@ def test_who_leaves_a_static_order_is_named(leaver: int, early: bool) -> None:
     ranks.settle(leaver)
     ranks.deliver_all()
     if not early:
-        assert ranks.orders[waiting].in_vain() is None
+        assert ranks.orders[waiting].deadlock_error() is None
         ranks.add(waiting, make_task(step, 4))
     lost = f"rank {leaver} left; tensor 'layer4' (step {step}) waits for it{FEWER_BATCHES}"
-    assert str(ranks.orders[waiting].in_vain()) == lost
+    assert str(ranks.orders[waiting].deadlock_error()) == lost
 
 
 def test_who_leaves_after_its_last_step_is_not_missed() -> None:
@@ -522,7 +522,7 @@ def test_who_leaves_after_its_last_step_is_not_missed() -> None:
         ranks.settle(rank)
     ranks.orders[1].farewell({0: step + 1})
     last.finish()
-    assert [order.in_vain() for order in ranks.orders] == [None, None]
+    assert [order.deadlock_error() for order in ranks.orders] == [None, None]
 
 
 def test_who_leaves_within_a_step_is_missed_by_what_it_did_not_launch() -> None:
@@ -533,9 +533,9 @@ def test_who_leaves_within_a_step_is_missed_by_what_it_did_not_launch() -> None:
     ranks.orders[1].farewell({0: step})
     ranks.settle(1)
     ranks.deliver_all()
-    assert ranks.orders[0].in_vain() is None  # that was launched on both
+    assert ranks.orders[0].deadlock_error() is None  # that was launched on both
     ranks.add(0, make_task(step, second.partition))
-    assert f"rank 1 left; tensor 'layer{second.partition}'" in str(ranks.orders[0].in_vain())
+    assert f"rank 1 left; tensor 'layer{second.partition}'" in str(ranks.orders[0].deadlock_error())
 
 
 # --- what is not a message ---

@@ -37,7 +37,7 @@ def _frozen(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     """What was there before these tests stays out of the search for functions that were traced before."""
     thaws = request.node.get_closest_marker("thaws") is not None
     if not thaws:
-        monkeypatch.setattr(earlier, "thaw", lambda: None)
+        monkeypatch.setattr(earlier, "unfreeze_objects", lambda: None)
     yield
     if thaws:
         gc.freeze()

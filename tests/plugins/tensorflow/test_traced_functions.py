@@ -15,7 +15,7 @@ def test_no_garbage_is_collected_during_the_search(collects: bool, monkeypatch: 
     """Which crashed the process: objects of graphs make others when they are asked what they refer to."""
     traced = tf.function(lambda number: number * 2.0).get_concrete_function(tf.TensorSpec((), tf.float32))
     enabled: list[bool] = []
-    monkeypatch.setattr(earlier, "thaw", lambda: enabled.append(gc.isenabled()))
+    monkeypatch.setattr(earlier, "unfreeze_objects", lambda: enabled.append(gc.isenabled()))
     thresholds = gc.get_threshold()
     try:
         if collects:
