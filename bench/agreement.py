@@ -148,11 +148,11 @@ def _counted_messages() -> Iterator[Callable[[], int]]:
 
         return counted
 
-    tell, announce = ControlClient.tell, ControlClient.announce
-    setattr(ControlClient, "tell", counting(tell))  # noqa: B010 - mypy takes an assignment for a redefinition
+    tell, announce = ControlClient.send_to_rank_0, ControlClient.announce
+    setattr(ControlClient, "send_to_rank_0", counting(tell))  # noqa: B010 - mypy takes an assignment for a redefinition
     setattr(ControlClient, "announce", counting(announce))  # noqa: B010
     try:
         yield lambda: count
     finally:
-        setattr(ControlClient, "tell", tell)  # noqa: B010
+        setattr(ControlClient, "send_to_rank_0", tell)  # noqa: B010
         setattr(ControlClient, "announce", announce)  # noqa: B010

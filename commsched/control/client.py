@@ -40,6 +40,7 @@ from .messages import (
     Disconnect,
     End,
     Failed,
+    FromRank,
     Gather,
     GatherPart,
     Heartbeat,
@@ -55,10 +56,9 @@ from .messages import (
     Prepared,
     Propose,
     Ready,
+    Released,
     ReportFailure,
-    Spare,
-    Tell,
-    Told,
+    ToRank0,
     Welcome,
     decode,
     encode,
@@ -77,7 +77,7 @@ _COMPACT = (",", ":")  # JSON without spaces
 _MAX_OF_AN_ERROR = 10_000  # most characters of a failure's message that are sent
 
 
-_WAITED_FOR_BY_NOBODY = Heartbeat | Told | Announced
+_WAITED_FOR_BY_NOBODY = Heartbeat | FromRank | Announced
 
 
 class ControlClient:
@@ -252,15 +252,15 @@ class ControlClient:
             self._check()
             self._stream.put(encode(Propose(config)))
 
-    def tell(self, value: Any) -> None:
-        """Send the JSON ``value`` to rank 0, whose ``listener.on_told`` receives it. Rank 0 must not call it. Never blocks;
+    def send_to_rank_0(self, value: Any) -> None:
+        """Send the JSON ``value`` to rank 0, whose ``listener.on_message`` receives it. Rank 0 must not call it. Never blocks;
         the values of one rank arrive in order.
 
         Raises:
             UnsupportedError: ``value`` is longer than the control channel takes.
             CommschedError: this rank has left, the job failed, or the client is closed.
         """
-        data = self._encode(Tell(json.dumps(value, separators=_COMPACT)), "a message to rank 0 would be")
+        data = self._encode(ToRank0(json.dumps(value, separators=_COMPACT)), "a message to rank 0 would be")
         with self._changed:
             if self._is_over_for_all:
                 return
@@ -370,9 +370,9 @@ class ControlClient:
                 self._left.add(rank)
                 self._callbacks.put(lambda: self._listener.on_leave(rank))
             case Parting(rank):
-                self._callbacks.put(lambda: self._listener.on_parting(rank, lambda: self._spare(rank)))
-            case Told(rank, value):
-                self._callbacks.put(lambda: self._listener.on_told(rank, json.loads(value)))
+                self._callbacks.put(lambda: self._listener.on_parting(rank, lambda: self._release(rank)))
+            case FromRank(rank, value):
+                self._callbacks.put(lambda: self._listener.on_message(rank, json.loads(value)))
             case Announced(value):
                 self._callbacks.put(lambda: self._listener.on_announced(json.loads(value)))
             case Prepare():
@@ -434,9 +434,9 @@ class ControlClient:
 
     # --- the callback thread ---
 
-    def _spare(self, rank: int) -> None:
+    def _release(self, rank: int) -> None:
         """Any thread; never blocks."""
-        self._stream.put(encode(Spare(rank)))
+        self._stream.put(encode(Released(rank)))
 
     def _answer_hold(self) -> None:
         steps = self._listener.hold_steps()

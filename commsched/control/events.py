@@ -24,14 +24,14 @@ class Listener:
     def on_leave(self, rank: int) -> None:
         """Another rank, ``rank``, will send nothing more."""
 
-    def on_parting(self, rank: int, spare: Callable[[], None]) -> None:
-        """Ranks only: another rank, ``rank``, has left and wants to end its process. Call ``spare``, now or later, on any
+    def on_parting(self, rank: int, release: Callable[[], None]) -> None:
+        """Ranks only: another rank, ``rank``, has left and wants to end its process. Call ``release``, now or later, on any
         thread, when nothing on this rank waits for an average that ``rank`` took part in."""
 
     def on_end(self) -> None:
         """Servers only: every rank has left."""
 
-    def on_told(self, rank: int, value: Any) -> None:
+    def on_message(self, rank: int, value: Any) -> None:
         """Rank 0 only: ``rank`` sent ``value`` to it. All values of a rank come before its ``on_leave``."""
 
     def on_announced(self, value: Any) -> None:

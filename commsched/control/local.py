@@ -105,7 +105,7 @@ class LocalControl:
             self._world.proposals.append(json.dumps(config))
             self._world.ask()
 
-    def tell(self, value: Any) -> None:
+    def send_to_rank_0(self, value: Any) -> None:
         if self.rank == 0:
             raise UnsupportedError("rank 0 cannot send to itself")
         text = json.dumps(value)
@@ -114,7 +114,7 @@ class LocalControl:
             if self.rank in self._world.left:
                 raise ClosedError(f"rank {self.rank} has left and cannot send to rank 0")
             if 0 in self._world.members:
-                self._world.members[0].call(lambda listener: listener.on_told(self.rank, json.loads(text)))
+                self._world.members[0].call(lambda listener: listener.on_message(self.rank, json.loads(text)))
 
     def announce(self, value: Any) -> None:
         if self.rank != 0:

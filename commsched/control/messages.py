@@ -79,7 +79,7 @@ class Part(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class Spare(Message):
+class Released(Message):
     """Answer to :class:`Parting`: nothing on this rank waits for anything from ``rank``."""
 
     rank: int
@@ -99,7 +99,7 @@ class Propose(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class Tell(Message):
+class ToRank0(Message):
     """A value for rank 0, as JSON text that the server need not parse."""
 
     value: str
@@ -163,8 +163,8 @@ class GatherPart(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class Told(Message):
-    """To rank 0: the value that ``rank`` sent by :class:`Tell`."""
+class FromRank(Message):
+    """To rank 0: the value that ``rank`` sent by :class:`ToRank0`."""
 
     rank: int
     value: str
@@ -193,7 +193,7 @@ class Left(Message):
 
 @dataclass(frozen=True, slots=True)
 class Parting(Message):
-    """``rank``, which has left, wants to end its process. The other ranks answer with :class:`Spare`."""
+    """``rank``, which has left, wants to end its process. The other ranks answer with :class:`Released`."""
 
     rank: int
 
@@ -225,10 +225,10 @@ _KINDS: dict[str, type[Message]] = {
         ReportFailure,
         Leave,
         Part,
-        Spare,
+        Released,
         Disconnect,
         Propose,
-        Tell,
+        ToRank0,
         Announce,
         Prepared,
         Heartbeat,
@@ -236,7 +236,7 @@ _KINDS: dict[str, type[Message]] = {
         Ready,
         Pong,
         GatherPart,
-        Told,
+        FromRank,
         Announced,
         Failed,
         Left,

@@ -3,7 +3,7 @@
 The life of a job:
 
 - Members join until every rank is present (Ready).
-- Values are gathered, ranks send values to rank 0 (Tell), rank 0 sends values to the others (Announce), steps are agreed on.
+- Values are gathered, ranks send values to rank 0 (ToRank0), rank 0 sends values to the others (Announce), steps are agreed on.
 - Ranks leave until the last one has left (End). A rank that has left need not wait for the others: it may end once no other
   rank waits for an average that it took part in. End then goes to this rank alone, or to all members if it is rank 0.
 - Or the job fails: the first failure counts and is sent to every member (Failed).
@@ -29,6 +29,7 @@ from .messages import (
     Disconnect,
     End,
     Failed,
+    FromRank,
     Gather,
     GatherPart,
     Heartbeat,
@@ -44,10 +45,9 @@ from .messages import (
     Prepared,
     Propose,
     Ready,
+    Released,
     ReportFailure,
-    Spare,
-    Tell,
-    Told,
+    ToRank0,
     Welcome,
 )
 
@@ -129,7 +129,7 @@ class Roster:
             return self.fail(ProtocolError(f"{member} sent {type(message).__name__}, which it may not send now"))
         return handler(self, connection, message)
 
-    def garbage(self, connection: int, error: ProtocolError) -> list[Send]:
+    def invalid_message(self, connection: int, error: ProtocolError) -> list[Send]:
         """Bytes that are no message arrived on ``connection``."""
         member = self.members.get(connection)
         if member is None:
@@ -299,7 +299,7 @@ class Roster:
         self._parting[rank] = set(range(self.world_size)) - self.left
         return [Send(self._present(), Parting(rank))]
 
-    def _spare(self, connection: int, message: Spare) -> list[Send]:
+    def _released_by(self, connection: int, message: Released) -> list[Send]:
         return self._spared(message.rank, self.members[connection].index)
 
     def _spared(self, rank: int, by: int) -> list[Send]:
@@ -326,13 +326,13 @@ class Roster:
 
     # --- values to rank 0 and from it ---
 
-    def _tell(self, connection: int, message: Tell) -> list[Send]:
+    def _to_rank_0(self, connection: int, message: ToRank0) -> list[Send]:
         rank = self.members[connection].index
         if rank == 0:
             return self.fail(ProtocolError(f"{self.members[connection]} sent itself a message"))
         if rank in self.left:
             return self.fail(ProtocolError(f"{self.members[connection]} sent rank 0 a message after it left"))
-        return [Send((self._ranks()[0],), Told(rank, message.value))]  # even if rank 0 has left: it stays until the end
+        return [Send((self._ranks()[0],), FromRank(rank, message.value))]  # even if rank 0 has left: it stays until the end
 
     def _announce(self, connection: int, message: Announce) -> list[Send]:
         if self.members[connection].index != 0:
@@ -397,9 +397,9 @@ _OF_RANKS: dict[type[Message], _Handler] = {
     Gather: Roster._give,
     Leave: Roster._leave,
     Part: Roster._part,
-    Spare: Roster._spare,
+    Released: Roster._released_by,
     Propose: Roster._propose,
-    Tell: Roster._tell,
+    ToRank0: Roster._to_rank_0,
     Announce: Roster._announce,
     Prepared: Roster._answer,
 }

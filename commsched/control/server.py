@@ -130,7 +130,7 @@ class ControlServer:
             message = decode(data)
         except ProtocolError as error:
             refusal = error
-            self._decide(lambda: self._roster.garbage(connection, refusal))
+            self._decide(lambda: self._roster.invalid_message(connection, refusal))
         else:
             self._decide(lambda: self._roster.received(connection, message, now))
 

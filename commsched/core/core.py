@@ -48,10 +48,10 @@ log = logging.getLogger("commsched")
 class _NoMessenger:
     """Stands in for a messenger where ranks need no agreement. A call of it is a bug."""
 
-    def tell(self, value: Any) -> None:
+    def send_to_rank_0(self, value: Any) -> None:
         raise AssertionError(f"this rank has no messenger, but it would send {value}")
 
-    announce = propose = tell
+    announce = propose = send_to_rank_0
 
 
 @dataclass
@@ -132,7 +132,7 @@ class Core:
         self._closed = False
         self._flushing = False  # a caller waits until all messages are sent
         self._parted: int | None = None  # the first rank that left and wants to end its process
-        self._spares: list[Callable[[], None]] = []  # called once no average is outstanding here
+        self._releases: list[Callable[[], None]] = []  # called once no average is outstanding here
         self._dispatcher = threading.Thread(target=self._dispatch, name="commsched-dispatch", daemon=True)
         self._dispatcher.start()
         _cores.add(self)
@@ -154,7 +154,7 @@ class Core:
             transport.rank,
             transport.world_size,
             progress=self._progress_of,
-            send=messenger.announce if transport.rank == 0 else messenger.tell,
+            send=messenger.announce if transport.rank == 0 else messenger.send_to_rank_0,
             warn=lambda line: log.warning("%s", line),
             fail=self._report,
             stall_after_seconds=self._stall_after_seconds,
@@ -415,9 +415,9 @@ class Core:
         if self._released:
             work += [partial(self._transport.release, group.index) for group in self._released]
             self._released.clear()
-        if self._spares and not self._is_moving():
-            work += self._spares
-            self._spares = []
+        if self._releases and not self._is_moving():
+            work += self._releases
+            self._releases = []
         return work
 
     def _start(self, task: CommTask) -> None:
@@ -437,7 +437,7 @@ class Core:
     def _messages(self) -> list[Callable[[], None]]:
         if self._agreement is None:
             return []
-        send = self._messenger.announce if self._transport.rank == 0 else self._messenger.tell
+        send = self._messenger.announce if self._transport.rank == 0 else self._messenger.send_to_rank_0
         work: list[Callable[[], None]] = [partial(self._send, send, message) for message in self._agreement.outgoing()]
         if self._agreement.wants_change():
             # Every agreed change ends a frozen order. This one changes nothing else, whatever is agreed on meanwhile.
@@ -457,26 +457,26 @@ class Core:
         except CommschedError as error:  # the control channel is lost or closed
             self._report(error)
 
-    def on_told(self, rank: int, message: Any) -> None:
+    def on_message(self, rank: int, message: Any) -> None:
         """Handle a message that ``rank`` sent to rank 0 (see ``interfaces.Messenger``); called on rank 0. Any thread, one call
         at a time. Never blocks."""
         if "stall" in message:
             if self._stalls is not None:
-                self._stalls.told(rank, message["stall"])
+                self._stalls.on_message(rank, message["stall"])
         elif "pace" in message:
             self._warn_of_slow(rank, PaceReport(*message["pace"]))
         elif "not finite" in message:
             self._name_not_finite(rank, NotFiniteReport(*message["not finite"]))
         else:
-            self._agree(lambda agreement: agreement.told(rank, message))
+            self._agree(lambda agreement: agreement.on_message(rank, message))
 
     def on_announced(self, message: Any) -> None:
         """Handle a message that rank 0 announced; called on the other ranks. Any thread, one call at a time. Never blocks."""
         if "stall" in message:
             if self._stalls is not None:
-                self._stalls.announced(message["stall"])
+                self._stalls.on_announced(message["stall"])
         else:
-            self._agree(lambda agreement: agreement.announced(message))
+            self._agree(lambda agreement: agreement.on_announced(message))
 
     def leave(self, rank: int) -> None:
         """Note that ``rank`` will send nothing more: any task that still needs it fails with PeerLost instead of waiting. Any
@@ -486,13 +486,13 @@ class Core:
             self._stalls.leave(rank)
         self._agree(lambda agreement: agreement.leave(rank))
 
-    def part(self, rank: int, spare: Callable[[], None]) -> None:
-        """Note that ``rank``, which has left, wants to end its process. Calls ``spare``, from any thread, once this rank has
+    def part(self, rank: int, release: Callable[[], None]) -> None:
+        """Note that ``rank``, which has left, wants to end its process. Calls ``release``, from any thread, once this rank has
         all averages that ``rank`` took part in. Tasks that become ready from now on fail with PeerLost. Any thread; never
         blocks."""
         with self._lock:
             self._parted = rank if self._parted is None else self._parted
-            self._spares.append(spare)
+            self._releases.append(release)
             self._work.notify()
 
     def _left_behind(self, rank: int, task: CommTask) -> PeerLost:
@@ -502,19 +502,19 @@ class Core:
         text = f"rank {rank} left {when}; tensor {names} of step {task.step} waits for it{cure}"
         return PeerLost(text, rank=rank, step=task.step, tensor=self._groups[task.group].manifest.tensors[at.tensors[0]].name)
 
-    def farewell(self) -> None:
+    def prepare_leave(self) -> None:
         """Announce that this rank begins no further step. Call it after :meth:`drain`, before the other ranks are notified
         that this rank has left."""
         if self._agreement is not None:
-            self._tell_farewell(self._agreement)
+            self._report_leave(self._agreement)
         # The control channel notifies the other ranks. This notifies the part of this rank's transport that serves others.
         self._transport.leave(self._transport.rank)
 
-    def _tell_farewell(self, agreement: AgreedOrder) -> None:
+    def _report_leave(self, agreement: AgreedOrder) -> None:
         with self._lock:
             # This rank never completes a step that was broken off here.
             steps = {group.index: group.step if group.unfinished else group.next_step for group in self._groups}
-            agreement.farewell(steps)
+            agreement.prepare_leave(steps)
             self._flushing = True
             self._work.notify()
             self._wait_until(lambda: not self._flushing, lambda: Wait("to leave"), drains=True)
@@ -567,7 +567,7 @@ class Core:
                 self._forget(group)
                 self._released.append(group)
                 self._work.notify()
-            if self._spares:
+            if self._releases:
                 self._work.notify()
         if self.observer is not None:
             self.observer.on_task(task)
@@ -734,7 +734,7 @@ class Core:
             self._warn_of_slow(0, report)
             return
         try:
-            self._messenger.tell({"pace": report})
+            self._messenger.send_to_rank_0({"pace": report})
         except CommschedError:
             pass  # the session ends
 
@@ -755,7 +755,7 @@ class Core:
         if self._transport.rank == 0:
             self._name_not_finite(0, report)
         else:
-            self._send(self._messenger.tell, {"not finite": report})
+            self._send(self._messenger.send_to_rank_0, {"not finite": report})
 
     def _name_not_finite(self, rank: int, report: NotFiniteReport) -> None:
         with self._lock:

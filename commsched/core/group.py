@@ -161,10 +161,10 @@ class TensorGroup:
         not wait for their averages, but cannot use them: the memory is kept only until the transport is done with it. Ranks
         may release a group at different times.
         """
-        self.let_go()
+        self.free_memory()
         self._core.release(self)
 
-    def let_go(self) -> None:
+    def free_memory(self) -> None:
         """The part of :meth:`release` that frees memory. It takes no lock, so a finalizer may call it in any thread."""
         self.buffers = {}
         self.tasks = ()

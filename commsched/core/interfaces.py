@@ -116,9 +116,9 @@ class ForwardingTransport(Transport):
 
 class Messenger(Protocol):
     """The control channel as ``Core`` uses it, for example to agree on an order. Values are JSON. Never blocks. The messages of
-    one rank arrive in order: at ``Core.on_told`` on rank 0, and at ``Core.on_announced`` on all other ranks."""
+    one rank arrive in order: at ``Core.on_message`` on rank 0, and at ``Core.on_announced`` on all other ranks."""
 
-    def tell(self, value: Any) -> None:
+    def send_to_rank_0(self, value: Any) -> None:
         """Send ``value`` to rank 0, from another rank."""
         ...
 

@@ -178,7 +178,7 @@ class Stalls:
 
     # --- messages ---
 
-    def announced(self, message: Mapping[str, Any]) -> None:
+    def on_announced(self, message: Mapping[str, Any]) -> None:
         """Handle a message that rank 0 announced; called on the other ranks."""
         place = StepOfGroup(*message["place"])
         if "text" in message:
@@ -187,7 +187,7 @@ class Stalls:
             answer = asdict(self._progress(place))
             self._try_to_send({"place": place, "number": message["number"], "answer": answer})
 
-    def told(self, rank: int, message: Mapping[str, Any]) -> None:
+    def on_message(self, rank: int, message: Mapping[str, Any]) -> None:
         """Handle a message that ``rank`` sent to rank 0; called on rank 0."""
         if "waits" in message:
             self._told_of_wait(rank, StepOfGroup(*message["waits"]), float(message["seconds"]), str(message["what"]))

@@ -21,7 +21,7 @@ class Tuner(Protocol):
         has begun these steps."""
         ...
 
-    def on_told(self, rank: int, value: Any) -> None:
+    def on_message(self, rank: int, value: Any) -> None:
         """Rank 0 only: ``rank`` passed ``value`` to ``Session.tell_tuner``."""
         ...
 
@@ -90,17 +90,17 @@ class SessionListener(Listener):
             tuner.on_leave(rank)
         self._on_core(lambda core: core.leave(rank))
 
-    def on_parting(self, rank: int, spare: Callable[[], None]) -> None:
-        self._on_core(lambda core: core.part(rank, spare))
+    def on_parting(self, rank: int, release: Callable[[], None]) -> None:
+        self._on_core(lambda core: core.part(rank, release))
 
-    def on_told(self, rank: int, value: Any) -> None:
+    def on_message(self, rank: int, value: Any) -> None:
         if "tuner" in value:
             if (tuner := self.tuner) is not None:
-                tuner.on_told(rank, value["tuner"])
+                tuner.on_message(rank, value["tuner"])
         elif "compare" in value:
             self._on_compared(rank, value["compare"])
         else:
-            self._on_core(lambda core: core.on_told(rank, value))
+            self._on_core(lambda core: core.on_message(rank, value))
 
     def on_announced(self, value: Any) -> None:
         self._on_core(lambda core: core.on_announced(value))

@@ -280,9 +280,9 @@ class Session:
             CommschedError: the job failed, or the session is closed.
         """
         if self.rank == 0:
-            self._listener.on_told(0, {"tuner": value})
+            self._listener.on_message(0, {"tuner": value})
         else:
-            self._control.tell({"tuner": value})
+            self._control.send_to_rank_0({"tuner": value})
 
     def compare(self, what: str, step: int, values: Mapping[str, Any], hint: str = "") -> None:
         """Compare the JSON ``values``, by name, of this rank with the values of the other ranks. Every rank calls it for the
@@ -301,7 +301,7 @@ class Session:
         if self.rank == 0:
             self._on_compared(0, reported)
         else:
-            self._control.tell({"compare": reported})
+            self._control.send_to_rank_0({"compare": reported})
 
     def _on_compared(self, rank: int, reported: Mapping[str, Any]) -> None:
         try:
@@ -388,7 +388,7 @@ class Session:
             for callback in tuple(self._close_callbacks):  # a callback may unregister itself
                 callback()
             self.core.drain()
-            self.core.farewell()
+            self.core.prepare_leave()
             if self.observer is not None:
                 self.observer.close()  # every rank's file is written before the last rank has left
             self._control.leave()

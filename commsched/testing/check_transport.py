@@ -274,7 +274,7 @@ def check_leaver(open_world: OpenWorld, *, timeout_seconds: float = 60.0) -> Non
             tensors.average(rank, range(6))
             core.drain()
             if rank == leaver:
-                core.farewell()
+                core.prepare_leave()
                 left.wait(timeout_seconds)
                 left.wait(timeout_seconds)
                 return

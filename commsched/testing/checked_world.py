@@ -69,9 +69,9 @@ class SwitchboardMessenger:
         self._rank = rank
         self._world_size = world_size
 
-    def tell(self, value: Any) -> None:
+    def send_to_rank_0(self, value: Any) -> None:
         message = json.loads(json.dumps(value))
-        self._board.deliver(0, lambda core: core.on_told(self._rank, message))
+        self._board.deliver(0, lambda core: core.on_message(self._rank, message))
 
     def announce(self, value: Any) -> None:
         for rank in range(1, self._world_size):

@@ -135,7 +135,7 @@ class StepTimer(Observer):
         if gone:
             self._report(under_way.failed(f"group {group} has no steps any more"))
 
-    def on_told(self, rank: int, value: Any) -> None:
+    def on_message(self, rank: int, value: Any) -> None:
         """Does nothing: only rank 0's tuner receives messages."""
 
     def on_leave(self, rank: int) -> None:

@@ -113,8 +113,8 @@ class OnlineTuner:
     def on_switch(self, window: Mapping[str, Any], steps: Mapping[int, int]) -> None:
         self._meter.on_switch(window, steps)
 
-    def on_told(self, rank: int, value: Any) -> None:
-        self._trials.on_told(rank, value)
+    def on_message(self, rank: int, value: Any) -> None:
+        self._trials.on_message(rank, value)
 
     def on_leave(self, rank: int) -> None:
         self._stop(f"rank {rank} has left")

@@ -122,7 +122,7 @@ class TrialRunner:
         self._propose(config, None)
         self.applied = config
 
-    def on_told(self, rank: int, report: Any) -> None:
+    def on_message(self, rank: int, report: Any) -> None:
         """Receive a report from the meter of ``rank``. A report of an earlier trial is ignored."""
         with self._changed:
             if isinstance(report, dict) and report.get("trial") == self._trial:

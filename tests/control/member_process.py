@@ -34,7 +34,7 @@ class Teller(Recorder):
 
     def leave_after(self, client: ControlClient, count: int) -> None:
         for number in range(count):
-            client.tell(number)
+            client.send_to_rank_0(number)
         announced = [self.next("announced") for _ in range(count)]
         client.leave()
         client.wait_until_all_left()

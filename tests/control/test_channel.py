@@ -70,19 +70,19 @@ def leave(client: ControlClient) -> None:
 def test_a_rank_that_nobody_waits_for_need_not_wait_for_the_others() -> None:
     with running(3, fail_after_seconds=0.2, direct=True) as job:
         ending = job.start(leave, job.clients[1])
-        spares = []
+        releases = []
         for rank in (0, 2):
             assert job.listeners[rank].next("leave") == 1
-            leaver, spare = job.listeners[rank].next("parting")
+            leaver, release = job.listeners[rank].next("parting")
             assert leaver == 1
-            spares.append(spare)
-        spares[0]()
+            releases.append(release)
+        releases[0]()
         assert not ending.done()
-        spares[1]()
+        releases[1]()
         ending.result(PATIENCE_SECONDS)
         job.clients[1].close()
         assert not threading.Event().wait(0.5)  # more than fail_after: its silence is no failure
-        job.clients[2].tell("still here")
+        job.clients[2].send_to_rank_0("still here")
         assert job.listeners[0].next("told") == (2, "still here")
         results([job.start(leave, job.clients[rank]) for rank in (0, 2)])
         assert [job.listeners[0].next("leave"), job.listeners[2].next("leave")] == [2, 0]
@@ -100,7 +100,7 @@ def test_a_rank_0_that_nobody_waits_for_ends_the_channel_for_all() -> None:
         one = job.clients[1]
         with pytest.raises(PeerLost, match=r"rank 0 \(host .*\) left, and rank 1 .* cannot go on without it"):
             one.gather("late", 1)
-        one.tell("nobody hears it")
+        one.send_to_rank_0("nobody hears it")
         one.propose({})
         leave(one)
         assert job.listeners[1].calls.empty()

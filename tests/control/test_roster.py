@@ -17,6 +17,7 @@ from commsched.control.messages import (
     Disconnect,
     End,
     Failed,
+    FromRank,
     Gather,
     GatherPart,
     Heartbeat,
@@ -32,10 +33,9 @@ from commsched.control.messages import (
     Prepared,
     Propose,
     Ready,
+    Released,
     ReportFailure,
-    Spare,
-    Tell,
-    Told,
+    ToRank0,
     Welcome,
 )
 from commsched.control.roster import Roster, Send, first_common_steps
@@ -155,7 +155,7 @@ def test_a_stray_process_is_turned_away_from_a_running_job_which_goes_on() -> No
         [send] = roster.received(8, hello(stranger), 0.0)
         assert send.connections == (8,)
         assert isinstance(send.message, Failed)
-    [send] = roster.garbage(8, ProtocolError("3 bytes"))
+    [send] = roster.invalid_message(8, ProtocolError("3 bytes"))
     assert send.connections == (8,)
     assert not roster.over
 
@@ -244,7 +244,7 @@ def test_a_member_that_sends_what_is_not_its_to_send_fails_the_job(message: Mess
     assert told(roster.received(1, message, 0.0)).startswith("rank 1 (host h1, pid 71) ")
 
 
-@pytest.mark.parametrize("message", [Gather("t", "1"), Leave(), Propose({}), Tell("1"), Announce("1"), Prepared({})])
+@pytest.mark.parametrize("message", [Gather("t", "1"), Leave(), Propose({}), ToRank0("1"), Announce("1"), Prepared({})])
 def test_a_server_cannot_act_as_a_rank_nor_a_rank_before_all_are_there(message: Message) -> None:
     expected = f"sent {type(message).__name__}, which it may not send now"
     roster = joined(1)
@@ -256,7 +256,7 @@ def test_a_server_cannot_act_as_a_rank_nor_a_rank_before_all_are_there(message: 
 
 
 def test_garbage_of_a_member_names_it() -> None:
-    assert told(joined(2).garbage(1, ProtocolError("3 bytes"))) == "rank 1 (host h1, pid 71) sent 3 bytes"
+    assert told(joined(2).invalid_message(1, ProtocolError("3 bytes"))) == "rank 1 (host h1, pid 71) sent 3 bytes"
 
 
 def test_a_ping_is_answered_with_rank_0s_time() -> None:
@@ -315,9 +315,9 @@ def test_a_rank_that_left_may_end_once_every_other_has_left_or_spares_it() -> No
     roster = joined(4)
     roster.received(1, Leave(), 0.0)
     assert roster.received(1, Part(), 0.0) == [Send((0, 2, 3), Parting(1))]
-    assert roster.received(2, Spare(1), 0.0) == []
+    assert roster.received(2, Released(1), 0.0) == []
     assert roster.received(3, Leave(), 0.0) == [Send((0, 1, 2), Left(3))]
-    assert roster.received(0, Spare(1), 0.0) == [Send((1,), End())]
+    assert roster.received(0, Released(1), 0.0) == [Send((1,), End())]
     roster.runs(1)  # its witness was asked before
     for now in range(1, 60):
         for connection in (0, 2, 3):
@@ -334,7 +334,7 @@ def test_the_last_to_leave_lets_go_of_who_would_end() -> None:
     roster.received(1, Part(), 0.0)
     assert roster.received(2, Leave(), 0.0) == [Send((0, 1), Left(2))]
     assert roster.received(2, Part(), 0.0) == [Send((0,), Parting(2))]
-    assert roster.received(0, Spare(2), 0.0) == [Send((2,), End())]
+    assert roster.received(0, Released(2), 0.0) == [Send((2,), End())]
     assert roster.received(0, Leave(), 0.0) == [Send((1, 2), Left(0)), Send((0, 1, 2), End())]
 
 
@@ -343,8 +343,8 @@ def test_when_rank_0_may_end_the_channel_does() -> None:
     roster.received(8, hello(Member.server(0)), 0.0)
     roster.received(0, Leave(), 0.0)
     assert roster.received(0, Part(), 0.0) == [Send((1, 2), Parting(0))]
-    roster.received(1, Spare(0), 0.0)
-    assert roster.received(2, Spare(0), 0.0) == [Send((0, 1, 2, 8), End())]
+    roster.received(1, Released(0), 0.0)
+    assert roster.received(2, Released(0), 0.0) == [Send((0, 1, 2, 8), End())]
     assert roster.over
     assert roster.disconnected(0) == []
 
@@ -363,7 +363,7 @@ def test_a_rank_that_comes_again_while_the_others_are_not_done_is_turned_away_wi
     roster = joined(2)
     roster.received(1, Leave(), 0.0)
     roster.received(1, Part(), 0.0)
-    roster.received(0, Spare(1), 0.0)
+    roster.received(0, Released(1), 0.0)
     roster.disconnected(1)
     assert roster.received(9, hello(member(1)), 0.0) == [Send((9,), End())]
     assert not roster.over
@@ -375,7 +375,7 @@ def test_a_rank_that_comes_again_while_the_others_are_not_done_is_turned_away_wi
 def test_what_a_rank_tells_goes_to_rank_0_only_with_its_sender() -> None:
     roster = joined(3)
     roster.received(8, hello(Member.server(0)), 0.0)
-    assert roster.received(2, Tell("[1]"), 0.0) == [Send((0,), Told(2, "[1]"))]
+    assert roster.received(2, ToRank0("[1]"), 0.0) == [Send((0,), FromRank(2, "[1]"))]
 
 
 def test_what_rank_0_announces_goes_to_all_other_ranks_that_have_not_left() -> None:
@@ -392,7 +392,7 @@ def test_what_rank_0_announces_goes_to_all_other_ranks_that_have_not_left() -> N
 def test_rank_0_is_told_and_announces_even_after_it_left() -> None:
     roster = joined(2)
     roster.received(0, Leave(), 0.0)
-    assert roster.received(1, Tell("1"), 0.0) == [Send((0,), Told(1, "1"))]
+    assert roster.received(1, ToRank0("1"), 0.0) == [Send((0,), FromRank(1, "1"))]
     assert roster.received(0, Announce("1"), 0.0) == [Send((1,), Announced("1"))]
 
 
@@ -400,8 +400,8 @@ def test_rank_0_is_told_and_announces_even_after_it_left() -> None:
     ("rank", "leave_first", "sent", "expected"),
     [
         (1, False, Announce("1"), "rank 1 (host h1, pid 71) announced something; only rank 0 may"),
-        (0, False, Tell("1"), "rank 0 (host h0, pid 70) sent itself a message"),
-        (1, True, Tell("1"), "rank 1 (host h1, pid 71) sent rank 0 a message after it left"),
+        (0, False, ToRank0("1"), "rank 0 (host h0, pid 70) sent itself a message"),
+        (1, True, ToRank0("1"), "rank 1 (host h1, pid 71) sent rank 0 a message after it left"),
     ],
 )
 def test_who_may_not_tell_or_announce_fails_the_job(rank: int, leave_first: bool, sent: Message, expected: str) -> None:

@@ -53,7 +53,9 @@ def test_what_two_ranks_tell_and_rank_0_announces_arrives_in_order(way: str) -> 
     count = 200
     with ranks(way, 3) as job:
         tellers = [
-            threading.Thread(target=lambda rank=rank: [job.controls[rank].tell({"n": n, "é": None}) for n in range(count)])
+            threading.Thread(
+                target=lambda rank=rank: [job.controls[rank].send_to_rank_0({"n": n, "é": None}) for n in range(count)]
+            )
             for rank in (1, 2)
         ]
         for teller in tellers:
@@ -75,7 +77,7 @@ def test_what_two_ranks_tell_and_rank_0_announces_arrives_in_order(way: str) -> 
 @pytest.mark.parametrize("way", WAYS)
 def test_all_that_a_rank_sent_comes_before_its_leave(way: str) -> None:
     with ranks(way, 3) as job:
-        job.controls[1].tell("last words")
+        job.controls[1].send_to_rank_0("last words")
         job.controls[1].leave()
         assert job.listeners[0].next("told") == (1, "last words")
         assert job.listeners[0].next("leave") == 1
@@ -84,7 +86,7 @@ def test_all_that_a_rank_sent_comes_before_its_leave(way: str) -> None:
         job.controls[0].leave()
         assert [job.listeners[2].next("announced"), job.listeners[2].next("leave")] == ["farewell", 0]
         assert job.listeners[1].next("leave") == 0  # and nothing was announced to who has left
-        job.controls[2].tell("after rank 0 left")
+        job.controls[2].send_to_rank_0("after rank 0 left")
         assert job.listeners[0].next("told") == (2, "after rank 0 left")
 
 
@@ -115,7 +117,7 @@ def test_who_has_left_tells_nothing_more(way: str) -> None:
     with ranks(way, 2) as job:
         job.controls[1].leave()
         with pytest.raises(ClosedError, match=r"^rank 1( \(.*\))? has left and cannot send to rank 0$"):
-            job.controls[1].tell(1)
+            job.controls[1].send_to_rank_0(1)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -141,7 +143,7 @@ def test_after_a_failure_telling_raises_it(way: str) -> None:
         with pytest.raises(TransportError, match=r"^boom$"):
             job.controls[0].announce(1)
         with pytest.raises(TransportError, match=r"^boom$"):
-            job.controls[1].tell(1)
+            job.controls[1].send_to_rank_0(1)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -151,8 +153,8 @@ def test_a_listener_that_raises_when_told_fails_the_job(way: str) -> None:
         def raises(rank: int, value: Any) -> None:
             raise ValueError("no such thing")
 
-        job.listeners[0].on_told = raises  # type: ignore[method-assign]
-        job.controls[1].tell(1)
+        job.listeners[0].on_message = raises  # type: ignore[method-assign]
+        job.controls[1].send_to_rank_0(1)
         for listener in job.listeners:
             assert "ValueError: no such thing" in str(listener.failure())
 
@@ -181,13 +183,13 @@ def test_among_threads_the_wrong_rank_is_told_at_once() -> None:
         with pytest.raises(UnsupportedError, match="rank 1 announced something; only rank 0 may"):
             job.controls[1].announce(1)
         with pytest.raises(UnsupportedError, match="rank 0 cannot send to itself"):
-            job.controls[0].tell(1)
+            job.controls[0].send_to_rank_0(1)
 
 
 def test_a_value_that_is_too_long_is_refused_here() -> None:
     with running(2) as job:
         with pytest.raises(UnsupportedError, match=r"a message to rank 0 would be \d+ bytes from rank 1 .* at most 64 MiB"):
-            job.clients[1].tell("x" * MAX_MESSAGE_BYTES)
+            job.clients[1].send_to_rank_0("x" * MAX_MESSAGE_BYTES)
 
 
 # --- rank 0's own stream ---
@@ -206,11 +208,11 @@ def test_told_all_the_time_rank_0_is_not_taken_for_silent() -> None:
     with running(2, direct=True, fail_after_seconds=0.3) as job:
         stop, numbers = threading.Event(), itertools.count()
 
-        def tell() -> None:
+        def send() -> None:
             while not stop.wait(0.005):
-                job.clients[1].tell(next(numbers))
+                job.clients[1].send_to_rank_0(next(numbers))
 
-        teller = job.start(tell)
+        teller = job.start(send)
         assert not threading.Event().wait(1.5)
         stop.set()
         teller.result(PATIENCE_SECONDS)

@@ -32,13 +32,13 @@ class Recorder(Listener):
     def on_leave(self, rank: int) -> None:
         self.calls.put(("leave", rank))
 
-    def on_parting(self, rank: int, spare: Callable[[], None]) -> None:
-        self.calls.put(("parting", (rank, spare)))
+    def on_parting(self, rank: int, release: Callable[[], None]) -> None:
+        self.calls.put(("parting", (rank, release)))
 
     def on_end(self) -> None:
         self.calls.put(("end", None))
 
-    def on_told(self, rank: int, value: Any) -> None:
+    def on_message(self, rank: int, value: Any) -> None:
         self.calls.put(("told", (rank, value)))
 
     def on_announced(self, value: Any) -> None:

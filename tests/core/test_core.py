@@ -194,12 +194,12 @@ def test_a_rank_that_left_is_spared_once_all_averages_are_here(world: World) -> 
     group = world.add_group()
     group.begin_step()
     group.notify_ready(0)
-    spared = threading.Event()
-    world.core.part(1, spared.set)
+    released = threading.Event()
+    world.core.part(1, released.set)
     world.core.check()
-    assert not spared.wait(0.05)
+    assert not released.wait(0.05)
     world.transport.done(world.transport.wait_started(1)[0])
-    assert spared.wait(10)
+    assert released.wait(10)
 
 
 def test_a_rank_that_left_is_spared_by_the_last_average_though_its_bytes_have_long_left(world: World) -> None:
@@ -214,23 +214,23 @@ def test_a_rank_that_left_is_spared_by_the_last_average_though_its_bytes_have_lo
     group.begin_step()
     group.notify_ready(0)
     (task,) = world.transport.wait_started(1)
-    spared = threading.Event()
-    world.core.part(1, spared.set)
+    released = threading.Event()
+    world.core.part(1, released.set)
     world.transport.sent(task)
     for _ in iter(lambda: rests.acquire(timeout=10), False):
         with world.core._lock:
             if world.core._work._waiters:  # type: ignore[attr-defined]
                 break  # the dispatcher has done all that it was told of
-    assert not spared.is_set()
+    assert not released.is_set()
     world.transport.done(task)
-    assert spared.wait(10)
+    assert released.wait(10)
 
 
 def test_what_becomes_ready_after_a_rank_has_gone_fails_and_does_not_wait(world: World) -> None:
     group = world.add_group()
-    spared = threading.Event()
-    world.core.part(1, spared.set)
-    assert spared.wait(10)
+    released = threading.Event()
+    world.core.part(1, released.set)
+    assert released.wait(10)
     group.begin_step()
     group.notify_ready(2)
     error = world.failures.get(timeout=10)

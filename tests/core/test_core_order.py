@@ -37,7 +37,7 @@ class Sent:
             self.messages.append((kind, value))
             self._changed.notify_all()
 
-    def tell(self, value: Any) -> None:
+    def send_to_rank_0(self, value: Any) -> None:
         self._put("tell", value)
 
     def announce(self, value: Any) -> None:
@@ -96,7 +96,7 @@ def digest_of(partition: int) -> str:
     leader = Rank(0)
     try:
         leader.group.notify_ready(partition)
-        leader.core.on_told(1, ready(partition))
+        leader.core.on_message(1, ready(partition))
         ((_, message),) = leader.sent.wait(1)
         digest: str = message["digest"]
         return digest
@@ -110,7 +110,7 @@ def ready(partition: int) -> dict[str, Any]:
 
 def test_rank_0_announces_before_it_starts_what_all_have_ready(leader: Rank) -> None:
     leader.group.notify_ready(1)
-    leader.core.on_told(1, ready(1))
+    leader.core.on_message(1, ready(1))
     (task,) = leader.transport.wait_started(1)
     assert task.partition.index == 1
     assert [kind for kind, _ in leader.sent.messages] == ["announce"]
@@ -118,7 +118,7 @@ def test_rank_0_announces_before_it_starts_what_all_have_ready(leader: Rank) -> 
 
 def test_a_mismatch_is_a_failure_of_the_core(leader: Rank) -> None:
     leader.group.notify_ready(1)
-    leader.core.on_told(1, {**ready(1), "launched": [[0, 0, 2, 0]]})
+    leader.core.on_message(1, {**ready(1), "launched": [[0, 0, 2, 0]]})
     with pytest.raises(
         OrderMismatch, match=r"rank 1 launched tensor 'layer2' \(partition 2 of step 0, all_reduce\) where rank 0"
     ):
@@ -173,7 +173,7 @@ def test_a_wait_as_long_as_stall_after_ends_the_job_though_no_warning_is_due() -
 
 
 def test_a_farewell_is_sent_when_it_returns(follower: Rank) -> None:
-    follower.core.farewell()
+    follower.core.prepare_leave()
     assert follower.sent.messages == [("tell", {"leaves": 1, "steps": [[0, 0, 0]]})]
     assert follower.transport.left == [1]  # itself
 
@@ -181,7 +181,7 @@ def test_a_farewell_is_sent_when_it_returns(follower: Rank) -> None:
 def test_a_farewell_after_close_is_an_error(follower: Rank) -> None:
     follower.core.close()
     with pytest.raises(ClosedError):
-        follower.core.farewell()
+        follower.core.prepare_leave()
 
 
 def test_who_leaves_is_told_to_the_transport_too(leader: Rank) -> None:

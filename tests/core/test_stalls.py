@@ -48,9 +48,9 @@ class Job:
             if receiver in self.mute:
                 continue
             if receiver == 0:
-                self.ranks[0].told(sender, message)
+                self.ranks[0].on_message(sender, message)
             else:
-                self.ranks[receiver].announced(message)
+                self.ranks[receiver].on_announced(message)
         said, self.said[:] = list(self.said), []
         return said
 
@@ -119,9 +119,9 @@ def test_an_answer_that_comes_too_late_is_none_to_the_next_question() -> None:
     for seconds in (6.0, 12.0):
         job.ranks[0].waits(WAIT, seconds)
     job.run()
-    job.ranks[0].told(1, {"place": PLACE, "number": 1, "answer": asdict(progress_of(["b"], []))})
+    job.ranks[0].on_message(1, {"place": PLACE, "number": 1, "answer": asdict(progress_of(["b"], []))})
     assert not job.mail
-    job.ranks[0].told(1, {"place": PLACE, "number": 2, "answer": asdict(SENT)})
+    job.ranks[0].on_message(1, {"place": PLACE, "number": 2, "answer": asdict(SENT)})
     [(_, _, announced)] = job.mail
     assert announced["text"] == "every rank has sent it, so it waits for the network or a server"
 

@@ -27,7 +27,7 @@ class Heard:
     def on_switch(self, window: Any, steps: Any) -> None:
         self.calls.append((window, steps))
 
-    def on_told(self, rank: int, value: Any) -> None:
+    def on_message(self, rank: int, value: Any) -> None:
         self.calls.append((rank, value))
 
     def on_leave(self, rank: int) -> None:
@@ -101,11 +101,11 @@ def test_what_concerns_the_tuner_goes_to_it() -> None:
     listener, core, tuner = SessionListener(lambda rank, value: None), Core(RecordingTransport(), SchedulerConfig()), Heard()
     listener.use(core)
     other = SchedulerConfig(8, 8)
-    listener.on_told(1, {"tuner": "nobody listens"})
+    listener.on_message(1, {"tuner": "nobody listens"})
     listener.tuner = tuner
     listener.switch_at({**other.to_record(), "window": "w"}, {})
     listener.switch_at(other.to_record(), {0: 7})  # not to be measured
-    listener.on_told(1, {"tuner": 5})
+    listener.on_message(1, {"tuner": 5})
     listener.on_leave(1)
     assert tuner.calls == [("w", {}), (1, 5), 1]
     assert core.config == other

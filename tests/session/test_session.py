@@ -254,7 +254,7 @@ class Seen(Observer):
     def on_switch(self, window: Any, steps: dict[int, int]) -> None:
         self.switches.append((window, dict(steps)))
 
-    def on_told(self, rank: int, value: Any) -> None:
+    def on_message(self, rank: int, value: Any) -> None:
         self.told.append((rank, value))
         self.heard.release()
 

@@ -176,7 +176,7 @@ def _hear(said: list[tuple[int, bytes]]) -> None:
         try:
             message = decode_message(data)
         except CommschedError as error:
-            roster.garbage(connection, error)  # type: ignore[arg-type]
+            roster.invalid_message(connection, error)  # type: ignore[arg-type]
             continue
         roster.received(connection, message, float(now))
 

@@ -58,7 +58,7 @@ class Ranks:
         self.measured.append(config)
         seconds = 1.0 + self.slower * config.partition_bytes / 1e6
         for rank in range(3):
-            self._trials.on_told(rank, report(window["trial"], seconds, error=seconds / 1000))
+            self._trials.on_message(rank, report(window["trial"], seconds, error=seconds / 1000))
 
     def run(self, described: Manifest = MODEL, **how: Any) -> Verdict:
         verdict = self.search.run(0, described, **how)

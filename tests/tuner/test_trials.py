@@ -44,7 +44,7 @@ def answered(*reports: dict[str, Any]) -> tuple[TrialRunner, FakeSession]:
 
     def answer(window: dict[str, int]) -> None:
         for rank, given in enumerate(reports):
-            trials.on_told(rank, {**given, "trial": window["trial"] + given.get("trial", 0)})
+            trials.on_message(rank, {**given, "trial": window["trial"] + given.get("trial", 0)})
 
     session = FakeSession(answer)
     trials = TrialRunner(session, lambda: 4, settle_steps=3)
@@ -78,7 +78,7 @@ def test_what_is_no_measurement_fails_the_trial_and_not_the_next(last: dict[str,
     trials, session = answered(report(0), report(0), last)
     with pytest.raises(TrialFailed, match=message):
         trials.measure(CONFIG, group=4)
-    session.then = lambda window: [trials.on_told(rank, report(window["trial"])) for rank in range(3)] and None
+    session.then = lambda window: [trials.on_message(rank, report(window["trial"])) for rank in range(3)] and None
     assert trials.measure(CONFIG, group=4).seconds == 1.0
 
 
@@ -94,12 +94,12 @@ def test_reports_of_an_earlier_trial_count_no_more() -> None:
         trials.measure(CONFIG, group=4)
 
     def late(window: dict[str, int]) -> None:
-        trials.on_told(2, report(window["trial"] - 1, 50.0))
-        trials.on_told(1, {"trial": 0, "failed": "disturbed"})
-        trials.on_told(1, "nonsense")
+        trials.on_message(2, report(window["trial"] - 1, 50.0))
+        trials.on_message(1, {"trial": 0, "failed": "disturbed"})
+        trials.on_message(1, "nonsense")
         for rank in range(3):
-            trials.on_told(rank, report(window["trial"], 2.0))
-            trials.on_told(rank, report(window["trial"] - 1, 50.0))
+            trials.on_message(rank, report(window["trial"], 2.0))
+            trials.on_message(rank, report(window["trial"] - 1, 50.0))
 
     session.then = late
     assert trials.measure(CONFIG, group=4).seconds == 2.0
@@ -142,7 +142,7 @@ def test_a_group_that_is_trained_no_more_in_the_middle_of_a_trial_is_no_failed_t
     def answer(window: dict[str, int]) -> None:
         nonlocal main
         main = 5
-        trials.on_told(1, {"trial": window["trial"], "failed": "group 4 is not the main one any more"})
+        trials.on_message(1, {"trial": window["trial"], "failed": "group 4 is not the main one any more"})
 
     trials = TrialRunner(FakeSession(answer), lambda: main, 3)
     with pytest.raises(MainGroupChanged):

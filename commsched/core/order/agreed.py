@@ -18,7 +18,7 @@ from .static import ReadinessPattern, StaticOrder
 #: wait for those of the other.
 AGREED, STATIC = 0, 1
 
-#: A JSON value for ``Messenger.tell`` (to rank 0) or ``announce`` (from rank 0).
+#: A JSON value for ``Messenger.send_to_rank_0`` (to rank 0) or ``announce`` (from rank 0).
 OrderMessage = dict[str, Any]
 
 
@@ -156,7 +156,7 @@ class AgreedOrder:
         elif rank == 0 and self._ready:
             raise peer_left_error(0, self._describe(next(iter(self._ready))))
 
-    def farewell(self, first_missing_steps: Mapping[int, int]) -> None:
+    def prepare_leave(self, first_missing_steps: Mapping[int, int]) -> None:
         """Announce that this rank will launch nothing more. ``first_missing_steps`` maps each group to the first step that this
         rank does not complete."""
         frozen = self._frozen
@@ -202,7 +202,7 @@ class AgreedOrder:
         self._unconfirmed = []
         return report
 
-    def told(self, rank: int, message: OrderMessage) -> None:
+    def on_message(self, rank: int, message: OrderMessage) -> None:
         """Handle a message that ``rank`` sent to rank 0; called on rank 0.
 
         Raises:
@@ -235,7 +235,7 @@ class AgreedOrder:
         except (KeyError, TypeError, ValueError) as error:
             raise ProtocolError(f"rank {rank} sent rank 0 a message that no order knows: {error!r}") from error
 
-    def announced(self, message: OrderMessage) -> None:
+    def on_announced(self, message: OrderMessage) -> None:
         """Handle a message that rank 0 announced; called on the other ranks.
 
         Raises:

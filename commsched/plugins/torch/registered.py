@@ -57,7 +57,7 @@ class Registered:
         missing gradient free their memory at once. A finalizer may call it."""
         for group in self._views:
             if not group.missing():
-                group.let_go()
+                group.free_memory()
                 self._views[group] = ()
         self._queue.append(self)
 

@@ -63,9 +63,9 @@ class Ranks:
         sender, to = wire
         message = json.loads(self.wires[wire].popleft())
         if to == 0:
-            self.orders[0].told(sender, message)
+            self.orders[0].on_message(sender, message)
         else:
-            self.orders[to].announced(self.tamper(to, message))
+            self.orders[to].on_announced(self.tamper(to, message))
         self.settle(to)
 
     @property

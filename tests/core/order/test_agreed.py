@@ -190,7 +190,7 @@ def test_a_rank_that_launched_something_else_is_found_by_what_it_reports() -> No
     with pytest.raises(
         OrderMismatch, match=r"rank 1 launched tensor 'layer1' \(step 0\) where rank 0 launched tensor 'layer3' \(step"
     ):
-        ranks.orders[0].told(1, wrong)
+        ranks.orders[0].on_message(1, wrong)
 
 
 def test_a_rank_that_launched_other_bytes_is_found_by_its_digest() -> None:
@@ -202,7 +202,7 @@ def test_a_rank_that_launched_other_bytes_is_found_by_its_digest() -> None:
     with pytest.raises(
         OrderMismatch, match=rf"^rank 1 launched other bytes than rank 0 for tensor 'layer{last}' \(step 0\), or "
     ):
-        ranks.orders[0].told(1, wrong)
+        ranks.orders[0].on_message(1, wrong)
 
 
 def test_a_static_order_keeps_to_the_credit() -> None:
@@ -331,7 +331,7 @@ def test_an_offer_that_is_heard_after_the_order_it_did_not_know_of_is_dropped() 
     old["digest"] = ranks.orders[0]._decider.digest
     for order in ranks.orders:
         order.recut(0)
-    ranks.orders[0].told(1, old)
+    ranks.orders[0].on_message(1, old)
     assert ranks.orders[0]._decider._offered == {}
     ranks.orders[0].leave(2)  # nothing waits for it
 
@@ -483,7 +483,7 @@ def test_who_leaves_before_the_order_is_static_is_named_in_that_too() -> None:
     tasks = Step(ranks, last)
     for task in reversed(tasks.tasks[1]):
         ranks.add(1, task)
-    ranks.orders[1].farewell({0: last + 1})
+    ranks.orders[1].prepare_leave({0: last + 1})
     ranks.settle(1)
     ranks.deliver_all()
     for rank in (0, 2):
@@ -502,7 +502,7 @@ def test_who_leaves_a_static_order_is_named(leaver: int, early: bool) -> None:
     waiting = 2
     if early:
         ranks.add(waiting, make_task(step, 4))
-    ranks.orders[leaver].farewell({0: step})
+    ranks.orders[leaver].prepare_leave({0: step})
     ranks.settle(leaver)
     ranks.deliver_all()
     if not early:
@@ -520,7 +520,7 @@ def test_who_leaves_after_its_last_step_is_not_missed() -> None:
             ranks.orders[rank].add(task)
     for rank in range(2):
         ranks.settle(rank)
-    ranks.orders[1].farewell({0: step + 1})
+    ranks.orders[1].prepare_leave({0: step + 1})
     last.finish()
     assert [order.deadlock_error() for order in ranks.orders] == [None, None]
 
@@ -530,7 +530,7 @@ def test_who_leaves_within_a_step_is_missed_by_what_it_did_not_launch() -> None:
     first, second = ranks.launched(0, STATIC)[:2]
     for rank in range(2):
         ranks.add(rank, make_task(step, first.partition))
-    ranks.orders[1].farewell({0: step})
+    ranks.orders[1].prepare_leave({0: step})
     ranks.settle(1)
     ranks.deliver_all()
     assert ranks.orders[0].deadlock_error() is None  # that was launched on both
@@ -555,7 +555,7 @@ def test_who_leaves_within_a_step_is_missed_by_what_it_did_not_launch() -> None:
 )
 def test_what_is_no_announcement(message: dict) -> None:
     with pytest.raises(ProtocolError, match="rank 0 announced a message that no order knows"):
-        Ranks(2).orders[1].announced(message)
+        Ranks(2).orders[1].on_announced(message)
 
 
 @pytest.mark.parametrize(
@@ -563,12 +563,12 @@ def test_what_is_no_announcement(message: dict) -> None:
 )
 def test_what_no_rank_tells(message: dict) -> None:
     with pytest.raises(ProtocolError, match="rank 1 sent rank 0 a message that no order knows"):
-        Ranks(2).orders[0].told(1, message)
+        Ranks(2).orders[0].on_message(1, message)
 
 
 def test_only_rank_0_is_told() -> None:
     with pytest.raises(ProtocolError, match="rank 0 sent rank 1 a message that only rank 0 receives"):
-        Ranks(2).orders[1].told(0, {})
+        Ranks(2).orders[1].on_message(0, {})
 
 
 def test_another_policy_and_credit_count_for_what_waits() -> None:

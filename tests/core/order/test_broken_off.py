@@ -36,7 +36,7 @@ def test_a_last_step_that_all_break_off_is_no_hindrance_to_closing(order: str, r
             assert core.is_static == (order == "static")
             tensors.begin(rank, ready)
             core.drain()
-            core.farewell()
+            core.prepare_leave()
 
     with Threads(ordered_world, 3, 20.0) as world:
         world.run(body)
@@ -53,7 +53,7 @@ def test_who_waits_for_what_one_rank_has_broken_off_is_told_so(order: str, notif
             if rank == quitter:
                 tensors.begin(rank, range(5, 5 - notified, -1))
                 core.drain()
-                core.farewell()
+                core.prepare_leave()
                 closed.set()
                 return
             tensors.begin(rank, range(5, -1, -1))
