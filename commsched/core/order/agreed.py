@@ -10,7 +10,7 @@ from typing import Any
 from ..errors import OrderMismatch, PeerLost, ProtocolError
 from ..scheduler import Policy
 from ..task import CommTask
-from .key import EMPTY, LaunchKey, roll, roll_text
+from .key import EMPTY, LaunchKey, extend_digest, extend_digest_by_text
 from .leader import OrderLeader, keys_of, peer_left_error
 from .static import ReadinessPattern, StaticOrder
 
@@ -257,7 +257,7 @@ class AgreedOrder:
             task = self._ready.get(key)
             if task is None:
                 break
-            mine = roll(mine, task)
+            mine = extend_digest(mine, task)
             tasks.append(task)
         if first != self._received or len(tasks) < len(keys) or mine != digest:
             # None of these tasks is launched. Rank 0 knows what it announced, so it raises the error that names both tensors.
@@ -337,7 +337,7 @@ class AgreedOrder:
         """The digest of a whole step's launches, by this rank's plan."""
         digest = EMPTY
         for key in keys:
-            digest = roll_text(digest, f"{key} {self._locate(key)}")
+            digest = extend_digest_by_text(digest, f"{key} {self._locate(key)}")
         return digest
 
     def _follow_freeze(self, keys: list[LaunchKey], digest: str) -> None:

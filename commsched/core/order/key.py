@@ -44,12 +44,12 @@ class LaunchKey(NamedTuple):
 EMPTY = ""
 
 
-def roll(digest: str, task: CommTask) -> str:
+def extend_digest(digest: str, task: CommTask) -> str:
     """Extend ``digest`` by the launch of ``task``, including the bytes that it covers."""
-    return roll_text(digest, f"{task.group} {task.step} {task.verb} {range_of(task.partition)}")
+    return extend_digest_by_text(digest, f"{task.group} {task.step} {task.verb} {range_of(task.partition)}")
 
 
-def roll_text(digest: str, text: str) -> str:
+def extend_digest_by_text(digest: str, text: str) -> str:
     return hashlib.blake2b(f"{digest} {text}".encode(), digest_size=8).hexdigest()
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from ..errors import FEWER_BATCHES, OrderMismatch, PeerLost
 from ..scheduler import Policy, Scheduler
 from ..task import CommTask
-from .key import EMPTY, LaunchKey, roll
+from .key import EMPTY, LaunchKey, extend_digest
 
 
 class OrderLeader:
@@ -78,7 +78,7 @@ class OrderLeader:
         batch: list[CommTask] = []
         while (task := self.scheduler.next()) is not None:
             batch.append(task)
-            self._digest = roll(self._digest, task)
+            self._digest = extend_digest(self._digest, task)
             if self._world_size > 1:
                 self._history.append((LaunchKey.of(task), self._digest))
         return batch

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from ..errors import PeerLost
 from ..scheduler import CreditWindow
 from ..task import ALL_GATHER, CommTask
-from .key import EMPTY, LaunchKey, roll
+from .key import EMPTY, LaunchKey, extend_digest
 from .leader import peer_left_error
 
 #: A place in a frozen order: partition and verb.
@@ -135,7 +135,7 @@ class StaticOrder:
             return None
         del self._ready[key]
         self.credit.take(task.nbytes)
-        self._digest = roll(self._digest, task)
+        self._digest = extend_digest(self._digest, task)
         self._place += 1
         return task
 

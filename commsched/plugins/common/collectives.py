@@ -13,7 +13,7 @@ import commsched
 from ...core.errors import ManifestMismatch
 
 
-def described(item: Sequence[Any] | None) -> str:
+def format_spec(item: Sequence[Any] | None) -> str:
     """A variable, ``[name, shape, dtype]``, as text for an error; None: there is none."""
     return "nothing more" if item is None else f"'{item[0]}' {item[2]}{item[1]}"
 

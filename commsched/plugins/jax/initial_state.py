@@ -14,7 +14,7 @@ import commsched
 
 from ...core.comparison import require_same
 from ...core.errors import UnsupportedError
-from ..common.collectives import broadcast_arrays, described
+from ..common.collectives import broadcast_arrays, format_spec
 
 
 def named_leaves(tree: Any, what: str = "") -> list[tuple[str, Any]]:
@@ -47,7 +47,7 @@ def broadcast_all(session: commsched.Session, trees: dict[str, Any]) -> list[Any
     named = [pair for what, tree in trees.items() for pair in named_leaves(tree, what)]
     arrays = [_array(name, leaf) for name, leaf in named]
     records = session.gather([[name, list(array.shape), array.dtype.name] for (name, _), array in zip(named, arrays)])
-    require_same(records, lambda different: f"there is {different.text(described)}")
+    require_same(records, lambda different: f"there is {different.text(format_spec)}")
     received = broadcast_arrays(session, "initial values", arrays)
     leaves = iter(_like(leaf, array) for (_, leaf), array in zip(named, received))
     return [jax.tree.map(lambda _: next(leaves), tree) for tree in trees.values()]

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 import commsched
 
 from ...core.comparison import require_same
-from ..common.collectives import broadcast_arrays, described, gather_alike
+from ..common.collectives import broadcast_arrays, format_spec, gather_alike
 from .slot import dtype_name
 
 TRAINER_ADVICE = "what is loaded or set after the trainer was made must be on all ranks, and so must the first forward"
@@ -93,4 +93,4 @@ def _describe(parameter: mx.gluon.Parameter) -> list[Any]:
 
 
 def _text(item: list[Any] | None) -> str:
-    return described(item) + ("" if item is None or item[3] else ", not initialised yet,")
+    return format_spec(item) + ("" if item is None or item[3] else ", not initialised yet,")

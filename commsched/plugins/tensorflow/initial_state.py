@@ -14,7 +14,7 @@ import commsched
 
 from ...core.comparison import require_same
 from ...core.errors import UnsupportedError
-from ..common.collectives import broadcast_arrays, described
+from ..common.collectives import broadcast_arrays, format_spec
 from .guard import unguarded
 
 
@@ -55,7 +55,7 @@ def broadcast_variables(session: commsched.Session, what: str, variables: Sequen
         UnsupportedError: a variable's values have no fixed size.
     """
     records = [[common_name(index, each), list(each.shape), str(each.dtype)] for index, each in enumerate(variables)]
-    require_same(session.gather(records), lambda different: f"{what}: {different.text(described)}")
+    require_same(session.gather(records), lambda different: f"{what}: {different.text(format_spec)}")
     with unguarded():
         arrays = [np.asarray(variable.numpy()) for variable in variables]
         for variable, array in zip(variables, arrays):

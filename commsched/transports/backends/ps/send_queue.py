@@ -113,13 +113,13 @@ class SendQueue:
             order = frame.order + (_REPLIES_LAST if frame.kind is FrameKind.RESULT else 0)
             self._pacer.submit(order, frame.nbytes, lambda: self._enter(parcel))
 
-    def give_way(self, way: PushPriority) -> None:
-        """Send gradients only while ``way`` is free, until ``keep_way``."""
+    def yield_to(self, way: PushPriority) -> None:
+        """Send gradients only while ``way`` is free, until ``stop_yielding``."""
         way.add(self._way_is_free)
         with self._lock:
             self._way = way
 
-    def keep_way(self) -> None:
+    def stop_yielding(self) -> None:
         with self._lock:
             way, self._way = self._way, None
         if way is not None:

@@ -60,7 +60,7 @@ class Service:
 
     def __init__(self, context: ServiceContext) -> None:
         #: Taken by the pushes of a rank in the same process; replies of this server give way to them.
-        self.right_of_way = PushPriority()
+        self.push_priority = PushPriority()
         self._context = context
         self._name = context.name
         self._lock = threading.Lock()
@@ -94,7 +94,7 @@ class Service:
             if self._closed:
                 return stream.outbox.abort()
             self._workers.append(worker)
-        stream.outbox.give_way(self.right_of_way)
+        stream.outbox.yield_to(self.push_priority)
         try:
             self._hear(worker)
         except ConfigError as error:  # a stranger or a worker of another job; this job has not failed
@@ -108,7 +108,7 @@ class Service:
             self.fail(TransportError(f"{self._name} failed: {type(error).__name__}: {error}"))
         finally:
             stream.outbox.finish()
-            stream.outbox.keep_way()
+            stream.outbox.stop_yielding()
             with self._lock:
                 self._workers.remove(worker)
 

@@ -60,7 +60,7 @@ class PsTransport(Transport):
         self._own_shard = own_shard
         self._options = options
         # Without a rate limiter, replies give way to pushes. A rate limiter orders everything that this process sends.
-        self._way = own_shard.service.right_of_way if own_shard is not None and options.rate_limiter is None else None
+        self._way = own_shard.service.push_priority if own_shard is not None and options.rate_limiter is None else None
         self._closed = False
         # Single operations on a dict are atomic; the dispatcher adds a key, and the reader of its lane removes it.
         self._pending: dict[PartitionKey, _Started] = {}

@@ -39,8 +39,8 @@ class Watched:
         self.group = self._core.add_group(cut(MANIFEST, 16), {"uint8": memoryview(bytearray(64))})
         #: While one is taken, pushes or replies wait in their outbox.
         self.pushes_wait = PushPriority()
-        self._transport._lanes[0]._outbox.give_way(self.pushes_wait)
-        self.replies_wait = self._shard.service.right_of_way
+        self._transport._lanes[0]._outbox.yield_to(self.pushes_wait)
+        self.replies_wait = self._shard.service.push_priority
 
     @staticmethod
     def _noting(original, queue, partition):

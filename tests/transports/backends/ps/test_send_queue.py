@@ -148,7 +148,7 @@ def taken_in_a_thread(outbox: SendQueue) -> tuple[threading.Thread, queue.Simple
 
 def test_gradients_that_give_way_leave_when_it_is_free_and_small_messages_at_any_time():
     way, outbox = PushPriority(), SendQueue()
-    outbox.give_way(way)
+    outbox.yield_to(way)
     way.take()
     way.take()
     thread, taken = taken_in_a_thread(outbox)
@@ -170,13 +170,13 @@ def test_gradients_that_give_way_leave_when_it_is_free_and_small_messages_at_any
     outbox.finish()
     assert taken.get(timeout=10) is None
     thread.join(10)
-    outbox.keep_way()
+    outbox.stop_yielding()
     assert repr(way) == "<PushPriority 0 pushes leaving, 0 streams give way>"
 
 
 def test_an_outbox_that_gives_way_still_ends():
     way, outbox = PushPriority(), SendQueue()
-    outbox.give_way(way)
+    outbox.yield_to(way)
     way.take()
     _, taken = taken_in_a_thread(outbox)
     put(outbox, 1)
@@ -186,16 +186,16 @@ def test_an_outbox_that_gives_way_still_ends():
 
 def test_who_keeps_the_way_again_waits_for_nobody():
     way, outbox = PushPriority(), SendQueue()
-    outbox.give_way(way)
+    outbox.yield_to(way)
     way.take()
     put(outbox, 1)
-    outbox.keep_way()
+    outbox.stop_yielding()
     assert orders(outbox, 1) == [1]
 
 
 def test_nothing_is_lost_when_the_way_changes_all_the_time():
     way, outbox = PushPriority(), SendQueue()
-    outbox.give_way(way)
+    outbox.yield_to(way)
     _, taken = taken_in_a_thread(outbox)
     for number in range(2000):
         way.take()
