@@ -52,10 +52,12 @@ log = logging.getLogger("commsched")
 
 class CallbackThread:
     """Runs the calls that are put, one after another, once started; holds no lock while it does. ``on_error`` receives any
-    exception that a call raises."""
+    exception that a call raises. ``lazily``: there is no thread before the first call."""
 
-    def __init__(self, on_error: Callable[[Exception], None]) -> None:
+    def __init__(self, on_error: Callable[[Exception], None], lazily: bool = False) -> None:
         self._on_error = on_error
+        self._waits_for_a_call = lazily
+        self._may_run = False
         self._changed = threading.Condition()
         self._calls: deque[Callable[[], None]] = deque()
         self._is_calling = False
@@ -64,12 +66,20 @@ class CallbackThread:
 
     def start(self) -> None:
         """Start to run the calls, both those put so far and later ones."""
-        self._thread.start()
+        with self._changed:
+            self._may_run = True
+            self._start()
+
+    def _start(self) -> None:
+        """Called with the lock held."""
+        if self._may_run and not self._closed and self._thread.ident is None and (self._calls or not self._waits_for_a_call):
+            self._thread.start()
 
     def put(self, call: Callable[[], None]) -> None:
         """Enqueue ``call``; never blocks. Any thread."""
         with self._changed:
             self._calls.append(call)
+            self._start()
             self._changed.notify_all()
 
     def wait(self) -> None:

@@ -27,6 +27,11 @@ class Member:
         return cls("rank", rank, world_size, host or socket.gethostname(), os.getpid(), witness)
 
     @classmethod
+    def thread(cls, rank: int, world_size: int) -> Member:
+        """A rank that is a thread of this process, as all others are."""
+        return cls("rank", rank, world_size, "", os.getpid())
+
+    @classmethod
     def server(cls, index: int, host: str | None = None, witness: str = "") -> Member:
         """This process as a parameter server."""
         return cls("server", index, 0, host or socket.gethostname(), os.getpid(), witness)
@@ -45,4 +50,4 @@ class Member:
         return f"host {self.host}, pid {self.pid}"
 
     def __str__(self) -> str:
-        return f"{self.role} {self.index} ({self.process})"
+        return f"{self.role} {self.index} ({self.process})" if self.host else f"{self.role} {self.index}"

@@ -2,85 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from itertools import count
 from typing import Any, Protocol
 
-from ..control.roster import first_common_steps
+from ..control.local import LocalControl, LocalControlWorld
 from ..core.config import SchedulerConfig
 from ..core.core import Core
 from ..core.errors import CommschedError
 from ..core.interfaces import OnFailure, Transport
 from ..core.task import REDUCE_SCATTER
+from ..session.events import SessionListener
 from ..session.session import Session
 from .world import run_world
-
-
-class Switchboard:
-    """A control channel between Cores of one process. It has only the calls that they need to agree on an order.
-
-    ``tamper(rank, message)`` may change the message that rank 0 announces to ``rank``.
-    """
-
-    def __init__(self, tamper: Callable[[int, Any], Any] = lambda rank, message: message) -> None:
-        self._tamper = tamper
-        self._lock = threading.Lock()
-        self._proposing = threading.Lock()
-        self._cores: dict[int, Core] = {}
-        self._early: list[tuple[int, Callable[[Core], None]]] = []  # messages for Cores that have not joined yet
-
-    def join(self, rank: int, core: Core) -> None:
-        with self._lock:
-            self._cores[rank] = core
-            early = [message for to, message in self._early if to == rank]
-            self._early = [(to, message) for to, message in self._early if to != rank]
-            for deliver in early:
-                deliver(core)
-
-    def messenger(self, rank: int, world_size: int) -> SwitchboardMessenger:
-        return SwitchboardMessenger(self, rank, world_size)
-
-    def deliver(self, to: int, message: Callable[[Core], None]) -> None:
-        with self._lock:
-            core = self._cores.get(to)
-            if core is None:
-                self._early.append((to, message))
-                return
-        message(core)
-
-    def agree(self, config: SchedulerConfig | None) -> None:
-        """Agree on the step from which all ranks use ``config``. Proposals are handled one after another."""
-        with self._proposing:
-            steps = first_common_steps([core.hold_steps() for core in self._cores.values()])
-            for core in self._cores.values():
-                core.switch_at(config, steps)
-
-    def tampered(self, rank: int, value: Any) -> Any:
-        return self._tamper(rank, json.loads(json.dumps(value)))  # JSON, as it would arrive over the network
-
-
-class SwitchboardMessenger:
-    """The connection of one rank to the switchboard."""
-
-    def __init__(self, board: Switchboard, rank: int, world_size: int) -> None:
-        self._board = board
-        self._rank = rank
-        self._world_size = world_size
-
-    def send_to_rank_0(self, value: Any) -> None:
-        message = json.loads(json.dumps(value))
-        self._board.deliver(0, lambda core: core.on_message(self._rank, message))
-
-    def announce(self, value: Any) -> None:
-        for rank in range(1, self._world_size):
-            message = self._board.tampered(rank, value)
-            self._board.deliver(rank, lambda core, message=message: core.on_announced(message))  # type: ignore[misc]
-
-    def propose(self, config: dict[str, Any]) -> None:
-        self._board.agree(SchedulerConfig(**config) if config else None)
-
 
 #: Opens a transport for every rank, in one process. The n-th transport is rank n and reports its failures to the n-th
 #: callback. The number of callbacks is the world size. The context manager closes the transports at the end.
@@ -110,26 +46,32 @@ class CheckedWorld(Protocol):
         ...
 
 
+Tamper = Callable[[int, Any], Any]
+
 #: Opens a world for one check.
 OpenRanks = Callable[[], AbstractContextManager[CheckedWorld]]
 
 
 class Threads:
-    """Ranks as threads, each with its own Core. A failure that one rank reports ends the waits of all ranks."""
+    """Ranks as threads, each with its own Core. A failure that one rank reports ends the waits of all ranks.
+
+    ``tamper(rank, message)`` may change a message that rank 0 announces to ``rank``.
+    """
 
     def __init__(
-        self, open_world: OpenWorld, size: int, timeout_seconds: float = 60.0, switchboard: Switchboard | None = None
+        self, open_world: OpenWorld, size: int, timeout_seconds: float = 60.0, tamper: Tamper = lambda rank, message: message
     ) -> None:
         self.size = size
         self.failures: list[CommschedError] = []
         self.failures_expected = False
         self.transports: Sequence[Transport] = ()
-        self.switchboard = switchboard or Switchboard()
         self._timeout_seconds = timeout_seconds
+        self._tamper = tamper
+        self._lock = threading.Lock()  # guards the failures and all below
         self._cores: list[Core | None] = [None] * size
-        self._failing = threading.Lock()
-        self._barrier = threading.Barrier(size)
-        self._gathered: list[Any] = [None] * size
+        self._worlds: list[LocalControlWorld] = []  # the n-th Cores of all ranks share one
+        self._controls: list[list[LocalControl]] = [[] for _ in range(size)]
+        self._gathers = [count() for _ in range(size)]
         self._opened = open_world([self._listener(rank) for rank in range(size)])
 
     def __enter__(self) -> Threads:
@@ -143,6 +85,9 @@ class Threads:
 
     def __exit__(self, *exception: Any) -> None:
         self._opened.__exit__(*exception)
+        for controls in self._controls:
+            for control in controls:
+                control.close()
 
     def run(self, body: Callable[[CheckedWorld, int], None]) -> None:
         run_world(self.size, lambda rank: body(self, rank), timeout_seconds=self._timeout_seconds)
@@ -151,21 +96,28 @@ class Threads:
     @contextmanager
     def core(self, rank: int, config: SchedulerConfig, order: str = "agreed") -> Iterator[Core]:
         transport = self.transports[rank]
-        messenger = self.switchboard.messenger(rank, self.size) if transport.ordered else None
+        listener = _Listener(lambda message: self._tamper(rank, message))
+        control = self._join(rank, listener)
+        messenger = control if transport.ordered else None
         core = Core(transport, config, on_failure=self._tell, messenger=messenger, order=order)
         self._cores[rank] = core
-        self.switchboard.join(rank, core)
+        listener.use(core)
         try:
             yield core
         finally:
             core.close()
 
     def gather(self, rank: int, value: Any) -> list[Any]:
-        self._gathered[rank] = value
-        self._barrier.wait(self._timeout_seconds)
-        gathered = list(self._gathered)
-        self._barrier.wait(self._timeout_seconds)
-        return gathered
+        return self._controls[rank][-1].gather(str(next(self._gathers[rank])), value)
+
+    def _join(self, rank: int, listener: SessionListener) -> LocalControl:
+        with self._lock:
+            number = len(self._controls[rank])
+            if number == len(self._worlds):
+                self._worlds.append(LocalControlWorld(self.size))
+            control = self._worlds[number].join(rank, listener)
+            self._controls[rank].append(control)
+        return control
 
     def _listener(self, rank: int) -> OnFailure:
         def on_failure(error: CommschedError) -> None:
@@ -178,12 +130,23 @@ class Threads:
 
         A later failure gives that first failure also to Cores that were opened in between.
         """
-        with self._failing:
+        with self._lock:
             self.failures.append(error)
             first = self.failures[0]
         for core in self._cores:
             if core is not None:
                 core.fail(first)
+
+
+class _Listener(SessionListener):
+    """Changes what rank 0 announces by ``tamper``."""
+
+    def __init__(self, tamper: Callable[[Any], Any]) -> None:
+        super().__init__(lambda rank, value: None)
+        self._tamper = tamper
+
+    def on_announced(self, value: Any) -> None:
+        super().on_announced(self._tamper(value))
 
 
 class CheckedJob:

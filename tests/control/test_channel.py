@@ -397,7 +397,7 @@ def test_a_large_value_travels_and_a_larger_one_is_refused_here() -> None:
 
 
 def test_the_largest_value_fits_through_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_module, "MAX_MESSAGE_BYTES", 2**20)
+    monkeypatch.setattr("commsched.control.end.MAX_MESSAGE_BYTES", 2**20)
     monkeypatch.setattr("commsched.control.server.MAX_WIRE_BYTES", 2**20 + 2**16)
     monkeypatch.setattr("commsched.control.stream.MAX_WIRE_BYTES", 2**20 + 2**16)
     room = 2**20 - len(encode(messages.Gather("g", '""')))

@@ -14,7 +14,7 @@ from commsched.core.errors import OrderMismatch
 from commsched.core.interfaces import OnFailure, Transport
 from commsched.core.manifest import Manifest, TensorSpec
 from commsched.testing.check_transport import _Tensors, check_transport
-from commsched.testing.checked_world import CheckedWorld, Switchboard, Threads
+from commsched.testing.checked_world import CheckedWorld, Threads
 
 from .worlds import ordered_world
 
@@ -50,7 +50,7 @@ def test_two_ranks_that_disagree_end_in_an_error_that_names_both_tensors_and_nev
     expected = (
         r"rank 1 launched tensor 'layer\d' \(partition \d of step \d+, all_reduce\) where rank 0 launched tensor 'layer\d' \("
     )
-    with Threads(ordered_world, 2, switchboard=Switchboard(swap)) as world:
+    with Threads(ordered_world, 2, tamper=swap) as world:
         world.failures_expected = True
         with pytest.raises(OrderMismatch, match=expected):
             world.run(partial(train, order="agreed", averages=averages))

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from typing import Any
 
 import pytest
 
+from commsched.control.events import Listener
+from commsched.control.local import LocalControlWorld
 from commsched.core.interfaces import OnFailure, Transport
 from commsched.core.world import World
 from commsched.settings import Settings
@@ -136,18 +137,12 @@ class Meeting:
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
-        self._values: list[Any] = [None] * world_size
-        self._barrier = threading.Barrier(world_size)
+        self._control = LocalControlWorld(world_size)
 
     def context(self, rank: int, on_failure: OnFailure, **settings: Any) -> TransportContext:
-        return replace(a_context(rank, self._world_size, on_failure, **settings), gather=partial(self._gather, rank))
-
-    def _gather(self, rank: int, value: Any) -> list[Any]:
-        self._values[rank] = json.dumps(value)  # as the control channel would
-        self._barrier.wait(30.0)
-        values = [json.loads(each) for each in self._values]
-        self._barrier.wait(30.0)
-        return values
+        control, tags = self._control.join(rank, Listener()), count()
+        opened = a_context(rank, self._world_size, on_failure, **settings)
+        return replace(opened, gather=lambda value: control.gather(str(next(tags)), value))
 
 
 def close_together(transports: Sequence[Transport]) -> None:

@@ -33,8 +33,8 @@ class Late:
         self.reports: SimpleQueue[CommschedError] = SimpleQueue()
         self._verdicts: SimpleQueue[CommschedError] = SimpleQueue()
         control = session._control
-        self._listener = control.listener  # type: ignore[attr-defined]
-        control.listener = self  # type: ignore[attr-defined]
+        self._listener = control._listener  # type: ignore[attr-defined]
+        control._listener = self  # type: ignore[attr-defined]
         control.report = self.reports.put  # type: ignore[method-assign, assignment]
 
     def on_failure(self, error: CommschedError) -> None:

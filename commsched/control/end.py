@@ -1,0 +1,365 @@
+"""A member's end of the control channel, whatever carries its messages."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from ..core.errors import (
+    ClosedError,
+    CommschedError,
+    PeerLost,
+    PeerTimeout,
+    ProtocolError,
+    TransportError,
+    UnsupportedError,
+    from_record,
+    to_record,
+)
+from .events import CallbackThread, Listener
+from .member import Member
+from .messages import (
+    MAX_MESSAGE_BYTES,
+    Announce,
+    Announced,
+    Commit,
+    Disconnect,
+    End,
+    Failed,
+    FromRank,
+    Gather,
+    GatherPart,
+    Heartbeat,
+    Leave,
+    Left,
+    Message,
+    Part,
+    Parting,
+    Prepare,
+    Prepared,
+    Propose,
+    Released,
+    ReportFailure,
+    ToRank0,
+    encode,
+)
+
+log = logging.getLogger("commsched")
+
+_WARN_AFTER_SECONDS = 10.0
+_COMPACT = (",", ":")  # JSON without spaces
+_MAX_OF_AN_ERROR = 10_000  # most characters of a failure's message that are sent
+
+
+_WAITED_FOR_BY_NOBODY = Heartbeat | FromRank | Announced
+
+
+class ControlEnd:
+    """The calls of a member that has joined, and its part of the protocol. A subclass carries the messages: it defines
+    :meth:`_put`, and calls :meth:`_received`.
+
+    A failure anywhere in the job is passed once to ``listener.on_failure`` and is raised by every wait here.
+
+    Args:
+        changed: guards this object; notified when something happens that a wait may be for.
+        listener: notified of events by ``callbacks``, one call at a time.
+        part_after_seconds: time after which a rank that has left asks to end before the others; ``None`` means never.
+        stall_after_seconds: a gather that takes this long ends the job; ``None`` means no limit.
+    """
+
+    #: Add this to this process's ``time.monotonic()`` to get rank 0's.
+    clock_offset_seconds = 0.0
+
+    def __init__(
+        self,
+        member: Member,
+        listener: Listener,
+        changed: threading.Condition,
+        *,
+        lazily: bool = False,
+        part_after_seconds: float | None = None,
+        stall_after_seconds: float | None = None,
+    ) -> None:
+        self._member = member
+        self._listener = listener
+        self._part_after_seconds = part_after_seconds
+        self._stall_after_seconds = stall_after_seconds
+        self._changed = changed  # guards all below
+        self._rank_0: Member | None = None  # set once it has welcomed this member
+        self._ended = False
+        self._closed = False
+        self._failure: CommschedError | None = None
+        self._reported: CommschedError | None = None  # this member's failure, while the server's verdict is awaited
+        self._reported_at = 0.0
+        self._gathers: dict[str, dict[int, str]] = {}  # tag: values received, by rank
+        self._left: set[int] = set()
+        self._callbacks = CallbackThread(self.report, lazily)
+
+    def _put(self, data: bytes) -> None:
+        """Send the encoded message ``data`` to rank 0. Never blocks."""
+        raise NotImplementedError
+
+    # --- any thread; the listener may call the methods that do not wait ---
+
+    def gather(self, tag: str, value: Any) -> list[Any]:
+        """Return the JSON value of every rank, in rank order. Waits until every rank has called it with this ``tag``.
+
+        Each tag is used once.
+
+        Raises:
+            PeerLost: a rank left instead (the message names the rank and the tag), or a member is gone.
+            UnsupportedError: ``value`` is longer than the control channel takes.
+            CommschedError: the job failed meanwhile, or the client is closed.
+        """
+        data = self._encode(Gather(tag, json.dumps(value)), f"'{tag}' would gather")
+        with self._changed:
+            self._check()
+            if self._has_left:
+                raise ClosedError(f"{self._member} has left and cannot gather '{tag}'")
+            self._put(data)
+            values = self._gathers.setdefault(tag, {})
+            self._wait_until(
+                lambda: len(values) == self._member.world_size, values.keys, f"gather '{tag}'", self._stall_after_seconds
+            )
+            del self._gathers[tag]
+        return [json.loads(values[rank]) for rank in range(self._member.world_size)]
+
+    def report(self, error: BaseException) -> None:
+        """Report a failure of this member to all members. Never blocks.
+
+        The first failure in the job counts: it is the one passed to ``listener.on_failure``, and may be another than ``error``.
+        """
+        if not isinstance(error, CommschedError):
+            text = f"user exception on {self._member}: {type(error).__name__}: {error}"
+            error = TransportError(text, **self._member.about)
+        with self._changed:
+            if self._is_over_for_all:  # no other member is left to notify
+                self._failure = error
+                self._callbacks.put(lambda: self._listener.on_failure(error))
+            if self._reported is not None or self._over:
+                return
+            self._reported = error
+            self._reported_at = time.monotonic()
+            self._put(encode(ReportFailure(_record(error))))
+
+    def leave(self) -> None:
+        """Announce that this rank sends nothing more. Never blocks; idempotent.
+
+        Raises:
+            CommschedError: the job failed, or the client is closed.
+        """
+        with self._changed:
+            if self._is_over_for_all:
+                return
+            self._check()
+            if not self._has_left:
+                self._left.add(self._member.index)
+                self._put(encode(Leave()))
+
+    def wait_until_all_left(self) -> None:
+        """Return when every rank has left; or, after ``part_after_seconds``, when no other rank waits for an average that this
+        rank took part in. The other ranks may evaluate for long, or wait in one of their libraries for this process to end.
+
+        Raises:
+            CommschedError: the job failed meanwhile, or the client is closed.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._over, self._part_after_seconds)
+            if not self._over:
+                self._put(encode(Part()))
+            self._wait_until(lambda: self._ended, lambda: self._left, "leave, or to have all their averages")
+
+    def wait_for_callbacks(self) -> None:
+        """Return when the listener has been called with all events received so far. The listener must not call this."""
+        self._callbacks.wait()
+
+    def propose(self, config: dict[str, Any]) -> None:
+        """Propose that all ranks use ``config`` (JSON values) from an agreed step on. Each rank is notified by
+        ``listener.switch_at``. Never blocks; the proposals of all ranks are handled one after another.
+
+        Raises:
+            CommschedError: the job failed, or the client is closed.
+        """
+        with self._changed:
+            if self._is_over_for_all:
+                return
+            self._check()
+            self._put(encode(Propose(config)))
+
+    def send_to_rank_0(self, value: Any) -> None:
+        """Send the JSON ``value`` to rank 0, whose ``listener.on_message`` receives it. Rank 0 must not call it. Never blocks;
+        the values of one rank arrive in order.
+
+        Raises:
+            UnsupportedError: ``value`` is longer than the control channel takes.
+            CommschedError: this rank has left, the job failed, or the client is closed.
+        """
+        data = self._encode(ToRank0(json.dumps(value, separators=_COMPACT)), "a message to rank 0 would be")
+        with self._changed:
+            if self._is_over_for_all:
+                return
+            self._check()
+            if self._has_left:
+                raise ClosedError(f"{self._member} has left and cannot send to rank 0")
+            self._put(data)
+
+    def announce(self, value: Any) -> None:
+        """Send the JSON ``value`` to every other rank that has not left; its ``listener.on_announced`` receives it. Only rank 0
+        may call it, even after it has left. Never blocks; announced values arrive in order.
+
+        Raises:
+            UnsupportedError: ``value`` is longer than the control channel takes.
+            CommschedError: the job failed, or the client is closed.
+        """
+        data = self._encode(Announce(json.dumps(value, separators=_COMPACT)), "an announcement would be")
+        with self._changed:
+            if self._is_over_for_all:
+                return
+            self._check()
+            self._put(data)
+
+    def close(self) -> None:
+        """End the channel; the listener is not called afterwards. Idempotent; the listener may call it too.
+
+        A member that closes before all ranks have left counts as lost for the others.
+        """
+        with self._changed:
+            was_over, self._closed = self._over, True
+            if not was_over:
+                self._put(encode(Disconnect()))
+            self._changed.notify_all()
+        self._disconnect()
+        self._callbacks.close()
+
+    def _disconnect(self) -> None:
+        """End what carries the messages. Idempotent."""
+
+    def _encode(self, message: Message, what: str) -> bytes:
+        data = encode(message)
+        if len(data) > MAX_MESSAGE_BYTES:
+            raise UnsupportedError(
+                f"{what} {len(data)} bytes from {self._member}; the control channel takes at most "
+                f"{MAX_MESSAGE_BYTES // 2**20} MiB of each rank"
+            )
+        return data
+
+    # --- messages from rank 0 ---
+
+    def _received(self, message: Message) -> None:
+        """Handle ``message``. Called with the lock held."""
+        if self._over:
+            return
+        self._handle(message)
+        if not isinstance(message, _WAITED_FOR_BY_NOBODY):
+            self._changed.notify_all()
+
+    def _handle(self, message: Message) -> None:
+        match message:
+            case Heartbeat():
+                pass
+            case GatherPart(tag, rank, value):
+                self._gathers.setdefault(tag, {})[rank] = value
+            case Left(rank):
+                self._left.add(rank)
+                self._callbacks.put(lambda: self._listener.on_leave(rank))
+            case Parting(rank):
+                self._callbacks.put(lambda: self._listener.on_parting(rank, lambda: self._release(rank)))
+            case FromRank(rank, value):
+                self._callbacks.put(lambda: self._listener.on_message(rank, json.loads(value)))
+            case Announced(value):
+                self._callbacks.put(lambda: self._listener.on_announced(json.loads(value)))
+            case Prepare():
+                self._callbacks.put(self._answer_hold)
+            case Commit(config, steps):
+                self._callbacks.put(lambda: self._listener.switch_at(config, steps))
+            case End():
+                self._ended = True
+                self._finish()
+                if not self._member.is_rank:
+                    self._callbacks.put(self._listener.on_end)
+            case Failed(record):
+                ours = self._reported
+                self._fail(ours if ours is not None and record == _record(ours) else from_record(record))
+            case _:
+                self._fail(ProtocolError(f"rank 0 sent {self._member} {type(message).__name__}, which it may not send"))
+
+    def _finish(self) -> None:
+        """The job is over for this member, which sends nothing more. Called with the lock held."""
+
+    # --- the callback thread ---
+
+    def _release(self, rank: int) -> None:
+        """Any thread; never blocks."""
+        self._put(encode(Released(rank)))
+
+    def _answer_hold(self) -> None:
+        steps = self._listener.hold_steps()
+        self._put(encode(Prepared(steps)))
+
+    # --- with the lock held ---
+
+    @property
+    def _over(self) -> bool:
+        return self._failure is not None or self._ended or self._closed
+
+    @property
+    def _is_over_for_all(self) -> bool:
+        """Whether all ranks have left, or rank 0 has ended: then there is nothing to send, and no member to send it to."""
+        return self._ended and not self._closed and self._failure is None
+
+    @property
+    def _has_left(self) -> bool:
+        return self._member.index in self._left
+
+    def _fail(self, error: CommschedError) -> None:
+        if self._over:
+            return
+        self._failure = error
+        self._finish()
+        self._changed.notify_all()
+        self._callbacks.put(lambda: self._listener.on_failure(error))
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+        if self._ended and not self._closed and not self._has_left:
+            raise PeerLost(f"{self._rank_0} left, and {self._member} cannot go on without it", rank=0)
+        if self._closed or self._ended:
+            raise ClosedError("the control channel is closed")
+
+    def _wait_until(
+        self, condition: Callable[[], bool], there: Callable[[], Iterable[int]], what: str, limit: float | None = None
+    ) -> None:
+        """Wait for ``condition``; warn every ``_WARN_AFTER_SECONDS`` about the ranks still missing.
+
+        ``there``: the ranks that need not be waited for any more. ``limit``: seconds after which the job ends; ``None`` means
+        no limit.
+        """
+        began = time.monotonic()
+        warned = 0.0
+        while not condition():
+            self._check()
+            waited = time.monotonic() - began
+            due = min(warned + _WARN_AFTER_SECONDS, math.inf if limit is None else limit)
+            if waited < due:
+                self._changed.wait(due - waited)
+                continue
+            missing = sorted(set(range(self._member.world_size)) - set(there()))
+            ranks = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
+            log.warning("%s has waited %.0f s for %s to %s", self._member, waited, ranks, what)
+            warned = waited
+            if limit is not None and waited >= limit:
+                has = "has" if len(missing) == 1 else "have"
+                stalled = f"{ranks} {has} not come to {what}; {self._member} has waited {waited:.0f} s for it, "
+                self.report(PeerTimeout(f"{stalled}and stall_after is {limit:g} s"))
+                limit = None  # the verdict on what ended the job comes in a moment
+
+
+def _record(error: CommschedError) -> dict[str, str]:
+    record = to_record(error)
+    return {**record, "message": record["message"][:_MAX_OF_AN_ERROR]}
