@@ -8,6 +8,7 @@ this process's Python only, without network or other ranks.
 from __future__ import annotations
 
 import argparse
+import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -19,10 +20,11 @@ import torch
 from torch import nn
 
 import commsched.plugins.torch as cs
-from commsched.control.events import Listener
+from commsched.control.end import ControlEnd
+from commsched.control.member import Member
 from commsched.core.config import SchedulerConfig
-from commsched.core.errors import CommschedError
-from commsched.core.world import World
+from commsched.core.core import Core
+from commsched.core.errors import TransportError
 from commsched.plugins.torch.guard import guard, release
 from commsched.plugins.torch.samples import Samples, first_sample_difference
 from commsched.plugins.torch.weights import ComparedWeights
@@ -154,44 +156,29 @@ class OfTwo(Immediate):
     world_size = 2
 
 
-class _Echo:
+class _Echo(ControlEnd):
     """The control channel of a job in which every rank sends the same messages as this one."""
 
-    clock_offset_seconds = 0.0
-
-    def __init__(self, world_size: int, listener: Listener) -> None:
+    def __init__(self, world_size: int) -> None:
+        super().__init__(Member.thread(0, world_size), threading.Condition(), lazily=True)
         self._world_size = world_size
-        self._listener = listener
+
+    def _put(self, data: bytes) -> None: ...
+
+    def report(self, error: BaseException) -> None:
+        with self._changed:
+            self._fail(TransportError(str(error)))
 
     def gather(self, tag: str, value: Any) -> list[Any]:
         return [value] * self._world_size
 
-    def report(self, error: CommschedError) -> None:
-        self._listener.on_failure(error)
-
-    def send_to_rank_0(self, value: Any) -> None: ...
-
-    def announce(self, value: Any) -> None: ...
-
-    def propose(self, config: dict[str, Any]) -> None: ...
-
-    def leave(self) -> None: ...
-
     def wait_until_all_left(self) -> None: ...
-
-    def wait_for_callbacks(self) -> None: ...
-
-    def close(self) -> None: ...
 
 
 def open_session(transport: Immediate) -> Session:
-    size = transport.world_size
-    return Session(
-        World(0, size, 0, size, "bench"),
-        SchedulerConfig(),
-        open_control=lambda listener: _Echo(size, listener),
-        open_transport=lambda _: transport,
-    )
+    control = _Echo(transport.world_size)
+    core = Core(transport, SchedulerConfig(), messenger=control, on_failure=control.report)
+    return Session(control, transport, core)
 
 
 def training(parameters: int, session: Session | None) -> tuple[Callable[[], None], nn.Module]:

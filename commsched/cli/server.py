@@ -7,7 +7,6 @@ from contextlib import ExitStack, closing
 from typing import NoReturn
 
 from ..control.client import ControlClient
-from ..control.events import Listener
 from ..control.member import Member
 from ..control.rendezvous import own_host
 from ..control.witnessed import Witness
@@ -57,26 +56,18 @@ def serve(address: str, token: str, settings: Settings, on_bound: Callable[[str]
             raise ProtocolError(f"rank {hello.rank} did not say where the control channel is")
         host = own_host(settings, hello.control_address)
         witness = stack.enter_context(closing(Witness(host)))
-        return ControlClient(
+        # The server joins to be watched, and to be notified of failures. Workers notify it themselves when they leave, and
+        # every partition arrives with its range, so that a change of configuration does not concern it.
+        client = ControlClient(
             hello.control_address,
             token,
             Member.server(hello.server, host, witness.address),
-            _Listener(on_failure),
             fail_after_seconds=settings.fail_after,
             join_within_seconds=settings.join_within,
             job=job,
         )
+        client.when_failed(on_failure)
+        return client
 
     with ExitStack() as stack:
         return server.serve_shard(address, StreamOptions.of(settings, token), join=join, announce=announce)
-
-
-class _Listener(Listener):
-    """A server joins the control channel to be watched, and to be notified of failures. Workers notify it themselves when they
-    leave, and every partition arrives with its range, so that a change of configuration does not concern it."""
-
-    def __init__(self, on_failure: OnFailure) -> None:
-        self._on_failure = on_failure
-
-    def on_failure(self, error: CommschedError) -> None:
-        self._on_failure(error)

@@ -15,7 +15,6 @@ from ..version import __version__
 from .clock import ClockOffset
 from .direct_stream import InProcessStream
 from .end import ControlEnd
-from .events import Listener
 from .liveness import FailureDetector, heartbeat_seconds, tick_seconds, too_silent
 from .member import Member
 from .messages import PROTOCOL, End, Hello, Message, Ping, Pong, Ready, Welcome, decode, encode
@@ -37,7 +36,6 @@ class ControlClient(ControlEnd):
         address: host:port of rank 0's ``ControlServer``.
         token: the job's secret.
         member: identity of this process.
-        listener: notified of events, unless the constructor raises; in a control thread, one call at a time.
         fail_after_seconds: silence after which rank 0 is given up; the same on every member.
         join_within_seconds: longest time that joining may take.
         stall_after_seconds: a gather that takes this long ends the job; ``None`` means no limit.
@@ -57,7 +55,6 @@ class ControlClient(ControlEnd):
         address: str,
         token: str,
         member: Member,
-        listener: Listener,
         *,
         fail_after_seconds: float,
         join_within_seconds: float,
@@ -67,7 +64,6 @@ class ControlClient(ControlEnd):
     ) -> None:
         super().__init__(
             member,
-            listener,
             threading.Condition(),
             part_after_seconds=fail_after_seconds,
             stall_after_seconds=stall_after_seconds,
@@ -101,7 +97,7 @@ class ControlClient(ControlEnd):
             is_rank_0 = member.is_rank and member.index == 0
             # Estimated while joining. Rank 0's process hosts the server, so that both use the same clock.
             self.clock_offset_seconds = 0.0 if is_rank_0 else self._clock.seconds
-            self._callbacks.start()  # only now: a failure that the constructor raises is not passed to the listener too
+            self._callbacks.start()
         except BaseException:  # also if no thread can be started
             self.close()
             raise

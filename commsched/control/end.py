@@ -8,8 +8,10 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
+from ..core import timeouts
 from ..core.errors import (
     ClosedError,
     CommschedError,
@@ -63,11 +65,11 @@ class ControlEnd:
     """The calls of a member that has joined, and its part of the protocol. A subclass carries the messages: it defines
     :meth:`_put`, and calls :meth:`_received`.
 
-    A failure anywhere in the job is passed once to ``listener.on_failure`` and is raised by every wait here.
+    A failure anywhere in the job is passed once to the callbacks of :meth:`when_failed` and is raised by every wait here.
 
     Args:
         changed: guards this object; notified when something happens that a wait may be for.
-        listener: notified of events by ``callbacks``, one call at a time.
+        lazily: there is no thread for callbacks before the first one.
         part_after_seconds: time after which a rank that has left asks to end before the others; ``None`` means never.
         stall_after_seconds: a gather that takes this long ends the job; ``None`` means no limit.
     """
@@ -78,7 +80,6 @@ class ControlEnd:
     def __init__(
         self,
         member: Member,
-        listener: Listener,
         changed: threading.Condition,
         *,
         lazily: bool = False,
@@ -86,7 +87,6 @@ class ControlEnd:
         stall_after_seconds: float | None = None,
     ) -> None:
         self._member = member
-        self._listener = listener
         self._part_after_seconds = part_after_seconds
         self._stall_after_seconds = stall_after_seconds
         self._changed = changed  # guards all below
@@ -94,17 +94,57 @@ class ControlEnd:
         self._ended = False
         self._closed = False
         self._failure: CommschedError | None = None
+        self._when_failed: list[Callable[[CommschedError], None]] | None = []  # None once they have been called
+        self._listener: Listener | None = None
+        self._early: list[Callable[[Listener], object]] = []  # what happened before there was a listener
         self._reported: CommschedError | None = None  # this member's failure, while the server's verdict is awaited
         self._reported_at = 0.0
         self._gathers: dict[str, dict[int, str]] = {}  # tag: values received, by rank
         self._left: set[int] = set()
+        self._turns = 0
         self._callbacks = CallbackThread(self.report, lazily)
 
     def _put(self, data: bytes) -> None:
         """Send the encoded message ``data`` to rank 0. Never blocks."""
         raise NotImplementedError
 
-    # --- any thread; the listener may call the methods that do not wait ---
+    # --- any thread; callbacks may call the methods that do not wait ---
+
+    def listen(self, listener: Listener) -> None:
+        """Notify ``listener`` of all events, those so far included; in a control thread, one call at a time. Called once."""
+        with self._changed:
+            self._listener = listener
+            for call in self._early:
+                self._callbacks.put(partial(call, listener))
+            self._early.clear()
+            if self._when_failed is None:
+                self._callbacks.put(self._listener_hears_of_failure)
+
+    def when_failed(self, callback: Callable[[CommschedError], None]) -> None:
+        """Call ``callback`` with the first failure of the job, from a control thread, before the listener hears of it. If the
+        job has failed already, call it now, from this thread. ``callback`` must not wait."""
+        with self._changed:
+            if self._when_failed is not None:
+                self._when_failed.append(callback)
+                return
+        assert self._failure is not None
+        callback(self._failure)
+
+    @property
+    def rank(self) -> int:
+        """The number of this rank, or server."""
+        return self._member.index
+
+    @property
+    def failure(self) -> CommschedError | None:
+        """The first failure of the job, the same on every rank; None if there is none."""
+        return self._failure
+
+    def gather_next(self, value: Any, what: str = "") -> list[Any]:
+        """:meth:`gather`, where every rank calls it for the same purposes in the same order. ``what`` states the purpose in
+        errors."""
+        self._turns += 1
+        return self.gather(f"gather {self._turns}" + (f", {what}" if what else ""), value)
 
     def gather(self, tag: str, value: Any) -> list[Any]:
         """Return the JSON value of every rank, in rank order. Waits until every rank has called it with this ``tag``.
@@ -132,7 +172,7 @@ class ControlEnd:
     def report(self, error: BaseException) -> None:
         """Report a failure of this member to all members. Never blocks.
 
-        The first failure in the job counts: it is the one passed to ``listener.on_failure``, and may be another than ``error``.
+        The first failure in the job counts: it is the one passed to callbacks, and may be another than ``error``.
         """
         if not isinstance(error, CommschedError):
             text = f"user exception on {self._member}: {type(error).__name__}: {error}"
@@ -140,12 +180,20 @@ class ControlEnd:
         with self._changed:
             if self._is_over_for_all:  # no other member is left to notify
                 self._failure = error
-                self._callbacks.put(lambda: self._listener.on_failure(error))
+                self._callbacks.put(self._tell_failure)
             if self._reported is not None or self._over:
                 return
             self._reported = error
             self._reported_at = time.monotonic()
             self._put(encode(ReportFailure(_record(error))))
+
+    def report_and_wait(self, error: CommschedError) -> None:
+        """Report ``error`` and wait, for a limited time, until the job's failure is decided. Otherwise other ranks might notice
+        the closed connections of this one first and take them for the cause."""
+        decided = threading.Event()
+        self.when_failed(lambda _: decided.set())
+        self.report(error)
+        decided.wait(timeouts.RAISE_SECONDS)
 
     def leave(self) -> None:
         """Announce that this rank sends nothing more. Never blocks; idempotent.
@@ -266,22 +314,22 @@ class ControlEnd:
                 self._gathers.setdefault(tag, {})[rank] = value
             case Left(rank):
                 self._left.add(rank)
-                self._callbacks.put(lambda: self._listener.on_leave(rank))
+                self._notify(lambda listener: listener.on_leave(rank))
             case Parting(rank):
-                self._callbacks.put(lambda: self._listener.on_parting(rank, lambda: self._release(rank)))
+                self._notify(lambda listener: listener.on_parting(rank, lambda: self._release(rank)))
             case FromRank(rank, value):
-                self._callbacks.put(lambda: self._listener.on_message(rank, json.loads(value)))
+                self._notify(lambda listener: listener.on_message(rank, json.loads(value)))
             case Announced(value):
-                self._callbacks.put(lambda: self._listener.on_announced(json.loads(value)))
+                self._notify(lambda listener: listener.on_announced(json.loads(value)))
             case Prepare():
-                self._callbacks.put(self._answer_hold)
+                self._notify(self._answer_hold)
             case Commit(config, steps):
-                self._callbacks.put(lambda: self._listener.switch_at(config, steps))
+                self._notify(lambda listener: listener.switch_at(config, steps))
             case End():
                 self._ended = True
                 self._finish()
                 if not self._member.is_rank:
-                    self._callbacks.put(self._listener.on_end)
+                    self._notify(lambda listener: listener.on_end())
             case Failed(record):
                 ours = self._reported
                 self._fail(ours if ours is not None and record == _record(ours) else from_record(record))
@@ -297,11 +345,30 @@ class ControlEnd:
         """Any thread; never blocks."""
         self._put(encode(Released(rank)))
 
-    def _answer_hold(self) -> None:
-        steps = self._listener.hold_steps()
-        self._put(encode(Prepared(steps)))
+    def _answer_hold(self, listener: Listener) -> None:
+        self._put(encode(Prepared(listener.hold_steps())))
+
+    def _tell_failure(self) -> None:
+        assert self._failure is not None
+        with self._changed:
+            callbacks, self._when_failed = self._when_failed or [], None
+        for callback in callbacks:
+            callback(self._failure)
+        self._listener_hears_of_failure()
+
+    def _listener_hears_of_failure(self) -> None:
+        assert self._failure is not None
+        if self._listener is not None:
+            self._listener.on_failure(self._failure)
 
     # --- with the lock held ---
+
+    def _notify(self, call: Callable[[Listener], object]) -> None:
+        listener = self._listener
+        if listener is None:
+            self._early.append(call)
+        else:
+            self._callbacks.put(partial(call, listener))
 
     @property
     def _over(self) -> bool:
@@ -322,7 +389,7 @@ class ControlEnd:
         self._failure = error
         self._finish()
         self._changed.notify_all()
-        self._callbacks.put(lambda: self._listener.on_failure(error))
+        self._callbacks.put(self._tell_failure)
 
     def _check(self) -> None:
         if self._failure is not None:

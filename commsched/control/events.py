@@ -16,10 +16,10 @@ class Listener:
     needs.
 
     A control thread makes one call at a time, without holding any lock. A callback may call the client, except ``close`` and
-    the methods that wait for other ranks. The first call may come before the client's constructor has returned."""
+    the methods that wait for other ranks."""
 
     def on_failure(self, error: CommschedError) -> None:
-        """The job failed; ``error`` names the first cause. Called at most once; no other callback follows it."""
+        """The job failed; ``error`` names the first cause. Called at most once."""
 
     def on_leave(self, rank: int) -> None:
         """Another rank, ``rank``, will send nothing more."""
@@ -59,7 +59,7 @@ class CallbackThread:
         self._waits_for_a_call = lazily
         self._may_run = False
         self._changed = threading.Condition()
-        self._calls: deque[Callable[[], None]] = deque()
+        self._calls: deque[Callable[[], object]] = deque()
         self._is_calling = False
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="commsched-control-calls", daemon=True)
@@ -75,7 +75,7 @@ class CallbackThread:
         if self._may_run and not self._closed and self._thread.ident is None and (self._calls or not self._waits_for_a_call):
             self._thread.start()
 
-    def put(self, call: Callable[[], None]) -> None:
+    def put(self, call: Callable[[], object]) -> None:
         """Enqueue ``call``; never blocks. Any thread."""
         with self._changed:
             self._calls.append(call)

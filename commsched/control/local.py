@@ -7,7 +7,6 @@ import threading
 
 from ..version import __version__
 from .end import ControlEnd
-from .events import Listener
 from .member import Member
 from .messages import PROTOCOL, Hello, decode, encode
 from .roster import Roster
@@ -20,33 +19,25 @@ class LocalControlWorld:
     def __init__(self, world_size: int) -> None:
         self.changed = threading.Condition()  # guards the roster and every rank's end
         self._roster = Roster(world_size, "", 0, fail_after_seconds=math.inf, join_within_seconds=math.inf, now=0.0)
-        self._ends = [LocalControl(self, Member.thread(rank, world_size)) for rank in range(world_size)]
+        self.ends = [LocalControl(self, Member.thread(rank, world_size)) for rank in range(world_size)]
         for rank in range(world_size):
             self._roster.received(rank, Hello(__version__, PROTOCOL, Member.thread(rank, world_size), math.inf), 0.0)
-
-    def join(self, rank: int, listener: Listener) -> LocalControl:
-        """The end of ``rank``, whose ``listener`` also hears what happened before. Called once for each rank."""
-        return self._ends[rank].listen(listener)
 
     def received(self, rank: int, data: bytes) -> None:
         """``rank`` sent ``data``. Called with ``changed`` held: all ranks receive messages in the order of the decisions."""
         for send in self._roster.received(rank, decode(data), 0.0):
             reply = encode(send.message)
             for connection in send.connections:
-                self._ends[connection]._received(decode(reply))  # each rank gets values of its own
+                self.ends[connection]._received(decode(reply))  # each rank gets values of its own
 
 
 class LocalControl(ControlEnd):
     """One rank's end. Its listener is called in a thread of its own, which the only rank of a world does not need."""
 
     def __init__(self, world: LocalControlWorld, member: Member) -> None:
-        super().__init__(member, Listener(), world.changed, lazily=True)
+        super().__init__(member, world.changed, lazily=True)
         self._world = world
-
-    def listen(self, listener: Listener) -> LocalControl:
-        self._listener = listener
         self._callbacks.start()
-        return self
 
     def _put(self, data: bytes) -> None:
         with self._changed:

@@ -5,19 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
+from ..control.end import ControlEnd
 from ..control.local import LocalControlWorld
 from ..core.config import SchedulerConfig
+from ..core.core import Core
 from ..core.interfaces import Transport
-from ..core.world import World
 from ..transports.backends.local import LocalWorld
-from .session import Session
+from .session import Session, starting
 
 
 def local_sessions(
     world_size: int,
     config: SchedulerConfig | None = None,
     *,
-    open_transport: Callable[[int, Session], Transport] | None = None,
+    open_transport: Callable[[int, ControlEnd], Transport] | None = None,
     wrap_transport: Callable[[Transport], Transport] | None = None,
     order: str = "agreed",
     warn_after_seconds: float = 10.0,
@@ -26,29 +27,31 @@ def local_sessions(
 ) -> list[Session]:
     """Open one session per rank, all in this process. Each must be used, and closed, by a thread of its own.
 
-    ``open_transport(rank, session)`` returns a transport to use instead of the local one; it is called in one thread per rank.
+    ``open_transport(rank, control)`` returns a transport to use instead of the local one; it is called in one thread per rank.
     ``wrap_transport`` returns a transport that wraps the given one.
     """
-    controls, transports = LocalControlWorld(world_size), LocalWorld(world_size)
-
-    def open_local(rank: int, session: Session) -> Transport:
-        return transports.transport(rank, session.report)
+    controls, transports = LocalControlWorld(world_size).ends, LocalWorld(world_size)
 
     def open_rank(rank: int) -> Session:
-        def open_and_wrap(session: Session) -> Transport:
-            transport = (open_transport or open_local)(rank, session)
-            return wrap_transport(transport) if wrap_transport is not None else transport
-
-        return Session(
-            World(rank, world_size, rank, world_size, "threads"),
-            config or SchedulerConfig(),
-            open_control=lambda listener: controls.join(rank, listener),
-            open_transport=open_and_wrap,
-            order=order,
-            check_weights=check_weights,
-            warn_after_seconds=warn_after_seconds,
-            stall_after_seconds=stall_after_seconds,
-        )
+        control = controls[rank]
+        with starting(control) as undo:
+            if open_transport is not None:
+                transport = open_transport(rank, control)
+            else:
+                transport = transports.transport(rank, control.report)
+            if wrap_transport is not None:
+                transport = wrap_transport(transport)
+            undo.callback(transport.close, graceful=False)
+            core = Core(
+                transport,
+                config or SchedulerConfig(),
+                on_failure=control.report,
+                warn_after_seconds=warn_after_seconds,
+                stall_after_seconds=stall_after_seconds,
+                messenger=control,
+                order=order,
+            )
+            return Session(control, transport, core, check_weights=check_weights)
 
     with ThreadPoolExecutor(world_size) as pool:  # opening is collective
         return list(pool.map(open_rank, range(world_size)))

@@ -6,9 +6,10 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
-from ..control.events import Listener
+from ..control.end import ControlEnd
 from ..control.rendezvous import (
     Endpoint,
     Reached,
@@ -21,9 +22,10 @@ from ..control.rendezvous import (
     require_reachable,
     where_to_listen,
 )
+from ..core.comparison import require_same
 from ..core.config import SchedulerConfig
+from ..core.core import Core
 from ..core.errors import ConfigError
-from ..core.interfaces import Transport
 from ..core.manifest import Manifest
 from ..core.world import World
 from ..settings import Settings
@@ -34,7 +36,8 @@ from ..tuner.format import size
 from .log import say, say_whose_warnings, set_level
 from .process_end import tell_launcher
 from .processors import steps_between_comparisons
-from .session import Control, Session
+from .session import Session, could_not_start, starting
+from .trace import TraceObserver
 
 if TYPE_CHECKING:
     from ..control.server import ControlServer  # which needs gRPC
@@ -60,30 +63,7 @@ def open_session(world: World, settings: Settings, device: str = "cpu") -> Sessi
         _tell_joined(world, settings)
         return _open_alone(world, settings)
     quiet_grpc()
-    with ExitStack() as stack:
-        opening = _Opening(world, settings, device, stack)
-        session = Session(
-            world,
-            settings.scheduler,
-            open_control=opening.open_control,
-            open_transport=opening.open_transport,
-            order=settings.order,
-            same_on_all_ranks={
-                **{name: getattr(settings, name) for name in Settings.names("same_on_all_ranks")},
-                "tune": str(settings.tune),
-                "whether there is a tuned file": settings.tuned is not None,
-            },
-            trace_directory=settings.trace,
-            check_weights=settings.check_weights,
-            warn_after_seconds=settings.fail_after,
-            stall_after_seconds=settings.stall_after,
-        )
-        session.cleanup.enter_context(stack.pop_all())
-    if world.rank == 0:
-        session.on_register(FirstLine(say, lambda manifest: opening.first_lines(session, manifest)).on_register)
-    if settings.tune is not None:
-        opening.start_tuning(session)
-    return session
+    return _open_joined(world, settings, device)
 
 
 def has_opened() -> bool:
@@ -113,145 +93,189 @@ def _open_alone(world: World, settings: Settings) -> Session:
     return alone
 
 
-class _Opening:
-    """Opens the parts of one rank's session, one after another. ``stack`` closes the control server and the witness, and
-    removes the rendezvous file."""
+def _open_joined(world: World, settings: Settings, device: str) -> Session:
+    """Open the session of one of several ranks, part after part."""
+    from ..transports.open import open_named  # here: it imports the shared parts of all transports
 
-    def __init__(self, world: World, settings: Settings, device: str, stack: ExitStack) -> None:
-        self._world = world
-        self._settings = settings
-        self._stack = stack
-        self._device = device
-        self._published = stack.enter_context(ExitStack())
-        self._job = job_name(world, settings, os.environ)
-        self._meeting, self._server = self._meet(stack)
-        self._host = own_host(settings, self._meeting.address)
-        self._transport = settings.transport  # name; the final one is known once the transport is open
-        self._hosts = 1  # number of hosts; known once the transport is open
+    job = job_name(world, settings, os.environ)
+    with ExitStack() as around:  # what outlives the session's other parts: the control server and the witness
+        published = around.enter_context(ExitStack())
+        endpoint, server = _meet(world, settings, job, around, published)
+        host = own_host(settings, endpoint.address)
+        control = _join(world, settings, job, endpoint, server, host, around)
+        with starting(control) as undo:
+            _tell_joined(world, settings)
+            # All ranks have joined. If this session fails, a rank that opens another one at once must not find this file.
+            published.close()
+            _require_same_settings(control, settings)
+            trace = None
+            if settings.trace is not None:
+                trace = TraceObserver(settings.trace, world.rank, control.clock_offset_seconds)
+                undo.callback(trace.close)
+            name = transport_name(world, settings, device, control.gather_next)
+            _require_effect(settings, name, world.rank)
+            hosts = _meet_on_network(control, settings, name, host)
+            check_weights = steps_between_comparisons(settings, world.rank, control.gather_next)
+            if settings.tuned is not None and world.rank == 0:
+                _require_fitting(settings, settings.tuned, name, world.world_size, hosts, host)
+            context = TransportContext(
+                world=world,
+                settings=settings,
+                host=host,
+                token=endpoint.token,
+                control_address=endpoint.address,
+                gather=control.gather_next,
+                on_failure=control.report,
+                when_failed=control.when_failed,
+                job=job,
+                could_not_start=partial(could_not_start, control),
+            )
+            transport = open_named(context, name)
+            undo.callback(transport.close, graceful=False)
+            core = Core(
+                transport,
+                settings.scheduler,
+                observer=trace,
+                on_failure=control.report,
+                warn_after_seconds=settings.fail_after,
+                stall_after_seconds=settings.stall_after,
+                messenger=control,
+                order=settings.order,
+            )
+            session = Session(control, transport, core, trace=trace, check_weights=check_weights)
+        session.cleanup.enter_context(around.pop_all())
+    if settings.tuned is not None:
+        from ..tuner.result import ModelCheck
 
-    def _meet(self, stack: ExitStack) -> tuple[Endpoint, ControlServer | None]:
-        """The endpoint of the control channel. On rank 0, open its server too."""
-        world, settings = self._world, self._settings
-        path = rendezvous_path(settings, os.environ)
-        if world.rank != 0:
-            return find(world, settings, path), None
-        from ..control.server import ControlServer
+        session.on_register(ModelCheck(settings.tuned, warn=world.rank == 0).on_register)
+    if world.rank == 0:
+        session.on_register(FirstLine(say, partial(_first_lines, session, world, settings, name, hosts)).on_register)
+    if settings.tune is not None:
+        _start_tuning(session, settings, name, host)
+    return session
 
-        wanted = where_to_listen(world, settings)
-        server = ControlServer(
-            wanted.address,
-            wanted.token,
-            world.world_size,
-            fail_after_seconds=settings.fail_after,
-            join_within_seconds=settings.join_within,
-            job=self._job,
-            servers=len(settings.servers),
-        )
-        stack.callback(server.close)
-        meeting = Endpoint(server.address, wanted.token)
-        if settings.control is None:
-            publish(path, meeting)
-            self._published.callback(path.unlink, missing_ok=True)
-        return meeting, server
 
-    def open_control(self, listener: Listener) -> Control:
-        from ..control.client import ControlClient, Member
-        from ..control.witnessed import Witness
+def _meet(
+    world: World, settings: Settings, job: str, around: ExitStack, published: ExitStack
+) -> tuple[Endpoint, ControlServer | None]:
+    """The endpoint of the control channel. On rank 0, open its server too, and publish where it listens."""
+    path = rendezvous_path(settings, os.environ)
+    if world.rank != 0:
+        return find(world, settings, path), None
+    from ..control.server import ControlServer
 
-        witness = Witness(self._host)
-        self._stack.callback(witness.close)
-        control = ControlClient(
-            self._meeting.address,
-            self._meeting.token,
-            Member.rank(self._world.rank, self._world.world_size, self._host, witness.address),
-            listener,
-            fail_after_seconds=self._settings.fail_after,
-            join_within_seconds=self._settings.join_within,
-            stall_after_seconds=self._settings.stall_after,
-            server=self._server,
-            job=self._job,
-        )
-        _tell_joined(self._world, self._settings)
-        # All ranks have joined. If this session fails, a rank that opens another one at once must not find this file.
-        self._published.close()
-        return control
+    wanted = where_to_listen(world, settings)
+    server = ControlServer(
+        wanted.address,
+        wanted.token,
+        world.world_size,
+        fail_after_seconds=settings.fail_after,
+        join_within_seconds=settings.join_within,
+        job=job,
+        servers=len(settings.servers),
+    )
+    around.callback(server.close)
+    endpoint = Endpoint(server.address, wanted.token)
+    if settings.control is None:
+        publish(path, endpoint)
+        published.callback(path.unlink, missing_ok=True)
+    return endpoint, server
 
-    def open_transport(self, session: Session) -> Transport:
-        from ..transports.open import open_named  # here: it imports the shared parts of all transports
 
-        context = TransportContext(
-            world=self._world,
-            settings=self._settings,
-            host=self._host,
-            token=self._meeting.token,
-            control_address=self._meeting.address,
-            gather=session.gather,
-            on_failure=session.report,
-            when_failed=session.when_failed,
-            job=self._job,
-            could_not_start=session.could_not_start,
-        )
-        self._transport = transport_name(self._world, self._settings, self._device, session.gather)
-        self._require_effect()
-        self._meet_on_network(session)
-        session.check_weights = steps_between_comparisons(self._settings, self._world.rank, session.gather)
-        if self._settings.tuned is not None:
-            self._require_fitting(session)
-        return open_named(context, self._transport)
+def _join(
+    world: World,
+    settings: Settings,
+    job: str,
+    endpoint: Endpoint,
+    server: ControlServer | None,
+    host: str,
+    around: ExitStack,
+) -> ControlEnd:
+    from ..control.client import ControlClient, Member
+    from ..control.witnessed import Witness
 
-    def _meet_on_network(self, session: Session) -> None:
-        """Exchange the addresses of all ranks, check that they can be reached, and advise if there is a faster network."""
-        from ..tuner.link import advise_faster, describe_link, faster_networks
+    witness = Witness(host)
+    around.callback(witness.close)
+    return ControlClient(
+        endpoint.address,
+        endpoint.token,
+        Member.rank(world.rank, world.world_size, host, witness.address),
+        fail_after_seconds=settings.fail_after,
+        join_within_seconds=settings.join_within,
+        stall_after_seconds=settings.stall_after,
+        server=server,
+        job=job,
+    )
 
-        # The addresses of servers are given.
-        chooses = load_backend(self._transport).listens_at_host and not self._settings.servers
-        faster = faster_networks(self._host) if chooses else {}
-        told = session.gather([*reached_at(self._host), faster], "to reach each other")
-        ranks = [Reached(*record[:3]) for record in told]
-        if chooses:
-            require_reachable(ranks)
-        self._hosts = len({reached.host for reached in ranks})
-        if self._hosts > 1:
-            log.info("rank %d is reached at %s (%s)", session.rank, self._host, describe_link(self._host))
-        advice = advise_faster(self._host, [record[3] for record in told]) if session.rank == 0 else None
-        if advice is not None:
-            log.warning("%s", advice)
 
-    def _require_effect(self) -> None:
-        """Refuse settings that the chosen transport does not use; if the user did not choose it, only warn of
-        those without which the job can go on."""
-        for name, problem in without_effect(self._settings, self._transport).items():
-            if self._settings.transport != "auto" or name == "collective":  # which core would refuse
-                raise ConfigError(problem)
-            if self._world.rank == 0:
-                log.warning("%s", problem)
+def _require_same_settings(control: ControlEnd, settings: Settings) -> None:
+    """Refuse settings that differ between ranks."""
+    same = {name: getattr(settings, name) for name in Settings.names("same_on_all_ranks")}
+    # The names that users write: partition, not partition_bytes.
+    schedule = {name.removesuffix("_bytes"): value for name, value in settings.scheduler.to_record().items()}
+    tuning = {"tune": str(settings.tune), "whether there is a tuned file": settings.tuned is not None}
+    records = control.gather_next({**same, **tuning, **schedule})
+    require_same(records, lambda first: f"{first.key} is {first.text()}; give all the same", ConfigError)
 
-    def _require_fitting(self, session: Session) -> None:
-        """Refuse settings that were tuned for another job: now, or when the job's tensors are registered."""
-        from ..tuner.link import describe_link
-        from ..tuner.result import ModelCheck, check_tuned, describe_transport
 
-        settings, tuned = self._settings, self._settings.tuned
-        assert tuned is not None
-        if session.rank == 0:
-            transport = describe_transport(self._transport, settings)
-            check_tuned(tuned, session.world_size, self._hosts, transport, describe_link(self._host, settings.rate))
-        session.on_register(ModelCheck(tuned, warn=session.rank == 0).on_register)
+def _require_effect(settings: Settings, transport: str, rank: int) -> None:
+    """Refuse settings that the chosen transport does not use; if the user did not choose it, only warn of those without which
+    the job can go on."""
+    for name, problem in without_effect(settings, transport).items():
+        if settings.transport != "auto" or name == "collective":  # which core would refuse
+            raise ConfigError(problem)
+        if rank == 0:
+            log.warning("%s", problem)
 
-    def first_lines(self, session: Session, manifest: Manifest) -> list[str]:
-        ordered, config = session.transport.ordered, session.core.config
-        line = first_line(self._settings, self._transport, ordered, session.world_size, self._hosts, config, manifest)
-        more = no_rank_line(self._world, os.environ)
-        return [line] if more is None else [line, more]
 
-    def start_tuning(self, session: Session) -> None:
-        from ..tuner.online import start_tuning
+def _meet_on_network(control: ControlEnd, settings: Settings, transport: str, host: str) -> int:
+    """Exchange the addresses of all ranks, check that they can be reached, and advise if there is a faster network. Returns the
+    number of hosts."""
+    from ..tuner.link import advise_faster, describe_link, faster_networks
 
-        try:
-            start_tuning(session, self._settings, self._transport, self._host, say)
-        except BaseException as error:
-            session.abort(f"{type(error).__name__}: {error}")
-            raise
+    # The addresses of servers are given.
+    chooses = load_backend(transport).listens_at_host and not settings.servers
+    faster = faster_networks(host) if chooses else {}
+    told = control.gather_next([*reached_at(host), faster], "to reach each other")
+    ranks = [Reached(*record[:3]) for record in told]
+    if chooses:
+        require_reachable(ranks)
+    hosts = len({reached.host for reached in ranks})
+    if hosts > 1:
+        log.info("rank %d is reached at %s (%s)", control.rank, host, describe_link(host))
+    advice = advise_faster(host, [record[3] for record in told]) if control.rank == 0 else None
+    if advice is not None:
+        log.warning("%s", advice)
+    return hosts
+
+
+def _require_fitting(
+    settings: Settings, tuned: Mapping[str, Any], transport: str, world_size: int, hosts: int, host: str
+) -> None:
+    """Refuse settings that were tuned for another job. Its tensors are checked when they are registered."""
+    from ..tuner.link import describe_link
+    from ..tuner.result import check_tuned, describe_transport
+
+    check_tuned(tuned, world_size, hosts, describe_transport(transport, settings), describe_link(host, settings.rate))
+
+
+def _first_lines(
+    session: Session, world: World, settings: Settings, transport: str, hosts: int, manifest: Manifest
+) -> list[str]:
+    ordered, config = session.transport.ordered, session.core.config
+    line = first_line(settings, transport, ordered, session.world_size, hosts, config, manifest)
+    more = no_rank_line(world, os.environ)
+    return [line] if more is None else [line, more]
+
+
+def _start_tuning(session: Session, settings: Settings, transport: str, host: str) -> None:
+    from ..tuner.online import start_tuning
+
+    try:
+        start_tuning(session, settings, transport, host, say)
+    except BaseException as error:
+        session.abort(f"{type(error).__name__}: {error}")
+        raise
 
 
 #: Advice to users whose ranks opened no session.

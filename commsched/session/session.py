@@ -3,37 +3,51 @@
 from __future__ import annotations
 
 import os
-import threading
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
-from ..control.events import Listener
-from ..core import timeouts
-from ..core.comparison import Comparison, require_same
+from ..control.end import ControlEnd
+from ..core.comparison import Comparison
 from ..core.config import SchedulerConfig
 from ..core.core import Core
-from ..core.errors import FORKED, ClosedError, CommschedError, ConfigError, PeerLost, RanksDiverged, TransportError
+from ..core.errors import FORKED, ClosedError, CommschedError, PeerLost, RanksDiverged, TransportError
 from ..core.group import TensorGroup, require_buffer, require_buffers
-from ..core.interfaces import Buffer, Messenger, Observer, Observers, Transport
+from ..core.interfaces import Buffer, Observer, Observers, Transport
 from ..core.manifest import Manifest, TensorSpec, require_equal
 from ..core.plan import Plan, cut
-from ..core.world import World
 from .events import SessionListener, Tuner
 from .trace import TraceObserver
 
 
-class Control(Messenger, Protocol):
-    """The control channel as a session uses it. ``control/client.py`` documents each call."""
+@contextmanager
+def starting(control: ControlEnd) -> Iterator[ExitStack]:
+    """Opens the parts of a session, after the job was joined by ``control``. If that fails, it reports to every rank why this
+    one cannot start, and closes ``control`` and what was entered into the stack.
 
-    clock_offset_seconds: float
+    Raises:
+        CommschedError: another rank failed first, and this rank's error is only a consequence.
+    """
+    with ExitStack() as undo:
+        undo.callback(control.close)
+        try:
+            yield undo
+        except BaseException as error:
+            ours = could_not_start(control, error)
+            failure = control.failure
+            if isinstance(error, TransportError) and failure is not None and str(failure) != str(ours):
+                raise failure from error  # another rank failed first, and then closed its connections
+            raise
+        undo.pop_all()
 
-    def gather(self, tag: str, value: Any) -> list[Any]: ...
-    def report(self, error: CommschedError) -> None: ...
-    def leave(self) -> None: ...
-    def wait_until_all_left(self) -> None: ...
-    def wait_for_callbacks(self) -> None: ...
-    def close(self) -> None: ...
+
+def could_not_start(control: ControlEnd, error: BaseException) -> CommschedError:
+    """Report to every rank why this rank cannot start, wait until the job knows, and return the reported error."""
+    # A broken connection to a rank is likely a consequence of that rank's own failure: see ``ControlClient``.
+    kind = PeerLost if isinstance(error, PeerLost) else TransportError
+    ours = kind(f"rank {control.rank} could not start: {error}", rank=control.rank)
+    control.report_and_wait(ours)
+    return ours
 
 
 class Session:
@@ -55,23 +69,18 @@ class Session:
 
     def __init__(
         self,
-        world: World,
-        config: SchedulerConfig,
+        control: ControlEnd,
+        transport: Transport,
+        core: Core,
         *,
-        open_control: Callable[[Listener], Control],
-        open_transport: Callable[[Session], Transport],
-        order: str = "agreed",
-        same_on_all_ranks: Mapping[str, Any] | None = None,
-        trace_directory: str | None = None,
-        warn_after_seconds: float = 10.0,
-        stall_after_seconds: float | None = None,
+        trace: TraceObserver | None = None,
         check_weights: int = 0,
     ) -> None:
-        self.rank = world.rank
-        self.world_size = world.world_size
-        self._core: Core | None = None
-        self._transport: Transport | None = None
-        self._gathers = 0
+        self.rank = transport.rank
+        self.world_size = transport.world_size
+        self._control = control
+        self._transport = transport
+        self._core = core
         self._has_raised = False
         self._close_callbacks: list[Callable[[], None]] = []
         self._register_callbacks: list[Callable[[int, Manifest], None]] = []
@@ -81,38 +90,12 @@ class Session:
         self.cleanup = ExitStack()
         self._pid = os.getpid()
         self.check_weights = check_weights
-        self._comparison = Comparison(world.world_size)
+        self._comparison = Comparison(self.world_size)
         self._diverged: RanksDiverged | None = None
-        self._listener = SessionListener(self._on_compared)
-        self._control = open_control(self._listener)
-        self.observer: TraceObserver | None = None
-        self._observers: tuple[Observer, ...] = ()
-        try:
-            # The names that users write: partition, not partition_bytes.
-            schedule = {name.removesuffix("_bytes"): value for name, value in config.to_record().items()}
-            self._require_same({**(same_on_all_ranks or {}), **schedule})
-            if trace_directory is not None:
-                self.observer = TraceObserver(trace_directory, self.rank, self._control.clock_offset_seconds)
-                self._observers = (self.observer,)
-            self._transport = open_transport(self)
-            self._core = Core(
-                self._transport,
-                config,
-                observer=self.observer,
-                on_failure=self.report,
-                warn_after_seconds=warn_after_seconds,
-                stall_after_seconds=stall_after_seconds,
-                messenger=self._control,
-                order=order,
-            )
-            self._listener.use(self._core)
-        except BaseException as error:
-            ours = self.could_not_start(error)
-            self._tear_down()
-            failure = self._listener.failure
-            if isinstance(error, TransportError) and failure is not None and str(failure) != str(ours):
-                raise failure from error  # another rank failed first, and then closed its connections
-            raise
+        self.observer = trace
+        self._observers: tuple[Observer, ...] = () if trace is None else (trace,)
+        self._listener = SessionListener(core, self._on_compared)
+        control.listen(self._listener)
 
     @property
     def core(self) -> Core:
@@ -121,7 +104,7 @@ class Session:
         Raises:
             ClosedError: the session is closed.
         """
-        if self.closed or self._core is None:
+        if self.closed:
             raise ClosedError("this session is closed")
         return self._core
 
@@ -132,14 +115,14 @@ class Session:
         Raises:
             ClosedError: the session is closed.
         """
-        if self.closed or self._transport is None:
+        if self.closed:
             raise ClosedError("this session is closed")
         return self._transport
 
     @property
     def failed_elsewhere(self) -> bool:
         """Whether the job failed because of another process, and not because of an exception on this rank."""
-        return isinstance(self._listener.failure, TransportError) and not self._ended_itself
+        return isinstance(self.failure, TransportError) and not self._ended_itself
 
     @property
     def is_forked(self) -> bool:
@@ -168,9 +151,8 @@ class Session:
             raise ClosedError("this session is closed")
         if self.is_forked:
             raise ClosedError(FORKED)
-        self._gathers += 1
         try:
-            return self._control.gather(f"gather {self._gathers}" + (f", {what}" if what else ""), value)
+            return self._control.gather_next(value, what)
         except CommschedError:
             self._has_raised = True
             raise
@@ -339,12 +321,12 @@ class Session:
     @property
     def failure(self) -> CommschedError | None:
         """The first failure of the job, the same on every rank; None if there is none. Any thread, also after the end."""
-        return self._listener.failure
+        return self._control.failure
 
     @property
     def has_raised(self) -> bool:
         """Whether a call or a wait of this rank has raised the failure."""
-        return self._has_raised or (self._core is not None and self._core.has_raised)
+        return self._has_raised or self._core.has_raised
 
     @property
     def left(self) -> list[int]:
@@ -354,21 +336,12 @@ class Session:
     def when_failed(self, callback: Callable[[CommschedError], None]) -> None:
         """Call ``callback`` with the first failure of the job, from a control thread. If the job has failed already, call it
         now, from this thread. ``callback`` must not wait."""
-        self._listener.when_failed(callback)
+        self._control.when_failed(callback)
 
     def report(self, error: CommschedError) -> None:
         """Report a failure on this rank to every rank, which ends the job. Any thread; never blocks. The first failure of all
         ranks is passed to the callbacks of :meth:`when_failed`, and every wait raises it."""
         self._control.report(error)
-
-    def could_not_start(self, error: BaseException) -> CommschedError:
-        """Report to every rank why this rank cannot start, wait until the job knows, and return the reported error. Called by
-        code that opens a session."""
-        # A broken connection to a rank is likely a consequence of that rank's own failure: see ``ControlClient``.
-        kind = PeerLost if isinstance(error, PeerLost) else TransportError
-        ours = kind(f"rank {self.rank} could not start: {error}", rank=self.rank)
-        self._report_and_wait(ours)
-        return ours
 
     # --- end ---
 
@@ -410,26 +383,16 @@ class Session:
         raises."""
         if self.closed or self.is_forked:
             return
-        if self._listener.failure is None:
+        if self.failure is None:
             self._ended_itself = True
-            self._report_and_wait(TransportError(f"rank {self.rank} ended: {reason}", rank=self.rank))
+            self._control.report_and_wait(TransportError(f"rank {self.rank} ended: {reason}", rank=self.rank))
         self._tear_down()
-
-    def _report_and_wait(self, error: CommschedError) -> None:
-        """Report ``error`` and wait, for a limited time, until the job's failure is decided. Otherwise other ranks might notice
-        our closed connections first and take them for the cause."""
-        decided = threading.Event()
-        self.when_failed(lambda _: decided.set())
-        self.report(error)
-        decided.wait(timeouts.RAISE_SECONDS)
 
     def _tear_down(self, graceful: bool = False) -> None:
         self.closed = True
         self._stop_tuner(wait=False)
-        if self._core is not None:
-            self._core.close()
-        if self._transport is not None:
-            self._transport.close(graceful)
+        self._core.close()
+        self._transport.close(graceful)
         self._control.close()
         if self.observer is not None:
             self.observer.close()
@@ -439,10 +402,6 @@ class Session:
         tuner, self._listener.tuner = self._listener.tuner, None
         if tuner is not None:
             tuner.close(wait)
-
-    def _require_same(self, settings: Mapping[str, Any]) -> None:
-        records = self.gather(settings)
-        require_same(records, lambda first: f"{first.key} is {first.text()}; give all the same", ConfigError)
 
     def __enter__(self) -> Session:
         return self

@@ -96,12 +96,11 @@ class Threads:
     @contextmanager
     def core(self, rank: int, config: SchedulerConfig, order: str = "agreed") -> Iterator[Core]:
         transport = self.transports[rank]
-        listener = _Listener(lambda message: self._tamper(rank, message))
-        control = self._join(rank, listener)
+        control = self._join(rank)
         messenger = control if transport.ordered else None
         core = Core(transport, config, on_failure=self._tell, messenger=messenger, order=order)
         self._cores[rank] = core
-        listener.use(core)
+        control.listen(_Listener(core, lambda message: self._tamper(rank, message)))
         try:
             yield core
         finally:
@@ -110,12 +109,12 @@ class Threads:
     def gather(self, rank: int, value: Any) -> list[Any]:
         return self._controls[rank][-1].gather(str(next(self._gathers[rank])), value)
 
-    def _join(self, rank: int, listener: SessionListener) -> LocalControl:
+    def _join(self, rank: int) -> LocalControl:
         with self._lock:
             number = len(self._controls[rank])
             if number == len(self._worlds):
                 self._worlds.append(LocalControlWorld(self.size))
-            control = self._worlds[number].join(rank, listener)
+            control = self._worlds[number].ends[rank]
             self._controls[rank].append(control)
         return control
 
@@ -141,8 +140,8 @@ class Threads:
 class _Listener(SessionListener):
     """Changes what rank 0 announces by ``tamper``."""
 
-    def __init__(self, tamper: Callable[[Any], Any]) -> None:
-        super().__init__(lambda rank, value: None)
+    def __init__(self, core: Core, tamper: Callable[[Any], Any]) -> None:
+        super().__init__(core, lambda rank, value: None)
         self._tamper = tamper
 
     def on_announced(self, value: Any) -> None:

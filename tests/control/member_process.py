@@ -52,7 +52,8 @@ def main() -> None:
         address = server.address
         say(address=address)
     listener = Teller()
-    client = ControlClient(address, TOKEN, Member.rank(rank, world_size), listener, **timing, server=server)
+    client = ControlClient(address, TOKEN, Member.rank(rank, world_size), **timing, server=server)
+    client.listen(listener)
     say(joined=rank)
     if how != "wait":
         client.gather("all have joined", None)

@@ -125,7 +125,6 @@ def test_a_rank_whose_last_session_others_are_still_in_waits_for_the_next(
                 job.server.address,
                 TOKEN,
                 Member.rank(1, 2),
-                Recorder(),
                 fail_after_seconds=0.2,
                 join_within_seconds=1.0,
             )
@@ -144,10 +143,10 @@ def test_a_rank_may_start_before_rank_0_listens() -> None:
             return again
 
     executor = DaemonExecutor("test")
-    early = executor.submit(Early, address, TOKEN, Member.rank(1, 2), Recorder(), **SLOW)
+    early = executor.submit(Early, address, TOKEN, Member.rank(1, 2), **SLOW)
     assert refused.wait(PATIENCE_SECONDS)
     server = ControlServer(address, TOKEN, 2, **SLOW)
-    clients = [ControlClient(address, TOKEN, Member.rank(0, 2), Recorder(), **SLOW), early.result(PATIENCE_SECONDS)]
+    clients = [ControlClient(address, TOKEN, Member.rank(0, 2), **SLOW), early.result(PATIENCE_SECONDS)]
     gathers = [executor.submit(client.gather, "g", rank) for rank, client in enumerate(clients)]
     assert results(gathers) == [[0, 1], [0, 1]]
     for client in clients:
@@ -251,14 +250,14 @@ def test_a_rank_that_does_not_come_to_a_gather_is_named_and_ends_the_job_after_t
 def test_nobody_listens() -> None:
     address = free_address()
     with pytest.raises(PeerTimeout, match=f"rank 1 .* could not join rank 0 at {address} within 0.5 s: .*refused"):
-        ControlClient(address, TOKEN, Member.rank(1, 2), Recorder(), fail_after_seconds=10, join_within_seconds=0.5)
+        ControlClient(address, TOKEN, Member.rank(1, 2), fail_after_seconds=10, join_within_seconds=0.5)
 
 
 def test_somebody_listens_who_never_answers() -> None:
     with socket.create_server(("127.0.0.1", 0)) as mute:
         address = f"127.0.0.1:{mute.getsockname()[1]}"
         with pytest.raises(PeerTimeout, match=f"could not join rank 0 at {address} within 0.5 s"):
-            ControlClient(address, TOKEN, Member.rank(1, 2), Recorder(), fail_after_seconds=10, join_within_seconds=0.5)
+            ControlClient(address, TOKEN, Member.rank(1, 2), fail_after_seconds=10, join_within_seconds=0.5)
 
 
 def test_another_service_listens() -> None:
@@ -267,7 +266,7 @@ def test_another_service_listens() -> None:
     address = f"127.0.0.1:{other.add_insecure_port('127.0.0.1:0')}"
     other.start()
     with pytest.raises(ConfigError, match=f"the program that listens at {address} is not commsched's control channel"):
-        ControlClient(address, TOKEN, Member.rank(1, 2), Recorder(), **SLOW)
+        ControlClient(address, TOKEN, Member.rank(1, 2), **SLOW)
     other.stop(None)
     executor.shutdown()
 
@@ -316,7 +315,7 @@ def test_who_listens_at_rank_0s_address_and_has_no_token_is_believed_nothing() -
     address = f"127.0.0.1:{impostor.add_insecure_port('127.0.0.1:0')}"
     impostor.start()
     with pytest.raises(ConfigError) as refusal:
-        ControlClient(address, TOKEN, Member.rank(1, 2), Recorder(), **SLOW)
+        ControlClient(address, TOKEN, Member.rank(1, 2), **SLOW)
     assert str(refusal.value) == (
         f"the program that listens at {address} does not prove that it has this job's token; another program may listen there"
     )

@@ -94,9 +94,8 @@ def test_kill_9_of_rank_0_is_told_to_all_at_once(start: Start) -> None:
     zero = start("serve", 0, 2, 30.0)
     address = zero.says()["address"]
     listener = Recorder()
-    client = ControlClient(
-        address, TOKEN, Member.rank(1, 2), listener, fail_after_seconds=30.0, join_within_seconds=PATIENCE_SECONDS
-    )
+    client = ControlClient(address, TOKEN, Member.rank(1, 2), fail_after_seconds=30.0, join_within_seconds=PATIENCE_SECONDS)
+    client.listen(listener)
     assert zero.says() == {"joined": 0}
     zero.signal(signal.SIGKILL)
     error = listener.next("failure")
@@ -129,9 +128,8 @@ def test_a_stopped_rank_0_is_told_after_fail_after(start: Start) -> None:
     zero = start("serve", 0, 2, 1.0)
     address = zero.says()["address"]
     listener = Recorder()
-    client = ControlClient(
-        address, TOKEN, Member.rank(1, 2), listener, fail_after_seconds=1.0, join_within_seconds=PATIENCE_SECONDS
-    )
+    client = ControlClient(address, TOKEN, Member.rank(1, 2), fail_after_seconds=1.0, join_within_seconds=PATIENCE_SECONDS)
+    client.listen(listener)
     assert zero.says() == {"joined": 0}
     zero.signal(signal.SIGSTOP)
     error = listener.next("failure")
@@ -146,9 +144,8 @@ def test_a_pause_shorter_than_fail_after_is_no_failure(start: Start, stopped: in
     address = zero.says()["address"]
     one = start(address, 1, 3, 4.0)
     listener = Recorder()
-    client = ControlClient(
-        address, TOKEN, Member.rank(2, 3), listener, fail_after_seconds=4.0, join_within_seconds=PATIENCE_SECONDS
-    )
+    client = ControlClient(address, TOKEN, Member.rank(2, 3), fail_after_seconds=4.0, join_within_seconds=PATIENCE_SECONDS)
+    client.listen(listener)
     processes = [zero, one]
     assert [process.says() for process in processes] == [{"joined": 0}, {"joined": 1}]
     processes[stopped].signal(signal.SIGSTOP)
@@ -182,10 +179,10 @@ def test_a_rank_0_that_ends_without_closing_ends_at_once_and_is_lost(start: Star
         zero.says()["address"],
         TOKEN,
         Member.rank(1, 2),
-        listener,
         fail_after_seconds=30.0,
         join_within_seconds=PATIENCE_SECONDS,
     )
+    client.listen(listener)
     with suppress(PeerLost):
         client.gather("all have joined", None)
     assert zero.popen.wait(PATIENCE_SECONDS) == 0

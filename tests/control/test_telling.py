@@ -13,7 +13,7 @@ import pytest
 
 from commsched.control.local import LocalControlWorld
 from commsched.control.messages import MAX_MESSAGE_BYTES, Announce, encode
-from commsched.core.errors import ClosedError, PeerLost, ProtocolError, TransportError, UnsupportedError
+from commsched.core.errors import ClosedError, CommschedError, PeerLost, ProtocolError, TransportError, UnsupportedError
 
 from .world import PATIENCE_SECONDS, Recorder, running
 
@@ -37,8 +37,9 @@ class Ranks:
 @contextmanager
 def ranks(way: str, world_size: int) -> Iterator[Ranks]:
     if way == "local":
-        world, listeners = LocalControlWorld(world_size), [Recorder() for _ in range(world_size)]
-        controls = [world.join(rank, listener) for rank, listener in enumerate(listeners)]
+        controls, listeners = LocalControlWorld(world_size).ends, [Recorder() for _ in range(world_size)]
+        for control, listener in zip(controls, listeners):
+            control.listen(listener)
         try:
             yield Ranks(controls, listeners)
         finally:
@@ -111,6 +112,53 @@ def test_a_proposal_is_answered_by_all_and_switched_at_the_largest_promise(way: 
         for listener in job.listeners:
             listener.next("hold")
             assert listener.next("switch") == ({"policy": "fifo"}, {0: 5, 1: 4, 2: 9})
+
+
+def test_what_happens_before_a_rank_listens_reaches_its_listener_in_order_and_once() -> None:
+    late, other = LocalControlWorld(2).ends
+    listeners = [Recorder({0: 4}), Recorder()]
+    other.listen(listeners[1])
+    other.send_to_rank_0("first")
+    other.propose({"number": 1})
+    other.send_to_rank_0("last")
+    other.leave()
+    listeners[1].next("hold")
+    other.wait_for_callbacks()
+    assert listeners[1].calls.empty()  # who does not listen promises nothing
+    late.listen(listeners[0])
+    assert listeners[1].next("switch") == ({"number": 1}, {0: 4})
+    kinds = ["told", "hold", "told", "leave", "switch"]
+    heard = [listeners[0].next(kind) for kind in kinds]
+    assert heard == [(1, "first"), None, (1, "last"), 1, ({"number": 1}, {0: 4})]
+    late.close()
+    other.close()
+
+
+@pytest.mark.parametrize("listens_first", [True, False])
+def test_the_first_failure_is_told_once_and_to_the_listener_last(listens_first: bool) -> None:
+    [control], listener, told = LocalControlWorld(1).ends, Recorder(), []
+    first = PeerLost("the first")
+
+    def tell(error: CommschedError) -> None:
+        told.append(error)
+        assert listener.calls.empty()
+
+    control.when_failed(tell)
+    if listens_first:
+        control.listen(listener)
+    assert control.failure is None
+    control.report(first)
+    control.report(TransportError("the second"))
+    control.wait_for_callbacks()
+    assert told == [first]
+    assert control.failure is first
+    if not listens_first:
+        control.listen(listener)
+    assert listener.next("failure") is first
+    control.when_failed(tell)  # who asks late is told at once
+    assert told == [first, first]
+    control.close()
+    assert listener.calls.empty()
 
 
 @pytest.mark.parametrize("way", WAYS)

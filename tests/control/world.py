@@ -84,9 +84,8 @@ class Job:
 
     def join(self, member: Member, listener: Any = None, token: str = TOKEN, job: str = "") -> ControlClient:
         server = self.server if self.direct and member.is_rank and member.index == 0 else None
-        client = ControlClient(
-            self.server.address, token, member, listener or Recorder(), **self.timing, server=server, job=job
-        )
+        client = ControlClient(self.server.address, token, member, **self.timing, server=server, job=job)
+        client.listen(listener or Recorder())
         self._stack.callback(client.close)
         return client
 

@@ -22,6 +22,7 @@ import commsched
 from commsched import SchedulerConfig, Session
 from commsched.control.events import Listener
 from commsched.control.local import LocalControlWorld
+from commsched.core.core import Core
 from commsched.core.errors import FORKED, CommschedError, ConfigError, PeerLost, PeerTimeout, TransportError
 from commsched.core.finite import LASTING_STEPS
 from commsched.core.interfaces import Completion, ForwardingTransport, Observer, Transport
@@ -30,12 +31,10 @@ from commsched.core.order.agreed import STATIC
 from commsched.core.pace import REPORT_STEPS
 from commsched.core.stalls import StepOfGroup, Wait
 from commsched.core.task import CommTask
-from commsched.core.world import World
 from commsched.session.local import local_sessions
-from commsched.session.session import Control
+from commsched.session.session import starting
 from commsched.testing.fakes import RecordingTransport
 from commsched.testing.world import run_world
-from commsched.transports.backends.local import LocalWorld
 
 
 def manifest(*sizes: int) -> Manifest:
@@ -589,29 +588,19 @@ def test_a_callback_may_take_itself_back_while_it_is_called() -> None:
     assert seen == ["first", "second"]
 
 
-def alone(open_control: Callable[[Listener], Control], open_transport: Callable[[Session], Transport]) -> Session:
-    return Session(World(), SchedulerConfig(), open_control=open_control, open_transport=open_transport)
-
-
 def test_a_rank_that_ends_keeps_its_connections_until_the_job_knows_why(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the others hear of the closed connections first, and take them for the cause."""
     happened: list[str] = []
+    [session] = local_sessions(1)
+    report = session._control.report
 
-    def open_control(listener: Listener) -> Control:
-        def decide(error: CommschedError) -> None:
-            happened.append(str(error))
-            listener.on_failure(error)
+    def decide(error: CommschedError) -> None:
+        happened.append(str(error))
+        report(error)
 
-        control = LocalControlWorld(1).join(0, listener)
-        monkeypatch.setattr(control, "report", lambda error: threading.Timer(0.1, decide, [error]).start())
-        return control
-
-    def open_transport(session: Session) -> Transport:
-        transport = LocalWorld(1).transport(0, session.report)
-        monkeypatch.setattr(transport, "close", lambda graceful: happened.append("closed"))
-        return transport
-
-    alone(open_control, open_transport).abort("boom")
+    monkeypatch.setattr(session._control, "report", lambda error: threading.Timer(0.1, decide, [error]).start())
+    monkeypatch.setattr(session.transport, "close", lambda graceful: happened.append("closed"))
+    session.abort("boom")
     assert happened == ["rank 0 ended: boom", "closed"]
 
 
@@ -625,36 +614,23 @@ def test_why_a_rank_cannot_start_is_reported_as_the_loss_of_a_rank_or_of_its_own
     """Rank 0 waits for a better cause if the reported one is a lost rank."""
     told: list[CommschedError] = []
 
-    def open_control(listener: Listener) -> Control:
-        control = LocalControlWorld(1).join(0, listener)
-        report = control.report
-        monkeypatch.setattr(control, "report", lambda error: told.append(error) or report(error))
-        return control
-
-    def open_transport(session: Session) -> Transport:
+    [control] = LocalControlWorld(1).ends
+    report = control.report
+    monkeypatch.setattr(control, "report", lambda error: told.append(error) or report(error))
+    with pytest.raises(type(error)) as raised, starting(control):
         raise error
-
-    with pytest.raises(type(error)) as raised:
-        alone(open_control, open_transport)
     assert raised.value is error
     assert [(type(told[0]), str(told[0]))] == [(reported, f"rank 0 could not start: {error}")]
 
 
 def test_a_rank_that_another_one_keeps_from_starting_raises_the_first_failure_and_what_it_saw_of_it() -> None:
-    listeners: list[Listener] = []
     first, seen = TransportError("rank 1 could not start: no route"), PeerLost("a connection was closed")
-
-    def open_control(listener: Listener) -> Control:
-        listeners.append(listener)
-        return LocalControlWorld(1).join(0, listener)
-
-    def open_transport(session: Session) -> Transport:
-        listeners[0].on_failure(first)
+    ours, other = LocalControlWorld(2).ends
+    other.report(first)
+    with pytest.raises(TransportError) as raised, starting(ours):
         raise seen
-
-    with pytest.raises(TransportError) as raised:
-        alone(open_control, open_transport)
-    assert raised.value is first
+    other.close()
+    assert str(raised.value) == str(first)
     assert raised.value.__cause__ is seen
 
 
@@ -708,21 +684,18 @@ def test_ranks_start_the_same_tasks_in_the_same_order_whatever_becomes_ready_fir
 
 
 def test_what_other_ranks_say_before_this_one_has_opened_is_not_lost() -> None:
-    listeners: list[Listener] = []
-    transport = RecordingTransport(world_size=1)
-
-    def open_control(listener: Listener) -> Control:
-        listeners.append(listener)
-        return LocalControlWorld(1).join(0, listener)
-
-    def open_transport(session: Session) -> Transport:
-        listeners[0].switch_at(SchedulerConfig(1, 2, "fifo").to_record(), {})
-        listeners[0].on_leave(1)
-        return transport
-
-    with alone(open_control, open_transport) as session:
-        assert transport.left == [1]
-        assert session.core.config == SchedulerConfig(1, 2, "fifo")
+    ours, other = LocalControlWorld(2).ends
+    other.listen(Listener())
+    other.propose(SchedulerConfig(1, 2, "fifo").to_record())
+    other.leave()
+    transport = RecordingTransport(world_size=2)
+    session = Session(ours, transport, Core(transport, SchedulerConfig(), on_failure=ours.report))
+    other.wait_for_callbacks()
+    ours.wait_for_callbacks()
+    assert transport.left == [1]
+    assert session.core.config == SchedulerConfig(1, 2, "fifo")
+    session.close()
+    other.close()
 
 
 # --- what a transport cannot do ---
@@ -755,6 +728,7 @@ import os, signal
 from commsched.core.errors import ClosedError
 from commsched.core.manifest import Manifest, TensorSpec
 from commsched.session.local import local_sessions
+from commsched.session.session import starting
 
 [session] = local_sessions(1)
 described = Manifest((TensorSpec("weight", (2,), "float32"),))

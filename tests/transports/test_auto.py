@@ -7,7 +7,7 @@ import logging
 import pytest
 
 import commsched
-from commsched import Session
+from commsched.control.end import ControlEnd
 from commsched.core.interfaces import Transport
 from commsched.core.world import World
 from commsched.session.local import local_sessions
@@ -20,10 +20,10 @@ def chosen(monkeypatch: pytest.MonkeyPatch, seen: dict[int, Capabilities], setti
     """What each rank's session would open, and the line."""
     names: dict[int, str] = {}
 
-    def open_transport(rank: int, session: Session) -> Transport:
+    def open_transport(rank: int, control: ControlEnd) -> Transport:
         world = World(rank, len(seen), rank, len(seen), "threads")
-        names[rank] = transport_name(world, settings, str(rank), session.gather)
-        return local.transport(rank, session.report)
+        names[rank] = transport_name(world, settings, str(rank), control.gather_next)
+        return local.transport(rank, control.report)
 
     monkeypatch.setattr("commsched.transports.auto.detect_capabilities", lambda device: seen[int(device)])
     local = LocalWorld(len(seen))

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from bench.harness.job import Job, run_job
-from commsched import SchedulerConfig, Session
+from commsched import SchedulerConfig
+from commsched.control.end import ControlEnd
 from commsched.core.interfaces import Transport
 from commsched.session.local import local_sessions
 from commsched.testing.world import run_world
@@ -32,8 +33,8 @@ def train_in_threads() -> Weights:
 
     meeting = Meeting(RANKS)
 
-    def open_transport(rank: int, session: Session) -> Transport:
-        return gloo.open_transport(meeting.context(rank, session.report))
+    def open_transport(rank: int, control: ControlEnd) -> Transport:
+        return gloo.open_transport(meeting.context(rank, control.report))
 
     def train_rank(rank: int) -> Weights:
         with sessions[rank] as session:

@@ -6,12 +6,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import count
 from typing import Any
 
 import pytest
 
-from commsched.control.events import Listener
 from commsched.control.local import LocalControlWorld
 from commsched.core.interfaces import OnFailure, Transport
 from commsched.core.world import World
@@ -137,12 +135,11 @@ class Meeting:
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
-        self._control = LocalControlWorld(world_size)
+        self._controls = LocalControlWorld(world_size).ends
 
     def context(self, rank: int, on_failure: OnFailure, **settings: Any) -> TransportContext:
-        control, tags = self._control.join(rank, Listener()), count()
         opened = a_context(rank, self._world_size, on_failure, **settings)
-        return replace(opened, gather=lambda value: control.gather(str(next(tags)), value))
+        return replace(opened, gather=self._controls[rank].gather_next)
 
 
 def close_together(transports: Sequence[Transport]) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from queue import SimpleQueue
 
 import pytest
 
+from commsched.control.end import ControlEnd
 from commsched.core.errors import CommschedError, PeerLost
 from commsched.core.group import TensorGroup
 from commsched.core.interfaces import Transport
@@ -27,21 +28,18 @@ MANIFEST = Manifest((TensorSpec("weight", (4,), "float32"),))
 
 
 class Late:
-    """Stands before the listener of a rank to which the control channel's verdict comes late, and takes what it reports."""
+    """Stands before the callbacks of a rank to which the control channel's verdict comes late, and takes what it reports."""
 
     def __init__(self, session: Session) -> None:
         self.reports: SimpleQueue[CommschedError] = SimpleQueue()
-        self._verdicts: SimpleQueue[CommschedError] = SimpleQueue()
+        self._verdicts: SimpleQueue[Callable[[], None]] = SimpleQueue()
         control = session._control
-        self._listener = control._listener  # type: ignore[attr-defined]
-        control._listener = self  # type: ignore[attr-defined]
-        control.report = self.reports.put  # type: ignore[method-assign, assignment]
-
-    def on_failure(self, error: CommschedError) -> None:
-        self._verdicts.put(error)
+        tell = control._tell_failure
+        control._tell_failure = lambda: self._verdicts.put(tell)  # type: ignore[method-assign]
+        control.report = session.core._on_failure = self.reports.put  # type: ignore[method-assign, assignment]
 
     def hear(self) -> None:
-        self._listener.on_failure(self._verdicts.get(timeout=20))
+        self._verdicts.get(timeout=20)()
 
 
 @contextmanager
@@ -49,16 +47,16 @@ def job() -> Iterator[tuple[list[Session], list[TensorGroup]]]:
     """Ranks 0 and 1 on a host, which rank 0 leads, 2 and 3 on another; each has begun a step."""
     network = LocalNetwork()
 
-    def open_transport(rank: int, session: Session) -> Transport:
+    def open_transport(rank: int, control: ControlEnd) -> Transport:
         context = TransportContext(
             world=World(rank, 4, rank % 2, 2, "threads"),
             settings=Settings(hierarchy="on"),
             host=f"127.0.0.{rank // 2 + 1}",
             token="",
             control_address="",
-            gather=session.gather,
-            on_failure=session.report,
-            when_failed=session.when_failed,
+            gather=control.gather_next,
+            on_failure=lambda error: control.report(error),  # which the test may replace
+            when_failed=control.when_failed,
         )
         return open_hierarchy(context, network)
 

@@ -169,7 +169,7 @@ def test_many_broadcasts_of_a_job_need_few_descriptors() -> None:
     """Whoever makes a broadcast releases its group, and the transport hears of it."""
     everybodys = contexts(three_and_the_rest, [pytest.fail] * 4)
     network = LocalNetwork()
-    sessions = local_sessions(4, open_transport=lambda rank, session: open_hierarchy(everybodys[rank], network))
+    sessions = local_sessions(4, open_transport=lambda rank, control: open_hierarchy(everybodys[rank], network))
     opened_files = []
 
     def rank(number: int) -> None:
