@@ -10,7 +10,6 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from time import monotonic
 from typing import Any
@@ -38,6 +37,7 @@ from .order.key import LaunchKey, range_of
 from .pace import Pace, PaceReport, Stragglers
 from .plan import Partition, Plan, cut
 from .policies import make_policy
+from .reconfigure import Reconfiguration
 from .scheduler import Scheduler
 from .stalls import RankProgress, Stalls, StepOfGroup, Wait, progress_of
 from .task import ALL_GATHER, REDUCE_SCATTER, CommTask, State
@@ -52,15 +52,6 @@ class _NoMessenger:
         raise AssertionError(f"this rank has no messenger, but it would send {value}")
 
     announce = propose = send_to_rank_0
-
-
-@dataclass
-class _Switch:
-    """An agreed change of configuration. Each group applies it before its step in ``steps``. ``number`` counts the changes."""
-
-    number: int
-    config: SchedulerConfig
-    steps: dict[int, int]
 
 
 class Core:
@@ -99,7 +90,8 @@ class Core:
     ) -> None:
         self._transport = transport
         self.require_supported(config, order)
-        self.config = self._agreed_config = config
+        self.config = config
+        self._changes = Reconfiguration(config)
         self.observer = observer
         if transport.ordered and messenger is None:
             raise ValueError("an ordered transport needs a messenger")
@@ -120,10 +112,6 @@ class Core:
         self._agreement = self._make_agreement(config, order) if transport.ordered else None
         self._order: Order = self._agreement or Scheduler(make_policy(config.policy), config.credit_bytes)
         self._groups: list[TensorGroup] = []
-        self._reserved: int | None = None  # the index of a group whose registration has begun
-        self._holds: dict[int, int] | None = None  # the first held step of each group, while a change is being agreed on
-        self._switches: list[_Switch] = []  # agreed, but not yet applied by every group
-        self._agreed = self._adopted = 0  # numbers of the last agreed change and of the change that config comes from
         self._failure: CommschedError | None = None
         self.has_raised = False  # the failure was raised to a caller
         self._failed_inside: CommschedError | None = None  # a failure found with the lock held; the dispatcher reports it
@@ -204,9 +192,10 @@ class Core:
             CommschedError: the session failed or was closed.
         """
         with self._lock:
-            self._wait_until(lambda: self._holds is None, lambda: Wait("for a change of configuration to be agreed on"))
-            self._reserved = len(self._groups)
-            return self._agreed_config
+            self._wait_until(
+                lambda: not self._changes.is_holding, lambda: Wait("for a change of configuration to be agreed on")
+            )
+            return self._changes.reserve()
 
     def add_group(self, plan: Plan, buffers: Mapping[str, Buffer], collective: str | None = None) -> TensorGroup:
         """Add the tensors of ``plan`` as a group; ``buffers`` maps each dtype to its flat buffer of bytes.
@@ -223,7 +212,7 @@ class Core:
             splits = self._splits(collective or self.config.collective)
             group = TensorGroup(self, len(self._groups), plan, buffers, splits)
             self._groups.append(group)
-            self._reserved = None
+            self._changes.add_group(group)
             if self._agreement is not None:
                 self._agreement.add_group(group.index, sum(plan.manifest.buffer_bytes.values()))
         try:
@@ -238,7 +227,8 @@ class Core:
         """Release ``group`` in the transport: at once if none of its tasks is outstanding, otherwise when the last is done."""
         with self._lock:
             group.is_released = True
-            self._drop_switches()
+            self._changes.drop_released()
+            self._adopt_config()
             if group.active > 0:
                 return
             self._forget(group)
@@ -253,10 +243,11 @@ class Core:
     def begin_step(self, group: TensorGroup) -> int:
         with self._lock:
             self._wait_until(
-                lambda: group.unfinished == 0 and not self._is_held(group),
+                lambda: group.unfinished == 0 and not self._changes.is_held(group),
                 lambda: self._wait_for_step(group, f"to begin step {group.next_step}"),
             )
-            self._apply_switches(group)
+            if (config := self._changes.begin_step(group)) is not None:
+                self._recut(group, config)
             step = group.open_step()
             now = monotonic()
             report = self._pace.step_begins(group.index, step, now)
@@ -265,6 +256,14 @@ class Core:
         if report is not None and self._stalls is not None and self._transport.world_size > 1:
             self._report_pace(report)
         return step
+
+    def _recut(self, group: TensorGroup, config: SchedulerConfig) -> None:
+        """Cut ``group`` anew, between two steps. Called with the lock held."""
+        group.plan = cut(group.manifest, config.partition_bytes, config.fusion_bytes)
+        group.splits = self._splits(config.collective)
+        if self._agreement is not None:
+            self._agreement.recut(group.index)
+        self._adopt_config()
 
     def notify_ready(self, group: TensorGroup, tensor: int) -> None:
         now = monotonic()
@@ -321,65 +320,25 @@ class Core:
         """Return a step for each group. The group begins neither that step nor a later one until ``switch_at`` is called. A
         group that is added meanwhile begins only its step 0."""
         with self._lock:
-            self._holds = {group.index: group.next_step + 1 for group in self._groups if not group.is_over}
-            if self._reserved is not None:
-                self._holds[self._reserved] = 1
-            return dict(self._holds)
-
-    def _is_held(self, group: TensorGroup) -> bool:
-        return self._holds is not None and group.next_step >= self._holds.get(group.index, 1)
+            return self._changes.hold()
 
     def without_released(self, steps: Mapping[int, int]) -> dict[int, int]:
         """The entries of ``steps`` for groups that may begin a step here, or that are not added yet."""
-        groups = self._groups  # only ever grows
-        return {group: step for group, step in steps.items() if group >= len(groups) or not groups[group].is_over}
+        return self._changes.without_released(steps)
 
     def switch_at(self, config: SchedulerConfig | None, steps: Mapping[int, int]) -> None:
         """Use ``config`` from step ``steps[group]`` of each group on, and let the steps held by ``hold_steps`` begin.
         ``config=None`` means the configuration agreed on last. A group in ``steps`` may not be added here yet."""
         with self._lock:
-            self._holds = None
-            self._agreed += 1
-            self._agreed_config = config or self._agreed_config
-            switch = _Switch(self._agreed, self._agreed_config, self.without_released(steps))
-            for earlier in self._switches:
-                for group, step in switch.steps.items():
-                    if earlier.steps.get(group) == step:  # the group begins no step with the earlier configuration
-                        del earlier.steps[group]
-            self._switches = [earlier for earlier in self._switches if earlier.steps]
-            if switch.steps:
-                self._switches.append(switch)
-            else:
-                self._adopt(switch)  # no group has steps to come: the change is for groups added later
+            self._changes.agree(config, steps)
+            self._adopt_config()
             self._progress.notify_all()
 
-    def _apply_switches(self, group: TensorGroup) -> None:
-        # Another rank may be a step ahead, so the next change can be agreed on before this rank has applied the last one.
-        for switch in self._switches:
-            if group.next_step >= switch.steps.get(group.index, group.next_step + 1):
-                del switch.steps[group.index]
-                group.plan = cut(group.manifest, switch.config.partition_bytes, switch.config.fusion_bytes)
-                group.splits = self._splits(switch.config.collective)
-                if self._agreement is not None:
-                    self._agreement.recut(group.index)
-                self._adopt(switch)
-        self._switches = [switch for switch in self._switches if switch.steps]
-
-    def _drop_switches(self) -> None:
-        """Drop the changes that released groups would have applied. Called with the lock held."""
-        for switch in self._switches:
-            switch.steps = self.without_released(switch.steps)
-            if not switch.steps:
-                self._adopt(switch)
-        self._switches = [switch for switch in self._switches if switch.steps]
-
-    def _adopt(self, switch: _Switch) -> None:
-        if switch.number <= self._adopted:  # a group that lags behind must not bring back an older credit or policy
-            return
-        self._adopted = switch.number
-        if self.config != switch.config:
-            self.config = switch.config
-            self._order.reconfigure(make_policy(switch.config.policy), switch.config.credit_bytes)
+    def _adopt_config(self) -> None:
+        """Called with the lock held, after anything by which a change may have come into use."""
+        if self.config != self._changes.current:
+            self.config = self._changes.current
+            self._order.reconfigure(make_policy(self.config.policy), self.config.credit_bytes)
             self._work.notify()
 
     # --- the dispatcher thread ---

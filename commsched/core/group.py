@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from .interfaces import Buffer
 from .manifest import Manifest
 from .plan import Plan
 from .task import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, CommTask, State
-
-if TYPE_CHECKING:
-    from .core import Core
 
 
 def require_buffers(manifest: Manifest, buffers: Mapping[str, Buffer], device: str) -> None:
@@ -48,6 +45,20 @@ def require_buffer(buffer: Buffer, name: str, device: str) -> None:
         raise ValueError(f"{name} is not writable")
 
 
+class GroupCalls(Protocol):
+    """The calls of groups and proxies that ``Core`` carries out."""
+
+    def begin_step(self, group: TensorGroup) -> int: ...
+
+    def notify_ready(self, group: TensorGroup, tensor: int) -> None: ...
+
+    def wait_for(self, proxy: DependencyProxy) -> None: ...
+
+    def stalled(self, group: TensorGroup, tensor: int, seconds: float) -> None: ...
+
+    def release(self, group: TensorGroup) -> None: ...
+
+
 class DependencyProxy:
     """Closed from ``begin_step`` until the averages of all partitions of one tensor are complete.
 
@@ -57,7 +68,7 @@ class DependencyProxy:
 
     __slots__ = ("_core", "_missing", "is_open", "name")
 
-    def __init__(self, core: Core, name: str) -> None:
+    def __init__(self, core: GroupCalls, name: str) -> None:
         self._core = core
         self._missing = 0
         self.is_open = True
@@ -100,7 +111,7 @@ class TensorGroup:
     of proxies may come from any thread, also concurrently. Ranks need not make any of these calls at the same time.
     """
 
-    def __init__(self, core: Core, index: int, plan: Plan, buffers: Mapping[str, Buffer], splits: bool = False) -> None:
+    def __init__(self, core: GroupCalls, index: int, plan: Plan, buffers: Mapping[str, Buffer], splits: bool = False) -> None:
         self.index = index
         self.plan = plan
         self.splits = splits

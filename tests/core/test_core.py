@@ -513,11 +513,11 @@ def test_a_change_that_waits_for_a_group_ends_with_the_group(world: World) -> No
     steps = world.core.hold_steps()
     released.release()
     world.core.switch_at(SchedulerConfig(20, 20), steps)
-    assert [switch.steps for switch in world.core._switches] == [{waits.index: 1}]
+    assert [change.steps for change in world.core._changes.waiting] == [{waits.index: 1}]
     assert world.core.config == ONE_BY_ONE
     assert world.core.without_released({0: 3, 1: 4, 2: 5}) == {1: 4, 2: 5}
     waits.release()
-    assert world.core._switches == []
+    assert world.core._changes.waiting == []
     assert world.core.config == SchedulerConfig(20, 20)  # for the groups to come
 
 

@@ -49,14 +49,14 @@ class Rank:
         if group >= len(self.groups) or self.groups[group].is_over:
             return
         mine = self.groups[group]
-        if mine.next_step > self.job.slowest(group) or self.core._is_held(mine):
+        if mine.next_step > self.job.slowest(group) or self.core._changes.is_held(mine):
             return
         mine.begin_step()
         self.partitions[group].append(len(mine.tasks))
         mine.notify_ready(0)
 
     def reserve(self, group: int) -> None:
-        if len(self.reserved) == len(self.groups) == group and self.core._holds is None:
+        if len(self.reserved) == len(self.groups) == group and not self.core._changes.is_holding:
             self.reserved.append(self.core.reserve_group())
 
     def add(self, group: int) -> None:
@@ -142,5 +142,5 @@ def test_every_step_has_one_configuration_and_every_group_has_the_last_one(size:
                 assert used[0][-1] == 64 // job.latest.partition_bytes
                 assert [rank.core.config for rank in job.ranks] == [job.latest] * size
         for rank in job.ranks:
-            waiting = {group for switch in rank.core._switches for group in switch.steps}
+            waiting = {group for change in rank.core._changes.waiting for group in change.steps}
             assert not any(rank.groups[group].is_over for group in waiting)

@@ -194,7 +194,7 @@ def test_a_group_is_cut_alike_while_a_change_has_come_to_some_ranks_only() -> No
 
     def main(session: Session) -> list[int]:
         if session.rank == 1:
-            session.core.config = SchedulerConfig(400, 800, "fifo")  # which rank 0 has yet to hear of
+            session.core._changes.latest = SchedulerConfig(400, 800, "fifo")  # which rank 0 has yet to hear of
         described = manifest(1000)
         group = session.register(described, buffers(described))
         assert step(session, group, session.rank) == 0.5

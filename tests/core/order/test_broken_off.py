@@ -90,7 +90,7 @@ def test_a_group_that_rests_keeps_one_change_in_waiting() -> None:
             for step in range(1, 9):
                 tensors.average(rank, range(6))
                 core.switch_at(SchedulerConfig(100 * step, 1000), {tensors.group.index: step, resting.group.index: 1})
-            assert len(core._switches) <= 2
+            assert len(core._changes.waiting) <= 2
             resting.average(rank, range(6))
             resting.average(rank, range(6))
             assert resting.group.plan.partitions[0].nbytes <= 800
