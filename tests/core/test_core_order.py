@@ -86,7 +86,7 @@ def test_a_follower_tells_what_is_ready_and_starts_what_is_announced(follower: R
     ((kind, message),) = follower.sent.wait(1)
     assert (kind, message["ready"], message["launched"]) == ("tell", [[0, 0, 2, 0]], [])
     assert follower.transport.started == []
-    follower.core.on_announced({"first": 0, "launch": message["ready"], "digest": digest_of(2)})
+    follower.core.on_announced({"kind": "Launch", "first": 0, "launch": message["ready"], "digest": digest_of(2)})
     (task,) = follower.transport.wait_started(1)
     assert (task.partition.index, task.channel, task.sequence) == (2, 0, 0)
 
@@ -105,7 +105,7 @@ def digest_of(partition: int) -> str:
 
 
 def ready(partition: int) -> dict[str, Any]:
-    return {"ready": [[0, 0, partition, 0]], "freezes": 0, "first": 0, "launched": [], "digest": ""}
+    return {"kind": "TasksReady", "ready": [[0, 0, partition, 0]], "freezes": 0, "first": 0, "launched": [], "digest": ""}
 
 
 def test_rank_0_announces_before_it_starts_what_all_have_ready(leader: Rank) -> None:
@@ -174,7 +174,7 @@ def test_a_wait_as_long_as_stall_after_ends_the_job_though_no_warning_is_due() -
 
 def test_a_farewell_is_sent_when_it_returns(follower: Rank) -> None:
     follower.core.prepare_leave()
-    assert follower.sent.messages == [("tell", {"leaves": 1, "steps": [[0, 0, 0]]})]
+    assert follower.sent.messages == [("tell", {"kind": "Leaves", "rank": 1, "steps": [(0, 0, 0)]})]
     assert follower.transport.left == [1]  # itself
 
 

@@ -11,15 +11,24 @@ from ..errors import OrderMismatch, PeerLost, ProtocolError
 from ..scheduler import Policy
 from ..task import CommTask
 from .key import EMPTY, LaunchKey, extend_digest, extend_digest_by_text
-from .leader import OrderLeader, keys_of, peer_left_error
+from .leader import OrderLeader, peer_left_error
+from .messages import (
+    Freeze,
+    FreezeRefused,
+    Launch,
+    LaunchRefused,
+    Leaves,
+    OrderMessage,
+    StaticStep,
+    TasksReady,
+    decode,
+    encode,
+)
 from .static import ReadinessPattern, StaticOrder
 
 #: The channel of launches that were agreed on one by one, and the channel of a frozen order. The launches of one channel do not
 #: wait for those of the other.
 AGREED, STATIC = 0, 1
-
-#: A JSON value for ``Messenger.send_to_rank_0`` (to rank 0) or ``announce`` (from rank 0).
-OrderMessage = dict[str, Any]
 
 
 class AgreedOrder:
@@ -161,10 +170,10 @@ class AgreedOrder:
         rank does not complete."""
         frozen = self._frozen
         steps = [
-            [group, step, frozen.launched(step) if frozen is not None and frozen.group == group else 0]
+            (group, step, frozen.launched(step) if frozen is not None and frozen.group == group else 0)
             for group, step in first_missing_steps.items()
         ]
-        self._outgoing.append({"leaves": self._rank, "steps": steps})
+        self._outgoing.append(Leaves(self._rank, steps))
 
     def wants_change(self) -> bool:
         """Whether to request a change of configuration, because the frozen order does not fit any more. Any agreed change ends
@@ -185,24 +194,17 @@ class AgreedOrder:
 
     # --- messages ---
 
-    def outgoing(self) -> list[OrderMessage]:
-        """Return the messages to send now, in order: to rank 0, or from rank 0 to all others."""
+    def outgoing(self) -> list[dict[str, Any]]:
+        """Return the messages to send now, in order, as JSON: to rank 0, or from rank 0 to all others."""
         if self._offers:
-            ready = [key.to_record() for key in self._offers]
-            self._outgoing.append({"ready": ready, "freezes": self._freezes, **self._report()})
-            self._offers.clear()
+            # A task that will start unconditionally, in the agreed order, counts as launched.
+            first = self._received - len(self._unconfirmed)
+            self._outgoing.append(TasksReady(self._offers, self._freezes, first, self._unconfirmed, self._digest))
+            self._offers, self._unconfirmed = [], []
         messages, self._outgoing = self._outgoing, []
-        return messages
+        return [encode(message) for message in messages]
 
-    def _report(self) -> OrderMessage:
-        """Return the launches here since the last report. A task that will start unconditionally, in the agreed order, counts
-        as launched."""
-        first = self._received - len(self._unconfirmed)
-        report = {"first": first, "launched": [key.to_record() for key in self._unconfirmed], "digest": self._digest}
-        self._unconfirmed = []
-        return report
-
-    def on_message(self, rank: int, message: OrderMessage) -> None:
+    def on_message(self, rank: int, record: Any) -> None:
         """Handle a message that ``rank`` sent to rank 0; called on rank 0.
 
         Raises:
@@ -214,42 +216,49 @@ class AgreedOrder:
         if decider is None:
             raise ProtocolError(f"rank {rank} sent rank {self._rank} a message that only rank 0 receives")
         try:
-            if "leaves" in message:
-                self._outgoing.append(message)  # forwarded to the other ranks
-                self._rank_leaves(message)
-            elif "freeze" in message:
-                self._refused_freeze(rank, keys_of(message["freeze"]))
-            elif "static" in message:
-                self._confirm_static(rank, int(message["static"]), str(message["digest"]))
-            else:
-                first, launched = int(message["first"]), keys_of(message["launched"])
-                if "refused" in message:
-                    decider.require_same(rank, first, launched)
-                    raise OrderMismatch(
-                        f"rank {rank} cannot launch {self._describe(launched[-1])} as rank 0 does: it is not ready there, "
-                        "or that rank has cut its tensors differently"
-                    )
-                decider.confirm(rank, first, launched, str(message["digest"]))
-                for key in keys_of(message["ready"]):
-                    self._offered(decider, rank, key, int(message["freezes"]))
+            message = decode(record)
         except (KeyError, TypeError, ValueError) as error:
             raise ProtocolError(f"rank {rank} sent rank 0 a message that no order knows: {error!r}") from error
+        match message:
+            case Leaves(left, steps):
+                self._outgoing.append(message)  # forwarded to the other ranks
+                self._rank_leaves(left, steps)
+            case FreezeRefused(keys):
+                self._refused_freeze(rank, keys)
+            case StaticStep(step, digest):
+                self._confirm_static(rank, step, digest)
+            case LaunchRefused(first, launched):
+                decider.require_same(rank, first, launched)
+                raise OrderMismatch(
+                    f"rank {rank} cannot launch {self._describe(launched[-1])} as rank 0 does: it is not ready there, "
+                    "or that rank has cut its tensors differently"
+                )
+            case TasksReady(ready, freezes, first, launched, digest):
+                decider.confirm(rank, first, launched, digest)
+                for key in ready:
+                    self._offered(decider, rank, key, freezes)
+            case _:
+                raise ProtocolError(f"rank {rank} sent rank 0 a message that only rank 0 sends: {message}")
 
-    def on_announced(self, message: OrderMessage) -> None:
+    def on_announced(self, record: Any) -> None:
         """Handle a message that rank 0 announced; called on the other ranks.
 
         Raises:
             ProtocolError: the message is malformed.
         """
         try:
-            if "leaves" in message:
-                self._rank_leaves(message)
-            elif "freeze" in message:
-                self._follow_freeze(keys_of(message["freeze"]), str(message["digest"]))
-            else:
-                self._follow(int(message["first"]), keys_of(message["launch"]), str(message["digest"]))
+            message = decode(record)
         except (KeyError, TypeError, ValueError) as error:
             raise ProtocolError(f"rank 0 announced a message that no order knows: {error!r}") from error
+        match message:
+            case Leaves(rank, steps):
+                self._rank_leaves(rank, steps)
+            case Freeze(keys, digest):
+                self._follow_freeze(keys, digest)
+            case Launch(first, keys, digest):
+                self._follow(first, keys, digest)
+            case _:
+                raise ProtocolError(f"rank 0 announced a message that only other ranks send: {message}")
 
     def _follow(self, first: int, keys: list[LaunchKey], digest: str) -> None:
         mine, tasks = self._digest, []
@@ -261,7 +270,7 @@ class AgreedOrder:
             tasks.append(task)
         if first != self._received or len(tasks) < len(keys) or mine != digest:
             # None of these tasks is launched. Rank 0 knows what it announced, so it raises the error that names both tensors.
-            self._outgoing.append({"first": first, "launched": [key.to_record() for key in keys], "refused": True})
+            self._outgoing.append(LaunchRefused(first, keys))
             return
         for task in tasks:
             del self._ready[LaunchKey.of(task)]
@@ -284,7 +293,7 @@ class AgreedOrder:
         order = self._pattern.became_ready(task) if self._pattern is not None else None
         if order is not None and self._frozen is None:
             keys = [LaunchKey(key.group, key.step, *place) for place in order]
-            self._outgoing.append({"freeze": [each.to_record() for each in keys], "digest": self._digest_of(keys)})
+            self._outgoing.append(Freeze(keys, self._digest_of(keys)))
             self._freeze(StaticOrder(key.group, key.step, order, self._credit_bytes, self._describe))
             return
         del self._ready[key]
@@ -300,13 +309,13 @@ class AgreedOrder:
             for task in tasks:
                 self._pattern.launched(LaunchKey.of(task))
         if self._world_size > 1:
-            keys = [LaunchKey.of(task).to_record() for task in tasks]
-            last = self._outgoing[-1] if self._outgoing else {}
-            if "launch" in last:  # the last message is not sent yet, so it takes these launches too
-                last["launch"] += keys
-                last["digest"] = decider.digest
+            keys = [LaunchKey.of(task) for task in tasks]
+            last = self._outgoing[-1] if self._outgoing else None
+            if isinstance(last, Launch):  # it is not sent yet, so it takes these launches too
+                last.launch += keys
+                last.digest = decider.digest
             else:
-                self._outgoing.append({"first": first, "launch": keys, "digest": decider.digest})
+                self._outgoing.append(Launch(first, keys, decider.digest))
 
     # --- a frozen order ---
 
@@ -342,7 +351,7 @@ class AgreedOrder:
 
     def _follow_freeze(self, keys: list[LaunchKey], digest: str) -> None:
         if self._digest_of(keys) != digest or len({(key.group, key.step) for key in keys}) != 1:
-            self._outgoing.append({"freeze": [key.to_record() for key in keys]})  # rank 0 raises an error with both tensors
+            self._outgoing.append(FreezeRefused(keys))  # rank 0 raises an error with both tensors
             return
         order = [(key.partition, key.verb) for key in keys]
         self._freeze(StaticOrder(keys[0].group, keys[0].step, order, self._credit_bytes, self._describe))
@@ -361,7 +370,7 @@ class AgreedOrder:
         if self._decider is not None:
             self._confirm_static(0, step, digest)
         else:
-            self._outgoing.append({"static": step, "digest": digest})
+            self._outgoing.append(StaticStep(step, digest))
 
     def _confirm_static(self, rank: int, step: int, digest: str) -> None:
         if self._frozen is None:
@@ -378,9 +387,8 @@ class AgreedOrder:
         if len(digests) == self._world_size:
             del self._static_digests[step]
 
-    def _rank_leaves(self, message: OrderMessage) -> None:
-        rank = int(message["leaves"])
-        steps = {int(group): (int(step), int(launched)) for group, step, launched in message["steps"]}
+    def _rank_leaves(self, rank: int, last: Sequence[tuple[int, int, int]]) -> None:
+        steps = {group: (step, launched) for group, step, launched in last}
         self._last_steps[rank] = steps
         if self._frozen is not None and rank != self._rank and self._frozen.group in steps:
             self._frozen.leave(rank, *steps[self._frozen.group])

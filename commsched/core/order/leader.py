@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from ..errors import FEWER_BATCHES, OrderMismatch, PeerLost
 from ..scheduler import Policy, Scheduler
@@ -130,7 +130,3 @@ class OrderLeader:
 
 def peer_left_error(rank: int, what: str) -> PeerLost:
     return PeerLost(f"rank {rank} left; {what} waits for it{FEWER_BATCHES}", rank=rank)
-
-
-def keys_of(records: Iterable[Sequence[int]]) -> list[LaunchKey]:
-    return [LaunchKey.from_record(record) for record in records]

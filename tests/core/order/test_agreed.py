@@ -186,7 +186,14 @@ def test_a_plan_that_is_cut_differently_is_named_and_not_launched() -> None:
 def test_a_rank_that_launched_something_else_is_found_by_what_it_reports() -> None:
     ranks = Ranks(2, credit_bytes=10 * NBYTES)
     Step(ranks, 0).run()
-    wrong = {"ready": [], "freezes": 0, "first": 0, "launched": [[0, 0, 4, 0], [0, 0, 1, 0]], "digest": "x"}
+    wrong = {
+        "kind": "TasksReady",
+        "ready": [],
+        "freezes": 0,
+        "first": 0,
+        "launched": [[0, 0, 4, 0], [0, 0, 1, 0]],
+        "digest": "x",
+    }
     with pytest.raises(
         OrderMismatch, match=r"rank 1 launched tensor 'layer1' \(step 0\) where rank 0 launched tensor 'layer3' \(step"
     ):
@@ -197,7 +204,7 @@ def test_a_rank_that_launched_other_bytes_is_found_by_its_digest() -> None:
     ranks = Ranks(2, credit_bytes=10 * NBYTES)
     Step(ranks, 0).run()
     launched = [key.to_record() for key in ranks.launched(1, AGREED)]
-    wrong = {"ready": [], "freezes": 0, "first": 0, "launched": launched, "digest": "x"}
+    wrong = {"kind": "TasksReady", "ready": [], "freezes": 0, "first": 0, "launched": launched, "digest": "x"}
     last = launched[-1][2]
     with pytest.raises(
         OrderMismatch, match=rf"^rank 1 launched other bytes than rank 0 for tensor 'layer{last}' \(step 0\), or "
@@ -326,7 +333,7 @@ def test_one_that_is_larger_and_comes_later_is_agreed_on() -> None:
 
 def test_an_offer_that_is_heard_after_the_order_it_did_not_know_of_is_dropped() -> None:
     ranks, step = frozen(3)
-    old = {"ready": [[0, step - 1, 0, 0]], "freezes": 0, "first": 0, "launched": [], "digest": ""}
+    old = {"kind": "TasksReady", "ready": [[0, step - 1, 0, 0]], "freezes": 0, "first": 0, "launched": [], "digest": ""}
     old["first"] = ranks.orders[0]._decider.decided
     old["digest"] = ranks.orders[0]._decider.digest
     for order in ranks.orders:
@@ -340,8 +347,8 @@ def test_a_static_order_that_changes_on_its_way_is_refused_and_both_tensors_are_
     ranks = Ranks(2, credit_bytes=2 * NBYTES, freeze=True)
 
     def swap(to: int, message: dict) -> dict:
-        if "freeze" in message:
-            message["freeze"][1:3] = message["freeze"][2:0:-1]
+        if message["kind"] == "Freeze":
+            message["keys"][1:3] = message["keys"][2:0:-1]
         return message
 
     ranks.tamper = swap
@@ -545,12 +552,13 @@ def test_who_leaves_within_a_step_is_missed_by_what_it_did_not_launch() -> None:
     "message",
     [
         {},
-        {"first": 0},
-        {"first": "x", "launch": [], "digest": ""},
-        {"first": 0, "launch": [[0, 0, 0, 9]], "digest": ""},
-        {"first": 0, "launch": 7, "digest": ""},
-        {"freeze": [0], "digest": ""},
-        {"leaves": 1, "steps": [[1, 2]]},
+        {"kind": "Nothing"},
+        {"kind": "Launch", "first": 0},
+        {"kind": "Launch", "first": "x", "launch": [], "digest": ""},
+        {"kind": "Launch", "first": 0, "launch": [[0, 0, 0, 9]], "digest": ""},
+        {"kind": "Launch", "first": 0, "launch": 7, "digest": ""},
+        {"kind": "Freeze", "keys": [0], "digest": ""},
+        {"kind": "Leaves", "rank": 1, "steps": [[1, 2]]},
     ],
 )
 def test_what_is_no_announcement(message: dict) -> None:
@@ -559,11 +567,23 @@ def test_what_is_no_announcement(message: dict) -> None:
 
 
 @pytest.mark.parametrize(
-    "message", [{}, {"ready": [[0]], "freezes": 0, "first": 0, "launched": [], "digest": ""}, {"static": "x", "digest": ""}]
+    "message",
+    [
+        {},
+        {"kind": "TasksReady", "ready": [[0]], "freezes": 0, "first": 0, "launched": [], "digest": ""},
+        {"kind": "StaticStep", "step": "x", "digest": ""},
+    ],
 )
 def test_what_no_rank_tells(message: dict) -> None:
     with pytest.raises(ProtocolError, match="rank 1 sent rank 0 a message that no order knows"):
         Ranks(2).orders[0].on_message(1, message)
+
+
+def test_each_message_goes_one_way() -> None:
+    with pytest.raises(ProtocolError, match="rank 0 announced a message that only other ranks send: StaticStep"):
+        Ranks(2).orders[1].on_announced({"kind": "StaticStep", "step": 1, "digest": ""})
+    with pytest.raises(ProtocolError, match="rank 1 sent rank 0 a message that only rank 0 sends: Freeze"):
+        Ranks(2).orders[0].on_message(1, {"kind": "Freeze", "keys": [], "digest": ""})
 
 
 def test_only_rank_0_is_told() -> None:
