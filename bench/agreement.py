@@ -140,11 +140,11 @@ def _counted_messages() -> Iterator[Callable[[], int]]:
 
     count = 0
 
-    def counting(send: Callable[[ControlClient, Any], None]) -> Callable[[ControlClient, Any], None]:
-        def counted(client: ControlClient, value: Any) -> None:
+    def counting(send: Callable[[ControlClient, str, Any], None]) -> Callable[[ControlClient, str, Any], None]:
+        def counted(client: ControlClient, topic: str, value: Any) -> None:
             nonlocal count  # only one dispatcher sends at a time: the other session of this process is idle
             count += 1
-            send(client, value)
+            send(client, topic, value)
 
         return counted
 

@@ -7,7 +7,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -226,9 +226,9 @@ class ControlEnd:
         """Return when the listener has been called with all events received so far. The listener must not call this."""
         self._callbacks.wait()
 
-    def propose(self, config: dict[str, Any]) -> None:
+    def propose(self, config: dict[str, Any], window: Mapping[str, Any] | None = None) -> None:
         """Propose that all ranks use ``config`` (JSON values) from an agreed step on. Each rank is notified by
-        ``listener.switch_at``. Never blocks; the proposals of all ranks are handled one after another.
+        ``listener.switch_at``, with ``window``. Never blocks; the proposals of all ranks are handled one after another.
 
         Raises:
             CommschedError: the job failed, or the client is closed.
@@ -237,17 +237,17 @@ class ControlEnd:
             if self._is_over_for_all:
                 return
             self._check()
-            self._put(encode(Propose(config)))
+            self._put(encode(Propose(config, dict(window or {}))))
 
-    def send_to_rank_0(self, value: Any) -> None:
-        """Send the JSON ``value`` to rank 0, whose ``listener.on_message`` receives it. Rank 0 must not call it. Never blocks;
-        the values of one rank arrive in order.
+    def send_to_rank_0(self, topic: str, value: Any) -> None:
+        """Send the JSON ``value`` about ``topic`` to rank 0, whose ``listener.on_message`` receives it. Rank 0 must not call it.
+        Never blocks; the values of one rank arrive in order.
 
         Raises:
             UnsupportedError: ``value`` is longer than the control channel takes.
             CommschedError: this rank has left, the job failed, or the client is closed.
         """
-        data = self._encode(ToRank0(json.dumps(value, separators=_COMPACT)), "a message to rank 0 would be")
+        data = self._encode(ToRank0(topic, json.dumps(value, separators=_COMPACT)), "a message to rank 0 would be")
         with self._changed:
             if self._is_over_for_all:
                 return
@@ -256,15 +256,15 @@ class ControlEnd:
                 raise ClosedError(f"{self._member} has left and cannot send to rank 0")
             self._put(data)
 
-    def announce(self, value: Any) -> None:
-        """Send the JSON ``value`` to every other rank that has not left; its ``listener.on_announced`` receives it. Only rank 0
-        may call it, even after it has left. Never blocks; announced values arrive in order.
+    def announce(self, topic: str, value: Any) -> None:
+        """Send the JSON ``value`` about ``topic`` to every other rank that has not left; its ``listener.on_announced`` receives
+        it. Only rank 0 may call it, even after it has left. Never blocks; announced values arrive in order.
 
         Raises:
             UnsupportedError: ``value`` is longer than the control channel takes.
             CommschedError: the job failed, or the client is closed.
         """
-        data = self._encode(Announce(json.dumps(value, separators=_COMPACT)), "an announcement would be")
+        data = self._encode(Announce(topic, json.dumps(value, separators=_COMPACT)), "an announcement would be")
         with self._changed:
             if self._is_over_for_all:
                 return
@@ -317,14 +317,14 @@ class ControlEnd:
                 self._notify(lambda listener: listener.on_leave(rank))
             case Parting(rank):
                 self._notify(lambda listener: listener.on_parting(rank, lambda: self._release(rank)))
-            case FromRank(rank, value):
-                self._notify(lambda listener: listener.on_message(rank, json.loads(value)))
-            case Announced(value):
-                self._notify(lambda listener: listener.on_announced(json.loads(value)))
+            case FromRank(rank, topic, value):
+                self._notify(lambda listener: listener.on_message(rank, topic, json.loads(value)))
+            case Announced(topic, value):
+                self._notify(lambda listener: listener.on_announced(topic, json.loads(value)))
             case Prepare():
                 self._notify(self._answer_hold)
-            case Commit(config, steps):
-                self._notify(lambda listener: listener.switch_at(config, steps))
+            case Commit(config, steps, window):
+                self._notify(lambda listener: listener.switch_at(config, steps, window))
             case End():
                 self._ended = True
                 self._finish()

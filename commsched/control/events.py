@@ -31,20 +31,20 @@ class Listener:
     def on_end(self) -> None:
         """Servers only: every rank has left."""
 
-    def on_message(self, rank: int, value: Any) -> None:
-        """Rank 0 only: ``rank`` sent ``value`` to it. All values of a rank come before its ``on_leave``."""
+    def on_message(self, rank: int, topic: str, value: Any) -> None:
+        """Rank 0 only: ``rank`` sent ``value`` about ``topic`` to it. All values of a rank come before its ``on_leave``."""
 
-    def on_announced(self, value: Any) -> None:
-        """Ranks other than rank 0 only: rank 0 announced ``value``. It may do so even after it has left."""
+    def on_announced(self, topic: str, value: Any) -> None:
+        """Ranks other than rank 0 only: rank 0 announced ``value`` about ``topic``. It may do so even after it has left."""
 
     def hold_steps(self) -> dict[int, int]:
         """Ranks only: return, for each group, the first step that will not begin before ``switch_at``. Of a group that is not
         in the answer, step 1 will not begin."""
         return {}
 
-    def switch_at(self, config: dict[str, Any], steps: dict[int, int]) -> None:
+    def switch_at(self, config: dict[str, Any], steps: dict[int, int], window: dict[str, Any]) -> None:
         """Ranks only: use ``config`` from step ``steps[group]`` of each group on. This rank may have yet to add some of the
-        groups, and may have released others."""
+        groups, and may have released others. ``window`` was proposed with it; empty if there was none."""
 
 
 log = logging.getLogger("commsched")

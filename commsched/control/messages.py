@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from ..core.errors import ProtocolError
@@ -16,7 +16,7 @@ from ..version import __version__
 from .member import ROLES, Member
 
 #: Incremented whenever a message changes. Members of different protocols or versions refuse each other.
-PROTOCOL = 3
+PROTOCOL = 4
 
 #: The gRPC method whose one stream per member carries the messages.
 SERVICE, METHOD = "commsched.Control", "Join"
@@ -93,15 +93,17 @@ class Disconnect(Message):
 
 @dataclass(frozen=True, slots=True)
 class Propose(Message):
-    """Ask all ranks to use ``config`` from a step on that they agree on."""
+    """Ask all ranks to use ``config`` from a step on that they agree on. ``window`` is passed on to their tuners."""
 
     config: dict[str, Any]
+    window: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class ToRank0(Message):
-    """A value for rank 0, as JSON text that the server need not parse."""
+    """A value for rank 0, as JSON text that the server need not parse. ``topic`` says which part of rank 0 it is for."""
 
+    topic: str
     value: str
 
 
@@ -109,6 +111,7 @@ class ToRank0(Message):
 class Announce(Message):
     """A value from rank 0 for all other ranks, as JSON text that the server need not parse."""
 
+    topic: str
     value: str
 
 
@@ -167,6 +170,7 @@ class FromRank(Message):
     """To rank 0: the value that ``rank`` sent by :class:`ToRank0`."""
 
     rank: int
+    topic: str
     value: str
 
 
@@ -174,6 +178,7 @@ class FromRank(Message):
 class Announced(Message):
     """To all other ranks: the value that rank 0 announced."""
 
+    topic: str
     value: str
 
 
@@ -210,10 +215,11 @@ class Prepare(Message):
 
 @dataclass(frozen=True, slots=True)
 class Commit(Message):
-    """All ranks use ``config`` from step ``steps[group]`` of each group on."""
+    """All ranks use ``config`` from step ``steps[group]`` of each group on. ``window`` was proposed with it."""
 
     config: dict[str, Any]
     steps: dict[int, int]
+    window: dict[str, Any] = field(default_factory=dict)
 
 
 _KINDS: dict[str, type[Message]] = {
@@ -250,13 +256,13 @@ _KINDS: dict[str, type[Message]] = {
 
 def encode(message: Message) -> bytes:
     """``message`` as bytes."""
-    record = {field.name: _plain(getattr(message, field.name)) for field in fields(message)}
+    record = {each.name: _plain(getattr(message, each.name)) for each in fields(message)}
     return json.dumps({"message": type(message).__name__, **record}, separators=(",", ":")).encode()
 
 
 def _plain(value: Any) -> Any:
     if isinstance(value, Member):
-        return {field.name: getattr(value, field.name) for field in fields(value)}
+        return {each.name: getattr(value, each.name) for each in fields(value)}
     if isinstance(value, dict):  # as pairs: JSON would turn keys that are numbers into strings
         return [[key, item] for key, item in value.items()]
     return value
@@ -294,9 +300,9 @@ def _require_our_protocol(hello: dict[str, Any]) -> None:
 
 def _build(kind: type[Any], record: dict[str, Any]) -> Any:
     known = fields(kind)
-    if record.keys() != {field.name for field in known}:
+    if record.keys() != {each.name for each in known}:
         raise ValueError(f"{kind.__name__} with fields {sorted(record)}")
-    return kind(**{field.name: _READERS[str(field.type)](record[field.name]) for field in known})
+    return kind(**{each.name: _READERS[str(each.type)](record[each.name]) for each in known})
 
 
 def _text(value: Any) -> str:

@@ -100,7 +100,7 @@ class Roster:
         self._released: set[int] = set()  # connections of ranks that may end
         self._rank_0_ends = False
         self._gathers: dict[str, set[int]] = {}  # tag: ranks that have given a value
-        self._proposals: deque[dict[str, Any]] = deque()
+        self._proposals: deque[Propose] = deque()
         self._held: dict[int, dict[int, int] | None] | None = None  # answers to the current proposal, by connection
 
     @property
@@ -332,13 +332,14 @@ class Roster:
             return self.fail(ProtocolError(f"{self.members[connection]} sent itself a message"))
         if rank in self.left:
             return self.fail(ProtocolError(f"{self.members[connection]} sent rank 0 a message after it left"))
-        return [Send((self._ranks()[0],), FromRank(rank, message.value))]  # even if rank 0 has left: it stays until the end
+        # Also if rank 0 has left: it stays until the end.
+        return [Send((self._ranks()[0],), FromRank(rank, message.topic, message.value))]
 
     def _announce(self, connection: int, message: Announce) -> list[Send]:
         if self.members[connection].index != 0:
             return self.fail(ProtocolError(f"{self.members[connection]} announced something; only rank 0 may"))
         others = tuple(other for other in self._present() if other != connection)
-        return [Send(others, Announced(message.value))] if others else []
+        return [Send(others, Announced(message.topic, message.value))] if others else []
 
     def _present(self) -> tuple[int, ...]:
         """The connections of the ranks that have not left, in rank order."""
@@ -347,7 +348,7 @@ class Roster:
     # --- agreeing on a step ---
 
     def _propose(self, connection: int, message: Propose) -> list[Send]:
-        self._proposals.append(message.config)
+        self._proposals.append(message)
         return self._ask()
 
     def _ask(self) -> list[Send]:
@@ -366,7 +367,9 @@ class Roster:
         if len(promises) < len(self._held):
             return []
         asked, self._held = tuple(self._held), None
-        return [Send(asked, Commit(self._proposals.popleft(), first_common_steps(promises))), *self._ask()]
+        proposal = self._proposals.popleft()
+        commit = Commit(proposal.config, first_common_steps(promises), proposal.window)
+        return [Send(asked, commit), *self._ask()]
 
     def __repr__(self) -> str:
         state = "failed" if self.failure else "ended" if self.ended else "ready" if self.ready else "joining"

@@ -30,7 +30,7 @@ from .errors import (
 from .finite import FiniteReport as NotFiniteReport
 from .finite import FirstNotFinite, NotFinite, looks_finite
 from .group import DependencyProxy, TensorGroup
-from .interfaces import Buffer, Messenger, Observer, OnFailure, Transport
+from .interfaces import NOT_FINITE, ORDER, PACE, STALL, Buffer, Messenger, Observer, OnFailure, Transport
 from .order import Order
 from .order.agreed import AgreedOrder
 from .order.key import LaunchKey, range_of
@@ -48,10 +48,13 @@ log = logging.getLogger("commsched")
 class _NoMessenger:
     """Stands in for a messenger where ranks need no agreement. A call of it is a bug."""
 
-    def send_to_rank_0(self, value: Any) -> None:
-        raise AssertionError(f"this rank has no messenger, but it would send {value}")
+    def send_to_rank_0(self, topic: str, value: Any) -> None:
+        raise AssertionError(f"this rank has no messenger, but it would send {value} about {topic}")
 
-    announce = propose = send_to_rank_0
+    announce = send_to_rank_0
+
+    def propose(self, config: dict[str, Any]) -> None:
+        raise AssertionError(f"this rank has no messenger, but it would propose {config}")
 
 
 class Core:
@@ -142,7 +145,7 @@ class Core:
             transport.rank,
             transport.world_size,
             progress=self._progress_of,
-            send=messenger.announce if transport.rank == 0 else messenger.send_to_rank_0,
+            send=partial(messenger.announce if transport.rank == 0 else messenger.send_to_rank_0, STALL),
             warn=lambda line: log.warning("%s", line),
             fail=self._report,
             stall_after_seconds=self._stall_after_seconds,
@@ -396,7 +399,7 @@ class Core:
     def _messages(self) -> list[Callable[[], None]]:
         if self._agreement is None:
             return []
-        send = self._messenger.announce if self._transport.rank == 0 else self._messenger.send_to_rank_0
+        send = partial(self._messenger.announce if self._transport.rank == 0 else self._messenger.send_to_rank_0, ORDER)
         work: list[Callable[[], None]] = [partial(self._send, send, message) for message in self._agreement.outgoing()]
         if self._agreement.wants_change():
             # Every agreed change ends a frozen order. This one changes nothing else, whatever is agreed on meanwhile.
@@ -416,26 +419,24 @@ class Core:
         except CommschedError as error:  # the control channel is lost or closed
             self._report(error)
 
-    def on_message(self, rank: int, message: Any) -> None:
+    def on_message(self, rank: int, topic: str, value: Any) -> None:
         """Handle a message that ``rank`` sent to rank 0 (see ``interfaces.Messenger``); called on rank 0. Any thread, one call
         at a time. Never blocks."""
-        if "stall" in message:
-            if self._stalls is not None:
-                self._stalls.on_message(rank, message["stall"])
-        elif "pace" in message:
-            self._warn_of_slow(rank, PaceReport(*message["pace"]))
-        elif "not finite" in message:
-            self._name_not_finite(rank, NotFiniteReport(*message["not finite"]))
-        else:
-            self._agree(lambda agreement: agreement.on_message(rank, message))
+        if topic == ORDER:
+            self._agree(lambda agreement: agreement.on_message(rank, value))
+        elif topic == STALL and self._stalls is not None:
+            self._stalls.on_message(rank, value)
+        elif topic == PACE:
+            self._warn_of_slow(rank, PaceReport(*value))
+        elif topic == NOT_FINITE:
+            self._name_not_finite(rank, NotFiniteReport(*value))
 
-    def on_announced(self, message: Any) -> None:
+    def on_announced(self, topic: str, value: Any) -> None:
         """Handle a message that rank 0 announced; called on the other ranks. Any thread, one call at a time. Never blocks."""
-        if "stall" in message:
-            if self._stalls is not None:
-                self._stalls.on_announced(message["stall"])
-        else:
-            self._agree(lambda agreement: agreement.on_announced(message))
+        if topic == ORDER:
+            self._agree(lambda agreement: agreement.on_announced(value))
+        elif topic == STALL and self._stalls is not None:
+            self._stalls.on_announced(value)
 
     def leave(self, rank: int) -> None:
         """Note that ``rank`` will send nothing more: any task that still needs it fails with PeerLost instead of waiting. Any
@@ -693,7 +694,7 @@ class Core:
             self._warn_of_slow(0, report)
             return
         try:
-            self._messenger.send_to_rank_0({"pace": report})
+            self._messenger.send_to_rank_0(PACE, report)
         except CommschedError:
             pass  # the session ends
 
@@ -714,7 +715,7 @@ class Core:
         if self._transport.rank == 0:
             self._name_not_finite(0, report)
         else:
-            self._send(self._messenger.send_to_rank_0, {"not finite": report})
+            self._send(partial(self._messenger.send_to_rank_0, NOT_FINITE), report)
 
     def _name_not_finite(self, rank: int, report: NotFiniteReport) -> None:
         with self._lock:

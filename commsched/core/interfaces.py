@@ -114,15 +114,19 @@ class ForwardingTransport(Transport):
         self._inner.close(graceful)
 
 
+#: The topics of the messages that cores send each other.
+ORDER, STALL, PACE, NOT_FINITE = "order", "stall", "pace", "not finite"
+
+
 class Messenger(Protocol):
     """The control channel as ``Core`` uses it, for example to agree on an order. Values are JSON. Never blocks. The messages of
     one rank arrive in order: at ``Core.on_message`` on rank 0, and at ``Core.on_announced`` on all other ranks."""
 
-    def send_to_rank_0(self, value: Any) -> None:
+    def send_to_rank_0(self, topic: str, value: Any) -> None:
         """Send ``value`` to rank 0, from another rank."""
         ...
 
-    def announce(self, value: Any) -> None:
+    def announce(self, topic: str, value: Any) -> None:
         """Send ``value`` to all other ranks, from rank 0."""
         ...
 

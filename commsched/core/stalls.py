@@ -169,7 +169,7 @@ class Stalls:
 
     def _try_to_send(self, message: Any) -> None:
         try:
-            self._send({"stall": message})
+            self._send(message)
         except CommschedError:
             pass  # the session ends, which ends the wait too
 

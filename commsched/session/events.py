@@ -10,6 +10,9 @@ from ..core.config import SchedulerConfig
 from ..core.core import Core
 from ..core.errors import CommschedError
 
+#: The topics of the messages that sessions send each other, beside those of their cores.
+TUNER, COMPARE = "tuner", "compare"
+
 
 class Tuner(Protocol):
     """Callbacks that a session invokes on the tuner, which changes its configuration while training runs; see
@@ -56,23 +59,22 @@ class SessionListener(Listener):
     def on_parting(self, rank: int, release: Callable[[], None]) -> None:
         self._core.part(rank, release)
 
-    def on_message(self, rank: int, value: Any) -> None:
-        if "tuner" in value:
+    def on_message(self, rank: int, topic: str, value: Any) -> None:
+        if topic == TUNER:
             if (tuner := self.tuner) is not None:
-                tuner.on_message(rank, value["tuner"])
-        elif "compare" in value:
-            self._on_compared(rank, value["compare"])
+                tuner.on_message(rank, value)
+        elif topic == COMPARE:
+            self._on_compared(rank, value)
         else:
-            self._core.on_message(rank, value)
+            self._core.on_message(rank, topic, value)
 
-    def on_announced(self, value: Any) -> None:
-        self._core.on_announced(value)
+    def on_announced(self, topic: str, value: Any) -> None:
+        self._core.on_announced(topic, value)
 
     def hold_steps(self) -> dict[int, int]:
         return self._core.hold_steps()
 
-    def switch_at(self, config: dict[str, Any], steps: dict[int, int]) -> None:
-        window = config.pop("window", None)
-        if window is not None and (tuner := self.tuner) is not None:
+    def switch_at(self, config: dict[str, Any], steps: dict[int, int], window: dict[str, Any]) -> None:
+        if window and (tuner := self.tuner) is not None:
             tuner.on_switch(window, self._core.without_released(steps))
         self._core.switch_at(SchedulerConfig(**config) if config else None, steps)

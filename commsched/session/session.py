@@ -16,7 +16,7 @@ from ..core.group import TensorGroup, require_buffer, require_buffers
 from ..core.interfaces import Buffer, Observer, Observers, Transport
 from ..core.manifest import Manifest, TensorSpec, require_equal
 from ..core.plan import Plan, cut
-from .events import SessionListener, Tuner
+from .events import COMPARE, TUNER, SessionListener, Tuner
 from .trace import TraceObserver
 
 
@@ -238,7 +238,7 @@ class Session:
         group.proxies[0].wait()
         group.release()
 
-    def reconfigure(self, config: SchedulerConfig, window: Any = None) -> None:
+    def reconfigure(self, config: SchedulerConfig, window: Mapping[str, Any] | None = None) -> None:
         """Ask for another configuration; all ranks switch at one agreed step. Returns before the switch.
 
         Meant for rank 0 (a tuner). ``window`` is passed on to every rank's ``Tuner.on_switch``. Never blocks on other ranks.
@@ -248,7 +248,7 @@ class Session:
             CommschedError: the job failed, or the session is closed.
         """
         self.core.require_supported(config)
-        self._control.propose({**config.to_record(), **({} if window is None else {"window": window})})
+        self._control.propose(config.to_record(), window)
 
     def use_tuner(self, tuner: Tuner) -> None:
         """Pass the control channel's events for a tuner to ``tuner``. Called once on every rank, by the code that opens the
@@ -262,9 +262,9 @@ class Session:
             CommschedError: the job failed, or the session is closed.
         """
         if self.rank == 0:
-            self._listener.on_message(0, {"tuner": value})
+            self._listener.on_message(0, TUNER, value)
         else:
-            self._control.send_to_rank_0({"tuner": value})
+            self._control.send_to_rank_0(TUNER, value)
 
     def compare(self, what: str, step: int, values: Mapping[str, Any], hint: str = "") -> None:
         """Compare the JSON ``values``, by name, of this rank with the values of the other ranks. Every rank calls it for the
@@ -283,7 +283,7 @@ class Session:
         if self.rank == 0:
             self._on_compared(0, reported)
         else:
-            self._control.send_to_rank_0({"compare": reported})
+            self._control.send_to_rank_0(COMPARE, reported)
 
     def _on_compared(self, rank: int, reported: Mapping[str, Any]) -> None:
         try:

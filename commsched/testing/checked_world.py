@@ -144,8 +144,8 @@ class _Listener(SessionListener):
         super().__init__(core, lambda rank, value: None)
         self._tamper = tamper
 
-    def on_announced(self, value: Any) -> None:
-        super().on_announced(self._tamper(value))
+    def on_announced(self, topic: str, value: Any) -> None:
+        super().on_announced(topic, self._tamper(value))
 
 
 class CheckedJob:

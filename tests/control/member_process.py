@@ -34,7 +34,7 @@ class Teller(Recorder):
 
     def leave_after(self, client: ControlClient, count: int) -> None:
         for number in range(count):
-            client.send_to_rank_0(number)
+            client.send_to_rank_0("t", number)
         announced = [self.next("announced") for _ in range(count)]
         client.leave()
         client.wait_until_all_left()
@@ -62,7 +62,7 @@ def main() -> None:
     if how == "raise":
         raise ValueError("boom")
     if how == "announce":
-        client.announce("me too")
+        client.announce("t", "me too")
     if how == "tell":
         listener.leave_after(client, 300)
     over.wait()

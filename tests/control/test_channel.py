@@ -82,7 +82,7 @@ def test_a_rank_that_nobody_waits_for_need_not_wait_for_the_others() -> None:
         ending.result(PATIENCE_SECONDS)
         job.clients[1].close()
         assert not threading.Event().wait(0.5)  # more than fail_after: its silence is no failure
-        job.clients[2].send_to_rank_0("still here")
+        job.clients[2].send_to_rank_0("t", "still here")
         assert job.listeners[0].next("told") == (2, "still here")
         results([job.start(leave, job.clients[rank]) for rank in (0, 2)])
         assert [job.listeners[0].next("leave"), job.listeners[2].next("leave")] == [2, 0]
@@ -100,7 +100,7 @@ def test_a_rank_0_that_nobody_waits_for_ends_the_channel_for_all() -> None:
         one = job.clients[1]
         with pytest.raises(PeerLost, match=r"rank 0 \(host .*\) left, and rank 1 .* cannot go on without it"):
             one.gather("late", 1)
-        one.send_to_rank_0("nobody hears it")
+        one.send_to_rank_0("t", "nobody hears it")
         one.propose({})
         leave(one)
         assert job.listeners[1].calls.empty()
@@ -713,7 +713,7 @@ class SteppingListener(Recorder):
             self.held_from = self.next_step + 1
             return {0: self.held_from}
 
-    def switch_at(self, config: dict[str, Any], steps: dict[int, int]) -> None:
+    def switch_at(self, config: dict[str, Any], steps: dict[int, int], window: dict[str, Any]) -> None:
         with self.changed:
             if self.held_from is None or steps[0] < self.held_from:
                 self.wrong.append(f"told step {steps[0]}, promised {self.held_from}")

@@ -200,7 +200,7 @@ def test_two_processes_tell_and_hear_everything_in_order(start: Start) -> None:
             rank, number = job.listeners[0].next("told")
             numbers[rank].append(number)
             if count % 2:
-                client.announce(count)
+                client.announce("t", count)
         assert numbers == {1: list(range(300)), 2: list(range(300))}
         client.leave()
         client.wait_until_all_left()

@@ -244,7 +244,9 @@ def test_a_member_that_sends_what_is_not_its_to_send_fails_the_job(message: Mess
     assert told(roster.received(1, message, 0.0)).startswith("rank 1 (host h1, pid 71) ")
 
 
-@pytest.mark.parametrize("message", [Gather("t", "1"), Leave(), Propose({}), ToRank0("1"), Announce("1"), Prepared({})])
+@pytest.mark.parametrize(
+    "message", [Gather("t", "1"), Leave(), Propose({}), ToRank0("t", "1"), Announce("t", "1"), Prepared({})]
+)
 def test_a_server_cannot_act_as_a_rank_nor_a_rank_before_all_are_there(message: Message) -> None:
     expected = f"sent {type(message).__name__}, which it may not send now"
     roster = joined(1)
@@ -375,7 +377,7 @@ def test_a_rank_that_comes_again_while_the_others_are_not_done_is_turned_away_wi
 def test_what_a_rank_tells_goes_to_rank_0_only_with_its_sender() -> None:
     roster = joined(3)
     roster.received(8, hello(Member.server(0)), 0.0)
-    assert roster.received(2, ToRank0("[1]"), 0.0) == [Send((0,), FromRank(2, "[1]"))]
+    assert roster.received(2, ToRank0("t", "[1]"), 0.0) == [Send((0,), FromRank(2, "t", "[1]"))]
 
 
 def test_what_rank_0_announces_goes_to_all_other_ranks_that_have_not_left() -> None:
@@ -383,25 +385,25 @@ def test_what_rank_0_announces_goes_to_all_other_ranks_that_have_not_left() -> N
     for rank in (2, 0, 3, 1):
         roster.received(10 + rank, hello(member(rank, 4)), 0.0)
     roster.received(8, hello(Member.server(0)), 0.0)
-    assert roster.received(10, Announce("[1]"), 0.0) == [Send((11, 12, 13), Announced("[1]"))]
+    assert roster.received(10, Announce("t", "[1]"), 0.0) == [Send((11, 12, 13), Announced("t", "[1]"))]
     roster.received(12, Leave(), 0.0)
-    assert roster.received(10, Announce("[2]"), 0.0) == [Send((11, 13), Announced("[2]"))]
-    assert joined(1).received(0, Announce("[1]"), 0.0) == []
+    assert roster.received(10, Announce("t", "[2]"), 0.0) == [Send((11, 13), Announced("t", "[2]"))]
+    assert joined(1).received(0, Announce("t", "[1]"), 0.0) == []
 
 
 def test_rank_0_is_told_and_announces_even_after_it_left() -> None:
     roster = joined(2)
     roster.received(0, Leave(), 0.0)
-    assert roster.received(1, ToRank0("1"), 0.0) == [Send((0,), FromRank(1, "1"))]
-    assert roster.received(0, Announce("1"), 0.0) == [Send((1,), Announced("1"))]
+    assert roster.received(1, ToRank0("t", "1"), 0.0) == [Send((0,), FromRank(1, "t", "1"))]
+    assert roster.received(0, Announce("t", "1"), 0.0) == [Send((1,), Announced("t", "1"))]
 
 
 @pytest.mark.parametrize(
     ("rank", "leave_first", "sent", "expected"),
     [
-        (1, False, Announce("1"), "rank 1 (host h1, pid 71) announced something; only rank 0 may"),
-        (0, False, ToRank0("1"), "rank 0 (host h0, pid 70) sent itself a message"),
-        (1, True, ToRank0("1"), "rank 1 (host h1, pid 71) sent rank 0 a message after it left"),
+        (1, False, Announce("t", "1"), "rank 1 (host h1, pid 71) announced something; only rank 0 may"),
+        (0, False, ToRank0("t", "1"), "rank 0 (host h0, pid 70) sent itself a message"),
+        (1, True, ToRank0("t", "1"), "rank 1 (host h1, pid 71) sent rank 0 a message after it left"),
     ],
 )
 def test_who_may_not_tell_or_announce_fails_the_job(rank: int, leave_first: bool, sent: Message, expected: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import queue
 import re
 import threading
 from collections.abc import Iterator
@@ -56,14 +57,14 @@ def test_what_two_ranks_tell_and_rank_0_announces_arrives_in_order(way: str) -> 
     with ranks(way, 3) as job:
         tellers = [
             threading.Thread(
-                target=lambda rank=rank: [job.controls[rank].send_to_rank_0({"n": n, "é": None}) for n in range(count)]
+                target=lambda rank=rank: [job.controls[rank].send_to_rank_0("t", {"n": n, "é": None}) for n in range(count)]
             )
             for rank in (1, 2)
         ]
         for teller in tellers:
             teller.start()
         for n in range(count):
-            job.controls[0].announce([n, 1.5])
+            job.controls[0].announce("t", [n, 1.5])
         told = [job.listeners[0].next("told") for _ in range(2 * count)]
         for rank in (1, 2):
             assert [value for teller, value in told if teller == rank] == [{"n": n, "é": None} for n in range(count)]
@@ -79,16 +80,16 @@ def test_what_two_ranks_tell_and_rank_0_announces_arrives_in_order(way: str) -> 
 @pytest.mark.parametrize("way", WAYS)
 def test_all_that_a_rank_sent_comes_before_its_leave(way: str) -> None:
     with ranks(way, 3) as job:
-        job.controls[1].send_to_rank_0("last words")
+        job.controls[1].send_to_rank_0("t", "last words")
         job.controls[1].leave()
         assert job.listeners[0].next("told") == (1, "last words")
         assert job.listeners[0].next("leave") == 1
         assert job.listeners[2].next("leave") == 1
-        job.controls[0].announce("farewell")
+        job.controls[0].announce("t", "farewell")
         job.controls[0].leave()
         assert [job.listeners[2].next("announced"), job.listeners[2].next("leave")] == ["farewell", 0]
         assert job.listeners[1].next("leave") == 0  # and nothing was announced to who has left
-        job.controls[2].send_to_rank_0("after rank 0 left")
+        job.controls[2].send_to_rank_0("t", "after rank 0 left")
         assert job.listeners[0].next("told") == (2, "after rank 0 left")
 
 
@@ -96,11 +97,27 @@ def test_all_that_a_rank_sent_comes_before_its_leave(way: str) -> None:
 def test_an_announcement_and_a_switch_keep_their_order(way: str) -> None:
     with ranks(way, 2) as job:
         for number in range(5):
-            job.controls[0].announce(number)
+            job.controls[0].announce("t", number)
             job.controls[0].propose({"number": number})
             for listener in job.listeners:
                 kinds = ["announced", "hold", "switch"] if listener is job.listeners[1] else ["hold", "switch"]
                 assert [listener.next(kind) for kind in kinds][-1] == ({"number": number}, {})
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_topic_goes_with_a_value_and_a_window_with_a_change(way: str) -> None:
+    with ranks(way, 2) as job:
+        heard: queue.Queue[Any] = queue.Queue()
+        for listener in job.listeners:
+            listener.on_message = lambda *about: heard.put(about)  # type: ignore[method-assign]
+            listener.on_announced = lambda *about: heard.put(about)  # type: ignore[method-assign]
+            listener.switch_at = lambda *about: heard.put(about)  # type: ignore[method-assign]
+        job.controls[1].send_to_rank_0("this", [1])
+        assert heard.get(timeout=PATIENCE_SECONDS) == (1, "this", [1])
+        job.controls[0].announce("that", None)
+        assert heard.get(timeout=PATIENCE_SECONDS) == ("that", None)
+        job.controls[0].propose({"number": 1}, {"trial": 3})
+        assert [heard.get(timeout=PATIENCE_SECONDS) for _ in range(2)] == [({"number": 1}, {}, {"trial": 3})] * 2
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -118,9 +135,9 @@ def test_what_happens_before_a_rank_listens_reaches_its_listener_in_order_and_on
     late, other = LocalControlWorld(2).ends
     listeners = [Recorder({0: 4}), Recorder()]
     other.listen(listeners[1])
-    other.send_to_rank_0("first")
+    other.send_to_rank_0("t", "first")
     other.propose({"number": 1})
-    other.send_to_rank_0("last")
+    other.send_to_rank_0("t", "last")
     other.leave()
     listeners[1].next("hold")
     other.wait_for_callbacks()
@@ -166,7 +183,7 @@ def test_who_has_left_tells_nothing_more(way: str) -> None:
     with ranks(way, 2) as job:
         job.controls[1].leave()
         with pytest.raises(ClosedError, match=r"^rank 1( \(.*\))? has left and cannot send to rank 0$"):
-            job.controls[1].send_to_rank_0(1)
+            job.controls[1].send_to_rank_0("t", 1)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -174,11 +191,11 @@ def test_rank_0_may_announce_until_all_have_left_and_to_nobody(way: str) -> None
     with ranks(way, 2) as job:
         job.controls[0].leave()
         assert job.listeners[1].next("leave") == 0
-        job.controls[0].announce("still here")
+        job.controls[0].announce("t", "still here")
         assert job.listeners[1].next("announced") == "still here"
         job.controls[1].leave()
         job.controls[0].wait_until_all_left()
-        job.controls[0].announce("anybody?")
+        job.controls[0].announce("t", "anybody?")
         assert job.listeners[0].next("leave") == 1
     assert all(listener.calls.empty() for listener in job.listeners)
 
@@ -190,20 +207,20 @@ def test_after_a_failure_telling_raises_it(way: str) -> None:
         for listener in job.listeners:
             assert str(listener.next("failure")) == "boom"
         with pytest.raises(TransportError, match=r"^boom$"):
-            job.controls[0].announce(1)
+            job.controls[0].announce("t", 1)
         with pytest.raises(TransportError, match=r"^boom$"):
-            job.controls[1].send_to_rank_0(1)
+            job.controls[1].send_to_rank_0("t", 1)
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_listener_that_raises_when_told_fails_the_job(way: str) -> None:
     with ranks(way, 2) as job:
 
-        def raises(rank: int, value: Any) -> None:
+        def raises(rank: int, topic: str, value: Any) -> None:
             raise ValueError("no such thing")
 
         job.listeners[0].on_message = raises  # type: ignore[method-assign]
-        job.controls[1].send_to_rank_0(1)
+        job.controls[1].send_to_rank_0("t", 1)
         for listener in job.listeners:
             assert "ValueError: no such thing" in str(listener.failure())
 
@@ -213,13 +230,13 @@ def test_after_close_telling_says_so(way: str) -> None:
     with ranks(way, 1) as job:
         job.controls[0].close()
         with pytest.raises(ClosedError, match=r"^the control channel is closed$"):
-            job.controls[0].announce(1)
+            job.controls[0].announce("t", 1)
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_an_announcement_of_another_rank_fails_the_job_and_names_it(way: str) -> None:
     with ranks(way, 3) as job:
-        job.controls[1].announce("me too")
+        job.controls[1].announce("t", "me too")
         for listener in job.listeners:
             error = listener.next("failure")
             assert isinstance(error, ProtocolError)
@@ -229,7 +246,7 @@ def test_an_announcement_of_another_rank_fails_the_job_and_names_it(way: str) ->
 def test_a_value_that_is_too_long_is_refused_here() -> None:
     with running(2) as job:
         with pytest.raises(UnsupportedError, match=r"a message to rank 0 would be \d+ bytes from rank 1 .* at most 64 MiB"):
-            job.clients[1].send_to_rank_0("x" * MAX_MESSAGE_BYTES)
+            job.clients[1].send_to_rank_0("t", "x" * MAX_MESSAGE_BYTES)
 
 
 # --- rank 0's own stream ---
@@ -250,7 +267,7 @@ def test_told_all_the_time_rank_0_is_not_taken_for_silent() -> None:
 
         def send() -> None:
             while not stop.wait(0.005):
-                job.clients[1].send_to_rank_0(next(numbers))
+                job.clients[1].send_to_rank_0("t", next(numbers))
 
         teller = job.start(send)
         assert not threading.Event().wait(1.5)
@@ -277,5 +294,5 @@ def test_a_lost_member_is_told_to_rank_0() -> None:
 
 def test_garbage_of_a_member_reaches_rank_0_as_an_error() -> None:
     with running(2, direct=True) as job:
-        job.clients[1]._stream.put(encode(Announce("1"))[:-1])
+        job.clients[1]._stream.put(encode(Announce("t", "1"))[:-1])
         assert "that are not a message of the control channel" in str(job.listeners[0].next("failure"))

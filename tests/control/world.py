@@ -38,17 +38,17 @@ class Recorder(Listener):
     def on_end(self) -> None:
         self.calls.put(("end", None))
 
-    def on_message(self, rank: int, value: Any) -> None:
+    def on_message(self, rank: int, topic: str, value: Any) -> None:
         self.calls.put(("told", (rank, value)))
 
-    def on_announced(self, value: Any) -> None:
+    def on_announced(self, topic: str, value: Any) -> None:
         self.calls.put(("announced", value))
 
     def hold_steps(self) -> dict[int, int]:
         self.calls.put(("hold", None))
         return self.steps
 
-    def switch_at(self, config: dict[str, Any], steps: dict[int, int]) -> None:
+    def switch_at(self, config: dict[str, Any], steps: dict[int, int], window: dict[str, Any]) -> None:
         self.calls.put(("switch", (config, steps)))
 
     def next(self, kind: str) -> Any:

@@ -15,6 +15,7 @@ from commsched.core.config import SchedulerConfig
 from commsched.core.core import Core
 from commsched.core.errors import ClosedError, CommschedError, ConfigError, OrderMismatch, UnsupportedError
 from commsched.core.group import TensorGroup
+from commsched.core.interfaces import ORDER, STALL
 from commsched.core.manifest import Manifest, TensorSpec
 from commsched.core.plan import cut
 from commsched.core.task import ALL_GATHER, REDUCE_SCATTER
@@ -37,11 +38,11 @@ class Sent:
             self.messages.append((kind, value))
             self._changed.notify_all()
 
-    def send_to_rank_0(self, value: Any) -> None:
-        self._put("tell", value)
+    def send_to_rank_0(self, topic: str, value: Any) -> None:
+        self._put(f"tell {topic}", value)
 
-    def announce(self, value: Any) -> None:
-        self._put("announce", value)
+    def announce(self, topic: str, value: Any) -> None:
+        self._put(f"announce {topic}", value)
 
     def propose(self, config: dict[str, Any]) -> None:
         self._put("propose", config)
@@ -84,9 +85,9 @@ def follower() -> Iterator[Rank]:
 def test_a_follower_tells_what_is_ready_and_starts_what_is_announced(follower: Rank) -> None:
     follower.group.notify_ready(2)
     ((kind, message),) = follower.sent.wait(1)
-    assert (kind, message["ready"], message["launched"]) == ("tell", [[0, 0, 2, 0]], [])
+    assert (kind, message["ready"], message["launched"]) == ("tell order", [[0, 0, 2, 0]], [])
     assert follower.transport.started == []
-    follower.core.on_announced({"kind": "Launch", "first": 0, "launch": message["ready"], "digest": digest_of(2)})
+    follower.core.on_announced(ORDER, {"kind": "Launch", "first": 0, "launch": message["ready"], "digest": digest_of(2)})
     (task,) = follower.transport.wait_started(1)
     assert (task.partition.index, task.channel, task.sequence) == (2, 0, 0)
 
@@ -96,7 +97,7 @@ def digest_of(partition: int) -> str:
     leader = Rank(0)
     try:
         leader.group.notify_ready(partition)
-        leader.core.on_message(1, ready(partition))
+        leader.core.on_message(1, ORDER, ready(partition))
         ((_, message),) = leader.sent.wait(1)
         digest: str = message["digest"]
         return digest
@@ -110,15 +111,15 @@ def ready(partition: int) -> dict[str, Any]:
 
 def test_rank_0_announces_before_it_starts_what_all_have_ready(leader: Rank) -> None:
     leader.group.notify_ready(1)
-    leader.core.on_message(1, ready(1))
+    leader.core.on_message(1, ORDER, ready(1))
     (task,) = leader.transport.wait_started(1)
     assert task.partition.index == 1
-    assert [kind for kind, _ in leader.sent.messages] == ["announce"]
+    assert [kind for kind, _ in leader.sent.messages] == ["announce order"]
 
 
 def test_a_mismatch_is_a_failure_of_the_core(leader: Rank) -> None:
     leader.group.notify_ready(1)
-    leader.core.on_message(1, {**ready(1), "launched": [[0, 0, 2, 0]]})
+    leader.core.on_message(1, ORDER, {**ready(1), "launched": [[0, 0, 2, 0]]})
     with pytest.raises(
         OrderMismatch, match=r"rank 1 launched tensor 'layer2' \(partition 2 of step 0, all_reduce\) where rank 0"
     ):
@@ -136,8 +137,8 @@ def test_a_rank_that_has_gone_on_to_the_next_step_is_late_with_nothing_of_the_la
             rank.transport.done(task)
         rank.group.begin_step()
         for step in (0, 1):
-            rank.core.on_announced({"stall": {"place": [0, step, 1], "number": step}})
-        answers = [message["stall"]["answer"] for _, message in rank.sent.wait(2)]
+            rank.core.on_announced(STALL, {"place": [0, step, 1], "number": step})
+        answers = [message["answer"] for _, message in rank.sent.wait(2)]
         assert [(answer["missing"], answer["others"]) for answer in answers] == [(0, ()), (1, ["layer0", "layer2"])]
     finally:
         rank.core.close()
@@ -174,7 +175,7 @@ def test_a_wait_as_long_as_stall_after_ends_the_job_though_no_warning_is_due() -
 
 def test_a_farewell_is_sent_when_it_returns(follower: Rank) -> None:
     follower.core.prepare_leave()
-    assert follower.sent.messages == [("tell", {"kind": "Leaves", "rank": 1, "steps": [(0, 0, 0)]})]
+    assert follower.sent.messages == [("tell order", {"kind": "Leaves", "rank": 1, "steps": [(0, 0, 0)]})]
     assert follower.transport.left == [1]  # itself
 
 

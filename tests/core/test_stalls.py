@@ -35,7 +35,7 @@ class Job:
             rank,
             len(self.progress),
             progress=lambda place: self.progress[rank],
-            send=lambda message: self.mail.extend((rank, other, message["stall"]) for other in others),
+            send=lambda message: self.mail.extend((rank, other, message) for other in others),
             warn=self.said.append,
             fail=self.failures.append,
             stall_after_seconds=stall_after,

@@ -8,7 +8,7 @@ from commsched.core.config import SchedulerConfig
 from commsched.core.core import Core
 from commsched.core.manifest import Manifest, TensorSpec
 from commsched.core.plan import cut
-from commsched.session.events import SessionListener
+from commsched.session.events import TUNER, SessionListener
 from commsched.testing.fakes import RecordingTransport
 
 MANIFEST = Manifest((TensorSpec("weight", (2,), "uint8"),))
@@ -39,8 +39,8 @@ def test_a_tuner_hears_of_steps_of_groups_that_are_not_released_here() -> None:
     listener.tuner = tuner
     core.add_group(cut(MANIFEST, 2), {"uint8": memoryview(bytearray(2))}).release()
     core.add_group(cut(MANIFEST, 2), {"uint8": memoryview(bytearray(2))})
-    listener.switch_at({**SchedulerConfig().to_record(), "window": "w"}, {0: 3, 1: 4, 2: 1})
-    assert tuner.calls == [("w", {1: 4, 2: 1})]
+    listener.switch_at(SchedulerConfig().to_record(), {0: 3, 1: 4, 2: 1}, {"trial": 7})
+    assert tuner.calls == [({"trial": 7}, {1: 4, 2: 1})]
     core.close()
 
 
@@ -48,12 +48,12 @@ def test_what_concerns_the_tuner_goes_to_it() -> None:
     core, tuner = Core(RecordingTransport(), SchedulerConfig()), Heard()
     listener = SessionListener(core, lambda rank, value: None)
     other = SchedulerConfig(8, 8)
-    listener.on_message(1, {"tuner": "nobody listens"})
+    listener.on_message(1, TUNER, "nobody listens")
     listener.tuner = tuner
-    listener.switch_at({**other.to_record(), "window": "w"}, {})
-    listener.switch_at(other.to_record(), {0: 7})  # not to be measured
-    listener.on_message(1, {"tuner": 5})
+    listener.switch_at(other.to_record(), {}, {"trial": 7})
+    listener.switch_at(other.to_record(), {0: 7}, {})  # not to be measured
+    listener.on_message(1, TUNER, 5)
     listener.on_leave(1)
-    assert tuner.calls == [("w", {}), (1, 5), 1]
+    assert tuner.calls == [({"trial": 7}, {}), (1, 5), 1]
     assert core.config == other
     core.close()

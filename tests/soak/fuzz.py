@@ -105,7 +105,7 @@ FRAMES = (
     encode(Frame(FrameKind.GOODBYE)),
     encode(json_frame(FrameKind.ERROR, {"type": "PeerLost", "message": "rank 1 is gone"})),
 )
-MESSAGES: tuple[Message, ...] = (Gather("gather 1", "[1]"), ToRank0('{"a": 1}'), Leave(), Heartbeat())
+MESSAGES: tuple[Message, ...] = (Gather("gather 1", "[1]"), ToRank0("t", '{"a": 1}'), Leave(), Heartbeat())
 PROFILE = Profile("tiny", (LayerProfile("a", ((4, 2), (2,)), 0.1, 0.2),), "made up").to_record()
 RENDEZVOUS = {"address": "127.0.0.1:4242", "token": "0" * 64, "pid": 1, "started": 7}
 JOURNAL_KEY = {"model": "m", "ranks": 2}
