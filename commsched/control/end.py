@@ -240,8 +240,8 @@ class ControlEnd:
             self._put(encode(Propose(config, dict(window or {}))))
 
     def send_to_rank_0(self, topic: str, value: Any) -> None:
-        """Send the JSON ``value`` about ``topic`` to rank 0, whose ``listener.on_message`` receives it. Rank 0 must not call it.
-        Never blocks; the values of one rank arrive in order.
+        """Send the JSON ``value`` about ``topic`` to rank 0, whose ``listener.on_message`` receives it. Rank 0 must not call
+        it. Never blocks; the values of one rank arrive in order.
 
         Raises:
             UnsupportedError: ``value`` is longer than the control channel takes.
