@@ -12,6 +12,7 @@ import pytest
 from bench.__main__ import COMMANDS
 from commsched.cli.main import main
 from commsched.settings import NOT_SETTINGS, Settings
+from tests.soak.__main__ import WHAT
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
@@ -102,3 +103,15 @@ def test_options_exist(command: str, capsys: pytest.CaptureFixture[str]) -> None
         for line in re.findall(rf"commsched {command} ([^`\n]*)", page.read_text()):
             named |= set(re.findall(r"--[a-z][\w-]*", re.split(r" -- | # ", line)[0]))
     assert sorted(named - known) == []
+
+
+def test_every_setting_has_a_row() -> None:
+    set_by_commsched = {"tune_end", "launcher_file", "tuned", "given"}
+    named = set(quoted(ROOT / "docs" / "settings.md"))
+    assert sorted(Settings.__dataclass_fields__.keys() - set_by_commsched - named) == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_soak_tests_exist(page: Path) -> None:
+    named = re.findall(r"python -m tests\.soak ([a-z]+)", page.read_text().replace("\n", " "))
+    assert sorted(set(named) - WHAT.keys()) == []
