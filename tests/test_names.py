@@ -38,7 +38,6 @@ DELIBERATE = {
     "release",
     "require_equal_values",
     "require_plain",
-    "require_same_optimizer",
     "spec_of",
     "trace_forward",
     "unguarded",

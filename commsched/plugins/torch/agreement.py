@@ -12,8 +12,7 @@ import torch
 
 import commsched
 
-from ...core.comparison import Difference, require_same
-from ...core.errors import ConfigError, TransportError, UnsupportedError
+from ...core.errors import TransportError, UnsupportedError
 from ...core.group import TensorGroup
 from ...core.manifest import TensorSpec
 from ..common.step_flags import digests_differ, end_with_difference
@@ -228,58 +227,6 @@ class _OwnSum:
             and (self._norm is None or norm(gradient) == self._norm)
         )
         return not as_it_was and norm(gradient) != 0.0
-
-
-def describe(slots: Sequence[Slot]) -> list[list[object]]:
-    """Describe each slot's parameter (name, shape, type, whether it is sparse) as JSON."""
-    return [[slot.name, list(slot.parameter.shape), str(slot.parameter.dtype), slot.is_sparse] for slot in slots]
-
-
-def require_equal_parameters(described: Sequence[list[list[object]]]) -> None:
-    """Require that all ranks have the same parameters. ``described[r]`` is :func:`describe` on rank ``r``.
-
-    Raises:
-        ManifestMismatch: they differ; the message names the first rank and parameter that differ.
-    """
-    require_same(described, lambda different: f"the optimizer has parameter {different.text()}")
-
-
-def require_same_owners(owned: Sequence[Sequence[int]], slots: Sequence[Slot]) -> None:
-    """Require that each parameter belongs to the same earlier ScheduledOptimizer on all ranks.
-
-    Args:
-        owned: ``owned[r][i]`` is the number of the earlier ScheduledOptimizer that has parameter ``i`` on rank ``r``. -1 means
-            that none has it.
-        slots: the slots of the parameters.
-
-    Raises:
-        ConfigError: the ranks differ, so that they cannot end the earlier ones together.
-    """
-
-    def describe(different: Difference) -> str:
-        owners = different.text(lambda owner: "an earlier ScheduledOptimizer" if owner >= 0 else "no other one")
-        return f"parameter '{slots[different.key].name}' belongs to {owners}; call detach() on all ranks, or on none"
-
-    require_same(owned, describe, ConfigError)
-
-
-def require_same_optimizer(numbers: Sequence[int]) -> None:
-    """Require that all ranks send the first gradients of the same ScheduledOptimizer.
-
-    Args:
-        numbers: ``numbers[r]`` is the number (first, second, ...) of the ScheduledOptimizer on rank ``r``.
-
-    Raises:
-        ConfigError: the ranks differ, and would average gradients of different models.
-    """
-    require_same(
-        numbers,
-        lambda different: (
-            f"the first gradients are those of ScheduledOptimizer {different.text()}: the first backward of each must come in "
-            "the same order on all ranks. If several threads train a model each, make the first backward of each in one thread"
-        ),
-        ConfigError,
-    )
 
 
 def require_same_end(kept: StepShares, committed: bool, rank: int, step: int) -> None:

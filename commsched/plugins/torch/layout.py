@@ -5,17 +5,18 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from weakref import WeakKeyDictionary, WeakValueDictionary, ref
 
 import torch
 
 import commsched
 
+from ...core.comparison import Difference, require_same
 from ...core.errors import ConfigError
 from ...core.group import TensorGroup
 from ...core.manifest import Manifest, require_equal
-from .agreement import Flags, describe, require_equal_parameters, require_same_optimizer, require_same_owners
+from .agreement import Flags
 from .checks import refuse_wrapping
 from .device import Device, open_device
 from .guard import guard, release
@@ -136,11 +137,11 @@ class GradientLayout:
         owners = [_owners.get(id(slot.parameter)) for slot in self.slots]
         earlier = list(dict.fromkeys(owner for owner in owners if owner is not None))
         owned = [-1 if owner is None else earlier.index(owner) for owner in owners]
-        record = {"manifest": manifest.to_record(), "frozen": describe(self.late), "owned": owned}
+        record = {"manifest": manifest.to_record(), "frozen": _described(self.late), "owned": owned}
         records = session.gather(record, "to make a ScheduledOptimizer")
         require_equal([Manifest.from_record(record["manifest"]) for record in records])
-        require_equal_parameters([record["frozen"] for record in records])
-        require_same_owners([record["owned"] for record in records], self.slots)
+        require_same([record["frozen"] for record in records], _other_parameter)
+        require_same([record["owned"] for record in records], partial(_other_owner, self.slots), ConfigError)
         for place, owner in enumerate(earlier):
             owner._end(self.slots[owned.index(place)].name)
         self._claim(self.slots)
@@ -173,7 +174,7 @@ class GradientLayout:
             with _first_gradients.setdefault(self._session, threading.Lock()):
                 record = {"optimizer": self._number, "order": self.use_order.order()}
                 records = self._session.gather(record, "to send the first gradients")
-                require_same_optimizer([record["optimizer"] for record in records])
+                require_same([record["optimizer"] for record in records], _other_optimizer, ConfigError)
                 self.slots = [self.all[flag] for flag in records[0]["order"]]
                 if self.slots:
                     self._give(self.slots)
@@ -199,7 +200,7 @@ class GradientLayout:
 
     def add(self, slots: Sequence[Slot]) -> None:
         """Add further parameters of the optimizer, in the same order on all ranks. They have no place yet."""
-        require_equal_parameters(self._session.gather(describe(slots)))
+        require_same(self._session.gather(_described(slots)), _other_parameter)
         self.late += slots
         self._give_flags(slots)
         if self._flags is not None:
@@ -239,3 +240,27 @@ class GradientLayout:
         return next(
             (name for name, each in self._model.named_parameters() if each.requires_grad and id(each) not in ours), None
         )
+
+
+def _described(slots: Sequence[Slot]) -> list[list[object]]:
+    """Each slot's parameter (name, shape, type, whether it is sparse) as JSON."""
+    return [[slot.name, list(slot.parameter.shape), str(slot.parameter.dtype), slot.is_sparse] for slot in slots]
+
+
+def _other_parameter(different: Difference) -> str:
+    return f"the optimizer has parameter {different.text()}"
+
+
+def _other_owner(slots: Sequence[Slot], different: Difference) -> str:
+    """The message if ranks cannot end earlier ScheduledOptimizers together. The items are the number of the one that has the
+    slot's parameter, or -1 if none has it."""
+    owners = different.text(lambda owner: "an earlier ScheduledOptimizer" if owner >= 0 else "no other one")
+    return f"parameter '{slots[different.key].name}' belongs to {owners}; call detach() on all ranks, or on none"
+
+
+def _other_optimizer(different: Difference) -> str:
+    """The message if ranks would average gradients of different models."""
+    return (
+        f"the first gradients are those of ScheduledOptimizer {different.text()}: the first backward of each must come in the "
+        "same order on all ranks. If several threads train a model each, make the first backward of each in one thread"
+    )
