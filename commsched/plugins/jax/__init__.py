@@ -10,8 +10,8 @@ except ModuleNotFoundError as error:
     raise ModuleNotFoundError('this plugin needs JAX and Optax: pip install "commsched[jax]"', name=error.name) from error
 
 from .average_gradients import average_gradients
+from .host_call import jit
 from .initial_state import broadcast
-from .named_errors import jit
 from .state import TrainState, create, synchronize
 from .value_and_update import value_and_update
 

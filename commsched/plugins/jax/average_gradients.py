@@ -16,13 +16,11 @@ import commsched
 
 from ...core.errors import UnsupportedError
 from ...core.manifest import TensorSpec
+from .checks import require_plain, specs_of
 from .exchange import NOTHING, GradientExchange
 from .host_call import NUMBER, host_call
 from .initial_state import named_leaves, require_concrete, require_equal_values
-from .registered import RegisteredGroups
-from .specs import specs_of
-from .trainings import Alike, form_of
-from .transforms import require_plain
+from .registered import Alike, RegisteredGroups, form_of
 
 
 class AveragingState(NamedTuple):

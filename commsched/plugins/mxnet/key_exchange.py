@@ -21,10 +21,9 @@ from ...core.comparison import require_same
 from ...core.errors import UnsupportedError
 from ...core.manifest import Manifest, TensorSpec
 from ..common.collectives import gather_alike
-from .agreement import Agreement, RoundOutcome
+from .agreement import Agreement, ComparedWeights, RoundOutcome
 from .queued_group import QueuedGroup
 from .session_end import end_with
-from .weights import ComparedWeights
 
 #: Number of key exchanges in each session that have begun their second step. Equal on all ranks: that beginning is collective.
 _registered: WeakKeyDictionary[commsched.Session, int] = WeakKeyDictionary()

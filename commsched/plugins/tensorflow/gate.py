@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 import tensorflow as tf
 
 from ...core.errors import UnsupportedError
-from .compiled import Compiled
+from .host_call import Compiled
 
 #: Stateful operations that are not a training step and do not contain one.
 _READS = frozenset(("ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape", "VarIsInitializedOp"))
