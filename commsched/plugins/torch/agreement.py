@@ -16,8 +16,7 @@ from ...core.errors import TransportError, UnsupportedError
 from ...core.group import TensorGroup
 from ...core.manifest import TensorSpec
 from ..common.step_flags import digests_differ, end_with_difference
-from .device import Device
-from .flat import register_on
+from .device import Device, register_on
 from .guard import guard, release, unguarded
 from .hyper_parameters import by_name
 from .samples import Samples, first_sample_difference

@@ -21,8 +21,7 @@ import commsched
 
 from ...core.errors import ConfigError, UnsupportedError
 from ...core.group import TensorGroup
-from .device import init_for, open_device
-from .flat import register_on, spec_of
+from .device import init_for, open_device, register_on, spec_of
 
 
 class _Bucket(NamedTuple):

@@ -1,9 +1,10 @@
-"""The operations that differ between gradients in host memory and gradients on a CUDA device."""
+"""Memory of gradients: flat buffers, and the operations that differ between the host and a CUDA device."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -14,6 +15,9 @@ import commsched
 
 from ...core.device_events import EventWatcher
 from ...core.errors import CommschedError, ConfigError, TransportError, UnsupportedError
+from ...core.group import TensorGroup
+from ...core.manifest import Manifest, TensorSpec
+from ..common.flat import register_flat
 from ..common.weights_check import digest_of
 
 #: Time limit for queued work when the device is closed. Longer than the kernels of a backward take, which may still be queued
@@ -22,6 +26,8 @@ _CLOSE_SECONDS = 5.0
 
 _DIGEST_BLOCK = 1 << 20  # number of elements that are widened to int64 at a time
 _ODD = 0x1E3779B97F4A7C15
+
+_DTYPES = {getattr(torch, name): name for name in ("float16", "bfloat16", "float32", "float64")}
 
 
 class Device(Protocol):
@@ -223,6 +229,27 @@ def open_device(session: commsched.Session, parameters: Sequence[tuple[str, torc
             f"{where}, but the session's transport averages on {session.device if session.device != 'cpu' else 'the CPU'} only"
         )
     return Cuda(device, session)
+
+
+def spec_of(name: str, parameter: torch.Tensor) -> TensorSpec:
+    """Return the spec by which the gradient of ``parameter`` is registered.
+
+    Raises:
+        UnsupportedError: its type or layout cannot be averaged.
+    """
+    if parameter.dtype not in _DTYPES or parameter.layout != torch.strided:
+        raise UnsupportedError(
+            f"parameter '{name}' is {parameter.dtype}, {parameter.layout}; only dense gradients of "
+            f"{', '.join(map(str, _DTYPES))} can be averaged"
+        )
+    return TensorSpec(name, tuple(parameter.shape), _DTYPES[parameter.dtype])
+
+
+def register_on(
+    session: commsched.Session, device: Device, specs: Sequence[TensorSpec]
+) -> tuple[TensorGroup, list[torch.Tensor]]:
+    """Register tensors, in forward order, in new flat buffers on ``device``. See :func:`register_flat`."""
+    return register_flat(session, Manifest(tuple(specs)), as_dtype=partial(getattr, torch), allocate=device.allocate)
 
 
 def init_for(parameters: Iterable[torch.Tensor]) -> commsched.Session:

@@ -9,7 +9,6 @@ the average of (an average + the gradient that each rank adds) is the average of
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, suppress
@@ -82,7 +81,7 @@ class GradientExchange:
         self._graph_kept = False  # a backward has run with retain_graph
         self.reader_unseen: str | None = None  # why step() should wait for all updates from now on, as a clause
         self._says_accumulation = session.rank == 0  # log once that gradients accumulate
-        self._pid = os.getpid()
+        self._session = session
         self._observer = session.observer
         self._last_gradient_at = 0.0
         self._before, self._after = self._before_gradient, self._on_gradient  # called by the hooks
@@ -509,7 +508,7 @@ class GradientExchange:
         self._round.await_average(slot)
 
     def _require_this_process(self) -> None:
-        if os.getpid() != self._pid:
+        if self._session.is_forked:
             raise ClosedError("a forked process reads gradients whose averages are outstanding")
 
     def wait_to_update(self, slot: Slot) -> None:

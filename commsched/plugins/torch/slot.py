@@ -15,8 +15,7 @@ from ...core.errors import UnsupportedError
 from ...core.group import DependencyProxy, TensorGroup
 from ...core.manifest import TensorSpec
 from .checks import Rows
-from .device import Device
-from .flat import register_on, spec_of
+from .device import Device, register_on, spec_of
 from .guard import address, release, unguarded
 from .twin import Twin, increment_versions
 
