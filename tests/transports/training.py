@@ -19,19 +19,19 @@ Weights = list[float]
 
 
 def rank_main(session: Session, arguments: dict[str, Any]) -> Weights:
-    """Ranks begin with different weights, of which those of rank 0 count."""
+    """Ranks begin with different weights, of which those of rank 0 count. ``arguments`` may hold a number of ``steps``."""
     network = _network(session.rank)
     mine = slice(session.rank * ROWS, (session.rank + 1) * ROWS)
     optimizer = ScheduledOptimizer(SGD(network, 0.1, 0.9), session)
-    _train(network, optimizer, session.world_size, mine)
+    _train(network, optimizer, session.world_size, mine, arguments.get("steps", STEPS))
     optimizer.synchronize()
     return _weights(network)
 
 
-def train_alone(world_size: int) -> Weights:
+def train_alone(world_size: int, steps: int = STEPS) -> Weights:
     """What one process makes of the batches of all ranks."""
     network = _network(0)
-    _train(network, SGD(network, 0.1, 0.9), world_size, slice(None))
+    _train(network, SGD(network, 0.1, 0.9), world_size, slice(None), steps)
     return _weights(network)
 
 
@@ -45,9 +45,9 @@ def _network(seed: int) -> Network:
     return Network(layers[:-1])
 
 
-def _train(network: Network, optimizer: SGD | ScheduledOptimizer, world_size: int, mine: slice) -> None:
+def _train(network: Network, optimizer: SGD | ScheduledOptimizer, world_size: int, mine: slice, steps: int) -> None:
     rng = np.random.default_rng(7)
-    for _ in range(STEPS):
+    for _ in range(steps):
         inputs = rng.standard_normal((world_size * ROWS, WIDTHS[0]))
         labels = rng.integers(0, WIDTHS[-1], world_size * ROWS)
         _, gradient = softmax_cross_entropy(network.forward(inputs[mine]), labels[mine])
