@@ -16,6 +16,14 @@ import commsched
 
 from .loops.loop import Data, mlp, require_plain, run, sgd, train
 
+
+@pytest.fixture(autouse=True, scope="module")
+def _collections_are_quick() -> None:
+    """Each would look through all that other files' tests have imported, which takes half a second."""
+    gc.collect()
+    gc.freeze()
+
+
 ORDERED = pytest.mark.parametrize("ordered", [False, True], ids=["unordered", "ordered"])
 
 

@@ -81,6 +81,7 @@ def test_a_stopped_rank_is_given_up_after_fail_after(victim: int) -> None:
         pids = pids_of(job)
         os.kill(pids[victim], signal.SIGSTOP)
         assert all(gone(pid) for rank, pid in pids.items() if rank != victim)
+        os.kill(pids[victim], signal.SIGKILL)  # the launcher would give it some seconds to end by itself
         code, _, err = job.end()
     assert code != 0
     assert re.search(rf"(PeerTimeout|PeerLost): rank {victim}\b", err), err
