@@ -67,9 +67,13 @@ class Job:
             pass
 
     def lines(self, count: int) -> list[str]:
-        """The next ``count`` lines of its stdout."""
+        """The next ``count`` lines of its stdout. Each byte is read by itself: what a buffer read ahead would be lost to ``end``."""
         assert self.process.stdout is not None
-        return [self.process.stdout.readline().strip() for _ in range(count)]
+        lines = [b""] * count
+        for number in range(count):
+            while (byte := os.read(self.process.stdout.fileno(), 1)) not in (b"", b"\n"):
+                lines[number] += byte
+        return [line.decode().strip() for line in lines]
 
     def end(self, timeout_seconds: float = 120.0) -> tuple[int, str, str]:
         """Exit code, stdout and stderr, once it has ended."""
