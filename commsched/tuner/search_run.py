@@ -12,7 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict
 
 from ..core.config import SchedulerConfig
 from ..settings import Budget
@@ -266,7 +266,10 @@ class SearchRun:
         self, reason: Reason, winner: SchedulerConfig | None = None, compared: PairedComparison | None = None
     ) -> Verdict:
         winner = winner or self._incumbent
-        verdict = Verdict(
+        seconds = self._incumbent_seconds
+        measured = {"incumbent_seconds": seconds, "winner_seconds": seconds} if compared is None else asdict(compared)
+        measured.pop("better", None)
+        return Verdict(
             reason,
             kept=winner if reason == "kept" else self._incumbent,
             incumbent=self._incumbent,
@@ -275,17 +278,5 @@ class SearchRun:
             others=self._others,
             steps=self._steps_spent,
             seconds=self._seconds_spent,
-            incumbent_seconds=self._incumbent_seconds,
-            winner_seconds=self._incumbent_seconds,
-        )
-        if compared is None:
-            return verdict
-        return replace(
-            verdict,
-            gain=compared.gain,
-            low=compared.low,
-            high=compared.high,
-            pairs=compared.pairs,
-            incumbent_seconds=compared.incumbent_seconds,
-            winner_seconds=compared.winner_seconds,
+            **measured,
         )
