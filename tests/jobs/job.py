@@ -67,7 +67,7 @@ class Job:
             pass
 
     def lines(self, count: int) -> list[str]:
-        """The next ``count`` lines of its stdout. Each byte is read by itself: what a buffer read ahead would be lost to ``end``."""
+        """The next ``count`` lines of its stdout. A buffer would read ahead, which ``end`` would then not see."""
         assert self.process.stdout is not None
         lines = [b""] * count
         for number in range(count):
