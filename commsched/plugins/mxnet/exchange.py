@@ -135,8 +135,8 @@ class GradientExchange:
         for slot in self._slots:
             if slot.data._fresh_grad:
                 raise UnsupportedError(
-                    f"backward has written the gradient of '{slot.name}' between allreduce_grads() and update(), so it is no "
-                    "average"
+                    f"backward has written the gradient of '{slot.name}' between allreduce_grads() and update(), so it is "
+                    "not an average"
                 )
         for slot in self._slots:
             if slot.fresh or (ignore_stale_grad and slot.used):

@@ -15,7 +15,7 @@ from ...core.comparison import require_same
 from ..common.collectives import broadcast_arrays, format_spec, gather_alike
 from .slot import dtype_name
 
-TRAINER_ADVICE = "what is loaded or set after the trainer was made must be on all ranks, and so must the first forward"
+TRAINER_ADVICE = "load or set values after the trainer was made on all ranks, and run the first forward on all ranks"
 
 
 def begin_from_rank_0(session: commsched.Session, parameters: Sequence[mx.gluon.Parameter]) -> None:
@@ -49,8 +49,8 @@ def require_equal_values(session: commsched.Session, parameters: Sequence[mx.glu
     require_same(
         session.gather(digests),
         lambda different: (
-            f"parameter '{different.key}' has other values on rank {different.rank} than on rank 0: what is loaded after the "
-            "trainer was made must be loaded on all ranks"
+            f"parameter '{different.key}' has other values on rank {different.rank} than on rank 0: load values after the "
+            "trainer was made on all ranks"
         ),
     )
 

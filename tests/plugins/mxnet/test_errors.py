@@ -188,8 +188,8 @@ def test_parameters_loaded_on_one_rank_only_before_their_shapes_are_known(loads:
 
     both_raise(
         ManifestMismatch,
-        rf"rank {loads} makes the first step while rank {1 - loads} initialises parameter 'net_dense0_weight': what is loaded"
-        rf"|rank {1 - loads} initialises parameter 'net_dense0_weight' while rank {loads} makes the first step: what is loaded",
+        rf"rank {loads} makes the first step while rank {1 - loads} initialises parameter 'net_dense0_weight': load or set"
+        rf"|rank {1 - loads} initialises parameter 'net_dense0_weight' while rank {loads} makes the first step: load or set",
         train,
     )
 
