@@ -26,7 +26,7 @@ from .harness.job import Job, run_job
 from .harness.measure import cpu_seconds
 from .harness.network_load import Route, link_share
 from .harness.results import Row, table, write
-from .harness.system import UNORDERED, Way
+from .harness.system import UNORDERED, Carrier
 
 if TYPE_CHECKING:
     from commsched.session.session import Session
@@ -101,19 +101,19 @@ def _row(args: argparse.Namespace, link: str, order: str, credit: int, by_rank: 
 
 def rank_main(session: Session, arguments: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The measurements of this rank for each order and credit, in that order."""
-    from .harness.system import open_ways
+    from .harness.system import open_carriers
 
-    ways = [Way(arguments["transport"], order) for order in _ORDERS]
+    carriers = [Carrier(arguments["transport"], order) for order in _ORDERS]
     with ExitStack() as stack:
         messages = stack.enter_context(_counted_messages())
-        opened = open_ways(session, ways[0], ways, stack)
+        opened = open_carriers(session, carriers[0], carriers, stack)
         found = []
-        for way in ways:
-            each, line = opened[way].session, opened[way].line
-            _, group = register(each, f"{way.order} order", arguments["partition"] * arguments["partitions"])
+        for carrier in carriers:
+            each, barrier = opened[carrier].session, opened[carrier].barrier
+            _, group = register(each, f"{carrier.order} order", arguments["partition"] * arguments["partitions"])
             for credit in arguments["credits"]:
                 size, kind = arguments["partition"], {name: arguments[name] for name in ("policy", "collective")}
-                line.switch(SchedulerConfig(size, credit * size, **kind))
+                barrier.switch(SchedulerConfig(size, credit * size, **kind))
                 step = functools.partial(average, group)
                 found.append(_measure(each, step, arguments["repetitions"], messages))
         return found

@@ -149,12 +149,12 @@ def _row(args: argparse.Namespace, route: Route, link: str, by_rank: Sequence[Ma
 def rank_main(session: Session, arguments: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The measurements of this rank for each of ``arguments["sizes"]``. Rank 0 includes the servers' CPU time."""
     pids = arguments["server_pids"] if session.rank == 0 else []
-    start_line = register(session, "start line", FLOAT32_BYTES)[1]
-    return [_measure(session, start_line, size, arguments, pids) for size in arguments["sizes"]]
+    barrier = register(session, "barrier", FLOAT32_BYTES)[1]
+    return [_measure(session, barrier, size, arguments, pids) for size in arguments["sizes"]]
 
 
 def _measure(
-    session: Session, start_line: TensorGroup, size: int, arguments: Mapping[str, Any], server_pids: Sequence[int]
+    session: Session, barrier: TensorGroup, size: int, arguments: Mapping[str, Any], server_pids: Sequence[int]
 ) -> dict[str, Any]:
     repetitions, period = arguments["repetitions"], arguments["period"]
     buffer, group = register(session, f"{size} bytes", size)
@@ -163,11 +163,11 @@ def _measure(
     for repetition in range(-arguments["warmup"], repetitions):
         shift = repetition % min(period, 64)
         np.add(pattern, shift + session.rank, out=buffer)
-        average(start_line)
+        average(barrier)
         cpu_began, began = cpu_seconds(server_pids), time.monotonic()
         average(group)
         ended = time.monotonic()
-        average(start_line)  # serving the other ranks is part of the cost
+        average(barrier)  # serving the other ranks is part of the cost
         if repetition >= 0:
             seconds.append(ended - began)
             used += cpu_seconds(server_pids) - cpu_began

@@ -27,7 +27,7 @@ from .harness.measure import TOLERATED_DIFFERENCE, median_interval, rotated
 from .harness.processes import JobFailed
 from .harness.reference import largest_difference, weights_of
 from .harness.results import Row, table, write
-from .harness.system import Way, open_ways
+from .harness.system import Carrier, open_carriers
 
 if TYPE_CHECKING:
     from commsched.session.session import Session
@@ -115,15 +115,15 @@ def rank_main(session: Session, arguments: Mapping[str, Any]) -> dict[str, Any]:
         JobFailed: the systems train to different weights.
     """
     torch.set_num_threads(1)
-    gloo = Way("gloo")
+    gloo = Carrier("gloo")
     with ExitStack() as stack:
-        ways = open_ways(session, Way("ps"), [gloo], stack)
+        carriers = open_carriers(session, Carrier("ps"), [gloo], stack)
         open_process_group(session, "127.0.0.1")
         stack.callback(dist.destroy_process_group)
         made = {
             "ddp": _ddp(arguments["parameters"], session.rank),
             "commsched, ps": _scheduled(arguments["parameters"], session),
-            "commsched, gloo": _scheduled(arguments["parameters"], ways[gloo].session),
+            "commsched, gloo": _scheduled(arguments["parameters"], carriers[gloo].session),
         }
         initial = weights_of(made["ddp"].model)
         for turn in range(-1, arguments["rounds"]):

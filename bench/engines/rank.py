@@ -75,9 +75,9 @@ def _configure(
 ) -> tuple[int, int, float]:
     """Choose partition and credit and switch the session to them. Returns both in bytes, and the overhead of a partition.
     Collective."""
-    line = ConfigBarrier(session)
-    cost = measure_message_cost(session, line, message_bytes)
+    barrier = ConfigBarrier(session)
+    cost = measure_message_cost(session, barrier, message_bytes)
     partition, credit = choose(task.partition, task.credit, [layers], per_byte, cost, session.world_size, 0)
     partition, credit = session.gather([partition, credit])[0]
-    line.switch(replace(session.core.config, partition_bytes=partition, credit_bytes=credit))
+    barrier.switch(replace(session.core.config, partition_bytes=partition, credit_bytes=credit))
     return partition, credit, cost.link_seconds

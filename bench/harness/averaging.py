@@ -40,10 +40,10 @@ class ConfigBarrier:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._group = register(session, "start line", FLOAT32_BYTES)[1]
+        self._group = register(session, "barrier", FLOAT32_BYTES)[1]
 
-    def meet(self) -> None:
-        """Return when every rank has called ``meet``."""
+    def wait(self) -> None:
+        """Return when every rank has called ``wait``."""
         average(self._group)
 
     def switch(self, config: SchedulerConfig) -> None:
@@ -62,4 +62,4 @@ class ConfigBarrier:
                 raise TransportError(
                     f"rank {self._session.rank} runs {core.config}, and not {config}, after {_SWITCH_SECONDS:g} s"
                 )
-            self.meet()  # configurations change at the beginning of a step
+            self.wait()  # configurations change at the beginning of a step

@@ -35,7 +35,7 @@ class MessageCost:
 
 
 def measure_message_cost(
-    session: Session, line: ConfigBarrier, total_bytes: int, collective: str = "all_reduce"
+    session: Session, barrier: ConfigBarrier, total_bytes: int, collective: str = "all_reduce"
 ) -> MessageCost:
     """Measure the cost of a partition by averaging the same ``total_bytes`` in few and in many partitions. Collective.
 
@@ -44,16 +44,16 @@ def measure_message_cost(
     _, group = register(session, "message cost", total_bytes)
     wall, cpu = {}, {}
     for partitions in _PARTITIONS:
-        line.switch(SchedulerConfig(-(-total_bytes // partitions), total_bytes, collective=collective))
+        barrier.switch(SchedulerConfig(-(-total_bytes // partitions), total_bytes, collective=collective))
         average(group)  # this average may still use the old partitions
-        line.meet()
+        barrier.wait()
         seconds, used = [], []
         for _ in range(_REPETITIONS):
-            line.meet()
+            barrier.wait()
             cpu_began, began = cpu_seconds(), time.perf_counter()
             average(group)
             seconds.append(time.perf_counter() - began)
-            line.meet()  # serving the other ranks is a cost too
+            barrier.wait()  # serving the other ranks is a cost too
             used.append(cpu_seconds() - cpu_began)
         # A synchronous transfer ends with its slowest rank. Noise only adds time, so the minimum is nearest the true value.
         by_rank = session.gather([seconds, median(used)])

@@ -70,9 +70,9 @@ _WARM_UP_STEPS = 1
 class ComputeOnly:
     """A training without averaging. Collective, so that all ranks compute at the same time."""
 
-    def __init__(self, session: Session, line: ConfigBarrier, workload: Workload) -> None:
+    def __init__(self, session: Session, barrier: ConfigBarrier, workload: Workload) -> None:
         self._session = session
-        self._line = line
+        self._barrier = barrier
         self._workload = workload
         self._model = workload.make_model()
         self._optimizer = torch.optim.SGD(self._model.parameters(), lr=LEARNING_RATE)
@@ -85,7 +85,7 @@ class ComputeOnly:
         return [LayerTimes(**each) for each in self._session.gather(asdict(self._timer.result(_WARM_UP_STEPS)))]
 
     def _train(self, steps: int) -> None:
-        self._line.meet()
+        self._barrier.wait()
         for step in range(steps):
             self._optimizer.zero_grad()
             loss = self._workload.loss(self._model, step, self._session.rank)

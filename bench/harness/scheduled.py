@@ -55,7 +55,7 @@ class ScheduledSystem:
         self.model = self._training.model
         self.initial = self._training.initial
         self.setup = Setup(
-            context.way.transport,
+            context.carrier.transport,
             _words(context, words or f"partition {megabytes(wanted.partition_bytes)}, credit {megabytes(wanted.credit_bytes)}"),
             context.message_seconds,
             wanted.partition_bytes,
@@ -65,13 +65,13 @@ class ScheduledSystem:
 
     def begin(self) -> None:
         self._training.reset()
-        self._context.line.switch(self._wanted)
+        self._context.barrier.switch(self._wanted)
 
     def require_ready(self) -> None:
         config = self._context.session.core.config
         if config != self._wanted:
             raise TransportError(f"rank {self._context.session.rank} runs {config}, but {self._wanted} was to be measured")
-        if self._context.way.order == "static" and not self._context.session.core.is_static:
+        if self._context.carrier.order == "static" and not self._context.session.core.is_static:
             raise TransportError(
                 f"rank {self._context.session.rank} launches in an agreed order, but a static one was to be measured"
             )
@@ -112,7 +112,7 @@ def commsched_config(context: Context) -> SchedulerConfig:
 def _words(context: Context, sizes: str) -> str:
     """``sizes`` with the collective and the order added if they are not the default, for readers."""
     split = ", reduce-scatter and all-gather" if context.collective == "rsag" else ""
-    return sizes + split + (", static order" if context.way.order == "static" else "")
+    return sizes + split + (", static order" if context.carrier.order == "static" else "")
 
 
 def megabytes(nbytes: int) -> str:

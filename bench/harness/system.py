@@ -1,4 +1,4 @@
-"""A system under test: its description, the context from which a rank makes it, and the ways in which gradients travel."""
+"""A system under test: its description, the context from which a rank makes it, and the carriers of its gradients."""
 
 from __future__ import annotations
 
@@ -31,9 +31,8 @@ UNORDERED = frozenset({"local", "ps"})
 
 
 @dataclass(frozen=True)
-class Way:
-    """The way in which gradients travel: a transport and an order. A session has exactly one way. ``order`` is as in
-    ``Settings``."""
+class Carrier:
+    """A carrier of gradients: a transport and an order. A session has exactly one carrier. ``order`` is as in ``Settings``."""
 
     transport: str
     order: str = "agreed"
@@ -41,19 +40,19 @@ class Way:
 
 @dataclass(frozen=True)
 class Context:
-    """The context of a system. There is one context for each pair of a way and a collective; each way has a session of its own.
-    The context is the same on every rank, except for ``session`` and ``host``.
+    """The context of a system. There is one context for each pair of a carrier and a collective; each carrier has a session of
+    its own. The context is the same on every rank, except for ``session`` and ``host``.
 
     ``host`` is the address at which other ranks reach this one. ``bytes_scale`` is the factor by which an EMULATED model's
     gradients were multiplied; sizes that are meant for the real model must be multiplied by it too. ``partition_bytes`` and
-    ``credit_bytes`` are commsched's. ``message_seconds`` is the overhead of a partition with ``way`` and ``collective``.
+    ``credit_bytes`` are commsched's. ``message_seconds`` is the overhead of a partition with ``carrier`` and ``collective``.
     """
 
     session: Session
-    line: ConfigBarrier
+    barrier: ConfigBarrier
     workload: Workload
     host: str
-    way: Way
+    carrier: Carrier
     collective: str
     bytes_scale: float
     partition_bytes: int
@@ -145,30 +144,30 @@ class SystemInfo:
 
 
 @dataclass(frozen=True)
-class OpenWay:
-    """An open session of a way. ``shared`` holds the objects that systems of this session share; see ``Context``."""
+class OpenCarrier:
+    """An open session of a carrier. ``shared`` holds the objects that systems of this session share; see ``Context``."""
 
     session: Session
-    line: ConfigBarrier
+    barrier: ConfigBarrier
     shared: dict[Any, Any] = field(default_factory=dict)
 
 
-def open_ways(session: Session, own: Way, wanted: Iterable[Way], stack: ExitStack) -> dict[Way, OpenWay]:
-    """Open a session for each wanted way except ``own``, the way of ``session``. ``stack`` closes the opened sessions.
+def open_carriers(session: Session, own: Carrier, wanted: Iterable[Carrier], stack: ExitStack) -> dict[Carrier, OpenCarrier]:
+    """Open a session for each wanted carrier except ``own``, the carrier of ``session``. ``stack`` closes the opened sessions.
     Collective.
 
     Raises:
         CommschedError: a session could not be opened; see ``commsched.init``.
     """
-    ways = {own: OpenWay(session, ConfigBarrier(session))}
-    for way in wanted:
-        if way not in ways:
-            opened = stack.enter_context(_open(way, len(ways)))
-            ways[way] = OpenWay(opened, ConfigBarrier(opened))
-    return ways
+    carriers = {own: OpenCarrier(session, ConfigBarrier(session))}
+    for carrier in wanted:
+        if carrier not in carriers:
+            opened = stack.enter_context(_open(carrier, len(carriers)))
+            carriers[carrier] = OpenCarrier(opened, ConfigBarrier(opened))
+    return carriers
 
 
-def _open(way: Way, number: int) -> Session:
+def _open(carrier: Carrier, number: int) -> Session:
     """Open the ``number``-th session beside the job's own. It meets at the port ``number`` higher, or at a file beside the
     job's."""
     from commsched.session.opening import open_session
@@ -180,14 +179,14 @@ def _open(way: Way, number: int) -> Session:
         place["control"] = f"{host}:{int(port) + number}"
     if job.rendezvous is not None:
         place["rendezvous"] = f"{job.rendezvous}.{number}"
-    if way.transport != "ps":  # the job's servers are for other ways
+    if carrier.transport != "ps":  # the job's servers are for other carriers
         place |= {"servers": [], "lane": "tcp"}
-    given = {"transport": way.transport, "order": way.order, **place}
+    given = {"transport": carrier.transport, "order": carrier.order, **place}
     return open_session(detect_world(os.environ), Settings.load(given, os.environ))
 
 
 def timed_turn(
-    system: System, line: ConfigBarrier, settle: int, steps: int, server_pids: Sequence[int] = ()
+    system: System, barrier: ConfigBarrier, settle: int, steps: int, server_pids: Sequence[int] = ()
 ) -> tuple[list[float], float]:
     """Run a turn of ``system``: ``settle`` steps, then ``steps`` steps that count. Collective.
 
@@ -197,7 +196,7 @@ def timed_turn(
     step.
     """
     system.begin()
-    line.meet()
+    barrier.wait()
     for step in range(settle):
         system.update(system.forward(step))
     system.require_ready()

@@ -15,7 +15,7 @@ from importlib import import_module
 from commsched.core.errors import ConfigError
 
 from ..harness.arguments import require_named
-from ..harness.system import UNORDERED, Context, System, SystemInfo, Way
+from ..harness.system import UNORDERED, Carrier, Context, System, SystemInfo
 
 
 def _found() -> dict[str, SystemInfo]:
@@ -59,17 +59,17 @@ def require(name: str) -> str:
 class SystemSpec:
     """The specification of one system in ``--systems``: a name (``commsched``), or a name with a transport
     (``commsched:gloo+rsag``). ``text`` is the specification, which is also the system's name. ``base`` is the file in
-    ``bench/systems``. ``way`` None means the way of the job. ``collective`` is as in ``Settings``.
+    ``bench/systems``. ``carrier`` None means the carrier of the job. ``collective`` is as in ``Settings``.
     """
 
     text: str
     base: str
-    way: Way | None = None
+    carrier: Carrier | None = None
     collective: str = "all_reduce"
 
     def caps_itself(self, transport: str) -> bool:
         """Whether the system can limit its own rate if links are not shaped. ``transport`` is the job's transport."""
-        return SYSTEMS[self.base].is_on_commsched and (self.way.transport if self.way else transport) in UNORDERED
+        return SYSTEMS[self.base].is_on_commsched and (self.carrier.transport if self.carrier else transport) in UNORDERED
 
 
 def parse(text: str) -> SystemSpec:
@@ -91,11 +91,11 @@ def parse(text: str) -> SystemSpec:
             raise ConfigError(f"systems: {text!r}: after the transport come +rsag and +static, each once at most")
         if transport in UNORDERED:
             raise ConfigError(f"systems: {text!r}: {transport} has no {word}, which is for collectives")
-    way = Way(transport, "static" if "static" in wanted else "agreed")
-    return SystemSpec(text, base, way, "rsag" if "rsag" in wanted else "all_reduce")
+    carrier = Carrier(transport, "static" if "static" in wanted else "agreed")
+    return SystemSpec(text, base, carrier, "rsag" if "rsag" in wanted else "all_reduce")
 
 
-def way_of_job(specs: Sequence[SystemSpec], transport: str) -> Way:
-    """The way of the ranks' own session: ``transport``, unless every system names its own way; then the way of the first
+def carrier_of_job(specs: Sequence[SystemSpec], transport: str) -> Carrier:
+    """The carrier of the ranks' own session: ``transport``, unless every system names its own; then the carrier of the first
     system."""
-    return Way(transport) if any(spec.way is None for spec in specs) else specs[0].way or Way(transport)
+    return Carrier(transport) if any(spec.carrier is None for spec in specs) else specs[0].carrier or Carrier(transport)

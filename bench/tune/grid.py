@@ -17,7 +17,7 @@ from ..harness.measure import TOLERATED_DIFFERENCE, LayerTimes, slowest
 from ..harness.processes import JobFailed
 from ..harness.results import commit
 from ..harness.rows import bound_of_ranks
-from ..harness.system import Way
+from ..harness.system import Carrier
 from .case import Case, Surface
 from .progress import relayed_lines
 
@@ -31,7 +31,7 @@ def measure(case: Case, *, passes: int, settle: int, steps: int, timeout_seconds
         JobFailed: a process failed or took too long, links could not be shaped, or weights are not those of plain averaging.
     """
     missing = why_not_shaped(case.links, [])
-    way = Way(case.transport)
+    carrier = Carrier(case.transport)
     job = Job(case.workers, 0, case.bandwidth, {"transport": case.transport}, timeout_seconds, mpi=case.transport == "mpi")
     with relayed_lines() as progress:
         outcome = run_job(
@@ -45,7 +45,7 @@ def measure(case: Case, *, passes: int, settle: int, steps: int, timeout_seconds
                 "settle": settle,
                 "steps": steps,
                 "transport": case.transport,
-                "order": way.order,
+                "order": carrier.order,
                 "bytes_scale": case.scaling.bytes_scale,
                 "nominal_rates": case.links.rates,
                 "capped": missing is not None,

@@ -19,7 +19,7 @@ from ..harness.network import measure_network, own_address
 from ..harness.partition_choice import measure_message_cost
 from ..harness.reference import ComputeOnly, largest_difference, plain_averaging
 from ..harness.scheduled import ScheduledSystem
-from ..harness.system import Context, Way, timed_turn
+from ..harness.system import Carrier, Context, timed_turn
 from ..workloads import make_workload
 from .progress import say
 
@@ -58,19 +58,19 @@ def rank_main(session: Session, arguments: Mapping[str, Any]) -> dict[str, Any]:
     and ``max_difference`` of the weights from plain averaging."""
     torch.set_num_threads(1)
     task = Assignment(**arguments)
-    line = ConfigBarrier(session)
+    barrier = ConfigBarrier(session)
     workload = make_workload(task.workload, session.world_size)
     host = own_address()
     network = measure_network(session, host, task.nominal_rates, 0, task.capped)
-    layers = ComputeOnly(session, line, workload).measure(_LAYER_STEPS)
+    layers = ComputeOnly(session, barrier, workload).measure(_LAYER_STEPS)
     configs = [SchedulerConfig(**record) for record in task.configs]
-    cost = measure_message_cost(session, line, network.message_bytes, configs[0].collective)
+    cost = measure_message_cost(session, barrier, network.message_bytes, configs[0].collective)
     context = Context(
         session,
-        line,
+        barrier,
         workload,
         host,
-        Way(task.transport, task.order),
+        Carrier(task.transport, task.order),
         configs[0].collective,
         task.bytes_scale,
         configs[0].partition_bytes,
@@ -80,13 +80,13 @@ def rank_main(session: Session, arguments: Mapping[str, Any]) -> dict[str, Any]:
     )
     systems = [ScheduledSystem(context, config) for config in configs]
     wanted = plain_averaging(workload, task.settle + task.steps, session.world_size)
-    profiled = _profile(session, ScheduledSystem(context, SchedulerConfig(**task.incumbent)), task, line)
+    profiled = _profile(session, ScheduledSystem(context, SchedulerConfig(**task.incumbent)), task, barrier)
     passes, largest = [], 0.0
     for number, order in enumerate(task.orders, 1):
         began = perf_counter()
         windows: list[list[float]] = [[] for _ in systems]
         for place in order:
-            windows[place] = timed_turn(systems[place], line, task.settle, task.steps)[0]
+            windows[place] = timed_turn(systems[place], barrier, task.settle, task.steps)[0]
             difference = largest_difference(systems[place].model, wanted, systems[place].initial)
             largest = max(largest, difference)
         passes.append(windows)
@@ -103,15 +103,15 @@ def rank_main(session: Session, arguments: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _profile(session: Session, system: ScheduledSystem, task: Assignment, line: ConfigBarrier) -> dict[str, Any] | None:
+def _profile(session: Session, system: ScheduledSystem, task: Assignment, barrier: ConfigBarrier) -> dict[str, Any] | None:
     """The result of the tuner's profiler for a few steps, with the configuration that the tuner would use there."""
     groups: dict[int, Manifest] = {}
     session.on_register(groups.__setitem__)
-    timed_turn(system, line, task.settle, task.steps)  # its first steps measure the order of layers
+    timed_turn(system, barrier, task.settle, task.steps)  # its first steps measure the order of layers
     main = max(groups, key=lambda group: sum(groups[group].buffer_bytes.values()))
     profiler = Profiler(main, PROFILE_STEPS)
     forget = session.observe(profiler)
-    timed_turn(system, line, task.settle, task.steps)
+    timed_turn(system, barrier, task.settle, task.steps)
     profiler.stop()
     forget()
     measured = profiler.result(groups[main], ordered=task.transport != "ps")

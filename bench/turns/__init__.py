@@ -17,8 +17,8 @@ from ..harness.job import Job, run_job
 from ..harness.links import Links, why_not_shaped
 from ..harness.results import commit
 from ..harness.scaling import Scaling, scale
-from ..harness.system import Way
-from ..systems import SystemSpec, parse, way_of_job
+from ..harness.system import Carrier
+from ..systems import SystemSpec, carrier_of_job, parse
 from ..workloads import load_profile, real_model_names
 
 #: A configuration changes between two steps, and the plan of partitions may change a step later. The step after that still
@@ -111,7 +111,7 @@ def measure_rows(options: TrainOptions) -> list[dict[str, Any]]:
     servers = options.workers if options.servers == "n" else int(options.servers)
     links = Links.of(options.workers, servers, options.bandwidth)
     specs = [parse(text) for text in options.systems]
-    own = way_of_job(specs, options.transport)
+    own = carrier_of_job(specs, options.transport)
     missing = why_not_shaped(links, [spec.text for spec in specs if not spec.caps_itself(own.transport)])
     settings = _settings(options, own)
     check_settings(settings)
@@ -130,7 +130,7 @@ def measure_rows(options: TrainOptions) -> list[dict[str, Any]]:
         "nominal_rates": links.rates,
         "capped": missing is not None,
     }
-    mpi = any(spec.way is not None and spec.way.transport == "mpi" for spec in specs)
+    mpi = any(spec.carrier is not None and spec.carrier.transport == "mpi" for spec in specs)
     job = Job(options.workers, servers, links.for_job(), settings, options.timeout_seconds, mpi=mpi)
     outcome = run_job(job, "bench.turns.rank", arguments)
     links.require_as_planned(outcome.link, missing)
@@ -150,14 +150,14 @@ def measure_rows(options: TrainOptions) -> list[dict[str, Any]]:
 
 def settle_steps(options: TrainOptions, specs: Sequence[SystemSpec]) -> int:
     """The number of steps of a turn that do not count."""
-    static = any(spec.way is not None and spec.way.order == "static" for spec in specs)
+    static = any(spec.carrier is not None and spec.carrier.order == "static" for spec in specs)
     return options.settle + (STATIC_SETTLE_STEPS if static else 0)
 
 
-def _settings(options: TrainOptions, own: Way) -> dict[str, str]:
-    """The settings of the ranks' own session. The other sessions use them too, except for their way."""
+def _settings(options: TrainOptions, own: Carrier) -> dict[str, str]:
+    """The settings of the ranks' own session. The other sessions use them too, except for their carrier."""
     found = {"transport": own.transport}
-    if own.order != Way(own.transport).order:
+    if own.order != Carrier(own.transport).order:
         found["order"] = own.order
     return found if options.lane is None else {**found, "lane": options.lane}
 

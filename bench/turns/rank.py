@@ -14,7 +14,7 @@ from ..harness.network import Network, measure_network, own_address
 from ..harness.network_load import seconds_per_byte
 from ..harness.partition_choice import choose, measure_message_cost
 from ..harness.reference import ComputeOnly, largest_difference, plain_averaging
-from ..harness.system import UNORDERED, Context, OpenWay, System, Way, open_ways, timed_turn
+from ..harness.system import UNORDERED, Carrier, Context, OpenCarrier, System, open_carriers, timed_turn
 from ..harness.timeline import Entry, Recorder
 from ..systems import SystemSpec, make, parse
 from ..workloads import Workload, make_workload
@@ -68,25 +68,27 @@ def rank_main(session: Session, arguments: Mapping[str, Any]) -> dict[str, Any]:
     torch.set_num_threads(1)
     task = Assignment(**arguments)
     specs = [parse(text) for text in task.systems]
-    own = Way(task.transport, task.order)
+    own = Carrier(task.transport, task.order)
     with ExitStack() as stack:
-        ways = open_ways(session, own, [spec.way for spec in specs if spec.way], stack)
-        return _measure(task, specs, own, ways)
+        carriers = open_carriers(session, own, [spec.carrier for spec in specs if spec.carrier], stack)
+        return _measure(task, specs, own, carriers)
 
 
-def _measure(task: Assignment, specs: Sequence[SystemSpec], own: Way, ways: Mapping[Way, OpenWay]) -> dict[str, Any]:
-    session, line = ways[own].session, ways[own].line
+def _measure(
+    task: Assignment, specs: Sequence[SystemSpec], own: Carrier, carriers: Mapping[Carrier, OpenCarrier]
+) -> dict[str, Any]:
+    session, barrier = carriers[own].session, carriers[own].barrier
     workload = make_workload(task.workload, session.world_size)
     host = own_address()
     network = measure_network(session, host, task.nominal_rates, task.servers, task.capped)
-    compute = ComputeOnly(session, line, workload)
+    compute = ComputeOnly(session, barrier, workload)
     layers = compute.measure(_LAYER_STEPS)
     contexts = {
-        (way, collective): _context(task, way, collective, ways[way], workload, host, network, layers)
-        for way, collective in dict.fromkeys((spec.way or own, spec.collective) for spec in specs)
+        (carrier, collective): _context(task, carrier, collective, carriers[carrier], workload, host, network, layers)
+        for carrier, collective in dict.fromkeys((spec.carrier or own, spec.collective) for spec in specs)
     }
-    made = {spec.text: make(spec.base, contexts[spec.way or own, spec.collective]) for spec in specs}
-    layers, found = _take_turns(task, ways[own], workload, compute, made)
+    made = {spec.text: make(spec.base, contexts[spec.carrier or own, spec.collective]) for spec in specs}
+    layers, found = _take_turns(task, carriers[own], workload, compute, made)
     return {
         "network": asdict(network),
         "layers": [asdict(each) for each in layers],
@@ -96,26 +98,28 @@ def _measure(task: Assignment, specs: Sequence[SystemSpec], own: Way, ways: Mapp
 
 def _context(
     task: Assignment,
-    way: Way,
+    carrier: Carrier,
     collective: str,
-    opened: OpenWay,
+    opened: OpenCarrier,
     workload: Workload,
     host: str,
     network: Network,
     layers: Sequence[LayerTimes],
 ) -> Context:
-    """Make the context of a way and a collective, and measure the cost of a partition with them. Collective."""
-    session, line = opened.session, opened.line
-    cost = measure_message_cost(session, line, network.message_bytes, collective)
-    is_ordered = way.transport not in UNORDERED
+    """Make the context of a carrier and a collective, and measure the cost of a partition with them. Collective."""
+    session, barrier = opened.session, opened.barrier
+    cost = measure_message_cost(session, barrier, network.message_bytes, collective)
+    is_ordered = carrier.transport not in UNORDERED
     servers = [] if is_ordered else network.server_rates
     per_byte = seconds_per_byte(network.worker_rates, servers)
     sizes = choose(task.partition, task.credit, layers, per_byte, cost, session.world_size, len(servers), is_ordered)
-    return Context(session, line, workload, host, way, collective, task.bytes_scale, *sizes, cost.link_seconds, opened.shared)
+    return Context(
+        session, barrier, workload, host, carrier, collective, task.bytes_scale, *sizes, cost.link_seconds, opened.shared
+    )
 
 
 def _take_turns(
-    task: Assignment, opened: OpenWay, workload: Workload, compute: ComputeOnly, made: Mapping[str, System]
+    task: Assignment, opened: OpenCarrier, workload: Workload, compute: ComputeOnly, made: Mapping[str, System]
 ) -> tuple[list[LayerTimes], dict[str, _Found]]:
     """Alternate between training without communication and all systems, so that all are exposed to the same network and the
     same noise. Each round starts with another system, so that no system always follows the same one."""
@@ -126,7 +130,7 @@ def _take_turns(
         for name in rotated(list(made), turn):
             system = made[name]
             server_pids = task.server_pids if opened.session.rank == 0 else []  # each server counts once
-            seconds, cpu = timed_turn(system, opened.line, task.settle, task.steps, server_pids)
+            seconds, cpu = timed_turn(system, opened.barrier, task.settle, task.steps, server_pids)
             found[name].seconds += seconds
             found[name].cpu_seconds += cpu
             difference = largest_difference(system.model, wanted, system.initial)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench.harness import averaging as start_line
+from bench.harness import averaging
 from bench.harness.averaging import ConfigBarrier, average, register
 from commsched.core.config import SchedulerConfig
 from commsched.core.errors import TransportError
@@ -26,12 +26,12 @@ def run_ranks(rank_main, world_size=3):
 
 def test_all_ranks_have_the_configuration_when_it_returns():
     def rank_main(session):
-        line = ConfigBarrier(session)
+        barrier = ConfigBarrier(session)
         _, group = register(session, "gradients", 40_000)
         average(group)
         seen = []
         for config in (WANTED, WANTED, SchedulerConfig(), WANTED):
-            line.switch(config)
+            barrier.switch(config)
             seen.append(session.core.config)
             average(group)
             average(group)
@@ -43,7 +43,7 @@ def test_all_ranks_have_the_configuration_when_it_returns():
 
 
 def test_a_switch_that_does_not_happen_is_said(monkeypatch):
-    monkeypatch.setattr(start_line, "_SWITCH_SECONDS", 0.0)
+    monkeypatch.setattr(averaging, "_SWITCH_SECONDS", 0.0)
 
     def rank_main(session):
         monkeypatch.setattr(session, "reconfigure", lambda config: None)

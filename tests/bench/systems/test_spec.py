@@ -1,7 +1,7 @@
 import pytest
 
-from bench.harness.system import Way
-from bench.systems import SystemSpec, parse, way_of_job
+from bench.harness.system import Carrier
+from bench.systems import SystemSpec, carrier_of_job, parse
 from commsched.core.errors import ConfigError
 
 
@@ -11,18 +11,18 @@ def test_a_name_by_itself_travels_as_the_job_does():
 
 
 @pytest.mark.parametrize(
-    ("text", "base", "way", "collective"),
+    ("text", "base", "carrier", "collective"),
     [
-        ("commsched:ps", "commsched", Way("ps"), "all_reduce"),
-        ("fifo:gloo", "fifo", Way("gloo"), "all_reduce"),
-        ("commsched:gloo+rsag", "commsched", Way("gloo"), "rsag"),
-        ("commsched:gloo+static", "commsched", Way("gloo", "static"), "all_reduce"),
-        ("fifo:gloo+rsag", "fifo", Way("gloo"), "rsag"),
-        ("p3:gloo+static+rsag", "p3", Way("gloo", "static"), "rsag"),
+        ("commsched:ps", "commsched", Carrier("ps"), "all_reduce"),
+        ("fifo:gloo", "fifo", Carrier("gloo"), "all_reduce"),
+        ("commsched:gloo+rsag", "commsched", Carrier("gloo"), "rsag"),
+        ("commsched:gloo+static", "commsched", Carrier("gloo", "static"), "all_reduce"),
+        ("fifo:gloo+rsag", "fifo", Carrier("gloo"), "rsag"),
+        ("p3:gloo+static+rsag", "p3", Carrier("gloo", "static"), "rsag"),
     ],
 )
-def test_what_follows_the_name(text, base, way, collective):
-    assert parse(text) == SystemSpec(text, base, way, collective)
+def test_what_follows_the_name(text, base, carrier, collective):
+    assert parse(text) == SystemSpec(text, base, carrier, collective)
 
 
 @pytest.mark.parametrize(
@@ -44,8 +44,8 @@ def test_what_cannot_be_had_is_said(text, message):
 
 
 def test_the_session_of_the_job_is_not_one_that_nobody_uses():
-    assert way_of_job([parse("ddp"), parse("commsched:gloo")], "ps") == Way("ps")
-    assert way_of_job([parse("commsched:gloo+static"), parse("commsched:ps")], "ps") == Way("gloo", "static")
+    assert carrier_of_job([parse("ddp"), parse("commsched:gloo")], "ps") == Carrier("ps")
+    assert carrier_of_job([parse("commsched:gloo+static"), parse("commsched:ps")], "ps") == Carrier("gloo", "static")
 
 
 def test_only_a_parameter_server_caps_itself():

@@ -12,7 +12,7 @@ import pytest
 
 from bench import simulate, systems
 from bench.harness import ddp
-from bench.harness.system import Way
+from bench.harness.system import Carrier
 from bench.report import group
 from bench.systems import SYSTEMS, ddp_tuned
 from commsched.core.config import MAX_PARTITION_BYTES, SchedulerConfig
@@ -136,7 +136,7 @@ def test_smaller_buckets_are_tried_while_the_smallest_is_the_best(tuned):
 
 
 class Calls:
-    """Stands for the optimizer, the loss and the start line: what was called, in order."""
+    """Stands for the optimizer, the loss and the barrier: what was called, in order."""
 
     def __init__(self):
         self.made = []
@@ -156,8 +156,8 @@ def asked(name, collective="all_reduce", bytes_scale=1.0):
     calls = Calls()
     context = SimpleNamespace(
         session=SimpleNamespace(core=SimpleNamespace(config=SchedulerConfig(1, 2, "fifo", 3))),
-        line=calls,
-        way=Way("ps"),
+        barrier=calls,
+        carrier=Carrier("ps"),
         collective=collective,
         bytes_scale=bytes_scale,
         partition_bytes=4_000,

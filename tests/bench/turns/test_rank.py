@@ -143,6 +143,6 @@ def test_a_difference_of_any_turn_counts(monkeypatch):
 
 
 def test_another_configuration_than_was_wanted_is_never_measured(monkeypatch):
-    monkeypatch.setattr("bench.harness.averaging.ConfigBarrier.switch", lambda line, config: None)
+    monkeypatch.setattr("bench.harness.averaging.ConfigBarrier.switch", lambda barrier, config: None)
     with pytest.raises(TransportError, match=r"rank \d runs SchedulerConfig\(.*, but SchedulerConfig\(.* was to be measured"):
         run_ranks(ASSIGNMENT)
