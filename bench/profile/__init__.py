@@ -17,8 +17,7 @@ from commsched.simulator.profile import LayerProfile, Profile
 
 from ..harness.arguments import at_least
 from ..harness.layer_times import Clock, LayerTimer, WallClock
-from .derive import to_json
-from .full_size import FULL_SIZE, FullSize
+from .full_size import FULL_SIZE, FullSize, to_json
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

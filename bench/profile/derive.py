@@ -1,13 +1,13 @@
-"""Profiles from arithmetic alone: a layer's time is its share of the model's floating-point operations.
+"""Profiles from arithmetic alone: ``python -m bench.profile.derive`` writes those of ``bench/workloads/profiles``.
 
-The model runs without data (on torch's meta device), so this needs neither the model's memory nor a GPU. Forward counts the
-layer's operations. Backward counts twice as many: once for the gradient of the inputs and once for the gradient of the weights;
-the first layer's inputs need no gradient. Layers without matrix products or convolutions (norms, embeddings) get no time.
+A layer's time is its share of the model's floating-point operations. The model runs without data (on torch's meta device), so
+this needs neither the model's memory nor a GPU. Forward counts the layer's operations. Backward counts twice as many: once for
+the gradient of the inputs and once for the gradient of the weights; the first layer's inputs need no gradient. Layers without
+matrix products or convolutions (norms, embeddings) get no time.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -20,7 +20,7 @@ from commsched.simulator.profile import LayerProfile, Profile
 
 from ..harness.layer_times import parameter_layers
 from ..workloads import PROFILES
-from .full_size import FULL_SIZE, FullSize
+from .full_size import FULL_SIZE, FullSize, to_json
 
 _DECIMALS = 9  # nanoseconds: files are readable, and the same on every machine
 
@@ -99,14 +99,6 @@ def derive(name: str) -> Profile:
         return profile_of(name, model, source, lambda _: _STEP_SECONDS[name])
     source = f"by FLOPs, {batch}; assumed: {_FLOPS_PER_SECOND / 1e12:.0f} TFLOP/s, backward twice forward"
     return profile_of(name, model, source, lambda forward: 3 * forward / _FLOPS_PER_SECOND)
-
-
-def to_json(profile: Profile) -> str:
-    """The profile as JSON, with one line for each layer."""
-    record = profile.to_record()
-    layers = ",\n    ".join(json.dumps(layer) for layer in record.pop("layers"))
-    head = "".join(f"  {json.dumps(key)}: {json.dumps(value)},\n" for key, value in record.items())
-    return f'{{\n{head}  "layers": [\n    {layers}\n  ]\n}}\n'
 
 
 def main() -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import nn
+
+from commsched.simulator.profile import Profile
 
 from ..workloads.models import classification, next_token, pre_training
 from ..workloads.models.bert import Bert
@@ -53,3 +56,11 @@ FULL_SIZE = {
     "bert-base": FullSize(Bert, _pairs(128, 30522), 2, pre_training, 32, "sequences of 128 tokens"),
     "gpt2-small": FullSize(GPT2, _tokens(1024, 50257), 1, next_token, 8, "sequences of 1024 tokens"),
 }
+
+
+def to_json(profile: Profile) -> str:
+    """The profile as JSON, with one line for each layer."""
+    record = profile.to_record()
+    layers = ",\n    ".join(json.dumps(layer) for layer in record.pop("layers"))
+    head = "".join(f"  {json.dumps(key)}: {json.dumps(value)},\n" for key, value in record.items())
+    return f'{{\n{head}  "layers": [\n    {layers}\n  ]\n}}\n'

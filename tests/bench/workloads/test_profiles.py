@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from bench.harness.lower_bound import lower_bound, wfbp
-from bench.profile.derive import derive, forward_flops, profile_of, to_json
-from bench.profile.full_size import FULL_SIZE, FullSize
+from bench.profile.derive import derive, forward_flops, profile_of
+from bench.profile.full_size import FULL_SIZE, FullSize, to_json
 from bench.workloads import PROFILES, load_profile, model_names, real_model_names
 from commsched.core.errors import ConfigError
 from commsched.simulator.profile import Profile
