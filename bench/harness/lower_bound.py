@@ -193,7 +193,7 @@ def best_partition(
 
 
 def _paths(forward_seconds: Sequence[float], backward_seconds: Sequence[float], comm_seconds: Sequence[float]) -> list[float]:
-    """For each ``h``: ``b_h + .. + b_L + c_1 + .. + c_h + f_h + .. + f_L``."""
+    """The sum ``b_h + .. + b_L + c_1 + .. + c_h + f_h + .. + f_L`` for each ``h``."""
     _check(forward_seconds, backward_seconds, comm_seconds)
     ready, tail = _suffix_sums(backward_seconds), _suffix_sums(forward_seconds)
     return [r + c + q for r, c, q in zip(ready, accumulate(comm_seconds), tail)]

@@ -1,4 +1,4 @@
-"""What is measured, and its statistics: layer times, CPU time, and samples of step times. Needs no engine."""
+"""Measured values and their statistics: layer times, CPU time, and samples of step times. Needs no engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the simulator runs a system: the rules for given sizes, the rules with the best sizes, and those of a measured row."""
+"""Systems as rules of the simulator: for given sizes, with the best sizes, and as a row was measured."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class NotSimulated(Exception):
 
 
 class Simulation(Protocol):
-    """How the simulator runs one system. ``is_on_commsched``: the system uses commsched's scheduler."""
+    """One system as rules of the simulator. ``is_on_commsched`` says whether the system uses commsched's scheduler."""
 
     @property
     def is_on_commsched(self) -> bool: ...

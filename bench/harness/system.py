@@ -124,8 +124,8 @@ class SystemInfo:
 
     Args:
         order: the place among the systems in plots and tables; the least comes first.
-        colour, marker: of the system in plots. No other system has the same.
-        simulated: how the simulator runs the system; None if it cannot.
+        colour, marker: those of the system in plots. No other system has the same.
+        simulated: the system as rules of the simulator; None if there is no model of it.
         make_system: makes the system on a rank. Collective. The system may train for a while to find its best settings. None if
             the system is only simulated. It imports engines and optional packages when it is called, because reports and
             predictions need neither, and raises UnsupportedError if they are missing.
