@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from commsched.core.errors import CommschedError
+from commsched import CommschedError
 
 from .harness.processes import JobFailed
 

@@ -14,10 +14,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from commsched.core.config import SchedulerConfig
-from commsched.core.errors import ConfigError
+from commsched import ConfigError, SchedulerConfig, Session
 from commsched.settings import parse_seconds
 
 from .harness.arguments import TRANSPORT_OPTIONS, add_options, at_least, float32_bytes, transport_settings, transport_words
@@ -27,9 +26,6 @@ from .harness.measure import cpu_seconds
 from .harness.network_load import Route, link_share
 from .harness.results import Row, table, write
 from .harness.system import UNORDERED, Carrier
-
-if TYPE_CHECKING:
-    from commsched.session.session import Session
 
 _ORDERS = ("agreed", "static")
 

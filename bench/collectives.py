@@ -16,11 +16,12 @@ import argparse
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from commsched.core.errors import ConfigError
+from commsched import ConfigError, Session
+from commsched.core.group import TensorGroup
 from commsched.settings import parse_seconds
 
 from .harness.arguments import (
@@ -38,10 +39,6 @@ from .harness.job import Job, run_job
 from .harness.measure import cpu_seconds
 from .harness.network_load import Route, link_share
 from .harness.results import Row, table, write
-
-if TYPE_CHECKING:
-    from commsched.core.group import TensorGroup
-    from commsched.session.session import Session
 
 #: Numbers repeat after this many elements. They are small whole numbers, so that sums and averages are exact in float32. For 16
 #: bits see ``Route.short_periods``.

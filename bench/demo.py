@@ -17,8 +17,8 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
+from commsched import ConfigError
 from commsched.cli.launch import run as launch
-from commsched.core.errors import ConfigError
 from commsched.settings import parse_rate
 from commsched.simulator.scenario import bytes_factor
 

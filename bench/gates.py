@@ -20,15 +20,13 @@ import torch
 from torch import nn
 
 import commsched.plugins.torch as cs
+from commsched import SchedulerConfig, Session, TransportError
 from commsched.control.end import ControlEnd
 from commsched.control.member import Member
-from commsched.core.config import SchedulerConfig
 from commsched.core.core import Core
-from commsched.core.errors import TransportError
 from commsched.plugins.torch.guard import guard, release
 from commsched.plugins.torch.samples import Samples, first_sample_difference
 from commsched.plugins.torch.weights import ComparedWeights
-from commsched.session.session import Session
 from commsched.settings import Settings
 
 from .harness.arguments import add_options, at_least

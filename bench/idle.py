@@ -9,8 +9,9 @@ import argparse
 import sys
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from commsched import Session
 from commsched.settings import parse_seconds
 
 from .harness.arguments import TRANSPORT_OPTIONS, add_options, setting, transport_columns, transport_settings, transport_words
@@ -18,9 +19,6 @@ from .harness.averaging import average, register
 from .harness.job import Job, run_job
 from .harness.measure import cpu_seconds
 from .harness.results import Row, table, write
-
-if TYPE_CHECKING:
-    from commsched.session.session import Session
 
 #: Long enough for late starts to finish, and for threads to go to sleep.
 _SETTLE_SECONDS = 0.5

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from commsched.core.config import SchedulerConfig
+from commsched import SchedulerConfig
 from commsched.core.core import Core
 from commsched.core.group import TensorGroup
 from commsched.core.interfaces import Completion

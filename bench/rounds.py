@@ -11,11 +11,11 @@ import argparse
 import random
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from commsched.core.errors import ConfigError
+from commsched import ConfigError, Session
 from commsched.settings import parse_seconds
 
 from .harness.arguments import TRANSPORT_OPTIONS, add_options, at_least, transport_columns, transport_settings
@@ -23,9 +23,6 @@ from .harness.averaging import average, register
 from .harness.job import Job, run_job
 from .harness.network_load import Route
 from .harness.results import table, write
-
-if TYPE_CHECKING:
-    from commsched.session.session import Session
 
 #: Numbers of elements and of rounds after which numbers repeat, so that averages are exact in float32. For 16 bits see
 #: ``Route.short_periods``.

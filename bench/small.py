@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from statistics import median
 from time import perf_counter, process_time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import commsched.plugins.torch as cs
+from commsched import Session
 
 from .harness.arguments import add_options, at_least
 from .harness.ddp import open_process_group
@@ -28,9 +29,6 @@ from .harness.processes import JobFailed
 from .harness.reference import largest_difference, weights_of
 from .harness.results import Row, table, write
 from .harness.system import Carrier, open_carriers
-
-if TYPE_CHECKING:
-    from commsched.session.session import Session
 
 _WIDTH = 8
 _UNCOUNTED_STEPS = 2  # of each turn

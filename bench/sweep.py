@@ -17,7 +17,7 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from commsched.core.errors import ConfigError
+from commsched import ConfigError
 
 from . import turns as train
 from .harness import results

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from math import inf
 from typing import Any
 
-from commsched.core.errors import ConfigError
+from commsched import ConfigError
 
 from ..harness.job import Job, run_job
 from ..harness.links import Links, why_not_shaped

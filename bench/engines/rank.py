@@ -6,8 +6,9 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from commsched import Session
 from commsched.simulator.profile import Profile
 
 from ..harness.averaging import ConfigBarrier
@@ -17,9 +18,6 @@ from ..harness.network_load import seconds_per_byte
 from ..harness.partition_choice import choose, measure_message_cost
 from .emulated import difference, plain_averaging
 from .turn import Turn, systems_of
-
-if TYPE_CHECKING:
-    from commsched.session.session import Session
 
 
 @dataclass(frozen=True)

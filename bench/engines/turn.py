@@ -12,16 +12,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import TYPE_CHECKING
 
-from commsched.core.errors import ConfigError
+from commsched import ConfigError, Session
 from commsched.simulator.profile import Profile
 
 from ..harness.measure import cpu_seconds
-
-if TYPE_CHECKING:
-    from commsched.session.session import Session
-
 
 _KNOWN_WITHIN_SECONDS = 60.0
 

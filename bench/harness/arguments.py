@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from commsched.core.errors import ConfigError
+from commsched import ConfigError
 from commsched.settings import Settings, parse_bytes, parse_rate, parse_seconds
 from commsched.transports import require_transport
 

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from commsched.core.config import SchedulerConfig
-from commsched.core.errors import TransportError
+from commsched import SchedulerConfig, Session, TransportError
+from commsched.core.group import TensorGroup
 from commsched.core.manifest import Manifest, TensorSpec
 
 from .arguments import FLOAT32_BYTES
-
-if TYPE_CHECKING:
-    from commsched.core.group import TensorGroup
-    from commsched.session.session import Session
-
 
 _SWITCH_SECONDS = 30.0
 

@@ -8,21 +8,19 @@ import time
 from datetime import timedelta
 from statistics import median
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
+from commsched import Session
+
 from .reference import LEARNING_RATE, put_weights, weights_of
 from .simulated import DDP_BUCKET_MIB, DDP_FIRST_BUCKET_MIB
 from .system import Context, Setup
 from .timeline import Recorder
-
-if TYPE_CHECKING:
-    from commsched.session.session import Session
-
 
 _TIMEOUT = timedelta(seconds=300)
 _TRIALS = 21

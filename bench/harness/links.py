@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from commsched.core.errors import ConfigError
+from commsched import ConfigError
 from commsched.settings import parse_rate
 
 from .cluster import Cluster, ClusterUnavailable

@@ -14,17 +14,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
-from typing import TYPE_CHECKING
 
+from commsched import Session, TransportError
 from commsched.control.rendezvous import own_host
-from commsched.core.errors import TransportError
 from commsched.settings import Settings
 
 from .cluster import BURST_BYTES
-
-if TYPE_CHECKING:
-    from commsched.session.session import Session
-
 
 #: Bytes that are not counted: the bursts that both ends of a shaped link let through, and the start of TCP.
 SKIPPED_BYTES = 4 * BURST_BYTES

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from commsched.core.errors import ConfigError
+from commsched import ConfigError
 from commsched.settings import parse_rate
 from commsched.simulator.scenario import bytes_factor
 from commsched.transports.hierarchy.topology import HostTopology, RankLocation, is_wanted

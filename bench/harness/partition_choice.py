@@ -6,20 +6,15 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from commsched.core.config import SchedulerConfig
+from commsched import SchedulerConfig, Session
 from commsched.settings import parse_bytes
 
 from .averaging import ConfigBarrier, average, register
 from .lower_bound import best_partition
 from .measure import LayerTimes, cpu_seconds
-
-if TYPE_CHECKING:
-    from commsched.session.session import Session
-
 
 _PARTITIONS = (2, 4, 8, 16, 32, 64)
 _REPETITIONS = 7

@@ -11,7 +11,7 @@ from importlib import import_module
 from pathlib import Path
 
 import commsched
-from commsched.core.errors import CommschedError
+from commsched import CommschedError
 
 
 def main() -> int:

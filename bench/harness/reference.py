@@ -5,20 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 from time import perf_counter
-from typing import TYPE_CHECKING
 
 import torch
 
+from commsched import Session
+
 from ..workloads import Workload
+from .averaging import ConfigBarrier
 from .layer_times import LayerTimer
 from .measure import LayerTimes
-
-if TYPE_CHECKING:
-    from commsched.session.session import Session
-
-    from ..workloads import Workload
-    from .averaging import ConfigBarrier
-
 
 #: Learning rate of plain SGD in every system.
 LEARNING_RATE = 0.01

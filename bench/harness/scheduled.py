@@ -8,8 +8,7 @@ from dataclasses import replace
 import torch
 
 import commsched.plugins.torch as cs
-from commsched.core.config import SchedulerConfig
-from commsched.core.errors import TransportError
+from commsched import SchedulerConfig, TransportError
 
 from .reference import LEARNING_RATE, put_weights, weights_of
 from .system import Context, Setup

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol
 
-from commsched.core.config import SchedulerConfig
+from commsched import SchedulerConfig
 from commsched.simulator.scenario import Exchange, Rules
 
 #: DDP's defaults: a small first bucket, so that sending starts early, and larger ones after it.

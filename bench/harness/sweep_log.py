@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from commsched.core.errors import ConfigError
+from commsched import ConfigError
 
 from .results import Row
 

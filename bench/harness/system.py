@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from commsched import Session
 from commsched.core.world import detect_world
 from commsched.settings import Settings
 
@@ -17,8 +18,6 @@ from .measure import cpu_seconds
 
 if TYPE_CHECKING:
     import torch
-
-    from commsched.session.session import Session
 
     from ..workloads import Workload
     from .simulated import Simulation

@@ -8,14 +8,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
 from time import monotonic
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from commsched.core.interfaces import Observer
-
-if TYPE_CHECKING:
-    from commsched.core.task import CommTask
+from commsched.core.task import CommTask
 
 #: Shorter waits are not recorded: they are the cost of the call itself.
 _MIN_WAIT_SECONDS = 50e-6

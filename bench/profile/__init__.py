@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from commsched.core.errors import ConfigError
+from commsched import ConfigError
 from commsched.simulator.profile import LayerProfile, Profile
 
 from ..harness.arguments import at_least

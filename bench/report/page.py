@@ -12,7 +12,7 @@ from jinja2 import FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
-from commsched.core.errors import ConfigError
+from commsched import ConfigError
 
 from ..harness.figures import styled, to_svg
 from ..harness.measure import MIN_SAMPLES, TOLERATED_DIFFERENCE, median_absolute_error

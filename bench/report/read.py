@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from commsched.core.errors import ConfigError
+from commsched import ConfigError
 
 from ..harness.results import SCHEMA
 from ..harness.sweep_log import read_cells

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from commsched.core.errors import ConfigError
+from commsched import ConfigError
 from commsched.settings import parse_bytes, parse_rate
 
 from ..harness.arguments import add_options, at_least, list_of, or_auto, setting

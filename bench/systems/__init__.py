@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 
-from commsched.core.errors import ConfigError
+from commsched import ConfigError
 
 from ..harness.arguments import require_named
 from ..harness.system import UNORDERED, Carrier, Context, System, SystemInfo

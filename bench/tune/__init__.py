@@ -15,7 +15,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from commsched.core.errors import ConfigError
+from commsched import ConfigError
 from commsched.settings import parse_rate
 from commsched.tuner.search_run import LONGER_AT_MOST
 from commsched.tuner.searchers import searcher_names

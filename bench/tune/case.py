@@ -10,7 +10,7 @@ from functools import cached_property
 from itertools import chain, combinations
 from statistics import median
 
-from commsched.core.config import SchedulerConfig
+from commsched import SchedulerConfig
 from commsched.simulator.scenario import bytes_factor
 from commsched.tuner.meter import standard_error
 from commsched.tuner.space import Space

@@ -9,7 +9,7 @@ from math import inf
 from statistics import median, median_high
 from typing import Any
 
-from commsched.core.config import SchedulerConfig
+from commsched import SchedulerConfig
 from commsched.settings import DEFAULT_BUDGET
 from commsched.simulator.profile import Profile
 from commsched.tuner.initial_guesses import seeds

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from commsched.core.config import SchedulerConfig
-from commsched.core.errors import ConfigError
+from commsched import ConfigError, SchedulerConfig
 from commsched.settings import Settings
 from commsched.simulator.scenario import bytes_factor
 

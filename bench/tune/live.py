@@ -6,9 +6,9 @@ import json
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from commsched.core.errors import CommschedError
+from commsched import CommschedError, Session
 from commsched.settings import DEFAULT_BUDGET
 from commsched.tuner.job import PROFILE_STEPS, journal_path
 from commsched.tuner.online import SETTLE_STEPS, WARM_UP_STEPS
@@ -21,9 +21,6 @@ from ..harness.measure import TOLERATED_DIFFERENCE
 from ..harness.processes import JobFailed
 from .case import Case
 from .grid import Row, surface_of
-
-if TYPE_CHECKING:
-    from commsched.session.session import Session
 
 #: Steps between the ranks' checks whether tuning has ended.
 _ASK_STEPS = 10

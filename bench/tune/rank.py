@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from commsched.core.config import SchedulerConfig
+from commsched import SchedulerConfig, Session
 from commsched.core.manifest import Manifest
 from commsched.tuner.job import PROFILE_STEPS
 from commsched.tuner.profiler import Profiler
@@ -22,9 +22,6 @@ from ..harness.scheduled import ScheduledSystem
 from ..harness.system import Carrier, Context, timed_turn
 from ..workloads import make_workload
 from .progress import say
-
-if TYPE_CHECKING:
-    from commsched.session.session import Session
 
 _LAYER_STEPS = 5
 

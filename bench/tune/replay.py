@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from commsched.core.config import SchedulerConfig
+from commsched import SchedulerConfig
 from commsched.settings import Budget
 from commsched.tuner.result import Verdict
 from commsched.tuner.search_run import SearchRun

@@ -7,7 +7,7 @@ from math import inf
 from statistics import median, median_high
 from typing import Any
 
-from commsched.core.config import SchedulerConfig
+from commsched import SchedulerConfig
 from commsched.tuner.result import describe_config
 
 from ..harness.results import table

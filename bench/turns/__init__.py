@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from commsched.core.errors import ConfigError
+from commsched import ConfigError
 from commsched.settings import Settings, parse_rate, parse_seconds
 from commsched.simulator.scenario import bytes_factor
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+
+from commsched import Session
 
 from ..harness.measure import LayerTimes, rotated
 from ..harness.network import Network, measure_network, own_address
@@ -18,10 +20,6 @@ from ..harness.system import UNORDERED, Carrier, Context, OpenCarrier, System, o
 from ..harness.timeline import Entry, Recorder
 from ..systems import SystemSpec, make, parse
 from ..workloads import Workload, make_workload
-
-if TYPE_CHECKING:
-    from commsched.session.session import Session
-
 
 #: Steps that time the layers before the systems take turns. Each round adds half as many steps as a system's turn counts.
 _LAYER_STEPS = 3

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from commsched.core.errors import ConfigError
+from commsched import ConfigError
 from commsched.simulator.profile import LayerProfile, Profile, read_profile
 
 if TYPE_CHECKING:

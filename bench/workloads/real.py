@@ -14,7 +14,7 @@ import torch
 from sklearn.datasets import load_digits
 from torch import nn
 
-from commsched.core.errors import ConfigError
+from commsched import ConfigError
 
 from .models import classification, next_token, pre_training
 from .models.bert import Bert
