@@ -144,14 +144,15 @@ def add_options(parser: argparse._ActionsContainer, **defaults: Any) -> None:
     """
     for name, default in defaults.items():
         option = {"type": str, **_OPTIONS[name]}
-        absent, shown = option.pop("absent", None), default
+        absent = option.pop("absent", None)
+        shown = absent if default is None else default
         if default == "auto" and option.get("metavar") == "SIZE":
             option["type"] = or_auto(option["type"])
             option["help"] += "; auto: chosen from measurements"
         if isinstance(default, tuple):
             option |= {"type": list_of(option["type"]), "metavar": f"{option['metavar']},..."}
             shown = ",".join(map(str, default))
-        option["help"] += f" (default: {absent if default is None else shown})" if (default or absent) is not None else ""
+        option["help"] += "" if shown is None else f" (default: {shown})"
         parser.add_argument(f"--{name}", default=default, **option)
 
 

@@ -16,11 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from commsched import ConfigError
-from commsched.settings import parse_rate
 from commsched.tuner.search_run import LONGER_AT_MOST
 from commsched.tuner.searchers import searcher_names
 
-from ..harness.arguments import add_options, at_least, check_settings, list_of, require_extra, require_named, setting
+from ..harness.arguments import add_options, at_least, check_settings, list_of, require_extra, require_named
 from ..harness.results import SCHEMA, write
 from ..turns import MIN_SETTLE_STEPS
 from .case import Case
@@ -38,12 +37,12 @@ _OVERHEAD_SECONDS = 20.0
 
 @dataclass(frozen=True)
 class TuneOptions:
-    """The options of measurement and replay. Every combination of ``models``, ``workers`` and ``bandwidths`` is a case.
+    """The options of measurement and replay. Every combination of ``model``, ``workers`` and ``bandwidth`` is a case.
 
     Args:
-        models: names from ``bench.workloads``, or profiles' ``.json`` files.
+        model: names from ``bench.workloads``, or profiles' ``.json`` files.
         workers: numbers of ranks; each rank has a process, a host and a shard of the parameter server.
-        bandwidths: rates of every link, such as ``"500mbit"``.
+        bandwidth: rates of every link, such as ``"500mbit"``.
         rho: communication time over computation time at the nominal bandwidth.
         megabytes: size of the gradients after scaling.
         transport: transport of the gradients.
@@ -57,9 +56,9 @@ class TuneOptions:
         live: also run the tuner itself, in ``seeds`` jobs for each searcher.
     """
 
-    models: tuple[str, ...] = ("vgg16",)
+    model: tuple[str, ...] = ("vgg16",)
     workers: tuple[int, ...] = (2,)
-    bandwidths: tuple[str, ...] = ("500mbit",)
+    bandwidth: tuple[str, ...] = ("500mbit",)
     rho: float = 1.0
     megabytes: float = 16.0
     transport: str = "ps"
@@ -75,21 +74,14 @@ class TuneOptions:
     def cases(self) -> list[Case]:
         return [
             Case(model, workers, bandwidth, self.rho, self.megabytes, self.transport, self.grid == "coarse")
-            for model, workers, bandwidth in product(self.models, self.workers, self.bandwidths)
+            for model, workers, bandwidth in product(self.model, self.workers, self.bandwidth)
         ]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     default = TuneOptions()
-    names = ("workers", "rho", "megabytes", "transport", "settle")
+    names = ("model", "workers", "bandwidth", "rho", "megabytes", "transport", "settle")
     add_options(parser, **{name: getattr(default, name) for name in names}, json=None)
-    lists = (("model", "NAME", str), ("bandwidth", "RATE", setting(parse_rate)))
-    for name, metavar, parse in lists:
-        shown = ",".join(getattr(default, f"{name}s"))
-        parser.add_argument(
-            f"--{name}", dest=f"{name}s", type=list_of(parse), default=getattr(default, f"{name}s"), metavar=f"{metavar},...",
-            help=f"{name}s, each with each number of workers (default: {shown})",
-        )  # fmt: skip
     parser.add_argument(
         "--grid",
         choices=("fine", "coarse"),

@@ -34,9 +34,9 @@ def test_options_of_a_command_line():
     how = ["--megabytes", "8", "--transport", "gloo", "--grid", "coarse", "--passes", "2", "--steps", "4", "--settle", "5"]
     options = parse(*where, *how, "--seeds", "7", "--searchers", "bayes+model,random", "--paper", "--live")
     assert options == TuneOptions(
-        models=("vgg16", "resnet50"),
+        model=("vgg16", "resnet50"),
         workers=(2, 4),
-        bandwidths=("500mbit", "250mbit"),
+        bandwidth=("500mbit", "250mbit"),
         rho=2.0,
         megabytes=8.0,
         transport="gloo",

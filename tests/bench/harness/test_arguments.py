@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+import argparse
+
+import pytest
+
+from bench.harness.arguments import TRANSPORT_OPTIONS, add_options, transport_columns
+
+
+def parse(*argv: str, **defaults: object) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    add_options(parser, **defaults)
+    return parser.parse_args(list(argv))
+
+
+def test_an_option_has_the_default_that_is_given() -> None:
+    assert vars(parse(workers=3, megabytes=None)) == {"workers": 3, "megabytes": None}
+    assert vars(parse("--workers", "4", "--megabytes", "1.5", workers=3, megabytes=None)) == {"workers": 4, "megabytes": 1.5}
+
+
+def test_auto_is_for_sizes_that_are_chosen() -> None:
+    assert parse("--partition", "auto", partition="auto").partition == "auto"
+    assert parse("--partition", "1MB", partition="auto").partition == "1MB"
+    with pytest.raises(argparse.ArgumentError, match="'auto' is not a size"):
+        parse("--partition", "auto", partition="4MB")
+
+
+def test_a_tuple_makes_it_a_list() -> None:
+    assert parse(workers=(2, 4)).workers == (2, 4)
+    assert parse("--workers", "8,16", workers=(2, 4)).workers == (8, 16)
+    with pytest.raises(argparse.ArgumentError, match="'8,8' names one twice"):
+        parse("--workers", "8,8", workers=(2, 4))
+    with pytest.raises(argparse.ArgumentError, match="'1' is not a number of at least 2"):
+        parse("--workers", "8,1", workers=(2, 4))
+
+
+def test_the_help_says_the_default() -> None:
+    parser = argparse.ArgumentParser()
+    add_options(parser, servers=0, workers=(2, 4), bandwidth=None, credit="auto", lane=None, hierarchy="auto")
+    found = {action.dest: action.help or "" for action in parser._actions}
+    assert found["servers"].endswith("(default: 0)")
+    assert found["workers"].endswith("(default: 2,4)")
+    assert found["bandwidth"].endswith("(default: loopback)")
+    assert found["credit"].endswith("; auto: chosen from measurements (default: auto)")
+    assert "measurements" not in found["hierarchy"]
+    assert "default" not in found["lane"]
+
+
+def test_only_the_parameter_server_has_a_lane() -> None:
+    assert transport_columns(parse(**TRANSPORT_OPTIONS)) == TRANSPORT_OPTIONS
+    assert transport_columns(parse("--transport", "gloo", **TRANSPORT_OPTIONS))["lane"] is None
