@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from time import monotonic
 from typing import Any
@@ -268,15 +268,16 @@ class Core:
             self._agreement.recut(group.index)
         self._adopt_config()
 
-    def notify_ready(self, group: TensorGroup, tensor: int) -> None:
+    def notify_ready(self, group: TensorGroup, tensors: Sequence[int]) -> None:
         now = monotonic()
         with self._lock:
             if self._failure is not None or self._closed:
                 self._check()
-            for task in group.gradient_written(tensor):
+            for task in group.gradients_written(tensors):
                 self._add(task, now)
         if self.observer is not None:
-            self.observer.on_ready(group.index, tensor, now)
+            for tensor in tensors:
+                self.observer.on_ready(group.index, tensor, now)
 
     def _add(self, task: CommTask, now: float) -> None:
         """Called with the lock held."""
@@ -685,7 +686,8 @@ class Core:
                 return RankProgress()
             travel = group.plan.by_tensor[place.tensor] if place.tensor >= 0 else range(len(group.plan.partitions))
             together = {tensor for partition in travel for tensor in group.plan.partitions[partition].tensors}
-            missing = [tensor for tensor in range(len(group.proxies)) if tensor not in group.notified]
+            made = group.notified | group.on_hand
+            missing = [tensor for tensor in range(len(group.proxies)) if tensor not in made]
             here = [group.proxies[tensor].name for tensor in missing if tensor in together]
             return progress_of(here, [group.proxies[tensor].name for tensor in missing if tensor not in together])
 

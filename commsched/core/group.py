@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 from .interfaces import Buffer
@@ -50,7 +50,7 @@ class GroupCalls(Protocol):
 
     def begin_step(self, group: TensorGroup) -> int: ...
 
-    def notify_ready(self, group: TensorGroup, tensor: int) -> None: ...
+    def notify_ready(self, group: TensorGroup, tensors: Sequence[int]) -> None: ...
 
     def wait_for(self, proxy: DependencyProxy) -> None: ...
 
@@ -103,9 +103,10 @@ class TensorGroup:
     """One manifest, its flat buffers and, for each tensor, a :class:`DependencyProxy`.
 
     The plugin calls ``begin_step`` for each step. Then, for each tensor in any order, it writes the gradient at
-    ``manifest.offset(tensor)`` of its dtype's buffer and calls ``notify_ready(tensor)``. When the tensor's proxy is open, the
-    average over all ranks has replaced the gradient. Every rank must notify every tensor of every step. Between
-    ``notify_ready`` and the opening of the proxy the tensor's bytes belong to commsched.
+    ``manifest.offset(tensor)`` of its dtype's buffer and calls ``notify_ready(tensor)``, or ``notify_all_ready`` for several
+    tensors at once. When the tensor's proxy is open, the average over all ranks has replaced the gradient. Every rank must
+    notify every tensor of every step. Between ``notify_ready`` and the opening of the proxy the tensor's bytes belong to
+    commsched.
 
     ``Core.add_group`` makes groups. ``begin_step`` and ``release`` are for one engine thread. ``notify_ready`` and the waits
     of proxies may come from any thread, also concurrently. Ranks need not make any of these calls at the same time.
@@ -122,6 +123,7 @@ class TensorGroup:
         self.active = 0  # tasks between ready and done
         self.unfinished = 0  # tasks of this step that are not done
         self.notified: set[int] = set()
+        self.on_hand: set[int] = set()  # gradients that the engine has made, and that the plugin notifies later
         self.is_released = False
         self._core = core
 
@@ -151,7 +153,19 @@ class TensorGroup:
             CommschedError: the session failed or was closed.
             ValueError: the tensor was already notified in this step, or there is no such tensor, or no step has begun.
         """
-        self._core.notify_ready(self, tensor)
+        self._core.notify_ready(self, (tensor,))
+
+    def notify_all_ready(self, tensors: Sequence[int]) -> None:
+        """Do what :meth:`notify_ready` does for each of ``tensors``, but take the core's lock once.
+
+        A plugin that collects tensors for this call adds them to ``on_hand`` meanwhile, so that this rank is not said to be
+        late with them.
+
+        Raises:
+            CommschedError: the session failed or was closed.
+            ValueError: see :meth:`notify_ready`; the tensors before the wrong one count as ready.
+        """
+        self._core.notify_ready(self, tensors)
 
     def stalled(self, tensor: int, seconds: float) -> None:
         """Log which ranks have not sent ``tensor``, for a reader that has waited ``seconds`` for its average in the engine
@@ -188,6 +202,7 @@ class TensorGroup:
         step = self.next_step
         self.next_step += 1
         self.notified.clear()
+        self.on_hand.clear()
         verb = REDUCE_SCATTER if self.splits else ALL_REDUCE
         self.tasks = tuple(
             CommTask(self.index, step, partition, self.buffers[partition.dtype][partition.start : partition.stop], verb)
@@ -198,23 +213,23 @@ class TensorGroup:
             proxy.close(len(owners))
         return step
 
-    def gradient_written(self, tensor: int) -> list[CommTask]:
-        """Note that the gradient of ``tensor`` is in the buffer. Returns the tasks that thereby became ready."""
-        if not 0 <= tensor < len(self.proxies):  # a negative index would mean another tensor
-            raise ValueError(f"there is no tensor {tensor} among the {len(self.proxies)} of group {self.index}")
-        if self.next_step == 0 or tensor in self.notified:
-            name = self.manifest.tensors[tensor].name
-            raise ValueError(f"tensor '{name}' was notified twice in step {self.step}, or before any step")
-        self.notified.add(tensor)
-        ready = []
-        for index in self.plan.by_tensor[tensor]:
-            task = self.tasks[index]
-            task.missing -= 1
-            if task.missing == 0:
-                task.advance("notify_ready")
-                ready.append(task)
-        self.active += len(ready)
-        return ready
+    def gradients_written(self, tensors: Sequence[int]) -> Iterator[CommTask]:
+        """Note that the gradients of ``tensors`` are in the buffer. Yields the tasks that thereby become ready."""
+        tasks, by_tensor, notified = self.tasks, self.plan.by_tensor, self.notified
+        for tensor in tensors:
+            if not 0 <= tensor < len(self.proxies):  # a negative index would mean another tensor
+                raise ValueError(f"there is no tensor {tensor} among the {len(self.proxies)} of group {self.index}")
+            if self.next_step == 0 or tensor in notified:
+                name = self.manifest.tensors[tensor].name
+                raise ValueError(f"tensor '{name}' was notified twice in step {self.step}, or before any step")
+            notified.add(tensor)
+            for index in by_tensor[tensor]:
+                task = tasks[index]
+                task.missing -= 1
+                if task.missing == 0:
+                    task.advance("notify_ready")
+                    self.active += 1
+                    yield task
 
     def scattered(self, task: CommTask) -> CommTask:
         """Return the ready all-gather that follows ``task``, a reduce-scatter that is done."""

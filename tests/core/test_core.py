@@ -14,6 +14,7 @@ from commsched.core.group import TensorGroup
 from commsched.core.interfaces import Completion
 from commsched.core.manifest import Manifest, TensorSpec
 from commsched.core.plan import cut
+from commsched.core.stalls import StepOfGroup, progress_of
 from commsched.core.task import CommTask, State
 from commsched.testing.fakes import RecordingTransport
 
@@ -373,6 +374,43 @@ def test_notifying_twice_names_the_tensor_and_starts_nothing_twice(world: World)
     assert sorted(order(world.transport.started)) == [0, 1, 2, 3]
     assert group.begin_step() == 1
     group.notify_ready(2)
+
+
+def test_tensors_that_are_notified_together_are_queued_before_the_first_starts(world: World) -> None:
+    """One by one, the last layer's might start before the first layer's is known to be ready."""
+    group = world.add_group()
+    group.begin_step()
+    group.notify_all_ready([3, 1, 2, 0])
+    for count in range(1, 4):
+        world.transport.sent(world.transport.wait_started(count)[-1])
+    assert order(world.transport.wait_started(4)) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [(4, r"^there is no tensor 4 among the 4 of group 0$"), (3, r"^tensor 'layer3' was notified twice in step 0, or before")],
+)
+def test_tensors_before_a_wrong_one_count_as_ready(world: World, wrong: int, message: str) -> None:
+    group = world.add_group()
+    group.begin_step()
+    with pytest.raises(ValueError, match=message):
+        group.notify_all_ready([3, wrong, 0])
+    assert order(world.transport.wait_started(1)) == [3]
+    world.finish(group)
+    assert sorted(order(world.transport.started)) == [0, 1, 2, 3]
+
+
+def test_a_rank_is_not_late_with_gradients_that_are_on_hand(world: World) -> None:
+    group = world.add_group(partition_bytes=40)
+    group.begin_step()
+    group.notify_ready(2)
+    group.on_hand.add(0)
+    assert world.core._progress_of(StepOfGroup(group.index, 0, 0)) == progress_of(["layer1", "layer3"], [])
+    group.notify_all_ready([0, 1, 3])
+    world.finish(group)
+    group.begin_step()
+    everything = [f"layer{index}" for index in range(4)]
+    assert world.core._progress_of(StepOfGroup(group.index, 1, 0)) == progress_of(everything, [])
 
 
 def test_drain_waits_for_what_became_ready_and_for_nothing_else(world: World) -> None:

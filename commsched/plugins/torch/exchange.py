@@ -233,10 +233,18 @@ class GradientExchange:
         Autograd adds nothing if ``gradient`` is None (an autograd function returned none for this parameter), or if the
         parameter was frozen since the forward.
         """
-        slot.is_undefined = gradient is None or not slot.parameter.requires_grad
+        current, parameter = self._round, slot.parameter
+        slot.is_undefined = gradient is None or not parameter.requires_grad
         if slot.is_undefined:
             return
-        current = self._round
+        if (
+            self._running[0] == current_task()
+            and parameter.grad is None
+            and not (slot.ready or slot.pending or current.all_handed_over or current.without.noted)
+        ):
+            slot.users = None
+            self._accumulated = True
+            return  # the usual case, except for the first gradient of a backward
         if current.without.noted:
             current.without.forget()
         if slot.pending:  # no forward has read the parameter since step()

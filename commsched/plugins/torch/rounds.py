@@ -25,6 +25,7 @@ from .guard import guard, is_guarded, release, unguarded
 from .hyper_parameters import HyperParameters
 from .layout import GradientLayout
 from .no_gradient import NoGradients
+from .packs import Packs
 from .samples import Samples
 from .slot import Slot
 
@@ -54,6 +55,7 @@ class Round:
         self.all_handed_over = False  # all gradients are submitted, and so are the first flags
         self._session = session
         self._places = places
+        self._packs = Packs()
         self._complete = False  # all is submitted, and every parameter with a gradient on any rank has a place
         self._missing = 0  # number of parameters with a place that backward has not reached
         self._unfrozen = False  # a slot without a place has a gradient or requires one
@@ -74,6 +76,7 @@ class Round:
         for group in self._places.groups:
             group.begin_step()
         flags.begin_step()
+        self._packs.begin(self._places.groups, self._places.slots, self._may_pack())
         self._turn += 1
         self.is_open = True
         self.all_handed_over = self._complete = self._filled = self._unfrozen = False
@@ -82,6 +85,11 @@ class Round:
             slot.ready = slot.has_gradient = slot.was_read = False
             if slot.left is not None:
                 slot.release_left()
+
+    def _may_pack(self) -> bool:
+        """Whether gradients may be submitted together. A device says itself when each of them is there, and an observer notes
+        the time of each."""
+        return self._session.device == "cpu" and self._session.core.observer is None
 
     # --- gradients into the buffers ---
 
@@ -104,7 +112,16 @@ class Round:
 
     def take(self, slot: Slot, gradient: torch.Tensor) -> None:
         """Submit ``gradient``, the ``.grad`` of ``slot`` that backward has just made."""
-        self._hand_over(slot, gradient)
+        pack = slot.pack
+        if pack is not None and slot.users is None and slot.left is None and slot.takes(gradient):
+            # This is what _hand_over() would do, with the copy put off. Readers wait from now on.
+            slot.parameter.grad = own = slot.gradient
+            slot.ready = slot.has_gradient = True
+            slot.made, slot.version = None, own._version
+            guard(own, slot.await_gradient)
+            pack.add(slot, gradient)
+        else:
+            self._hand_over(slot, gradient)
         if slot.proxies:
             self._missing -= 1
         if self._missing == 0 and all(late.ready or not late.parameter.requires_grad for late in self._places.late):
@@ -137,7 +154,10 @@ class Round:
         slot.version = slot.gradient._version
         if gradient is not None:
             guard(slot.gradient, slot.await_gradient)
-        self._places.device.when_written(slot.notify_ready)
+        if slot.pack is not None:
+            slot.pack.add(slot, None)
+        else:
+            self._places.device.when_written(slot.notify_ready)
 
     def hand_over_rest(self) -> None:
         """Submit the gradients that backward did not produce (zeros, unless one was accumulated before), and the first flags.

@@ -6,6 +6,7 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,6 +19,9 @@ from .checks import Rows
 from .device import Device, register_on, spec_of
 from .guard import address, release, unguarded
 from .twin import Twin, increment_versions
+
+if TYPE_CHECKING:
+    from .packs import Pack
 
 log = logging.getLogger("commsched")
 
@@ -42,6 +46,7 @@ class Slot:
         "filled",
         "flag",
         "gradient",
+        "group",
         "has_gradient",
         "is_sparse",
         "is_undefined",
@@ -49,6 +54,7 @@ class Slot:
         "made",
         "name",
         "notify_ready",
+        "pack",
         "param_group",
         "parameter",
         "pending",
@@ -58,6 +64,7 @@ class Slot:
         "rows",
         "shape",
         "stride",
+        "tensor",
         "twin",
         "users",
         "version",
@@ -74,6 +81,9 @@ class Slot:
         self.flag = -1  # its index in the flags
         self.proxies: tuple[DependencyProxy, ...] = ()
         self.notify_ready: Callable[[], None]  # set with the proxies: notifies the core that the gradient is in the view
+        self.group: TensorGroup  # set with the proxies
+        self.tensor = -1  # its index in the group, if exactly one tensor travels for it
+        self.pack: Pack | None = None  # submits the gradient together with others
         self.view: torch.Tensor = parameter  # a placeholder until the buffers exist
         self.address = 0  # the view's address; the next four are the view's device, dtype, shape and stride
         self.device, self.dtype = parameter.device, parameter.dtype
@@ -144,6 +154,22 @@ class Slot:
                 f"the gradient of '{self.name}' is {gradient.dtype}, {gradient.layout} on {gradient.device}; when it was "
                 f"wrapped, the parameter was dense {self.view.dtype} on {self.view.device}"
             )
+
+    def takes(self, gradient: torch.Tensor) -> bool:
+        """Whether :meth:`copy_in` could copy ``gradient``, which backward has made, later and without further checks: it is
+        what was registered, and nobody else holds or has moved the slot's own gradient. Only in host memory."""
+        held = self.gradient
+        return (
+            sys.getrefcount(held) <= self.references + 1
+            and gradient is not held
+            and gradient.dtype is self.dtype
+            and gradient.layout is _STRIDED
+            and not gradient.requires_grad
+            and gradient.is_cpu
+            and gradient.shape == self.shape
+            and type(held) is torch.Tensor
+            and held.data_ptr() == self.address
+        )
 
     def bring_into_buffer(self, given: dict[Slot, torch.UntypedStorage]) -> None:
         """Move the gradient back into the view's memory if the user has given it other memory or strides, through ``.data`` or
@@ -346,6 +372,7 @@ def give_places(session: commsched.Session, device: Device, slots: Sequence[Slot
         slot.device, slot.dtype = view.device, view.dtype
         slot.proxies = group.proxies[first : last + 1]
         slot.notify_ready = _make_notify(group, first, last)
+        slot.group, slot.tensor = group, first if first == last else -1
         if beside:
             slot.rows = Rows(views[last])
             if session.rank == 0:

@@ -1,0 +1,91 @@
+"""Packs: small gradients that share a partition are copied and submitted together.
+
+A call of torch and a call of the core for each gradient would take longer than to copy it. Nothing is sent later than
+without packs, because a partition is sent when all its gradients are there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from ...core.group import TensorGroup
+from ...core.plan import Plan
+from .slot import Slot
+
+#: The size up to which a gradient is packed. The copy of a larger one takes longer than the calls, and should not come late.
+_MAX_BYTES = 1 << 16
+
+
+class Pack:
+    """The small gradients of one partition. The last of them copies them all into the flat buffer and notifies the core."""
+
+    __slots__ = ("_gradients", "_group", "_missing", "_tensors", "_views", "slots")
+
+    def __init__(self, group: TensorGroup, slots: list[Slot]) -> None:
+        self._group = group
+        self.slots = slots
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin a round."""
+        self._missing = len(self.slots)
+        self._tensors: list[int] = []  # that have come in this round
+        self._views: list[torch.Tensor] = []  # places to copy to
+        self._gradients: list[torch.Tensor] = []  # what to copy there
+
+    def add(self, slot: Slot, gradient: torch.Tensor | None) -> None:
+        """Add the gradient of ``slot``. It must not change until it is copied; ``None`` means that it is in its place."""
+        if gradient is not None:
+            self._views.append(slot.view)
+            self._gradients.append(gradient)
+        self._tensors.append(slot.tensor)
+        self._group.on_hand.add(slot.tensor)
+        self._missing -= 1
+        if self._missing == 0:
+            self._submit()
+
+    def _submit(self) -> None:
+        if self._gradients:
+            torch._foreach_copy_(self._views, self._gradients)
+            self._views, self._gradients = [], []
+        self._group.notify_all_ready(self._tensors)
+
+
+class Packs:
+    """The packs of all groups of one exchange."""
+
+    def __init__(self) -> None:
+        self._plans: list[Plan] = []  # of the groups, when the packs were made
+        self._packs: list[Pack] = []
+
+    def begin(self, groups: list[TensorGroup], slots: Iterable[Slot], allowed: bool) -> None:
+        """Begin a round of all ``groups``, which hold the gradients of ``slots``.
+
+        Args:
+            allowed: whether there may be packs. Otherwise each gradient is submitted alone.
+        """
+        plans = [group.plan for group in groups] if allowed else []
+        if len(plans) != len(self._plans) or any(plan is not known for plan, known in zip(plans, self._plans)):
+            self._plans = plans
+            self._pack(groups, slots, allowed)
+        else:
+            for pack in self._packs:
+                pack.begin()
+
+    def _pack(self, groups: list[TensorGroup], slots: Iterable[Slot], allowed: bool) -> None:
+        by_partition: dict[tuple[int, int], list[Slot]] = {}
+        for slot in slots:
+            slot.pack = None
+            if allowed and slot.tensor >= 0 and slot.view.nbytes <= _MAX_BYTES:
+                at = slot.group.plan.by_tensor[slot.tensor]
+                if len(at) == 1:
+                    by_partition.setdefault((slot.group.index, at[0]), []).append(slot)
+        self._packs = []
+        for of_partition in by_partition.values():
+            if len(of_partition) > 1:
+                pack = Pack(of_partition[0].group, of_partition)
+                self._packs.append(pack)
+                for slot in of_partition:
+                    slot.pack = pack

@@ -1,0 +1,191 @@
+"""Small gradients that share a partition are copied and submitted together, when the last of them is there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import commsched
+from commsched.core.config import SchedulerConfig
+from commsched.core.core import Core
+from commsched.core.group import TensorGroup
+from commsched.core.interfaces import Observer
+from commsched.core.manifest import Manifest, TensorSpec
+from commsched.core.plan import cut
+from commsched.plugins.torch import ScheduledOptimizer
+from commsched.plugins.torch.packs import Packs
+from commsched.session.local import local_sessions
+from commsched.testing.fakes import RecordingTransport
+from commsched.testing.world import run_world
+
+SIZES = (2, 3, 20_000, 4, 5)  # elements; the third is too large to be packed
+
+
+@pytest.fixture
+def group() -> Iterator[TensorGroup]:
+    """All tensors in one partition."""
+    core = Core(RecordingTransport(), SchedulerConfig())
+    manifest = Manifest(tuple(TensorSpec(f"layer{index}", (size,), "float32") for index, size in enumerate(SIZES)))
+    made = core.add_group(cut(manifest, 10**6), {"float32": memoryview(bytearray(manifest.nbytes))})
+    made.begin_step()
+    yield made
+    core.close()
+
+
+def slots_of(group: TensorGroup) -> list[Any]:
+    views = [torch.zeros(size) for size in SIZES]
+    return [SimpleNamespace(group=group, tensor=tensor, view=view, pack=None) for tensor, view in enumerate(views)]
+
+
+def test_the_last_one_copies_and_submits_all(group: TensorGroup) -> None:
+    slots = slots_of(group)
+    Packs().begin([group], slots, allowed=True)
+    assert slots[2].pack is None
+    small = [slots[tensor] for tensor in (4, 1, 3, 0)]
+    assert all(slot.pack is slots[0].pack for slot in small)
+    for slot in small[:3]:
+        slot.pack.add(slot, torch.ones_like(slot.view))
+    assert not group.notified
+    assert group.on_hand == {1, 3, 4}
+    assert not any(slot.view.any() for slot in slots)
+    slots[0].view.fill_(7.0)
+    slots[0].pack.add(slots[0], None)  # it is in its place already
+    assert group.notified == {0, 1, 3, 4}
+    assert all(slot.view.eq(1).all() for slot in small[:3])
+    assert slots[0].view.tolist() == [7.0, 7.0]
+
+
+def test_the_next_round_begins_anew(group: TensorGroup) -> None:
+    """Also after a round that was broken off."""
+    slots = slots_of(group)
+    packs = Packs()
+    packs.begin([group], slots, allowed=True)
+    pack = slots[0].pack
+    pack.add(slots[0], torch.ones(2))
+    group.next_step, group.unfinished = 0, 0
+    group.begin_step()
+    packs.begin([group], slots, allowed=True)
+    assert slots[0].pack is pack
+    for tensor in (0, 1, 3, 4):
+        assert not group.notified
+        pack.add(slots[tensor], None)
+    assert group.notified == {0, 1, 3, 4}
+    assert not slots[0].view.any()
+
+
+def test_another_plan_makes_other_packs(group: TensorGroup) -> None:
+    slots = slots_of(group)
+    packs = Packs()
+    packs.begin([group], slots, allowed=True)
+    group.plan = cut(group.manifest, 100)  # the large one is cut, and lies between the others
+    packs.begin([group], slots, allowed=True)
+    assert slots[0].pack is slots[1].pack is not None
+    assert slots[3].pack is slots[4].pack is not None
+    assert slots[0].pack is not slots[3].pack
+    group.plan = cut(group.manifest, 8)
+    packs.begin([group], slots, allowed=True)
+    assert all(slot.pack is None for slot in slots)
+
+
+def test_none_where_none_are_allowed(group: TensorGroup) -> None:
+    slots = slots_of(group)
+    packs = Packs()
+    for allowed in (False, True, False):
+        packs.begin([group], slots, allowed=allowed)
+        assert [slot.pack is not None for slot in slots] == [allowed, allowed, False, allowed, allowed]
+
+
+# --- in training ---
+
+
+def trained(observe: bool, look: Callable[[nn.Module, Core, list[list[int]]], None]) -> None:
+    """Train ten small layers on two ranks. ``look`` is called in each rank, with the tensors of each call to the core."""
+
+    def train(rank: int) -> None:
+        with sessions[rank] as session:
+            model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(10)))
+            optimizer = ScheduledOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, session=session)
+            session.core.observer = Observer() if observe else None
+            calls: list[list[int]] = []
+            notify = session.core.notify_ready
+
+            def noted(group: TensorGroup, tensors: Any) -> None:
+                if not group.manifest.tensors[0].name.startswith("commsched."):
+                    calls.append(list(tensors))
+                notify(group, tensors)
+
+            session.core.notify_ready = noted  # type: ignore[method-assign]
+            for _ in range(2):
+                optimizer.zero_grad()
+                calls.clear()
+                model(torch.full((2, 4), 1.0 + rank)).sum().backward()
+                look(model, session.core, calls)
+                optimizer.step()
+
+    sessions = local_sessions(2, SchedulerConfig(partition_bytes=320, credit_bytes=10**6))  # five layers each
+    run_world(2, train)
+
+
+def test_backward_calls_the_core_once_for_each_partition() -> None:
+    trained(False, lambda model, core, calls: _require(calls, [[9, 8, 7, 6, 5], [4, 3, 2, 1, 0]]))
+
+
+def test_an_observer_sees_when_each_gradient_is_ready() -> None:
+    trained(True, lambda model, core, calls: _require(calls, [[tensor] for tensor in range(9, -1, -1)]))
+
+
+def _require(calls: list[list[int]], expected: list[list[int]]) -> None:
+    assert calls == expected
+
+
+def test_what_is_left_of_a_partition_is_submitted_when_a_gradient_is_read() -> None:
+    """The last layers' gradients wait in a pack for one that this backward does not make."""
+
+    def train(rank: int) -> list[float]:
+        with sessions[rank] as session:
+            torch.manual_seed(0)
+            model = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(3))
+            optimizer = ScheduledOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, session=session)
+            values = []
+            for _ in range(2):
+                optimizer.zero_grad()
+                model[2](model[1](torch.full((1, 4), 1.0 + rank))).sum().backward()
+                assert model[2].weight.grad is not None
+                values.append(float(model[2].weight.grad.sum()))
+                optimizer.step()
+            return values
+
+    sessions = local_sessions(2, SchedulerConfig())
+    first, second = run_world(2, train)
+    assert first == second
+
+
+def test_a_packed_gradient_cannot_be_read_within_backward() -> None:
+    """Its average is outstanding, whether or not it has been copied."""
+
+    def train(rank: int) -> str:
+        with sessions[rank] as session:
+            model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(3)))
+            optimizer = ScheduledOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, session=session)
+            said = []
+
+            def read(parameter: torch.Tensor) -> None:
+                try:
+                    assert parameter.grad is not None
+                    parameter.grad.sum()
+                except commsched.CommschedError as error:
+                    said.append(str(error))
+
+            model[2].weight.register_post_accumulate_grad_hook(read)
+            model(torch.ones(1, 4)).sum().backward()
+            optimizer.step()
+            return "; ".join(said)
+
+    sessions = local_sessions(2, SchedulerConfig())
+    for said in run_world(2, train):
+        assert said.startswith("the gradient of '2.weight' is read within backward: its average cannot be there yet")
