@@ -346,9 +346,6 @@ class GradientExchange:
             return
         if not self._round.is_open:
             self._begin_round(slot)
-            for left in self.places.all:
-                if left is not slot and left.parameter.grad is not left.left:
-                    self._round.guard_left(left)
         if self._observer is not None:
             began, self._last_gradient_at = self._last_gradient_at, monotonic()
             self._observer.on_span("backward", slot.name, began, self._last_gradient_at)
@@ -363,14 +360,17 @@ class GradientExchange:
                 the slot's.
         """
         self._before_round()
+        held = [slot for slot in self.places.all if slot is not first and slot.parameter.grad is not None]
         if self._committed:
             self._committed = False
-            for slot in self.places.slots:
-                gradient = slot.parameter.grad
-                if gradient is not None and slot is not first and (first is not None or gradient is slot.gradient):
+            for slot in held:
+                if slot.proxies and (first is not None or slot.parameter.grad is slot.gradient):
                     self._require_zeroed(slot)
         self._own_sums.forget()
         self._round.begin()
+        if first is not None:
+            for slot in held:
+                self._round.guard_left(slot)
 
     def forward_began(self) -> None:
         """Note the time from which the trace measures the next backward span: the last forward hook before the backward."""
@@ -405,7 +405,9 @@ class GradientExchange:
         self._round.complete()
         if self._round.given:
             self._round.given = {slot: given for slot, given in self._round.given.items() if is_held(given)}
-        changed = self._changed()
+        gradients = [slot.parameter.grad for slot in places.all]
+        keeps = [gradient is not None for gradient in gradients]
+        changed = self._changed(gradients)
         if any(changed):
             for slot in places.slots:
                 gradient = slot.parameter.grad
@@ -417,7 +419,6 @@ class GradientExchange:
                     f"'{slot.name}'.grad was set after backward, or after other gradients were read; until now it had none, "
                     "so it would not be averaged: set it before"
                 )
-        keeps = [slot.parameter.grad is not None for slot in places.all]
         self._round.end(keeps, changed, own_changed, hyper_parameters)
         with unguarded():
             for slot, edit in zip(places.all, changed):
@@ -433,10 +434,13 @@ class GradientExchange:
                     f"'{unseen}' is read by code that does not wait for its update (TorchScript or an extension, say)"
                 )
 
-    def _changed(self) -> list[bool]:
-        """Whether each gradient was changed, by flag (see ``Slot.is_changed``). A gradient that was not read and whose object
-        is the same needs no check."""
-        return [(slot.was_read or slot.parameter.grad is not slot.gradient) and slot.is_changed() for slot in self.places.all]
+    def _changed(self, gradients: Sequence[torch.Tensor | None]) -> list[bool]:
+        """Whether each of ``gradients``, the ``.grad`` of all slots, was changed, by flag (see ``Slot.is_changed``). A gradient
+        that was not read and whose object is the same needs no check."""
+        return [
+            (slot.was_read or gradient is not slot.gradient) and slot.is_changed()
+            for slot, gradient in zip(self.places.all, gradients)
+        ]
 
     def _adopt(self, slot: Slot, gradient: torch.Tensor) -> None:
         """Make the update use ``gradient``, which the user has put into ``.grad`` since backward."""
@@ -461,11 +465,12 @@ class GradientExchange:
             for slot in self.places.slots:
                 if slot.rows is None and (slot.was_read or slot.gradient.data_ptr() != slot.address):
                     slot.bring_into_buffer(self._round.given)
-        changed = self._changed()
+        gradients = [slot.parameter.grad for slot in self.places.all]
+        changed = self._changed(gradients)
         # A tensor that replaced an average which was never read is the start of a new sum, on this rank alone.
         keeps = [
-            slot.parameter.grad is slot.gradient or (slot.was_read and slot.parameter.grad is not None)
-            for slot in self.places.all
+            gradient is slot.gradient or (slot.was_read and gradient is not None)
+            for slot, gradient in zip(self.places.all, gradients)
         ]
         self._round.end(keeps, changed)
         self._round.used()

@@ -359,7 +359,8 @@ class ScheduledOptimizer(Optimizer):
         for slot in slots:
             if not hasattr(slot, "twin"):
                 slot.twin, moved = Twin(slot.parameter, own_class(slot.parameter)), True
-            moved = slot.twin.follow(slot.parameter) or moved
+            if slot.twin.follow(slot.parameter):
+                moved = True
         if moved:
             self._look_for_shared_memory(slots)
         outstanding = self._why_step_waits is None  # the updates stay outstanding after this step()
@@ -452,7 +453,7 @@ class ScheduledOptimizer(Optimizer):
     def _update_twins(self, slots: Sequence[Slot]) -> None:
         # Torch's own code reads only the tensors that are updated here, so the guards need not be called.
         plain = runs_only_torch(self.optimizer) and all(type(slot.twin.tensor) is torch.nn.Parameter for slot in slots)
-        lent = lend_to_twins(slots)
+        lent = lend_to_twins(slots, keep=plain)
         try:
             with unguarded() if plain else nullcontext():
                 parameters = [(slot.param_group, slot.parameter, slot.twin.tensor) for slot in slots]

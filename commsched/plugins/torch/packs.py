@@ -6,16 +6,20 @@ without packs, because a partition is sent when all its gradients are there.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 
 import torch
 
 from ...core.group import TensorGroup
 from ...core.plan import Plan
+from .guard import guard
 from .slot import Slot
 
 #: The size up to which a gradient is packed. The copy of a larger one takes longer than the calls, and should not come late.
 _MAX_BYTES = 1 << 16
+
+_STRIDED = torch.strided
 
 
 class Pack:
@@ -35,11 +39,39 @@ class Pack:
         self._views: list[torch.Tensor] = []  # places to copy to
         self._gradients: list[torch.Tensor] = []  # what to copy there
 
-    def add(self, slot: Slot, gradient: torch.Tensor | None) -> None:
-        """Add the gradient of ``slot``. It must not change until it is copied; ``None`` means that it is in its place."""
-        if gradient is not None:
-            self._views.append(slot.view)
-            self._gradients.append(gradient)
+    def take(self, slot: Slot, gradient: torch.Tensor) -> bool:
+        """Take ``gradient``, which backward has put into the ``.grad`` of ``slot``, and put the slot's own gradient there. Its
+        readers wait from now on.
+
+        Return whether that was possible. It is not if ``gradient`` is other than registered, or if somebody holds the slot's
+        own gradient or has moved it; then nothing was done.
+        """
+        held = slot.gradient
+        if (
+            slot.users is not None
+            or slot.left is not None
+            or sys.getrefcount(held) > slot.references + 1
+            or gradient is held
+            or gradient.dtype is not slot.dtype
+            or gradient.layout is not _STRIDED
+            or gradient.requires_grad
+            or not gradient.is_cpu
+            or gradient.shape != slot.shape
+            or type(held) is not torch.Tensor
+            or held.data_ptr() != slot.address
+        ):
+            return False
+        slot.parameter.grad = held
+        slot.ready = slot.has_gradient = True
+        slot.made, slot.version = None, held._version
+        guard(held, slot.await_gradient)
+        self._views.append(slot.view)
+        self._gradients.append(gradient)
+        self.note(slot)
+        return True
+
+    def note(self, slot: Slot) -> None:
+        """Note that the gradient of ``slot`` was taken, or is in its place."""
         self._tensors.append(slot.tensor)
         self._group.on_hand.add(slot.tensor)
         self._missing -= 1

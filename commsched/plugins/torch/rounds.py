@@ -112,15 +112,7 @@ class Round:
 
     def take(self, slot: Slot, gradient: torch.Tensor) -> None:
         """Submit ``gradient``, the ``.grad`` of ``slot`` that backward has just made."""
-        pack = slot.pack
-        if pack is not None and slot.users is None and slot.left is None and slot.takes(gradient):
-            # This is what _hand_over() would do, with the copy put off. Readers wait from now on.
-            slot.parameter.grad = own = slot.gradient
-            slot.ready = slot.has_gradient = True
-            slot.made, slot.version = None, own._version
-            guard(own, slot.await_gradient)
-            pack.add(slot, gradient)
-        else:
+        if slot.pack is None or not slot.pack.take(slot, gradient):
             self._hand_over(slot, gradient)
         if slot.proxies:
             self._missing -= 1
@@ -155,7 +147,7 @@ class Round:
         if gradient is not None:
             guard(slot.gradient, slot.await_gradient)
         if slot.pack is not None:
-            slot.pack.add(slot, None)
+            slot.pack.note(slot)
         else:
             self._places.device.when_written(slot.notify_ready)
 
@@ -168,9 +160,10 @@ class Round:
         self.all_handed_over = True
         places = self._places
         for slot in [*places.slots, *places.late]:
-            gradient = slot.parameter.grad
-            if not slot.ready and (slot.proxies or gradient is not None):
-                self._hand_over(slot, gradient)
+            if not slot.ready:
+                gradient = slot.parameter.grad
+                if slot.proxies or gradient is not None:
+                    self._hand_over(slot, gradient)
         for slot in places.late:
             self._unfrozen = self._unfrozen or slot.has_gradient or slot.parameter.requires_grad
         places.flags.offer_used(self._unfrozen, False, [slot.has_gradient for slot in places.all])

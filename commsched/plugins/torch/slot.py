@@ -155,22 +155,6 @@ class Slot:
                 f"wrapped, the parameter was dense {self.view.dtype} on {self.view.device}"
             )
 
-    def takes(self, gradient: torch.Tensor) -> bool:
-        """Whether :meth:`copy_in` could copy ``gradient``, which backward has made, later and without further checks: it is
-        what was registered, and nobody else holds or has moved the slot's own gradient. Only in host memory."""
-        held = self.gradient
-        return (
-            sys.getrefcount(held) <= self.references + 1
-            and gradient is not held
-            and gradient.dtype is self.dtype
-            and gradient.layout is _STRIDED
-            and not gradient.requires_grad
-            and gradient.is_cpu
-            and gradient.shape == self.shape
-            and type(held) is torch.Tensor
-            and held.data_ptr() == self.address
-        )
-
     def bring_into_buffer(self, given: dict[Slot, torch.UntypedStorage]) -> None:
         """Move the gradient back into the view's memory if the user has given it other memory or strides, through ``.data`` or
         by transposing it in place.

@@ -30,12 +30,13 @@ class Twin:
     update.
     """
 
-    __slots__ = ("address", "average", "dtype", "marked", "plain", "shape", "stride", "tensor", "version")
+    __slots__ = ("address", "average", "dtype", "keeps_average", "marked", "plain", "shape", "stride", "tensor", "version")
 
     def __init__(self, parameter: torch.Tensor, own_class: type) -> None:
         self.tensor = alias(parameter, own_class)
         self.version = 0  # the parameter's version when the update became outstanding
         self.average: torch.Tensor | None = None  # kept result of another_of(), which takes time to make
+        self.keeps_average = False  # ``average`` is in ``.grad`` of the tensor between updates
         self._look()
 
     def _look(self) -> None:
@@ -56,6 +57,7 @@ class Twin:
         ):
             return False
         self.tensor.data = parameter
+        self.tensor.grad, self.keeps_average = None, False
         self._look()
         return True
 

@@ -70,8 +70,14 @@ def take_back(lent: Sequence[Lent]) -> None:
 _LentToTwin = tuple[Slot, torch.Tensor, torch.Tensor, int]
 
 
-def lend_to_twins(slots: Sequence[Slot]) -> list[_LentToTwin]:
+def lend_to_twins(slots: Sequence[Slot], keep: bool) -> list[_LentToTwin]:
     """Put the averages, which must be complete, into ``.grad`` of the twins, as objects that user code does not hold.
+
+    Args:
+        keep: whether the optimizer leaves ``.grad`` as it is. Then the averages may stay there for the next updates.
+
+    Returns:
+        What :func:`take_back_from_twins` has to take back.
 
     Raises:
         UnsupportedError: the user has moved their memory. Then no ``.grad`` is changed.
@@ -83,20 +89,26 @@ def lend_to_twins(slots: Sequence[Slot]) -> list[_LentToTwin]:
         lent = []
         for slot in slots:
             twin = slot.twin
+            if keep and twin.keeps_average:
+                continue  # the usual case
             if slot.rows is not None:
                 gradient = slot.gradient.detach()
             elif twin.stride == slot.stride:
                 gradient = twin.another_of(slot.view)
+                twin.keeps_average = keep
             else:
                 gradient = _strided_like(twin.tensor, slot)
-            lent.append((slot, slot.gradient, gradient, gradient._version))
             twin.tensor.grad = gradient
+            if not twin.keeps_average:
+                lent.append((slot, slot.gradient, gradient, gradient._version))
         return lent
 
 
 def take_back_from_twins(lent: Sequence[_LentToTwin]) -> None:
     """Clear ``.grad`` of the twins. If the optimizer replaced it there, the replacement becomes the parameter's ``.grad``,
     unless the user has assigned to that since ``step()`` or asked for zeros."""
+    if not lent:
+        return
     with unguarded(), torch.inference_mode(False), torch.no_grad():
         for slot, before, gradient, version in lent:
             twin = slot.twin.tensor

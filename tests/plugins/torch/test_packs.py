@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +18,8 @@ from commsched.core.interfaces import Observer
 from commsched.core.manifest import Manifest, TensorSpec
 from commsched.core.plan import cut
 from commsched.plugins.torch import ScheduledOptimizer
-from commsched.plugins.torch.packs import Packs
+from commsched.plugins.torch.packs import Pack, Packs
+from commsched.plugins.torch.slot import Slot
 from commsched.session.local import local_sessions
 from commsched.testing.fakes import RecordingTransport
 from commsched.testing.world import run_world
@@ -37,9 +38,17 @@ def group() -> Iterator[TensorGroup]:
     core.close()
 
 
-def slots_of(group: TensorGroup) -> list[Any]:
-    views = [torch.zeros(size) for size in SIZES]
-    return [SimpleNamespace(group=group, tensor=tensor, view=view, pack=None) for tensor, view in enumerate(views)]
+def slots_of(group: TensorGroup) -> list[Slot]:
+    slots = []
+    for tensor, size in enumerate(SIZES):
+        slot = Slot(f"layer{tensor}", nn.Parameter(torch.zeros(size)), 0, False)
+        slot.view = torch.zeros(size)
+        slot.gradient = slot.view.data
+        slot.references = sys.getrefcount(slot.gradient)
+        slot.address, slot.group, slot.tensor = slot.view.data_ptr(), group, tensor
+        slot.await_gradient = lambda: None
+        slots.append(slot)
+    return slots
 
 
 def test_the_last_one_copies_and_submits_all(group: TensorGroup) -> None:
@@ -47,17 +56,56 @@ def test_the_last_one_copies_and_submits_all(group: TensorGroup) -> None:
     Packs().begin([group], slots, allowed=True)
     assert slots[2].pack is None
     small = [slots[tensor] for tensor in (4, 1, 3, 0)]
-    assert all(slot.pack is slots[0].pack for slot in small)
+    pack = slots[0].pack
+    assert isinstance(pack, Pack)
+    assert all(slot.pack is pack for slot in small)
     for slot in small[:3]:
-        slot.pack.add(slot, torch.ones_like(slot.view))
+        assert pack.take(slot, torch.ones_like(slot.view))
     assert not group.notified
     assert group.on_hand == {1, 3, 4}
     assert not any(slot.view.any() for slot in slots)
     slots[0].view.fill_(7.0)
-    slots[0].pack.add(slots[0], None)  # it is in its place already
+    pack.note(slots[0])  # it is in its place already
     assert group.notified == {0, 1, 3, 4}
     assert all(slot.view.eq(1).all() for slot in small[:3])
     assert slots[0].view.tolist() == [7.0, 7.0]
+
+
+@pytest.mark.parametrize(
+    "gradient",
+    [
+        torch.ones(3),
+        torch.ones(2, dtype=torch.float64),
+        torch.ones(2).to_sparse(),
+        torch.ones(2, requires_grad=True),
+        torch.ones(2, device="meta"),
+    ],
+)
+def test_what_is_not_as_registered_is_not_taken(group: TensorGroup, gradient: torch.Tensor) -> None:
+    slot = slots_of(group)[0]
+    pack = Pack(group, [slot])
+    assert not pack.take(slot, gradient)
+    assert slot.parameter.grad is None
+    assert not group.notified
+    assert pack.take(slot, torch.ones(2))
+    assert group.notified == {0}
+
+
+def test_nothing_is_taken_while_the_own_gradient_is_held_or_was_moved(group: TensorGroup) -> None:
+    slot = slots_of(group)[0]
+    pack = Pack(group, [slot])
+    held = slot.gradient
+    assert not pack.take(slot, torch.ones(2))
+    held.data = torch.zeros(2)
+    del held
+    assert not pack.take(slot, torch.ones(2))
+    slot.gradient.data = slot.view
+    slot.users = torch.ones(2)  # what backward has added to
+    assert not pack.take(slot, torch.ones(2))
+    slot.users, slot.left = None, torch.ones(2)
+    assert not pack.take(slot, torch.ones(2))
+    slot.left = None
+    assert pack.take(slot, torch.ones(2))
 
 
 def test_the_next_round_begins_anew(group: TensorGroup) -> None:
@@ -66,14 +114,15 @@ def test_the_next_round_begins_anew(group: TensorGroup) -> None:
     packs = Packs()
     packs.begin([group], slots, allowed=True)
     pack = slots[0].pack
-    pack.add(slots[0], torch.ones(2))
+    assert pack is not None
+    assert pack.take(slots[0], torch.ones(2))
     group.next_step, group.unfinished = 0, 0
     group.begin_step()
     packs.begin([group], slots, allowed=True)
     assert slots[0].pack is pack
     for tensor in (0, 1, 3, 4):
         assert not group.notified
-        pack.add(slots[tensor], None)
+        pack.note(slots[tensor])
     assert group.notified == {0, 1, 3, 4}
     assert not slots[0].view.any()
 
