@@ -378,11 +378,11 @@ class GradientExchange:
 
     # --- the end of a round ---
 
-    def commit(self, hyper_parameters: Sequence[Mapping[str, Any]]) -> None:
+    def commit(self, hyper_parameters: Sequence[Mapping[str, Any]]) -> list[bool]:
         """Submit the remaining gradients, and commit this rank to the update with ``hyper_parameters`` (by group).
 
         Either all ranks commit, with the same hyper-parameters, or none. It does not wait for averages, unless the user has
-        replaced gradients.
+        replaced gradients. Returns by flag whether this rank has a gradient.
         """
         self._round.without.forget()
         if not self._accumulated and any(slot.parameter.grad is not None for slot in self.places.all):
@@ -433,6 +433,7 @@ class GradientExchange:
                 self.reader_unseen = (
                     f"'{unseen}' is read by code that does not wait for its update (TorchScript or an extension, say)"
                 )
+        return keeps
 
     def _changed(self, gradients: Sequence[torch.Tensor | None]) -> list[bool]:
         """Whether each of ``gradients``, the ``.grad`` of all slots, was changed, by flag (see ``Slot.is_changed``). A gradient

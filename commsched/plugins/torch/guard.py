@@ -167,6 +167,11 @@ def is_guarded(tensor: torch.Tensor) -> bool:
     return known is not None and known.resolve is not None
 
 
+def has_guarded_class(tensor: torch.Tensor) -> bool:
+    """As :func:`is_guarded`, but faster."""
+    return isinstance(tensor, _Guard)
+
+
 def own_class(tensor: torch.Tensor) -> type:
     """The class of ``tensor`` when it is not guarded."""
     known = _guarded.get(id(tensor))

@@ -23,7 +23,7 @@ from . import compiled
 from .checks import find_overlap, outside_of, require_optimizer_and_model, require_plain, sparse_weights
 from .device import init_for
 from .exchange import GradientExchange
-from .guard import guard, own_class, release_all, unguarded
+from .guard import guard, has_guarded_class, own_class, release_all, unguarded
 from .hyper_parameters import compared_keys
 from .initial_state import broadcast_model, broadcast_optimizer, broadcast_parameters, require_same_group
 from .marked import unnoticed, warn_if_impossible
@@ -178,14 +178,14 @@ class ScheduledOptimizer(Optimizer):
         with self._lock:
             self._require_known_parameters()
             hyper_parameters = snapshot(self.optimizer)
-            exchange.commit(hyper_parameters)
+            keeps = exchange.commit(hyper_parameters)
             self._hyper_parameters = hyper_parameters  # only after commit(), which may still run the last step's updates
             # A learning-rate scheduler made before the optimizer was wrapped checks whether step() was called.
             self.optimizer._opt_called = True  # type: ignore[attr-defined]
             exchange.put_in_place = self._put_in_place  # so the parameters keep this object and the user's optimizer alive
             self._compare_weights()
             self._look_for_unseen_readers(exchange)
-            self._await_updates(exchange.places.slots)
+            self._await_updates(exchange.places.slots, keeps)
             if self._why_step_waits is not None:
                 with exchange.barrier.waiting(self._why_step_waits):
                     exchange.wait_for_all()
@@ -353,8 +353,9 @@ class ScheduledOptimizer(Optimizer):
 
     # --- outstanding updates ---
 
-    def _await_updates(self, slots: Sequence[Slot]) -> None:
-        """Make the updates of ``slots`` outstanding: readers of the parameters, or of their gradients, wait from now on."""
+    def _await_updates(self, slots: Sequence[Slot], keeps: Sequence[bool]) -> None:
+        """Make the updates of ``slots`` outstanding: readers of the parameters, or of their gradients, wait from now on.
+        ``keeps`` says by flag whether this rank has a gradient."""
         moved = False
         for slot in slots:
             if not hasattr(slot, "twin"):
@@ -366,7 +367,7 @@ class ScheduledOptimizer(Optimizer):
         outstanding = self._why_step_waits is None  # the updates stay outstanding after this step()
         if outstanding:
             # As after a completed update, autograd must refuse to differentiate a graph from before it.
-            increment_versions([slot.twin.plain for slot in slots if slot.parameter.grad is not None])
+            increment_versions([slot.twin.plain for slot in slots if keeps[slot.flag]])
         with unnoticed():
             for slot in slots:
                 twin = slot.twin
@@ -374,7 +375,8 @@ class ScheduledOptimizer(Optimizer):
                 twin.version = twin.plain._version
                 self._pending[slot.flag] = slot
                 guard(slot.parameter, slot.await_update, twin if outstanding else None)
-                guard(slot.gradient, slot.await_gradient)
+                if not has_guarded_class(slot.gradient):  # most are guarded since backward
+                    guard(slot.gradient, slot.await_gradient)
 
     def _put_in_place(self, needed: Slot) -> None:
         """Run the update of ``needed``, and with it the outstanding updates at the front of the forward order whose averages

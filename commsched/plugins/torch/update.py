@@ -269,22 +269,30 @@ def step_some(
 class _StateOfTwins(MutableMapping[Any, Any]):
     """The state of the user's optimizer; a twin as key finds the state of its parameter."""
 
-    __slots__ = ("_parameter_of", "_state")
+    __slots__ = ("_found", "_parameter_of", "_state")
 
     def __init__(self, state: Any, parameter_of: Mapping[int, torch.Tensor]) -> None:
         self._state = state
         self._parameter_of = parameter_of
+        self._found: dict[int, Any] = {}  # state by id of the twin: each step looks it up twice
 
     def _key(self, key: Any) -> Any:
         return self._parameter_of.get(id(key), key)
 
     def __getitem__(self, key: Any) -> Any:
-        return self._state[self._parameter_of.get(id(key), key)]  # not by _key: called twice per parameter in each step
+        found = self._found.get(id(key))
+        if found is None:
+            found = self._state[self._key(key)]
+            if id(key) in self._parameter_of:
+                self._found[id(key)] = found
+        return found
 
     def __setitem__(self, key: Any, value: Any) -> None:
+        self._found.pop(id(key), None)
         self._state[self._key(key)] = value
 
     def __delitem__(self, key: Any) -> None:
+        self._found.pop(id(key), None)
         del self._state[self._key(key)]
 
     def __contains__(self, key: object) -> bool:

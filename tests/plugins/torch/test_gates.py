@@ -193,8 +193,8 @@ def guarding_all_but(kind: type) -> Callable[[Callable[..., None]], Callable[...
 
 
 def with_free_gradients(await_updates: Callable[..., None]) -> Callable[..., None]:
-    def call(self: Any, slots: Any) -> None:
-        await_updates(self, slots)
+    def call(self: Any, slots: Any, keeps: list[bool]) -> None:
+        await_updates(self, slots, keeps)
         for slot in slots:
             guard.release(slot.gradient)
 
