@@ -27,7 +27,7 @@ from .graph_task import adds_to_grad, at_end, current_task, is_nested, keeps_gra
 from .guard import unguarded
 from .layout import GradientLayout
 from .registered import end_abandoned
-from .rounds import Round
+from .rounds import Round, RoundState
 from .slot import Slot, is_held
 from .timing import FullWaitReport
 
@@ -72,7 +72,6 @@ class GradientExchange:
         self._round = Round(session, self.places, self._ask_for_gradients, compared)
         self._settle_updates, self._superseded = WeakMethod(before_round), WeakMethod(superseded)
         self.put_in_place: Callable[[Slot], None] | None = None  # while updates are outstanding: runs one parameter's update
-        self._committed = False  # the last round ended with step(), and no other has begun
         self._own_sums = OwnSums()  # gradients that do not travel yet; used between rounds
         self._accumulated = False  # autograd has made a gradient since the last commit
         self._backward = -1  # the last backward that made a gradient (its graph task)
@@ -170,7 +169,7 @@ class GradientExchange:
         """
         if self._round.is_open:
             self._fold()
-        elif self._committed:
+        elif self._round.state is RoundState.COMMITTED:
             self._round.kept(committed=True)  # read the last round's flags before the meeting overwrites them
         if self.places.are_made:  # else there was no round yet, so that there are no flags to exchange
             self._round.meet()
@@ -205,7 +204,7 @@ class GradientExchange:
             self._round.hand_over_rest()
             nothing = [False] * len(self.places.all)
             self._round.end(nothing, nothing)
-            self._round.is_open = False
+            self._round.advance("close")
         self.settle()
 
     def forget_missing(self) -> None:
@@ -238,9 +237,10 @@ class GradientExchange:
         if slot.is_undefined:
             return
         if (
-            self._running[0] == current_task()
+            current.state is RoundState.OPEN
+            and self._running[0] == current_task()
             and parameter.grad is None
-            and not (slot.ready or slot.pending or current.all_handed_over or current.without.noted)
+            and not (slot.ready or slot.pending or current.without.noted)
         ):
             slot.users = None
             self._accumulated = True
@@ -254,7 +254,7 @@ class GradientExchange:
         if held is not None:
             if current.given:
                 self._require_given_released([slot])
-            if self._committed:
+            if current.state is RoundState.COMMITTED:
                 self._require_zeroed(slot)
             self._require_own_memory(slot, held)
         self._accumulated = True
@@ -264,7 +264,7 @@ class GradientExchange:
             self._graph_kept = self._graph_kept or keeps_graph()
             at_end(partial(self._backward_ended, self._backward, is_nested()))
         if not current.is_open or not (
-            slot.ready or current.all_handed_over or (before != self._backward and current.is_dropped())
+            slot.ready or current.state is not RoundState.OPEN or (before != self._backward and current.is_dropped())
         ):
             return
         if not adds_to_grad(slot.parameter):
@@ -344,7 +344,7 @@ class GradientExchange:
             if slot.users is None:
                 slot.made = gradient
             return
-        if not self._round.is_open:
+        if self._round.state is not RoundState.OPEN and not self._round.is_open:
             self._begin_round(slot)
         if self._observer is not None:
             began, self._last_gradient_at = self._last_gradient_at, monotonic()
@@ -361,8 +361,7 @@ class GradientExchange:
         """
         self._before_round()
         held = [slot for slot in self.places.all if slot is not first and slot.parameter.grad is not None]
-        if self._committed:
-            self._committed = False
+        if self._round.state is RoundState.COMMITTED:
             for slot in held:
                 if slot.proxies and (first is not None or slot.parameter.grad is slot.gradient):
                     self._require_zeroed(slot)
@@ -424,8 +423,8 @@ class GradientExchange:
             for slot, edit in zip(places.all, changed):
                 if edit or slot.was_read:
                     slot.version = slot.gradient._version
-        self._round.is_open = self._accumulated = False
-        self._committed = True
+        self._round.advance("commit")
+        self._accumulated = False
         if places.use_order.is_open:
             places.use_order.end()
             unseen = places.use_order.unseen()
@@ -480,7 +479,7 @@ class GradientExchange:
             self._round.await_average(slot)
             if not slot.has_gradient and slot.parameter.grad is None and kept.share[slot.flag] > 0:
                 slot.parameter.grad = slot.gradient  # else the gradient that this rank adds next would count less
-        self._round.is_open = False
+        self._round.advance("fold")
         if self._says_accumulation and any(share > 0 for share in kept.share):
             self._says_accumulation = False
             log.info(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
+from enum import Enum
 from typing import Any
 
 import torch
@@ -30,8 +31,40 @@ from .samples import Samples
 from .slot import Slot
 
 
+class RoundState(Enum):
+    """The state of a round on this rank; see :data:`ROUND_TRANSITIONS`."""
+
+    IDLE = "idle"  # no round has begun yet, or the session was closed during the last one
+    OPEN = "open"  # a round has begun, and backward may make further gradients
+    SUBMITTED = "submitted"  # all gradients are submitted, and so are the first flags
+    COMPLETE = "complete"  # and every parameter with a gradient on any rank has a place
+    FILLED = "filled"  # and gradients were read, so every rank has the same set of gradients
+    COMMITTED = "committed"  # the round has ended with step()
+    FOLDED = "folded"  # the round has ended without step(): its averages are in .grad, and backward adds to them
+
+
+#: All transitions between a round's states. Any other event is a bug of ours and raises KeyError.
+ROUND_TRANSITIONS: dict[tuple[RoundState, str], RoundState] = {
+    (RoundState.IDLE, "begin"): RoundState.OPEN,
+    (RoundState.COMMITTED, "begin"): RoundState.OPEN,
+    (RoundState.FOLDED, "begin"): RoundState.OPEN,
+    (RoundState.OPEN, "submit"): RoundState.SUBMITTED,
+    (RoundState.SUBMITTED, "complete"): RoundState.COMPLETE,
+    (RoundState.COMPLETE, "fill"): RoundState.FILLED,
+    (RoundState.COMPLETE, "commit"): RoundState.COMMITTED,
+    (RoundState.FILLED, "commit"): RoundState.COMMITTED,
+    (RoundState.COMPLETE, "fold"): RoundState.FOLDED,
+    (RoundState.FILLED, "fold"): RoundState.FOLDED,
+    (RoundState.SUBMITTED, "close"): RoundState.IDLE,
+    (RoundState.COMPLETE, "close"): RoundState.IDLE,
+    (RoundState.FILLED, "close"): RoundState.IDLE,
+}
+
+_ENDED = (RoundState.IDLE, RoundState.COMMITTED, RoundState.FOLDED)
+
+
 class Round:
-    """The open round of one exchange, or its last round. One object serves all rounds.
+    """The open round of one exchange, or its last round. One object serves all rounds; ``state`` is where it is.
 
     Two sets of flags travel beside the gradients, with entries for all parameters of the optimizer. The first set, when
     backward is over, says for which parameters this rank has a gradient. The second set, when the round ends, says whether
@@ -51,15 +84,12 @@ class Round:
     def __init__(
         self, session: commsched.Session, places: GradientLayout, ask_for_gradients: Callable[[], None], compared: Set[str]
     ) -> None:
-        self.is_open = False  # between the first gradient and the end
-        self.all_handed_over = False  # all gradients are submitted, and so are the first flags
+        self.state = RoundState.IDLE
         self._session = session
         self._places = places
         self._packs = Packs()
-        self._complete = False  # all is submitted, and every parameter with a gradient on any rank has a place
         self._missing = 0  # number of parameters with a place that backward has not reached
         self._unfrozen = False  # a slot without a place has a gradient or requires one
-        self._filled = False  # gradients were read, so every rank has the same set of gradients
         self.given: dict[Slot, torch.UntypedStorage] = {}  # the memory that the user gave to gradients through .data
         self.without = NoGradients(ask_for_gradients)
         self._own_changed: str | None = None  # the name of a parameter whose gradient was changed before it was averaged
@@ -70,6 +100,15 @@ class Round:
         self._hyper_parameters: Sequence[Mapping[str, Any]] = ()  # by group, from the step() that ended the round
         self._agreed: StepShares | None = None  # all ranks' flags at the end of the round, once checked
 
+    @property
+    def is_open(self) -> bool:
+        """Whether the round has begun and not ended."""
+        return self.state not in _ENDED
+
+    def advance(self, event: str) -> None:
+        """Change the state by ``event``, one of the events in :data:`ROUND_TRANSITIONS`."""
+        self.state = ROUND_TRANSITIONS[self.state, event]
+
     def begin(self) -> None:
         self.without.forget()
         flags = self._places.flags
@@ -77,9 +116,9 @@ class Round:
             group.begin_step()
         flags.begin_step()
         self._packs.begin(self._places.groups, self._places.slots, self._may_pack())
+        self.advance("begin")
         self._turn += 1
-        self.is_open = True
-        self.all_handed_over = self._complete = self._filled = self._unfrozen = False
+        self._unfrozen = False
         self._missing = sum(slot.parameter.requires_grad for slot in self._places.slots)
         for slot in self._places.all:
             slot.ready = slot.has_gradient = slot.was_read = False
@@ -155,9 +194,9 @@ class Round:
         """Submit the gradients that backward did not produce (zeros, unless one was accumulated before), and the first flags.
         Never waits."""
         self.without.forget()
-        if self.all_handed_over:
+        if self.state is not RoundState.OPEN:
             return
-        self.all_handed_over = True
+        self.advance("submit")
         places = self._places
         for slot in [*places.slots, *places.late]:
             if not slot.ready:
@@ -172,8 +211,8 @@ class Round:
         """Submit all gradients after backward. It waits for the other ranks' backward only while there are unfrozen
         parameters without a place."""
         self.hand_over_rest()
-        if not self._complete:
-            self._complete = True
+        if self.state is RoundState.SUBMITTED:
+            self.advance("complete")
             if self._unfrozen:
                 self._exchange_late()
 
@@ -265,7 +304,7 @@ class Round:
 
     def backward_ended(self) -> None:
         """Note the parameters that the ended backward has left without a gradient."""
-        if self.is_open and not self.all_handed_over:
+        if self.state is RoundState.OPEN:
             left = [slot for slot in self._places.all if not slot.ready and slot.parameter.requires_grad]
             if self._places.use_order.is_open:
                 for slot in left:
@@ -275,9 +314,9 @@ class Round:
     def fill(self) -> None:
         """Put averages into ``.grad`` where other ranks have gradients and this rank has none. Call it after
         :meth:`complete`. It waits until backward is over on all ranks, but not for averages."""
-        if self._filled:
+        if self.state is RoundState.FILLED:
             return
-        self._filled = True
+        self.advance("fill")
         used = self.used()
         for slot in self._places.slots:
             if not slot.has_gradient and used.share[slot.flag] > 0 and slot.parameter.grad is None:

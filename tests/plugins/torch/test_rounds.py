@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import pytest
+import torch
+from torch import nn
+
+from commsched.plugins.torch import ScheduledOptimizer
+from commsched.plugins.torch.rounds import ROUND_TRANSITIONS, RoundState
+from commsched.session.local import local_sessions
+from commsched.session.session import Session
+from commsched.testing.world import run_world
+
+T = TypeVar("T")
+
+
+class Training:
+    """One of two ranks, whose round is watched."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.model = nn.Linear(2, 1)
+        self.optimizer: Any = ScheduledOptimizer(
+            torch.optim.SGD(self.model.parameters(), lr=0.1), model=self.model, session=self.session
+        )
+        self.round = self.optimizer._exchange._round
+
+    def backward(self) -> None:
+        self.model(torch.ones(1, 2)).sum().backward()
+
+    def read(self) -> None:
+        assert self.model.weight.grad is not None
+        self.model.weight.grad.norm().item()
+
+    def step(self) -> None:
+        self.optimizer.step()
+
+    def no_sync(self) -> None:
+        with self.optimizer.no_sync():
+            self.backward()
+
+    def drop(self) -> None:
+        self.optimizer.zero_grad()
+
+    def close(self) -> None:
+        self.session.close()
+
+
+def on_two_ranks(run: Callable[[Training], T]) -> list[T]:
+    sessions = local_sessions(2)
+
+    def rank_main(rank: int) -> T:
+        training = Training(sessions[rank])
+        try:
+            return run(training)
+        finally:
+            training.close()
+
+    return run_world(2, rank_main)
+
+
+@pytest.mark.parametrize(
+    ("actions", "states"),
+    [
+        ("backward step backward step", "submitted committed submitted committed"),
+        ("backward read step", "submitted filled committed"),
+        ("backward backward step", "submitted submitted committed"),
+        ("no_sync step", "idle committed"),
+        ("step", "committed"),
+        ("backward drop step", "submitted submitted committed"),
+        ("backward close", "submitted idle"),
+        ("backward read close", "submitted filled idle"),
+        ("backward step close", "submitted committed committed"),
+    ],
+)
+def test_what_a_training_does_to_its_round(actions: str, states: str) -> None:
+    def train(training: Training) -> str:
+        seen = []
+        for action in actions.split():
+            getattr(training, action)()
+            seen.append(training.round.state.value)
+        return " ".join(seen)
+
+    assert on_two_ranks(train) == [states, states]
+
+
+def test_a_second_gradient_folds_the_round_that_the_next_follows() -> None:
+    def train(training: Training) -> list[str]:
+        events = []
+        advance = training.round.advance
+
+        def noted(event: str) -> None:
+            advance(event)
+            events.append(event)
+
+        training.round.advance = noted
+        training.backward()
+        training.backward()
+        training.step()
+        return events
+
+    assert on_two_ranks(train)[0] == ["begin", "submit", "complete", "fold", "begin", "submit", "complete", "commit"]
+
+
+def test_every_state_can_be_left_and_reached() -> None:
+    assert {state for state, _ in ROUND_TRANSITIONS} == set(RoundState) == set(ROUND_TRANSITIONS.values())
+
+
+def test_any_other_event_raises_and_changes_nothing() -> None:
+    def fold(training: Training) -> RoundState:
+        with pytest.raises(KeyError, match="fold"):
+            training.round.advance("fold")
+        return training.round.state
+
+    assert on_two_ranks(fold) == [RoundState.IDLE] * 2
