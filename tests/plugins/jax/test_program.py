@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from commsched.plugins.jax.program import Program, TracedOperation
+from commsched.plugins.jax.program import Program, TracedOperation, has_token
 
 
 def is_barrier(operation: TracedOperation) -> bool:
@@ -21,3 +21,10 @@ def test_what_is_computed_again_is_computed_from_behind_a_barrier() -> None:
     [barrier] = filter(is_barrier, program.operations)
     assert barrier.results
     assert used.issuperset(barrier.results)
+
+
+def test_an_empty_array_and_a_random_key_have_no_token() -> None:
+    assert has_token(jnp.ones(3))
+    assert has_token(jnp.float32(1))
+    assert not has_token(jnp.ones((0, 3)))
+    assert not has_token(jax.random.key(0))
