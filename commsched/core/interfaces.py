@@ -66,7 +66,8 @@ class Transport:
 
         Only the dispatcher thread calls it. If the transport is not ``ordered``, ranks may start the partitions of one step in
         different orders. If it is ``ordered``, every rank has the task ready before the first rank starts it, except in a
-        static order. ``completion`` may be called from within ``start``.
+        static order. ``completion`` may be called from within ``start``. ``averaging.reduce`` has the arithmetic of each dtype,
+        and ``context.contributors.divisor`` the number to divide sums by.
         """
         raise NotImplementedError
 

@@ -83,9 +83,11 @@ class Adapter:
         return weights_of(network)
 
 
-def on_ranks(world_size: int, fn: Callable[[Session], Any], config: SchedulerConfig | None = None) -> list[Any]:
+def on_ranks(
+    world_size: int, fn: Callable[[Session], Any], config: SchedulerConfig | None = None, check_weights: int = 0
+) -> list[Any]:
     """``fn`` on every rank, in a session of its own."""
-    sessions = local_sessions(world_size, config)
+    sessions = local_sessions(world_size, config, check_weights=check_weights)
 
     def run(rank: int) -> Any:
         with sessions[rank] as session:
@@ -280,6 +282,21 @@ def test_parameters_and_velocities_become_those_of_rank_0() -> None:
         for name, weight in weights.items():
             np.testing.assert_array_equal(weight, expected[name])
         assert all((velocity == 1).all() for layer in velocities for velocity in layer.values())
+
+
+def test_weights_of_two_optimizers_are_compared_whichever_is_updated_first() -> None:
+    def run(session: Session) -> None:
+        networks = [make_network(np.random.default_rng(seed)) for seed in (1, 2)]
+        optimizers = [ScheduledOptimizer(SGD(network, 0.1), session) for network in networks]
+        for step in range(4):
+            for network, optimizer in zip(networks, optimizers):
+                train(network, optimizer, [make_batch(session.rank, step, 3)])
+            for optimizer in optimizers if session.rank == 0 else optimizers[::-1]:
+                optimizer.synchronize()
+        session.gather("every comparison has ended")
+        session.core.check()
+
+    on_ranks(2, run, check_weights=1)
 
 
 def test_different_networks_are_refused_on_every_rank() -> None:

@@ -29,7 +29,8 @@ class WeightsCheck:
     Args:
         session: with one rank, or with ``check_weights`` 0, nothing is compared.
         names, nbytes: each tensor's name and size in bytes, equal on all ranks.
-        what: names the weights in errors, for jobs with several optimizers.
+        what: names the weights in errors. Each check of a session needs another name, the same on all ranks: digests are
+            compared by it.
     """
 
     def __init__(self, session: commsched.Session, names: Sequence[str], nbytes: Sequence[int], what: str = "weights") -> None:

@@ -102,7 +102,8 @@ class ScheduledOptimizer:
             layers[index].gradients[name] = place
             self._tensors[index].append(tensor)
         self._parameters = [layers[index].parameters[name] for index, name in slots]
-        self._check = WeightsCheck(self._session, [spec.name for spec in specs], [spec.nbytes for spec in specs])
+        what = "weights" if self._group.index == 0 else f"weights of group {self._group.index}"  # for each training another
+        self._check = WeightsCheck(self._session, [spec.name for spec in specs], [spec.nbytes for spec in specs], what)
 
     def _begin_from_rank_0(self) -> None:
         for index, layer in enumerate(self._network.layers):

@@ -26,7 +26,8 @@ class Channel(Protocol):
     rank: int
     world_size: int
 
-    #: The dtypes that ``all_reduce`` sums. 16-bit floats must not be among them: backends round each partial sum.
+    #: The dtypes that ``all_reduce`` sums. 16-bit floats must not be among them: backends round each partial sum. If there are
+    #: none, ``all_reduce`` is never called.
     native: frozenset[str]
 
     def all_reduce(self, data: memoryview, dtype: str, done: Done) -> None:
