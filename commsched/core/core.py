@@ -200,6 +200,12 @@ class Core:
             )
             return self._changes.reserve()
 
+    def cancel_reservation(self) -> None:
+        """Note that the group for which :meth:`reserve_group` was called is not added."""
+        with self._lock:
+            self._changes.cancel_reservation()
+            self._adopt_config()
+
     def add_group(self, plan: Plan, buffers: Mapping[str, Buffer], collective: str | None = None) -> TensorGroup:
         """Add the tensors of ``plan`` as a group; ``buffers`` maps each dtype to its flat buffer of bytes.
 

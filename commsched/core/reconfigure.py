@@ -45,6 +45,13 @@ class Reconfiguration:
         self._reserved = True
         return self.latest
 
+    def cancel_reservation(self) -> None:
+        """Note that the group that was reserved is not added. No change waits for it."""
+        self._reserved = False
+        for change in self.waiting:
+            change.steps.pop(len(self._groups), None)
+        self._drop_empty()
+
     def add_group(self, group: TensorGroup) -> None:
         self._groups.append(group)
         self._reserved = False
@@ -100,6 +107,11 @@ class Reconfiguration:
         """Drop the changes that released groups would have applied."""
         for change in self.waiting:
             change.steps = self.without_released(change.steps)
+        self._drop_empty()
+
+    def _drop_empty(self) -> None:
+        """Adopt the changes that no group has to apply any more."""
+        for change in self.waiting:
             if not change.steps:
                 self._adopt(change)
         self.waiting = [change for change in self.waiting if change.steps]

@@ -171,9 +171,13 @@ class Session:
             CommschedError: see :meth:`gather`.
         """
         require_buffers(manifest, buffers, self.device)
-        plan, collective = self._agree_on(manifest)
-        for callback in self._register_callbacks:
-            callback(self.core.group_count, manifest)
+        try:
+            plan, collective = self._agree_on(manifest)
+            for callback in self._register_callbacks:
+                callback(self.core.group_count, manifest)
+        except BaseException:
+            self.core.cancel_reservation()
+            raise
         return self._add_group(plan, buffers, collective)
 
     def _agree_on(self, manifest: Manifest) -> tuple[Plan, str]:
@@ -317,6 +321,11 @@ class Session:
             core.observer = Observers(*self._observers)  # even if empty: threads may be about to call it
 
         return forget
+
+    @property
+    def is_observed(self) -> bool:
+        """Whether an observer of tasks and steps is there: the timeline's, or one of :meth:`observe`."""
+        return bool(self._observers)
 
     @property
     def failure(self) -> CommschedError | None:

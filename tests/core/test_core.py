@@ -585,6 +585,15 @@ def test_a_change_includes_the_group_whose_registration_is_under_way(world: Worl
     assert [run_step(world, group) for _ in range(3)] == [4, 2, 2]
 
 
+def test_no_change_waits_for_a_registration_that_was_refused(world: World) -> None:
+    world.core.reserve_group()
+    assert agree(world.core, SchedulerConfig(20, 20)) == {0: 1}
+    assert world.core.config == ONE_BY_ONE
+    world.core.cancel_reservation()
+    assert world.core.config == SchedulerConfig(20, 20)
+    assert world.core.hold_steps() == {}
+
+
 def test_a_registration_waits_until_the_change_that_does_not_include_it_is_agreed_on(world: World) -> None:
     other = world.add_group()
     steps = world.core.hold_steps()

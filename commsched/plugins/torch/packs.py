@@ -25,7 +25,7 @@ _STRIDED = torch.strided
 class Pack:
     """The small gradients of one partition. The last of them copies them all into the flat buffer and notifies the core."""
 
-    __slots__ = ("_gradients", "_group", "_missing", "_tensors", "_views", "slots")
+    __slots__ = ("_gradients", "_group", "_tensors", "_views", "slots")
 
     def __init__(self, group: TensorGroup, slots: list[Slot]) -> None:
         self._group = group
@@ -34,7 +34,6 @@ class Pack:
 
     def begin(self) -> None:
         """Begin a round."""
-        self._missing = len(self.slots)
         self._tensors: list[int] = []  # that have come in this round
         self._views: list[torch.Tensor] = []  # places to copy to
         self._gradients: list[torch.Tensor] = []  # what to copy there
@@ -74,14 +73,17 @@ class Pack:
         """Note that the gradient of ``slot`` was taken, or is in its place."""
         self._tensors.append(slot.tensor)
         self._group.on_hand.add(slot.tensor)
-        self._missing -= 1
-        if self._missing == 0:
+        if len(self._tensors) == len(self.slots):
             self._submit()
 
     def _submit(self) -> None:
-        if self._gradients:
-            torch._foreach_copy_(self._views, self._gradients)
-            self._views, self._gradients = [], []
+        try:
+            if self._gradients:
+                torch._foreach_copy_(self._views, self._gradients)
+                self._views, self._gradients = [], []
+        except BaseException:
+            self._group.on_hand.difference_update(self._tensors)  # this rank is late with them
+            raise
         self._group.notify_all_ready(self._tensors)
 
 

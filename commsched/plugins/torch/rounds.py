@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence, Set
 from enum import Enum
 from typing import Any
@@ -85,6 +86,7 @@ class Round:
         self, session: commsched.Session, places: GradientLayout, ask_for_gradients: Callable[[], None], compared: Set[str]
     ) -> None:
         self.state = RoundState.IDLE
+        self._advancing = threading.Lock()
         self._session = session
         self._places = places
         self._packs = Packs()
@@ -109,6 +111,15 @@ class Round:
         """Change the state by ``event``, one of the events in :data:`ROUND_TRANSITIONS`."""
         self.state = ROUND_TRANSITIONS[self.state, event]
 
+    def _advance_from(self, state: RoundState, event: str) -> bool:
+        """Change the state by ``event`` if it is ``state``, and return whether it was. Threads that read gradients at once do
+        so: one of them does the work of the event."""
+        with self._advancing:
+            if self.state is not state:
+                return False
+            self.advance(event)
+            return True
+
     def begin(self) -> None:
         self.without.forget()
         flags = self._places.flags
@@ -128,7 +139,7 @@ class Round:
     def _may_pack(self) -> bool:
         """Whether gradients may be submitted together. A device says itself when each of them is there, and an observer notes
         the time of each."""
-        return self._session.device == "cpu" and self._session.core.observer is None
+        return self._session.device == "cpu" and not self._session.is_observed
 
     # --- gradients into the buffers ---
 
@@ -194,9 +205,8 @@ class Round:
         """Submit the gradients that backward did not produce (zeros, unless one was accumulated before), and the first flags.
         Never waits."""
         self.without.forget()
-        if self.state is not RoundState.OPEN:
+        if not self._advance_from(RoundState.OPEN, "submit"):
             return
-        self.advance("submit")
         places = self._places
         for slot in [*places.slots, *places.late]:
             if not slot.ready:
@@ -211,10 +221,8 @@ class Round:
         """Submit all gradients after backward. It waits for the other ranks' backward only while there are unfrozen
         parameters without a place."""
         self.hand_over_rest()
-        if self.state is RoundState.SUBMITTED:
-            self.advance("complete")
-            if self._unfrozen:
-                self._exchange_late()
+        if self._advance_from(RoundState.SUBMITTED, "complete") and self._unfrozen:
+            self._exchange_late()
 
     def _keep_late(self, slot: Slot, gradient: torch.Tensor) -> None:
         slot.specs()  # raises if its type cannot be averaged, before other ranks wait for it
@@ -314,9 +322,8 @@ class Round:
     def fill(self) -> None:
         """Put averages into ``.grad`` where other ranks have gradients and this rank has none. Call it after
         :meth:`complete`. It waits until backward is over on all ranks, but not for averages."""
-        if self.state is RoundState.FILLED:
+        if not self._advance_from(RoundState.COMPLETE, "fill"):
             return
-        self.advance("fill")
         used = self.used()
         for slot in self._places.slots:
             if not slot.has_gradient and used.share[slot.flag] > 0 and slot.parameter.grad is None:

@@ -224,7 +224,7 @@ class Slot:
                 f"the memory of '{self.name}'.grad was replaced through .data: assign to .grad instead; if it was model.to(), "
                 "float(), share_memory() or the like, call zero_grad() before that"
             )
-        self.gradient = self.view.detach()  # the replaced gradient is not used any more
+        self.gradient = self.view.data  # the replaced gradient is not used any more
 
     def require_own_memory(self, gradient: torch.Tensor) -> None:
         """Require that ``gradient``, which the user has put into ``.grad``, does not share memory with other tensors.
@@ -288,7 +288,7 @@ class Slot:
             elif self.proxies and gradient is self.gradient:
                 release(gradient)
                 gradient.data = torch.zeros_like(self.view)
-                self.gradient = self.view.detach()
+                self.gradient = self.view.data
             else:
                 gradient.detach_().zero_()
 
@@ -323,7 +323,7 @@ class Slot:
         """Called before the view is written: if user code holds the last gradient, move its values to memory of its own."""
         if sys.getrefcount(self.gradient) > self.references:
             self.gradient.data = self.view.clone()
-            self.gradient = self.view.detach()
+            self.gradient = self.view.data
 
 
 def is_held(storage: torch.UntypedStorage) -> bool:
@@ -350,7 +350,7 @@ def give_places(session: commsched.Session, device: Device, slots: Sequence[Slot
             beside = []
         else:
             view = views[first]
-        slot.view, slot.gradient = view, view.data  # .data gives the gradient its own version counter
+        slot.view, slot.gradient = view, view.data  # .data, here and below, gives the gradient its own version counter
         slot.references = sys.getrefcount(slot.gradient)
         slot.address, slot.shape, slot.stride = view.data_ptr(), view.shape, view.stride()
         slot.device, slot.dtype = view.device, view.dtype

@@ -288,11 +288,11 @@ class _StateOfTwins(MutableMapping[Any, Any]):
         return found
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        self._found.pop(id(key), None)
+        self._found.clear()  # also if ``key`` is the parameter itself
         self._state[self._key(key)] = value
 
     def __delitem__(self, key: Any) -> None:
-        self._found.pop(id(key), None)
+        self._found.clear()  # also if ``key`` is the parameter itself
         del self._state[self._key(key)]
 
     def __contains__(self, key: object) -> bool:

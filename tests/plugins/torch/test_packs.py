@@ -159,7 +159,9 @@ def trained(observe: bool, look: Callable[[nn.Module, Core, list[list[int]]], No
         with sessions[rank] as session:
             model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(10)))
             optimizer = ScheduledOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, session=session)
-            session.core.observer = Observer() if observe else None
+            forget = session.observe(Observer())
+            if not observe:
+                forget()  # as tuning does when it ends
             calls: list[list[int]] = []
             notify = session.core.notify_ready
 
@@ -238,3 +240,29 @@ def test_a_packed_gradient_cannot_be_read_within_backward() -> None:
     sessions = local_sessions(2, SchedulerConfig())
     for said in run_world(2, train):
         assert said.startswith("the gradient of '2.weight' is read within backward: its average cannot be there yet")
+
+
+def test_a_gradient_that_one_rank_holds_is_not_changed_by_those_of_the_next_step() -> None:
+    """The tensors that replace a held gradient count their own versions, and not those of the whole buffer."""
+
+    def train(rank: int) -> list[float]:
+        with sessions[rank] as session:
+            torch.manual_seed(0)
+            model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+            optimizer = ScheduledOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, session=session)
+            held: list[torch.Tensor | None] = []
+            norms: list[float] = []
+            for step in range(5):
+                optimizer.zero_grad()
+                model(torch.full((2, 4), 1.0 + rank + step)).sum().backward()
+                if step == 1 and rank == 0:
+                    held = [parameter.grad for parameter in model.parameters()]
+                elif step == 3:
+                    held.clear()
+                norms += [float(parameter.grad.norm()) for parameter in model.parameters() if parameter.grad is not None]
+                optimizer.step()
+            return norms
+
+    sessions = local_sessions(2, SchedulerConfig())
+    first, second = run_world(2, train)
+    assert first == second

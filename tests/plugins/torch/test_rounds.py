@@ -104,6 +104,40 @@ def test_a_second_gradient_folds_the_round_that_the_next_follows() -> None:
     assert on_two_ranks(train)[0] == ["begin", "submit", "complete", "fold", "begin", "submit", "complete", "commit"]
 
 
+def test_a_reader_that_comes_after_the_commit_fills_nothing() -> None:
+    """Another thread may read a gradient while the training thread is in step()."""
+
+    def train(training: Training) -> RoundState:
+        training.backward()
+        training.step()
+        training.round.complete()
+        training.round.fill()
+        state: RoundState = training.round.state
+        return state
+
+    assert on_two_ranks(train) == [RoundState.COMMITTED] * 2
+
+
+def test_threads_that_read_at_once_are_served_by_one_of_them() -> None:
+    def train(training: Training) -> int:
+        training.backward()
+        training.round.complete()
+        filled = []
+        used = training.round.used
+
+        def noted() -> object:
+            filled.append(True)
+            training.round.fill()  # the other thread has come in the meantime
+            return used()
+
+        training.round.used = noted
+        training.read()
+        training.step()
+        return len(filled)
+
+    assert on_two_ranks(train) == [1, 1]
+
+
 def test_every_state_can_be_left_and_reached() -> None:
     assert {state for state, _ in ROUND_TRANSITIONS} == set(RoundState) == set(ROUND_TRANSITIONS.values())
 

@@ -22,3 +22,6 @@ def test_the_state_of_a_twin_is_that_of_its_parameter() -> None:
     assert list(state) == [other]
     assert twin not in seen
     assert seen[twin] == {}  # made anew, as the optimizer's own state does
+    seen[twin]["step"] = 3
+    del seen[parameter]
+    assert seen[twin] == {}
