@@ -187,7 +187,8 @@ def _setting(
     Args:
         shown: whether ``repr`` shows the value; False for a secret.
         same_on_all_ranks: whether ranks compare the value when they join.
-        run_option: whether ``commsched run`` has it as an option. The other settings concern jobs across machines.
+        run_option: whether ``commsched run`` has it as an option. The others concern jobs across machines or tuning, or are set
+            by commsched.
         some_transports: whether it has an effect with some transports only. Each transport names those that it uses
             (``transports.backend``).
     """

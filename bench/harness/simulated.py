@@ -63,7 +63,8 @@ class PartitionRules:
     """A system on commsched's scheduler.
 
     Args:
-        partition_bytes, credit_bytes, fusion_bytes: sizes that the system does not choose; None means that it does.
+        partition_bytes, credit_bytes, fusion_bytes: sizes that the system does not choose; None means that it does. Sizes that
+            depend on those of commsched need a subclass with ``rules`` of its own.
         exchange: the kind of averaging, if nothing was measured that says otherwise.
         barrier, hold, pushes_first: see ``commsched.simulator.scenario.Rules``.
     """

@@ -124,7 +124,7 @@ class SystemInfo:
     Args:
         order: the place among the systems in plots and tables; the least comes first.
         colour, marker: those of the system in plots. No other system has the same.
-        simulated: the system as rules of the simulator; None if there is no model of it.
+        simulated: the system as rules of the simulator. Every system has them.
         make_system: makes the system on a rank. Collective. The system may train for a while to find its best settings. None if
             the system is only simulated. It imports engines and optional packages when it is called, because reports and
             predictions need neither, and raises UnsupportedError if they are missing.
@@ -133,13 +133,13 @@ class SystemInfo:
     order: int
     colour: str
     marker: str
-    simulated: Simulation | None = None
+    simulated: Simulation
     make_system: Callable[[Context], System] | None = None
 
     @property
     def is_on_commsched(self) -> bool:
         """Whether gradients travel by a transport of commsched, which can then be chosen for each system."""
-        return self.simulated is not None and self.simulated.is_on_commsched
+        return self.simulated.is_on_commsched
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ from .pace import Pace, PaceReport, Stragglers
 from .plan import Partition, Plan, cut
 from .policies import make_policy
 from .reconfigure import Reconfiguration
-from .scheduler import Scheduler
+from .scheduler import Scheduler, is_key
 from .stalls import RankProgress, Stalls, StepOfGroup, Wait, progress_of
 from .task import ALL_GATHER, REDUCE_SCATTER, CommTask, State
 
@@ -292,6 +292,11 @@ class Core:
             if self._parted is not None:
                 raise self._left_behind(self._parted, task)
             task.order = self._order.add(task)
+            if not is_key(task.order):
+                raise ConfigError(
+                    f"policy={self.config.policy!r} has the key {task.order!r} for {self._describe(LaunchKey.of(task))}; it "
+                    "must be an int from 0 to 2^32 - 1"
+                )
         except CommschedError as error:
             self._failed_inside = self._failed_inside or error
         self._work.notify()

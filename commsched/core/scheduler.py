@@ -47,8 +47,15 @@ class Schedulable(Protocol):
 T = TypeVar("T", bound=Schedulable)
 
 
+def is_key(key: object) -> bool:
+    """Whether ``key`` is what :meth:`Policy.key` may return, which is what the wire carries."""
+    return type(key) is int and 0 <= key < 1 << 32
+
+
 class Policy(Protocol):
-    """The order in which ready tasks start. Each policy is one file in ``core/policies``."""
+    """The order in which ready tasks start. Each policy is one file in ``core/policies``. It knows the size and the priority of
+    one task at a time, and not how many there are.
+    """
 
     def key(self, task: Schedulable) -> int:
         """The sort key of ``task``, 0 to 2^32 - 1. Smaller keys start earlier; equal keys start in order of arrival.

@@ -1,4 +1,5 @@
 import logging
+import re
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -9,11 +10,12 @@ import pytest
 
 from commsched.core.config import SchedulerConfig
 from commsched.core.core import Core
-from commsched.core.errors import ClosedError, CommschedError, PeerLost, TransportError
+from commsched.core.errors import ClosedError, CommschedError, ConfigError, PeerLost, TransportError
 from commsched.core.group import TensorGroup
 from commsched.core.interfaces import Completion
 from commsched.core.manifest import Manifest, TensorSpec
 from commsched.core.plan import cut
+from commsched.core.policies import make_policy
 from commsched.core.stalls import StepOfGroup, progress_of
 from commsched.core.task import CommTask, State
 from commsched.testing.fakes import RecordingTransport
@@ -602,6 +604,19 @@ def test_a_registration_waits_until_the_change_that_does_not_include_it_is_agree
     assert reserving.result(10) == SchedulerConfig(20, 20)  # though no step has begun with it
     assert world.core.config == ONE_BY_ONE
     assert world.core.hold_steps() == {other.index: 1, other.index + 1: 1}
+
+
+@pytest.mark.parametrize("key", [-1, 1 << 32, (1, 2), 1.0])
+def test_a_policy_whose_key_does_not_fit_the_wire_ends_the_job_by_name(
+    world: World, monkeypatch: pytest.MonkeyPatch, key: object
+) -> None:
+    monkeypatch.setattr(type(make_policy("priority")), "key", lambda self, task: key)
+    group = world.add_group()
+    group.begin_step()
+    group.notify_ready(0)
+    said = re.escape(f"policy='priority' has the key {key!r} for tensor ")
+    with pytest.raises(ConfigError, match=rf"^{said}.*; it must be an int from 0 to 2\^32 - 1$"):
+        raise world.failures.get(timeout=10)
 
 
 def test_no_step_of_a_released_group_begins(world: World) -> None:
