@@ -38,8 +38,8 @@ class Listener:
         """Ranks other than rank 0 only: rank 0 announced ``value`` about ``topic``. It may do so even after it has left."""
 
     def hold_steps(self) -> dict[int, int]:
-        """Ranks only: return, for each group, the first step that will not begin before ``switch_at``. Of a group that is not
-        in the answer, step 1 will not begin."""
+        """Ranks only: return, for each group, the first step that will not begin before ``switch_at``. Step 1 of a group
+        that is not in the answer will not begin either."""
         return {}
 
     def switch_at(self, config: dict[str, Any], steps: dict[int, int], window: dict[str, Any]) -> None:
