@@ -22,7 +22,7 @@ import commsched
 from ...core.errors import UnsupportedError
 from ...core.manifest import Manifest, TensorSpec
 from ..common.flat import register_flat
-from ..common.weights_check import WeightsCheck, digest_of
+from ..common.weights_check import WeightsCheck, digest_of, number_optimizer
 from .engine import SGD
 
 
@@ -102,8 +102,9 @@ class ScheduledOptimizer:
             layers[index].gradients[name] = place
             self._tensors[index].append(tensor)
         self._parameters = [layers[index].parameters[name] for index, name in slots]
-        what = "weights" if self._group.index == 0 else f"weights of group {self._group.index}"  # for each training another
-        self._check = WeightsCheck(self._session, [spec.name for spec in specs], [spec.nbytes for spec in specs], what)
+        _, label = number_optimizer(self._session)
+        names, nbytes = [spec.name for spec in specs], [spec.nbytes for spec in specs]
+        self._check = WeightsCheck(self._session, names, nbytes, f"weights{label}")
 
     def _begin_from_rank_0(self) -> None:
         for index, layer in enumerate(self._network.layers):

@@ -16,6 +16,7 @@ from ...core.comparison import Difference, require_same
 from ...core.errors import ConfigError
 from ...core.group import TensorGroup
 from ...core.manifest import Manifest, require_equal
+from ..common.weights_check import number_optimizer
 from .agreement import Flags
 from .checks import refuse_wrapping
 from .device import Device, open_device
@@ -90,9 +91,6 @@ class FirstUse:
 #: The layout that owns each parameter, by the parameter's id. The owner keeps the parameter alive.
 _owners: WeakValueDictionary[int, GradientLayout] = WeakValueDictionary()
 
-#: The number of optimizers that were wrapped in each session.
-_counts: WeakKeyDictionary[commsched.Session, int] = WeakKeyDictionary()
-
 #: Held by the thread that makes the buffers of an optimizer, because another thread of this rank may have the first gradients
 #: of another optimizer at the same time.
 _first_gradients: WeakKeyDictionary[commsched.Session, threading.Lock] = WeakKeyDictionary()
@@ -123,9 +121,7 @@ class GradientLayout:
         self.late = [slot for slot in slots if not slot.parameter.requires_grad]  # without a place
         self.all: list[Slot] = []  # by flag
         self.groups: list[TensorGroup] = []
-        self._number = _counts[session] = _counts.get(session, 0) + 1
-        # Names this optimizer in comparisons between ranks, which wrap their optimizers in the same order.
-        self.label = "" if self._number == 1 else f" of optimizer {self._number}"
+        self._number, self.label = number_optimizer(session)
         self._session = session
         self._model = model
         self._flags: Flags | None = None
