@@ -117,8 +117,6 @@ class ControlEnd:
             for call in self._early:
                 self._callbacks.put(partial(call, listener))
             self._early.clear()
-            if self._when_failed is None:
-                self._callbacks.put(self._listener_hears_of_failure)
 
     def when_failed(self, callback: Callable[[CommschedError], None]) -> None:
         """Call ``callback`` with the first failure of the job, from a control thread, before the listener hears of it. If the
@@ -349,17 +347,18 @@ class ControlEnd:
         self._put(encode(Prepared(listener.hold_steps())))
 
     def _tell_failure(self) -> None:
-        assert self._failure is not None
+        failure = self._failure
+        assert failure is not None
         with self._changed:
             callbacks, self._when_failed = self._when_failed or [], None
         for callback in callbacks:
-            callback(self._failure)
-        self._listener_hears_of_failure()
-
-    def _listener_hears_of_failure(self) -> None:
-        assert self._failure is not None
-        if self._listener is not None:
-            self._listener.on_failure(self._failure)
+            callback(failure)
+        with self._changed:
+            listener = self._listener
+            if listener is None:
+                self._early.append(lambda listener: listener.on_failure(failure))
+        if listener is not None:
+            listener.on_failure(failure)
 
     # --- with the lock held ---
 

@@ -51,6 +51,7 @@ def local_sessions(
                 messenger=control,
                 order=order,
             )
+            undo.callback(core.close)
             return Session(control, transport, core, check_weights=check_weights)
 
     with ThreadPoolExecutor(world_size) as pool:  # opening is collective

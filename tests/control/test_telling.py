@@ -178,6 +178,17 @@ def test_the_first_failure_is_told_once_and_to_the_listener_last(listens_first: 
     assert listener.calls.empty()
 
 
+def test_a_listener_that_comes_while_a_failure_is_told_hears_of_it_once() -> None:
+    [control], listener = LocalControlWorld(1).ends, Recorder()
+    first = PeerLost("the first")
+    control.when_failed(lambda error: control.listen(listener))
+    control.report(first)
+    control.wait_for_callbacks()
+    control.close()
+    assert listener.next("failure") is first
+    assert listener.calls.empty()
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_who_has_left_tells_nothing_more(way: str) -> None:
     with ranks(way, 2) as job:

@@ -634,6 +634,17 @@ def test_a_rank_that_another_one_keeps_from_starting_raises_the_first_failure_an
     assert raised.value.__cause__ is seen
 
 
+def test_a_session_that_cannot_be_made_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise TransportError("no session")
+
+    monkeypatch.setattr("commsched.session.local.Session", fail)
+    before = set(threading.enumerate())
+    with pytest.raises(TransportError, match="no session"):
+        local_sessions(1)
+    assert [thread.name for thread in set(threading.enumerate()) - before if thread.name.startswith("commsched-")] == []
+
+
 # --- ordered transports ---
 
 

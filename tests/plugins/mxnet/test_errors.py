@@ -593,7 +593,8 @@ def test_a_look_for_failures_leaves_alone_what_is_queued_after_it(monkeypatch: p
     def submit_slowly(self: QueuedGroup, gradients: Mapping[int, Any]) -> None:
         for tensor in gradients:
             self.places[tensor].queued = self.round
-        if self.round == 2 and 0 in gradients:
+        names = [self.places[tensor].name for tensor in gradients]  # their order is measured, so it varies under load
+        if self.round == 2 and "net_dense0_weight" in names:
             assert looked.wait(20)
             nd.zeros(1).wait_to_read()  # behind what the look has queued; not by a thread of the engine, which may have but one
             self.session.core.check()
