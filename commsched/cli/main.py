@@ -9,6 +9,7 @@ import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from typing import Any
 
 from ..control.rendezvous import read_token, require_strong
 from ..core.errors import CommschedError, ConfigError
@@ -149,7 +150,19 @@ def _environ(options: Mapping[str, str]) -> dict[str, str]:
 def _add_settings(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
     settings = {f.name: f for f in fields(Settings)}
     for name in names:
-        parser.add_argument(f"--{name.replace('_', '-')}", dest=name, metavar="VALUE", help=settings[name].metadata["help"])
+        text = f"{settings[name].metadata['help']} (default: {_as_written(settings[name].default)})"
+        parser.add_argument(f"--{name.replace('_', '-')}", dest=name, metavar="VALUE", help=text)
+
+
+def _as_written(value: Any) -> str:
+    """The value of a setting as a user writes it."""
+    if value is None:
+        return "none"
+    if isinstance(value, bool | float):
+        return f"{value:g}"
+    if isinstance(value, int) and value and value % 10**6 == 0:
+        return f"{value // 10**6}MB"
+    return str(value)
 
 
 def _given(arguments: argparse.Namespace, names: Sequence[str]) -> dict[str, str]:

@@ -44,10 +44,11 @@ def without_effect(settings: Settings, transport: str) -> dict[str, str]:
     used = load_backend(transport).settings
     changed = {name: value for name, value in settings.changed("some_transports").items() if name not in used}
     return {
-        name: f"{name}={value!r} has no effect with transport={transport}: it is for {', '.join(_users(name))}"
+        name: f"{name}={value!r} has no effect with transport={transport}: it is for {', '.join(users_of(name))}"
         for name, value in changed.items()
     }
 
 
-def _users(setting: str) -> list[str]:
+def users_of(setting: str) -> list[str]:
+    """The transports that use ``setting``, one of the settings for some transports only."""
     return [name for name in transport_names() if setting in load_backend(name).settings]

@@ -10,7 +10,8 @@ import pytest
 
 from commsched.cli import launch, server
 from commsched.cli.main import main
-from commsched.transports import transport_names
+from commsched.settings import Settings
+from commsched.transports import transport_names, users_of
 
 
 @pytest.fixture(autouse=True)
@@ -64,7 +65,7 @@ def test_a_lane_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[str]
         (["--transport", "mpi", "--lane", "grpc"], "lane='grpc' has no effect with transport=mpi: it is for ps"),
         (
             ["--transport", "ps", "--order", "static"],
-            "order='static' has no effect with transport=ps: it is for gloo, mpi, nccl",
+            f"order='static' has no effect with transport=ps: it is for {', '.join(users_of('order'))}",
         ),
     ],
 )
@@ -96,6 +97,20 @@ def test_every_rank_has_the_settings_given(monkeypatch: pytest.MonkeyPatch, opti
     monkeypatch.setattr(launch, "run", run)
     assert main(["run", "-n", "2", option, value, "--", sys.executable]) == 0
     assert environs[0][name] == value
+
+
+def test_the_help_of_each_option_names_its_default(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["run", "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    defaults = Settings()
+    for name in Settings.names("run_option"):
+        _, found, after = shown.partition(f"--{name.replace('_', '-')} VALUE ")
+        assert found
+        value = after.partition("(default: ")[2].partition(")")[0]
+        if value == "none" and getattr(defaults, name) is None:
+            continue
+        assert getattr(Settings.load({name: value}, {}), name) == getattr(defaults, name), name
 
 
 def test_a_transport_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:

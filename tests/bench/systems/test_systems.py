@@ -38,6 +38,11 @@ def test_each_file_of_the_folder_is_a_whole_system(path):
     assert (system.make_system is None) == ("It is only simulated." in text)
 
 
+def test_every_system_has_a_row_in_the_docs():
+    page = Path(systems.__file__).parents[2] / "docs" / "benchmarks.md"
+    assert [name for name in SYSTEMS if f"\n| `{name}` | " not in page.read_text()] == []
+
+
 def test_no_two_systems_look_alike():
     for of_all in zip(*((system.order, system.colour, system.marker) for system in SYSTEMS.values())):
         assert len(set(of_all)) == len(FILES)
