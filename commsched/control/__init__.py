@@ -8,5 +8,5 @@ It serves every transport, and carries:
 - the agreed step of a change of configuration.
 
 ``roster.py`` makes the decisions, without I/O. ``server.py`` and ``client.py`` move the messages of ``messages.py`` over gRPC.
-Rank 0's own messages need no gRPC, because rank 0 is in the server's process (``direct_stream.py``).
+Rank 0's own messages need no gRPC, because rank 0 is in the server's process (``server.py``).
 """

@@ -12,13 +12,11 @@ from ..core import timeouts
 from ..core.errors import CommschedError, PeerLost, PeerTimeout, ProtocolError, TransportError
 from ..net.rpc import Unproven
 from ..version import __version__
-from .clock import ClockOffset
-from .direct_stream import InProcessStream
 from .end import ControlEnd
-from .liveness import FailureDetector, heartbeat_seconds, tick_seconds, too_silent
+from .liveness import ClockOffset, FailureDetector, heartbeat_seconds, tick_seconds, too_silent
 from .member import Member
 from .messages import PROTOCOL, End, Hello, Message, Ping, Pong, Ready, Welcome, decode, encode
-from .server import ControlServer
+from .server import ControlServer, InProcessStream
 from .stream import ControlStream, refusal
 from .witnessed import Doubts
 

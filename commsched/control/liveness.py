@@ -1,7 +1,9 @@
-"""Failure detection: finds the peers that have been silent for too long. Pure: no thread, clock or I/O."""
+"""What the times of messages show: which peers have been silent for too long, and how far this process's clock is from rank
+0's. Pure: no thread, clock or I/O."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable
 from typing import Generic, TypeVar
 
@@ -64,3 +66,20 @@ class FailureDetector(Generic[Peer]):
         for peer, _ in overdue:
             self.forget(peer)
         return overdue
+
+
+class ClockOffset:
+    """Estimates the offset from the fastest of several round trips (Cristian, 1989). The error is at most half of that round
+    trip."""
+
+    def __init__(self) -> None:
+        self.round_trips = 0
+        self.seconds = 0.0  # add this to this process's clock to get rank 0's
+        self._fastest = math.inf
+
+    def add(self, sent_at: float, server_time: float, received_at: float) -> None:
+        """Add one round trip: two times of this process's clock and, between them, one time of rank 0's clock."""
+        self.round_trips += 1
+        if received_at - sent_at < self._fastest:
+            self._fastest = received_at - sent_at
+            self.seconds = server_time - (sent_at + received_at) / 2

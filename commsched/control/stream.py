@@ -1,8 +1,10 @@
-"""A member's only stream to rank 0. It retries until connected, and has a reading thread of its own."""
+"""One stream of messages: the queue that either end sends from, and a member's only stream to rank 0, which retries until
+connected and has a reading thread of its own."""
 
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable
 
 import grpc
@@ -10,8 +12,7 @@ import grpc
 from ..core.errors import CommschedError, ConfigError, TransportError
 from ..net.rpc import Call, Unproven, make_channel
 from .liveness import heartbeat_seconds
-from .messages import MAX_WIRE_BYTES, METHOD, SERVICE
-from .outbox import MessageQueue
+from .messages import MAX_WIRE_BYTES, METHOD, SERVICE, Heartbeat, encode
 
 _RETRY_SECONDS = 0.1  # between attempts to connect
 _FAREWELL_SECONDS = 0.5  # longest time that close waits for the server to take the last message
@@ -124,3 +125,60 @@ def refusal(error: grpc.RpcError | Unproven | RuntimeError | None, address: str)
             f"the program that listens at {address} is not commsched's control channel; is COMMSCHED_CONTROL right?"
         )
     return TransportError(f"rank 0 at {address} cannot be joined: {code.name}: {error.details()}")
+
+
+BEAT = encode(Heartbeat())
+
+
+class MessageQueue:
+    """The iterator from which gRPC takes a stream's outgoing messages: the messages put, in order, and a heartbeat when there
+    was no message for ``heartbeat_seconds``. After :meth:`close` it ends when it has yielded all messages put.
+
+    ``put`` and ``close`` never block; any thread. gRPC asks for the next message only when the last one has gone into its
+    window, so heartbeats do not pile up for a peer that does not read.
+    """
+
+    def __init__(self, heartbeat_seconds: float, thread_name: str | None = None) -> None:
+        self._heartbeat_seconds = heartbeat_seconds
+        self._changed = threading.Condition()
+        self._queue: deque[bytes] = deque()
+        self._closed = False
+        self._thread_name = thread_name
+        self.thread: threading.Thread | None = None  # the thread that takes the messages, once it has begun
+
+    def put(self, data: bytes) -> None:
+        """Send ``data``; does nothing if the queue is closed."""
+        with self._changed:
+            if not self._closed:
+                self._queue.append(data)
+                self._changed.notify()
+
+    def close(self) -> None:
+        """Send the messages put so far, and nothing more. Idempotent."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+
+    def discard(self) -> None:
+        """The stream is gone: send nothing more, not even the messages put so far."""
+        with self._changed:
+            self._closed = True
+            self._queue.clear()
+            self._changed.notify()
+
+    def __iter__(self) -> MessageQueue:
+        return self
+
+    def __next__(self) -> bytes:
+        if self.thread is None:
+            self.thread = threading.current_thread()
+            if self._thread_name is not None:
+                self.thread.name = self._thread_name  # gRPC's own thread, on a client
+        with self._changed:
+            if not self._queue and not self._closed:
+                self._changed.wait(self._heartbeat_seconds)
+            if self._queue:
+                return self._queue.popleft()
+            if self._closed:
+                raise StopIteration
+        return BEAT

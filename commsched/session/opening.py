@@ -31,7 +31,7 @@ from ..core.world import World
 from ..settings import Settings
 from ..transports import load_backend, require_transport, without_effect
 from ..transports.auto import transport_name
-from ..transports.context import TransportContext
+from ..transports.backend import TransportContext
 from ..tuner.format import size
 from .log import say, say_whose_warnings, set_level
 from .process_end import tell_launcher

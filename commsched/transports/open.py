@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..core.interfaces import Transport
 from . import load_backend, require_transport
-from .context import TransportContext
+from .backend import TransportContext
 from .hierarchy import open_flat, open_hierarchy
 
 

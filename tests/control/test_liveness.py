@@ -1,6 +1,12 @@
+"""Failure detection and the clock offset, on times that the test makes up."""
+
 from __future__ import annotations
 
-from commsched.control.liveness import FailureDetector, heartbeat_seconds, tick_seconds, too_silent
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from commsched.control.liveness import ClockOffset, FailureDetector, heartbeat_seconds, tick_seconds, too_silent
 from commsched.control.member import Member
 
 
@@ -50,3 +56,25 @@ def test_the_message_names_the_peer_and_the_seconds() -> None:
     assert str(error) == "rank 3 (host h, pid 5) has been silent for 11.2 s; fail_after is 10 s"
     assert (error.rank, error.server) == (3, None)
     assert too_silent(Member("server", 2, 0, "h", 5), 11.23, 10.0).server == 2
+
+
+delays = st.floats(0.0, 1.0)
+
+
+@given(st.floats(-1e4, 1e4), st.lists(st.tuples(delays, delays), min_size=1, max_size=8))
+def test_the_error_is_at_most_half_of_the_fastest_round_trip(offset: float, ways: list[tuple[float, float]]) -> None:
+    clock, now = ClockOffset(), 100.0
+    for there, back in ways:
+        clock.add(now, now + there + offset, now + there + back)
+        now += 10
+    fastest = min(there + back for there, back in ways)
+    assert abs(clock.seconds - offset) <= fastest / 2 + 1e-9
+    assert clock.round_trips == len(ways)
+
+
+def test_the_fastest_round_trip_wins() -> None:
+    clock = ClockOffset()
+    clock.add(0.0, 57.0, 10.0)
+    clock.add(20.0, 70.5, 21.0)
+    clock.add(30.0, 83.0, 39.0)
+    assert clock.seconds == pytest.approx(50.0)

@@ -14,8 +14,7 @@ from commsched.core.interfaces import Transport
 from commsched.settings import Settings
 from commsched.testing.fakes import RecordingTransport
 from commsched.transports import load_backend, require_transport, transport_names, users_of, without_effect
-from commsched.transports.backend import Backend
-from commsched.transports.context import TransportContext
+from commsched.transports.backend import Backend, TransportContext
 from commsched.transports.open import open_named
 from commsched.transports.wire import WireTransport
 

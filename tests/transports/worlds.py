@@ -15,12 +15,12 @@ from commsched.core.interfaces import OnFailure, Transport
 from commsched.core.world import World
 from commsched.settings import Settings
 from commsched.testing.world import run_world
+from commsched.transports.backend import Contributors, TransportContext
 from commsched.transports.backends.local import LocalWorld
 from commsched.transports.backends.ps.server import Shard
 from commsched.transports.backends.ps.service import ServiceContext
 from commsched.transports.backends.ps.stream import StreamOptions
 from commsched.transports.backends.ps.transport import PsTransport
-from commsched.transports.context import Contributors, TransportContext
 
 from .ordered import OrderedWorld
 

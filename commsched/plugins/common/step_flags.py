@@ -12,7 +12,7 @@ import commsched
 
 from ...core.errors import CommschedError, RanksDiverged
 from ...core.manifest import Manifest, TensorSpec
-from .flat import register_flat
+from .collectives import register_flat
 
 #: A transport may round the mean of equal digests, as it multiplies the sum or each digest by 1 / ranks, but by less than this.
 #: Digests that differ are random numbers of 40 bits, so their mean is further off.

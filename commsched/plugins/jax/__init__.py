@@ -11,7 +11,7 @@ except ModuleNotFoundError as error:
 
 from .average_gradients import average_gradients
 from .host_call import jit
-from .initial_state import broadcast
+from .leaves import broadcast
 from .state import TrainState, create, synchronize
 from .value_and_update import value_and_update
 

@@ -16,10 +16,9 @@ import commsched
 
 from ...core.errors import UnsupportedError
 from ...core.manifest import TensorSpec
-from .checks import require_plain, specs_of
 from .exchange import NOTHING, GradientExchange
 from .host_call import NUMBER, host_call
-from .initial_state import named_leaves, require_concrete, require_equal_values
+from .leaves import named_leaves, require_concrete, require_equal_values, require_plain, specs_of
 from .registered import Alike, RegisteredGroups, form_of
 
 

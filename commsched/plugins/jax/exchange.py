@@ -24,7 +24,7 @@ import commsched
 from ...core.errors import UnsupportedError
 from ...core.group import TensorGroup
 from ...core.manifest import Manifest, TensorSpec
-from ..common.flat import register_flat
+from ..common.collectives import register_flat
 from ..common.step_flags import StepFlags
 from ..common.weights_check import WeightsCheck, digest_of
 from .registered import RegisteredGroups

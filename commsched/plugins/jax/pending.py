@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from ...core.errors import UnsupportedError
 from .exchange import NOTHING, GradientExchange
 from .host_call import NUMBER, host_call
-from .initial_state import named_leaves
+from .leaves import named_leaves
 from .program import Lazy, Program, has_token, token_of
 from .same_update import digest_of, operations
 

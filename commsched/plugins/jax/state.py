@@ -16,10 +16,9 @@ from jax.extend.core import set_current_trace, take_current_trace
 import commsched
 
 from ...core.errors import UnsupportedError
-from .checks import specs_of
 from .exchange import NOTHING, GradientExchange
 from .host_call import named_errors
-from .initial_state import broadcast_all, named_leaves, require_concrete
+from .leaves import broadcast_all, named_leaves, require_concrete, specs_of
 from .pending import Pending
 
 

@@ -11,10 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...core.errors import UnsupportedError
-from .checks import require_plain, require_same_form
 from .exchange import GradientExchange
 from .host_call import NUMBER, host_call
-from .initial_state import named_leaves
+from .leaves import named_leaves, require_plain, require_same_form
 from .pending import Pending
 from .program import Lazy, Program, TracedOperation, TrainingProgram, after, has_token
 from .same_update import require_same_update

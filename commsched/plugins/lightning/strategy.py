@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -23,8 +24,7 @@ from ...core.errors import CommschedError, UnsupportedError
 from ...core.world import World
 from ...settings import Settings
 from ..torch import ScheduledOptimizer
-from .optimizer import forward_to_optimizer
-from .package import DDPStrategy
+from .package import DDPStrategy, LightningOptimizer
 
 #: The maximum size of one broadcast of buffers, as in DistributedDataParallel.
 _BROADCAST_BYTES = 250 * 2**20
@@ -224,3 +224,25 @@ class ScheduledStrategy(DDPStrategy):
             return told.get(timeout=timeouts.RAISE_SECONDS)
         except Empty:
             return error
+
+
+def forward_to_optimizer(wrapper: LightningOptimizer) -> None:
+    """Make ``wrapper`` forward every attribute that it does not define itself to the ScheduledOptimizer that it wraps.
+
+    A ``LightningOptimizer`` changes its class to a subclass of the wrapped object's class, but does not have the state of such
+    an object, and its attribute ``optimizer`` has another meaning than in ScheduledOptimizer. Without the forwarding, methods
+    of ScheduledOptimizer would run with the wrapper as ``self``.
+    """
+    kind: Any = type(wrapper)
+    wrapper.__class__ = _forwarding(kind)
+
+
+@cache
+def _forwarding(kind: type) -> type:
+    def __getattribute__(self: Any, name: str) -> Any:
+        attributes = object.__getattribute__(self, "__dict__")
+        if name in attributes or name in vars(LightningOptimizer) or name.startswith("__"):
+            return object.__getattribute__(self, name)
+        return getattr(attributes["_optimizer"], name)
+
+    return type(kind.__name__, (kind,), {"__getattribute__": __getattribute__})

@@ -19,8 +19,8 @@ from ...core.errors import UnsupportedError
 if not _mxnet.__version__.startswith("1."):
     raise UnsupportedError(f"this plugin is for MXNet 1, and this is {_mxnet.__version__}")
 
-from .forward_spans import trace_forward
 from .store import ScheduledStore
+from .timing import trace_forward
 from .trainer import ScheduledTrainer
 
 commsched.end_first()  # outstanding operations need MXNet's engine, so sessions close before it does

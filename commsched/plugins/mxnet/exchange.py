@@ -19,13 +19,12 @@ from ...core.comparison import require_same
 from ...core.errors import ConfigError, UnsupportedError
 from ...core.manifest import Manifest
 from ..common.collectives import gather_alike
-from .agreement import Agreement, ComparedWeights, RoundOutcome
+from .agreement import Agreement, ComparedWeights, RoundOutcome, require_equal_optimizers
 from .initial_state import TRAINER_ADVICE, require_equal_values
-from .layer_order import measure_order
-from .optimizer_numbers import require_equal_optimizers
 from .queued_group import QueuedGroup
 from .session_end import end_with
 from .slot import Slot, require_averageable, spec_of
+from .timing import measure_order
 
 #: id of a parameter -> its exchange, which keeps the parameter alive.
 _exchanges: WeakValueDictionary[int, GradientExchange] = WeakValueDictionary()

@@ -23,7 +23,7 @@ from ...core.errors import ClosedError, CommschedError, TransportError
 from ...core.interfaces import TaskObserver
 from ...core.manifest import Manifest
 from ...core.task import REDUCE_SCATTER, CommTask
-from ..common.flat import register_flat
+from ..common.collectives import register_flat
 from .operation import Operation, drain_before_forks, fail, push, wait
 
 

@@ -9,9 +9,9 @@ import mxnet as mx
 
 import commsched
 
+from .agreement import describe_optimizer, digest_states, numbers_of, prepare_optimizer
 from .exchange import GradientExchange
 from .initial_state import begin_from_rank_0
-from .optimizer_numbers import describe_optimizer, digest_states, numbers_of, prepare_optimizer
 from .slot import require_averageable
 
 

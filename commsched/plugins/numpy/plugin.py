@@ -21,7 +21,7 @@ import commsched
 
 from ...core.errors import UnsupportedError
 from ...core.manifest import Manifest, TensorSpec
-from ..common.flat import register_flat
+from ..common.collectives import register_flat
 from ..common.weights_check import WeightsCheck, digest_of, number_optimizer
 from .engine import SGD
 

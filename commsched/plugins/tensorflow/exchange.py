@@ -20,11 +20,10 @@ import commsched
 
 from ...core.errors import ClosedError, UnsupportedError
 from ...core.manifest import Manifest, TensorSpec
-from ..common.flat import register_flat
+from ..common.collectives import register_flat
 from ..common.step_flags import StepFlags
-from .agreement import Agreement
+from .agreement import Agreement, common_name
 from .guard import own_value
-from .initial_state import common_name
 
 #: Indices of variables, consecutive in forward order. Their gradients are submitted in one piece, and their averages arrive and
 #: are used in one piece.

@@ -14,15 +14,13 @@ import tensorflow as tf
 import commsched
 
 from ...core.errors import ConfigError, ManifestMismatch, UnsupportedError
-from .agreement import Agreement, numbers_of
+from .agreement import Agreement, broadcast_variables, common_name, numbers_of, require_same_optimizer, without_numbers
 from .exchange import GradientExchange
 from .gate import refuse_xla
-from .guard import guard, is_guarded, own_value, release, settle, unguarded
-from .initial_state import broadcast_variables, common_name, require_same_optimizer, without_numbers
+from .guard import guard, is_guarded, own_value, release, settle, settle_at_calls, unguarded
 from .logs import hook_fit, leave_fit, meet_in
 from .step import Step
 from .timeline import Timeline
-from .traced_functions import settle_at_calls
 from .update import Updates, hyper_parameters, why_all_at_once
 from .updater import Updater
 

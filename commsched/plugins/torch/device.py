@@ -17,7 +17,7 @@ from ...core.device_events import EventWatcher
 from ...core.errors import CommschedError, ConfigError, TransportError, UnsupportedError
 from ...core.group import TensorGroup
 from ...core.manifest import Manifest, TensorSpec
-from ..common.flat import register_flat
+from ..common.collectives import register_flat
 from ..common.weights_check import digest_of
 
 #: Time limit for queued work when the device is closed. Longer than the kernels of a backward take, which may still be queued

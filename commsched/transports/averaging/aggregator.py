@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from ...core.interfaces import OnFailure
 from ...core.manifest import Manifest
-from ..context import Contributors
+from ..backend import Contributors
 from .buffer_pool import BufferPool
 from .contributions import Contributions, PartitionKey, Reply
 from .reduce import Bytes, average

@@ -12,8 +12,7 @@ from ...core.manifest import Manifest
 from ...core.task import CommTask
 from ..averaging.aggregator import Aggregator
 from ..averaging.contributions import PartitionKey
-from ..backend import Backend
-from ..context import Contributors, TransportContext
+from ..backend import Backend, Contributors, TransportContext
 
 
 class LocalWorld:

@@ -11,7 +11,7 @@ from ...core import timeouts
 from ...core.errors import CommschedError
 from ...core.interfaces import OnFailure
 from ...core.standard_streams import say_error
-from ..context import WhenFailed
+from ..backend import WhenFailed
 
 
 class DeferredFailure:

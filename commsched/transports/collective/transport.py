@@ -16,7 +16,7 @@ from ...core.manifest import ITEMSIZE, Manifest
 from ...core.task import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, CommTask
 from ..averaging.buffer_pool import BufferPool
 from ..averaging.reduce import average
-from ..context import TransportContext
+from ..backend import TransportContext
 from .channel import MAX_TAGS, CannotBegin, Channel, Done
 from .failures import DeferredFailure
 from .sequence import SequenceChecker

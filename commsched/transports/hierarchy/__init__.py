@@ -13,12 +13,11 @@ from typing import Any
 
 from ...core.interfaces import Transport
 from ...core.world import World
-from ..context import Contributors, TransportContext
+from ..backend import Contributors, TransportContext
 from ..wire import WireTransport
 from .leader import LeaderTransport
 from .member import MemberTransport
-from .rendezvous import HostRendezvous, connect_to_leader
-from .topology import HostTopology, RankLocation, is_wanted
+from .topology import HostRendezvous, HostTopology, RankLocation, connect_to_leader, is_wanted
 
 #: Opens the network transport, in the world of the given context.
 OpenNetwork = Callable[[TransportContext], Transport]

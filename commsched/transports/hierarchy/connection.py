@@ -10,8 +10,7 @@ from ...core.errors import CommschedError, PeerLost, ProtocolError, TransportErr
 from ...core.interfaces import OnFailure
 from ...core.manifest import Manifest
 from ..averaging.contributions import Complete, Contributions, PartitionKey
-from .memory import SharedBuffers, attach, read_manifest
-from .messages import Kind, LocalMessage, UnixConnection, close_all
+from .messages import Kind, LocalMessage, SharedBuffers, UnixConnection, attach, close_all, read_manifest
 
 
 class Connection:

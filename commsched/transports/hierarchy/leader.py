@@ -18,12 +18,11 @@ from ...core.task import CommTask
 from ..averaging.buffer_pool import BufferPool
 from ..averaging.contributions import Complete, Contributions, PartitionKey
 from ..averaging.reduce import average, narrow, total, widen
-from ..context import TransportContext
+from ..backend import TransportContext
 from ..wire import DtypeMapping
 from .connection import Connection
 from .launch_queue import LaunchQueue
-from .memory import SharedBuffers, create_buffers
-from .messages import Kind, LocalMessage, UnixConnection
+from .messages import Kind, LocalMessage, SharedBuffers, UnixConnection, create_buffers
 from .topology import HostTopology
 
 log = logging.getLogger("commsched")

@@ -13,9 +13,18 @@ from ...core.interfaces import Completion, Transport
 from ...core.manifest import Manifest
 from ...core.task import CommTask
 from ..averaging.contributions import PartitionKey
-from ..context import TransportContext
-from .memory import SharedBuffers, attach, create_buffers, write_manifest
-from .messages import Kind, LocalMessage, UnixConnection, about, close_all
+from ..backend import TransportContext
+from .messages import (
+    Kind,
+    LocalMessage,
+    SharedBuffers,
+    UnixConnection,
+    about,
+    attach,
+    close_all,
+    create_buffers,
+    write_manifest,
+)
 
 
 class MemberTransport(Transport):

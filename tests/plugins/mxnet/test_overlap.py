@@ -17,9 +17,9 @@ from commsched.core.interfaces import Completion, ForwardingTransport, Transport
 from commsched.core.manifest import Manifest
 from commsched.core.task import CommTask
 from commsched.plugins.mxnet import ScheduledStore, ScheduledTrainer
-from commsched.plugins.mxnet.layer_order import forward_order
 from commsched.plugins.mxnet.operation import Operation
 from commsched.plugins.mxnet.queued_group import QueuedGroup
+from commsched.plugins.mxnet.timing import forward_order
 
 from .probe import Call, Probe
 from .training import CLASSES, FEATURES, batches, fill, mlp, on_ranks, require_equal, share, step, train_alone, weights_of

@@ -8,7 +8,7 @@ import keras
 import pytest
 import tensorflow as tf
 
-from commsched.plugins.tensorflow import traced_functions as earlier
+from commsched.plugins.tensorflow import guard as earlier
 
 # Few, so that an operation that holds one while it waits shows. test_processes.py has it once more with 1.
 tf.config.threading.set_inter_op_parallelism_threads(2)

@@ -20,7 +20,7 @@ from commsched.core.manifest import Manifest, TensorSpec
 from commsched.testing.world import run_world
 from commsched.transports.averaging.aggregator import Aggregator
 from commsched.transports.averaging.contributions import PartitionKey
-from commsched.transports.context import Contributors
+from commsched.transports.backend import Contributors
 
 MANIFEST = Manifest((TensorSpec("embedding", (4,), "float32"), TensorSpec("head", (4,), "float32")))
 FRONT = ("float32", 0, 16)

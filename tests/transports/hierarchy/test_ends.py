@@ -18,8 +18,8 @@ from commsched.core.errors import ClosedError, CommschedError, PeerLost, Protoco
 from commsched.core.manifest import Manifest, TensorSpec
 from commsched.core.plan import cut
 from commsched.core.task import CommTask
-from commsched.transports.context import TransportContext
-from commsched.transports.hierarchy import memory
+from commsched.transports.backend import TransportContext
+from commsched.transports.hierarchy import messages
 from commsched.transports.hierarchy.leader import LeaderTransport
 from commsched.transports.hierarchy.member import MemberTransport
 from commsched.transports.hierarchy.messages import Kind, LocalMessage, UnixConnection, about
@@ -106,10 +106,10 @@ def test_a_member_puts_its_contribution_where_the_leader_reads_it_and_takes_the_
         memories[message.kind] = fds
     assert kinds == [Kind.GROUP, Kind.MEMORY, Kind.PUSH]
     assert message == about(Kind.PUSH, task)
-    assert memory.read_manifest(memories[Kind.GROUP][0]) == MANIFEST
-    mirror = memory.SharedBuffers(MANIFEST, memory.attach(memories[Kind.MEMORY][0]))
+    assert messages.read_manifest(memories[Kind.GROUP][0]) == MANIFEST
+    mirror = messages.SharedBuffers(MANIFEST, messages.attach(memories[Kind.MEMORY][0]))
     assert mirror.part("float32", 0, 16) == task.data
-    averages, fd = memory.create_buffers(MANIFEST)
+    averages, fd = messages.create_buffers(MANIFEST)
     averages.part("float32", 0, 16)[:] = np.full(4, 9, np.float32).tobytes()
     give(leader, LocalMessage(Kind.MEMORY, group=0), fd)
     leader.send(about(Kind.DONE, task))
@@ -202,7 +202,7 @@ def test_a_goodbye_does_not_wait_while_the_other_end_does_not_read() -> None:
 
 def test_no_program_that_a_rank_starts_gets_its_memory() -> None:
     one, other = linked()
-    give(one, LocalMessage(Kind.MEMORY), memory.create_buffers(MANIFEST)[1])
+    give(one, LocalMessage(Kind.MEMORY), messages.create_buffers(MANIFEST)[1])
     received = other.receive()
     assert received is not None
     [fd] = received[1]
@@ -215,9 +215,9 @@ def test_no_program_that_a_rank_starts_gets_its_memory() -> None:
 # --- a leader and what its member may do ---
 
 
-def announce(member: UnixConnection, manifest: Manifest = MANIFEST) -> memory.SharedBuffers:
-    give(member, LocalMessage(Kind.GROUP, group=0), memory.write_manifest(manifest))
-    mirror, fd = memory.create_buffers(manifest)
+def announce(member: UnixConnection, manifest: Manifest = MANIFEST) -> messages.SharedBuffers:
+    give(member, LocalMessage(Kind.GROUP, group=0), messages.write_manifest(manifest))
+    mirror, fd = messages.create_buffers(manifest)
     give(member, LocalMessage(Kind.MEMORY, group=0), fd)
     return mirror
 
@@ -232,7 +232,7 @@ def test_a_leader_averages_when_both_have_started(leader, told: Told) -> None:
     assert np.frombuffer(task.data, np.float32).tolist() == [5.0, 5.5, 6.0, 6.5]
     message, fds = member.receive()
     assert message.kind is Kind.MEMORY
-    averages = memory.SharedBuffers(MANIFEST, memory.attach(fds[0]))
+    averages = messages.SharedBuffers(MANIFEST, messages.attach(fds[0]))
     assert averages.part("float32", 0, 16) == task.data
     message, _ = member.receive()
     assert message == about(Kind.DONE, task)
@@ -298,7 +298,7 @@ def test_a_leader_that_cannot_be_made_leaves_nothing_behind() -> None:
 
 def test_a_push_without_memory_is_refused(leader, told: Told) -> None:
     _, member = leader
-    give(member, LocalMessage(Kind.GROUP, group=0), memory.write_manifest(MANIFEST))
+    give(member, LocalMessage(Kind.GROUP, group=0), messages.write_manifest(MANIFEST))
     member.send(about(Kind.PUSH, make_task()))
     assert str(told.first()) == "rank 5 pushed step 0 of group 0 without its memory"
 

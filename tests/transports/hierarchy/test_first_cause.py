@@ -19,7 +19,7 @@ from commsched.session.local import local_sessions
 from commsched.session.session import Session
 from commsched.settings import Settings
 from commsched.testing.world import run_world
-from commsched.transports.context import TransportContext
+from commsched.transports.backend import TransportContext
 from commsched.transports.hierarchy import open_hierarchy
 
 from .worlds import LocalNetwork

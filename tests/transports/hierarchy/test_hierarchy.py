@@ -8,9 +8,9 @@ import pytest
 
 from commsched.testing.check_transport import check_leaver, check_results, check_transport
 from commsched.testing.checked_world import OpenWorld, Threads
+from commsched.transports.backend import TransportContext
 from commsched.transports.backends.local import LocalTransport
 from commsched.transports.backends.ps import open_transport as open_ps
-from commsched.transports.context import TransportContext
 
 from ..worlds import close_together
 from .worlds import HostOf, LocalNetwork, hierarchy, open_all

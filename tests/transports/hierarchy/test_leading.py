@@ -21,7 +21,7 @@ from commsched.session.local import local_sessions
 from commsched.testing.fakes import RecordingTransport
 from commsched.testing.world import run_world
 from commsched.transports.averaging.reduce import narrow, widen
-from commsched.transports.context import TransportContext
+from commsched.transports.backend import TransportContext
 from commsched.transports.hierarchy import open_hierarchy
 from commsched.transports.open import open_named
 

@@ -12,8 +12,8 @@ from commsched.core.interfaces import OnFailure, Transport
 from commsched.core.world import World
 from commsched.testing.checked_world import OpenWorld
 from commsched.testing.world import run_world
+from commsched.transports.backend import TransportContext
 from commsched.transports.backends.local import LocalTransport, LocalWorld
-from commsched.transports.context import TransportContext
 from commsched.transports.hierarchy import open_hierarchy
 
 from ..worlds import Meeting, close_together

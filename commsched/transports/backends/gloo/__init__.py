@@ -8,9 +8,8 @@ from typing import Any
 
 from ....core.errors import ConfigError, PeerTimeout, TransportError
 from ....core.order.agreed import STATIC
-from ...backend import Backend
+from ...backend import Backend, TransportContext
 from ...collective import COLLECTIVE_SETTINGS, CollectiveTransport
-from ...context import TransportContext
 
 #: One channel is for large tensors, the other for small messages that need not wait behind them.
 _CHANNELS = 2

@@ -10,9 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 from ....core.interfaces import Transport
-from ...backend import Backend
+from ...backend import Backend, TransportContext
 from ...collective import COLLECTIVE_SETTINGS, CollectiveTransport
-from ...context import TransportContext
 
 
 def prepare(context: TransportContext) -> tuple[Any, list[int]]:
@@ -25,7 +24,7 @@ def prepare(context: TransportContext) -> tuple[Any, list[int]]:
     """
     from ...collective.failures import exit_if_job_fails
     from . import library
-    from .abort_at_exit import ending_with
+    from .library import ending_with
 
     library.require_installed(context.gather)
     with exit_if_job_fails(context.when_failed):

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ....core.errors import PeerTimeout
+from ...backend import WhenFailed
 from ...collective import Done
-from ...context import WhenFailed
-from .abort_at_exit import ending_with
+from .library import ending_with
 from .progress import Progress, abandon
 
 _CHANNELS = 2

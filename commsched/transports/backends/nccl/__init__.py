@@ -7,8 +7,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from ....core.errors import ConfigError
-from ...backend import Backend
-from ...context import TransportContext
+from ...backend import Backend, TransportContext
 
 if TYPE_CHECKING:
     from .transport import NcclTransport

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from ....core.errors import ConfigError, TransportError
+from ...backend import TransportContext
 from ...collective.failures import exit_if_job_fails
-from ...context import TransportContext
 from .group import NcclGroup
 
 #: torch ends the process when a collective takes longer. This is a last resort, far behind ``fail_after``, which names the

@@ -12,9 +12,9 @@ from ....core.errors import ClosedError, PeerLost, TransportError
 from ....core.interfaces import Completion, Transport
 from ....core.manifest import Manifest
 from ....core.task import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, CommTask
+from ...backend import TransportContext
 from ...collective.failures import DeferredFailure
 from ...collective.sequence import SequenceChecker
-from ...context import TransportContext
 from .group import DeviceGroup
 
 #: How long the device may take to end aborted operations.

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from ...backend import Backend
-from ...context import TransportContext
+from ...backend import Backend, TransportContext
 from .server import Shard
 from .service import ServiceContext
 from .stream import StreamOptions

@@ -23,7 +23,7 @@ from ....core.errors import ConfigError, ProtocolError
 from ....core.manifest import ITEMSIZE
 from ...averaging.contributions import PartitionKey
 from ...averaging.reduce import Bytes
-from ...context import Contributors, TransportContext
+from ...backend import Contributors, TransportContext
 
 MAGIC = b"CSPS"
 VERSION = 3

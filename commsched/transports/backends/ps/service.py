@@ -13,7 +13,7 @@ from ....core.manifest import Manifest
 from ....net.rpc import called
 from ...averaging.aggregator import Aggregator
 from ...averaging.contributions import Reply
-from ...context import Contributors
+from ...backend import Contributors
 from .frame import RAW, Damaged, Frame, FrameKind, WorkerHello, json_frame
 from .send_queue import PushPriority
 from .stream import Stream, StreamBroken

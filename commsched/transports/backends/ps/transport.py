@@ -15,7 +15,7 @@ from ....core.manifest import Manifest
 from ....core.plan import place
 from ....core.task import CommTask
 from ...averaging.contributions import PartitionKey
-from ...context import TransportContext
+from ...backend import TransportContext
 from .frame import Frame, WorkerHello
 from .lane import Lane, OwnLane
 from .remote_lane import RemoteLane

@@ -164,7 +164,7 @@ from commsched.core.world import World
 from commsched.settings import Settings
 from commsched.transports.backends.ps.stream import StreamOptions
 from commsched.transports.backends.ps.transport import PsTransport
-from commsched.transports.context import TransportContext
+from commsched.transports.backend import TransportContext
 token, address, lane = sys.argv[1:]
 context = TransportContext(World(1, 2), Settings(lane=lane), "127.0.0.1", token, "h:1", list, print, lambda callback: None)
 transport = PsTransport(context, StreamOptions(token, lane), [address])

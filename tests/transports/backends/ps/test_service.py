@@ -9,11 +9,11 @@ import pytest
 
 from commsched.core.errors import CommschedError, ManifestMismatch, PeerLost, ProtocolError
 from commsched.core.manifest import Manifest, TensorSpec
+from commsched.transports.backend import Contributors
 from commsched.transports.backends.ps.frame import RAW, Frame, FrameKind, WorkerHello, json_frame
 from commsched.transports.backends.ps.send_queue import SendQueue
 from commsched.transports.backends.ps.service import Service, ServiceContext
 from commsched.transports.backends.ps.stream import Allocate, StreamBroken
-from commsched.transports.context import Contributors
 
 MANIFEST = Manifest((TensorSpec("embedding", (8,), "float32"),))
 

@@ -1,15 +1,16 @@
-"""Forward spans of the trace, one for each block that has parameters of its own.
+"""Measurements in MXNet's engine: in the first backward, the order in which forward uses the parameters; for the trace, the
+forward span of each block that has parameters of its own.
 
 A hybridized network is one call in Python, and a network that is not hybridized only queues operations. Times in Python would
-therefore show nothing, and the spans use the times of MXNet's engine. An operation that reads a block's parameters begins when
-their update is made. An operation that is declared to write them and is queued after the forward begins when all operations of
-the forward that read them are over.
+therefore show nothing, and these are times of MXNet's engine. An operation that reads a block's parameters begins when their
+update is made. An operation that is declared to write an array begins when all operations that were queued before and use the
+array are over.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from time import monotonic
 from typing import Any
@@ -19,6 +20,49 @@ import mxnet as mx
 import commsched
 
 from .operation import Operation, drain_before_forks, push, wait
+
+#: The order of two gradients that are produced within this time means nothing: they belong to one layer or to operations that
+#: MXNet runs as one (bulk execution), or they existed before.
+_TOGETHER_SECONDS = 1e-3
+
+
+def measure_order(gradients: Mapping[str, mx.nd.NDArray]) -> list[str]:
+    """Return the names of ``gradients`` in forward order, and wait for all gradients.
+
+    Forward uses the parameter first whose gradient backward produces last. Gradients that are produced together keep the order
+    in which they are given.
+
+    Raises:
+        MXNetError: an operation of this backward failed.
+    """
+    produced: list[tuple[float, int]] = []
+
+    def note(index: int, operation: Operation) -> None:
+        produced.append((monotonic(), index))
+        operation.complete()
+
+    names, arrays = list(gradients), list(gradients.values())
+    for index in reversed(range(len(arrays))):
+        push(partial(note, index), writes=[arrays[index]])
+    for array in arrays:
+        array.wait_to_read()
+    return [names[index] for index in forward_order(produced)]
+
+
+def forward_order(produced: Sequence[tuple[float, int]]) -> list[int]:
+    """Return the indices of gradients in forward order.
+
+    Args:
+        produced: the time in seconds and the index of each gradient, in the order of time.
+    """
+    together: list[list[int]] = []
+    before = -1.0
+    for at, index in produced:
+        if not together or at - before > _TOGETHER_SECONDS:
+            together.append([])
+        together[-1].append(index)
+        before = at
+    return [index for indices in reversed(together) for index in sorted(indices)]
 
 
 def trace_forward(net: mx.gluon.Block, *, session: commsched.Session | None = None) -> None:

@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from commsched.control.messages import Heartbeat, decode
-from commsched.control.outbox import MessageQueue
+from commsched.control.stream import MessageQueue
 
 
 def test_what_was_put_comes_in_order_and_then_it_ends() -> None:

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from commsched.core import process_exit, timeouts
-from commsched.transports.backends.mpi import abort_at_exit
+from commsched.transports.backends.mpi import library
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def test_it_aborts_only_where_others_would_wait(
     else:
         monkeypatch.delattr(sys, "last_value", raising=False)
     MPI = SimpleNamespace(Is_finalized=lambda: False, COMM_WORLD=SimpleNamespace(Abort=aborted.append))
-    end = abort_at_exit.AbortAtExit(MPI)
+    end = library.AbortAtExit(MPI)
     if failed:
         end.fail()
     if left_behind:
