@@ -1,16 +1,24 @@
 """Public conformance suites and fakes for authors of transports, plugins and policies. They need no test framework."""
 
+from ..core.interfaces import OnFailure
 from .check_plugin import PluginAdapter, check_plugin
 from .check_policy import check_policy
-from .check_transport import check_transport
+from .check_transport import check_job, check_transport
+from .checked_world import Meeting, OpenSession, OpenWorld, world_of
 from .fakes import Delayed, RecordingTransport, VirtualClock
 from .world import run_world
 
 __all__ = [
     "check_transport",
+    "check_job",
     "check_plugin",
     "check_policy",
     "PluginAdapter",
+    "OnFailure",
+    "OpenWorld",
+    "OpenSession",
+    "Meeting",
+    "world_of",
     "run_world",
     "Delayed",
     "RecordingTransport",

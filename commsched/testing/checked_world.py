@@ -14,8 +14,11 @@ from ..core.core import Core
 from ..core.errors import CommschedError
 from ..core.interfaces import OnFailure, Transport
 from ..core.task import REDUCE_SCATTER
+from ..core.world import World
 from ..session.events import SessionListener
 from ..session.session import Session
+from ..settings import Settings
+from ..transports.backend import TransportContext
 from .world import run_world
 
 #: Opens a transport for every rank, in one process. The n-th transport is rank n and reports its failures to the n-th
@@ -24,6 +27,45 @@ OpenWorld = Callable[[Sequence[OnFailure]], AbstractContextManager[Sequence[Tran
 
 #: Opens the session of this process with a configuration and an order (``agreed`` or ``static``), the same on every rank.
 OpenSession = Callable[[SchedulerConfig, str], Session]
+
+
+class Meeting:
+    """The connection of ranks that are threads, while they open a transport: it stands in for the control channel, and a host
+    of the same name for all ranks. A failure is reported to nobody but the rank's own ``on_failure``."""
+
+    TOKEN = "a secret of the tests"
+
+    def __init__(self, world_size: int) -> None:
+        self._world_size = world_size
+        self._controls = LocalControlWorld(world_size).ends
+
+    def context(self, rank: int, on_failure: OnFailure, **settings: Any) -> TransportContext:
+        """The arguments of ``Backend.open`` on ``rank``."""
+        return TransportContext(
+            world=World(rank, self._world_size, rank, self._world_size, "threads"),
+            settings=Settings(**settings),
+            host="127.0.0.1",
+            token=self.TOKEN,
+            control_address="127.0.0.1:1",
+            gather=self._controls[rank].gather_next,
+            on_failure=on_failure,
+            when_failed=lambda callback: None,
+        )
+
+
+def world_of(open_transport: Callable[[TransportContext], Transport], **settings: Any) -> OpenWorld:
+    """Return an :data:`OpenWorld` for ``open_transport``, the ``Backend.open`` of a transport."""
+
+    @contextmanager
+    def open_world(listeners: Sequence[OnFailure]) -> Iterator[Sequence[Transport]]:
+        size, meeting = len(listeners), Meeting(len(listeners))
+        transports = run_world(size, lambda rank: open_transport(meeting.context(rank, listeners[rank], **settings)))
+        try:
+            yield transports
+        finally:
+            run_world(size, lambda rank: transports[rank].close())
+
+    return open_world
 
 
 class CheckedWorld(Protocol):

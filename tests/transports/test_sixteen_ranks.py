@@ -10,10 +10,10 @@ from commsched import SchedulerConfig
 from commsched.control.end import ControlEnd
 from commsched.core.interfaces import Transport
 from commsched.session.local import local_sessions
+from commsched.testing.checked_world import Meeting
 from commsched.testing.world import run_world
 
 from .training import Weights, rank_main, train_alone
-from .worlds import Meeting
 
 pytestmark = pytest.mark.timeout(180)
 RANKS = 16

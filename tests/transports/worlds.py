@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
-from commsched.control.local import LocalControlWorld
 from commsched.core.interfaces import OnFailure, Transport
-from commsched.core.world import World
 from commsched.settings import Settings
+from commsched.testing.checked_world import Meeting, world_of
 from commsched.testing.world import run_world
 from commsched.transports.backend import Contributors, TransportContext
 from commsched.transports.backends.local import LocalWorld
@@ -24,21 +23,12 @@ from commsched.transports.backends.ps.transport import PsTransport
 
 from .ordered import OrderedWorld
 
-TOKEN = "a secret of the tests"
+TOKEN = Meeting.TOKEN
 
 
 def a_context(rank: int, world_size: int, on_failure: OnFailure, **settings: Any) -> TransportContext:
     """The arguments of a transport that gathers nothing."""
-    return TransportContext(
-        world=World(rank, world_size, rank, world_size, "threads"),
-        settings=Settings(**settings),
-        host="127.0.0.1",
-        token=TOKEN,
-        control_address="127.0.0.1:1",
-        gather=lambda value: [],
-        on_failure=on_failure,
-        when_failed=lambda callback: None,
-    )
+    return replace(Meeting(world_size).context(rank, on_failure, **settings), gather=lambda value: [])
 
 
 def a_shard(
@@ -122,24 +112,8 @@ def gloo_world(listeners: Sequence[OnFailure]) -> Iterator[Sequence[Transport]]:
     pytest.importorskip("torch.distributed")
     from commsched.transports.backends.gloo import open_transport
 
-    size, meeting = len(listeners), Meeting(len(listeners))
-    transports = run_world(size, lambda rank: open_transport(meeting.context(rank, listeners[rank])))
-    try:
+    with world_of(open_transport)(listeners) as transports:
         yield transports
-    finally:
-        close_together(transports)
-
-
-class Meeting:
-    """What ranks that are threads know of each other: stands in for the control channel while a transport opens."""
-
-    def __init__(self, world_size: int) -> None:
-        self._world_size = world_size
-        self._controls = LocalControlWorld(world_size).ends
-
-    def context(self, rank: int, on_failure: OnFailure, **settings: Any) -> TransportContext:
-        opened = a_context(rank, self._world_size, on_failure, **settings)
-        return replace(opened, gather=self._controls[rank].gather_next)
 
 
 def close_together(transports: Sequence[Transport]) -> None:

@@ -16,6 +16,7 @@ from commsched.core.errors import ClosedError, CommschedError, OrderMismatch, Pe
 from commsched.core.manifest import ITEMSIZE, Manifest, TensorSpec
 from commsched.core.plan import cut
 from commsched.core.task import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, CommTask
+from commsched.testing.checked_world import Meeting
 from commsched.transports.averaging.reduce import average
 from commsched.transports.backend import Contributors
 from commsched.transports.collective import CollectiveTransport
@@ -23,7 +24,6 @@ from commsched.transports.collective import transport as collective
 from commsched.transports.collective.channel import CannotBegin
 from commsched.transports.collective.failures import DeferredFailure
 from commsched.transports.collective.transport import chunks_of
-from tests.transports.worlds import Meeting
 
 from .memory import Network
 

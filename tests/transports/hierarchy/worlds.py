@@ -10,13 +10,13 @@ from functools import partial
 from commsched.core.errors import CommschedError
 from commsched.core.interfaces import OnFailure, Transport
 from commsched.core.world import World
-from commsched.testing.checked_world import OpenWorld
+from commsched.testing.checked_world import Meeting, OpenWorld
 from commsched.testing.world import run_world
 from commsched.transports.backend import TransportContext
 from commsched.transports.backends.local import LocalTransport, LocalWorld
 from commsched.transports.hierarchy import open_hierarchy
 
-from ..worlds import Meeting, close_together
+from ..worlds import close_together
 
 #: Which host a rank is on.
 HostOf = Callable[[int], int]

@@ -34,14 +34,14 @@ from commsched.testing.check_transport import (
     check_random_rounds,
     check_transport,
 )
-from commsched.testing.checked_world import Threads
+from commsched.testing.checked_world import Meeting, Threads
 from commsched.testing.world import run_world
 from commsched.transports.backends.gloo import open_transport
 from commsched.transports.backends.gloo.listener import _listening
 from commsched.transports.collective import transport as collective
 from commsched.transports.collective.failures import DeferredFailure
 from tests.jobs.job import clean_environ
-from tests.transports.worlds import Meeting, gloo_world
+from tests.transports.worlds import gloo_world
 
 
 def test_conformance() -> None:
