@@ -195,12 +195,12 @@ def check_opposite_orders(open_ranks: OpenRanks) -> None:
     _run(open_ranks, body)
 
 
-def check_back_to_back(open_ranks: OpenRanks, rounds: int, *, numel: int = 64) -> None:
+def check_back_to_back(open_ranks: OpenRanks, rounds: int) -> None:
     """Rounds of one tensor follow each other without pause, and the last rank is slow. Each round is exact on each rank.
 
     The next push of a fast rank must never change the average that the slow rank is still receiving.
     """
-    manifest = Manifest((TensorSpec("weight", (numel,), "float32"),))
+    manifest = Manifest((TensorSpec("weight", (64,), "float32"),))
 
     def body(world: CheckedWorld, rank: int) -> None:
         with world.core(rank, SchedulerConfig()) as core:

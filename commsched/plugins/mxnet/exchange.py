@@ -20,10 +20,9 @@ from ...core.errors import ConfigError, UnsupportedError
 from ...core.manifest import Manifest
 from ..common.collectives import gather_alike
 from .agreement import Agreement, ComparedWeights, RoundOutcome, require_equal_optimizers
-from .initial_state import TRAINER_ADVICE, require_equal_values
+from .parameters import TRAINER_ADVICE, Slot, require_averageable, require_equal_values, spec_of
 from .queued_group import QueuedGroup
 from .session_end import end_with
-from .slot import Slot, require_averageable, spec_of
 from .timing import measure_order
 
 #: id of a parameter -> its exchange, which keeps the parameter alive.

@@ -16,7 +16,7 @@ from ...core.manifest import TensorSpec
 from ..common.collectives import broadcast_arrays, gather_alike
 from .agreement import RoundOutcome, describe_optimizer, digest_states, numbers_of, prepare_optimizer, require_equal_optimizers
 from .key_exchange import KeyExchange
-from .slot import dtype_name, require_averageable_array, require_dense
+from .parameters import dtype_name, require_averageable_array, require_dense
 
 #: With one device, MXNet creates no kvstore whose name lacks "dist". If the type also contains "_sync", a Module divides by the
 #: batch size of all workers.

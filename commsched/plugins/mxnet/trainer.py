@@ -11,8 +11,7 @@ import commsched
 
 from .agreement import describe_optimizer, digest_states, numbers_of, prepare_optimizer
 from .exchange import GradientExchange
-from .initial_state import begin_from_rank_0
-from .slot import require_averageable
+from .parameters import begin_from_rank_0, require_averageable
 
 
 class ScheduledTrainer(mx.gluon.Trainer):  # type: ignore[misc]

@@ -22,7 +22,7 @@ def open_transport(context: TransportContext) -> NcclTransport:
     """
     if "torch" not in sys.modules and find_spec("torch") is None:
         raise ConfigError("transport='nccl' needs PyTorch: pip install \"commsched[torch]\"")
-    from .connect import connect
+    from .group import connect
     from .transport import NcclTransport
 
     return NcclTransport(context, connect(context))

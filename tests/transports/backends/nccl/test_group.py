@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 from commsched.core import timeouts  # noqa: E402
 from commsched.core.errors import CommschedError, ConfigError, PeerLost, TransportError  # noqa: E402
 from commsched.testing.world import run_world  # noqa: E402
-from commsched.transports.backends.nccl import connect, open_transport  # noqa: E402
+from commsched.transports.backends.nccl import group, open_transport  # noqa: E402
 
 
 class Ranks:
@@ -65,18 +65,18 @@ def test_a_torch_without_nccl_is_named_on_every_rank() -> None:
 
 
 def test_one_device_for_two_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connect, "_describe_device", lambda host: {"name": "cuda:0", "identity": "GPU-1"})
+    monkeypatch.setattr(group, "_describe_device", lambda host: {"name": "cuda:0", "identity": "GPU-1"})
     said = (
         "ConfigError: transport='nccl': ranks 0 and 1 share the device cuda:0; NCCL needs one for each: call "
         "torch.cuda.set_device(local_rank) before commsched.init"
     )
-    assert errors_of(connect.connect) == [said, said]
+    assert errors_of(group.connect) == [said, said]
 
 
 def test_what_is_missing_on_one_rank_is_said_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
     found = iter([{"name": "cuda:0", "identity": "GPU-1"}, {"error": "PyTorch sees no CUDA device"}])
-    monkeypatch.setattr(connect, "_describe_device", lambda host: next(found))
-    first, second = errors_of(connect.connect)
+    monkeypatch.setattr(group, "_describe_device", lambda host: next(found))
+    first, second = errors_of(group.connect)
     assert first == second
     assert first.startswith("ConfigError: transport='nccl' on rank ")
     assert first.endswith(": PyTorch sees no CUDA device")
@@ -109,10 +109,10 @@ groups: list[SumThatIsWrong] = []
 
 def test_a_wrong_first_sum_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     groups.clear()
-    monkeypatch.setattr(connect, "_own_device", lambda context: torch.device("cpu"))
-    monkeypatch.setattr(connect, "NcclGroup", SumThatIsWrong)
+    monkeypatch.setattr(group, "_own_device", lambda context: torch.device("cpu"))
+    monkeypatch.setattr(group, "NcclGroup", SumThatIsWrong)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=lambda: None))
-    assert errors_of(connect.connect) == [
+    assert errors_of(group.connect) == [
         f"TransportError: rank {rank}: NCCL's first sum of 2 ones on cpu is 1" for rank in range(2)
     ]
     assert [group.aborted for group in groups] == [True, True]
@@ -145,16 +145,16 @@ def test_a_job_that_fails_while_ranks_connect_ends_the_wait(
         ended.set()
 
     listeners: list[Any] = []
-    monkeypatch.setattr(connect, "_own_device", lambda context: torch.device("cpu"))
-    monkeypatch.setattr(connect, "open_store", lambda context: None)
-    monkeypatch.setattr(connect, "NcclGroup", Waits)
+    monkeypatch.setattr(group, "_own_device", lambda context: torch.device("cpu"))
+    monkeypatch.setattr(group, "open_store", lambda context: None)
+    monkeypatch.setattr(group, "NcclGroup", Waits)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=lambda: None))
     monkeypatch.setattr(timeouts, "STUCK_LIBRARY_SECONDS", 5.0 if abort_helps else 0.01)
     monkeypatch.setattr("os._exit", leave)
     context = Ranks().context(0)
     context.when_failed = listeners.append
     with pytest.raises(TransportError, match="rank 0: NCCL could not connect cpu: RuntimeError: it was aborted"):
-        connect.connect(context)
+        group.connect(context)
     assert "commsched-nccl-abort" in aborters
     assert exited.is_set() is not abort_helps
     assert ("commsched: PeerLost: rank 1 is gone" in capsys.readouterr().err) is not abort_helps
@@ -164,7 +164,7 @@ def test_ranks_meet_in_the_store() -> None:
     ranks, kept = Ranks(), []
 
     def one(rank: int) -> bytes:
-        opened = connect.open_store(ranks.context(rank))
+        opened = group.open_store(ranks.context(rank))
         kept.append(opened)
         if rank == 0:
             opened.set("identifier", b"\x00\xffnccl")
@@ -178,7 +178,7 @@ def test_a_store_that_cannot_open_is_told_to_every_rank() -> None:
 
     def one(rank: int) -> str:
         with pytest.raises(TransportError) as raised:
-            connect.open_store(ranks.context(rank, host="203.0.113.7"))  # an address that no machine has
+            group.open_store(ranks.context(rank, host="203.0.113.7"))  # an address that no machine has
         return str(raised.value)
 
     first, second = run_world(2, one, timeout_seconds=100)
