@@ -134,6 +134,7 @@ class Core:
             self._transport.world_size,
             make_policy(config.policy),
             config.credit_bytes,
+            channels=self._transport.channels,
             freeze=order == "static",
             describe=self._describe,
             locate=self._locate,

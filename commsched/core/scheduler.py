@@ -66,15 +66,10 @@ class Policy(Protocol):
         ...
 
 
-class Scheduler(Generic[T]):
-    """A heap of ready tasks behind a :class:`CreditWindow` (ByteScheduler, SOSP'19, algorithm 1, in bytes).
+class ReadyTasks(Generic[T]):
+    """The ready tasks, best first by ``policy``. Pure, not thread-safe."""
 
-    Only the best ready task may start. If it does not fit the credit, nothing starts, because a smaller task that overtook it
-    would be a priority inversion.
-    """
-
-    def __init__(self, policy: Policy, credit_bytes: int) -> None:
-        self.credit = CreditWindow(credit_bytes)
+    def __init__(self, policy: Policy) -> None:
         self._policy = policy
         self._heap: list[tuple[int, int, T]] = []
         self._arrivals = 0
@@ -89,13 +84,40 @@ class Scheduler(Generic[T]):
         heapq.heappush(self._heap, (key, self._arrivals, task))
         return key
 
+    @property
+    def best(self) -> T | None:
+        """The task that :meth:`pop` returns; None if there is none."""
+        return self._heap[0][2] if self._heap else None
+
+    def pop(self) -> T:
+        """Remove and return the best task."""
+        return heapq.heappop(self._heap)[2]
+
+    def use(self, policy: Policy) -> None:
+        """Continue with another policy; tasks keep their order of arrival."""
+        self._policy = policy
+        self._heap = [(policy.key(task), arrival, task) for _, arrival, task in self._heap]
+        heapq.heapify(self._heap)
+
+
+class Scheduler(ReadyTasks[T]):
+    """A heap of ready tasks behind a :class:`CreditWindow` (ByteScheduler, SOSP'19, algorithm 1, in bytes).
+
+    Only the best ready task may start. If it does not fit the credit, nothing starts, because a smaller task that overtook it
+    would be a priority inversion.
+    """
+
+    def __init__(self, policy: Policy, credit_bytes: int) -> None:
+        super().__init__(policy)
+        self.credit = CreditWindow(credit_bytes)
+
     def next(self) -> T | None:
         """Return the task to start now and take its bytes from the credit; None if none is ready or the best does not fit."""
-        if not self._heap or not self.credit.admits(self._heap[0][2].nbytes):
+        task = self.best
+        if task is None or not self.credit.admits(task.nbytes):
             return None
-        task = heapq.heappop(self._heap)[2]
         self.credit.take(task.nbytes)
-        return task
+        return self.pop()
 
     def sent(self, task: T) -> None:
         """Return the credit of a started task, whose bytes have left this rank."""
@@ -104,9 +126,7 @@ class Scheduler(Generic[T]):
     def reconfigure(self, policy: Policy, credit_bytes: int) -> None:
         """Continue with another policy and credit; waiting tasks keep their order of arrival."""
         self.credit.limit = credit_bytes
-        self._policy = policy
-        self._heap = [(policy.key(task), arrival, task) for _, arrival, task in self._heap]
-        heapq.heapify(self._heap)
+        self.use(policy)
 
     def __repr__(self) -> str:
         return f"<Scheduler {len(self._heap)} ready, {self.credit!r}>"

@@ -26,7 +26,6 @@ from ..core.errors import PeerLost
 from ..core.group import TensorGroup
 from ..core.interfaces import TaskObserver
 from ..core.manifest import ITEMSIZE, Manifest, TensorSpec
-from ..core.order.agreed import STATIC
 from ..core.order.static import STABLE_STEPS
 from ..core.plan import cut
 from .checked_world import CheckedJob, CheckedWorld, OpenRanks, OpenSession, OpenWorld, Threads
@@ -248,7 +247,7 @@ def check_static_order(open_ranks: OpenRanks) -> None:
         chance = random.Random(rank)
         with world.core(rank, SchedulerConfig(4100, 9000), "static") as core:
             static_steps: set[int] = set()
-            core.observer = TaskObserver(lambda task: static_steps.add(task.step) if task.channel == STATIC else None)
+            core.observer = TaskObserver(lambda task: static_steps.add(task.step) if core.is_static else None)
             tensors, small = _Tensors(core, manifest, world.size), _Tensors(core, flags, world.size)
             for step in range(3 * alike):
                 if step == alike:

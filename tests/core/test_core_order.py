@@ -87,7 +87,8 @@ def test_a_follower_tells_what_is_ready_and_starts_what_is_announced(follower: R
     ((kind, message),) = follower.sent.wait(1)
     assert (kind, message["ready"], message["launched"]) == ("tell order", [[0, 0, 2, 0]], [])
     assert follower.transport.started == []
-    follower.core.on_announced(ORDER, {"kind": "Launch", "first": 0, "launch": message["ready"], "digest": digest_of(2)})
+    launch = {"kind": "Launch", "channel": 0, "first": 0, "launch": message["ready"], "digest": digest_of(2)}
+    follower.core.on_announced(ORDER, launch)
     (task,) = follower.transport.wait_started(1)
     assert (task.partition.index, task.channel, task.sequence) == (2, 0, 0)
 

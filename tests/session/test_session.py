@@ -27,7 +27,6 @@ from commsched.core.errors import FORKED, CommschedError, ConfigError, PeerLost,
 from commsched.core.finite import LASTING_STEPS
 from commsched.core.interfaces import Completion, ForwardingTransport, Observer, Transport
 from commsched.core.manifest import Manifest, TensorSpec
-from commsched.core.order.agreed import STATIC
 from commsched.core.pace import REPORT_STEPS
 from commsched.core.stalls import StepOfGroup, Wait
 from commsched.core.task import CommTask
@@ -665,6 +664,7 @@ class Ordered(ForwardingTransport):
 @pytest.mark.parametrize("order", ["agreed", "static"])
 def test_ranks_start_the_same_tasks_in_the_same_order_whatever_becomes_ready_first(order: str) -> None:
     transports: dict[int, Ordered] = {}
+    static: list[bool] = []
     tensors, steps = 8, 12
 
     def ordered(transport: Transport) -> Transport:
@@ -686,12 +686,13 @@ def test_ranks_start_the_same_tasks_in_the_same_order_whatever_becomes_ready_fir
             for proxy in group.proxies:
                 proxy.wait()
             assert set(view) == {1.0 + number}
+        static.append(session.core.is_static)
 
     ranks(3, main, SchedulerConfig(200, 600), wrap_transport=ordered, order=order)
     assert transports[1].started == transports[0].started
     assert transports[2].started == transports[0].started
     assert sum(map(len, transports[0].started)) == steps * tensors * 100 * 4 // 200
-    assert bool(transports[0].started[STATIC]) == (order == "static")
+    assert static == [order == "static"] * 3
 
 
 def test_what_other_ranks_say_before_this_one_has_opened_is_not_lost() -> None:

@@ -107,12 +107,12 @@ def separate_world(listeners: Sequence[OnFailure], *, lane: str = "tcp", servers
 
 
 @contextmanager
-def gloo_world(listeners: Sequence[OnFailure]) -> Iterator[Sequence[Transport]]:
+def gloo_world(listeners: Sequence[OnFailure], **settings: Any) -> Iterator[Sequence[Transport]]:
     """All-reduce over gloo, over a real network; skipped without PyTorch."""
     pytest.importorskip("torch.distributed")
     from commsched.transports.backends.gloo import open_transport
 
-    with world_of(open_transport)(listeners) as transports:
+    with world_of(open_transport, **settings)(listeners) as transports:
         yield transports
 
 

@@ -8,9 +8,9 @@ from itertools import zip_longest
 from typing import Any
 
 from ..errors import OrderMismatch, PeerLost, ProtocolError
-from ..scheduler import Policy
+from ..scheduler import CreditWindow, Policy
 from ..task import CommTask
-from .key import EMPTY, LaunchKey, extend_digest, extend_digest_by_text
+from .key import EMPTY, LARGEST, LaunchKey, extend_digest, extend_digest_by_text
 from .leader import OrderLeader, peer_left_error
 from .messages import (
     Freeze,
@@ -26,21 +26,20 @@ from .messages import (
 )
 from .static import ReadinessPattern, StaticOrder
 
-#: The channel of launches that were agreed on one by one, and the channel of a frozen order. The launches of one channel do not
-#: wait for those of the other.
-AGREED, STATIC = 0, 1
-
 
 class AgreedOrder:
     """Launches the tasks that rank 0 decided on (:class:`~.leader.OrderLeader`), in that order; see ``order.Order``. Pure.
 
     Ranks report their ready tasks to rank 0, together with their launches since the last report. Rank 0 announces launches.
     An announcement carries the digest of all launches up to its end. Each rank computes the same digest from its own tasks and
-    compares it before it launches anything.
+    compares it before it launches anything. On each channel every rank launches in the announced order, as far as its own
+    credit goes. The first task that is not done anywhere is the next of every rank that has not launched it, so credits cannot
+    block each other.
 
     Args:
-        freeze: once an order has repeated for some steps, it is frozen: launched without messages
-            (:class:`~.static.StaticOrder`), on a channel of its own, until the configuration changes.
+        channels: the number of the transport's channels: see ``key.LARGEST``.
+        freeze: once the order of the largest group has repeated for some steps, it is frozen: launched without messages
+            (:class:`~.static.StaticOrder`), until the configuration changes. Needs two channels.
         describe: names a task, for messages.
         locate: returns the bytes that a task covers by its group's plan here; empty if the plan has no such task.
     """
@@ -52,18 +51,20 @@ class AgreedOrder:
         policy: Policy,
         credit_bytes: int,
         *,
+        channels: int = 2,
         freeze: bool = False,
         describe: Callable[[LaunchKey], str] = str,
         locate: Callable[[LaunchKey], str] = str,
     ) -> None:
         self._rank = rank
         self._policy = policy
-        self._credit_bytes = credit_bytes
         self._describe = describe
         self._locate = locate
         self._ready: dict[LaunchKey, CommTask] = {}  # tasks that are ready here and whose launch is not yet agreed on
-        self._agreed: deque[CommTask] = deque()  # tasks to start, in this order
-        self._sequences = {AGREED: 0, STATIC: 0}
+        # By channel: the tasks to start, in this order; the credit; and the number of tasks that were started.
+        self._agreed: list[deque[CommTask]] = [deque() for _ in range(channels)]
+        self._credits = [CreditWindow(credit_bytes) for _ in range(channels)]
+        self._sequences = [0] * channels
         self._received = 0  # number of agreed launches known here
         self._digest = EMPTY  # digest of these launches
         self._unconfirmed: list[LaunchKey] = []  # the last of these launches, not yet reported to rank 0
@@ -73,7 +74,7 @@ class AgreedOrder:
         self._last_frozen: StaticOrder | None = None  # the current frozen order, or the last one if it has ended
         self._freezes = 0  # number of frozen orders so far
         self._asked = False  # an end of the frozen order was requested
-        self._decider = OrderLeader(world_size, policy, credit_bytes, describe) if rank == 0 else None
+        self._decider = OrderLeader(world_size, policy, describe, channels) if rank == 0 else None
         self._pattern = ReadinessPattern() if rank == 0 and freeze else None
         self._static_digests: dict[int, dict[int, str]] = {}  # on rank 0: digests of static steps, by step and rank
         self._world_size = world_size
@@ -102,15 +103,20 @@ class AgreedOrder:
         return self._policy.key(task)
 
     def next(self) -> CommTask | None:
-        if self._agreed:
-            return self._started(self._agreed.popleft(), AGREED)
+        for channel, (agreed, credit) in enumerate(zip(self._agreed, self._credits)):
+            if self._decider is not None and not agreed:
+                self._decide(self._decider, channel)
+            if agreed and credit.admits(agreed[0].nbytes):
+                credit.take(agreed[0].nbytes)
+                return self._started(agreed.popleft(), channel)
         frozen = self._frozen
-        task = frozen.next() if frozen is not None else None
+        # Launches that rank 0 decided on before it froze the order come first on every rank.
+        task = frozen.next() if frozen is not None and not self._agreed[LARGEST] else None
         if frozen is None or task is None:
             return None
         if (done := frozen.end_step()) is not None:
             self._static_step_ended(frozen, *done)
-        return self._started(task, STATIC)
+        return self._started(task, LARGEST)
 
     def _started(self, task: CommTask, channel: int) -> CommTask:
         task.channel, task.sequence = channel, self._sequences[channel]
@@ -118,33 +124,31 @@ class AgreedOrder:
         return task
 
     def sent(self, task: CommTask) -> None:
-        if task.channel == STATIC:
-            if self._frozen is not None and self._frozen.group == task.group:
-                self._frozen.sent(task)
-        elif self._decider is not None:
-            self._decider.scheduler.sent(task)
-            self._decide(self._decider)
+        self._credits[task.channel].give_back(task.nbytes)
+        if self._frozen is not None and self._frozen.group == task.group:
+            self._frozen.sent(task)
 
     def reconfigure(self, policy: Policy, credit_bytes: int) -> None:
-        self._policy, self._credit_bytes = policy, credit_bytes
+        self._policy = policy
+        for credit in self._credits:
+            credit.limit = credit_bytes
         if self._decider is not None:
-            self._decider.scheduler.reconfigure(policy, credit_bytes)
-            self._decide(self._decider)
+            self._decider.use(policy)
 
     # --- other events from Core ---
 
     def add_group(self, group: int, nbytes: int) -> None:
         """Add a group of ``nbytes`` bytes. Call it before the group's first task."""
-        if self._pattern is not None:
-            self._pattern.add_group(group, nbytes)
+        if self._decider is not None:
+            self._decider.add_group(group, nbytes)
 
     def release(self, group: int) -> None:
         """Forget ``group``, which has had its last step."""
         self._thaw(group)
         if self._pattern is not None:
-            self._pattern.release(group)
+            self._pattern.forget(group)
         if self._decider is not None:
-            self._decider.forget(lambda key: key.group == group)
+            self._decider.release(group)
 
     def recut(self, group: int) -> None:
         """Note that ``group`` begins a step with another plan, the same on every rank. A frozen order of the group does not fit
@@ -255,26 +259,27 @@ class AgreedOrder:
                 self._rank_leaves(rank, steps)
             case Freeze(keys, digest):
                 self._follow_freeze(keys, digest)
-            case Launch(first, keys, digest):
-                self._follow(first, keys, digest)
+            case Launch(channel, first, keys, digest):
+                self._follow(channel, first, keys, digest)
             case _:
                 raise ProtocolError(f"rank 0 announced a message that only other ranks send: {message}")
 
-    def _follow(self, first: int, keys: list[LaunchKey], digest: str) -> None:
+    def _follow(self, channel: int, first: int, keys: list[LaunchKey], digest: str) -> None:
         mine, tasks = self._digest, []
         for key in keys:
             task = self._ready.get(key)
             if task is None:
                 break
-            mine = extend_digest(mine, task)
+            mine = extend_digest(mine, task, channel)
             tasks.append(task)
-        if first != self._received or len(tasks) < len(keys) or mine != digest:
+        known = 0 <= channel < len(self._agreed)
+        if not known or first != self._received or len(tasks) < len(keys) or mine != digest:
             # None of these tasks is launched. Rank 0 knows what it announced, so it raises the error that names both tensors.
             self._outgoing.append(LaunchRefused(first, keys))
             return
         for task in tasks:
             del self._ready[LaunchKey.of(task)]
-        self._agreed.extend(tasks)
+        self._agreed[channel].extend(tasks)
         self._received += len(tasks)
         self._unconfirmed += keys
         self._digest = digest
@@ -291,31 +296,24 @@ class AgreedOrder:
             return
         task = self._ready[key]
         order = self._pattern.became_ready(task) if self._pattern is not None else None
-        if order is not None and self._frozen is None:
+        if order is not None and self._frozen is None and decider.is_largest(key.group):
             keys = [LaunchKey(key.group, key.step, *place) for place in order]
             self._outgoing.append(Freeze(keys, self._digest_of(keys)))
-            self._freeze(StaticOrder(key.group, key.step, order, self._credit_bytes, self._describe))
+            self._freeze(StaticOrder(key.group, key.step, order, self._credits[LARGEST], self._describe))
             return
         del self._ready[key]
-        decider.scheduler.add(task)
-        self._decide(decider)
+        decider.add(task, ahead=self._frozen is None)
 
-    def _decide(self, decider: OrderLeader) -> None:
-        first, tasks = decider.decided, decider.decide()
+    def _decide(self, decider: OrderLeader, channel: int) -> None:
+        first, tasks = decider.decided, decider.decide(channel, self._credits[channel])
         if not tasks:
             return
-        self._agreed.extend(tasks)
+        self._agreed[channel].extend(tasks)
         if self._pattern is not None:
             for task in tasks:
                 self._pattern.launched(LaunchKey.of(task))
         if self._world_size > 1:
-            keys = [LaunchKey.of(task) for task in tasks]
-            last = self._outgoing[-1] if self._outgoing else None
-            if isinstance(last, Launch):  # it is not sent yet, so it takes these launches too
-                last.launch += keys
-                last.digest = decider.digest
-            else:
-                self._outgoing.append(Launch(first, keys, decider.digest))
+            self._outgoing.append(Launch(channel, first, [LaunchKey.of(task) for task in tasks], decider.digest))
 
     # --- a frozen order ---
 
@@ -336,6 +334,7 @@ class AgreedOrder:
         self._offers = [key for key in self._offers if not frozen.covers(key)]
         if self._decider is not None:
             self._decider.forget(frozen.covers)
+            self._decider.end_ahead()
         for rank, steps in self._last_steps.items():
             if frozen.group in steps:
                 frozen.leave(rank, *steps[frozen.group])
@@ -354,7 +353,7 @@ class AgreedOrder:
             self._outgoing.append(FreezeRefused(keys))  # rank 0 raises an error with both tensors
             return
         order = [(key.partition, key.verb) for key in keys]
-        self._freeze(StaticOrder(keys[0].group, keys[0].step, order, self._credit_bytes, self._describe))
+        self._freeze(StaticOrder(keys[0].group, keys[0].step, order, self._credits[LARGEST], self._describe))
 
     def _refused_freeze(self, rank: int, keys: Sequence[LaunchKey]) -> None:
         """Raise OrderMismatch about ``rank``, which received another order, or whose plan has other bytes in these places."""

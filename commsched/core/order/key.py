@@ -40,13 +40,17 @@ class LaunchKey(NamedTuple):
         return cls(group, step, partition, _VERBS[verb])
 
 
+#: The channels of an ordered transport. The launches of one channel do not wait for those of the other. The largest group has
+#: one of its own, unless the transport has but one. So what is decided ahead there, or static, delays nothing else.
+OTHERS, LARGEST = 0, 1
+
 #: The digest of no launches.
 EMPTY = ""
 
 
-def extend_digest(digest: str, task: CommTask) -> str:
-    """Extend ``digest`` by the launch of ``task``, including the bytes that it covers."""
-    return extend_digest_by_text(digest, f"{task.group} {task.step} {task.verb} {range_of(task.partition)}")
+def extend_digest(digest: str, task: CommTask, channel: int) -> str:
+    """Extend ``digest`` by the launch of ``task`` on ``channel``, including the bytes that it covers."""
+    return extend_digest_by_text(digest, f"{channel} {task.group} {task.step} {task.verb} {range_of(task.partition)}")
 
 
 def extend_digest_by_text(digest: str, text: str) -> str:

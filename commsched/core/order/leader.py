@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 
 from ..errors import FEWER_BATCHES, OrderMismatch, PeerLost
-from ..scheduler import Policy, Scheduler
-from ..task import CommTask
-from .key import EMPTY, LaunchKey, extend_digest
+from ..scheduler import CreditWindow, Policy, ReadyTasks
+from ..task import ALL_REDUCE, CommTask
+from .key import EMPTY, LARGEST, OTHERS, LaunchKey, extend_digest
+
+#: The part of a step's bytes that are still to become ready by which launches are decided ahead of the credit. A task that
+#: becomes ready meanwhile waits for them. So little is decided ahead when the last tasks are near, which are usually the most
+#: urgent ones. A larger part saves few messages more.
+_AHEAD = 1 / 32
 
 
 class OrderLeader:
-    """Decides which task is launched next. Pure. ``describe`` names a task for messages.
+    """Decides which tasks are launched next, on each of ``channels``. Pure. ``describe`` names a task for messages.
 
     No launched task ever waits for a rank that is not ready. So tasks may become ready in any order on each rank, and a rank
     can wait for any average, without a deadlock. Other tasks within the credit are in flight meanwhile and hide the latency of
     the two messages.
+
+    The launches of the largest group are decided ahead of the credit, many with one message, as far as nothing more urgent can
+    become ready soon: by a share of the bytes of its step that are not ready yet, and all at once when the last are ready.
     """
 
-    def __init__(self, world_size: int, policy: Policy, credit_bytes: int, describe: Callable[[LaunchKey], str]) -> None:
-        self.scheduler: Scheduler[CommTask] = Scheduler(policy, credit_bytes)
+    def __init__(self, world_size: int, policy: Policy, describe: Callable[[LaunchKey], str], channels: int) -> None:
+        self._ready: list[ReadyTasks[CommTask]] = [ReadyTasks(policy) for _ in range(channels)]  # on all ranks
+        self._group_bytes: dict[int, int] = {}
+        self._step_bytes: dict[int, tuple[int, int]] = {}  # by group: its step, and the bytes of it that became ready
         self._world_size = world_size
         self._describe = describe
         self._offered: dict[LaunchKey, set[int]] = {}  # the ranks on which a task is ready, until it is ready on all
@@ -58,6 +69,35 @@ class OrderLeader:
         del self._offered[key]
         return True
 
+    def add_group(self, group: int, nbytes: int) -> None:
+        self._group_bytes[group] = nbytes
+
+    def release(self, group: int) -> None:
+        """Forget ``group``, which has had its last step."""
+        self._group_bytes.pop(group, None)
+        self._step_bytes.pop(group, None)
+        self.forget(lambda key: key.group == group)
+
+    def is_largest(self, group: int) -> bool:
+        return group == max(self._group_bytes, key=self._group_bytes.__getitem__, default=group)
+
+    def add(self, task: CommTask, ahead: bool) -> None:
+        """Add ``task``, which is ready on all ranks. ``ahead``: no static order is in use, so the largest group has its channel
+        for launches that are decided ahead."""
+        step, nbytes = self._step_bytes.get(task.group, (task.step, 0))
+        self._step_bytes[task.group] = task.step, task.nbytes + (nbytes if step == task.step else 0)
+        self._ready[LARGEST if ahead and len(self._ready) > 1 and self.is_largest(task.group) else OTHERS].add(task)
+
+    def end_ahead(self) -> None:
+        """Decide no more launches ahead: the channel of the largest group is now for a static order."""
+        while len(self._ready[LARGEST]):
+            self._ready[OTHERS].add(self._ready[LARGEST].pop())
+
+    def use(self, policy: Policy) -> None:
+        """Continue with another policy."""
+        for ready in self._ready:
+            ready.use(policy)
+
     def forget(self, covers: Callable[[LaunchKey], bool]) -> None:
         """Forget the offered tasks for which ``covers`` is true, because they need no decision any more."""
         for key in [key for key in self._offered if covers(key)]:
@@ -73,15 +113,32 @@ class OrderLeader:
         for key in self._offered:
             self._require_present(key)
 
-    def decide(self) -> list[CommTask]:
-        """Return the tasks to launch now, in the policy's order, as far as the credit admits them."""
+    def decide(self, channel: int, credit: CreditWindow) -> list[CommTask]:
+        """Return the tasks to launch next on ``channel``, in the policy's order: none if ``credit`` does not admit the first
+        one; otherwise as many as it admits, and those that are decided ahead. ``credit`` is rank 0's, and not taken."""
         batch: list[CommTask] = []
-        while (task := self.scheduler.next()) is not None:
-            batch.append(task)
-            self._digest = extend_digest(self._digest, task)
+        ready, decided = self._ready[channel], credit.in_flight
+        while (task := ready.best) is not None:
+            if not batch and not credit.admits(task.nbytes):
+                break
+            if batch and decided + task.nbytes > credit.limit + self._ahead_bytes(channel, task):
+                break
+            batch.append(ready.pop())
+            decided += task.nbytes
+            self._digest = extend_digest(self._digest, task, channel)
             if self._world_size > 1:
                 self._history.append((LaunchKey.of(task), self._digest))
         return batch
+
+    def _ahead_bytes(self, channel: int, task: CommTask) -> float:
+        """The bytes beyond the credit by which launches on ``channel`` are decided ahead; ``task`` is the next."""
+        if channel != LARGEST or task.verb != ALL_REDUCE:  # an all-gather becomes ready soon, and is urgent
+            return 0
+        step, nbytes = self._step_bytes.get(task.group, (-1, 0))
+        missing = self._group_bytes.get(task.group, 0) - nbytes
+        if step != task.step:
+            return 0
+        return missing * _AHEAD if missing > 0 else math.inf
 
     def require_same(self, rank: int, first: int, launched: Sequence[LaunchKey]) -> None:
         """Check ``launched``, the launches of ``rank`` from place ``first`` on.

@@ -57,8 +57,10 @@ class StaticStep(OrderMessage):
 
 @dataclass(slots=True)
 class Launch(OrderMessage):
-    """All ranks launch ``launch`` from place ``first`` on; ``digest`` is the digest of all launches up to their end."""
+    """All ranks launch ``launch`` from place ``first`` on, on ``channel``; ``digest`` is the digest of all launches up to their
+    end."""
 
+    channel: int
     first: int
     launch: list[LaunchKey]
     digest: str

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from ..errors import PeerLost
 from ..scheduler import CreditWindow
 from ..task import ALL_GATHER, CommTask
-from .key import EMPTY, LaunchKey, extend_digest
+from .key import EMPTY, LARGEST, LaunchKey, extend_digest
 from .leader import peer_left_error
 
 #: A place in a frozen order: partition and verb.
@@ -40,15 +40,10 @@ class ReadinessPattern:
 
     def __init__(self) -> None:
         self._groups: dict[int, _Group] = {}
-        self._nbytes: dict[int, int] = {}
-
-    def add_group(self, group: int, nbytes: int) -> None:
-        """Add a group of ``nbytes`` bytes."""
-        self._nbytes[group] = nbytes
 
     def became_ready(self, task: CommTask) -> list[PatternEntry] | None:
-        """Note that ``task`` is ready on all ranks. If it is the first task of a step of the largest group, and the steps
-        before were alike, returns the order in which the last step was launched; otherwise None."""
+        """Note that ``task`` is ready on all ranks. If it is the first task of a step of its group, and the steps before were
+        alike, returns the order in which the last step was launched; otherwise None."""
         group = self._groups.setdefault(task.group, _Group())
         first = task.step != group.current.step
         if first:
@@ -56,9 +51,7 @@ class ReadinessPattern:
             group.current = _Step(task.step)
         if task.verb != ALL_GATHER:  # the time when an all-gather is ready depends on the network
             group.current.ready.append((task.partition.index, task.verb))
-        if first and group.alike >= STABLE_STEPS and task.group == max(self._nbytes, key=self._nbytes.__getitem__):
-            return list(group.last.launched)
-        return None
+        return list(group.last.launched) if first and group.alike >= STABLE_STEPS else None
 
     def launched(self, key: LaunchKey) -> None:
         group = self._groups.get(key.group)
@@ -66,13 +59,8 @@ class ReadinessPattern:
             group.current.launched.append((key.partition, key.verb))
 
     def forget(self, group: int) -> None:
-        """Forget the pattern of ``group``, which has another plan now."""
+        """Forget the pattern of ``group``, which has another plan now, or has had its last step."""
         self._groups.pop(group, None)
-
-    def release(self, group: int) -> None:
-        """Forget ``group``, which has had its last step."""
-        self._groups.pop(group, None)
-        self._nbytes.pop(group, None)
 
     def _end_step(self, group: _Group) -> None:
         same = group.current.step >= 0 and alike(group.last.ready, group.current.ready)
@@ -87,7 +75,7 @@ def alike(a: Sequence[PatternEntry], b: Sequence[PatternEntry]) -> bool:
 
 
 class StaticOrder:
-    """One group's launches from step ``first_step`` on.
+    """One group's launches from step ``first_step`` on, within ``credit``.
 
     Freedom from deadlock requires that a group's gradients become ready without waiting for an average of the same group and
     step. Plugins guarantee this. All other tasks (flags, other models) are launched in an agreed order on another channel.
@@ -98,13 +86,13 @@ class StaticOrder:
         group: int,
         first_step: int,
         order: Sequence[PatternEntry],
-        credit_bytes: int,
+        credit: CreditWindow,
         describe: Callable[[LaunchKey], str],
     ) -> None:
         self.group = group
         self.first_step = first_step
         self.order = list(order)
-        self.credit = CreditWindow(credit_bytes)
+        self._credit = credit
         self._describe = describe
         self._step = first_step
         self._place = 0
@@ -131,11 +119,11 @@ class StaticOrder:
         """Return the next task of the order, if it is ready and the credit admits it."""
         key = self._head()
         task = self._ready.get(key)
-        if task is None or not self.credit.admits(task.nbytes):
+        if task is None or not self._credit.admits(task.nbytes):
             return None
         del self._ready[key]
-        self.credit.take(task.nbytes)
-        self._digest = extend_digest(self._digest, task)
+        self._credit.take(task.nbytes)
+        self._digest = extend_digest(self._digest, task, LARGEST)
         self._place += 1
         return task
 
@@ -149,7 +137,6 @@ class StaticOrder:
 
     def sent(self, task: CommTask) -> None:
         self._outstanding.discard(LaunchKey.of(task))
-        self.credit.give_back(task.nbytes)
 
     def end_step(self) -> tuple[int, str] | None:
         """Begin the next step if all tasks of the current one are launched. Returns the ended step and the digest of its

@@ -15,24 +15,41 @@ from commsched.core.task import ALL_REDUCE, CommTask
 
 NBYTES = 100
 
+#: How a task was launched.
+AGREED, STATIC = "agreed", "static"
 
-def make_task(step: int, partition: int, *, group: int = 0, start: int | None = None, verb: str = ALL_REDUCE) -> CommTask:
-    first = NBYTES * partition if start is None else start
-    return CommTask(group, step, Partition(partition, "float32", first, first + NBYTES, (partition,)), memoryview(b""), verb)
+
+def make_task(
+    step: int, partition: int, *, group: int = 0, start: int | None = None, nbytes: int = NBYTES, verb: str = ALL_REDUCE
+) -> CommTask:
+    first = nbytes * partition if start is None else start
+    return CommTask(group, step, Partition(partition, "float32", first, first + nbytes, (partition,)), memoryview(b""), verb)
 
 
 class Ranks:
     """``started[rank]`` are tasks in order of start; messages wait in ``wires[sender, receiver]``."""
 
-    def __init__(self, size: int, *, credit_bytes: int = NBYTES, freeze: bool = False, policy: str = "priority") -> None:
+    def __init__(
+        self,
+        size: int,
+        *,
+        credit_bytes: int = NBYTES,
+        freeze: bool = False,
+        policy: str = "priority",
+        channels: int = 2,
+        tasks: int = 10,
+    ) -> None:
+        """``tasks``: how many a step of group 0 has; group 1 has one fewer."""
         self.size = size
         self.orders = [
-            AgreedOrder(rank, size, make_policy(policy), credit_bytes, freeze=freeze, describe=describe) for rank in range(size)
+            AgreedOrder(rank, size, make_policy(policy), credit_bytes, channels=channels, freeze=freeze, describe=describe)
+            for rank in range(size)
         ]
         for order in self.orders:
             for group in range(2):
-                order.add_group(group, NBYTES * (10 - group))
+                order.add_group(group, NBYTES * (tasks - group))
         self.started: list[list[CommTask]] = [[] for _ in range(size)]
+        self.how: list[list[str]] = [[] for _ in range(size)]
         self.wires: dict[tuple[int, int], deque[str]] = {}
         self.tamper: Callable[[int, Any], Any] = lambda to, message: message
         self.messages = 0
@@ -56,6 +73,8 @@ class Ranks:
             if task is None:
                 return
             self.started[rank].append(task)
+            static = order._frozen is not None and order._frozen.covers(LaunchKey.of(task))
+            self.how[rank].append(STATIC if static else AGREED)
 
     def deliver(self, wire: tuple[int, int]) -> None:
         """The oldest message of that wire."""
@@ -76,8 +95,11 @@ class Ranks:
         while self.busy:
             self.deliver(self.busy[0])
 
-    def launched(self, rank: int, channel: int) -> list[LaunchKey]:
-        return [LaunchKey.of(task) for task in self.started[rank] if task.channel == channel]
+    def launched(self, rank: int, how: str) -> list[LaunchKey]:
+        return [LaunchKey.of(task) for task, each in zip(self.started[rank], self.how[rank]) if each == how]
+
+    def on_channel(self, rank: int, channel: int) -> list[CommTask]:
+        return [task for task in self.started[rank] if task.channel == channel]
 
 
 def describe(key: LaunchKey) -> str:

@@ -9,13 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commsched.core.errors import FEWER_BATCHES, OrderMismatch, PeerLost, ProtocolError
-from commsched.core.order.agreed import AGREED, STATIC
-from commsched.core.order.key import LaunchKey
+from commsched.core.order.key import LARGEST, OTHERS, LaunchKey
 from commsched.core.order.static import STABLE_STEPS
 from commsched.core.policies import make_policy
-from commsched.core.task import ALL_GATHER, REDUCE_SCATTER, CommTask
+from commsched.core.task import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, CommTask
 
-from .ranks import NBYTES, Ranks, make_task
+from .ranks import AGREED, NBYTES, STATIC, Ranks, make_task
 
 TASKS = 5
 
@@ -61,12 +60,24 @@ class Step:
     steps=st.integers(1, 9),
     groups=st.integers(1, 2),
     shuffled=st.booleans(),
+    channels=st.integers(1, 2),
+    known=st.booleans(),
 )
 def test_all_ranks_launch_the_same_whatever_the_delays(
-    chance: Random, size: int, credit_bytes: int, freeze: bool, steps: int, groups: int, shuffled: bool
+    chance: Random,
+    size: int,
+    credit_bytes: int,
+    freeze: bool,
+    steps: int,
+    groups: int,
+    shuffled: bool,
+    channels: int,
+    known: bool,
 ) -> None:
-    """``shuffled``: every step in another order."""
-    ranks = Ranks(size, credit_bytes=credit_bytes, freeze=freeze)
+    """``shuffled``: every step in another order. ``known``: the largest group has so many bytes as its tasks, so what is ready
+    last is decided all at once."""
+    freeze = freeze and channels == 2
+    ranks = Ranks(size, credit_bytes=credit_bytes, freeze=freeze, channels=channels, tasks=TASKS if known else 2 * TASKS)
     usual = chance.sample(range(TASKS), TASKS)
     at = [[0] * groups for _ in range(size)]  # the next step of each rank and group
     waiting: list[list[CommTask]] = [[] for _ in range(size)]  # to become ready
@@ -105,12 +116,11 @@ def test_all_ranks_launch_the_same_whatever_the_delays(
             order = chance.sample(range(TASKS), TASKS) if shuffled else usual
             waiting[rank] += [make_task(at[rank][other], partition, group=other) for partition in order]
             at[rank][other] += 1
-    for channel in (AGREED, STATIC):
-        assert all(ranks.launched(rank, channel) == ranks.launched(0, channel) for rank in range(size))
+    for channel in range(channels):
+        wanted = [LaunchKey.of(task) for task in ranks.on_channel(0, channel)]
         for rank in range(size):
-            assert [t.sequence for t in ranks.started[rank] if t.channel == channel] == list(
-                range(len(ranks.launched(0, channel)))
-            )
+            assert [LaunchKey.of(task) for task in ranks.on_channel(rank, channel)] == wanted
+            assert [task.sequence for task in ranks.on_channel(rank, channel)] == list(range(len(wanted)))
     assert len(set(ranks.launched(0, AGREED) + ranks.launched(0, STATIC))) == groups * steps * TASKS
 
 
@@ -131,6 +141,106 @@ def test_the_policy_orders_what_is_ready_on_all_ranks() -> None:
     ranks = Ranks(2, credit_bytes=1)
     Step(ranks, 0).run()
     assert [key.partition for key in ranks.launched(1, AGREED)] == [4, 0, 1, 2, 3]
+
+
+def all_ready(ranks: Ranks, partitions: range, *, group: int = 0, verb: str = ALL_REDUCE) -> None:
+    """The tasks of step 0 become ready on all ranks before rank 0 decides."""
+    for rank in range(1, ranks.size):
+        for partition in partitions:
+            ranks.orders[rank].add(make_task(0, partition, group=group, verb=verb))
+        ranks.settle(rank)
+    for partition in partitions:
+        ranks.orders[0].add(make_task(0, partition, group=group, verb=verb))
+    ranks.deliver_all()
+
+
+def announced(ranks: Ranks, group: int = 0) -> int:
+    """How many launches of ``group`` rank 1 knows of."""
+    return sum(task.group == group for queue in (*ranks.orders[1]._agreed, ranks.started[1]) for task in queue)
+
+
+def test_when_the_last_of_the_largest_group_is_ready_all_launches_are_decided_at_once() -> None:
+    ranks = Ranks(2, credit_bytes=2 * NBYTES, tasks=TASKS)
+    all_ready(ranks, range(TASKS))
+    assert announced(ranks) == TASKS
+    ranks.messages = 0
+    for started in range(2, TASKS + 1):
+        for rank in range(2):
+            assert [task.partition.index for task in ranks.started[rank]] == list(range(started))
+            ranks.sent(rank, ranks.started[rank][started - 2])
+    assert ranks.messages == 0
+
+
+def test_while_tasks_are_missing_launches_are_decided_ahead_by_a_share_of_their_bytes() -> None:
+    ranks = Ranks(2, credit_bytes=NBYTES, tasks=320)
+    all_ready(ranks, range(160, 320))
+    assert announced(ranks) == 1 + 5  # the credit, and a 32nd part of what is missing
+
+
+@pytest.mark.parametrize(("channels", "group", "verb"), [(1, 0, ALL_REDUCE), (2, 1, ALL_REDUCE), (2, 0, REDUCE_SCATTER)])
+def test_other_launches_are_decided_as_far_as_the_credit_goes(channels: int, group: int, verb: str) -> None:
+    """With one channel, of a smaller group, and before all-gathers that are more urgent."""
+    ranks = Ranks(2, credit_bytes=2 * NBYTES, tasks=TASKS, channels=channels)
+    all_ready(ranks, range(TASKS - group), group=group, verb=verb)
+    assert announced(ranks, group) == 2
+
+
+def test_what_is_decided_ahead_delays_no_other_group() -> None:
+    ranks = Ranks(2, credit_bytes=NBYTES, tasks=TASKS)
+    all_ready(ranks, range(TASKS))
+    all_ready(ranks, range(1), group=1)
+    for rank in range(2):
+        assert [(task.group, task.channel) for task in ranks.started[rank]] == [(0, LARGEST), (1, OTHERS)]
+
+
+def test_a_launch_on_another_channel_than_on_rank_0_is_refused() -> None:
+    for channel in (OTHERS, 2, -1):
+        ranks = Ranks(2)
+        ranks.tamper = lambda to, message, channel=channel: {**message, "channel": channel}
+        with pytest.raises(OrderMismatch, match=r"rank 1 cannot launch tensor 'layer0' \(step 0\) as rank 0 does"):
+            all_ready(ranks, range(1))
+        assert ranks.started[1] == []
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_launches_of_a_group_that_was_the_largest_keep_out_of_the_way_of_a_static_order(known: bool) -> None:
+    """They were decided on before (``known``), or are decided on later: each rank launches one order on each channel."""
+    ranks = Ranks(2, credit_bytes=NBYTES * 3 // 2, freeze=True, tasks=TASKS if known else 2 * TASKS)
+
+    def add_step(number: int) -> list[list[CommTask]]:
+        """Small tasks, which fit the credit beside a large one."""
+        tasks = [[make_task(number, partition, group=1, nbytes=NBYTES // 2) for partition in range(3)] for _ in range(2)]
+        for rank in range(2):
+            for task in tasks[rank]:
+                ranks.add(rank, task)
+        ranks.deliver_all()
+        return tasks
+
+    for number in range(STABLE_STEPS + 1):
+        for rank, tasks in enumerate(add_step(number)):
+            for task in tasks:
+                ranks.sent(rank, task)
+            ranks.deliver_all()
+    all_ready(ranks, range(TASKS))
+    for order in ranks.orders:
+        order.add_group(1, 3 * TASKS * NBYTES)  # now the largest
+    done = [3 * (STABLE_STEPS + 1)] * 2
+    if known:  # the bytes of rank 0 have left, and those of rank 1 have not
+        for _ in range(TASKS):
+            done[0] += 1
+            ranks.sent(0, ranks.started[0][done[0] - 1])
+    add_step(STABLE_STEPS + 1)
+    assert [order.is_static for order in ranks.orders] == [True, True]
+    while any(done[rank] < len(ranks.started[rank]) for rank in range(2)):
+        for rank in (1, 0):  # in turn, so both are as far as each other's messages let them
+            for task in ranks.started[rank][done[rank] :]:
+                done[rank] += 1
+                ranks.sent(rank, task)
+            ranks.deliver_all()
+    for channel in (OTHERS, LARGEST):
+        first, second = ([LaunchKey.of(task) for task in ranks.on_channel(rank, channel)] for rank in range(2))
+        assert first == second
+    assert len(ranks.started[0]) == len(ranks.started[1]) == 3 * (STABLE_STEPS + 2) + TASKS
 
 
 def test_what_becomes_ready_together_is_one_message() -> None:
@@ -154,7 +264,7 @@ def test_two_tensors_that_rank_0_announces_in_another_order_are_named_and_not_la
     for partition in (2, 1):
         ranks.add(0, make_task(0, partition))
     with pytest.raises(
-        OrderMismatch, match=r"^rank 1 launched tensor 'layer1' \(step 0\) where rank 0 launched tensor 'layer2' \(step"
+        OrderMismatch, match=r"^rank 1 launched tensor 'layer2' \(step 0\) where rank 0 launched tensor 'layer1' \(step"
     ):
         ranks.deliver_all()
     assert ranks.started[1] == []
@@ -279,7 +389,7 @@ def test_a_rank_that_ends_the_static_order_before_rank_0_is_not_forgotten() -> N
     ranks.deliver_all()
     assert ranks.started[0][-1] is ours
     assert ranks.started[1][-1] is theirs
-    assert (ours.channel, theirs.channel) == (AGREED, AGREED)
+    assert [ranks.how[rank][-1] for rank in range(2)] == [AGREED, AGREED]
 
 
 def test_another_group_is_agreed_on_while_one_is_static() -> None:
@@ -308,7 +418,7 @@ def test_what_ends_after_its_order_is_no_more_does_no_harm() -> None:
         ranks.settle(rank)
     ranks.orders[1].release(0)
     assert not ranks.orders[1].is_static
-    for task in ranks.started[1][-TASKS:]:
+    for task in ranks.started[1][-2:]:
         ranks.sent(1, task)
     Step(ranks, 0, group=1).run()  # others go on
 
@@ -443,7 +553,8 @@ def test_splitting_orders_both_phases() -> None:
     for rank in range(2):
         ranks.add(rank, make_task(0, 1, verb=ALL_GATHER))
     ranks.deliver_all()
-    ranks.sent(0, scatter[0])
+    for rank in range(2):
+        ranks.sent(rank, scatter[rank])
     ranks.deliver_all()
     assert [(key.partition, key.verb) for key in ranks.launched(1, AGREED)] == [(1, REDUCE_SCATTER), (1, ALL_GATHER)]
 

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from ....core.errors import ConfigError, PeerTimeout, TransportError
-from ....core.order.agreed import STATIC
+from ....core.order.key import LARGEST
 from ...backend import Backend, TransportContext
 from ...collective import COLLECTIVE_SETTINGS, CollectiveTransport
 
@@ -49,7 +49,8 @@ def open_transport(context: TransportContext) -> CollectiveTransport:
     try:
         for channel in range(_CHANNELS):
             store = GatherStore(context.gather)
-            patience_seconds = _STATIC_PATIENCE_SECONDS if channel == STATIC else _patience_seconds(context)
+            static = channel == LARGEST and context.settings.order == "static"
+            patience_seconds = _STATIC_PATIENCE_SECONDS if static else _patience_seconds(context)
             channels.append(GlooChannel(world.rank, world.world_size, listener.made, store, within, patience_seconds))
         listener.ignore_strangers(store.published)
     except BaseException as error:

@@ -24,7 +24,7 @@ from torch.distributed import ProcessGroupGloo, Store
 from commsched.core.errors import CommschedError, ConfigError, PeerLost, PeerTimeout, TransportError
 from commsched.core.interfaces import Transport
 from commsched.core.manifest import ITEMSIZE, Manifest, TensorSpec
-from commsched.core.order.agreed import STATIC
+from commsched.core.order.key import LARGEST
 from commsched.core.plan import cut
 from commsched.core.task import ALL_REDUCE, REDUCE_SCATTER, CommTask
 from commsched.testing.check_transport import (
@@ -145,12 +145,12 @@ def test_a_rank_may_be_late_in_a_static_order(monkeypatch: pytest.MonkeyPatch) -
     """By more than gloo waits for what all are ready for: it validates, say, while the others have launched already."""
     monkeypatch.setattr("commsched.transports.backends.gloo._patience_seconds", lambda context: 0.2)
     manifest = Manifest((TensorSpec("weight", (1000,), "float32"),))
-    with gloo_world([pytest.fail] * 2) as transports:
+    with gloo_world([pytest.fail] * 2, order="static") as transports:
         waiting = []
         for rank, transport in enumerate(transports):
             transport.add_group(0, manifest)
             task = CommTask(0, 0, cut(manifest, 1 << 20).partitions[0], memoryview(bytearray(4000)))
-            task.channel, task.sequence = STATIC, 0
+            task.channel, task.sequence = LARGEST, 0
             waiting.append(Waiting())
             if rank == 1:
                 assert not waiting[0].done.wait(0.5)
