@@ -32,8 +32,8 @@ WANTED_ACCURACY = 0.95
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_options(parser, workers=2, partition="128KB", credit="256KB", json=None)
-    parser.add_argument("--steps", type=at_least(6 * BLOCK_STEPS), default=14 * BLOCK_STEPS, help="training steps")
+    add_options(parser, workers=2, partition="auto", credit="auto", json=None)
+    parser.add_argument("--steps", type=at_least(6 * BLOCK_STEPS), default=18 * BLOCK_STEPS, help="training steps")
     parser.add_argument("--measure-steps", type=at_least(8), default=24, help="steps without communication, to time the layers")
     rate_help = "greatest rate of each worker; without it: communication takes as long as computation"
     parser.add_argument("--rate", type=setting(parse_rate), help=rate_help)
@@ -48,8 +48,8 @@ def run(args: argparse.Namespace) -> int:
     rate = args.rate or _rate_for_equal_times(layers, workers)
     print(
         f"2. training: {args.steps} steps of {megabytes:.1f} MB of gradients through the embedded parameter server, each\n"
-        f"   worker capped at {rate} (EMULATED link); {BLOCK_STEPS} steps in FIFO order and {BLOCK_STEPS} with the scheduler\n"
-        "   take turns",
+        f"   worker capped at {rate} (EMULATED link); once commsched has chosen partition and credit, {BLOCK_STEPS} steps in\n"
+        f"   FIFO order and {BLOCK_STEPS} with the scheduler take turns",
         flush=True,
     )
     settings = {"RATE": rate, "PARTITION": args.partition, "CREDIT": args.credit, "TRACE": str(args.out)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -77,21 +77,25 @@ def measure_layers(steps: int) -> dict[str, Any]:
 
 
 def train(steps: int) -> dict[str, Any]:
-    """Train to the end with alternating policies. Returns step times by policy, the accuracy, and whether the weights are equal
-    on all ranks."""
+    """Train until partition and credit are chosen, and then to the end with alternating policies. Returns step times by policy,
+    the accuracy, and whether the weights are equal on all ranks."""
     session = commsched.init()
     model, data = make_model(), Digits(session.rank, session.world_size)
     optimizer = cs.ScheduledOptimizer(torch.optim.Adam(model.parameters(), lr=1e-3), model)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=steps)
-    config = session.core.config
+    first = None  # the first step of the first turn
     policies, began = [], []
     for step in range(steps + 1):
         began.append(perf_counter())
         if step == steps:
             break
-        if session.rank == 0 and step % BLOCK_STEPS == 0:
-            policy = ("fifo", "priority")[step // BLOCK_STEPS % 2]
-            session.reconfigure(commsched.SchedulerConfig(config.partition_bytes, config.credit_bytes, policy))
+        if step % BLOCK_STEPS == 0:
+            if first is None and (session.gather(session.is_settled)[0] or step >= steps // 2):
+                session.stop_tuner()
+                first = step
+            if first is not None and session.rank == 0:
+                policy = ("fifo", "priority")[(step - first) // BLOCK_STEPS % 2]
+                session.reconfigure(replace(session.core.next_config, policy=policy))
         images, labels = data.batch()
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(images), labels).backward()
@@ -101,7 +105,7 @@ def train(steps: int) -> dict[str, Any]:
     seconds: dict[str, list[float]] = {"fifo": [], "priority": []}
     for step, (before, after) in enumerate(pairwise(began)):
         settled = policies[max(0, step - SETTLING_STEPS) : step + 2]  # the next step too: its forward ends this step's wait
-        if step >= BLOCK_STEPS and len(set(settled)) == 1:
+        if first is not None and step >= first + BLOCK_STEPS and len(set(settled)) == 1:
             seconds[policies[step]].append(after - before)
     model.eval()
     with torch.inference_mode():

@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     arguments = {"parameters": args.parameters, "rounds": args.rounds, "steps": args.steps}
-    job = Job(args.workers, settings={"transport": "ps"}, timeout_seconds=_TIMEOUT_SECONDS)
+    job = Job(args.workers, settings={"transport": "ps"}, timeout_seconds=_TIMEOUT_SECONDS, auto_sizes=True)
     by_rank = run_job(job, __name__, arguments).by_rank
     rows = [
         {

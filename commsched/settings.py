@@ -91,11 +91,15 @@ def _addresses(value: object, key: str) -> tuple[str, ...]:
     return tuple(parse_address(part, key) for part in parts)
 
 
-def _partition(value: object, key: str) -> int:
-    size = parse_bytes(value, key)
-    if size > MAX_PARTITION_BYTES:
+def _partition(value: object, key: str) -> int | None:
+    size = _size_or_auto(value, key)
+    if size is not None and size > MAX_PARTITION_BYTES:
         raise ConfigError(f"{key}={value!r} is more than the largest partition, {MAX_PARTITION_BYTES // 2**20}MiB")
     return size
+
+
+def _size_or_auto(value: object, key: str) -> int | None:
+    return None if str(value).strip().lower() == "auto" else parse_bytes(value, key)
 
 
 def require_one_of(words: Sequence[str], value: object, key: str) -> str:
@@ -250,11 +254,14 @@ class Settings:
         run_option=True,
         some_transports=True,
     )
-    partition: int = _setting(_partition, 4_000_000, "largest partition, such as 4MB", run_option=True)
-    credit: int = _setting(
-        parse_bytes,
-        16_000_000,
-        "bytes committed to the network at a time, such as 16MB",
+    #: None means auto.
+    partition: int | None = _setting(
+        _partition, None, "largest partition, such as 4MB, or auto: chosen from the model and the first steps", run_option=True
+    )
+    credit: int | None = _setting(
+        _size_or_auto,
+        None,
+        "bytes committed to the network at a time, such as 16MB, or auto, as for the partition",
         run_option=True,
     )
     fusion: int | None = _setting(
@@ -333,7 +340,15 @@ class Settings:
 
     @property
     def scheduler(self) -> SchedulerConfig:
-        return SchedulerConfig(self.partition, self.credit, self.policy, self.fusion, self.collective)
+        """The configuration before anything is chosen. A credit that is chosen is four partitions until then."""
+        partition = SchedulerConfig().partition_bytes if self.partition is None else self.partition
+        credit = 4 * partition if self.credit is None else self.credit
+        return SchedulerConfig(partition, credit, self.policy, self.fusion, self.collective)
+
+    @property
+    def chooses_sizes(self) -> bool:
+        """Whether the partition, the credit or both are to be chosen."""
+        return self.partition is None or self.credit is None
 
     @classmethod
     def names(cls, fact: str) -> list[str]:

@@ -57,12 +57,14 @@ def measure_rows(wanted: Comparison) -> list[Row]:
     links = wanted.links
     missing = why_not_shaped(links, [name for name in names if name != "commsched"])
     arguments = {
-        **{key: getattr(wanted, key) for key in ("engine", "settle", "steps", "partition", "credit")},
+        **{key: getattr(wanted, key) for key in ("engine", "settle", "steps")},
+        "chooses_sizes": "auto" in (wanted.partition, wanted.credit),
         "profile": wanted.scaling.profile.to_record(),
         "nominal_rates": links.rates,
         "capped": missing is not None,
     }
-    job = Job(links.workers, 0, links.for_job(), {"transport": "ps"}, wanted.timeout_seconds)
+    settings = {"transport": "ps", "partition": wanted.partition, "credit": wanted.credit}
+    job = Job(links.workers, 0, links.for_job(), settings, wanted.timeout_seconds, auto_sizes=True)
     turns: Turns = {name: [] for name in names}
     link = ""
     for turn in range(wanted.rounds):
@@ -121,12 +123,12 @@ def _measured(layers: LayerTimes, turns: Turns, rank: int) -> dict[str, Any]:
 def _system(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     seconds = [second for turn in found for second in turn["seconds"]]
     sizes: Sequence[Any] | None = found[-1]["sizes"]
-    partition, credit, message = sizes or (None, None, None)
+    partition, credit = sizes or (None, None)
     words = f"partition {sizes[0] / 1e6:.3g} MB, credit {sizes[1] / 1e6:.3g} MB" if sizes else "its default"
     return {
         "transport": "ps" if partition is not None else "its own",
         "words": words,
-        "message_seconds": message,
+        "message_seconds": None,
         "partition_bytes": partition,
         "credit_bytes": credit,
         "fusion_bytes": None,

@@ -4,34 +4,37 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any
 
 from commsched import Session
 from commsched.simulator.profile import Profile
+from commsched.tuner.auto import ROUNDS
+from commsched.tuner.learn import PROFILE_TAKES
+from commsched.tuner.online import SETTLE_STEPS, WARM_UP_STEPS
 
-from ..harness.averaging import ConfigBarrier
-from ..harness.measure import LayerTimes
 from ..harness.network import measure_network, own_address
-from ..harness.network_load import seconds_per_byte
-from ..harness.partition_choice import choose, measure_message_cost
 from .emulated import difference, plain_averaging
 from .turn import Turn, systems_of
+
+#: Steps in which partition and credit choose themselves: the tuner's warm-up, and each profile and change. Later changes, of
+#: which there are few, count.
+CHOOSING_STEPS = WARM_UP_STEPS + ROUNDS * (PROFILE_TAKES + SETTLE_STEPS)
 
 
 @dataclass(frozen=True)
 class Assignment:
     """The arguments of the ranks, as JSON. ``nominal_rates`` and ``capped`` are as in ``turns.rank.Assignment``. ``steps``
-    steps count, after ``settle`` steps that do not; the first of these compile and start the engine's processes."""
+    steps count, after ``settle`` steps that do not; the first of these compile and start the engine's processes.
+    ``chooses_sizes``: partition, credit or both choose themselves, in steps that do not count either."""
 
     engine: str
     system: str
     profile: dict[str, Any]
     settle: int
     steps: int
-    partition: str
-    credit: str
+    chooses_sizes: bool
     nominal_rates: list[float] | None
     capped: bool
     server_pids: list[int] = field(default_factory=list)
@@ -50,32 +53,22 @@ def rank_main(session: Session, arguments: Mapping[str, Any]) -> dict[str, Any]:
     host = own_address()
     network = measure_network(session, host, task.nominal_rates, 0, task.capped)
     hosts = session.gather(host)
-    sizes = None
-    if task.system == "commsched":
-        sizes = _configure(session, task, LayerTimes.of(profile), seconds_per_byte(network.worker_rates), network.message_bytes)
-    turn = Turn(session, profile, task.settle + task.steps, hosts)
+    # Partition and credit choose themselves first, unless they are set.
+    settle = task.settle + (CHOOSING_STEPS if task.system == "commsched" and task.chooses_sizes else 0)
+    turn = Turn(session, profile, settle + task.steps, hosts)
     weights = train(turn)
     ended, cpu = turn.steps.ended, turn.steps.cpu_seconds
     if len(ended) != turn.count:
         raise RuntimeError(f"{task.system} was to train {turn.count} steps, and reported {len(ended)}")
     wanted = plain_averaging(profile, turn.count, session.world_size)
+    sizes = None
+    if task.system == "commsched":
+        config = session.core.next_config
+        sizes = [config.partition_bytes, config.credit_bytes]
     return {
-        "seconds": [end - begin for begin, end in pairwise(ended)][task.settle - 1 :],
-        "cpu_seconds": (cpu[-1] - cpu[task.settle - 1]) / task.steps,
+        "seconds": [end - begin for begin, end in pairwise(ended)][settle - 1 :],
+        "cpu_seconds": (cpu[-1] - cpu[settle - 1]) / task.steps,
         "max_difference": None if weights is None else difference(weights, wanted),
         "network": asdict(network),
         "sizes": sizes,
     }
-
-
-def _configure(
-    session: Session, task: Assignment, layers: LayerTimes, per_byte: float, message_bytes: int
-) -> tuple[int, int, float]:
-    """Choose partition and credit and switch the session to them. Returns both in bytes, and the overhead of a partition.
-    Collective."""
-    barrier = ConfigBarrier(session)
-    cost = measure_message_cost(session, barrier, message_bytes)
-    partition, credit = choose(task.partition, task.credit, [layers], per_byte, cost, session.world_size, 0)
-    partition, credit = session.gather([partition, credit])[0]
-    barrier.switch(replace(session.core.config, partition_bytes=partition, credit_bytes=credit))
-    return partition, credit, cost.link_seconds

@@ -20,6 +20,7 @@ from .processes import Process
 _ROOT = Path(__file__).resolve().parents[2]
 _CONTROL_PORT = 29600
 _START_SECONDS = 60.0
+_FIXED_SIZES = {"COMMSCHED_PARTITION": "4MB", "COMMSCHED_CREDIT": "16MB"}
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,8 @@ class Job:
     """A job to run. ``settings`` are the settings of ``commsched.init``. ``bandwidth`` (``"1gbit"``) is the rate of every link,
     or a mapping with the rate of each host (``worker0``, .., ``server0``, ..), which needs shaped links. ``ranks_per_host``
     ranks share a host and its link; without a bandwidth all ranks are on one host. ``mpi`` says that some gradients travel by
-    MPI, whatever the setting ``transport`` is."""
+    MPI, whatever the setting ``transport`` is. ``auto_sizes``: partition and credit choose themselves, as in a user's job,
+    unless ``settings`` has them; otherwise they stay until the job changes them."""
 
     workers: int
     servers: int = 0
@@ -36,6 +38,7 @@ class Job:
     timeout_seconds: float = 600.0
     ranks_per_host: int = 1
     mpi: bool = False
+    auto_sizes: bool = False
 
     @property
     def hosts(self) -> int:
@@ -119,6 +122,7 @@ def _run(hosts: Hosts, job: Job, placement: Mapping[str, str], module: str, argu
             "COMMSCHED_WORLD_SIZE": str(job.workers),
             "COMMSCHED_LOCAL_WORLD_SIZE": str(job.workers),
             **placement,
+            **({} if job.auto_sizes else _FIXED_SIZES),
             **{f"COMMSCHED_{key.upper()}": value for key, value in job.settings.items()},
         }
         servers = _start_servers(hosts, job, environ)

@@ -12,7 +12,6 @@ In every function index 0 is the layer at the input side, the sequences have one
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from itertools import accumulate
 
@@ -155,41 +154,6 @@ def window_bound(
     smallest_first = accumulate(sorted(seconds for _, seconds in partitions))
     messages = max(1, sum(total <= window * (1 + 1e-12) for total in smallest_first))
     return best + window + messages * overhead_seconds
-
-
-def best_partition(
-    forward_seconds: Sequence[float],
-    backward_seconds: Sequence[float],
-    nbytes: Sequence[int],
-    seconds_per_byte: float,
-    overhead_seconds: float,
-    committed_messages: float = 2.0,
-    processor_seconds: float = 0.0,
-) -> float:
-    """The partition size in bytes at which the total cost of overhead and lost preemption is least.
-
-    It minimises ``S / size * overhead + all / size * processor + m * size * seconds_per_byte``. ``S`` is the number of bytes of
-    the layers up to the binding one (see :func:`binding`). Without ``processor_seconds`` the result is ``sqrt(overhead * S / (m
-    seconds_per_byte))``.
-
-    Args:
-        seconds_per_byte: seconds per byte of gradient on the busiest NIC: ``bytes_factor / bytes per second``.
-        overhead_seconds: overhead of each partition, besides its bytes.
-        processor_seconds: CPU time that each partition, anywhere in the model, takes from the processor that computes.
-        committed_messages: ``m``, the number of partitions in the credit window, plus one if a parameter server passes them on.
-
-    Raises:
-        ValueError: the sequences differ in length, a time is negative, or a rate or ``committed_messages`` is not positive.
-    """
-    if seconds_per_byte <= 0 or committed_messages <= 0 or min(overhead_seconds, processor_seconds) < 0:
-        raise ValueError(
-            f"no partition is best with {seconds_per_byte} s per byte, {overhead_seconds} s per message and "
-            f"{committed_messages} messages committed"
-        )
-    paths = _paths(forward_seconds, backward_seconds, [seconds_per_byte * size for size in nbytes])
-    critical = sum(nbytes[: paths.index(max(paths)) + 1]) if paths else 0
-    cost = overhead_seconds * critical + processor_seconds * sum(nbytes)
-    return math.sqrt(cost / (committed_messages * seconds_per_byte))
 
 
 def _paths(forward_seconds: Sequence[float], backward_seconds: Sequence[float], comm_seconds: Sequence[float]) -> list[float]:

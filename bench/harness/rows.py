@@ -172,8 +172,9 @@ def bound_of_ranks(by_rank: Sequence[LayerTimes], per_byte: float) -> tuple[floa
 
 
 def _bound_with_overhead(layers: LayerTimes, per_byte: float, system: Mapping[str, Any]) -> float | None:
-    """``T*`` with the system's partitions and the measured cost of messages; None if the system has no partitions."""
-    if system["partition_bytes"] is None:
+    """``T*`` with the system's partitions and the measured cost of messages; None if the system has no partitions, or
+    the cost was not measured."""
+    if system["partition_bytes"] is None or system["message_seconds"] is None:
         return None
     tensors = [(layer, size) for layer, sizes in enumerate(layers.tensors) for size in sizes]
     specs = (TensorSpec(str(index), (size // FLOAT32_BYTES,), "float32") for index, (_, size) in enumerate(tensors))

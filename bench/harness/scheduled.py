@@ -14,6 +14,9 @@ from .reference import LEARNING_RATE, put_weights, weights_of
 from .system import Context, Setup
 from .timeline import Recorder
 
+#: Steps between two questions whether sizes are chosen.
+_STEPS_TO_ASK = 4
+
 
 class Training:
     """The model and its optimizer."""
@@ -93,6 +96,30 @@ class ScheduledSystem:
     def observe(self, recorder: Recorder) -> None:
         # The observer stays attached, because transport threads may be about to call it. A stopped recorder costs nothing.
         self._context.session.core.observer = recorder
+
+
+def chosen_sizes(context: Context) -> SchedulerConfig:
+    """The configuration of a job that sets what this one sets: train until partition and credit have chosen themselves, and
+    stop choosing. Collective. Sizes that are set stay."""
+    session = context.session
+    if not session.gather(session.is_settled)[0]:
+        _train_until_settled(context)
+    session.stop_tuner()
+    return SchedulerConfig(**session.gather(session.core.next_config.to_record())[0])
+
+
+def _train_until_settled(context: Context) -> None:
+    session, training = context.session, context.shared(Training)
+    context.barrier.switch(replace(session.core.next_config, collective=context.collective))
+    training.reset()
+    step = 0
+    while not session.gather(session.is_settled)[0]:
+        for _ in range(_STEPS_TO_ASK):
+            training.optimizer.zero_grad()
+            context.workload.loss(training.model, step, session.rank).backward()
+            training.optimizer.step()
+            step += 1
+    training.optimizer.synchronize()
 
 
 def commsched_config(context: Context) -> SchedulerConfig:

@@ -13,7 +13,7 @@ from commsched import SchedulerConfig
 from commsched.settings import DEFAULT_BUDGET
 from commsched.simulator.profile import Profile
 from commsched.tuner.initial_guesses import seeds
-from commsched.tuner.job import PROFILE_STEPS
+from commsched.tuner.learn import PROFILE_TAKES
 from commsched.tuner.model import Model
 from commsched.tuner.profiler import LinkEstimate
 from commsched.tuner.result import Verdict
@@ -62,7 +62,7 @@ TRIALS = 24
 #: The default budget of online tuning, in trials.
 BUDGET_TRIALS = DEFAULT_BUDGET.trials or TRIALS
 #: Steps of a profile online: its own steps, the step under way when it begins, and the beginning of the step after it.
-_BEFOREHAND = PROFILE_STEPS + 2
+_BEFOREHAND = PROFILE_TAKES
 #: Relative regrets that count as good enough.
 WITHIN = (0.03, 0.02)
 

@@ -10,7 +10,8 @@ from typing import Any
 
 from commsched import CommschedError, Session
 from commsched.settings import DEFAULT_BUDGET
-from commsched.tuner.job import PROFILE_STEPS, journal_path
+from commsched.tuner.job import journal_path
+from commsched.tuner.learn import PROFILE_TAKES
 from commsched.tuner.online import SETTLE_STEPS, WARM_UP_STEPS
 from commsched.tuner.result import Verdict
 from commsched.tuner.search_run import LONGER_AT_MOST
@@ -28,7 +29,7 @@ _ASK_STEPS = 10
 _MAX_WINDOWS = (DEFAULT_BUDGET.trials or 0) + 2 * (MAX_PAIRS + STATED_PAIRS)
 _WINDOW_STEPS = 10
 #: Steps before the first window.
-_BEFOREHAND_STEPS = WARM_UP_STEPS + PROFILE_STEPS + 2
+_BEFOREHAND_STEPS = WARM_UP_STEPS + PROFILE_TAKES
 #: Most steps of tuning if steps vary little.
 STEADY_STEPS = _BEFOREHAND_STEPS + _MAX_WINDOWS * (SETTLE_STEPS + _WINDOW_STEPS)
 #: Most steps of tuning if steps vary much. Windows are then longer, and are full at the latest when as many steps were rejected
@@ -63,6 +64,7 @@ def _live(case: Case, grid: Row, tune_by: str, run: int, budget: str) -> Row:
             settings,
             _START_SECONDS + _PATIENCE * _MAX_STEPS * slowest,
             mpi=case.transport == "mpi",
+            auto_sizes=True,
         )
         workload = {"kind": "emulated", "profile": case.scaling.profile.to_record()}
         outcome = run_job(job, __name__, {"workload": workload, "journal": str(journal_path(out))})

@@ -11,12 +11,12 @@ import torch
 
 from commsched import SchedulerConfig, Session
 from commsched.core.manifest import Manifest
-from commsched.tuner.job import PROFILE_STEPS
+from commsched.tuner.learn import PROFILE_STEPS
 from commsched.tuner.profiler import Profiler
 
 from ..harness.averaging import ConfigBarrier
+from ..harness.message_cost import measure_message_seconds
 from ..harness.network import measure_network, own_address
-from ..harness.partition_choice import measure_message_cost
 from ..harness.reference import ComputeOnly, largest_difference, plain_averaging
 from ..harness.scheduled import ScheduledSystem
 from ..harness.system import Carrier, Context, timed_turn
@@ -61,7 +61,7 @@ def rank_main(session: Session, arguments: Mapping[str, Any]) -> dict[str, Any]:
     network = measure_network(session, host, task.nominal_rates, 0, task.capped)
     layers = ComputeOnly(session, barrier, workload).measure(_LAYER_STEPS)
     configs = [SchedulerConfig(**record) for record in task.configs]
-    cost = measure_message_cost(session, barrier, network.message_bytes, configs[0].collective)
+    message_seconds = measure_message_seconds(session, barrier, network.message_bytes, configs[0].collective)
     context = Context(
         session,
         barrier,
@@ -72,7 +72,7 @@ def rank_main(session: Session, arguments: Mapping[str, Any]) -> dict[str, Any]:
         task.bytes_scale,
         configs[0].partition_bytes,
         configs[0].credit_bytes,
-        cost.link_seconds,
+        message_seconds,
         {},
     )
     systems = [ScheduledSystem(context, config) for config in configs]
@@ -93,7 +93,7 @@ def rank_main(session: Session, arguments: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "network": asdict(network),
         "layers": [asdict(each) for each in layers],
-        "message_seconds": cost.link_seconds,
+        "message_seconds": message_seconds,
         "profiled": profiled,
         "passes": passes,
         "max_difference": largest,

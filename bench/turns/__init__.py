@@ -54,7 +54,8 @@ class TrainOptions:
         settle: number of steps, at least 3, before them that do not count; a static order adds 7.
         transport: transport of systems on commsched that do not name one.
         lane: lane of the parameter server's bytes; None means the default.
-        partition, credit: sizes for systems on commsched, such as ``"1MB"``; ``"auto"`` chooses them from measurements.
+        partition, credit: sizes for systems on commsched, such as ``"1MB"``; with ``"auto"`` they choose themselves, as in a
+            job that does not set them.
         timeout_seconds: time limit of the whole job.
     """
 
@@ -124,14 +125,14 @@ def measure_rows(options: TrainOptions) -> list[dict[str, Any]]:
         "transport": own.transport,
         "order": own.order,
         "settle": settle_steps(options, specs),
-        **{key: getattr(options, key) for key in ("rounds", "steps", "partition", "credit")},
+        **{key: getattr(options, key) for key in ("rounds", "steps")},
         "bytes_scale": 1.0 if scaling is None else scaling.bytes_scale,
         "servers": servers,
         "nominal_rates": links.rates,
         "capped": missing is not None,
     }
     mpi = any(spec.carrier is not None and spec.carrier.transport == "mpi" for spec in specs)
-    job = Job(options.workers, servers, links.for_job(), settings, options.timeout_seconds, mpi=mpi)
+    job = Job(options.workers, servers, links.for_job(), settings, options.timeout_seconds, mpi=mpi, auto_sizes=True)
     outcome = run_job(job, "bench.turns.rank", arguments)
     links.require_as_planned(outcome.link, missing)
     header = Header(
@@ -156,7 +157,7 @@ def settle_steps(options: TrainOptions, specs: Sequence[SystemSpec]) -> int:
 
 def _settings(options: TrainOptions, own: Carrier) -> dict[str, str]:
     """The settings of the ranks' own session. The other sessions use them too, except for their carrier."""
-    found = {"transport": own.transport}
+    found = {"transport": own.transport, "partition": options.partition, "credit": options.credit}
     if own.order != Carrier(own.transport).order:
         found["order"] = own.order
     return found if options.lane is None else {**found, "lane": options.lane}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -12,13 +12,13 @@ import torch
 from commsched import Session
 
 from ..harness.measure import LayerTimes, rotated
-from ..harness.network import Network, measure_network, own_address
-from ..harness.network_load import seconds_per_byte
-from ..harness.partition_choice import choose, measure_message_cost
+from ..harness.message_cost import measure_message_seconds
+from ..harness.network import measure_network, own_address
 from ..harness.reference import ComputeOnly, largest_difference, plain_averaging
-from ..harness.system import UNORDERED, Carrier, Context, OpenCarrier, System, open_carriers, timed_turn
+from ..harness.scheduled import chosen_sizes
+from ..harness.system import Carrier, Context, OpenCarrier, System, open_carriers, timed_turn
 from ..harness.timeline import Entry, Recorder
-from ..systems import SystemSpec, make, parse
+from ..systems import SYSTEMS, SystemSpec, make, parse
 from ..workloads import Workload, make_workload
 
 #: Steps that time the layers before the systems take turns. Each round adds half as many steps as a system's turn counts.
@@ -41,8 +41,6 @@ class Assignment:
     settle: int
     transport: str
     order: str
-    partition: str
-    credit: str
     bytes_scale: float
     servers: int
     nominal_rates: list[float] | None
@@ -81,10 +79,16 @@ def _measure(
     network = measure_network(session, host, task.nominal_rates, task.servers, task.capped)
     compute = ComputeOnly(session, barrier, workload)
     layers = compute.measure(_LAYER_STEPS)
-    contexts = {
-        (carrier, collective): _context(task, carrier, collective, carriers[carrier], workload, host, network, layers)
-        for carrier, collective in dict.fromkeys((spec.carrier or own, spec.collective) for spec in specs)
-    }
+    on_commsched = {(spec.carrier or own, spec.collective) for spec in specs if SYSTEMS[spec.base].is_on_commsched}
+    contexts = {}
+    for carrier, collective in dict.fromkeys((spec.carrier or own, spec.collective) for spec in specs):
+        opened = carriers[carrier]
+        context = Context(
+            opened.session, opened.barrier, workload, host, carrier, collective, task.bytes_scale, 0, 0, 0.0, opened.shared
+        )
+        if (carrier, collective) in on_commsched:
+            context = _with_sizes(context, network.message_bytes)
+        contexts[carrier, collective] = context
     made = {spec.text: make(spec.base, contexts[spec.carrier or own, spec.collective]) for spec in specs}
     layers, found = _take_turns(task, carriers[own], workload, compute, made)
     return {
@@ -94,26 +98,11 @@ def _measure(
     }
 
 
-def _context(
-    task: Assignment,
-    carrier: Carrier,
-    collective: str,
-    opened: OpenCarrier,
-    workload: Workload,
-    host: str,
-    network: Network,
-    layers: Sequence[LayerTimes],
-) -> Context:
-    """Make the context of a carrier and a collective, and measure the cost of a partition with them. Collective."""
-    session, barrier = opened.session, opened.barrier
-    cost = measure_message_cost(session, barrier, network.message_bytes, collective)
-    is_ordered = carrier.transport not in UNORDERED
-    servers = [] if is_ordered else network.server_rates
-    per_byte = seconds_per_byte(network.worker_rates, servers)
-    sizes = choose(task.partition, task.credit, layers, per_byte, cost, session.world_size, len(servers), is_ordered)
-    return Context(
-        session, barrier, workload, host, carrier, collective, task.bytes_scale, *sizes, cost.link_seconds, opened.shared
-    )
+def _with_sizes(context: Context, message_bytes: int) -> Context:
+    """Let the sizes of ``context`` choose themselves, and measure the cost of a partition. Collective."""
+    config = context.shared(chosen_sizes)  # once for each session: measuring the cost changes its configuration
+    seconds = measure_message_seconds(context.session, context.barrier, message_bytes, context.collective)
+    return replace(context, partition_bytes=config.partition_bytes, credit_bytes=config.credit_bytes, message_seconds=seconds)
 
 
 def _take_turns(

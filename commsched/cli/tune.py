@@ -16,10 +16,10 @@ from ..core.errors import ConfigError
 from ..core.standard_streams import say_error
 from ..settings import Budget, Settings
 from ..tuner.format import HEADER, Table
-from ..tuner.job import fixed_by, journal_path
+from ..tuner.job import journal_path
 from ..tuner.result import Verdict
 from ..tuner.searchers import make_searcher
-from ..tuner.space import Space
+from ..tuner.space import Space, fixed_by
 from . import launch
 
 #: The exit code if the job ended well but left no tuned file.

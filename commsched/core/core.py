@@ -96,6 +96,9 @@ class Core:
         self.config = config
         self._changes = Reconfiguration(config)
         self.observer = observer
+        #: Called with the group, the step and the time when a step begins. It is apart from ``observer``, because an observer
+        #: of every tensor and task costs each step more than this call.
+        self.on_step: Callable[[int, int, float], None] | None = None
         if transport.ordered and messenger is None:
             raise ValueError("an ordered transport needs a messenger")
         self._messenger: Messenger = messenger or _NoMessenger()
@@ -182,6 +185,11 @@ class Core:
         return self._agreement is not None and self._agreement.is_static
 
     @property
+    def next_config(self) -> SchedulerConfig:
+        """The configuration agreed on last. Groups that are added from now on use it; others may not have switched yet."""
+        return self._changes.latest
+
+    @property
     def group_count(self) -> int:
         """The number of groups that were added, which is the index of the next one."""
         return len(self._groups)
@@ -263,6 +271,8 @@ class Core:
             report = self._pace.step_begins(group.index, step, now)
         if self.observer is not None:
             self.observer.on_step(group.index, step, now)
+        if self.on_step is not None:
+            self.on_step(group.index, step, now)
         if report is not None and self._stalls is not None and self._transport.world_size > 1:
             self._report_pace(report)
         return step

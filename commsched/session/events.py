@@ -18,6 +18,11 @@ class Tuner(Protocol):
     """Callbacks that a session invokes on the tuner, which changes its configuration while training runs; see
     ``tuner/online.py``. Called from a control thread; an implementation must never block."""
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether no search is under way or about to begin. Any thread."""
+        ...
+
     def on_switch(self, window: Any, steps: Mapping[int, int]) -> None:
         """All ranks will use the configuration proposed with ``window`` from step ``steps[group]`` of each group on. No rank
         has begun these steps."""

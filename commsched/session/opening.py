@@ -150,8 +150,8 @@ def _open_joined(world: World, settings: Settings, device: str) -> Session:
         session.on_register(ModelCheck(settings.tuned, warn=world.rank == 0).on_register)
     if world.rank == 0:
         session.on_register(FirstLine(say, partial(_first_lines, session, world, settings, name, hosts)).on_register)
-    if settings.tune is not None:
-        _start_tuning(session, settings, name, host)
+    if settings.tune is not None or settings.chooses_sizes:
+        _start_choosing(session, settings, name, host, hosts)
     return session
 
 
@@ -213,6 +213,7 @@ def _require_same_settings(control: ControlEnd, settings: Settings) -> None:
     same = {name: getattr(settings, name) for name in Settings.names("same_on_all_ranks")}
     # The names that users write: partition, not partition_bytes.
     schedule = {name.removesuffix("_bytes"): value for name, value in settings.scheduler.to_record().items()}
+    schedule |= {name: "auto" for name in ("partition", "credit") if getattr(settings, name) is None}
     tuning = {"tune": str(settings.tune), "whether there is a tuned file": settings.tuned is not None}
     records = control.gather_next({**same, **tuning, **schedule})
     require_same(records, lambda first: f"{first.key} is {first.text()}; give all the same", ConfigError)
@@ -268,14 +269,18 @@ def _first_lines(
     return [line] if more is None else [line, more]
 
 
-def _start_tuning(session: Session, settings: Settings, transport: str, host: str) -> None:
-    from ..tuner.online import start_tuning
+def _start_choosing(session: Session, settings: Settings, transport: str, host: str, hosts: int) -> None:
+    from ..tuner.start import facts_of, start_choosing, start_tuning
 
-    try:
-        start_tuning(session, settings, transport, host, say)
-    except BaseException as error:
-        session.abort(f"{type(error).__name__}: {error}")
-        raise
+    job = facts_of(session, settings, transport, host, hosts)
+    if settings.chooses_sizes:
+        start_choosing(session, settings, job, say)
+    if settings.tune is not None:
+        try:
+            start_tuning(session, settings, job, say)
+        except BaseException as error:
+            session.abort(f"{type(error).__name__}: {error}")
+            raise
 
 
 #: Advice to users whose ranks opened no session.
@@ -320,8 +325,8 @@ def first_line(
         f"{_count(ranks, 'rank')} on {_count(hosts, 'host')}",
         way,
         f"{_count(len(manifest.tensors), 'tensor')} of {size(manifest.nbytes)} per step",
-        f"partition {size(config.partition_bytes)}",
-        f"credit {size(config.credit_bytes)}",
+        f"partition {size(config.partition_bytes)}{' at first' if settings.partition is None else ''}",
+        f"credit {size(config.credit_bytes)}{' at first' if settings.credit is None else ''}",
         config.policy,
     ]
     if config.collective != "all_reduce":

@@ -84,6 +84,7 @@ class Session:
         self._has_raised = False
         self._close_callbacks: list[Callable[[], None]] = []
         self._register_callbacks: list[Callable[[int, Manifest], None]] = []
+        self._first_sizes: Callable[[Manifest], SchedulerConfig | None] | None = None
         self.closed = False
         self.disabled = False
         self._ended_itself = False
@@ -171,6 +172,8 @@ class Session:
             CommschedError: see :meth:`gather`.
         """
         require_buffers(manifest, buffers, self.device)
+        if self._first_sizes is not None:
+            self._use_first_sizes(self._first_sizes, manifest)
         try:
             plan, collective = self._agree_on(manifest)
             for callback in self._register_callbacks:
@@ -179,6 +182,20 @@ class Session:
             self.core.cancel_reservation()
             raise
         return self._add_group(plan, buffers, collective)
+
+    def _use_first_sizes(self, choose: Callable[[Manifest], SchedulerConfig | None], manifest: Manifest) -> None:
+        """Make all ranks use the configuration that ``choose`` returns on rank 0, if it returns one."""
+        config = choose(manifest)
+        [chosen, *_] = self.gather(None if config is None else config.to_record(), "to choose sizes")
+        if chosen is None:
+            return
+        self._first_sizes = None
+        wanted = SchedulerConfig(**chosen)
+        if self.rank == 0:
+            self.reconfigure(wanted)
+        # The change is agreed on by messages of its own, so a rank may not have it with the first answers.
+        while not all(self.gather(self.core.next_config == wanted, "to choose sizes")):
+            pass
 
     def _agree_on(self, manifest: Manifest) -> tuple[Plan, str]:
         """The plan by which all ranks cut ``manifest``, and the collective that averages it."""
@@ -253,6 +270,17 @@ class Session:
         """
         self.core.require_supported(config)
         self._control.propose(config.to_record(), window)
+
+    def choose_first_sizes(self, choose: Callable[[Manifest], SchedulerConfig | None]) -> None:
+        """Before each :meth:`register`, call ``choose`` with the tensors, until it returns a configuration, which all ranks
+        then use. Rank 0's answer counts. Called on every rank, by the code that opens the session."""
+        self._first_sizes = choose
+
+    def time_steps(self, on_step: Callable[[int, int, float], None]) -> None:
+        """Call ``on_step`` with the group, the step and the time in seconds of ``time.monotonic`` when a step begins. It
+        replaces the earlier callback. It is called from the engine's thread, must not block or raise, and costs less than an
+        observer."""
+        self.core.on_step = on_step
 
     def use_tuner(self, tuner: Tuner) -> None:
         """Pass the control channel's events for a tuner to ``tuner``. Called once on every rank, by the code that opens the
@@ -406,6 +434,17 @@ class Session:
         if self.observer is not None:
             self.observer.close()
         self.cleanup.close()
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether no search for a better configuration is under way or about to begin. On other ranks than 0 always true."""
+        tuner = self._listener.tuner
+        return tuner is None or tuner.is_settled
+
+    def stop_tuner(self) -> None:
+        """End the search for a better configuration on this rank, and begin no other. The configuration stays as it is."""
+        self._stop_tuner(wait=True)
+        self.core.on_step = None
 
     def _stop_tuner(self, wait: bool) -> None:
         tuner, self._listener.tuner = self._listener.tuner, None

@@ -1,5 +1,5 @@
-"""The first configurations to try. They minimize a bound on the step time in priority order, computed from measured layer and
-link times. Pure."""
+"""Guesses of good configurations: one before the first step, from the sizes of the job alone, and the first ones to try, which
+minimize a bound on the step time in priority order, computed from measured layer and link times. Pure."""
 
 from __future__ import annotations
 
@@ -8,10 +8,45 @@ from itertools import accumulate
 
 from ..core.config import SchedulerConfig
 from ..simulator.profile import Profile
+from ..simulator.scenario import bytes_factor
 from .profiler import LinkEstimate
 from .space import MAX_TUNED_PARTITION_BYTES, MIN_TUNED_PARTITION_BYTES
 
 _SIZES_PER_OCTAVE = 8
+
+#: Rate of a network whose speed is not known, in bytes per second: 1 Gbit/s. Ordinary Ethernet has at least this rate, and a
+#: partition that is too large for a slow network costs more than one that is too small for a fast one.
+UNKNOWN_RATE = 125e6
+
+#: The largest partition before the first step. A larger one delays urgent layers much if the guess of the rate is too high.
+MAX_FIRST_PARTITION_BYTES = 4_000_000
+
+#: Seconds by which one more partition prolongs a step before it is measured: over the parameter server, and for collectives in
+#: an agreed order.
+_PARTITION_SECONDS, _COLLECTIVE_PARTITION_SECONDS = 0.15e-3, 0.3e-3
+
+#: Bytes below which a group of tensors says nothing about the job's sizes. Plugins register flags in groups of their own.
+MIN_TELLING_BYTES = 2 * MIN_TUNED_PARTITION_BYTES
+
+
+def before_first_step(
+    nbytes: int, workers: int, *, servers: int = 0, ordered: bool = False, rate: float = UNKNOWN_RATE
+) -> tuple[int, int]:
+    """Partition and credit in bytes for ``nbytes`` of gradients, before any step was seen.
+
+    As in :func:`seeds`, ``delta* = sqrt(theta * S / (m * c))`` balances the overhead of messages against the partitions that
+    are already committed when an urgent one arrives. All bytes count as critical, because layer times are not known.
+
+    Args:
+        workers, servers, ordered: see :func:`seeds`.
+        rate: bytes per second of a worker's network card.
+    """
+    seconds_per_byte = bytes_factor(workers, servers) / rate
+    lanes, committed = _lanes(workers, servers, ordered)
+    theta = _COLLECTIVE_PARTITION_SECONDS if ordered else _PARTITION_SECONDS
+    best = math.sqrt(theta * nbytes / (committed * seconds_per_byte))
+    size = round(min(max(best, MIN_TUNED_PARTITION_BYTES), MAX_FIRST_PARTITION_BYTES))
+    return size, lanes * size
 
 
 def seeds(
@@ -42,14 +77,24 @@ def seeds(
     """
     if workers < 2:
         raise ValueError(f"workers={workers}: with one there is nothing to tune")
-    passed_on = 0 if ordered else 1
-    lanes = 4 if ordered else 8 * servers or 2 * workers
-    # Partitions committed to other shards travel beside an urgent partition rather than before it: half of them count.
-    size = best_partition(profile, link, lanes if ordered else lanes / 2 + passed_on)
+    lanes, committed = _lanes(workers, servers, ordered)
+    size = best_partition(profile, link, committed)
     found = [SchedulerConfig(size, lanes * size, policy)]
-    size = best_partition(profile, link, 2 + passed_on)
+    size = best_partition(profile, link, 2 + _passed_on(ordered))
     found.append(SchedulerConfig(size, 2 * size, policy))
     return list(dict.fromkeys(found))
+
+
+def _lanes(workers: int, servers: int, ordered: bool) -> tuple[int, float]:
+    """The number of partitions in the credit, and how many of the committed ones an urgent partition has to wait for."""
+    lanes = 4 if ordered else 8 * servers or 2 * workers
+    # Partitions committed to other shards travel beside an urgent partition rather than before it: half of them count.
+    return lanes, lanes if ordered else lanes / 2 + _passed_on(ordered)
+
+
+def _passed_on(ordered: bool) -> int:
+    """The number of partitions that a parameter server passes on while an urgent one waits."""
+    return 0 if ordered else 1
 
 
 def best_partition(profile: Profile, link: LinkEstimate, committed: float) -> int:

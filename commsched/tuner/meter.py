@@ -122,6 +122,8 @@ class StepTimer(Observer):
 
     # --- Tuner ---
 
+    is_settled = True  # rank 0's tuner knows
+
     def on_switch(self, window: Mapping[str, Any], steps: Mapping[int, int]) -> None:
         """A window begins. ``trial`` is its number, and ``group`` is the group whose steps count. ``settle`` intervals are left
         out, then ``steps`` intervals are counted. The new window replaces one that is not full yet."""

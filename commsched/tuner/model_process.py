@@ -49,7 +49,7 @@ class ModelProcess:
             text=True,
         )
         try:
-            return RemoteModel(self, self.ask(self._first)["model"])
+            return RemoteModel(self, self.ask(self._first))
         except BaseException:
             self.__exit__()
             raise
@@ -100,9 +100,10 @@ class ModelProcess:
 class RemoteModel:
     """A ``StepModel`` made by :class:`ModelProcess`. Its methods raise what ``ModelProcess.ask`` does. One thread at a time."""
 
-    def __init__(self, process: ModelProcess, number: int) -> None:
+    def __init__(self, process: ModelProcess, made: Mapping[str, Any]) -> None:
         self._process = process
-        self._number = number
+        self._number = made["model"]
+        self.link = LinkEstimate(**made["link"])
 
     def predict(self, config: SchedulerConfig) -> float:
         """See ``model.Model``."""
@@ -111,7 +112,7 @@ class RemoteModel:
     def calibrate(self, trials: Sequence[tuple[SchedulerConfig, float]]) -> RemoteModel:
         """See ``model.Model``."""
         records = [[config.to_record(), seconds] for config, seconds in trials]
-        return RemoteModel(self._process, self._process.ask({"of": self._number, "calibrate": records})["model"])
+        return RemoteModel(self._process, self._process.ask({"of": self._number, "calibrate": records}))
 
 
 def main() -> None:
@@ -136,7 +137,7 @@ def main() -> None:
                 else:
                     profile, link = Profile.from_record(request.pop("profile")), LinkEstimate(**request.pop("link"))
                     models.append(Model(profile, link, request.pop("workers"), **request))
-                answer = {"model": len(models) - 1}
+                answer = {"model": len(models) - 1, "link": asdict(models[-1].link)}
         except Exception as error:
             answer = {"error": f"{type(error).__name__}: {error}"}
         print(json.dumps(answer), flush=True)

@@ -1,4 +1,4 @@
-"""Tuning while training runs: :func:`start_tuning` adds it to a session; rank 0 runs it in a thread."""
+"""Choosing a configuration while training runs: rank 0's thread, which decides when to search."""
 
 from __future__ import annotations
 
@@ -6,24 +6,18 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..core.config import SchedulerConfig
-from ..core.core import Core
-from ..core.errors import ClosedError, CommschedError, from_record, to_record
-from ..core.interfaces import Observer, Transport
+from ..core.errors import ClosedError, CommschedError
 from ..core.manifest import Manifest
-from ..core.order.static import SLACK, STABLE_STEPS
-from ..settings import Settings
 from .format import milliseconds
 from .meter import StepTimer
-from .result import Verdict
 from .stats import DriftDetector
 from .trials import Stopped, TrialRunner
 
 if TYPE_CHECKING:
-    from .job import TuningJob  # imports the searchers' dependencies
+    pass  # import the simulator's dependencies
 
 log = logging.getLogger("commsched")
 
@@ -45,31 +39,36 @@ _END_SECONDS = 2.0
 _MAX_CUT_OFF = 3
 
 
-class TunableSession(Protocol):
-    """The part of a session that tuning needs; see ``session/session.py``."""
-
-    rank: int
-    world_size: int
+class Ended(Protocol):
+    """The result of a :class:`Search`. ``incumbent`` was in use before it, and ``kept`` is from now on. ``reason`` is
+    ``unfinished`` if training, or the training of these tensors, ended first. ``finished``: the search need not be repeated."""
 
     @property
-    def core(self) -> Core: ...
+    def incumbent(self) -> SchedulerConfig: ...
 
     @property
-    def transport(self) -> Transport: ...
+    def kept(self) -> SchedulerConfig: ...
 
-    def gather(self, value: Any) -> list[Any]: ...
+    @property
+    def reason(self) -> str: ...
 
-    def reconfigure(self, config: SchedulerConfig, window: Any = None) -> None: ...
+    @property
+    def finished(self) -> bool: ...
 
-    def tell_tuner(self, value: Any) -> None: ...
+    def sentence(self) -> str: ...
 
-    def use_tuner(self, tuner: Any) -> None: ...
 
-    def observe(self, observer: Observer) -> Callable[[], None]: ...
+class Search(Protocol):
+    """The way to a better configuration: ``job.TuningJob`` by trials, ``auto.AutoSizes`` without."""
 
-    def on_register(self, callback: Callable[[int, Manifest], None]) -> None: ...
+    def run(self, group: int, manifest: Manifest, *, again: bool = False) -> Ended | None:
+        """Search for ``manifest``, the tensors of ``group``. Returns None if there is nothing to choose. ``again``: step times
+        have changed since the last search."""
+        ...
 
-    def when_failed(self, callback: Callable[[CommschedError], None]) -> None: ...
+    def stop(self) -> None:
+        """End the search as soon as possible. Any thread may call it."""
+        ...
 
 
 class OnlineTuner:
@@ -86,7 +85,7 @@ class OnlineTuner:
         self,
         meter: StepTimer,
         trials: TrialRunner,
-        search: TuningJob,
+        search: Search,
         say: Callable[[str], None],
         end: Callable[[str], None] = lambda why: None,
         make_drift: Callable[[int], DriftDetector] = lambda rest_steps: DriftDetector(rest_steps=rest_steps),
@@ -103,6 +102,7 @@ class OnlineTuner:
         self._drifted: int | None = None  # a group whose steps have become slower or faster since its search
         self._left_alone: set[int] = set()  # groups with nothing to choose, or that come and go
         self._cut_off: Counter[int] = Counter()  # by group: searches that another group cut off
+        self.is_settled = False
         self._thread = threading.Thread(target=self._run, name="commsched-tuner", daemon=True)
 
     def start(self) -> None:
@@ -140,18 +140,22 @@ class OnlineTuner:
             while (main := self._meter.wait_until_training(WARM_UP_STEPS)) is not None:
                 group, manifest = main
                 if group not in self._left_alone and (group not in self._kept or group == self._drifted):
+                    self.is_settled = False
                     verdict = self._search.run(group, manifest, again=group == self._drifted)
                     if not self._goes_on(group, verdict):
                         return
                     if verdict is not None and not verdict.finished:
                         continue  # with the group that is trained now
                 self._drifted = None
+                self.is_settled = True
                 if not self._watch(group):
                     return
         except Exception as error:
             self._give_up(error)
+        finally:
+            self.is_settled = True
 
-    def _goes_on(self, group: int, verdict: Verdict | None) -> bool:
+    def _goes_on(self, group: int, verdict: Ended | None) -> bool:
         """Process the verdict of a search. Returns whether another search may follow."""
         if verdict is None:
             self._left_alone.add(group)
@@ -181,7 +185,7 @@ class OnlineTuner:
             self._drifted = group
             self._rest_steps *= 2
             now, before = milliseconds(drift.now_seconds), milliseconds(drift.before_seconds)
-            self._say(f"tuning: steps take {now} ms now, and took {before} ms when tuning had ended: tuning again")
+            self._say(f"steps take {now} ms now, and took {before} ms before: choosing again")
         else:
             self._on_other_group()
         return True
@@ -190,7 +194,7 @@ class OnlineTuner:
         """Apply the main group's own result, or else the configuration from before any search: the result of one group may not
         be good for another."""
         main = self._meter.main_group()
-        self._say("tuning: other tensors are trained now")
+        self._say("other tensors are trained now")
         config = self._before if main is None else self._kept.get(main, self._before)
         if config is not None:
             self._trials.apply(config)
@@ -206,69 +210,3 @@ class OnlineTuner:
         else:
             log.error("the tuner failed; training goes on as before", exc_info=error)
         self._end(f"{type(error).__name__}: {error}")
-
-
-def start_tuning(
-    session: TunableSession,
-    settings: Settings,
-    transport: str,
-    host: str,
-    say: Callable[[str], None],
-) -> None:
-    """Make every rank measure its steps, and rank 0 tune. Collective; call it before the first group is registered.
-
-    Args:
-        transport: name of the transport.
-        host: this rank's address.
-        say: prints a line for the user.
-
-    Raises:
-        ConfigError, UnsupportedError: the settings ask for a search that is not possible; raised on all ranks alike.
-    """
-    refusal = _refusal(settings, session.core) if session.rank == 0 else None
-    answers = session.gather({"host": host, "refusal": refusal})
-    if answers[0]["refusal"] is not None:
-        raise from_record(answers[0]["refusal"])
-    meter = StepTimer(session.tell_tuner)
-    session.on_register(meter.add_group)
-    session.observe(meter)
-    if session.rank != 0:
-        session.use_tuner(meter)
-        return
-    from .job import JobFacts, TuningJob
-
-    # Each agreed change ends a static order. The order comes back only after readiness has been the same for several steps.
-    is_static = settings.order == "static" and session.transport.ordered
-    settle_steps = STABLE_STEPS + SLACK + 3 if is_static else SETTLE_STEPS
-    trials = TrialRunner(session, meter.main_group, settle_steps)
-    hosts = len({answer["host"] for answer in answers})
-    workers = hosts if session.transport.one_per_host else session.world_size
-    job = JobFacts(session.world_size, transport, session.transport.ordered, host, hosts, workers)
-    # A configuration that was applied may not be in use yet.
-    search = TuningJob(settings, job, meter, trials, lambda: trials.applied or session.core.config, session.observe, say)
-    tuner = OnlineTuner(meter, trials, search, say, partial(_tell_end, settings.tune_end))
-    session.use_tuner(tuner)
-    session.when_failed(tuner.on_failure)
-    tuner.start()
-
-
-def _tell_end(path: str | None, why: str) -> None:
-    """Append ``why`` as one line to the file ``path``, for a process that waits for a tuned file: none will come."""
-    if path is None:
-        return
-    try:
-        with open(path, "a", encoding="utf-8") as file:
-            file.write(" ".join(why.split()) + "\n")
-    except OSError as error:
-        log.warning("commsched tune gets no notice that tuning has ended: %s", error)
-
-
-def _refusal(settings: Settings, core: Core) -> dict[str, str] | None:
-    """The error because of which rank 0 cannot tune, as a record for all ranks; None if it can."""
-    from .job import require_possible
-
-    try:
-        require_possible(settings, core)
-    except CommschedError as error:
-        return to_record(error)
-    return None

@@ -24,7 +24,7 @@ _BUSY_TASKS = 4
 #: Bounds of a guess of the overhead of a partition, in seconds: for the parameter server, and for collectives in an agreed
 #: order, from measurements. ``_MAX_OVERHEAD`` is the largest share of the link's time.
 _PARTITION_SECONDS = (20e-6, 100e-6)
-_COLLECTIVE_PARTITION_SECONDS = (500e-6, 1e-3)
+_COLLECTIVE_PARTITION_SECONDS = (150e-6, 1e-3)
 _MAX_OVERHEAD = 0.8
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from ..core.config import SchedulerConfig
 from ..core.errors import ConfigError
 from ..core.policies import policy_names
+from ..settings import Settings
 
 MIN_TUNED_PARTITION_BYTES = 64_000
 MAX_TUNED_PARTITION_BYTES = 32_000_000
@@ -186,6 +187,13 @@ class Space:
         """The policies with a place of their own on the coordinate. The incumbent's policy has one even if it may not be
         proposed."""
         return tuple(dict.fromkeys((self.incumbent.policy, *self.choices)))
+
+
+def fixed_by(settings: Settings) -> frozenset[str]:
+    """The choices that the user has set, which stay. A policy that is set counts only if no policies to choose from are
+    named."""
+    auto = {name for name in ("partition", "credit") if getattr(settings, name) is None}
+    return (settings.given & CHOICES) - auto - ({"policy"} if settings.tune_policies else set())
 
 
 def _is_beside_another(config: SchedulerConfig) -> bool:

@@ -17,6 +17,8 @@ from bench.harness.processes import JobFailed
 from bench.turns import TrainOptions, measure_rows, options_of
 from commsched.core.errors import ConfigError
 
+SIZES = {"partition": "auto", "credit": "auto"}
+
 
 def parse(*argv):
     parser = argparse.ArgumentParser(exit_on_error=False)
@@ -147,7 +149,7 @@ def test_unequal_links_are_not_had_without_shaping(monkeypatch):
 def test_what_the_ranks_are_told(ran):
     job = ran()
     measure_rows(TrainOptions(bandwidth="400mbit", servers="n", megabytes=36.0, systems=("fifo", "ddp")))
-    assert job.job == Job(2, 2, "400mbit", {"transport": "ps"}, 1200.0)
+    assert job.job == Job(2, 2, "400mbit", {"transport": "ps", **SIZES}, 1200.0, auto_sizes=True)
     assert job.module == "bench.turns.rank"
     assert job.arguments["systems"] == ["fifo", "ddp"]
     assert job.arguments["bytes_scale"] == 0.5
@@ -161,20 +163,20 @@ def test_a_lane_is_passed_on_when_it_is_given(ran, monkeypatch):
     job = ran()
     monkeypatch.setattr(train, "check_settings", lambda settings: None)
     (row,) = measure_rows(TrainOptions(bandwidth="400mbit", lane="grpc", systems=("fifo",)))
-    assert job.job.settings == {"transport": "ps", "lane": "grpc"}
+    assert job.job.settings == {"transport": "ps", **SIZES, "lane": "grpc"}
     assert (row["lane"], row["config"]) == ("grpc", "partition 1 MB, grpc lane")
 
 
 def test_a_way_of_their_own(ran):
     job = ran()
     measure_rows(TrainOptions(bandwidth="400mbit", systems=("commsched:gloo+static", "commsched:mpi")))
-    assert job.job.settings == {"transport": "gloo", "order": "static"}
+    assert job.job.settings == {"transport": "gloo", "order": "static", **SIZES}
     assert job.job.by_mpiexec
     assert job.arguments["systems"] == ["commsched:gloo+static", "commsched:mpi"]
     assert (job.arguments["transport"], job.arguments["order"]) == ("gloo", "static")
     assert job.arguments["settle"] == 3 + 7  # until the order is static
     measure_rows(TrainOptions(bandwidth="400mbit", systems=("ddp", "commsched:gloo")))
-    assert (job.job.settings, job.job.by_mpiexec) == ({"transport": "ps"}, False)
+    assert (job.job.settings, job.job.by_mpiexec) == ({"transport": "ps", **SIZES}, False)
     assert job.arguments["settle"] == 3
 
 

@@ -20,17 +20,23 @@ ONE = Manifest((TensorSpec("weight", (20,), "float64"),))
 @pytest.mark.parametrize(
     ("settings", "transport", "ordered", "manifest", "line"),
     [
-        ({}, "ps", False, MANIFEST, "ps over tcp, 3 tensors of 6.0 MB per step, partition 4.0 MB, credit 16.0 MB, priority"),
         (
-            {"lane": "grpc", "servers": ("a:1",), "wire": "bfloat16"},
+            {},
             "ps",
             False,
             MANIFEST,
-            "ps over grpc with 1 server, 3 tensors of 6.0 MB per step, partition 4.0 MB, credit 16.0 MB, priority, "
+            "ps over tcp, 3 tensors of 6.0 MB per step, partition 4.0 MB at first, credit 16.0 MB at first, priority",
+        ),
+        (
+            {"lane": "grpc", "servers": ("a:1",), "wire": "bfloat16", "credit": 16_000_000},
+            "ps",
+            False,
+            MANIFEST,
+            "ps over grpc with 1 server, 3 tensors of 6.0 MB per step, partition 4.0 MB at first, credit 16.0 MB, priority, "
             "bfloat16 on the wire",
         ),
         (
-            {"order": "static", "collective": "rsag", "partition": 64_000},
+            {"order": "static", "collective": "rsag", "partition": 64_000, "credit": 16_000_000},
             "gloo",
             True,
             ONE,
@@ -47,7 +53,8 @@ def test_it_says_what_decides_on_speed_and_result(
 
 def test_the_configuration_is_that_in_use() -> None:
     """Which a tuner may have changed, or may be that of a tuned file."""
-    line = first_line(Settings(), "ps", False, 2, 1, SchedulerConfig(partition_bytes=1_500_000, policy="fifo"), ONE)
+    settings = Settings(partition=4_000_000, credit=16_000_000)
+    line = first_line(settings, "ps", False, 2, 1, SchedulerConfig(partition_bytes=1_500_000, policy="fifo"), ONE)
     assert line.startswith("2 ranks on 1 host, ps over tcp, ")
     assert line.endswith(", partition 1.5 MB, credit 16.0 MB, fifo")
 

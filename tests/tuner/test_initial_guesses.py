@@ -4,11 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.harness.lower_bound import best_partition as benchmark_partition
 from bench.harness.lower_bound import partitioned_bound
 from commsched.core.config import SchedulerConfig
 from commsched.simulator.profile import LayerProfile, Profile
-from commsched.tuner.initial_guesses import best_partition, seeds
+from commsched.tuner.initial_guesses import MAX_FIRST_PARTITION_BYTES, before_first_step, best_partition, seeds
 from commsched.tuner.profiler import LinkEstimate
 from commsched.tuner.space import MAX_TUNED_PARTITION_BYTES, MIN_TUNED_PARTITION_BYTES
 
@@ -36,7 +35,7 @@ def test_bytes_that_overhead_makes_critical_count_too():
     profile, link = uniform(), LinkEstimate(0.3 / 100e6, 1e-4)
     forward, backward = [[getattr(layer, name) for layer in profile.layers] for name in ("forward_seconds", "backward_seconds")]
     sizes = [layer.nbytes for layer in profile.layers]
-    by_the_first = benchmark_partition(forward, backward, sizes, link.seconds_per_byte, 1e-4, committed_messages=3)
+    by_the_first = (1e-4 * sizes[0] / (3 * link.seconds_per_byte)) ** 0.5  # the closed form for the first layer's bytes
     found = best_partition(profile, link, 3)
 
     def bound(size):
@@ -81,3 +80,19 @@ def test_one_worker_has_nothing_to_tune():
 def test_a_link_has_times(times):
     with pytest.raises(ValueError, match="not the times of a link"):
         LinkEstimate(*times)
+
+
+@given(st.integers(1, 2**40), st.integers(2, 512), st.integers(0, 8), st.booleans(), st.floats(1e5, 1e12))
+def test_sizes_before_the_first_step_are_within_bounds(nbytes, workers, servers, ordered, rate):
+    partition, credit = before_first_step(nbytes, workers, servers=servers, ordered=ordered, rate=rate)
+    assert MIN_TUNED_PARTITION_BYTES <= partition <= MAX_FIRST_PARTITION_BYTES
+    assert credit >= 2 * partition
+
+
+def test_a_faster_network_and_more_bytes_have_larger_partitions():
+    slow, credit = before_first_step(72_000_000, 2, rate=62.5e6)
+    fast, _ = before_first_step(72_000_000, 2, rate=1.25e9)
+    more, _ = before_first_step(720_000_000, 2, rate=62.5e6)
+    assert 64_000 < slow < fast
+    assert slow < more
+    assert credit == 4 * slow

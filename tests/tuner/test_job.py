@@ -14,7 +14,8 @@ from commsched.core.errors import ConfigError
 from commsched.core.interfaces import Observer
 from commsched.core.manifest import Manifest
 from commsched.settings import Budget, Settings
-from commsched.tuner.job import JobFacts, TuningJob, journal_path
+from commsched.tuner.job import TuningJob, journal_path
+from commsched.tuner.learn import JobFacts, Learner, TuningContext
 from commsched.tuner.meter import StepTimer
 from commsched.tuner.result import Verdict
 from commsched.tuner.trials import TrialRunner
@@ -47,7 +48,9 @@ class Ranks:
             tune_out=str(out),
         )
         job = JobFacts(world_size=3, transport="ps", ordered=False, host="127.0.0.1", hosts=1, workers=workers)
-        self.search = TuningJob(settings, job, meter, self._trials, lambda: self.current, self._watch, self.lines.append)
+        learner = Learner(job, meter, self._watch, lambda: None)
+        context = TuningContext(settings, job, meter, self._trials, learner, lambda: self.current, self.lines.append)
+        self.search = TuningJob(context)
 
     def _watch(self, observer: Observer) -> Callable[[], None]:
         self.profiles += 1

@@ -28,14 +28,14 @@ from commsched.session.opening import open_session
 from commsched.session.session import Session
 from commsched.settings import Budget, Settings
 from commsched.tuner import job as search_module
-from commsched.tuner import online
+from commsched.tuner import start
 from commsched.tuner.job import TuningJob
 from commsched.tuner.meter import StepTimer
 from commsched.tuner.online import OnlineTuner
 from commsched.tuner.result import Reason, Verdict
 from commsched.tuner.search_run import SearchRun
 from commsched.tuner.searchers import Candidate, make_searcher
-from commsched.tuner.space import Space
+from commsched.tuner.space import Space, fixed_by
 from commsched.tuner.stats import DriftDetector
 from commsched.tuner.trials import Stopped, TrialRunner, Window
 from tests.jobs.job import run_job, worker
@@ -160,7 +160,7 @@ def test_what_is_kept_is_in_use_on_all_ranks_in_the_end(monkeypatch: pytest.Monk
             return replace(window, seconds=seconds, error_seconds=seconds / 100)
 
     monkeypatch.setattr(search_module, "SearchRun", Recorded)
-    monkeypatch.setattr("commsched.tuner.online.TrialRunner", Rigged)
+    monkeypatch.setattr("commsched.tuner.start.TrialRunner", Rigged)
     ended = threading.Event()
     configs: dict[int, SchedulerConfig] = {}
 
@@ -287,7 +287,14 @@ def starting(settings: Settings, **how: Any) -> list[str]:
             "ConfigError: tune_out='/nowhere/tuned.toml': there is no such directory",
         ),
         (
-            replace(TRIALS, tune_by="sgd", tune_policies=("fifo", "priority"), given=frozenset({"partition", "credit"})),
+            replace(
+                TRIALS,
+                partition=4_000_000,
+                credit=16_000_000,
+                tune_by="sgd",
+                tune_policies=("fifo", "priority"),
+                given=frozenset({"partition", "credit"}),
+            ),
             "ConfigError: tune_by='sgd' follows slopes, and policies have none; only the policy is free",
         ),
         (replace(TRIALS, tune_out="tuned.jsonl"), "ConfigError: tune_out='tuned.jsonl' is the name of its journal; write it"),
@@ -312,11 +319,11 @@ def test_a_missing_library_is_said_by_all_ranks(monkeypatch: pytest.MonkeyPatch)
 
 def test_what_a_user_has_set_is_not_chosen() -> None:
     lines: list[str] = []
-    settings = replace(TRIALS, given=frozenset({"partition", "credit", "transport"}))
+    settings = replace(TRIALS, partition=4_000_000, credit=16_000_000, given=frozenset({"partition", "credit", "transport"}))
     Training(steps=20, width=WIDE, config=SchedulerConfig(), open_rank=tuned(settings, lines.append)).run()
     assert lines == ["tuning: nothing is left to choose; partition, credit and policy are given, or the model is too small"]
-    assert search_module.fixed_by(replace(settings, given=frozenset({"policy"}))) == {"policy"}
-    assert search_module.fixed_by(replace(settings, given=frozenset({"policy"}), tune_policies=("fifo",))) == set()
+    assert fixed_by(replace(settings, given=frozenset({"policy"}))) == {"policy"}
+    assert fixed_by(replace(settings, given=frozenset({"policy"}), tune_policies=("fifo",))) == set()
 
 
 @pytest.mark.parametrize(("world_size", "disable", "why"), [(1, False, "one rank"), (2, True, "disable=1")])
@@ -340,7 +347,7 @@ def test_a_static_order_has_time_to_come_back(order: str, monkeypatch: pytest.Mo
             windows.append({**window, "first": steps[window["group"]]})
             super().on_switch(window, steps)
 
-    monkeypatch.setattr(online, "OnlineTuner", Spy)
+    monkeypatch.setattr(start, "OnlineTuner", Spy)
 
     def note(session: Session, step: int) -> None:
         if session.rank == 0:
@@ -367,30 +374,10 @@ def test_a_static_order_has_time_to_come_back(order: str, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(("one_per_host", "workers"), [(False, 4), (True, 2)])
-def test_with_a_hierarchy_each_host_is_one_worker_of_the_network(
-    one_per_host: bool, workers: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Enough(Exception):
-        pass
-
-    def search(settings: Settings, job: search_module.JobFacts, *_: Any) -> None:
-        assert (job.world_size, job.hosts, job.workers) == (4, 2, workers)
-        raise Enough
-
-    monkeypatch.setattr(search_module, "TuningJob", search)
-    monkeypatch.setattr(online, "_refusal", lambda settings, core: None)
-    session: Any = SimpleNamespace(
-        rank=0,
-        world_size=4,
-        core=None,
-        transport=SimpleNamespace(ordered=False, one_per_host=one_per_host),
-        gather=lambda value: [{**value, "host": host} for host in ("a", "a", "b", "b")],
-        tell_tuner=None,
-        observe=lambda observer: None,
-        on_register=lambda callback: None,
-    )
-    with pytest.raises(Enough):
-        online.start_tuning(session, TRIALS, "ps", "a", print)
+def test_with_a_hierarchy_each_host_is_one_worker_of_the_network(one_per_host: bool, workers: int) -> None:
+    session: Any = SimpleNamespace(world_size=4, transport=SimpleNamespace(ordered=False, one_per_host=one_per_host))
+    job = start.facts_of(session, TRIALS, "ps", "a", 2)
+    assert (job.world_size, job.hosts, job.workers) == (4, 2, workers)
 
 
 # --- files ---
@@ -470,7 +457,7 @@ def asked_with(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 def test_a_searcher_is_given_what_some_steps_have_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     found = asked_with(monkeypatch)
-    assert 1 <= len(found["seeds"]) <= 2
+    assert 1 <= len(found["seeds"]) <= 3
     assert all(0 < seconds < 60 for seconds in found["times"])
 
 
@@ -478,7 +465,7 @@ def test_without_a_model_it_is_tuned_all_the_same(monkeypatch: pytest.MonkeyPatc
     def broken(*_: Any, **__: Any) -> Any:
         raise ZeroDivisionError("a bug")
 
-    monkeypatch.setattr("commsched.tuner.model_process.ModelProcess", broken)
+    monkeypatch.setattr("commsched.tuner.learn.ModelProcess", broken)
     found = asked_with(monkeypatch)
     assert (found["seeds"], found["model"]) == ([], None)
     assert [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING] == [
@@ -569,8 +556,8 @@ def test_steps_that_have_become_slower_to_stay_are_tuned_again() -> None:
     assert watched.search.asked == [(0, False), (0, True), (0, True)]
     assert watched.rests == [1000, 2000]
     assert watched.lines == [
-        "tuning: steps take 2000 ms now, and took 1000 ms when tuning had ended: tuning again",
-        "tuning: steps take 4000 ms now, and took 2000 ms when tuning had ended: tuning again",
+        "steps take 2000 ms now, and took 1000 ms before: choosing again",
+        "steps take 4000 ms now, and took 2000 ms before: choosing again",
     ]
     assert len(watched.ends) == 1
     assert "too many trials in a row failed" in watched.ends[0]
@@ -586,7 +573,7 @@ def test_each_stage_of_a_job_is_tuned_with_what_was_there_before() -> None:
     watched.end()
     assert watched.search.asked == [(0, False), (1, False)]
     assert watched.applied == [BEFORE]
-    assert watched.lines == ["tuning: other tensors are trained now"]
+    assert watched.lines == ["other tensors are trained now"]
     assert watched.ends == []
 
 
@@ -689,7 +676,7 @@ def test_a_job_of_two_stages_is_tuned_for_both(tmp_path: Path) -> None:
     )
     by_rank = training.run()
     assert second.is_set(), lines
-    assert "tuning: other tensors are trained now" in lines
+    assert "other tensors are trained now" in lines
     require_same_weights(by_rank, by_rank[0])
     verdicts = [
         record
@@ -705,7 +692,7 @@ def test_a_job_of_two_stages_is_tuned_for_both(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("wait", [False, True])
 def test_a_searcher_that_takes_long_does_not_hold_up_the_end(wait: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(online, "_END_SECONDS", 0.05)
+    monkeypatch.setattr("commsched.tuner.online._END_SECONDS", 0.05)
     computed = threading.Event()
 
     class Slow(Counted):

@@ -190,7 +190,7 @@ def test_a_collective_costs_more():
     profiler = Profiler(0, 1)
     step(profiler, 0, 0.0, tasks=[(10_000, 0.1 * index, 0.1 * (index + 1)) for index in range(6)])
     profiler.on_step(0, 1, 20.0)
-    assert profiler.result(MANIFEST, ordered=True).link.partition_seconds == 500e-6
+    assert profiler.result(MANIFEST, ordered=True).link.partition_seconds == 150e-6
 
 
 def test_halves_of_an_average_are_half_as_many_bytes():

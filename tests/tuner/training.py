@@ -18,7 +18,7 @@ from commsched.session.session import Session
 from commsched.settings import Settings
 from commsched.testing.fakes import Delayed
 from commsched.testing.world import run_world
-from commsched.tuner.online import start_tuning
+from commsched.tuner.start import facts_of, start_choosing, start_tuning
 
 Weights = dict[str, NDArray[Any]]
 
@@ -101,7 +101,16 @@ class Training:
 
 def tuned(settings: Settings, say: Callable[[str], None] = lambda line: None) -> Callable[[Session], None]:
     """For ``open_rank``."""
-    return lambda session: start_tuning(session, settings, "local", "127.0.0.1", say)
+    return lambda session: start_tuning(session, settings, facts_of(session, settings, "local", "127.0.0.1", 1), say)
+
+
+def choosing(settings: Settings, say: Callable[[str], None] = lambda line: None) -> Callable[[Session], None]:
+    """For ``open_rank``: partition and credit choose themselves."""
+
+    def open_rank(session: Session) -> None:
+        start_choosing(session, settings, facts_of(session, settings, "local", "127.0.0.1", 1), say)
+
+    return open_rank
 
 
 def require_same_weights(by_rank: list[Weights], expected: Weights) -> None:

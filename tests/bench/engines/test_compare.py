@@ -32,7 +32,7 @@ def rank(seconds, difference=1e-6, rate=100e6, sizes=None):
 
 
 def rows(difference=1e-6):
-    ours = [1_000_000, 4_000_000, 1e-3]
+    ours = [1_000_000, 4_000_000]
     turns = {
         "commsched": [[rank([0.8, 0.9], difference, sizes=ours)] * 2, [rank([1.0], sizes=ours)] * 2],
         "own": [[rank([1.1, 1.3], rate=90e6)] * 2, [rank([1.2]), rank([2.0, 2.0])]],
@@ -175,5 +175,5 @@ class Alone(Session):
 
 def assignment():
     profile = load_profile("uniform").to_record()
-    sizes = {"partition": "auto", "credit": "auto", "nominal_rates": None, "capped": False}
+    sizes = {"chooses_sizes": False, "nominal_rates": None, "capped": False}
     return {"engine": "jax", "system": "own", "profile": profile, "settle": 3, "steps": 2, **sizes}

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.harness.lower_bound import (
-    best_partition,
     bucketed_wfbp,
     dear,
     lower_bound,
@@ -188,25 +187,3 @@ def test_bounds_of_a_cut_refuse_what_cannot_be():
             formula([1, 1], [1, 1], [(0, -1.0)])
     with pytest.raises(ValueError, match="a time is negative"):
         window_bound([1], [1], [(0, 1.0)], -1.0)
-
-
-def test_the_best_partition_of_an_example():
-    """700 MB over 10 Gbit/s with 20 us a message and one committed: 4.2 MB; theory of the closed form."""
-    forward, backward = [0.01] * 100, [0.02] * 100
-    size = best_partition(forward, backward, [7_000_000] * 100, 1 / 1.25e9, 20e-6, committed_messages=1)
-    critical = 7_000_000  # only the first layer's, because all others hide behind backward
-    assert size == pytest.approx((20e-6 * 1.25e9 * critical) ** 0.5)
-    costs = [critical / each * 20e-6 + each / 1.25e9 for each in (size / 2, size, 2 * size)]
-    assert costs[1] == min(costs)
-
-
-def test_what_takes_the_processor_counts_for_all_bytes():
-    """The first layer binds, so only its messages prolong the step; yet each takes of the processor."""
-    layers = [1.0, 1.0], [2.0, 2.0], [500, 500]
-    assert best_partition(*layers, 1e-6, 1e-3) == pytest.approx((1e-3 * 500 / 2e-6) ** 0.5)
-    assert best_partition(*layers, 1e-6, 0.0, 2.0, 1e-3) == pytest.approx((1e-3 * 1000 / 2e-6) ** 0.5)
-
-
-def test_the_best_partition_needs_a_network():
-    with pytest.raises(ValueError, match=r"no partition is best with 0 s per byte, 1 s per message and 2\.0 messages"):
-        best_partition([1], [1], [4], 0, 1)

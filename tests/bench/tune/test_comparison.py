@@ -87,11 +87,11 @@ def test_each_replay_has_an_uncalibrated_model_and_pays_for_the_profile(profiled
     with_model, again, without = replayed_rows(profiled, Searching(("bayes+model", "bayes+model", "bayes"), 1, False))
     assert len(with_model["curves"][0]) > 6  # more than what calibrates it
     assert with_model == again
-    assert (with_model["beforehand_steps"], without["beforehand_steps"]) == (7, 0)
+    assert (with_model["beforehand_steps"], without["beforehand_steps"]) == (6, 0)
     first, at_once = (row["curves"][0][0]["seconds"] for row in (with_model, without))
-    assert first == pytest.approx(at_once + 7 * surface.seconds[space.incumbent])  # both begin with the same trial
+    assert first == pytest.approx(at_once + 6 * surface.seconds[space.incumbent])  # both begin with the same trial
     lines = text(profiled, [with_model, without]).splitlines()
-    assert "bayes+model: its seconds begin with a profile, 7 steps of the default configuration; " in lines[6]
+    assert "bayes+model: its seconds begin with a profile, 6 steps of the default configuration; " in lines[6]
 
 
 def summarised(searcher, workers, regret, worst, trials, seconds, own_budget=False):

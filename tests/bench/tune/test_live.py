@@ -24,7 +24,7 @@ def test_tuning_comes_to_an_end_in_a_training_that_stays_right(grid):
     (row,) = live.live_rows(TINY, grid, ["random"], 1, "300steps")
     verdict = row["verdict"]
     assert verdict["reason"] in ("kept", "no gain", "not confirmed")
-    assert SchedulerConfig(**verdict["incumbent"]) == SchedulerConfig()
+    assert SchedulerConfig(**verdict["incumbent"]).partition_bytes == 64_000  # the first guess for so small a model
     assert verdict["trials"] > 1
     assert 10 * verdict["trials"] < verdict["steps"] < 400
     assert row["max_difference"] <= 1e-4

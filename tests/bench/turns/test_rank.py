@@ -11,6 +11,7 @@ from bench.harness import system as harness_system
 from bench.systems import SYSTEMS, names
 from bench.turns import rank as train_rank
 from bench.workloads import load_profile
+from commsched.core.config import SchedulerConfig
 from commsched.core.errors import TransportError
 from commsched.session.local import local_sessions
 from commsched.testing.world import run_world
@@ -24,8 +25,6 @@ ASSIGNMENT = {
     "settle": 2,
     "transport": "local",
     "order": "agreed",
-    "partition": "4KB",
-    "credit": "auto",
     "bytes_scale": 1.0,
     "servers": 0,
     "nominal_rates": None,
@@ -63,7 +62,7 @@ def _small_and_here(monkeypatch):
 
 
 def run_ranks(assignment, world_size=2, wrap_transport=None):
-    sessions = local_sessions(world_size, wrap_transport=wrap_transport)
+    sessions = local_sessions(world_size, SchedulerConfig(4000, 24_000), wrap_transport=wrap_transport)
 
     def rank(number):
         with sessions[number] as session:
@@ -145,4 +144,4 @@ def test_a_difference_of_any_turn_counts(monkeypatch):
 def test_another_configuration_than_was_wanted_is_never_measured(monkeypatch):
     monkeypatch.setattr("bench.harness.averaging.ConfigBarrier.switch", lambda barrier, config: None)
     with pytest.raises(TransportError, match=r"rank \d runs SchedulerConfig\(.*, but SchedulerConfig\(.* was to be measured"):
-        run_ranks(ASSIGNMENT)
+        run_ranks({**ASSIGNMENT, "systems": ["p3"]})

@@ -1,0 +1,195 @@
+"""Partition and credit that choose themselves: from what is known before the first step, then from a few profiled steps and the
+simulator. No step is spent on a trial."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+
+from ..core.config import SchedulerConfig
+from ..core.manifest import Manifest
+from .format import milliseconds
+from .learn import TuningContext, is_end
+from .model_process import RemoteModel
+from .profiler import LinkEstimate
+from .result import describe_config
+from .space import Space, fixed_by
+
+log = logging.getLogger("commsched")
+
+#: How often sizes are chosen in a row. Each time, the step times measured with the sizes before calibrate the model again.
+ROUNDS = 3
+
+#: A choice whose predicted gain is below this is not worth a change of all plans.
+MIN_PREDICTED_GAIN = 0.005
+
+#: Partitions that are larger by this factor are worth a change although the step time is predicted to be equal.
+FAR_LARGER = 2
+
+#: Sizes whose predicted step times differ by less than this count as equal. The largest partition of them is taken, because
+#: it costs the least processor time, which the model does not know.
+EQUAL_TIMES = 0.003
+
+#: Measured step times that differ by less than this do not say which sizes are better; then the later choice stays.
+EQUAL_MEASUREMENTS = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """The result of :class:`AutoSizes`. ``reason`` is ``chosen``, or ``unfinished`` if training, or the training of these
+    tensors, ended first. ``link`` is what the calibrated model takes the network for; None without a model."""
+
+    incumbent: SchedulerConfig
+    kept: SchedulerConfig
+    reason: str
+    link: LinkEstimate | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self.reason != "unfinished"
+
+    def sentence(self) -> str:
+        return f"sizes: {self.reason}: {describe_config(self.kept)}"
+
+
+class AutoSizes:
+    """Chooses sizes for training that is under way. Call it from rank 0's tuner thread only, except :meth:`stop`."""
+
+    def __init__(self, context: TuningContext) -> None:
+        self._context = context
+        self.chosen: Chosen | None = None  # the latest result
+
+    def run(self, group: int, manifest: Manifest, *, again: bool = False) -> Chosen | None:
+        """Choose sizes for ``manifest``, the tensors of ``group``. Returns None if there is nothing to choose.
+
+        Raises:
+            Stopped: training ends.
+        """
+        incumbent = self._context.current()
+        space = Space(incumbent, manifest.nbytes, fixed_by(self._context.settings))
+        if space.dimensions == 0 or self._context.job.workers < 2:
+            return None
+        try:
+            chosen = self._choose(group, manifest, incumbent, space)
+        except Exception as error:
+            if is_end(error):
+                raise
+            log.warning("partition and credit stay as they are: %s: %s", type(error).__name__, error)
+            chosen = Chosen(incumbent, self._context.current(), "chosen")
+        self.chosen = chosen
+        return chosen
+
+    def stop(self) -> None:
+        """Stop waiting for the model. Any thread may call it, after ``trials.stop``."""
+        self._context.learner.stop()
+
+    def _choose(self, group: int, manifest: Manifest, incumbent: SchedulerConfig, space: Space) -> Chosen:
+        measured: dict[SchedulerConfig, float] = {}
+        current, link = incumbent, None
+        with ExitStack() as stack:
+            model: RemoteModel | None = None
+            starts: list[SchedulerConfig] = []
+            for _ in range(ROUNDS):
+                profile = self._context.learner.profile(group, manifest)
+                if profile is None:
+                    return Chosen(incumbent, current, "unfinished")
+                measured[current] = profile.step_seconds
+                if model is None:
+                    model = self._context.learner.open_model(profile, incumbent, stack)
+                    starts = self._context.learner.guesses(profile, incumbent.policy)
+                else:
+                    model = model.calibrate(list(measured.items()))
+                link = model.link
+                found = best_sizes(model.predict, space, [current, *starts])
+                if found in measured or not _is_better(found, current, model):
+                    break
+                self._use(found)
+                current = found
+                if not self._context.meter.wait_for_steps(group, self._context.trials.settle_steps):
+                    return Chosen(incumbent, current, "unfinished")
+            if current not in measured:
+                profile = self._context.learner.profile(group, manifest)
+                if profile is None:
+                    return Chosen(incumbent, current, "unfinished")
+                measured[current] = profile.step_seconds
+        kept = _fastest(measured)
+        if kept != current:
+            self._use(kept)
+        self._context.say(self._line(manifest, kept, incumbent, measured, link))
+        return Chosen(incumbent, kept, "chosen", link)
+
+    def _use(self, config: SchedulerConfig) -> None:
+        log.debug("sizes: %s from one of the next steps on", describe_config(config))
+        self._context.trials.apply(config)
+
+    def _line(
+        self,
+        manifest: Manifest,
+        kept: SchedulerConfig,
+        incumbent: SchedulerConfig,
+        measured: dict[SchedulerConfig, float],
+        link: LinkEstimate | None,
+    ) -> str:
+        line = f"{describe_config(kept)} chosen: steps of {milliseconds(measured[kept])} ms"
+        if kept != incumbent:
+            line += f" (with {describe_config(incumbent)}: {milliseconds(measured[incumbent])} ms)"
+        if link is not None:
+            rate, each = 1e-6 / link.seconds_per_byte, 1e3 * link.partition_seconds
+            line += f"; the network averages {rate:.3g} MB/s of gradients, and a partition costs {each:.2g} ms besides"
+        return line
+
+
+def best_sizes(predict: Callable[[SchedulerConfig], float], space: Space, starts: Sequence[SchedulerConfig]) -> SchedulerConfig:
+    """The configuration of ``space`` with the least predicted step time, found by steps of an octave, then of half an octave,
+    from the best of ``starts``. Among equal times (:data:`EQUAL_TIMES`) the largest partition is taken, and then the credit
+    that is nearest to the starting point's in partitions.
+
+    This is a pattern search (R. Hooke and T. A. Jeeves, "Direct search", JACM 1961) in the logarithms of partition and credit.
+    Pure if ``predict`` is. A time that is not a positive number counts as infinite.
+    """
+    known: dict[SchedulerConfig, float] = {}
+
+    def seconds(config: SchedulerConfig) -> float:
+        if config not in known:
+            predicted = predict(config)
+            known[config] = predicted if 0 < predicted < math.inf else math.inf
+        return known[config]
+
+    start = best = min(dict.fromkeys(map(space.clip, starts)), key=seconds)
+    for factor in (2.0, 2.0**0.5):
+        while (nearby := min(_neighbours(best, factor, space), key=seconds, default=best)) != best:
+            if seconds(nearby) >= seconds(best):
+                break
+            best = nearby
+    equal = [config for config, each in known.items() if each <= (1 + EQUAL_TIMES) * known[best]]
+    ratio = _ratio(start)
+    return max(equal, key=lambda config: (config.partition_bytes, -abs(math.log(_ratio(config) / ratio))))
+
+
+def _neighbours(config: SchedulerConfig, factor: float, space: Space) -> Iterator[SchedulerConfig]:
+    for by in (factor, 1 / factor):
+        partition, credit = round(config.partition_bytes * by), round(config.credit_bytes * by)
+        for each in (replace(config, partition_bytes=partition, credit_bytes=credit), replace(config, credit_bytes=credit)):
+            clipped = space.clip(each)
+            if clipped != config:
+                yield clipped
+
+
+def _is_better(found: SchedulerConfig, current: SchedulerConfig, model: RemoteModel) -> bool:
+    """Whether ``found`` is worth a change of all plans: it is faster, or it needs far fewer partitions."""
+    gains = model.predict(found) <= (1 - MIN_PREDICTED_GAIN) * model.predict(current)
+    return gains or found.partition_bytes >= FAR_LARGER * current.partition_bytes
+
+
+def _ratio(config: SchedulerConfig) -> float:
+    return max(1.0, config.credit_bytes / config.partition_bytes)
+
+
+def _fastest(measured: dict[SchedulerConfig, float]) -> SchedulerConfig:
+    """The fastest configuration, or the last one if it is as fast within :data:`EQUAL_MEASUREMENTS`."""
+    fastest = min(measured, key=measured.__getitem__)
+    last = list(measured)[-1]
+    return last if measured[last] <= (1 + EQUAL_MEASUREMENTS) * measured[fastest] else fastest

@@ -1,0 +1,142 @@
+"""What rank 0 learns of a running training: a profile of a few steps, and a model of step times in a process of its own."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+
+from ..core.config import SchedulerConfig
+from ..core.errors import ClosedError
+from ..core.interfaces import Observer
+from ..core.manifest import Manifest
+from ..settings import Settings
+from .initial_guesses import MIN_TELLING_BYTES, UNKNOWN_RATE, before_first_step, seeds
+from .link import known_rate
+from .meter import StepTimer
+from .model_process import ModelProcess, RemoteModel
+from .profiler import Measured, Profiler
+from .space import Space, fixed_by
+from .trials import Stopped, TrialRunner
+
+log = logging.getLogger("commsched")
+
+#: Number of training steps in a profile.
+PROFILE_STEPS = 5
+
+#: Steps that begin during a profile. The last one ends the profile; observers are notified of it before the meter.
+PROFILE_TAKES = PROFILE_STEPS + 1
+
+AddObserver = Callable[[Observer], Callable[[], None]]
+
+
+@dataclass(frozen=True, slots=True)
+class JobFacts:
+    """Where training runs. ``world_size`` is the number of ranks, ``workers`` the number of ranks that use the network.
+    ``transport`` is a name; ``ordered`` says whether ranks launch in one order. ``host`` is rank 0's address, ``hosts`` the
+    number of hosts, ``servers`` the number of separate parameter servers."""
+
+    world_size: int
+    transport: str
+    ordered: bool
+    host: str
+    hosts: int
+    workers: int
+    servers: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TuningContext:
+    """The parts that a search uses, all on rank 0. ``current`` returns the configuration agreed on last. ``say`` prints a line
+    for the user."""
+
+    settings: Settings
+    job: JobFacts
+    meter: StepTimer
+    trials: TrialRunner
+    learner: Learner
+    current: Callable[[], SchedulerConfig]
+    say: Callable[[str], None]
+
+
+def first_sizes(job: JobFacts, settings: Settings, manifest: Manifest, current: SchedulerConfig) -> SchedulerConfig | None:
+    """The configuration for the first steps of ``manifest``: ``current`` with the sizes that ``settings`` leaves open. None if
+    the tensors are too small to say anything about the job."""
+    if manifest.nbytes < MIN_TELLING_BYTES or job.workers < 2:
+        return None
+    rates = [rate for rate in (settings.rate, known_rate(job.host)) if rate is not None]
+    partition, credit = before_first_step(
+        manifest.nbytes, job.workers, servers=job.servers, ordered=job.ordered, rate=min(rates, default=UNKNOWN_RATE)
+    )
+    wanted = replace(current, partition_bytes=partition, credit_bytes=credit)
+    return Space(current, manifest.nbytes, fixed_by(settings)).clip(wanted)
+
+
+class Learner:
+    """Profiles steps and opens models. Call it from rank 0's tuner thread only, except :meth:`stop`.
+
+    Args:
+        watch: attaches an observer; the function that it returns detaches the observer.
+        stopped: returns the reason why training ends; None while it goes on.
+    """
+
+    def __init__(self, job: JobFacts, meter: StepTimer, watch: AddObserver, stopped: Callable[[], str | None]) -> None:
+        self._job = job
+        self._meter = meter
+        self._watch = watch
+        self._stopped = stopped
+        self._process: ModelProcess | None = None  # of the latest model
+
+    def profile(self, group: int, manifest: Manifest) -> Measured | None:
+        """Profile the next steps of ``group``, whose tensors are in ``manifest``. Returns None if training ends first, another
+        group is trained, or nothing was sent."""
+        profiler = Profiler(group, PROFILE_STEPS)
+        forget = self._watch(profiler)
+        try:
+            goes_on = self._meter.wait_for_steps(group, PROFILE_TAKES)
+        finally:
+            profiler.stop()
+            forget()
+        return profiler.result(manifest, ordered=self._job.ordered) if goes_on else None
+
+    def guesses(self, measured: Measured, policy: str) -> list[SchedulerConfig]:
+        """The first configurations to try; see ``initial_guesses.seeds``."""
+        job = self._job
+        return seeds(measured.profile, measured.link, job.workers, servers=job.servers, ordered=job.ordered, policy=policy)
+
+    def open_model(self, measured: Measured, incumbent: SchedulerConfig, stack: ExitStack) -> RemoteModel:
+        """A model of step times, calibrated with the step time that was measured with ``incumbent``. ``stack`` ends its
+        process.
+
+        Raises:
+            Stopped: training ends.
+            RuntimeError, OSError: the process failed.
+        """
+        process = ModelProcess(
+            measured.profile,
+            measured.link,
+            self._job.workers,
+            servers=self._job.servers,
+            ordered=self._job.ordered,
+            anchor_bytes=incumbent.partition_bytes,
+        )
+        self._process = process
+        self._require_open()
+        model = stack.enter_context(process)
+        self._require_open()
+        return model.calibrate([(incumbent, measured.step_seconds)])
+
+    def stop(self) -> None:
+        """Stop waiting for the model. Any thread may call it, after ``stopped`` returns a reason."""
+        if self._process is not None:
+            self._process.cancel()
+
+    def _require_open(self) -> None:
+        if (why := self._stopped()) is not None:
+            raise Stopped(why)
+
+
+def is_end(error: Exception) -> bool:
+    """Whether ``error`` says that training ends, so that no model is needed any more."""
+    return isinstance(error, (ClosedError, Stopped))

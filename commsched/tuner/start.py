@@ -1,0 +1,150 @@
+"""Adds tuning, or the choice of partition and credit, to a session that was just opened."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol
+
+from ..core.config import SchedulerConfig
+from ..core.core import Core
+from ..core.errors import CommschedError, from_record, to_record
+from ..core.interfaces import Observer, Transport
+from ..core.manifest import Manifest
+from ..core.order.static import SLACK, STABLE_STEPS
+from ..settings import Settings
+from .learn import JobFacts, Learner, TuningContext, first_sizes
+from .meter import StepTimer
+from .online import SETTLE_STEPS, OnlineTuner, Search
+from .trials import TrialRunner
+
+log = logging.getLogger("commsched")
+
+
+class TunableSession(Protocol):
+    """The part of a session that tuning needs; see ``session/session.py``."""
+
+    rank: int
+    world_size: int
+
+    @property
+    def core(self) -> Core: ...
+
+    @property
+    def transport(self) -> Transport: ...
+
+    def gather(self, value: Any) -> list[Any]: ...
+
+    def reconfigure(self, config: SchedulerConfig, window: Any = None) -> None: ...
+
+    def tell_tuner(self, value: Any) -> None: ...
+
+    def use_tuner(self, tuner: Any) -> None: ...
+
+    def observe(self, observer: Observer) -> Callable[[], None]: ...
+
+    def time_steps(self, on_step: Callable[[int, int, float], None]) -> None: ...
+
+    def choose_first_sizes(self, choose: Callable[[Manifest], SchedulerConfig | None]) -> None: ...
+
+    def on_register(self, callback: Callable[[int, Manifest], None]) -> None: ...
+
+    def when_failed(self, callback: Callable[[CommschedError], None]) -> None: ...
+
+
+def facts_of(session: TunableSession, settings: Settings, transport: str, host: str, hosts: int) -> JobFacts:
+    """Where ``session`` trains: over the transport of that name, on ``hosts`` hosts. ``host`` is this rank's address."""
+    workers = hosts if session.transport.one_per_host else session.world_size
+    ordered, servers = session.transport.ordered, len(settings.servers)
+    return JobFacts(session.world_size, transport, ordered, host, hosts, workers, servers)
+
+
+def start_choosing(
+    session: TunableSession, settings: Settings, job: JobFacts, say: Callable[[str], None]
+) -> OnlineTuner | None:
+    """Choose partition and credit as far as ``settings`` leaves them open: before the first step, and, unless the job is tuned,
+    again from what rank 0 sees of the first steps. Called on every rank before the first group is registered; not collective.
+    Returns rank 0's tuner, or None if there is none.
+
+    Args:
+        say: prints a line for the user.
+    """
+    if session.rank != 0:
+        session.choose_first_sizes(lambda manifest: None)  # rank 0's answer counts
+        return None
+    session.choose_first_sizes(lambda manifest: first_sizes(job, settings, manifest, session.core.next_config))
+    if settings.tune is not None or job.workers < 2:
+        return None
+    from .auto import AutoSizes  # here: it imports the simulator's dependencies
+
+    meter = StepTimer(lambda report: None)  # there are no windows to report
+    session.on_register(meter.add_group)
+    session.time_steps(meter.on_step)
+    context = _context(session, settings, job, meter, say)
+    return _start(session, context, AutoSizes(context), lambda why: None)
+
+
+def start_tuning(session: TunableSession, settings: Settings, job: JobFacts, say: Callable[[str], None]) -> None:
+    """Make every rank measure its steps, and rank 0 tune. Collective; call it before the first group is registered.
+
+    Args:
+        say: prints a line for the user.
+
+    Raises:
+        ConfigError, UnsupportedError: the settings ask for a search that is not possible; raised on all ranks alike.
+    """
+    refusals = session.gather(_refusal(settings, session.core) if session.rank == 0 else None)
+    if refusals[0] is not None:
+        raise from_record(refusals[0])
+    meter = StepTimer(session.tell_tuner)
+    session.on_register(meter.add_group)
+    session.time_steps(meter.on_step)
+    if session.rank != 0:
+        session.use_tuner(meter)
+        return
+    from .job import TuningJob  # here: it imports the searchers' dependencies
+
+    context = _context(session, settings, job, meter, say)
+    _start(session, context, TuningJob(context), partial(_tell_end, settings.tune_end))
+
+
+def _context(
+    session: TunableSession, settings: Settings, job: JobFacts, meter: StepTimer, say: Callable[[str], None]
+) -> TuningContext:
+    # Each agreed change ends a static order. The order comes back only after readiness has been the same for several steps.
+    is_static = settings.order == "static" and session.transport.ordered
+    trials = TrialRunner(session, meter.main_group, STABLE_STEPS + SLACK + 3 if is_static else SETTLE_STEPS)
+    learner = Learner(job, meter, session.observe, lambda: trials.stopped)
+    # A configuration that was applied may not be in use yet.
+    return TuningContext(settings, job, meter, trials, learner, lambda: trials.applied or session.core.next_config, say)
+
+
+def _start(session: TunableSession, context: TuningContext, search: Search, end: Callable[[str], None]) -> OnlineTuner:
+    tuner = OnlineTuner(context.meter, context.trials, search, context.say, end)
+    session.use_tuner(tuner)
+    session.when_failed(tuner.on_failure)
+    tuner.start()
+    return tuner
+
+
+def _tell_end(path: str | None, why: str) -> None:
+    """Append ``why`` as one line to the file ``path``, for a process that waits for a tuned file: none will come."""
+    if path is None:
+        return
+    try:
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(" ".join(why.split()) + "\n")
+    except OSError as error:
+        log.warning("commsched tune gets no notice that tuning has ended: %s", error)
+
+
+def _refusal(settings: Settings, core: Core) -> dict[str, str] | None:
+    """The error because of which rank 0 cannot tune, as a record for all ranks; None if it can."""
+    from .job import require_possible
+
+    try:
+        require_possible(settings, core)
+    except CommschedError as error:
+        return to_record(error)
+    return None

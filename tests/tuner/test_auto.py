@@ -1,0 +1,278 @@
+"""Partition and credit that choose themselves."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from commsched.core.config import SchedulerConfig
+from commsched.core.errors import ClosedError
+from commsched.core.manifest import Manifest
+from commsched.session.session import Session
+from commsched.settings import Settings
+from commsched.simulator.profile import Profile
+from commsched.tuner.auto import AutoSizes, Chosen, best_sizes
+from commsched.tuner.learn import JobFacts, TuningContext
+from commsched.tuner.profiler import LinkEstimate, Measured
+from commsched.tuner.space import MAX_RATIO, Space
+from commsched.tuner.trials import Stopped
+
+from .test_meter import manifest
+from .training import UNTIL_ENDED, WIDE, Training, choosing, require_same_weights
+
+MODEL = manifest(25_000_000)
+BEGIN = SchedulerConfig(4_000_000, 16_000_000)
+
+
+def bowl(partition: float, ratio: float) -> Callable[[SchedulerConfig], float]:
+    """Step times with one least, at a partition of so many bytes and a credit of so many partitions."""
+
+    def seconds(config: SchedulerConfig) -> float:
+        off = math.log2(config.partition_bytes / partition), math.log2(config.credit_bytes / config.partition_bytes / ratio)
+        return 1 + 0.1 * off[0] ** 2 + 0.1 * off[1] ** 2
+
+    return seconds
+
+
+# --- the search among predictions ---
+
+
+@given(partition=st.integers(64_000, 32_000_000), ratio=st.floats(1, MAX_RATIO), start=st.integers(64_000, 32_000_000))
+def test_the_least_of_a_smooth_surface_is_found_within_half_an_octave(partition: int, ratio: float, start: int) -> None:
+    space = Space(BEGIN, MODEL.nbytes)
+    most = min(ratio, max(1.0, MODEL.nbytes / partition))
+    found = best_sizes(bowl(partition, most), space, [SchedulerConfig(start, 2 * start)])
+    assert abs(math.log2(found.partition_bytes / partition)) < 0.6
+    assert abs(math.log2(found.credit_bytes / found.partition_bytes / most)) < 0.6
+
+
+def test_of_equal_times_the_largest_partition_is_taken() -> None:
+    asked: list[int] = []
+
+    def flat_up_to_1_mb(config: SchedulerConfig) -> float:
+        asked.append(config.partition_bytes)
+        return 1.0 if config.partition_bytes <= 1_000_000 else 2.0
+
+    start = SchedulerConfig(500_000, 2_000_000)
+    found = best_sizes(flat_up_to_1_mb, Space(BEGIN, MODEL.nbytes), [start])
+    assert found.partition_bytes == max(size for size in asked if size <= 1_000_000)
+    assert found.partition_bytes == 1_000_000
+
+
+def test_what_cannot_be_predicted_is_not_chosen() -> None:
+    def seconds(config: SchedulerConfig) -> float:
+        return math.nan if config.partition_bytes > 1_000_000 else 1e6 / config.partition_bytes
+
+    found = best_sizes(seconds, Space(BEGIN, MODEL.nbytes), [SchedulerConfig(250_000, 1_000_000)])
+    assert found.partition_bytes <= 1_000_000
+
+
+@pytest.mark.parametrize("fixed", ["partition", "credit"])
+def test_what_is_fixed_stays(fixed: str) -> None:
+    space = Space(BEGIN, MODEL.nbytes, frozenset({fixed}))
+    found = best_sizes(bowl(200_000, 2), space, [BEGIN, SchedulerConfig(100_000, 200_000)])
+    assert getattr(found, f"{fixed}_bytes") == getattr(BEGIN, f"{fixed}_bytes")
+    assert found != BEGIN
+
+
+# --- rounds ---
+
+
+class Model:
+    """Predicts by ``truth`` times an error that shrinks with each measured configuration."""
+
+    link = LinkEstimate(1e-8, 1e-4)
+
+    def __init__(self, job: Job, known: int) -> None:
+        self._job = job
+        self._known = known
+
+    def predict(self, config: SchedulerConfig) -> float:
+        return self._job.predicted[min(self._known, len(self._job.predicted)) - 1](config)
+
+    def calibrate(self, trials: Sequence[tuple[SchedulerConfig, float]]) -> Model:
+        assert dict(trials) == {config: self._job.truth(config) for config, _ in trials}
+        return Model(self._job, len(trials))
+
+
+class Job:
+    """Stands for training: its step times are ``truth``, and what the model predicts after ``n`` measurements is
+    ``predicted[n - 1]``."""
+
+    def __init__(
+        self,
+        truth: Callable[[SchedulerConfig], float],
+        *predicted: Callable[[SchedulerConfig], float],
+        ends_after: int = 99,
+        error: Exception | None = None,
+        settings: Settings = Settings(),  # noqa: B008 - it is frozen
+        workers: int = 2,
+    ) -> None:
+        self.truth = truth
+        self.predicted = predicted
+        self.current = BEGIN
+        self.used: list[SchedulerConfig] = []
+        self.lines: list[str] = []
+        self._left = ends_after
+        self._error = error
+        self.settle_steps = 3
+        facts = JobFacts(2, "ps", False, "127.0.0.1", 1, workers)
+        self.sizes = AutoSizes(
+            TuningContext(settings, facts, _any(self), _any(self), _any(self), lambda: self.current, self.lines.append)
+        )
+
+    def run(self) -> Chosen | None:
+        return self.sizes.run(0, MODEL)
+
+    # the learner's part
+    def profile(self, group: int, manifest: Manifest) -> Measured | None:
+        self._left -= 1
+        if self._left < 0:
+            return None
+        return Measured(Profile("made up", (), "here"), Model.link, self.truth(self.current), 5)
+
+    def guesses(self, measured: Measured, policy: str) -> list[SchedulerConfig]:
+        return [SchedulerConfig(1_000_000, 4_000_000)]
+
+    def open_model(self, measured: Measured, incumbent: SchedulerConfig, stack: ExitStack) -> Model:
+        if self._error is not None:
+            raise self._error
+        return Model(self, 1)
+
+    def stop(self) -> None: ...
+
+    # the meter's and the trials' part
+    def wait_for_steps(self, group: int, steps: int) -> bool:
+        return self._left > 0
+
+    def apply(self, config: SchedulerConfig) -> None:
+        self.used.append(config)
+        self.current = config
+
+
+def _any(value: Any) -> Any:
+    return value
+
+
+def test_a_good_model_needs_one_change() -> None:
+    job = Job(bowl(500_000, 4), bowl(500_000, 4))
+    chosen = job.run()
+    assert chosen is not None
+    assert chosen.finished
+    assert job.used == [chosen.kept] == [job.current]
+    assert job.truth(chosen.kept) < 1.03
+    [line] = job.lines
+    assert "chosen: steps of" in line
+    assert "with partition 4.0 MB, credit 16.0 MB" in line
+    assert "100 MB/s" in line
+
+
+def test_measurements_correct_a_model_that_was_wrong() -> None:
+    job = Job(bowl(500_000, 4), bowl(8_000_000, 4), bowl(500_000, 4))
+    chosen = job.run()
+    assert chosen is not None
+    assert len(job.used) == 2
+    assert job.truth(chosen.kept) < 1.03
+
+
+def test_what_turns_out_slower_is_given_up() -> None:
+    job = Job(bowl(4_000_000, 4), bowl(64_000, 1))
+    chosen = job.run()
+    assert chosen is not None
+    assert chosen.kept == job.current == BEGIN
+    assert len(job.used) > 1
+
+
+def test_a_gain_too_small_to_matter_changes_nothing() -> None:
+    job = Job(bowl(4_000_000, 4), lambda config: 1.0 - 0.004 * (config.partition_bytes == 1_000_000))
+    chosen = job.run()
+    assert chosen == Chosen(BEGIN, BEGIN, "chosen", Model.link)
+    assert job.used == []
+
+
+@pytest.mark.parametrize("after", [0, 1])
+def test_tensors_that_are_not_trained_any_more_are_left(after: int) -> None:
+    chosen = Job(bowl(500_000, 4), bowl(500_000, 4), ends_after=after).run()
+    assert chosen is not None
+    assert not chosen.finished
+    assert chosen.reason == "unfinished"
+
+
+def test_without_a_model_training_goes_on_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    job = Job(bowl(500_000, 4), error=RuntimeError("the model's process has ended"))
+    chosen = job.run()
+    assert chosen == Chosen(BEGIN, BEGIN, "chosen")
+    assert "partition and credit stay as they are: RuntimeError: the model's process has ended" in caplog.text
+
+
+@pytest.mark.parametrize("error", [Stopped("rank 1 has left"), ClosedError("this session is closed")])
+def test_the_end_of_training_is_no_failure(error: Exception) -> None:
+    with pytest.raises(type(error)):
+        Job(bowl(500_000, 4), error=error).run()
+
+
+def test_one_worker_on_the_network_has_nothing_to_choose() -> None:
+    assert Job(bowl(500_000, 4), workers=1).run() is None
+
+
+def test_sizes_that_are_set_are_not_touched() -> None:
+    both = Settings.load({"partition": "4MB", "credit": "16MB"}, {})
+    assert Job(bowl(500_000, 4), settings=both).run() is None
+    one = Settings.load({"credit": "16MB", "partition": "auto"}, {})
+    job = Job(bowl(500_000, 4), bowl(500_000, 4), settings=one)
+    job.run()
+    assert {config.credit_bytes for config in job.used} == {16_000_000}
+
+
+# --- in training ---
+
+
+@pytest.mark.parametrize("delay_seconds", [0.0, 0.0003])
+def test_weights_are_those_of_training_that_chooses_nothing(delay_seconds: float) -> None:
+    lines: list[str] = []
+    ended = threading.Event()
+
+    def say(line: str) -> None:
+        lines.append(line)
+        ended.set()
+
+    training = Training(
+        world_size=3,
+        steps=UNTIL_ENDED,
+        width=WIDE,
+        config=SchedulerConfig(),
+        open_rank=choosing(Settings(), say),
+        until=ended,
+        delay_seconds=delay_seconds,
+    )
+    by_rank = training.run()
+    plain = Training(world_size=3, steps=training.taken, width=WIDE, config=SchedulerConfig()).run()
+    require_same_weights(by_rank, plain[0])
+    assert "chosen" in lines[0]
+
+
+def test_the_first_step_has_sizes_made_for_the_tensors() -> None:
+    used: dict[int, list[SchedulerConfig]] = {0: [], 1: [], 2: []}
+
+    def note(session: Session, step: int) -> None:
+        if step == 0:
+            used[session.rank].append(session.core.next_config)
+
+    Training(world_size=3, steps=2, width=400, config=SchedulerConfig(), open_rank=choosing(Settings()), before_step=note).run()
+    assert used[0] == used[1] == used[2]
+    assert 64_000 <= used[0][0].partition_bytes < 4_000_000
+
+
+def test_far_fewer_partitions_are_worth_a_change() -> None:
+    job = Job(lambda config: 1.0, lambda config: 1.0)
+    job.current = SchedulerConfig(64_000, 256_000)
+    chosen = job.run()
+    assert chosen is not None
+    assert chosen.kept.partition_bytes >= 1_000_000
