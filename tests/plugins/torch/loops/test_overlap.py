@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
-from commsched import SchedulerConfig
+from commsched import SchedulerConfig, Session
+from commsched.core.group import DependencyProxy
 from commsched.core.interfaces import Completion, ForwardingTransport, Transport
 from commsched.core.task import CommTask
+from commsched.plugins.torch import ScheduledOptimizer
+from commsched.session.local import local_sessions
+from commsched.testing.world import run_world
 
 from .loop import Data, alone, batch, require_close, run, train
 
@@ -126,3 +132,59 @@ def test_gradients_leave_while_backward_goes_on() -> None:
         return [parameter.detach().clone() for parameter in model.parameters()]
 
     networked(loop)
+
+
+def test_updates_whose_averages_arrive_while_a_reader_waits_are_made_with_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last layer's average comes first, while the first layer's is waited for: one call updates both."""
+    networks: dict[int, Held] = {}
+    made: dict[int, list[int]] = {0: [], 1: []}
+    update, wait = ScheduledOptimizer._update, DependencyProxy.wait
+
+    def hold(transport: Transport) -> Transport:
+        networks[transport.rank] = Held(transport)
+        return networks[transport.rank]
+
+    def note(self: Any, slots: list[Any]) -> None:
+        made[self._session.rank].append(len(slots))
+        update(self, slots)
+
+    def loop(session: Session, model: nn.Module) -> None:
+        optimizer = ScheduledOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, session=session)
+        for first in (True, False):
+            optimizer.zero_grad()
+            model(torch.ones(3, 20, dtype=torch.float64)).square().mean().backward()
+            optimizer.step()
+            if first:
+                optimizer.synchronize()
+                made[session.rank].clear()
+                networks[session.rank].hold()
+        exchange: Any = optimizer._exchange
+        (front,) = (slot for slot in exchange.places.slots if slot.name == "0.weight")
+
+        def wait_while_averages_arrive(self: DependencyProxy) -> None:
+            if self is front.proxies[0]:
+                exchange.places.flags.kept()
+                networks[session.rank].let_go()
+            wait(self)
+
+        waits[front.proxies[0]] = wait_while_averages_arrive
+        both.wait(20)
+        model[0].weight.sum()
+        assert made[session.rank] == [2]
+
+    waits: dict[DependencyProxy, Callable[[DependencyProxy], None]] = {}
+    both = threading.Barrier(2)
+    monkeypatch.setattr(ScheduledOptimizer, "_update", note)
+    monkeypatch.setattr(DependencyProxy, "wait", lambda self: waits.get(self, wait)(self))
+    models = [nn.Sequential(nn.Linear(20, 20, bias=False), nn.Linear(20, 20, bias=False)).double() for _ in range(2)]
+    sessions = local_sessions(2, SchedulerConfig(4096, 16384), wrap_transport=hold)
+
+    def rank_loop(rank: int) -> None:
+        with sessions[rank] as session:
+            loop(session, models[rank])
+
+    try:
+        run_world(2, rank_loop, timeout_seconds=60)
+    finally:
+        for session in sessions:
+            session.abort("the test is over")
