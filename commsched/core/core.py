@@ -114,6 +114,7 @@ class Core:
         self._waits: list[Callable[[], Wait]] = []  # the current waits of engine threads
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)  # the dispatcher waits on it
+        self._is_idle = False  # the dispatcher waits, and has not been woken
         self._progress = threading.Condition(self._lock)  # engine threads wait on it
         self._agreement = self._make_agreement(config, order) if transport.ordered else None
         self._order: Order = self._agreement or Scheduler(make_policy(config.policy), config.credit_bytes)
@@ -310,7 +311,9 @@ class Core:
                 )
         except CommschedError as error:
             self._failed_inside = self._failed_inside or error
-        self._work.notify()
+        if self._is_idle:
+            self._is_idle = False
+            self._work.notify()
 
     def wait_for(self, proxy: DependencyProxy) -> None:
         began = monotonic()
@@ -375,7 +378,9 @@ class Core:
                 while not (work := self._next_work()):
                     if self._closed:
                         return
+                    self._is_idle = True
                     self._work.wait()
+                    self._is_idle = False
             for act in work:
                 act()
             del act, work  # they hold a task, which must not keep its buffer alive until the next work comes
@@ -559,7 +564,10 @@ class Core:
         task.advance("notify_sent")
         task.sent_at = monotonic()
         self._order.sent(task)
-        self._work.notify()
+        # A wake-up costs more than the rest of this. Where this rank alone decides, credit is of use only to a task that waits.
+        if self._is_idle and (not isinstance(self._order, Scheduler) or len(self._order)):
+            self._is_idle = False
+            self._work.notify()
 
     # --- failure and end ---
 

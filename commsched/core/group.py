@@ -242,8 +242,11 @@ class TensorGroup:
         """Note that ``task`` is done. True if this opened a proxy or ended the step, so that a waiting engine may continue."""
         self.active -= 1
         self.unfinished -= 1
-        opened = [self.proxies[tensor].partition_done() for tensor in task.partition.tensors]
-        return any(opened) or self.unfinished == 0
+        continues = self.unfinished == 0
+        for tensor in task.partition.tensors:
+            if self.proxies[tensor].partition_done():
+                continues = True
+        return continues
 
     def __repr__(self) -> str:
         waiting = sum(task.state is State.PENDING for task in self.tasks)

@@ -17,6 +17,8 @@ class State(Enum):
     SENT = "sent"  # its bytes have left this rank; its credit is returned
     DONE = "done"  # the average is written
 
+    __hash__ = object.__hash__  # that of an Enum is a function of Python, which every transition of every task would call
+
 
 #: All transitions between a CommTask's states. Any other event is a bug of ours and raises KeyError.
 TRANSITIONS: dict[tuple[State, str], State] = {

@@ -27,14 +27,12 @@ class Aggregator:
         #: Memory for averages, and for contributions that have no memory of their own.
         self.buffers = BufferPool()
         self._contributions = Contributions(contributors.members, on_failure)
+        #: See ``Contributions``.
+        self.require_fitting = self._contributions.require_fitting
 
     def add_group(self, rank: int, group: int, manifest: Manifest) -> None:
         """See ``Contributions``."""
         self._contributions.add_group(rank, group, manifest)
-
-    def require_fitting(self, rank: int, key: PartitionKey, dtype: str, start: int, stop: int) -> None:
-        """See ``Contributions``."""
-        self._contributions.require_fitting(rank, key, dtype, start, stop)
 
     def describe(self, key: PartitionKey, dtype: str, start: int, stop: int) -> str:
         """See ``Contributions``."""

@@ -6,14 +6,22 @@ A partition is too large for the allocator to keep. Each would be mapped anew, a
 from __future__ import annotations
 
 import threading
-import weakref
 from collections import deque
 from typing import Any
+from weakref import ref
 
 import numpy as np
 from numpy.typing import NDArray
 
 _Block = NDArray[np.uint8]
+
+
+class _Lent(ref[NDArray[Any]]):
+    """Refers weakly to an array that every memoryview of a lent block keeps alive. (``weakref.finalize`` does the same, at
+    several times the cost.)"""
+
+    __slots__ = ("block",)
+    block: _Block
 
 
 class BufferPool:
@@ -27,13 +35,15 @@ class BufferPool:
         self._lock = threading.Lock()
         # Filled wherever a last reference is dropped. That may be anywhere, even inside ``take``, so no lock is taken.
         self._returned: deque[_Block] = deque()
+        self._lent: dict[int, _Lent] = {}  # by id: what calls back has to exist. A single operation on a dict is atomic.
         self._free: dict[int, list[_Block]] = {}
         self._free_bytes = self._lent_bytes = self._most_bytes = 0
 
     def take(self, nbytes: int) -> memoryview:
         """Return ``nbytes`` (at least 1) of writable memory, of format ``B``, with undefined content."""
         with self._lock:
-            self._collect()
+            if self._returned:
+                self._collect()
             fitting = self._free.get(nbytes)
             if fitting:
                 block = fitting.pop()
@@ -42,9 +52,15 @@ class BufferPool:
                 block = np.empty(nbytes, np.uint8)
                 self._trim(nbytes)
             self._lent_bytes += nbytes
-        lent: NDArray[Any] = block.view()  # every memoryview of it keeps it alive
-        weakref.finalize(lent, self._returned.append, block).atexit = False
-        return lent.data
+        array: NDArray[Any] = block.view()
+        lent = _Lent(array, self._came_back)
+        lent.block = block
+        self._lent[id(lent)] = lent
+        return array.data
+
+    def _came_back(self, lent: _Lent) -> None:
+        del self._lent[id(lent)]
+        self._returned.append(lent.block)
 
     def _collect(self) -> None:
         while self._returned:

@@ -162,9 +162,11 @@ class Contributions:
             if self._closed:
                 return None
             group = self._group_of(rank, key, range_)
-            self._require_size(group, rank, key, range_, payload)
+            if (nbytes := memoryview(payload).nbytes) != stop - start:
+                raise ProtocolError(f"{_pushed(group, self.members[rank], key, range_)} with {nbytes} bytes of payload")
             entry = self._entry(group, rank, key, range_)
-            self._require_present(group, key, entry, adding=rank)
+            if self._left:
+                self._require_present(group, key, entry, adding=rank)
             entry.payloads[rank] = payload
             entry.replies[rank] = reply
             if given and rank < 2:  # ``average`` may write its result only into the first two
@@ -208,14 +210,18 @@ class Contributions:
 
     def _group_of(self, rank: int, key: PartitionKey, range_: _Range) -> _Group:
         """Return the group of ``key`` after checking that the range fits its manifest."""
-        group, who = self._groups.get(key.group), self.members[rank]
+        group = self._groups.get(key.group)
         if group is None or rank not in group.ranks:
-            raise ProtocolError(f"rank {who} pushed step {key.step} of group {key.group} without announcing the group")
-        size = group.manifest.buffer_bytes.get(range_.dtype, 0)
-        if not 0 <= range_.start < range_.stop <= size:
+            raise ProtocolError(
+                f"rank {self.members[rank]} pushed step {key.step} of group {key.group} without announcing the group"
+            )
+        dtype, start, stop = range_
+        size = group.manifest.buffer_bytes.get(dtype, 0)
+        if not 0 <= start < stop <= size:
+            who = self.members[rank]
             raise ProtocolError(f"rank {who} pushed {range_} of step {key.step}, but that buffer has {size} bytes")
-        if range_.start % ITEMSIZE[range_.dtype] or range_.stop % ITEMSIZE[range_.dtype]:
-            raise ProtocolError(f"{_pushed(group, who, key, range_)} not on element borders")
+        if start % ITEMSIZE[dtype] or stop % ITEMSIZE[dtype]:
+            raise ProtocolError(f"{_pushed(group, self.members[rank], key, range_)} not on element borders")
         return group
 
     def _entry(self, group: _Group, rank: int, key: PartitionKey, range_: _Range) -> _Entry:
@@ -252,6 +258,8 @@ class Contributions:
 
     def _require_first_push_in_step(self, group: _Group, rank: int, key: PartitionKey, range_: _Range) -> None:
         """Check that no rank has gone beyond the step of ``key``, which has no contribution yet."""
+        if max(group.latest) <= key.step:
+            return
         name, who = _name(group, key, range_), self.members[rank]
         if group.latest[rank] > key.step:
             raise ProtocolError(f"rank {who} pushed {name} after step {group.latest[rank]}: that step is finished")
@@ -264,11 +272,6 @@ class Contributions:
         gone = self._left - entry.payloads.keys() - {adding}
         if gone:
             raise self._left_behind(group, key, entry, min(gone))
-
-    def _require_size(self, group: _Group, rank: int, key: PartitionKey, range_: _Range, payload: Bytes) -> None:
-        nbytes = memoryview(payload).nbytes
-        if nbytes != range_.stop - range_.start:
-            raise ProtocolError(f"{_pushed(group, self.members[rank], key, range_)} with {nbytes} bytes of payload")
 
     def _left_behind(self, group: _Group, key: PartitionKey, entry: _Entry, rank: int) -> PeerLost:
         last, who = group.latest[rank], self.members[rank]

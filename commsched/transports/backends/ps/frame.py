@@ -32,7 +32,8 @@ VERSION = 3
 # checksum of these fields. The header has 64 bytes, so that the payload behind it stays aligned.
 _FIELDS = struct.Struct("<4sBBBxHxxIIIQQQQ")
 _CHECKSUM = struct.Struct("<Q")
-HEADER_BYTES = _FIELDS.size + _CHECKSUM.size
+_HEADER = struct.Struct(_FIELDS.format + "Q")
+HEADER_BYTES = _HEADER.size
 
 #: The most bytes of gradients in a message. Behind a hierarchy the sums of 16-bit partitions have 32 bits per element.
 MAX_RAW_BYTES = 2 * MAX_PARTITION_BYTES
@@ -93,7 +94,12 @@ class Frame(NamedTuple):
 
     @property
     def key(self) -> PartitionKey:
-        return PartitionKey(self.group, self.step, self.partition)
+        return PartitionKey(*self[1:4])
+
+    def carrying(self, payload: Bytes) -> Frame:
+        """The same message with that payload. (``_replace`` costs several times as much.)"""
+        kind, group, step, partition, dtype, start, stop, _, order = self
+        return Frame(kind, group, step, partition, dtype, start, stop, payload, order)
 
     @property
     def nbytes(self) -> int:
@@ -108,7 +114,7 @@ class Frame(NamedTuple):
         """
         came = checksum(self.payload)
         if came != sent:
-            raise Damaged(self._replace(payload=b""), len(self.payload), sent, came)
+            raise Damaged(self.carrying(b""), len(self.payload), sent, came)
 
     def json(self) -> Any:
         """Decode the payload of a message that is not gradients.
@@ -148,13 +154,13 @@ def decode_header(header: Bytes) -> tuple[Frame, int, int]:
     Raises:
         ProtocolError: this is no message of this protocol, the header is damaged, or such a payload is impossible; says why.
     """
-    fields = _FIELDS.unpack_from(header)
-    magic, version, kind_code, dtype_code, group, partition, order, nbytes, step, start, stop, payload_checksum = fields
+    fields = _HEADER.unpack_from(header)
+    magic, version, kind_code, dtype_code, group, partition, order, nbytes, step, start, stop, payload_checksum, sent = fields
     if magic != MAGIC:
         raise ProtocolError(f"a message begins with {magic!r}, not {MAGIC!r}")
     if version != VERSION:
         raise ProtocolError(f"a message has wire version {version}; this is version {VERSION}")
-    [sent], came = _CHECKSUM.unpack_from(header, _FIELDS.size), checksum(memoryview(header)[: _FIELDS.size])
+    came = checksum(memoryview(header)[: _FIELDS.size])
     if sent != came:
         raise ProtocolError(
             f"a header that arrived damaged: its checksum is {came:016x}, not {sent:016x} as when it was sent; a network card, "
@@ -190,7 +196,7 @@ def decode(message: bytes) -> Frame:
     payload = memoryview(message)[HEADER_BYTES:]
     if len(payload) != nbytes:
         raise ProtocolError(f"a {frame.kind.name} of {nbytes} bytes of payload came with {len(payload)}")
-    frame = frame._replace(payload=payload)
+    frame = frame.carrying(payload)
     frame.require_intact(sent)
     return frame
 

@@ -85,7 +85,10 @@ class RemoteLane:
     def _read(self) -> None:
         try:
             for frame in self._stream.frames(self._place):
-                self._handle(frame)
+                if frame.kind is FrameKind.RESULT and self._welcomed:
+                    self._listener.on_result(self._server, frame)
+                else:
+                    self._handle(frame)
                 del frame  # its memory may be reused before the next message comes
             self._ended(PeerLost(f"{self._peer} is gone: it ended the stream without a goodbye"))
         except StreamBroken as broken:
@@ -105,14 +108,12 @@ class RemoteLane:
             self._stream.close()
 
     def _place(self, frame: Frame) -> memoryview:
-        self._require_in_turn(frame)
+        if frame.kind is not FrameKind.RESULT or not self._welcomed:
+            raise ProtocolError(f"{frame.kind.name} out of turn")
         return self._listener.destination(self._server, frame)
 
     def _handle(self, frame: Frame) -> None:
-        if frame.kind is FrameKind.RESULT:
-            self._require_in_turn(frame)
-            self._listener.on_result(self._server, frame)
-        elif frame.kind is FrameKind.ERROR:
+        if frame.kind is FrameKind.ERROR:
             self._ended(_error_in(frame))
         elif frame.kind is FrameKind.GOODBYE:
             self._said_goodbye()
@@ -120,10 +121,6 @@ class RemoteLane:
             self._welcomed = True
             self._connected.set()
         else:
-            raise ProtocolError(f"{frame.kind.name} out of turn")
-
-    def _require_in_turn(self, frame: Frame) -> None:
-        if frame.kind is not FrameKind.RESULT or not self._welcomed:
             raise ProtocolError(f"{frame.kind.name} out of turn")
 
     def _said_goodbye(self) -> None:

@@ -6,10 +6,9 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from queue import SimpleQueue
 
-from ....core.policies import make_policy
-from ....core.scheduler import Scheduler
 from .frame import Frame, FrameKind
 from .rate_limiter import RateLimiter
 
@@ -66,14 +65,6 @@ class OutgoingFrame:
     frame: Frame
     sent: Callable[[], None] | None = None
 
-    @property
-    def nbytes(self) -> int:
-        return self.frame.nbytes
-
-    @property
-    def priority(self) -> int:
-        return self.frame.order
-
 
 class SendQueue:
     """A blocking iterator of messages that feeds one stream. Only the sending thread iterates it.
@@ -89,7 +80,8 @@ class SendQueue:
         # tenth of a Condition, which would be the largest cost of a small partition.
         self._wake: SimpleQueue[None] = SimpleQueue()
         self._control: deque[OutgoingFrame] = deque()
-        self._parcels: Scheduler[OutgoingFrame] = Scheduler(make_policy("priority"), credit_bytes=0)  # no credit: one at a time
+        self._gradients: list[tuple[int, int, OutgoingFrame]] = []  # a heap of (order, number of arrival, message)
+        self._arrivals = 0
         self._pacer = pacer
         self._way: PushPriority | None = None
         self._kept_back = 0  # number of items taken from _wake while pushes had priority
@@ -141,25 +133,35 @@ class SendQueue:
 
     def __next__(self) -> OutgoingFrame:
         while True:
-            self._wake.get()
-            with self._lock:
-                if self._control:
-                    return self._control.popleft()
-                if self._finished:
-                    self._wake.put(None)  # for the next call
-                    raise StopIteration
-                if self._way is not None and not self._way.is_free:
-                    self._kept_back += 1
-                    continue
-                parcel = self._parcels.next()
-                if parcel is not None:
-                    self._parcels.sent(parcel)  # it has left when the caller comes back
-                    return parcel
+            parcel = self._woken()
+            if parcel is not None:
+                return parcel
+            if self._finished:
+                raise StopIteration
+
+    def next_now(self) -> OutgoingFrame | None:
+        """The next message if one may leave now, otherwise None, also after the end. Only the sending thread calls it."""
+        return None if self._wake.empty() else self._woken()
+
+    def _woken(self) -> OutgoingFrame | None:
+        """Wait for an item of ``_wake``. Return what to send for it, if anything."""
+        self._wake.get()
+        with self._lock:
+            if self._control:
+                return self._control.popleft()
+            if self._finished:
+                self._wake.put(None)  # for the next call
+            elif self._way is not None and not self._way.is_free:
+                self._kept_back += 1
+            elif self._gradients:
+                return heappop(self._gradients)[2]
+            return None
 
     def _enter(self, parcel: OutgoingFrame) -> None:
         with self._lock:
             if not self._finished:
-                self._parcels.add(parcel)
+                self._arrivals += 1
+                heappush(self._gradients, (parcel.frame.order, self._arrivals, parcel))
                 self._wake.put(None)
 
     def _way_is_free(self) -> None:
@@ -170,9 +172,11 @@ class SendQueue:
 
     def _finish(self) -> None:
         self._finished = True
-        self._parcels = Scheduler(make_policy("priority"), credit_bytes=0)  # drops the references to their memory
+        self._gradients = []  # drops the references to their memory
         self._wake.put(None)
 
     def __repr__(self) -> str:
         with self._lock:
-            return f"<Outbox {len(self._control)} control, {self._parcels!r}{', finished' if self._finished else ''}>"
+            return (
+                f"<Outbox {len(self._control)} control, {len(self._gradients)} ready{', finished' if self._finished else ''}>"
+            )

@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from ....core.errors import CommschedError, ConfigError, PeerLost, ProtocolError, TransportError, to_record
 from ....core.interfaces import OnFailure
@@ -140,7 +141,7 @@ class Service:
 
     def _hear(self, worker: _Worker) -> None:
         try:
-            for frame in worker.stream.frames(lambda frame: self._place(worker, frame)):
+            for frame in worker.stream.frames(partial(self._place, worker)):
                 if frame.kind is FrameKind.PUSH and worker.rank is not None:
                     self._push(worker.rank, worker.stream, frame)
                 elif frame.kind is FrameKind.GOODBYE and worker.rank is not None:
@@ -165,8 +166,9 @@ class Service:
     def _place(self, worker: _Worker, frame: Frame) -> memoryview:
         if worker.rank is None or frame.kind is not FrameKind.PUSH:
             raise _out_of_turn(worker, frame)
-        self.aggregator.require_fitting(worker.rank, frame.key, frame.dtype, frame.start, frame.stop)
-        return self.aggregator.buffers.take(frame.stop - frame.start)
+        aggregator = self.aggregator
+        aggregator.require_fitting(worker.rank, frame.key, frame.dtype, frame.start, frame.stop)
+        return aggregator.buffers.take(frame.stop - frame.start)
 
     def _push(self, rank: int, stream: Stream, frame: Frame) -> None:
         given = not memoryview(frame.payload).readonly  # the payload lies in the memory from ``_place``

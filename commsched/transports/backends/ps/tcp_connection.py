@@ -22,6 +22,9 @@ _UNSENT_BYTES = 256 * 1024
 #: the answer comes.
 _REST_BYTES = 64 * 1024
 
+#: The most parts of messages that leave by one call. Linux accepts 1024.
+_MAX_PARTS = 512
+
 #: The largest TCP_KEEPIDLE and TCP_KEEPINTVL that Linux accepts, and the number of unanswered probes after which it gives up.
 _MAX_PROBE_SECONDS, _UNANSWERED_PROBES = 2**15 - 1, 5
 
@@ -58,9 +61,11 @@ class TcpConnection:
         while self._fill(header):
             frame, nbytes, checksum = decode_header(header)
             if nbytes:
-                frame = frame._replace(payload=place(frame) if frame.kind in RAW else memoryview(bytearray(nbytes)))
-                if not self._fill(memoryview(frame.payload)):
+                payload = place(frame) if frame.kind in RAW else memoryview(bytearray(nbytes))
+                if not self._fill(payload):
                     raise self._broken("it ended in the middle of a message")
+                frame = frame.carrying(payload)
+                del payload
                 frame.require_intact(checksum)
             yield frame
             del frame  # its memory may be reused before the next message comes
@@ -100,22 +105,24 @@ class TcpConnection:
 
     def _fill(self, memory: memoryview) -> bool:
         """Fill ``memory`` from the socket. Returns False if the other end had ended before the first byte."""
-        filled = 0
+        filled, wanted = 0, len(memory)
         try:
-            while filled < len(memory):
+            while True:
                 try:
-                    received = self._socket.recv_into(memory[filled:], 0, socket.MSG_WAITALL)
+                    received = self._socket.recv_into(memory[filled:] if filled else memory, 0, socket.MSG_WAITALL)
                 except BlockingIOError:  # nothing has come for a while
                     _require_answers(self._socket, self._fail_after_seconds + 2.0)
                     continue
+                filled += received
+                if filled == wanted:
+                    return True
                 if not received:
                     break
-                filled += received
         except OSError as error:
             raise self._broken(error) from error
-        if 0 < filled < len(memory):
+        if filled:
             raise self._broken("it ended in the middle of a message")
-        return filled > 0
+        return False
 
     def _broken(self, why: object) -> Exception:
         """Return the error to raise. The sender's error comes first, since other errors follow from it."""
@@ -137,19 +144,29 @@ class TcpConnection:
             self.abort()  # or the receiver might wait for ever for answers to messages that were never sent
         self.outbox.abort()
 
-    def _send(self, parcel: OutgoingFrame) -> None:
-        header, payload = encode_header(parcel.frame), memoryview(parcel.frame.payload)
-        if parcel.sent is None:
-            self._write([header, payload])
-            return
-        most = len(payload) - _REST_BYTES
-        if most <= 0:
-            parcel.sent()
-            self._write([header, payload])
-            return
-        self._write([header, payload[:most]])
-        parcel.sent()
-        self._write([payload[most:]])
+    def _send(self, first: OutgoingFrame) -> None:
+        """Send ``first``, and after it the messages that wait already. Small messages leave together, and the end of a push
+        leaves with the next message: a call of the system costs more than such a message."""
+        rest: list[bytes | memoryview] = []  # encoded, and not given to the kernel yet
+        nbytes = 0  # of ``rest``, at most _REST_BYTES
+        parcel: OutgoingFrame | None = first
+        while parcel is not None:
+            header, payload = encode_header(parcel.frame), memoryview(parcel.frame.payload)
+            nbytes += HEADER_BYTES + len(payload)
+            if nbytes <= _REST_BYTES and len(rest) < _MAX_PARTS:
+                rest += (header, payload)
+                if parcel.sent is not None:
+                    parcel.sent()
+            elif parcel.sent is None:
+                self._write([*rest, header, payload])
+                return
+            else:
+                kept = payload[-_REST_BYTES:]
+                self._write([*rest, header, payload[:-_REST_BYTES]])
+                parcel.sent()
+                rest, nbytes = [kept], len(kept)
+            parcel = self.outbox.next_now()
+        self._write(rest)
 
     def _write(self, parts: list[bytes | memoryview]) -> None:
         unsent = sum(map(len, parts)) - self._socket.sendmsg(parts)

@@ -29,6 +29,7 @@ class _Started:
 
     task: CommTask
     completion: Completion
+    server: int
     sent: bool = False
 
 
@@ -113,11 +114,11 @@ class PsTransport(Transport):
         if self._closed:
             raise ClosedError("this transport is closed")
         partition = task.partition.index
-        self._pending[PartitionKey(task.group, task.step, partition)] = _Started(task, completion)
-        lane = self._lanes[place(partition, len(self._lanes))]
-        if self._way is not None and lane is not self._lanes[self.rank]:
+        server = place(partition, len(self._lanes))
+        self._pending[PartitionKey(task.group, task.step, partition)] = _Started(task, completion, server)
+        if self._way is not None and server != self.rank:
             self._way.take()
-        lane.push(task)
+        self._lanes[server].push(task)
 
     def release(self, group: int) -> None:
         """See ``interfaces.Transport``. Servers keep the group's manifest, to name a rank that breaks the rules."""
@@ -159,10 +160,13 @@ class PsTransport(Transport):
         return data
 
     def on_result(self, server: int, frame: Frame) -> None:
-        destination = self.destination(server, frame)
-        if frame.payload is not destination:
+        key = frame.key
+        started = self._pending.get(key)
+        if started is None or frame.payload is not started.task.data:  # otherwise it lies where ``destination`` said
+            destination = self.destination(server, frame)
             np.copyto(np.frombuffer(destination, np.uint8), np.frombuffer(frame.payload, np.uint8))
-        started = self._pending.pop(frame.key)
+            started = self._started(server, key)
+        del self._pending[key]
         started.completion.on_done(started.task)
 
     def describe(self, frame: Frame) -> str:
@@ -171,7 +175,7 @@ class PsTransport(Transport):
         return f"the average of partition {frame.partition} of step {frame.step}, tensor {names},"
 
     def on_end(self, server: int) -> None:
-        waiting = [key for key in list(self._pending) if place(key.partition, len(self._lanes)) == server]
+        waiting = [key for key, started in list(self._pending.items()) if started.server == server]
         if waiting:
             self.on_broken(
                 server, PeerLost(f"{self._peers[server]} closed while {self._pending[waiting[0]].task!r} waits for it")
@@ -183,7 +187,7 @@ class PsTransport(Transport):
 
     def _started(self, server: int, key: PartitionKey) -> _Started:
         started = self._pending.get(key)
-        if started is None or place(key.partition, len(self._lanes)) != server:
+        if started is None or started.server != server:
             raise ProtocolError(f"an answer to step {key.step}, partition {key.partition}, which expects no answer there")
         return started
 

@@ -655,6 +655,68 @@ def test_a_push_of_any_size_is_sent_before_an_answer_can_come(monkeypatch, nbyte
     assert 0 < happened[-1] <= tcp_connection._REST_BYTES + HEADER_BYTES
 
 
+@pytest.fixture
+def writes(monkeypatch):
+    """A pair whose sender waits for an event, and what it does then: the bytes of each call, and each ``"sent"``."""
+    happened, may_send = [], threading.Event()
+    with Pair() as pair:
+        write, choose = pair.connection._write, pair.outbox.next_now
+
+        def noted(parts):
+            may_send.wait(20)
+            happened.append(sum(map(len, parts)))
+            write(parts)
+
+        monkeypatch.setattr(pair.connection, "_write", noted)
+        monkeypatch.setattr(pair.outbox, "next_now", lambda: may_send.wait(20) and choose())
+        yield pair, happened, may_send
+
+
+def small(number: int, nbytes: int, kind: FrameKind = FrameKind.PUSH) -> Frame:
+    return Frame(kind, 0, 0, number, "uint8", 0, nbytes, bytes([number % 251]) * nbytes, number)
+
+
+def test_small_messages_that_wait_leave_by_one_call_and_never_more_than_may_be_committed(writes):
+    pair, happened, may_send = writes
+    frames = [small(number, 10_000) for number in range(20)]
+    for frame in frames:
+        pair.outbox.put(frame, lambda: happened.append("sent"))
+    may_send.set()
+    expected = b"".join(map(encode, frames))
+    assert exactly(pair.bare, len(expected)) == expected
+    assert len([each for each in happened if each != "sent"]) <= 5
+    assert happened.count("sent") == 20
+    committed, most = 0, 0
+    for each in happened:
+        committed += HEADER_BYTES + 10_000 if each == "sent" else -each
+        most = max(most, committed)
+    assert most <= tcp_connection._REST_BYTES
+
+
+def test_many_tiny_messages_leave_by_calls_that_the_kernel_accepts(writes):
+    pair, happened, may_send = writes
+    frames = [small(number, 1, FrameKind.RESULT) for number in range(2000)]
+    for frame in frames:
+        pair.outbox.put(frame)
+    may_send.set()
+    expected = b"".join(map(encode, frames))
+    assert exactly(pair.bare, len(expected)) == expected
+    assert len(happened) < 20
+
+
+def test_the_end_of_a_push_leaves_with_the_next_message(writes):
+    pair, happened, may_send = writes
+    nbytes = 3 * tcp_connection._REST_BYTES
+    frames = [small(number, nbytes) for number in range(3)]
+    for frame in frames:
+        pair.outbox.put(frame, lambda: happened.append("sent"))
+    may_send.set()
+    expected = b"".join(map(encode, frames))
+    assert exactly(pair.bare, len(expected)) == expected
+    most, rest = HEADER_BYTES + nbytes - tcp_connection._REST_BYTES, tcp_connection._REST_BYTES
+    assert happened == [most, "sent", rest + most, "sent", rest + most, "sent", rest]
+
+
 @pytest.mark.parametrize("taken", [0, 3, 4, 6, 11])
 def test_what_a_signal_kept_the_kernel_from_taking_is_sent(taken):
     sent = []
