@@ -548,6 +548,8 @@ class GradientExchange:
             for slot in slots:
                 if not (slot.proxies[0].is_open and slot.proxies[-1].is_open):
                     return
+                if slot.rows is not None:
+                    self.wait_to_update(slot)
                 yield slot
 
     def kept_by_any_rank(self, slots: Sequence[Slot]) -> list[Slot]:

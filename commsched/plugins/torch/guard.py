@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import Any
@@ -62,7 +62,7 @@ def outside() -> Iterator[None]:
 Resolve = Callable[[], None]
 
 
-class _Known(ref[torch.Tensor]):
+class Record(ref[torch.Tensor]):
     """A tensor that is guarded, or was. The record is kept, because each step guards the same tensors and finding a record is
     faster than making one."""
 
@@ -75,10 +75,36 @@ class _Known(ref[torch.Tensor]):
     plain: torch.Tensor | None  # if the tensor is marked: an unmarked tensor in the same memory
     address: int  # of the marked memory
 
+    def guard(self, tensor: torch.Tensor, resolve: Resolve, twin: Twin | None = None) -> None:
+        """As the function :func:`guard`; ``tensor`` is the one of this record."""
+        is_new, self.resolve = self.resolve is None, resolve  # first: another thread may read the tensor at any time
+        if is_new and self.original is not type(tensor):
+            self.original, self.guarded = type(tensor), _guarded_class(type(tensor))
+        if twin is not None and twin.marked is not None:
+            self.plain, self.address = twin.plain, twin.address
+            _marked[twin.address] = self
+            if is_new:
+                tensor.data = twin.marked
+            else:
+                with unguarded():
+                    tensor.data = twin.marked
+        if is_new:
+            tensor.__class__ = self.guarded
+
+    def release(self, tensor: torch.Tensor) -> None:
+        """As the function :func:`release`; ``tensor`` is the one of this record. The call must be within ``unnoticed()``."""
+        if self.resolve is not None:
+            tensor.__class__ = self.original
+            if self.plain is not None:
+                tensor.data = self.plain
+                _marked.pop(self.address, None)
+                self.plain = None
+            self.resolve = None
+
 
 #: The record of each tensor that was ever guarded, by id. Records keep no tensor alive, so that an unused model can be
 #: collected. The resolve functions must not do so either; they refer to their optimizer weakly.
-_guarded: dict[int, _Known] = {}
+_guarded: dict[int, Record] = {}
 
 #: The marked tensor, by the address of its memory. Tensors that C++ code derives from one may be marked, too.
 _marked: dict[int, ref[torch.Tensor]] = {}
@@ -108,34 +134,23 @@ def guard(tensor: torch.Tensor, resolve: Resolve, twin: Twin | None = None) -> N
         resolve: waits for the values, and raises if they cannot be made. Guarding the tensor again replaces it.
         twin: the twin of ``tensor``, if the tensor is to be marked, too. The call must then be within ``unnoticed()``.
     """
-    known = _guarded.get(id(tensor)) or _note(tensor)
-    if known.resolve is resolve and twin is None:
-        return
-    is_new = known.resolve is None
-    if is_new and known.original is not type(tensor):
-        known.original, known.guarded = type(tensor), _guarded_class(type(tensor))
-    known.resolve = resolve
-    if twin is not None and twin.marked is not None:
-        known.plain, known.address = twin.plain, twin.address
-        _marked[twin.address] = known
-        if is_new:
-            tensor.data = twin.marked
-        else:
-            with unguarded():
-                tensor.data = twin.marked
-    if is_new:
-        tensor.__class__ = known.guarded
+    record_of(tensor).guard(tensor, resolve, twin)
 
 
-def _note(tensor: torch.Tensor) -> _Known:
-    known = _Known(tensor, _forget)
+def record_of(tensor: torch.Tensor) -> Record:
+    """Return the record of ``tensor``, which stays the same as long as the tensor exists."""
+    return _guarded.get(id(tensor)) or _note(tensor)
+
+
+def _note(tensor: torch.Tensor) -> Record:
+    known = Record(tensor, _forget)
     known.key, known.original, known.guarded = id(tensor), type(tensor), _guarded_class(type(tensor))
     known.resolve, known.plain, known.address = None, None, 0
     _guarded[known.key] = known
     return known
 
 
-def _forget(gone: _Known) -> None:
+def _forget(gone: Record) -> None:
     """Drop the record of a collected tensor, because another tensor may get its id."""
     if _guarded.get(gone.key) is gone:
         del _guarded[gone.key]
@@ -145,31 +160,15 @@ def _forget(gone: _Known) -> None:
 
 def release(tensor: torch.Tensor) -> None:
     """Give ``tensor`` its own class back. Its average or update must be complete. No-op if the tensor is not guarded."""
-    release_all((tensor,))
-
-
-def release_all(tensors: Iterable[torch.Tensor]) -> None:
-    """Release each of ``tensors``; see :func:`release`."""
-    with unnoticed():
-        for tensor in tensors:
-            known = _guarded.get(id(tensor))
-            if known is not None and known.resolve is not None:
-                tensor.__class__ = known.original
-                if known.plain is not None:
-                    tensor.data = known.plain
-                    _marked.pop(known.address, None)
-                    known.plain = None
-                known.resolve = None
+    known = _guarded.get(id(tensor))
+    if known is not None:
+        with unnoticed():
+            known.release(tensor)
 
 
 def is_guarded(tensor: torch.Tensor) -> bool:
     known = _guarded.get(id(tensor))
     return known is not None and known.resolve is not None
-
-
-def has_guarded_class(tensor: torch.Tensor) -> bool:
-    """As :func:`is_guarded`, but faster."""
-    return isinstance(tensor, _Guard)
 
 
 def own_class(tensor: torch.Tensor) -> type:
@@ -212,7 +211,7 @@ def _resolve_marked(tensor: torch.Tensor) -> None:
 watch_marked(_resolve_marked)
 
 
-class _Guard:
+class Guarded:
     """Mixin that precedes a tensor's own class in the guarded class."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -229,7 +228,7 @@ class _Guard:
         guarded = list(_guards_in((args, kwargs)))
         for tensor in guarded:
             resolve(tensor)
-        if not any(isinstance(tensor, _Guard) for tensor in guarded):
+        if not any(isinstance(tensor, Guarded) for tensor in guarded):
             return func(*args, **kwargs)  # dispatches to the classes of the other tensors
         # A tensor that is still guarded is being updated by this very thread.
         with unguarded():
@@ -274,7 +273,7 @@ _parameter_new = torch.nn.Parameter.__new__.__code__
 
 @cache
 def _guarded_class(original: type) -> type:
-    guarded = type(f"Guarded{original.__name__}", (_Guard, original), {"__slots__": ()})
+    guarded = type(f"Guarded{original.__name__}", (Guarded, original), {"__slots__": ()})
     for known in _classes_for_foreach():
         if original in known and guarded not in known:
             known.append(guarded)
@@ -290,7 +289,7 @@ def _classes_for_foreach() -> Iterator[list[type]]:
 
 
 def _guards_in(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, _Guard):
+    if isinstance(value, Guarded):
         yield value  # type: ignore[misc]
     elif isinstance(value, tuple | list):
         for item in value:

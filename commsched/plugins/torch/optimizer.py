@@ -23,7 +23,7 @@ from . import compiled
 from .checks import find_overlap, outside_of, require_optimizer_and_model, require_plain, sparse_weights
 from .device import init_for
 from .exchange import GradientExchange
-from .guard import guard, has_guarded_class, own_class, release_all, unguarded
+from .guard import Guarded, guard, own_class, record_of, unguarded
 from .hyper_parameters import compared_keys
 from .initial_state import broadcast_model, broadcast_optimizer, broadcast_parameters, require_same_group
 from .marked import unnoticed, warn_if_impossible
@@ -368,14 +368,14 @@ class ScheduledOptimizer(Optimizer):
         if outstanding:
             # As after a completed update, autograd must refuse to differentiate a graph from before it.
             increment_versions([slot.twin.plain for slot in slots if keeps[slot.flag]])
+        self._pending.update((slot.flag, slot) for slot in slots)
         with unnoticed():
             for slot in slots:
                 twin = slot.twin
                 slot.pending = True
                 twin.version = twin.plain._version
-                self._pending[slot.flag] = slot
-                guard(slot.parameter, slot.await_update, twin if outstanding else None)
-                if not has_guarded_class(slot.gradient):  # most are guarded since backward
+                slot.record.guard(slot.parameter, slot.await_update, twin if outstanding else None)
+                if not isinstance(slot.gradient, Guarded):  # most are guarded since backward
                     guard(slot.gradient, slot.await_gradient)
 
     def _put_in_place(self, needed: Slot) -> None:
@@ -400,8 +400,7 @@ class ScheduledOptimizer(Optimizer):
                 batch += [slot for slot in exchange.those_there(self._pending.values()) if slot is not needed]
             else:
                 batch = list(self._pending.values())
-            for slot in batch:
-                if slot.rows is not None or not (slot.proxies[0].is_open and slot.proxies[-1].is_open):
+                for slot in batch:
                     exchange.wait_to_update(slot)
             used = exchange.kept_by_any_rank(batch)
             for slot in used:
@@ -418,7 +417,10 @@ class ScheduledOptimizer(Optimizer):
                     slot.pending = False
                     if slot.zero_later:
                         slot.zero_if_asked()
-                release_all([tensor for slot in batch for tensor in (slot.parameter, slot.gradient)])
+                with unnoticed():
+                    for slot in batch:
+                        slot.record.release(slot.parameter)
+                        record_of(slot.gradient).release(slot.gradient)
                 if not self._pending:
                     exchange.put_in_place = None
 
@@ -458,8 +460,7 @@ class ScheduledOptimizer(Optimizer):
         lent = lend_to_twins(slots, keep=plain)
         try:
             with unguarded() if plain else nullcontext():
-                parameters = [(slot.param_group, slot.parameter, slot.twin.tensor) for slot in slots]
-                step_some(self.optimizer, self._hyper_parameters, parameters, hooks=self._hooks_per_update)
+                step_some(self.optimizer, self._hyper_parameters, slots, hooks=self._hooks_per_update)
         finally:
             take_back_from_twins(lent)
         if not updates_each_parameter_alone(self.optimizer):  # those of torch do not give parameters other memory

@@ -17,7 +17,7 @@ from ...core.group import DependencyProxy, TensorGroup
 from ...core.manifest import TensorSpec
 from .checks import Rows
 from .device import Device, register_on, spec_of
-from .guard import address, release, unguarded
+from .guard import address, record_of, release, unguarded
 from .twin import Twin, increment_versions
 
 if TYPE_CHECKING:
@@ -60,6 +60,7 @@ class Slot:
         "pending",
         "proxies",
         "ready",
+        "record",
         "references",
         "rows",
         "shape",
@@ -102,6 +103,7 @@ class Slot:
         self.has_gradient = False  # this rank contributed more than zeros
         self.was_read = False  # the gradient was read in this round, before step()
         self.await_gradient: Callable[[], None]  # called before the gradient is read
+        self.record = record_of(parameter)
         self.await_update: Callable[[], None]  # called before the parameter is read, while an update is outstanding
         self.pending = False  # step() was called and the update is not yet complete
         self.zero_later = False  # zero ``gradient`` after the outstanding update, which still needs its values

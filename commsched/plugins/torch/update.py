@@ -83,14 +83,15 @@ def lend_to_twins(slots: Sequence[Slot], keep: bool) -> list[_LentToTwin]:
         UnsupportedError: the user has moved their memory. Then no ``.grad`` is changed.
     """
     with unguarded(), torch.inference_mode(False), torch.no_grad():
+        to_swap = []
         for slot in slots:
             if slot.rows is None and slot.gradient.data_ptr() != slot.address:
                 slot.require_in_buffer()
+            if not (keep and slot.twin.keeps_average):  # in the usual case it stays there
+                to_swap.append(slot)
         lent = []
-        for slot in slots:
+        for slot in to_swap:
             twin = slot.twin
-            if keep and twin.keeps_average:
-                continue  # the usual case
             if slot.rows is not None:
                 gradient = slot.gradient.detach()
             elif twin.stride == slot.stride:
@@ -229,7 +230,7 @@ def can_be_narrowed(optimizer: torch.optim.Optimizer) -> bool:
 def step_some(
     optimizer: torch.optim.Optimizer,
     hyper_parameters: list[dict[str, Any]],
-    parameters: Iterable[tuple[int, torch.Tensor, torch.Tensor]],
+    slots: Iterable[Slot],
     hooks: bool,
 ) -> None:
     """Run ``optimizer.step()`` for some parameters only.
@@ -240,14 +241,15 @@ def step_some(
 
     Args:
         hyper_parameters: the hyper-parameters of each group.
-        parameters: ``(group index, parameter, twin)`` for each parameter to update. The twin's ``.grad`` is the average.
+        slots: the parameters to update. The ``.grad`` of each twin is the average.
         hooks: whether the hooks of ``optimizer`` are called, with the copy.
     """
     by_group: dict[int, list[torch.Tensor]] = {}
     parameter_of: dict[int, torch.Tensor] = {}  # by the id of its twin
-    for index, parameter, twin in parameters:
-        by_group.setdefault(index, []).append(twin)
-        parameter_of[id(twin)] = parameter
+    for slot in slots:
+        twin = slot.twin.tensor
+        by_group.setdefault(slot.param_group, []).append(twin)
+        parameter_of[id(twin)] = slot.parameter
     groups = [{**hyper_parameters[index], "params": chosen} for index, chosen in sorted(by_group.items())]
     if not groups:
         return
@@ -280,11 +282,13 @@ class _StateOfTwins(MutableMapping[Any, Any]):
         return self._parameter_of.get(id(key), key)
 
     def __getitem__(self, key: Any) -> Any:
-        found = self._found.get(id(key))
+        number = id(key)
+        found = self._found.get(number)
         if found is None:
-            found = self._state[self._key(key)]
-            if id(key) in self._parameter_of:
-                self._found[id(key)] = found
+            parameter = self._parameter_of.get(number)
+            if parameter is None:
+                return self._state[key]
+            found = self._found[number] = self._state[parameter]
         return found
 
     def __setitem__(self, key: Any, value: Any) -> None:

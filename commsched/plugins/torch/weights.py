@@ -42,10 +42,12 @@ class ComparedWeights:
         if self._is_wanted:
             self._device.settle()  # wait for the digests of the last part, which was compared many steps ago
         self._is_wanted = self._check.begin(step)
-        for slot in self._slots if self._is_wanted else ():
-            part = self._check.wanted(slot.flag)
-            if part is not None:
-                with unguarded(), torch.inference_mode(False), torch.no_grad():
+        if not self._is_wanted:
+            return
+        with unguarded(), torch.inference_mode(False), torch.no_grad():
+            for slot in self._slots:
+                part = self._check.wanted(slot.flag)
+                if part is not None:
                     values = slot.parameter.detach().reshape(-1).view(torch.uint8)[slice(*part)]
                     self._device.digest(values, partial(self._check.add, slot.flag))
 

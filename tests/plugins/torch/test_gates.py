@@ -192,6 +192,14 @@ def guarding_all_but(kind: type) -> Callable[[Callable[..., None]], Callable[...
     return lambda original: lambda tensor, *how: None if type(tensor) is kind else original(tensor, *how)
 
 
+def without_parameters(self: guard.Record, tensor: torch.Tensor, *how: Any) -> None:
+    if type(tensor) is not nn.Parameter:
+        guard_one(self, tensor, *how)
+
+
+guard_one = guard.Record.guard
+
+
 def with_free_gradients(await_updates: Callable[..., None]) -> Callable[..., None]:
     def call(self: Any, slots: Any, keeps: list[bool]) -> None:
         await_updates(self, slots, keeps)
@@ -331,7 +339,7 @@ graph_kept = test_parameters.test_a_graph_kept_over_step_does_not_touch_what_is_
 GATES: dict[str, tuple[Take, Callable[[], None], str]] = {
     # guards
     "parameters are guarded after step()": (
-        wrap(optimizer, "guard", guarding_all_but(nn.Parameter)),
+        wrap(guard.Record, "guard", lambda original: without_parameters),
         partial(read_after_step, "parameters"),
         WRONG_OR_NAMED,
     ),
@@ -381,17 +389,17 @@ GATES: dict[str, tuple[Take, Callable[[], None], str]] = {
         WRONG_OR_NAMED,
     ),
     "operations resolve what is in lists": (
-        put(guard, "_guards_in", lambda given: (value for value in given[0] if isinstance(value, guard._Guard))),
+        put(guard, "_guards_in", lambda given: (value for value in given[0] if isinstance(value, guard.Guarded))),
         partial(read_after_step, "foreach norms"),
         "maximum recursion depth",  # it asks again, for ever
     ),
     "deepcopy resolves": (
-        both(without_marks, put(guard._Guard, "__deepcopy__", deepcopy_at_once)),
+        both(without_marks, put(guard.Guarded, "__deepcopy__", deepcopy_at_once)),
         partial(read_after_step, "deepcopy"),
         WRONG,
     ),
     "pickle resolves": (
-        both(without_marks, put(guard._Guard, "__reduce_ex__", reduce_at_once)),
+        both(without_marks, put(guard.Guarded, "__reduce_ex__", reduce_at_once)),
         partial(read_after_step, "pickle"),
         WRONG,
     ),
@@ -407,7 +415,7 @@ GATES: dict[str, tuple[Take, Callable[[], None], str]] = {
         WRONG,
     ),
     "an update does not wait for averages of others": (
-        put(GradientExchange, "those_there", lambda self, slots: list(slots)),
+        put(GradientExchange, "those_there", lambda self, slots: [slot for slot in slots if not self.wait_to_update(slot)]),
         test_overlap.test_the_next_forward_begins_while_the_last_layer_is_on_its_way,
         test_overlap.LATE,
     ),
