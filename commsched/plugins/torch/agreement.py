@@ -20,7 +20,7 @@ from .device import Device, register_on
 from .guard import guard, release, unguarded
 from .hyper_parameters import by_name
 from .samples import Samples, first_sample_difference
-from .slot import Slot
+from .slot import CONTRIBUTED, Slot
 
 _FIRST = 4  # number of floats in the second set before the floats for each parameter
 
@@ -285,7 +285,7 @@ def require_unfrozen_alike(share: float, late: Iterable[Slot], rank: int) -> Non
         UnsupportedError: some ranks have unfrozen parameters, and others have not.
     """
     if 0 < share < 1:
-        names = [slot.name for slot in late if slot.has_gradient or slot.parameter.requires_grad]
+        names = [slot.name for slot in late if slot.state in CONTRIBUTED or slot.parameter.requires_grad]
         here = f"'{names[0]}' does on rank" if names else "no such parameter does on rank"
         raise UnsupportedError(
             f"a parameter that required no gradient so far requires one now, or has one, on some ranks only: {here} {rank}; "

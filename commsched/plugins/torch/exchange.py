@@ -28,7 +28,7 @@ from .guard import unguarded
 from .layout import GradientLayout
 from .registered import end_abandoned
 from .rounds import Round, RoundState
-from .slot import Slot, is_held
+from .slot import BEFORE_SUBMISSION, GradientState, Slot, is_held
 from .timing import FullWaitReport
 
 log = logging.getLogger("commsched")
@@ -133,7 +133,7 @@ class GradientExchange:
 
     def _await_gradient(self, slot: Slot) -> None:
         """Called when the gradient is read: waits for its average, and between ``step()`` and the update for the update."""
-        if slot.pending:
+        if slot.state is GradientState.OUTSTANDING:
             self._await_update(slot)
         else:
             self.wait(slot)
@@ -201,7 +201,7 @@ class GradientExchange:
         only if all ranks submit all gradients; so submit the rest."""
         self._before_round()
         if self._round.is_open:
-            self._round.hand_over_rest()
+            self._round.submit_rest()
             nothing = [False] * len(self.places.all)
             self._round.end(nothing, nothing)
             self._round.advance("close")
@@ -240,14 +240,15 @@ class GradientExchange:
             current.state is RoundState.OPEN
             and self._running[0] == current_task()
             and parameter.grad is None
-            and not (slot.ready or slot.pending or current.without.noted)
+            and slot.state is GradientState.EXPECTED
+            and not current.without.noted
         ):
             slot.users = None
             self._accumulated = True
             return  # the usual case, except for the first gradient of a backward
         if current.without.noted:
             current.without.forget()
-        if slot.pending:  # no forward has read the parameter since step()
+        if slot.state is GradientState.OUTSTANDING:  # no forward has read the parameter since step()
             self._require_graph_from_before(slot)
             self._before_round()
         held = slot.users = slot.parameter.grad
@@ -264,7 +265,9 @@ class GradientExchange:
             self._graph_kept = self._graph_kept or keeps_graph()
             at_end(partial(self._backward_ended, self._backward, is_nested()))
         if not current.is_open or not (
-            slot.ready or current.state is not RoundState.OPEN or (before != self._backward and current.is_dropped())
+            slot.state not in BEFORE_SUBMISSION
+            or current.state is not RoundState.OPEN
+            or (before != self._backward and current.is_dropped())
         ):
             return
         if not adds_to_grad(slot.parameter):
@@ -338,7 +341,7 @@ class GradientExchange:
             )
         if not self.enabled:
             if self._round.is_open:
-                self._round.guard_left(slot)  # it is submitted with the round that other gradients have begun
+                self._round.hold(slot)  # it is submitted with the round that other gradients have begun
             else:
                 self._own_sums.note(slot, gradient)
             if slot.users is None:
@@ -369,7 +372,7 @@ class GradientExchange:
         self._round.begin()
         if first is not None:
             for slot in held:
-                self._round.guard_left(slot)
+                self._round.hold(slot)
 
     def forward_began(self) -> None:
         """Note the time from which the trace measures the next backward span: the last forward hook before the backward."""
@@ -398,7 +401,7 @@ class GradientExchange:
             for slot in places.slots:
                 if slot.rows is None and (slot.was_read or slot.gradient.data_ptr() != slot.address):
                     slot.bring_into_buffer(self._round.given)
-                gradient = slot.parameter.grad if not slot.ready else None
+                gradient = slot.parameter.grad if slot.state in BEFORE_SUBMISSION else None
                 if gradient is not None and gradient.requires_grad:
                     slot.parameter.grad = gradient.detach()  # from torch.func.grad, say: it is not differentiated any more
         self._round.complete()
@@ -477,7 +480,7 @@ class GradientExchange:
         kept = self._round.kept(committed=False)
         for slot in self.places.slots:
             self._round.await_average(slot)
-            if not slot.has_gradient and slot.parameter.grad is None and kept.share[slot.flag] > 0:
+            if slot.state is GradientState.ZEROS and slot.parameter.grad is None and kept.share[slot.flag] > 0:
                 slot.parameter.grad = slot.gradient  # else the gradient that this rank adds next would count less
         self._round.advance("fold")
         if self._says_accumulation and any(share > 0 for share in kept.share):
@@ -500,7 +503,7 @@ class GradientExchange:
         self._require_this_process()
         if self._round.is_open:
             if current_task() != -1:
-                if slot.left is not None and not slot.ready:
+                if slot.state is GradientState.WAITING:
                     return  # still this rank's own sum: an autograd function of the user adds to it, say
                 raise UnsupportedError(
                     f"the gradient of '{slot.name}' is read within backward: its average cannot be there yet. A hook that "

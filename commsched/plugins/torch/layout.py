@@ -22,7 +22,7 @@ from .checks import refuse_wrapping
 from .device import Device, open_device
 from .guard import guard, release
 from .registered import Registered
-from .slot import Slot, give_places
+from .slot import CONTRIBUTED, Slot, give_places
 
 _local = threading.local()
 
@@ -85,7 +85,7 @@ class FirstUse:
     def unseen(self) -> str | None:
         """The name of a parameter that has a gradient, so was used, but whose use was not recorded; None if there is none."""
         seen = self._left_out.union(self._order)
-        return next((slot.name for slot in self._slots.values() if slot.has_gradient and slot.flag not in seen), None)
+        return next((slot.name for slot in self._slots.values() if slot.state in CONTRIBUTED and slot.flag not in seen), None)
 
 
 #: The layout that owns each parameter, by the parameter's id. The owner keeps the parameter alive.

@@ -372,7 +372,7 @@ class ScheduledOptimizer(Optimizer):
         with unnoticed():
             for slot in slots:
                 twin = slot.twin
-                slot.pending = True
+                slot.advance("step")
                 twin.version = twin.plain._version
                 slot.record.guard(slot.parameter, slot.await_update, twin if outstanding else None)
                 if not isinstance(slot.gradient, Guarded):  # most are guarded since backward
@@ -414,7 +414,7 @@ class ScheduledOptimizer(Optimizer):
                     self._update(used)
             finally:
                 for slot in batch:
-                    slot.pending = False
+                    slot.advance("update")
                     if slot.zero_later:
                         slot.zero_if_asked()
                 with unnoticed():

@@ -14,7 +14,7 @@ import torch
 from ...core.group import TensorGroup
 from ...core.plan import Plan
 from .guard import guard
-from .slot import Slot
+from .slot import GradientState, Slot
 
 #: The size up to which a gradient is packed. The copy of a larger one takes longer than the calls, and should not come late.
 _MAX_BYTES = 1 << 16
@@ -48,7 +48,7 @@ class Pack:
         held = slot.gradient
         if (
             slot.users is not None
-            or slot.left is not None
+            or slot.state is not GradientState.EXPECTED
             or sys.getrefcount(held) > slot.references + 1
             or gradient is held
             or gradient.dtype is not slot.dtype
@@ -61,7 +61,7 @@ class Pack:
         ):
             return False
         slot.parameter.grad = held
-        slot.ready = slot.has_gradient = True
+        slot.advance("submit")
         slot.made, slot.version = None, held._version
         guard(held, slot.await_gradient)
         self._views.append(slot.view)

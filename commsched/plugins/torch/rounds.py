@@ -29,7 +29,7 @@ from .layout import GradientLayout
 from .no_gradient import NoGradients
 from .packs import Packs
 from .samples import Samples
-from .slot import Slot
+from .slot import BEFORE_SUBMISSION, CONTRIBUTED, GradientState, Slot
 
 
 class RoundState(Enum):
@@ -86,7 +86,9 @@ class Round:
         self, session: commsched.Session, places: GradientLayout, ask_for_gradients: Callable[[], None], compared: Set[str]
     ) -> None:
         self.state = RoundState.IDLE
-        self._advancing = threading.Lock()
+        # Held while the rest of the gradients is submitted, completed or filled in. Threads may read gradients at once: one of
+        # them does the work, and the others, and the training thread, go on when it is done.
+        self._lock = threading.RLock()
         self._session = session
         self._places = places
         self._packs = Packs()
@@ -111,15 +113,6 @@ class Round:
         """Change the state by ``event``, one of the events in :data:`ROUND_TRANSITIONS`."""
         self.state = ROUND_TRANSITIONS[self.state, event]
 
-    def _advance_from(self, state: RoundState, event: str) -> bool:
-        """Change the state by ``event`` if it is ``state``, and return whether it was. Threads that read gradients at once do
-        so: one of them does the work of the event."""
-        with self._advancing:
-            if self.state is not state:
-                return False
-            self.advance(event)
-            return True
-
     def begin(self) -> None:
         self.without.forget()
         flags = self._places.flags
@@ -132,9 +125,7 @@ class Round:
         self._unfrozen = False
         self._missing = sum(slot.parameter.requires_grad for slot in self._places.slots)
         for slot in self._places.all:
-            slot.ready = slot.has_gradient = slot.was_read = False
-            if slot.left is not None:
-                slot.release_left()
+            slot.begin_round()
 
     def _may_pack(self) -> bool:
         """Whether gradients may be submitted together. A device says itself when each of them is there, and an observer notes
@@ -143,45 +134,45 @@ class Round:
 
     # --- gradients into the buffers ---
 
-    def guard_left(self, slot: Slot) -> None:
-        """Guard a gradient that was not made by the current backward: it comes from an earlier pass or one within
-        ``no_sync()``, or was set by hand. It is submitted once backward is over; readers then wait for its average."""
+    def hold(self, slot: Slot) -> None:
+        """Let the ``.grad`` of ``slot`` wait until backward is over, and submit it then. The current backward did not make it:
+        it comes from an earlier pass or one within ``no_sync()``, or was set by hand."""
         gradient = slot.parameter.grad
-        if gradient is slot.left:
-            return
-        slot.release_left()
-        if gradient is None:
-            return
-        slot.left = slot.own_gradient(gradient) if is_guarded(gradient) else gradient
-        guard(slot.left, slot.await_gradient)
+        if gradient is not None and gradient is not slot.waiting:
+            slot.hold(slot.own_gradient(gradient) if is_guarded(gradient) else gradient)
 
     def is_dropped(self) -> bool:
         """Whether the user has dropped all gradients that this rank has in the round, after a skipped step, say."""
-        held = ((slot, slot.left if slot.left is not None else slot.gradient) for slot in self._places.all)
-        return not any(slot.parameter.grad is gradient for slot, gradient in held if slot.has_gradient or slot.left is not None)
+        for slot in self._places.all:
+            gradient = slot.gradient if slot.state in CONTRIBUTED else slot.waiting
+            if gradient is not None and slot.parameter.grad is gradient:
+                return False
+        return True
 
     def take(self, slot: Slot, gradient: torch.Tensor) -> None:
         """Submit ``gradient``, the ``.grad`` of ``slot`` that backward has just made."""
         if slot.pack is None or not slot.pack.take(slot, gradient):
-            self._hand_over(slot, gradient)
+            self._submit(slot, gradient)
         if slot.proxies:
             self._missing -= 1
-        if self._missing == 0 and all(late.ready or not late.parameter.requires_grad for late in self._places.late):
-            self.hand_over_rest()  # now: another rank may read averages while this one waits elsewhere before step()
+        if self._missing == 0 and not any(
+            late.state in BEFORE_SUBMISSION and late.parameter.requires_grad for late in self._places.late
+        ):
+            self.submit_rest()  # now: another rank may read averages while this one waits elsewhere before step()
 
-    def _hand_over(self, slot: Slot, gradient: torch.Tensor | None) -> None:
+    def _submit(self, slot: Slot, gradient: torch.Tensor | None) -> None:
         """Put ``gradient`` (None: zeros) into the buffer and notify the core. From here on the average is outstanding."""
         if slot.proxies:
             slot.bring_into_buffer(self.given)
-        slot.ready = True
-        slot.has_gradient = gradient is not None
-        known = slot.release_left() if slot.left is not None else None
+        known = slot.waiting
         if gradient is not None and gradient is not slot.gradient:
             slot.require_averageable(gradient)
+        slot.release_waiting()
         if not slot.proxies:
             assert gradient is not None
             self._keep_late(slot, gradient if gradient is known else slot.own_gradient(gradient))
             return
+        slot.advance("submit" if gradient is not None else "submit zeros")
         if slot.rows is not None:
             slot.rows.write(gradient, slot.view)
             slot.gradient = gradient if gradient is not None else torch.zeros_like(slot.view, layout=torch.sparse_coo)
@@ -201,28 +192,33 @@ class Round:
         else:
             self._places.device.when_written(slot.notify_ready)
 
-    def hand_over_rest(self) -> None:
+    def submit_rest(self) -> None:
         """Submit the gradients that backward did not produce (zeros, unless one was accumulated before), and the first flags.
-        Never waits."""
+        Waits for no other rank."""
         self.without.forget()
-        if not self._advance_from(RoundState.OPEN, "submit"):
-            return
-        places = self._places
-        for slot in [*places.slots, *places.late]:
-            if not slot.ready:
-                gradient = slot.parameter.grad
-                if slot.proxies or gradient is not None:
-                    self._hand_over(slot, gradient)
-        for slot in places.late:
-            self._unfrozen = self._unfrozen or slot.has_gradient or slot.parameter.requires_grad
-        places.flags.offer_used(self._unfrozen, False, [slot.has_gradient for slot in places.all])
+        with self._lock:
+            if self.state is not RoundState.OPEN:
+                return
+            self.advance("submit")
+            places = self._places
+            for slot in [*places.slots, *places.late]:
+                if slot.state in BEFORE_SUBMISSION:
+                    gradient = slot.parameter.grad
+                    if slot.proxies or gradient is not None:
+                        self._submit(slot, gradient)
+            for slot in places.late:
+                self._unfrozen = self._unfrozen or slot.state in CONTRIBUTED or slot.parameter.requires_grad
+            places.flags.offer_used(self._unfrozen, False, [slot.state in CONTRIBUTED for slot in places.all])
 
     def complete(self) -> None:
         """Submit all gradients after backward. It waits for the other ranks' backward only while there are unfrozen
         parameters without a place."""
-        self.hand_over_rest()
-        if self._advance_from(RoundState.SUBMITTED, "complete") and self._unfrozen:
-            self._exchange_late()
+        with self._lock:
+            self.submit_rest()
+            if self.state is RoundState.SUBMITTED:
+                self.advance("complete")
+                if self._unfrozen:
+                    self._exchange_late()
 
     def _keep_late(self, slot: Slot, gradient: torch.Tensor) -> None:
         slot.specs()  # raises if its type cannot be averaged, before other ranks wait for it
@@ -230,6 +226,7 @@ class Round:
             raise UnsupportedError(
                 f"the gradient of '{slot.name}' is on {gradient.device}, but gradients are averaged on {self._session.device}"
             )
+        slot.advance("need place")
         slot.gradient = gradient
         guard(gradient, slot.await_gradient)
 
@@ -239,7 +236,7 @@ class Round:
         late = [slot for slot in self._places.late if used.share[slot.flag] > 0]
         if not late:
             return
-        gradients = {slot.flag: slot.gradient for slot in late if slot.has_gradient}
+        gradients = {slot.flag: slot.gradient for slot in late if slot.state is GradientState.NO_PLACE}
         self._places.give(late).begin_step()
         for slot in late:
             gradient = gradients.get(slot.flag)
@@ -247,7 +244,7 @@ class Round:
                 release(gradient)
                 if slot.rows is None:
                     slot.move_in(gradient)
-            self._hand_over(slot, gradient)
+            self._submit(slot, gradient)
 
     def end(
         self,
@@ -313,22 +310,24 @@ class Round:
     def backward_ended(self) -> None:
         """Note the parameters that the ended backward has left without a gradient."""
         if self.state is RoundState.OPEN:
-            left = [slot for slot in self._places.all if not slot.ready and slot.parameter.requires_grad]
+            unmade = [slot for slot in self._places.all if slot.state in BEFORE_SUBMISSION and slot.parameter.requires_grad]
             if self._places.use_order.is_open:
-                for slot in left:
+                for slot in unmade:
                     self._places.use_order.leave_out(slot)
-            self.without.note(slot.parameter for slot in left)
+            self.without.note(slot.parameter for slot in unmade)
 
     def fill(self) -> None:
         """Put averages into ``.grad`` where other ranks have gradients and this rank has none. Call it after
         :meth:`complete`. It waits until backward is over on all ranks, but not for averages."""
-        if not self._advance_from(RoundState.COMPLETE, "fill"):
-            return
-        used = self.used()
-        for slot in self._places.slots:
-            if not slot.has_gradient and used.share[slot.flag] > 0 and slot.parameter.grad is None:
-                slot.parameter.grad = slot.gradient
-                guard(slot.gradient, slot.await_gradient)
+        with self._lock:
+            if self.state is not RoundState.COMPLETE:
+                return
+            self.advance("fill")
+            used = self.used()
+            for slot in self._places.slots:
+                if slot.state is GradientState.ZEROS and used.share[slot.flag] > 0 and slot.parameter.grad is None:
+                    slot.parameter.grad = slot.gradient
+                    guard(slot.gradient, slot.await_gradient)
 
     def kept(self, committed: bool) -> StepShares:
         """Wait until the round is over on all ranks, and return their second flags, which agree.

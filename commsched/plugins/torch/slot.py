@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Sequence
+from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,7 @@ from ...core.group import DependencyProxy, TensorGroup
 from ...core.manifest import TensorSpec
 from .checks import Rows
 from .device import Device, register_on, spec_of
-from .guard import address, record_of, release, unguarded
+from .guard import address, guard, record_of, release, unguarded
 from .twin import Twin, increment_versions
 
 if TYPE_CHECKING:
@@ -28,6 +29,48 @@ log = logging.getLogger("commsched")
 _STRIDED = torch.strided
 
 
+class GradientState(Enum):
+    """What this rank has done with the gradient of one parameter; see :data:`GRADIENT_TRANSITIONS`.
+
+    The states before the submission do not say whether ``.grad`` is there: user code assigns to it at any time.
+    """
+
+    EXPECTED = "expected"  # nothing, in this round; or there is no round, and no update is outstanding
+    WAITING = "waiting"  # there is one that the running backward did not make; it is submitted when backward is over
+    NO_PLACE = "without a place"  # it is submitted as soon as ranks have given the parameter a place, still in this round
+    SUBMITTED = "submitted"  # submitted it
+    ZEROS = "zeros"  # submitted zeros, because there is none
+    OUTSTANDING = "outstanding"  # called step(), and the update is not complete
+
+    __hash__ = object.__hash__  # the hash of an Enum is a call of Python, and each step looks up several for each parameter
+
+
+#: All transitions between the states of a gradient. Any other event is a bug of ours and raises KeyError.
+GRADIENT_TRANSITIONS: dict[tuple[GradientState, str], GradientState] = {
+    (GradientState.EXPECTED, "begin"): GradientState.EXPECTED,
+    (GradientState.WAITING, "begin"): GradientState.EXPECTED,
+    (GradientState.SUBMITTED, "begin"): GradientState.EXPECTED,
+    (GradientState.ZEROS, "begin"): GradientState.EXPECTED,
+    (GradientState.EXPECTED, "hold"): GradientState.WAITING,
+    (GradientState.WAITING, "hold"): GradientState.WAITING,
+    (GradientState.EXPECTED, "need place"): GradientState.NO_PLACE,
+    (GradientState.WAITING, "need place"): GradientState.NO_PLACE,
+    (GradientState.EXPECTED, "submit"): GradientState.SUBMITTED,
+    (GradientState.WAITING, "submit"): GradientState.SUBMITTED,
+    (GradientState.NO_PLACE, "submit"): GradientState.SUBMITTED,
+    (GradientState.EXPECTED, "submit zeros"): GradientState.ZEROS,
+    (GradientState.WAITING, "submit zeros"): GradientState.ZEROS,
+    (GradientState.SUBMITTED, "step"): GradientState.OUTSTANDING,
+    (GradientState.ZEROS, "step"): GradientState.OUTSTANDING,
+    (GradientState.OUTSTANDING, "update"): GradientState.EXPECTED,
+}
+
+#: The states in which this rank has neither submitted anything in the round, nor noted what it will submit.
+BEFORE_SUBMISSION = (GradientState.EXPECTED, GradientState.WAITING)
+#: The states in which this rank contributes more than zeros to the round.
+CONTRIBUTED = (GradientState.SUBMITTED, GradientState.NO_PLACE)
+
+
 class Slot:
     """One parameter: its gradient's place in a flat buffer, and its outstanding average and update.
 
@@ -35,6 +78,10 @@ class Slot:
     dense parameter it lies in the view's memory, and user code may hold it.
 
     A parameter that was frozen so far, or is new, has no place yet; then ``proxies`` is empty.
+
+    ``state`` says what this rank has done with the gradient. The training thread changes it by :meth:`advance`, or, when a
+    gradient is read, the one thread that submits the rest; the end of an update may come in any thread, with the optimizer's
+    lock held. The fields below that are not part of the state are independent of it; the comment of each says why.
     """
 
     __slots__ = (
@@ -47,29 +94,27 @@ class Slot:
         "flag",
         "gradient",
         "group",
-        "has_gradient",
         "is_sparse",
         "is_undefined",
-        "left",
         "made",
         "name",
         "notify_ready",
         "pack",
         "param_group",
         "parameter",
-        "pending",
         "proxies",
-        "ready",
         "record",
         "references",
         "rows",
         "shape",
+        "state",
         "stride",
         "tensor",
         "twin",
         "users",
         "version",
         "view",
+        "waiting",
         "was_read",
         "zero_later",
     )
@@ -92,22 +137,32 @@ class Slot:
         self.stride: tuple[int, ...] = ()
         self.gradient: torch.Tensor = parameter  # a placeholder until there is a gradient
         self.references = 0  # reference count of ``gradient`` if only this slot holds it
-        self.left: torch.Tensor | None = None  # guarded gradient that takes part in the open round, not yet submitted
-        self.made: torch.Tensor | None = None  # the ``.grad`` that backward has made within no_sync()
-        self.users: torch.Tensor | None = None  # the ``.grad`` that backward was about to add to
+        self.state = GradientState.EXPECTED
+        self.waiting: torch.Tensor | None = None  # in state WAITING: the gradient, which is guarded
+        self.made: torch.Tensor | None = None  # the ``.grad`` that backward has made within no_sync(); no round need be open
+        self.users: torch.Tensor | None = None  # from one hook to the next: the ``.grad`` that backward was about to add to
+        self.is_undefined = False  # from one hook to the next: backward had no gradient for the parameter
         self.rows: Rows | None = None  # the touched rows of a sparse gradient
-        self.filled = True  # a sparse ``gradient`` holds the average
+        self.filled = True  # a sparse ``gradient`` holds the average; any thread that reads it, or updates, may fill it
         self.version = 0  # version of ``gradient`` when it was submitted; the user's in-place operations increase it
-        self.ready = False  # submitted in this round
-        self.is_undefined = False  # the last backward that reached the parameter had no gradient for it
-        self.has_gradient = False  # this rank contributed more than zeros
-        self.was_read = False  # the gradient was read in this round, before step()
+        self.was_read = False  # the gradient was read in this round, before step(); by any thread, which changes no state
         self.await_gradient: Callable[[], None]  # called before the gradient is read
         self.record = record_of(parameter)
         self.await_update: Callable[[], None]  # called before the parameter is read, while an update is outstanding
-        self.pending = False  # step() was called and the update is not yet complete
-        self.zero_later = False  # zero ``gradient`` after the outstanding update, which still needs its values
+        # Zero ``gradient`` after the outstanding update, which still needs its values. No state, because the training thread
+        # sets it while another thread may end the update.
+        self.zero_later = False
         self.twin: Twin  # the tensor that the update works on; set with the first outstanding update
+
+    def advance(self, event: str) -> None:
+        """Change the state by ``event``, one of the events in :data:`GRADIENT_TRANSITIONS`."""
+        self.state = GRADIENT_TRANSITIONS[self.state, event]
+
+    def begin_round(self) -> None:
+        """Note that a round begins. A gradient that waited for a round that was broken off is forgotten."""
+        self.release_waiting()
+        self.advance("begin")
+        self.was_read = False
 
     def specs(self) -> list[TensorSpec]:
         """Return the specs of the tensors that travel for this parameter.
@@ -175,10 +230,11 @@ class Slot:
             return
         if address(gradient) == self.address:
             self.require_averageable(gradient)
-        if self.parameter.grad is gradient and (self.was_read or not self.ready) and self._fits(gradient):
+        is_before = self.state in BEFORE_SUBMISSION
+        if self.parameter.grad is gradient and (self.was_read or is_before) and self._fits(gradient):
             with torch.no_grad(), unguarded():
                 if gradient.data_ptr() != self.address:
-                    if not self.ready:
+                    if is_before:
                         self.require_own_memory(gradient)
                     given[self] = gradient.untyped_storage()
                 self.view.copy_(gradient.clone())
@@ -244,7 +300,7 @@ class Slot:
         """Whether the user has changed, replaced or dropped ``.grad`` since it was submitted."""
         gradient = self.parameter.grad
         if gradient is not self.gradient:
-            return self.has_gradient or gradient is not None
+            return self.state in CONTRIBUTED or gradient is not None
         if not self.was_read:
             return False
         with unguarded():
@@ -285,7 +341,7 @@ class Slot:
                 self.parameter.grad = torch.zeros_like(gradient)
             elif self.proxies and gradient is self.gradient and not in_round:
                 self.zero_later = True
-                if not self.pending:
+                if self.state is not GradientState.OUTSTANDING:
                     self.zero_if_asked()
             elif self.proxies and gradient is self.gradient:
                 release(gradient)
@@ -307,12 +363,18 @@ class Slot:
         self._keep_what_is_held()
         self.view.zero_()
 
-    def release_left(self) -> torch.Tensor | None:
-        """Release the gradient that was to be submitted later, so that its readers do not wait, and return it."""
-        left, self.left = self.left, None
-        if left is not None:
-            release(left)
-        return left
+    def hold(self, gradient: torch.Tensor) -> None:
+        """Let ``gradient`` wait until it is submitted. Its readers wait for its average from now on."""
+        self.release_waiting()
+        self.advance("hold")
+        self.waiting = gradient
+        guard(gradient, self.await_gradient)
+
+    def release_waiting(self) -> None:
+        """Release the gradient that waits to be submitted, if there is one. The state has to change then."""
+        if self.waiting is not None:
+            release(self.waiting)
+            self.waiting = None
 
     def own_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
         """Put a copy of ``gradient`` into ``.grad`` and return it: the original was set by hand, so other parameters may have

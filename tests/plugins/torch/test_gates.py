@@ -343,13 +343,13 @@ GATES: dict[str, tuple[Take, Callable[[], None], str]] = {
         partial(read_after_step, "parameters"),
         WRONG_OR_NAMED,
     ),
-    "gradients are guarded once handed over": (
+    "gradients are guarded once submitted": (
         wrap(rounds, "guard", guarding_all_but(torch.Tensor)),
         partial(test_gradients.test_clipping_and_editing, "norm", SMALL),
         WRONG,
     ),
     "gradients from before a round are guarded": (
-        put(Round, "guard_left", nothing),
+        put(Round, "hold", nothing),
         partial(
             test_accumulation.test_gradients_from_before_that_the_last_backward_leaves_are_clipped_as_averages,
             test_accumulation._local_then_a_part,
@@ -497,7 +497,7 @@ GATES: dict[str, tuple[Take, Callable[[], None], str]] = {
         NOT_REFUSED,
     ),
     "the last gradient ends backward": (
-        both(wrap(Round, "take", without("hand_over_rest")), put(loop, "TIMEOUT_SECONDS", 1.0)),
+        both(wrap(Round, "take", without("submit_rest")), put(loop, "TIMEOUT_SECONDS", 1.0)),
         partial(test_gradients.test_one_rank_may_log_its_gradients, False),
         "not every rank ended",
     ),

@@ -102,9 +102,10 @@ def test_nothing_is_taken_while_the_own_gradient_is_held_or_was_moved(group: Ten
     slot.gradient.data = slot.view
     slot.users = torch.ones(2)  # what backward has added to
     assert not pack.take(slot, torch.ones(2))
-    slot.users, slot.left = None, torch.ones(2)
+    slot.users = None
+    slot.hold(torch.ones(2))
     assert not pack.take(slot, torch.ones(2))
-    slot.left = None
+    slot.begin_round()
     assert pack.take(slot, torch.ones(2))
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -149,3 +150,59 @@ def test_any_other_event_raises_and_changes_nothing() -> None:
         return training.round.state
 
     assert on_two_ranks(fold) == [RoundState.IDLE] * 2
+
+
+class NotedLock:
+    """A lock that notes when another thread than the first comes to it."""
+
+    def __init__(self, lock: Any, came: threading.Event) -> None:
+        self._lock, self._came, self._first = lock, came, threading.get_ident()
+
+    def __enter__(self) -> None:
+        if threading.get_ident() != self._first:
+            self._came.set()
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+def test_a_thread_that_reads_while_another_submits_the_rest_goes_on_when_that_is_done() -> None:
+    """Otherwise it would use the flags of the round before."""
+
+    def train(training: Training) -> list[str]:
+        training.backward()
+        training.step()
+        training.optimizer.zero_grad()
+        training.model.weight.sum().backward()  # the gradient of the bias is left to submit
+        came, log = threading.Event(), []
+        current = training.round
+        current._lock = NotedLock(current._lock, came)
+        flags = current._places.flags
+        offer_used, used = flags.offer_used, flags.used
+
+        def noted_used() -> object:
+            log.append("used")
+            came.set()
+            return used()
+
+        def noted_offer(*how: Any) -> None:
+            reader.start()
+            assert came.wait(20)
+            offer_used(*how)
+            log.append("offered")
+
+        def read() -> None:
+            current.complete()
+            current.fill()
+
+        reader = threading.Thread(target=read, daemon=True)
+        flags.used, flags.offer_used = noted_used, noted_offer
+        training.read()
+        reader.join(20)
+        assert not reader.is_alive()
+        flags.used, flags.offer_used = used, offer_used
+        training.step()
+        return log
+
+    assert on_two_ranks(train) == [["offered", "used"]] * 2
