@@ -15,6 +15,7 @@ from commsched.session.session import Session
 from commsched.testing.world import run_world
 
 T = TypeVar("T")
+R = TypeVar("R", bound="Training")
 
 
 class Training:
@@ -22,11 +23,14 @@ class Training:
 
     def __init__(self, session: Session) -> None:
         self.session = session
-        self.model = nn.Linear(2, 1)
+        self.model = self.make_model()
         self.optimizer: Any = ScheduledOptimizer(
             torch.optim.SGD(self.model.parameters(), lr=0.1), model=self.model, session=self.session
         )
         self.round = self.optimizer._exchange._round
+
+    def make_model(self) -> nn.Linear:
+        return nn.Linear(2, 1)
 
     def backward(self) -> None:
         self.model(torch.ones(1, 2)).sum().backward()
@@ -50,10 +54,14 @@ class Training:
 
 
 def on_two_ranks(run: Callable[[Training], T]) -> list[T]:
+    return trained_on_two_ranks(Training, run)
+
+
+def trained_on_two_ranks(make: Callable[[Session], R], run: Callable[[R], T]) -> list[T]:
     sessions = local_sessions(2)
 
     def rank_main(rank: int) -> T:
-        training = Training(sessions[rank])
+        training = make(sessions[rank])
         try:
             return run(training)
         finally:
