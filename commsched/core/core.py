@@ -393,7 +393,7 @@ class Core:
             return [lambda: self._report(error)]
         try:
             task = self._order.next()
-            work = self._messages()
+            work = [] if self._agreement is None else self._messages(self._agreement)
         except Exception as error:  # a bug of ours must end the job, not silently end the dispatcher
             log.exception("the agreed order of launches failed")
             broken = TransportError(f"the agreed order of launches failed: {type(error).__name__}: {error}")
@@ -424,12 +424,10 @@ class Core:
 
     # --- agreement on an order: only the dispatcher sends, so that messages stay in order ---
 
-    def _messages(self) -> list[Callable[[], None]]:
-        if self._agreement is None:
-            return []
+    def _messages(self, agreement: AgreedOrder) -> list[Callable[[], None]]:
         send = partial(self._messenger.announce if self._transport.rank == 0 else self._messenger.send_to_rank_0, ORDER)
-        work: list[Callable[[], None]] = [partial(self._send, send, message) for message in self._agreement.outgoing()]
-        if self._agreement.wants_change():
+        work: list[Callable[[], None]] = [partial(self._send, send, message) for message in agreement.outgoing()]
+        if agreement.wants_change():
             # Every agreed change ends a frozen order. This one changes nothing else, whatever is agreed on meanwhile.
             work.append(partial(self._send, self._messenger.propose, {}))
         if self._flushing:

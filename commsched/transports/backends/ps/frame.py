@@ -67,6 +67,10 @@ _JSON = frozenset({FrameKind.HELLO, FrameKind.GROUP, FrameKind.ERROR, FrameKind.
 _KINDS = {int(kind): kind for kind in FrameKind}
 
 
+#: Makes a named tuple without the call of Python that its own constructor is. Several are made for each message.
+_new = tuple.__new__
+
+
 class Damaged(Exception):
     """The payload of a message differs from the sent payload; the text gives the checksums. ``frame`` lacks the payload."""
 
@@ -94,12 +98,12 @@ class Frame(NamedTuple):
 
     @property
     def key(self) -> PartitionKey:
-        return PartitionKey(*self[1:4])
+        return _new(PartitionKey, self[1:4])
 
     def carrying(self, payload: Bytes) -> Frame:
         """The same message with that payload. (``_replace`` costs several times as much.)"""
         kind, group, step, partition, dtype, start, stop, _, order = self
-        return Frame(kind, group, step, partition, dtype, start, stop, payload, order)
+        return _new(Frame, (kind, group, step, partition, dtype, start, stop, payload, order))
 
     @property
     def nbytes(self) -> int:
@@ -175,7 +179,7 @@ def decode_header(header: Bytes) -> tuple[Frame, int, int]:
             raise ProtocolError(f"a {kind.name} of {dtype or 'no dtype'} bytes {start} to {stop} has {nbytes} bytes")
     elif nbytes > (most := MAX_JSON_BYTES if kind in _JSON else 0):
         raise ProtocolError(f"a {kind.name} has {nbytes} bytes of payload; the limit is {most}")
-    return Frame(kind, group, step, partition, dtype, start, stop, b"", order), nbytes, payload_checksum
+    return _new(Frame, (kind, group, step, partition, dtype, start, stop, b"", order)), nbytes, payload_checksum
 
 
 def encode(frame: Frame) -> bytes:
