@@ -1,6 +1,7 @@
 """A rank of the tests' jobs: trains a small numpy network, so that there is something to tune, and prints what became of it.
 
-training.py STEPS [--width N ...]: a network of each width after the other, STEPS steps each
+training.py STEPS [--width N ...] [--settle]: a network of each width after the other, STEPS steps each; with --settle, each
+network so many times STEPS until partition and credit are chosen
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import os
-from itertools import pairwise
+from itertools import count, pairwise
 
 import numpy as np
 
@@ -21,22 +22,26 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("steps", type=int)
     parser.add_argument("--width", type=int, nargs="+", default=[160])
+    parser.add_argument("--settle", action="store_true")
     args = parser.parse_args()
 
     session = commsched.init()
     say(1, f"rank {session.rank} of {session.world_size} pid {os.getpid()}")
     for width in args.width:
-        train(session, width, args.steps)
+        train(session, width, args.steps, args.settle)
 
 
-def train(session: commsched.Session, width: int, steps: int) -> None:
+def train(session: commsched.Session, width: int, steps: int, settles: bool) -> None:
     rng = np.random.default_rng(0)
     widths = [64, width, width, 10]
     layers = [layer for pair in pairwise(widths) for layer in (Linear(*pair, rng, np.float32), ReLU())]
     network = Network(layers[:-1])
     optimizer = ScheduledOptimizer(SGD(network, learning_rate=0.001, momentum=0.9))
     data = np.random.default_rng(1 + session.rank)
-    for _ in range(steps):
+    for step in count():
+        if step % steps == 0 and step > 0 and (not settles or session.gather(session.is_settled)[0]):
+            say(1, f"rank {session.rank} steps {step}")
+            break
         labels = data.integers(0, 10, 8)
         inputs = data.standard_normal((8, 64), np.float32)
         _, gradient = softmax_cross_entropy(network.forward(inputs), labels)
