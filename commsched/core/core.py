@@ -33,7 +33,7 @@ from .group import DependencyProxy, TensorGroup
 from .interfaces import NOT_FINITE, ORDER, PACE, STALL, Buffer, Messenger, Observer, OnFailure, Transport
 from .order import Order
 from .order.agreed import AgreedOrder
-from .order.key import LaunchKey, range_of
+from .order.messages import LaunchKey, range_of
 from .pace import Pace, PaceReport, Stragglers
 from .plan import Partition, Plan, cut
 from .policies import make_policy

@@ -10,12 +10,14 @@ from typing import Any
 from ..errors import OrderMismatch, PeerLost, ProtocolError
 from ..scheduler import CreditWindow, Policy
 from ..task import CommTask
-from .key import EMPTY, LARGEST, LaunchKey, extend_digest, extend_digest_by_text
 from .leader import OrderLeader, peer_left_error
 from .messages import (
+    EMPTY,
+    LARGEST,
     Freeze,
     FreezeRefused,
     Launch,
+    LaunchKey,
     LaunchRefused,
     Leaves,
     OrderMessage,
@@ -23,6 +25,8 @@ from .messages import (
     TasksReady,
     decode,
     encode,
+    extend_digest,
+    extend_digest_by_text,
 )
 from .static import ReadinessPattern, StaticOrder
 

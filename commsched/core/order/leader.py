@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from ..errors import FEWER_BATCHES, OrderMismatch, PeerLost
 from ..scheduler import CreditWindow, Policy, ReadyTasks
 from ..task import ALL_REDUCE, CommTask
-from .key import EMPTY, LARGEST, OTHERS, LaunchKey, extend_digest
+from .messages import EMPTY, LARGEST, OTHERS, LaunchKey, extend_digest
 
 #: The part of a step's bytes that are still to become ready by which launches are decided ahead of the credit. A task that
 #: becomes ready meanwhile waits for them. So little is decided ahead when the last tasks are near, which are usually the most

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from ..errors import PeerLost
 from ..scheduler import CreditWindow
 from ..task import ALL_GATHER, CommTask
-from .key import EMPTY, LARGEST, LaunchKey, extend_digest
 from .leader import peer_left_error
+from .messages import EMPTY, LARGEST, LaunchKey, extend_digest
 
 #: A place in a frozen order: partition and verb.
 PatternEntry = tuple[int, str]

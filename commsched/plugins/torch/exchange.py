@@ -23,13 +23,13 @@ import commsched
 
 from ...core.errors import ClosedError, UnsupportedError
 from .agreement import OwnSums, norm
-from .graph_task import adds_to_grad, at_end, current_task, is_nested, keeps_graph
 from .guard import unguarded
 from .layout import GradientLayout
 from .registered import end_abandoned
 from .rounds import Round, RoundState
 from .slot import BEFORE_SUBMISSION, GradientState, Slot, is_held
 from .timing import FullWaitReport
+from .torch_state import adds_to_grad, at_end, current_task, is_nested, keeps_graph
 
 log = logging.getLogger("commsched")
 

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 import commsched
 
 from ...core.errors import ClosedError, ConfigError, TransportError, UnsupportedError
-from . import compiled
+from . import torch_state
 from .checks import find_overlap, outside_of, require_optimizer_and_model, require_plain, sparse_weights
 from .device import init_for
 from .exchange import GradientExchange
@@ -137,8 +137,8 @@ class ScheduledOptimizer(Optimizer):
         self._exchange.places.record_first_use()
         self._steps = 0
         self._make_comparison()
-        compiled.watch_compiled(self._before_compiling)
-        if compiled.was_seen():
+        torch_state.watch_compiled(self._before_compiling)
+        if torch_state.has_compiled():
             self._before_compiling()
         if session.observer is not None:
             trace_forward(model, session.observer, self._exchange.forward_began)
@@ -319,9 +319,9 @@ class ScheduledOptimizer(Optimizer):
             pass  # the session keeps the error and readers of parameters get it; the compiled code may not use any of them
 
     def _look_for_unseen_readers(self, exchange: GradientExchange) -> None:
-        compiled.keep_watching()
+        torch_state.keep_watching()
         if self._why_step_waits is None:
-            if compiled.was_seen():
+            if torch_state.has_compiled():
                 self._before_compiling()
             elif exchange.reader_unseen is not None:
                 self._step_must_wait(exchange.reader_unseen)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from commsched.core.order.agreed import AgreedOrder
-from commsched.core.order.key import LaunchKey
+from commsched.core.order.messages import LaunchKey
 from commsched.core.plan import Partition
 from commsched.core.policies import make_policy
 from commsched.core.task import ALL_REDUCE, CommTask

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commsched.core.errors import FEWER_BATCHES, OrderMismatch, PeerLost, ProtocolError
-from commsched.core.order.key import LARGEST, OTHERS, LaunchKey
+from commsched.core.order.messages import LARGEST, OTHERS, LaunchKey
 from commsched.core.order.static import STABLE_STEPS
 from commsched.core.policies import make_policy
 from commsched.core.task import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, CommTask

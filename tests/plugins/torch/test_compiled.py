@@ -16,7 +16,7 @@ from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 
 import commsched
-from commsched.plugins.torch import ScheduledOptimizer, compiled, twin
+from commsched.plugins.torch import ScheduledOptimizer, torch_state, twin
 
 from .loops import loop as loops
 from .loops.loop import Data, Loop, batch, mlp, require_close, require_plain, run, train
@@ -327,18 +327,18 @@ class Watcher:
 def test_whoever_watches_is_called_before_each_compilation_as_if_there_were_none() -> None:
     """torch's optimizers round otherwise while something compiles."""
     watcher, gone = Watcher(), Watcher()
-    compiled.watch_compiled(watcher.before_compiling)
-    compiled.watch_compiled(gone.before_compiling)
+    torch_state.watch_compiled(watcher.before_compiling)
+    torch_state.watch_compiled(gone.before_compiling)
     seen = gone.saw
     del gone
-    assert not compiled.was_seen()
+    assert not torch_state.has_compiled()
     function = torch.compile(lambda x: x + 1, backend="eager")
     require_close(function(torch.ones(2)), torch.full((2,), 2.0))
     require_close(function(torch.ones(2, 2)), torch.full((2, 2), 2.0))
     function(torch.ones(2))
     assert watcher.saw == [False, False]
     assert seen == []
-    assert compiled.was_seen()
+    assert torch_state.has_compiled()
 
 
 def test_a_sequence_of_models() -> None:

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from ....core.errors import ConfigError, PeerTimeout, TransportError
-from ....core.order.key import LARGEST
+from ....core.order.messages import LARGEST
 from ...backend import Backend, TransportContext
 from ...collective import COLLECTIVE_SETTINGS, CollectiveTransport
 
@@ -35,8 +35,7 @@ def open_transport(context: TransportContext) -> CollectiveTransport:
     _require_same_world(dist, context.job_rank, context.contributors.divisor)
 
     from .channel import GlooChannel
-    from .listener import ListeningSocket
-    from .store import GatherStore
+    from .meeting import GatherStore, ListeningSocket
 
     who = f"rank {context.job_rank} at {context.host}"
     try:

@@ -1,4 +1,4 @@
-"""What an operation of gloo may take, and what it fails by."""
+"""What an operation of gloo may take, and what it fails by; the thread that waits for exchanges."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("torch.distributed")
 
-from commsched.transports.backends.gloo.channel import _MIN_BYTES_PER_SECOND, GlooChannel
+from commsched.transports.backends.gloo.channel import _MIN_BYTES_PER_SECOND, GlooChannel, PendingWork, Waiter
 
 
 @pytest.fixture
@@ -56,3 +56,29 @@ def test_a_channel_is_closed_when_its_group_is_gone(channel: GlooChannel) -> Non
     threading.Timer(0.1, over.set).start()
     channel.close(graceful=True)
     assert channel._group is None
+
+
+PATIENCE = timedelta(seconds=100)
+
+
+class Message:
+    def __init__(self, fails: bool, waits: list[timedelta]) -> None:
+        self._fails = fails
+        self._waits = waits
+
+    def wait(self, timeout: timedelta) -> None:
+        self._waits.append(timeout)
+        if self._fails:
+            raise RuntimeError("Connection closed by peer")
+
+
+def test_after_a_failure_nothing_is_waited_for() -> None:
+    waits: list[timedelta] = []
+    ends: list[str] = []
+    waiter = Waiter("a waiter")
+    for fails in ((False, False), (False, True, False), (True,)):
+        messages: list[Any] = [Message(each, waits) for each in fails]
+        waiter.put(PendingWork(messages, [], PATIENCE, lambda error: ends.append(str(error))))
+    waiter.close()
+    assert waits == [*[PATIENCE] * 4, timedelta(milliseconds=1)]
+    assert ends == ["None", "Connection closed by peer", "Connection closed by peer"]

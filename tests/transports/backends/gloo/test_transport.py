@@ -24,7 +24,7 @@ from torch.distributed import ProcessGroupGloo, Store
 from commsched.core.errors import CommschedError, ConfigError, PeerLost, PeerTimeout, TransportError
 from commsched.core.interfaces import Transport
 from commsched.core.manifest import ITEMSIZE, Manifest, TensorSpec
-from commsched.core.order.key import LARGEST
+from commsched.core.order.messages import LARGEST
 from commsched.core.plan import cut
 from commsched.core.task import ALL_REDUCE, REDUCE_SCATTER, CommTask
 from commsched.testing.check_transport import (
@@ -37,7 +37,7 @@ from commsched.testing.check_transport import (
 from commsched.testing.checked_world import Meeting, Threads
 from commsched.testing.world import run_world
 from commsched.transports.backends.gloo import open_transport
-from commsched.transports.backends.gloo.listener import _listening
+from commsched.transports.backends.gloo.meeting import _listening
 from commsched.transports.collective import transport as collective
 from commsched.transports.collective.failures import DeferredFailure
 from tests.jobs.job import clean_environ

@@ -1,7 +1,9 @@
-"""Where process groups meet."""
+"""Where process groups meet, and whose listening sockets are closed to strangers."""
 
 from __future__ import annotations
 
+import socket
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -9,7 +11,7 @@ import pytest
 pytest.importorskip("torch.distributed")
 
 from commsched.core.errors import PeerLost, TransportError
-from commsched.transports.backends.gloo.store import GatherStore
+from commsched.transports.backends.gloo.meeting import GatherStore, ListeningSocket, _as_gloo_writes
 
 
 class Gathering:
@@ -58,3 +60,13 @@ def test_a_failure_of_the_job_comes_through_the_process_group() -> None:
 
     with pytest.raises(PeerLost, match="rank 1 is gone"):
         ProcessGroupGloo(GatherStore(gather), 0, 2, timedelta(seconds=5))
+
+
+def test_who_begins_to_listen_meanwhile_is_left_alone() -> None:
+    listener = ListeningSocket(lambda: [socket.create_server(("127.0.0.1", 0)) for _ in range(2)])
+    ours, other = listener.made
+    with closing(ours), closing(other), closing(listener):
+        listener.ignore_strangers(_as_gloo_writes(ours))
+        with pytest.raises(TimeoutError):
+            socket.create_connection(ours.getsockname(), timeout=0.05)
+        socket.create_connection(other.getsockname(), timeout=20).close()
