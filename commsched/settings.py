@@ -184,6 +184,7 @@ def _setting(
     shown: bool = True,
     same_on_all_ranks: bool = False,
     run_option: bool = False,
+    server_option: bool = False,
     some_transports: bool = False,
 ) -> Any:
     """A field of :class:`Settings`.
@@ -193,10 +194,16 @@ def _setting(
         same_on_all_ranks: whether ranks compare the value when they join.
         run_option: whether ``commsched run`` has it as an option. The others concern jobs across machines or tuning, or are set
             by commsched.
+        server_option: whether ``commsched server`` has it as an option.
         some_transports: whether it has an effect with some transports only. Each transport names those that it uses
             (``transports.backend``).
     """
-    facts = {"same_on_all_ranks": same_on_all_ranks, "run_option": run_option, "some_transports": some_transports}
+    facts = {
+        "same_on_all_ranks": same_on_all_ranks,
+        "run_option": run_option,
+        "server_option": server_option,
+        "some_transports": some_transports,
+    }
     return field(default=default, metadata={"parse": parse, "help": help, **facts}, repr=shown)
 
 
@@ -221,6 +228,7 @@ class Settings:
         "the carrier of messages to parameter servers: tcp, grpc",
         same_on_all_ranks=True,
         run_option=True,
+        server_option=True,
         some_transports=True,
     )
     order: str = _setting(
@@ -352,8 +360,8 @@ class Settings:
 
     @classmethod
     def names(cls, fact: str) -> list[str]:
-        """The settings for which ``fact`` holds: ``same_on_all_ranks``, ``run_option`` or ``some_transports``; see
-        :func:`_setting`."""
+        """The settings for which ``fact`` holds: ``same_on_all_ranks``, ``run_option``, ``server_option`` or
+        ``some_transports``; see :func:`_setting`."""
         return [f.name for f in fields(cls) if f.metadata.get(fact)]
 
     def changed(self, fact: str) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import Field, fields
 from typing import Any
 
 from ..control.rendezvous import read_token, require_strong
@@ -21,8 +21,6 @@ from ..version import __version__
 
 #: Options of ``commsched tune`` that have another name than their setting, with the setting's name.
 _TUNE_OPTIONS = {"budget": "tune", "out": "tune_out", "by": "tune_by", "policies": "tune_policies"}
-#: Settings that are options of ``commsched server``.
-_SERVER_OPTIONS = ("lane",)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -99,7 +97,7 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--keep", action="store_true", help="serve one job after another, as restarts need it; default: one job"
     )
-    _add_settings(parser, _SERVER_OPTIONS)
+    _add_settings(parser, Settings.names("server_option"))
     parser.set_defaults(function=_serve)
 
 
@@ -107,7 +105,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     quiet_grpc()
     from .server import serve, serve_jobs
 
-    settings = Settings.load(_given(arguments, _SERVER_OPTIONS), os.environ)
+    settings = Settings.load(_given(arguments, Settings.names("server_option")), os.environ)
     token = read_token(settings)
     if token is None:
         raise ConfigError("a server needs the job's token: set COMMSCHED_TOKEN or COMMSCHED_TOKEN_FILE")
@@ -150,19 +148,19 @@ def _environ(options: Mapping[str, str]) -> dict[str, str]:
 def _add_settings(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
     settings = {f.name: f for f in fields(Settings)}
     for name in names:
-        text = f"{settings[name].metadata['help']} (default: {_as_written(settings[name].default)})"
+        text = f"{settings[name].metadata['help']} (default: {_default(settings[name])})"
         parser.add_argument(f"--{name.replace('_', '-')}", dest=name, metavar="VALUE", help=text)
 
 
-def _as_written(value: Any) -> str:
-    """The value of a setting as a user writes it."""
+def _default(setting: Field[Any]) -> str:
+    """The default of a setting as a user writes it."""
+    value = setting.default
     if value is None:
-        return "none"
-    if isinstance(value, bool | float):
-        return f"{value:g}"
-    if isinstance(value, int) and value and value % 10**6 == 0:
-        return f"{value // 10**6}MB"
-    return str(value)
+        try:
+            return "auto" if setting.metadata["parse"]("auto", setting.name) is None else "none"
+        except ConfigError:
+            return "none"
+    return f"{value:g}" if isinstance(value, bool | float) else str(value)
 
 
 def _given(arguments: argparse.Namespace, names: Sequence[str]) -> dict[str, str]:

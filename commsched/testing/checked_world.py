@@ -19,6 +19,7 @@ from ..session.events import SessionListener
 from ..session.session import Session
 from ..settings import Settings
 from ..transports.backend import TransportContext
+from ..transports.collective import CollectiveTransport
 from .world import run_world
 
 #: Opens a transport for every rank, in one process. The n-th transport is rank n and reports its failures to the n-th
@@ -69,11 +70,17 @@ def world_of(open_transport: Callable[[TransportContext], Transport], **settings
 
 
 class CheckedWorld(Protocol):
-    """A world of ranks. ``splits``: reduce-scatter and all-gather exist. ``freezes``: an order may become static."""
+    """A world of ranks. ``splits``: reduce-scatter and all-gather exist. ``freezes``: an order may become static. ``sums``: the
+    transport's channels have an all-reduce, which is used in large worlds only."""
 
     size: int
     splits: bool
     freezes: bool
+    sums: bool
+
+    def use_all_reduce(self) -> None:
+        """Use the all-reduce of the transport's channels, as in a large world."""
+        ...
 
     def run(self, body: Callable[[CheckedWorld, int], None]) -> None:
         """Call ``body(world, rank)`` for every rank in this process."""
@@ -123,7 +130,12 @@ class Threads:
         assert len({transport.verbs for transport in self.transports}) == 1, "ranks have different verbs"
         self.splits = REDUCE_SCATTER in self.transports[0].verbs
         self.freezes = self.transports[0].ordered and self.transports[0].channels > 1
+        self.sums = isinstance(self.transports[0], CollectiveTransport)
         return self
+
+    def use_all_reduce(self) -> None:
+        for transport in self.transports:
+            _use_all_reduce(transport)
 
     def __exit__(self, *exception: Any) -> None:
         self._opened.__exit__(*exception)
@@ -197,10 +209,12 @@ class CheckedJob:
         self.size = size
         self._open_session = open_session
         self._session: Session | None = None
+        self._uses_all_reduce = False
         with open_session(SchedulerConfig(), "agreed") as session:
             transport = session.transport
             self.splits = REDUCE_SCATTER in transport.verbs
             self.freezes = transport.ordered and transport.channels > 1
+            self.sums = isinstance(transport, CollectiveTransport)
             self.rank = session.rank
 
     def __enter__(self) -> CheckedJob:
@@ -215,8 +229,18 @@ class CheckedJob:
     @contextmanager
     def core(self, rank: int, config: SchedulerConfig, order: str = "agreed") -> Iterator[Core]:
         with self._open_session(config, order) as self._session:
+            if self._uses_all_reduce:
+                _use_all_reduce(self._session.transport)
             yield self._session.core
+
+    def use_all_reduce(self) -> None:
+        self._uses_all_reduce = True
 
     def gather(self, rank: int, value: Any) -> list[Any]:
         assert self._session is not None
         return self._session.gather(value)
+
+
+def _use_all_reduce(transport: Transport) -> None:
+    if isinstance(transport, CollectiveTransport):
+        transport.exchange_up_to = 0

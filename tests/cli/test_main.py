@@ -113,6 +113,13 @@ def test_the_help_of_each_option_names_its_default(capsys: pytest.CaptureFixture
         assert getattr(Settings.load({name: value}, {}), name) == getattr(defaults, name), name
 
 
+def test_a_server_has_the_options_that_settings_name(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["server", "--help"])
+    shown = capsys.readouterr().out
+    assert all(f"--{name}" in shown for name in Settings.names("server_option"))
+
+
 def test_a_transport_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "-n", "2", "--transport", "pigeon", "--", sys.executable]) == 2
     assert capsys.readouterr().err == (

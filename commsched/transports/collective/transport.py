@@ -38,7 +38,7 @@ class CollectiveTransport(Transport):
     memory of its own here, and messages may still name tensors of a released one.
 
     Every rank receives all contributions to its chunk from the other ranks, sums them in rank order (16-bit floats in 32 bits),
-    and sends the average to all other ranks. It sends as many bytes as a ring all-reduce. With more than ``EXCHANGE_UP_TO``
+    and sends the average to all other ranks. It sends as many bytes as a ring all-reduce. With more than ``exchange_up_to``
     ranks, the channel's own all-reduce sums the dtypes that it supports, and this transport divides the sum. Reduce-scatter
     and all-gather tasks use the exchange with any number of ranks.
 
@@ -55,6 +55,7 @@ class CollectiveTransport(Transport):
         self.rank = context.world.rank
         self.world_size = context.world.world_size
         self.channels = len(channels)
+        self.exchange_up_to = EXCHANGE_UP_TO
         self._channels = channels
         self._divisor = context.contributors.divisor
         self._who = f"rank {context.job_rank}"
@@ -101,7 +102,7 @@ class CollectiveTransport(Transport):
     def _begin(self, task: CommTask, then: _Then) -> None:
         channel = self._channels[task.channel]
         dtype = task.partition.dtype
-        if task.verb == ALL_REDUCE and dtype in channel.native and self.world_size > EXCHANGE_UP_TO:
+        if task.verb == ALL_REDUCE and dtype in channel.native and self.world_size > self.exchange_up_to:
             self._operate(partial(channel.all_reduce, task.data, dtype), self._next(task, partial(self._divide, task, then)))
         elif task.verb == ALL_REDUCE:
             self._reduce_scatter(task, partial(self._all_gather, task, then))

@@ -21,9 +21,8 @@ from commsched.core.world import detect_world
 from commsched.session.opening import open_session
 from commsched.session.session import Session
 from commsched.settings import Settings
-from commsched.testing.check_transport import check_averages, check_equal_bits, check_job, check_random_rounds
+from commsched.testing.check_transport import check_job, check_random_rounds
 from commsched.testing.checked_world import CheckedJob, OpenSession
-from commsched.transports.collective import transport as collective
 from tests.jobs.rank import say
 from tests.transports.training import rank_main, train_alone
 
@@ -54,18 +53,6 @@ def checked(check: Callable[[OpenSession, int], None]) -> None:
 def check(rounds: str) -> None:
     """Everything a transport must do."""
     checked(partial(check_job, rounds=int(rounds)))
-
-
-def check_all_reduce(rounds: str) -> None:
-    """What of it depends on the all-reduces of MPI, which large worlds use."""
-    collective.EXCHANGE_UP_TO = 0
-
-    def check_sums(open_one: OpenSession, ranks: int) -> None:
-        check_averages(lambda: CheckedJob(open_one, ranks))
-        check_equal_bits(lambda: CheckedJob(open_one, ranks))
-        check_random_rounds(lambda: CheckedJob(open_one, ranks), int(rounds))
-
-    checked(check_sums)
 
 
 def random_rounds(rounds: str) -> None:

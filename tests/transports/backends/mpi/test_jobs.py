@@ -23,13 +23,6 @@ def test_it_does_what_every_transport_must(mpi: Mpi, ranks: int) -> None:
     assert sorted(out.split("\n")) == ["", *(f"rank {rank} passed" for rank in range(ranks))]
 
 
-@BOTH
-def test_all_reduces_of_mpi_give_the_same(mpi: Mpi) -> None:
-    code, out, err = run(mpi, 3, *RANK, "check_all_reduce", "20", timeout_seconds=110)
-    assert code == 0, err
-    assert out.count("passed") == 3
-
-
 def test_random_rounds_end_and_are_exact() -> None:
     code, out, err = run(MPICH, 2, *RANK, "random_rounds", "200", timeout_seconds=110)
     assert code == 0, err
