@@ -17,41 +17,57 @@ _REPLIES_LAST = 2**32
 
 
 class PushPriority:
-    """Taken while a push of this rank is leaving. A stream that gives way checks ``is_free`` before each reply.
+    """Taken while a push of this rank is leaving. A stream that gives way asks ``is_free_for`` before each reply.
 
     All ranks wait for a push, but only one rank waits for a reply. If both share the link equally, replies of layers that are
     needed last delay the pushes of front layers. In simulation and on shaped links that costs 4 to 8 % of a step. There is no
     deadlock, because a push never waits for a reply to leave. Thread-safe.
+
+    A reply of an earlier step than this rank's pushes does not give way. Its receiver is behind, in that earlier step, and no
+    push of this rank can be averaged before the receiver has caught up. If such replies gave way, a rank that is a little ahead
+    would hold back the others, and ranks that are once apart would stay apart: in simulation a step then took up to 1.35 times
+    as long.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._taken = 0
+        self._latest: dict[int, int] = {}  # by group: the latest step of which this rank has begun a push
         self._waiting: list[Callable[[], None]] = []
 
-    @property
-    def is_free(self) -> bool:
-        return self._taken == 0
+    def is_free_for(self, reply: Frame) -> bool:
+        return self._taken == 0 or reply.step < self._latest.get(reply.group, 0)
 
-    def take(self) -> None:
+    def take(self, group: int, step: int) -> None:
         with self._lock:
             self._taken += 1
+            is_later = step > self._latest.get(group, -1)
+            if is_later:
+                self._latest[group] = step
+        if is_later:  # replies of the step before need not give way any more
+            self._wake()
 
     def give_back(self) -> None:
         with self._lock:
             self._taken -= 1
-            waiting = list(self._waiting) if self._taken == 0 else []
-        for when_free in waiting:
-            when_free()
+            is_free = self._taken == 0
+        if is_free:
+            self._wake()
 
     def add(self, when_free: Callable[[], None]) -> None:
-        """Call ``when_free`` each time no push is leaving any more."""
+        """Call ``when_free`` each time replies may leave that could not before. It asks ``is_free_for`` again."""
         with self._lock:
             self._waiting.append(when_free)
 
     def remove(self, when_free: Callable[[], None]) -> None:
         with self._lock:
             self._waiting.remove(when_free)
+
+    def _wake(self) -> None:
+        with self._lock:
+            waiting = list(self._waiting)
+        for when_free in waiting:
+            when_free()
 
     def __repr__(self) -> str:
         return f"<PushPriority {self._taken} pushes leaving, {len(self._waiting)} streams give way>"
@@ -106,7 +122,7 @@ class SendQueue:
             self._pacer.submit(order, frame.nbytes, lambda: self._enter(parcel))
 
     def yield_to(self, way: PushPriority) -> None:
-        """Send gradients only while ``way`` is free, until ``stop_yielding``."""
+        """Send gradients only while ``way`` is free for them, until ``stop_yielding``."""
         way.add(self._way_is_free)
         with self._lock:
             self._way = way
@@ -151,10 +167,10 @@ class SendQueue:
                 return self._control.popleft()
             if self._finished:
                 self._wake.put(None)  # for the next call
-            elif self._way is not None and not self._way.is_free:
-                self._kept_back += 1
             elif self._gradients:
-                return heappop(self._gradients)[2]
+                if self._way is None or self._way.is_free_for(self._gradients[0][2].frame):
+                    return heappop(self._gradients)[2]
+                self._kept_back += 1
             return None
 
     def _enter(self, parcel: OutgoingFrame) -> None:

@@ -117,7 +117,7 @@ class PsTransport(Transport):
         server = place(partition, len(self._lanes))
         self._pending[PartitionKey(task.group, task.step, partition)] = _Started(task, completion, server)
         if self._way is not None and server != self.rank:
-            self._way.take()
+            self._way.take(task.group, task.step)
         self._lanes[server].push(task)
 
     def release(self, group: int) -> None:

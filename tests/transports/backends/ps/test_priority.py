@@ -64,7 +64,7 @@ def next_four(queue: SimpleQueue[int]) -> list[int]:
 @pytest.mark.parametrize(("policy", "order"), [("priority", [0, 1, 2, 3]), ("fifo", [3, 2, 1, 0])])
 def test_pushes_and_replies_that_wait_leave_in_the_order_of_the_policy(lane, policy, order, monkeypatch):
     with closing(Watched(lane, policy, monkeypatch)) as worker:
-        worker.pushes_wait.take()
+        worker.pushes_wait.take(0, 0)
         worker.group.begin_step()
         for tensor in BACKWARD:
             worker.group.notify_ready(tensor)
@@ -73,7 +73,7 @@ def test_pushes_and_replies_that_wait_leave_in_the_order_of_the_policy(lane, pol
         assert next_four(worker.pushed) == order
         assert sorted(next_four(worker.averaged)) == [0, 1, 2, 3]
 
-        worker.replies_wait.take()
+        worker.replies_wait.take(0, 1)
         worker.group.begin_step()
         for tensor in BACKWARD:
             worker.group.notify_ready(tensor)

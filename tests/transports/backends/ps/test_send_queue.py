@@ -18,8 +18,10 @@ def outbox_with(*orders: int) -> SendQueue:
     return outbox
 
 
-def put(outbox: SendQueue, order: int, partition: int = 0, kind: FrameKind = FrameKind.PUSH) -> None:
-    outbox.put(Frame(kind, partition=partition, dtype="uint8", stop=10, payload=bytes(10), order=order))
+def put(
+    outbox: SendQueue, order: int, partition: int = 0, kind: FrameKind = FrameKind.PUSH, group: int = 0, step: int = 0
+) -> None:
+    outbox.put(Frame(kind, group, step, partition, "uint8", stop=10, payload=bytes(10), order=order))
 
 
 def orders(outbox: SendQueue, count: int) -> list[int]:
@@ -149,8 +151,8 @@ def taken_in_a_thread(outbox: SendQueue) -> tuple[threading.Thread, queue.Simple
 def test_gradients_that_give_way_leave_when_it_is_free_and_small_messages_at_any_time():
     way, outbox = PushPriority(), SendQueue()
     outbox.yield_to(way)
-    way.take()
-    way.take()
+    way.take(0, 0)
+    way.take(0, 0)
     thread, taken = taken_in_a_thread(outbox)
     for order in (3, 1, 2):
         put(outbox, order)
@@ -161,7 +163,7 @@ def test_gradients_that_give_way_leave_when_it_is_free_and_small_messages_at_any
     assert taken.get(timeout=10) == ACK  # and still nothing else
     way.give_back()
     assert [taken.get(timeout=10).order for _ in range(3)] == [1, 2, 3]
-    way.take()
+    way.take(0, 0)
     put(outbox, 4)
     outbox.put_control(ACK)
     assert taken.get(timeout=10) == ACK
@@ -174,10 +176,35 @@ def test_gradients_that_give_way_leave_when_it_is_free_and_small_messages_at_any
     assert repr(way) == "<PushPriority 0 pushes leaving, 0 streams give way>"
 
 
+def test_replies_of_an_earlier_step_do_not_give_way():
+    way, outbox = PushPriority(), SendQueue()
+    outbox.yield_to(way)
+    way.take(0, 1)
+    thread, taken = taken_in_a_thread(outbox)
+    put(outbox, 0, group=1, step=0)  # of another group, whose steps are its own
+    outbox.put_control(ACK)
+    assert taken.get(timeout=10) == ACK
+    way.take(1, 0)
+    outbox.put_control(ACK)
+    assert taken.get(timeout=10) == ACK  # and still nothing else
+    way.take(1, 1)
+    assert taken.get(timeout=10).group == 1
+    put(outbox, 0, step=1)
+    outbox.put_control(ACK)
+    assert taken.get(timeout=10) == ACK
+    way.take(0, 2)
+    assert taken.get(timeout=10).step == 1
+    way.take(0, 1)  # a push of an earlier step may come later: another thread made it
+    put(outbox, 0, step=1)
+    assert taken.get(timeout=10).step == 1
+    outbox.finish()
+    thread.join(10)
+
+
 def test_an_outbox_that_gives_way_still_ends():
     way, outbox = PushPriority(), SendQueue()
     outbox.yield_to(way)
-    way.take()
+    way.take(0, 0)
     _, taken = taken_in_a_thread(outbox)
     put(outbox, 1)
     outbox.finish()
@@ -187,7 +214,7 @@ def test_an_outbox_that_gives_way_still_ends():
 def test_who_keeps_the_way_again_waits_for_nobody():
     way, outbox = PushPriority(), SendQueue()
     outbox.yield_to(way)
-    way.take()
+    way.take(0, 0)
     put(outbox, 1)
     outbox.stop_yielding()
     assert orders(outbox, 1) == [1]
@@ -198,7 +225,7 @@ def test_nothing_is_lost_when_the_way_changes_all_the_time():
     outbox.yield_to(way)
     _, taken = taken_in_a_thread(outbox)
     for number in range(2000):
-        way.take()
+        way.take(0, 0)
         put(outbox, number)
         way.give_back()
     assert sorted(taken.get(timeout=10).order for _ in range(2000)) == list(range(2000))

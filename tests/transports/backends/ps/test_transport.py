@@ -142,7 +142,7 @@ def test_replies_give_way_while_a_push_of_their_rank_waits_for_a_receiver_and_le
     big_bytes = 2**26  # more than the kernel holds
     manifest = Manifest((TensorSpec("front", (256,), "uint8"), TensorSpec("big", (big_bytes,), "uint8")))
     stopped, resumed, gave_way = threading.Event(), threading.Event(), threading.Event()
-    place, is_free = Service._place, PushPriority.is_free
+    place, is_free_for = Service._place, PushPriority.is_free_for
 
     def place_when_resumed(service, worker, frame):
         if frame.partition == 1 and not resumed.is_set():
@@ -150,8 +150,8 @@ def test_replies_give_way_while_a_push_of_their_rank_waits_for_a_receiver_and_le
             assert resumed.wait(20)
         return place(service, worker, frame)
 
-    def watched(way: PushPriority) -> bool:
-        free = is_free.fget(way)
+    def watched(way: PushPriority, reply: Frame) -> bool:
+        free = is_free_for(way, reply)
         if way is transports[0]._way and not free:
             gave_way.set()
         return free
@@ -165,7 +165,7 @@ def test_replies_give_way_while_a_push_of_their_rank_waits_for_a_receiver_and_le
     monkeypatch.setattr(Service, "_place", place_when_resumed)
     failures = [Failures(), Failures()]
     with embedded_world(failures) as transports:
-        monkeypatch.setattr(PushPriority, "is_free", property(watched))
+        monkeypatch.setattr(PushPriority, "is_free_for", watched)
         for transport in transports:
             transport.add_group(0, manifest)
         bigs, fronts = [Ended(), Ended()], [Ended(), Ended()]
@@ -180,6 +180,42 @@ def test_replies_give_way_while_a_push_of_their_rank_waits_for_a_receiver_and_le
         resumed.set()
         assert fronts[1].done.wait(20)
         assert bigs[0].sent.is_set()
+        transports[1].start(big(), bigs[1])
+        assert all(ended.done.wait(20) for ended in bigs)
+    assert all(told.none() for told in failures)
+
+
+def test_a_rank_that_is_behind_gets_its_average_while_a_push_of_a_later_step_waits(monkeypatch):
+    big_bytes = 2**26  # more than the kernel holds
+    manifest = Manifest((TensorSpec("front", (256,), "uint8"), TensorSpec("big", (big_bytes,), "uint8")))
+    stopped, resumed = threading.Event(), threading.Event()
+    place = Service._place
+
+    def place_when_resumed(service, worker, frame):
+        if frame.partition == 1 and not resumed.is_set():
+            stopped.set()
+            assert resumed.wait(20)
+        return place(service, worker, frame)
+
+    def front() -> CommTask:
+        return CommTask(0, 0, Partition(0, "uint8", 0, 256, (0,)), memoryview(bytearray(256)))
+
+    def big() -> CommTask:
+        return CommTask(0, 1, Partition(1, "uint8", 256, 256 + big_bytes, (1,)), memoryview(bytearray(big_bytes)))
+
+    monkeypatch.setattr(Service, "_place", place_when_resumed)
+    failures = [Failures(), Failures()]
+    with embedded_world(failures) as transports:
+        for transport in transports:
+            transport.add_group(0, manifest)
+        bigs, fronts = [Ended(), Ended()], [Ended(), Ended()]
+        transports[0].start(front(), fronts[0])
+        transports[0].start(big(), bigs[0])
+        assert stopped.wait(20)  # rank 1's shard has the header, and reads no more
+        transports[1].start(front(), fronts[1])
+        assert fronts[1].done.wait(20)
+        assert not bigs[0].sent.is_set()
+        resumed.set()
         transports[1].start(big(), bigs[1])
         assert all(ended.done.wait(20) for ended in bigs)
     assert all(told.none() for told in failures)
