@@ -13,12 +13,12 @@ import copy
 from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
-from weakref import WeakMethod
+from weakref import WeakMethod, ref
 
 import torch
 
-#: The method to call when ``.grad`` is read, by the parameter's id. Weak, because the method's object refers to the buffers.
-_awaited: dict[int, WeakMethod[Callable[[], None]]] = {}
+#: Who knows about the missing gradient, by the parameter's id. Weak, because that refers to the buffers.
+_awaited: dict[int, ref[NoGradients]] = {}
 
 _grad: Any = torch.Tensor.grad
 
@@ -31,20 +31,22 @@ class _NoGradient:
 
     @property
     def grad(self) -> torch.Tensor | None:
-        known = _awaited.get(id(self))
-        ask = known() if known is not None else None
-        if ask is not None:
-            ask()
+        owner = _owner(self)
+        if owner is not None:
+            owner.ask()
         gradient: torch.Tensor | None = _grad.__get__(self)
         return gradient
 
     @grad.setter
     def grad(self, gradient: torch.Tensor | None) -> None:
         _grad.__set__(self, gradient)
+        if gradient is None:
+            _drop(self)
 
     @grad.deleter
     def grad(self) -> None:
         _grad.__delete__(self)
+        _drop(self)
 
     def __deepcopy__(self: Any, memo: Any) -> Any:
         own, self.__class__ = self.__class__, type(self).__mro__[2]
@@ -59,18 +61,25 @@ class NoGradients:
 
     Args:
         ask: a bound method, held weakly. It is called when the gradient of one of them is read. It has to find out which
-            gradients exist, put them into ``.grad``, and :meth:`forget` all parameters.
+            gradients exist, put them into ``.grad``, except for those ``dropped``, and :meth:`forget` all parameters.
     """
 
     def __init__(self, ask: Callable[[], None]) -> None:
         self._ask = WeakMethod(ask)
         self.noted: list[torch.nn.Parameter] = []
+        #: The ids of noted parameters whose ``.grad`` the user has set to None: other ranks may have dropped a gradient there.
+        self.dropped: set[int] = set()
+
+    def ask(self) -> None:
+        ask = self._ask()
+        if ask is not None:
+            ask()
 
     def note(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Note those of ``parameters`` that have no gradient. None of them may be guarded."""
         for parameter in parameters:
             if _grad.__get__(parameter) is None:
-                _awaited[id(parameter)] = self._ask
+                _awaited[id(parameter)] = ref(self)
                 if not isinstance(parameter, _NoGradient):
                     parameter.__class__ = _class(type(parameter))
                     self.noted.append(parameter)
@@ -82,6 +91,18 @@ class NoGradients:
                 _awaited.pop(id(parameter), None)
                 parameter.__class__ = type(parameter).__mro__[2]
             self.noted.clear()
+
+
+def _owner(parameter: _NoGradient) -> NoGradients | None:
+    known = _awaited.get(id(parameter))
+    return known() if known is not None else None
+
+
+def _drop(parameter: _NoGradient) -> None:
+    owner = _owner(parameter)
+    if owner is not None:
+        owner.dropped.add(id(parameter))
+        del _awaited[id(parameter)]  # a read finds None
 
 
 @cache

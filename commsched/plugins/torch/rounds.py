@@ -115,6 +115,7 @@ class Round:
 
     def begin(self) -> None:
         self.without.forget()
+        self.without.dropped.clear()
         flags = self._places.flags
         for group in self._places.groups:
             group.begin_step()
@@ -317,7 +318,7 @@ class Round:
             self.without.note(slot.parameter for slot in unmade)
 
     def fill(self) -> None:
-        """Put averages into ``.grad`` where other ranks have gradients and this rank has none. Call it after
+        """Put averages into ``.grad`` where other ranks have gradients and this rank has none nor has dropped it. Call it after
         :meth:`complete`. It waits until backward is over on all ranks, but not for averages."""
         with self._lock:
             if self.state is not RoundState.COMPLETE:
@@ -325,7 +326,8 @@ class Round:
             self.advance("fill")
             used = self.used()
             for slot in self._places.slots:
-                if slot.state is GradientState.ZEROS and used.share[slot.flag] > 0 and slot.parameter.grad is None:
+                is_lacking = slot.state is GradientState.ZEROS and slot.parameter.grad is None
+                if is_lacking and used.share[slot.flag] > 0 and id(slot.parameter) not in self.without.dropped:
                     slot.parameter.grad = slot.gradient
                     guard(slot.gradient, slot.await_gradient)
 

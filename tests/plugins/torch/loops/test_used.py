@@ -115,7 +115,17 @@ def by_norm_after_a_value_was_read(model: Any) -> torch.Tensor:
     return by_norm(model)
 
 
+def by_norm_without_some(model: Any) -> torch.Tensor:
+    """All ranks drop what only some of them had."""
+    for parameter in model.experts[1].parameters():
+        parameter.grad = None
+    del model.experts[2][0].weight.grad
+    assert model.experts[1][0].weight.grad is None
+    return by_norm(model)
+
+
 READS: dict[str, Callable[[Any], Any]] = {
+    "drop some": by_norm_without_some,
     "clip by norm": by_norm,
     "clip by value": lambda model: nn.utils.clip_grad_value_(model.parameters(), 0.001),
     "clip after values": by_norm_after_a_value_was_read,
