@@ -104,7 +104,7 @@ class Flags:
 
     def offer_used(self, unfrozen: bool, adding: bool, used: Sequence[bool]) -> None:
         self._all_used = None
-        with self._device.aside():
+        with self._device.copying():
             self._used.copy_(self._say_used.of([unfrozen, adding, *used], 0))
         self._used_group.notify_ready(0)
 
@@ -129,7 +129,7 @@ class Flags:
         self._all_kept = None
         self._own, self._digest = samples, hyper_parameters
         numbers = [committed, unfrozen, own_changed, hyper_parameters, *kept, *changed]
-        with self._device.aside():
+        with self._device.copying():
             self._kept.copy_(self._say_kept.of(numbers, 2 * len(kept)))
         if samples is not None:
             self._kept[-samples.numel() :].copy_(samples.view(-1))
@@ -145,7 +145,7 @@ class Flags:
         """Wait until backward is over on all ranks, and return the first flags."""
         if self._all_used is None:
             self._used_group.proxies[0].wait()
-            with self._device.aside():
+            with self._device.copying():
                 unfrozen, adding, *share = self._used.tolist()
             self._all_used = BackwardShares(unfrozen, adding, share)
         return self._all_used
@@ -154,7 +154,7 @@ class Flags:
         """Wait until the round is over on all ranks, and return the second flags."""
         if self._all_kept is None:
             self._kept_group.proxies[0].wait()
-            with self._device.aside():
+            with self._device.copying():
                 kept = self._kept.to("cpu", copy=True)
                 own = self._own.to("cpu") if self._own is not None else None
             count = (len(kept) - _FIRST) // 4

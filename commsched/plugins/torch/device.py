@@ -41,7 +41,7 @@ class Device(Protocol):
         """Call ``notify`` once the work queued so far on the current stream is done. Never waits."""
         ...
 
-    def aside(self) -> AbstractContextManager[object]:
+    def copying(self) -> AbstractContextManager[object]:
         """Return a context for copies between host and device. They do not wait for the kernels of the training, and are done
         when the block ends."""
         ...
@@ -81,7 +81,7 @@ class Host:
     def when_written(self, notify: Callable[[], None]) -> None:
         notify()
 
-    def aside(self) -> AbstractContextManager[object]:
+    def copying(self) -> AbstractContextManager[object]:
         return nullcontext()
 
     def read(self) -> None:
@@ -120,7 +120,7 @@ class Cuda:
         self._report = session.report
         self._stream: torch.cuda.Stream | None = None  # the first stream that read a parameter
         self._several_streams = False
-        self._aside = torch.cuda.Stream(device, priority=-1)
+        self._copies = torch.cuda.Stream(device, priority=-1)
         self._watcher = EventWatcher("commsched-gradients")
         session.cleanup.callback(self.close)
 
@@ -142,10 +142,10 @@ class Cuda:
             self._report(TransportError(f"{self._device} failed while it computed gradients: {cause}"))
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
-        with torch.cuda.stream(self._aside):
+    def copying(self) -> Iterator[None]:
+        with torch.cuda.stream(self._copies):
             yield
-            self._aside.synchronize()
+            self._copies.synchronize()
 
     def read(self) -> None:
         stream = torch.cuda.current_stream(self._device)

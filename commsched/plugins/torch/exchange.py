@@ -70,7 +70,7 @@ class GradientExchange:
         self.barrier = FullWaitReport(session.rank == 0)
         self.places = GradientLayout(session, model, slots, self._end)
         self._round = Round(session, self.places, self._ask_for_gradients, compared)
-        self._settle_updates, self._superseded = WeakMethod(before_round), WeakMethod(superseded)
+        self._complete_updates, self._superseded = WeakMethod(before_round), WeakMethod(superseded)
         self.put_in_place: Callable[[Slot], None] | None = None  # while updates are outstanding: runs one parameter's update
         self._own_sums = OwnSums()  # gradients that do not travel yet; used between rounds
         self._accumulated = False  # autograd has made a gradient since the last commit
@@ -143,9 +143,9 @@ class GradientExchange:
             self.put_in_place(slot)
 
     def _before_round(self) -> None:
-        settle_updates = self._settle_updates()
-        if settle_updates is not None:  # else no update is outstanding
-            settle_updates()
+        complete_updates = self._complete_updates()
+        if complete_updates is not None:  # else no update is outstanding
+            complete_updates()
 
     def _end(self, name: str) -> None:
         """Called when all ranks make another optimizer that takes parameter ``name``, among others."""
@@ -160,7 +160,7 @@ class GradientExchange:
         """Whether there are averages, outstanding or complete, that no ``step()`` has committed to."""
         return self._round.is_open
 
-    def meet(self) -> None:
+    def await_all_ranks(self) -> None:
         """Wait for all ranks before parameters are added. A rank that continues training instead gets an error, too.
 
         Raises:
@@ -172,7 +172,7 @@ class GradientExchange:
         elif self._round.state is RoundState.COMMITTED:
             self._round.kept(committed=True)  # read the last round's flags before the meeting overwrites them
         if self.places.are_made:  # else there was no round yet, so that there are no flags to exchange
-            self._round.meet()
+            self._round.await_all_ranks()
 
     def add(self, slots: Sequence[Slot]) -> None:
         """Add further parameters of the optimizer. Every rank adds the same ones in the same order. No update may be
@@ -580,10 +580,10 @@ def _finish_at_close(session: commsched.Session, finish: WeakMethod[Any]) -> Cal
         else:  # the object was collected after the session began to close
             end_abandoned(session)
 
-    take_back = session.on_close(call)
+    cancel = session.on_close(call)
 
     def forget() -> None:
         with suppress(ValueError):
-            take_back()
+            cancel()
 
     return forget

@@ -33,17 +33,17 @@ from .slot import Slot
 from .timing import trace_forward
 from .twin import Twin, increment_versions
 from .update import (
-    Lent,
+    SwappedIn,
     can_be_narrowed,
     is_step_of_class,
-    lend,
-    lend_to_twins,
     require_supported,
     runs_only_torch,
     snapshot,
     step_some,
-    take_back,
-    take_back_from_twins,
+    swap_in,
+    swap_into_twins,
+    swap_out,
+    swap_out_of_twins,
     take_values_of_moved_twins,
     updates_each_parameter_alone,
     with_own_hooks,
@@ -199,12 +199,12 @@ class ScheduledOptimizer(Optimizer):
         Each call leaves averages in ``.grad`` and returns the mean of the ranks' losses, because the optimizer may base
         decisions on the loss.
         """
-        lent: list[Lent] = []
+        swapped: list[SwappedIn] = []
         raised: list[BaseException] = []  # errors raised by the closure, not by the optimizer
 
         def averaged() -> Any:
-            take_back(lent)
-            lent.clear()
+            swap_out(swapped)
+            swapped.clear()
             try:
                 with torch.enable_grad():
                     loss = closure()
@@ -213,7 +213,7 @@ class ScheduledOptimizer(Optimizer):
                     exchange.commit(snapshot(self.optimizer))
                     with exchange.barrier.waiting(f"{type(self.optimizer).__name__} calls its closure"):
                         exchange.wait_for_all()
-                    lent.extend(lend(exchange.kept_by_any_rank(exchange.places.slots)))
+                    swapped.extend(swap_in(exchange.kept_by_any_rank(exchange.places.slots)))
                 return mean_loss(self._session, loss)
             except BaseException as error:
                 raised.append(error)
@@ -227,7 +227,7 @@ class ScheduledOptimizer(Optimizer):
                 self._report_half_update(error)
             raise
         finally:
-            take_back(lent)
+            swap_out(swapped)
             exchange.barrier.step_ended()
         with self._lock:
             self._compare_weights()
@@ -440,11 +440,11 @@ class ScheduledOptimizer(Optimizer):
             if self._per_parameter:
                 self._update_twins(slots)
             else:
-                lent = lend(slots)
+                swapped = swap_in(slots)
                 try:
                     self.optimizer.step()  # hyper-parameters are still current within step(), and groups may keep counters
                 finally:
-                    take_back(lent)
+                    swap_out(swapped)
         except BaseException as error:
             self._report_half_update(error)
             raise
@@ -457,12 +457,12 @@ class ScheduledOptimizer(Optimizer):
     def _update_twins(self, slots: Sequence[Slot]) -> None:
         # Torch's own code reads only the tensors that are updated here, so the guards need not be called.
         plain = runs_only_torch(self.optimizer) and all(type(slot.twin.tensor) is torch.nn.Parameter for slot in slots)
-        lent = lend_to_twins(slots, keep=plain)
+        swapped = swap_into_twins(slots, keep=plain)
         try:
             with unguarded() if plain else nullcontext():
                 step_some(self.optimizer, self._hyper_parameters, slots, hooks=self._hooks_per_update)
         finally:
-            take_back_from_twins(lent)
+            swap_out_of_twins(swapped)
         if not updates_each_parameter_alone(self.optimizer):  # those of torch do not give parameters other memory
             take_values_of_moved_twins(slots)
 
@@ -539,7 +539,7 @@ class ScheduledOptimizer(Optimizer):
         with self._lock:
             self.synchronize()
             self._require_known_parameters()
-            exchange.meet()
+            exchange.await_all_ranks()
             self.optimizer.add_param_group(param_group)
             self._note_parameters()
             first = len(self.optimizer.param_groups) - 1

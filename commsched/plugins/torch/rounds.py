@@ -356,7 +356,7 @@ class Round:
         self._agreed = kept
         return kept
 
-    def meet(self) -> None:
+    def await_all_ranks(self) -> None:
         """Wait for all ranks before parameters are added, by a round without gradients. A rank that continues training
         instead gets an error, too.
 

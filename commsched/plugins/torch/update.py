@@ -15,7 +15,7 @@ from .guard import unguarded
 from .slot import Slot
 
 
-class Lent(NamedTuple):
+class SwappedIn(NamedTuple):
     """A gradient that is swapped into the ``.grad`` of one parameter during the update."""
 
     slot: Slot
@@ -24,7 +24,7 @@ class Lent(NamedTuple):
     version: int  # version of ``gradient`` at the swap; shows whether the optimizer has written to a copy
 
 
-def lend(slots: Sequence[Slot]) -> list[Lent]:
+def swap_in(slots: Sequence[Slot]) -> list[SwappedIn]:
     """Swap the averages, which must be complete, into ``.grad``.
 
     Raises:
@@ -33,12 +33,12 @@ def lend(slots: Sequence[Slot]) -> list[Lent]:
     with unguarded(), torch.inference_mode(False), torch.no_grad():
         for slot in slots:
             slot.require_in_buffer()
-        lent = []
+        swapped = []
         for slot in slots:
             gradient = _strided_like(slot.parameter, slot)
-            lent.append(Lent(slot, slot.parameter.grad, gradient, gradient._version))
+            swapped.append(SwappedIn(slot, slot.parameter.grad, gradient, gradient._version))
             slot.parameter.grad = gradient
-        return lent
+        return swapped
 
 
 def _strided_like(parameter: torch.Tensor, slot: Slot) -> torch.Tensor:
@@ -52,13 +52,13 @@ def _strided_like(parameter: torch.Tensor, slot: Slot) -> torch.Tensor:
     return torch.empty_like(parameter).copy_(slot.view)
 
 
-def take_back(lent: Sequence[Lent]) -> None:
-    """Restore each ``.grad`` to its value before :func:`lend`, unless the optimizer replaced it.
+def swap_out(swapped: Sequence[SwappedIn]) -> None:
+    """Restore each ``.grad`` to its value before :func:`swap_in`, unless the optimizer replaced it.
 
     On a rank that did not use the parameter, that value is None.
     """
     with unguarded(), torch.inference_mode(False), torch.no_grad():
-        for each in lent:
+        for each in swapped:
             slot, now = each.slot, each.slot.parameter.grad
             if each.gradient is not slot.gradient and each.gradient._version != each.version:
                 slot.gradient.copy_(each.gradient)
@@ -66,18 +66,18 @@ def take_back(lent: Sequence[Lent]) -> None:
                 slot.parameter.grad = each.before
 
 
-#: As ``Lent``, with the slot's gradient as the second item. A plain tuple, because each step makes one for each parameter.
-_LentToTwin = tuple[Slot, torch.Tensor, torch.Tensor, int]
+#: As ``SwappedIn``, with the slot's gradient as the second item. A plain tuple, because each step makes one for each parameter.
+_SwappedIntoTwin = tuple[Slot, torch.Tensor, torch.Tensor, int]
 
 
-def lend_to_twins(slots: Sequence[Slot], keep: bool) -> list[_LentToTwin]:
+def swap_into_twins(slots: Sequence[Slot], keep: bool) -> list[_SwappedIntoTwin]:
     """Put the averages, which must be complete, into ``.grad`` of the twins, as objects that user code does not hold.
 
     Args:
         keep: whether the optimizer leaves ``.grad`` as it is. Then the averages may stay there for the next updates.
 
     Returns:
-        What :func:`take_back_from_twins` has to take back.
+        What :func:`swap_out_of_twins` has to undo.
 
     Raises:
         UnsupportedError: the user has moved their memory. Then no ``.grad`` is changed.
@@ -89,7 +89,7 @@ def lend_to_twins(slots: Sequence[Slot], keep: bool) -> list[_LentToTwin]:
                 slot.require_in_buffer()
             if not (keep and slot.twin.keeps_average):  # in the usual case it stays there
                 to_swap.append(slot)
-        lent = []
+        swapped = []
         for slot in to_swap:
             twin = slot.twin
             if slot.rows is not None:
@@ -101,17 +101,17 @@ def lend_to_twins(slots: Sequence[Slot], keep: bool) -> list[_LentToTwin]:
                 gradient = _strided_like(twin.tensor, slot)
             twin.tensor.grad = gradient
             if not twin.keeps_average:
-                lent.append((slot, slot.gradient, gradient, gradient._version))
-        return lent
+                swapped.append((slot, slot.gradient, gradient, gradient._version))
+        return swapped
 
 
-def take_back_from_twins(lent: Sequence[_LentToTwin]) -> None:
+def swap_out_of_twins(swapped: Sequence[_SwappedIntoTwin]) -> None:
     """Clear ``.grad`` of the twins. If the optimizer replaced it there, the replacement becomes the parameter's ``.grad``,
     unless the user has assigned to that since ``step()`` or asked for zeros."""
-    if not lent:
+    if not swapped:
         return
     with unguarded(), torch.inference_mode(False), torch.no_grad():
-        for slot, before, gradient, version in lent:
+        for slot, before, gradient, version in swapped:
             twin = slot.twin.tensor
             left, twin.grad = twin.grad, None
             elsewhere = slot.rows is None and gradient.data_ptr() != slot.address

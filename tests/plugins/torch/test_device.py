@@ -206,7 +206,7 @@ def test_a_captured_backward_is_refused(opened: Opened) -> None:
 
 
 def test_flags_are_copied_beside_the_training_and_are_there_at_the_end(opened: Opened) -> None:
-    with opened.device.aside():
+    with opened.device.copying():
         aside = opened.cuda.now
         assert aside is not opened.cuda.default
         assert aside.synchronized == 0

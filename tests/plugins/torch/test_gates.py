@@ -506,8 +506,8 @@ GATES: dict[str, tuple[Take, Callable[[], None], str]] = {
         partial(test_used.test_a_gradient_of_one_rank_that_is_kept_over_step_is_refused, "branch", False),
         NOT_REFUSED,
     ),
-    "ranks meet before they add parameters": (
-        both(put(GradientExchange, "meet", nothing), put(loop, "TIMEOUT_SECONDS", 1.0)),
+    "ranks wait for all before they add parameters": (
+        both(put(GradientExchange, "await_all_ranks", nothing), put(loop, "TIMEOUT_SECONDS", 1.0)),
         partial(test_late_parameters.test_a_group_added_on_one_rank_only_is_refused, 0, True),
         "not every rank ended",
     ),
