@@ -160,8 +160,9 @@ class Slot:
 
     def begin_round(self) -> None:
         """Note that a round begins. A gradient that waited for a round that was broken off is forgotten."""
-        self.release_waiting()
-        self.advance("begin")
+        if self.waiting is not None:
+            self.release_waiting()
+        self.state = GRADIENT_TRANSITIONS[self.state, "begin"]  # advance() would be one more call for each parameter
         self.was_read = False
 
     def specs(self) -> list[TensorSpec]:
