@@ -10,6 +10,7 @@ are intercepted.
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
@@ -66,6 +67,7 @@ class NoGradients:
 
     def __init__(self, ask: Callable[[], None]) -> None:
         self._ask = WeakMethod(ask)
+        self._lock = threading.Lock()  # threads may read at once, and a class must be given back only once
         self.noted: list[torch.nn.Parameter] = []
         #: The ids of noted parameters whose ``.grad`` the user has set to None: other ranks may have dropped a gradient there.
         self.dropped: set[int] = set()
@@ -87,10 +89,11 @@ class NoGradients:
     def forget(self) -> None:
         """Forget all parameters: it is known which gradients exist, or it does not matter any more."""
         if self.noted:
-            for parameter in self.noted:
-                _awaited.pop(id(parameter), None)
-                parameter.__class__ = type(parameter).__mro__[2]
-            self.noted.clear()
+            with self._lock:
+                for parameter in self.noted:
+                    _awaited.pop(id(parameter), None)
+                    parameter.__class__ = type(parameter).__mro__[2]
+                self.noted.clear()
 
 
 def _owner(parameter: _NoGradient) -> NoGradients | None:
@@ -102,7 +105,7 @@ def _drop(parameter: _NoGradient) -> None:
     owner = _owner(parameter)
     if owner is not None:
         owner.dropped.add(id(parameter))
-        del _awaited[id(parameter)]  # a read finds None
+        _awaited.pop(id(parameter), None)  # a read finds None
 
 
 @cache

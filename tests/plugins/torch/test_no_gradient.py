@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,8 @@ from torch import nn
 
 from commsched.plugins.torch import no_gradient
 from commsched.plugins.torch.no_gradient import NoGradients
+
+from .test_rounds import NotedLock
 
 
 class Asked:
@@ -36,6 +40,31 @@ def test_only_parameters_without_a_gradient_ask_and_only_until_it_is_known() -> 
     assert asked.times == 1
     assert type(lacking) is nn.Parameter
     assert len(no_gradient._awaited) == known_before
+
+
+def test_threads_that_read_at_once_give_a_class_back_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, parameter, came = Asked(), nn.Parameter(torch.ones(2)), threading.Event()
+    without = NoGradients(asked.ask)
+    without.note([parameter])
+
+    def forget() -> None:
+        without.forget()
+        came.set()
+
+    second = threading.Thread(target=forget, daemon=True)
+
+    class Awaited(dict[int, Any]):
+        def pop(self, *key: Any) -> Any:
+            if not second.ident:
+                second.start()
+                assert came.wait(20)
+            return super().pop(*key)
+
+    monkeypatch.setattr(no_gradient, "_awaited", Awaited(no_gradient._awaited))
+    without._lock = NotedLock(without._lock, came)  # type: ignore[assignment]
+    without.forget()
+    second.join(20)
+    assert type(parameter) is nn.Parameter
 
 
 @pytest.mark.parametrize("make", [nn.Parameter, torch.Tensor.requires_grad_])
