@@ -25,7 +25,7 @@ class PushPriority:
 
     A reply of an earlier step than this rank's pushes does not give way. Its receiver is behind, in that earlier step, and no
     push of this rank can be averaged before the receiver has caught up. If such replies gave way, a rank that is a little ahead
-    would hold back the others, and ranks that are once apart would stay apart: in simulation a step then took up to 1.35 times
+    would hold back the others, and ranks that are once apart would stay apart: in simulation a step then took up to 1.3 times
     as long.
     """
 
