@@ -103,10 +103,22 @@ def test_agreement(tmp_path, capsys):
         ("static", 8),
     ]
     agreed, _, static, _ = (row["messages_per_launch"] for row in rows)
-    assert agreed > 0.9  # one announcement for each, and at least one message that says what is ready
+    assert 0.2 < agreed < 0.9  # at least one message that says what is ready, and an announcement for many
     assert static < 0.2  # one at the end of each step
     assert all(row["cpu_microseconds_per_launch"] > 0 and row["link_share"] is None for row in rows)
     assert capsys.readouterr().out.startswith("gloo: 2 workers, link loopback, 8 partitions of 4000 bytes, all ready at once")
+
+
+def test_agreement_at_rank_0(tmp_path):
+    path = tmp_path / "results.json"
+    assert main(["agreement", "--ranks", "2", "5", "--json", str(path)]) == 0
+    rows = {(row["ranks"], row["order"]): row for row in json.loads(path.read_text())["rows"]}
+    for ranks in (2, 5):
+        agreed, static = rows[ranks, "agreed"], rows[ranks, "static"]
+        assert agreed["received"] == pytest.approx((ranks - 1) * 24 / 240)  # one of each rank for each layer
+        assert (ranks - 1) / 240 < agreed["sent"] < (ranks - 1) / 4  # one announcement for many launches
+        assert (static["received"], static["sent"]) == (pytest.approx((ranks - 1) / 240), 0)  # digests
+        assert agreed["cpu_microseconds"] > 0
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
 """The cost of agreeing on the order of collectives: time, CPU time and messages of each launch, by order and credit.
 
-One tensor of many partitions, all ready at once, is averaged repeatedly. Rank 0 announces every launch after the other ranks
-have reported that they are ready. With a credit of one partition, each of these messages adds waiting time. With a greater
-credit, messages overlap with other partitions. A static order needs no messages.
+One tensor of many partitions, all ready at once, is averaged repeatedly. Rank 0 announces the launches after the other ranks
+have reported that they are ready, many of them with one message, since nothing more urgent can come. A static order needs no
+messages. ``--ranks`` shows instead what rank 0 has to do in jobs of so many ranks (``rank_0.py``).
 """
 
 from __future__ import annotations
@@ -13,19 +13,21 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from itertools import product
 from typing import Any
 
 from commsched import ConfigError, SchedulerConfig, Session
 from commsched.settings import parse_seconds
 
-from .harness.arguments import TRANSPORT_OPTIONS, add_options, at_least, float32_bytes, transport_settings, transport_words
-from .harness.averaging import average, register
-from .harness.job import Job, run_job
-from .harness.measure import cpu_seconds
-from .harness.network_load import Route, link_share
-from .harness.results import Row, table, write
-from .harness.system import UNORDERED, Carrier
+from ..harness.arguments import TRANSPORT_OPTIONS, add_options, at_least, float32_bytes, transport_settings, transport_words
+from ..harness.averaging import average, register
+from ..harness.job import Job, run_job
+from ..harness.measure import cpu_seconds
+from ..harness.network_load import Route, link_share
+from ..harness.results import Row, table, write
+from ..harness.system import UNORDERED, Carrier
+from . import rank_0
 
 _ORDERS = ("agreed", "static")
 
@@ -42,17 +44,29 @@ _COLUMNS = {
     "messages_per_launch": "messages/launch",
 }
 
+_COLUMNS_OF_RANK_0 = {
+    "ranks": "ranks",
+    "order": "order",
+    "received": "received/launch",
+    "sent": "sent/launch",
+    "cpu_microseconds": "CPU us/launch",
+}
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_options(parser, **{**TRANSPORT_OPTIONS, "transport": "gloo"}, bandwidth=None, repetitions=9, timeout="600", json=None)
     size_help = "size of each partition (default: 256KB)"
     parser.add_argument("--partition", type=float32_bytes, default="256KB", metavar="SIZE", help=size_help)
     parser.add_argument("--partitions", type=at_least(1), default=64, metavar="N", help="partitions in a step (default: 64)")
+    ranks_help = "count what rank 0 has to do in jobs of so many ranks, in a backward pass, without a network"
+    parser.add_argument("--ranks", type=at_least(2), nargs="+", metavar="N", help=ranks_help)
     credits_help = "credits to measure, in partitions (default: 1 2 4 8 16)"
     parser.add_argument("--credits", type=at_least(1), nargs="+", default=[1, 2, 4, 8, 16], metavar="N", help=credits_help)
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.ranks:
+        return _show_rank_0(args)
     settings = transport_settings(args)
     if args.transport in UNORDERED:
         raise ConfigError(f"transport={args.transport!r} has nothing to agree on: its messages carry their identity")
@@ -66,6 +80,17 @@ def run(args: argparse.Namespace) -> int:
         f"{args.partition} bytes, all ready at once; CPU and messages: of all ranks together"
     )
     print(table(rows, _COLUMNS))
+    write(args.json, rows)
+    return 0
+
+
+def _show_rank_0(args: argparse.Namespace) -> int:
+    rows: list[Row] = [
+        {"ranks": ranks, "order": order, **asdict(rank_0.measure(ranks, order))}
+        for ranks, order in product(args.ranks, _ORDERS)
+    ]
+    print("at rank 0, for each launch: messages of the order, and processor time without gRPC; 24 layers of 10 partitions")
+    print(table(rows, _COLUMNS_OF_RANK_0))
     write(args.json, rows)
     return 0
 
@@ -97,7 +122,7 @@ def _row(args: argparse.Namespace, link: str, order: str, credit: int, by_rank: 
 
 def rank_main(session: Session, arguments: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The measurements of this rank for each order and credit, in that order."""
-    from .harness.system import open_carriers
+    from ..harness.system import open_carriers
 
     carriers = [Carrier(arguments["transport"], order) for order in _ORDERS]
     with ExitStack() as stack:
