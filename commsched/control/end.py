@@ -7,7 +7,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -29,6 +29,7 @@ from .messages import (
     MAX_MESSAGE_BYTES,
     Announce,
     Announced,
+    AskMissing,
     Commit,
     Disconnect,
     End,
@@ -40,6 +41,7 @@ from .messages import (
     Leave,
     Left,
     Message,
+    Missing,
     Part,
     Parting,
     Prepare,
@@ -49,12 +51,14 @@ from .messages import (
     ReportFailure,
     ToRank0,
     encode,
+    ranks_in,
 )
 
 log = logging.getLogger("commsched")
 
 _WARN_AFTER_SECONDS = 10.0
 _COMPACT = (",", ":")  # JSON without spaces
+_ANSWER_SECONDS = 1.0  # longest time that a warning waits for rank 0 to say which ranks are missing
 _MAX_OF_AN_ERROR = 10_000  # most characters of a failure's message that are sent
 
 
@@ -99,7 +103,8 @@ class ControlEnd:
         self._early: list[Callable[[Listener], object]] = []  # what happened before there was a listener
         self._reported: CommschedError | None = None  # this member's failure, while the server's verdict is awaited
         self._reported_at = 0.0
-        self._gathers: dict[str, dict[int, str]] = {}  # tag: values received, by rank
+        self._gathers: dict[str, list[str]] = {}  # tag: values received, in rank order
+        self._missing: dict[str, list[int]] = {}  # tag: ranks that have yet to give a value, as rank 0 answered
         self._left: set[int] = set()
         self._turns = 0
         self._callbacks = CallbackThread(self.report, lazily)
@@ -147,7 +152,7 @@ class ControlEnd:
     def gather(self, tag: str, value: Any) -> list[Any]:
         """Return the JSON value of every rank, in rank order. Waits until every rank has called it with this ``tag``.
 
-        Each tag is used once.
+        Each tag is used once. Values that are equal may be one object.
 
         Raises:
             PeerLost: a rank left instead (the message names the rank and the tag), or a member is gone.
@@ -160,12 +165,16 @@ class ControlEnd:
             if self._has_left:
                 raise ClosedError(f"{self._member} has left and cannot gather '{tag}'")
             self._put(data)
-            values = self._gathers.setdefault(tag, {})
+            values = self._gathers.setdefault(tag, [])
             self._wait_until(
-                lambda: len(values) == self._member.world_size, values.keys, f"gather '{tag}'", self._stall_after_seconds
+                lambda: len(values) == self._member.world_size,
+                lambda: self._ask_missing(tag),
+                f"gather '{tag}'",
+                self._stall_after_seconds,
             )
             del self._gathers[tag]
-        return [json.loads(values[rank]) for rank in range(self._member.world_size)]
+        parsed = {text: json.loads(text) for text in set(values)}
+        return [parsed[text] for text in values]
 
     def report(self, error: BaseException) -> None:
         """Report a failure of this member to all members. Never blocks.
@@ -218,7 +227,7 @@ class ControlEnd:
             self._changed.wait_for(lambda: self._over, self._part_after_seconds)
             if not self._over:
                 self._put(encode(Part()))
-            self._wait_until(lambda: self._ended, lambda: self._left, "leave, or to have all their averages")
+            self._wait_until(lambda: self._ended, self._not_left, "leave, or to have all their averages")
 
     def wait_for_callbacks(self) -> None:
         """Return when the listener has been called with all events received so far. The listener must not call this."""
@@ -308,11 +317,19 @@ class ControlEnd:
         match message:
             case Heartbeat():
                 pass
-            case GatherPart(tag, rank, value):
-                self._gathers.setdefault(tag, {})[rank] = value
-            case Left(rank):
-                self._left.add(rank)
-                self._notify(lambda listener: listener.on_leave(rank))
+            case GatherPart(tag, runs):
+                values = self._gathers.setdefault(tag, [])
+                if len(values) + sum(number for number, _ in runs) > self._member.world_size:
+                    self._fail(ProtocolError(f"rank 0 sent {self._member} more values of '{tag}' than there are ranks"))
+                    return
+                values.extend(value for number, value in runs for _ in range(number))
+            case Missing(tag, ranges):
+                self._missing[tag] = ranks_in(ranges)
+            case Left(ranges):
+                for rank in ranks_in(ranges):
+                    if rank != self._member.index or not self._member.is_rank:
+                        self._left.add(rank)
+                        self._notify(partial(_on_leave, rank))
             case Parting(rank):
                 self._notify(lambda listener: listener.on_parting(rank, lambda: self._release(rank)))
             case FromRank(rank, topic, value):
@@ -398,13 +415,26 @@ class ControlEnd:
         if self._closed or self._ended:
             raise ClosedError("the control channel is closed")
 
+    def _not_left(self) -> list[int]:
+        return [rank for rank in range(self._member.world_size) if rank not in self._left]
+
+    def _ask_missing(self, tag: str) -> list[int]:
+        """Ask rank 0, which alone knows, for which ranks the gather ``tag`` waits. Empty if there is no answer."""
+        self._missing.pop(tag, None)  # an answer that came too late
+        self._put(encode(AskMissing(tag)))
+        all_there = self._member.world_size
+        self._changed.wait_for(
+            lambda: tag in self._missing or self._over or len(self._gathers[tag]) == all_there, _ANSWER_SECONDS
+        )
+        return self._missing.pop(tag, [])
+
     def _wait_until(
-        self, condition: Callable[[], bool], there: Callable[[], Iterable[int]], what: str, limit: float | None = None
+        self, condition: Callable[[], bool], not_there: Callable[[], list[int]], what: str, limit: float | None = None
     ) -> None:
         """Wait for ``condition``; warn every ``_WARN_AFTER_SECONDS`` about the ranks still missing.
 
-        ``there``: the ranks that need not be waited for any more. ``limit``: seconds after which the job ends; ``None`` means
-        no limit.
+        ``not_there``: returns the ranks that must be waited for, or none if it cannot; it may wait for a moment. ``limit``:
+        seconds after which the job ends; ``None`` means no limit.
         """
         began = time.monotonic()
         warned = 0.0
@@ -415,8 +445,10 @@ class ControlEnd:
             if waited < due:
                 self._changed.wait(due - waited)
                 continue
-            missing = sorted(set(range(self._member.world_size)) - set(there()))
-            ranks = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
+            missing = not_there()
+            if condition() or self._over:
+                continue
+            ranks = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}" if missing else "other ranks"
             log.warning("%s has waited %.0f s for %s to %s", self._member, waited, ranks, what)
             warned = waited
             if limit is not None and waited >= limit:
@@ -424,6 +456,10 @@ class ControlEnd:
                 stalled = f"{ranks} {has} not come to {what}; {self._member} has waited {waited:.0f} s for it, "
                 self.report(PeerTimeout(f"{stalled}and stall_after is {limit:g} s"))
                 limit = None  # the verdict on what ended the job comes in a moment
+
+
+def _on_leave(rank: int, listener: Listener) -> None:
+    listener.on_leave(rank)
 
 
 def _record(error: CommschedError) -> dict[str, str]:

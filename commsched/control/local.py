@@ -25,7 +25,7 @@ class LocalControlWorld:
 
     def received(self, rank: int, data: bytes) -> None:
         """``rank`` sent ``data``. Called with ``changed`` held: all ranks receive messages in the order of the decisions."""
-        for send in self._roster.received(rank, decode(data), 0.0):
+        for send in [*self._roster.received(rank, decode(data), 0.0), *self._roster.tell_left()]:
             reply = encode(send.message)
             for connection in send.connections:
                 self.ends[connection]._received(decode(reply))  # each rank gets values of its own

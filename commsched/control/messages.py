@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -16,7 +16,7 @@ from ..version import __version__
 from .member import ROLES, Member
 
 #: Incremented whenever a message changes. Members of different protocols or versions refuse each other.
-PROTOCOL = 4
+PROTOCOL = 5
 
 #: The gRPC method whose one stream per member carries the messages.
 SERVICE, METHOD = "commsched.Control", "Join"
@@ -24,8 +24,11 @@ SERVICE, METHOD = "commsched.Control", "Join"
 #: Largest message of a member, and so the limit of the value that it may give to a gather.
 MAX_MESSAGE_BYTES = 64 * 2**20
 
-#: Largest message that gRPC accepts: it leaves room for the server to add the rank whose message it passes on.
+#: Largest message that gRPC accepts: it leaves room for what the server adds to a member's value when it passes the value on.
 MAX_WIRE_BYTES = MAX_MESSAGE_BYTES + 2**16
+
+#: Greater than the number of any rank: a range from another process may not keep this one busy for long.
+_MAX_RANK = 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +62,13 @@ class Gather(Message):
 
     tag: str
     value: str
+
+
+@dataclass(frozen=True, slots=True)
+class AskMissing(Message):
+    """This rank has waited for the gather ``tag`` for long: which ranks does it wait for?"""
+
+    tag: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,11 +168,19 @@ class Pong(Message):
 
 @dataclass(frozen=True, slots=True)
 class GatherPart(Message):
-    """The value that ``rank`` gave to the gather ``tag``."""
+    """The next of the values that all ranks gave to the gather ``tag``, in rank order. Each of ``runs`` is a number of
+    neighbouring ranks and their value: most gathers compare what is equal on all ranks."""
 
     tag: str
-    rank: int
-    value: str
+    runs: tuple[tuple[int, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Missing(Message):
+    """Answer to :class:`AskMissing`: the gather ``tag`` waits for the ranks in ``ranges``, from each key to its value."""
+
+    tag: str
+    ranges: dict[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,9 +209,9 @@ class Failed(Message):
 
 @dataclass(frozen=True, slots=True)
 class Left(Message):
-    """``rank`` has left: it sends nothing more."""
+    """The ranks in ``ranges``, from each key to its value, have left: they send nothing more."""
 
-    rank: int
+    ranges: dict[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,6 +246,7 @@ _KINDS: dict[str, type[Message]] = {
         Hello,
         Ping,
         Gather,
+        AskMissing,
         ReportFailure,
         Leave,
         Part,
@@ -242,6 +261,7 @@ _KINDS: dict[str, type[Message]] = {
         Ready,
         Pong,
         GatherPart,
+        Missing,
         FromRank,
         Announced,
         Failed,
@@ -252,6 +272,21 @@ _KINDS: dict[str, type[Message]] = {
         Commit,
     )
 }
+
+
+def ranges_of(ranks: Iterable[int]) -> dict[int, int]:
+    """``ranks`` as a map from the first to the last of those that follow each other."""
+    ranges: dict[int, int] = {}
+    first = last = -2
+    for rank in sorted(ranks):
+        first = first if rank == last + 1 else rank
+        ranges[first] = last = rank
+    return ranges
+
+
+def ranks_in(ranges: dict[int, int]) -> list[int]:
+    """The inverse of :func:`ranges_of`, without numbers that are too great for a rank."""
+    return [rank for first, last in ranges.items() for rank in range(first, min(last, _MAX_RANK) + 1)]
 
 
 def encode(message: Message) -> bytes:
@@ -333,6 +368,12 @@ def _pairs(key: Callable[[Any], Any], item: Callable[[Any], Any]) -> Callable[[A
     return read
 
 
+def _runs(value: Any) -> tuple[tuple[int, str], ...]:
+    if not isinstance(value, list) or not all(isinstance(run, list) and len(run) == 2 for run in value):
+        raise ValueError("not a list of runs")
+    return tuple((_count(number), _text(text)) for number, text in value)
+
+
 def _member(value: Any) -> Member:
     if not isinstance(value, dict):
         raise ValueError("not a member")
@@ -351,4 +392,5 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "dict[str, str]": _pairs(_text, _text),
     "dict[str, Any]": _pairs(_text, lambda value: value),
     "dict[int, int]": _pairs(_count, _count),
+    "tuple[tuple[int, str], ...]": _runs,
 }

@@ -14,17 +14,19 @@ No message follows End or Failed: a member that has received one ends its connec
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 from ..core.errors import CommschedError, ConfigError, PeerLost, PeerTimeout, ProtocolError, from_record, to_record
 from ..version import __version__
 from .liveness import FailureDetector, too_silent
-from .member import Member
+from .member import ROLES, Member
 from .messages import (
     Announce,
     Announced,
+    AskMissing,
     Commit,
     Disconnect,
     End,
@@ -37,6 +39,7 @@ from .messages import (
     Leave,
     Left,
     Message,
+    Missing,
     Part,
     Parting,
     Ping,
@@ -49,7 +52,11 @@ from .messages import (
     ReportFailure,
     ToRank0,
     Welcome,
+    ranges_of,
 )
+
+#: A message of gathered values has fewer characters than this, unless it is one value.
+_MAX_OF_A_PART = 4 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +72,10 @@ class Roster:
 
     The caller chooses one number per stream, its connection. ``now`` is rank 0's clock, in seconds. Each event method returns
     the messages to send, in order.
+
+    No event but a tick takes a time that grows with the number of members, apart from the messages that it sends to all of
+    them. The messages of a job whose ranks all do the same grow with their number, and not with its square: the values of a
+    gather travel together once they are complete, and so do the notices of the ranks that leave between two ticks.
 
     Args:
         host: host of rank 0's process, which decides; for messages.
@@ -87,8 +98,10 @@ class Roster:
         self._servers = servers
         self.failure: CommschedError | None = None
         self.members: dict[int, Member] = {}  # by connection
+        self._joined: dict[str, dict[int, int]] = {role: {} for role in ROLES}  # connections by role and index
         self.ready = False
         self.left: set[int] = set()
+        self._untold: list[int] = []  # those of ``left`` that the others have not been told of
         self.given_up: set[int] = set()  # connections that were silent for too long
         self._refused = ""  # the process that was refused last
         self._welcome = Welcome(host, pid)
@@ -99,9 +112,10 @@ class Roster:
         self._parting: dict[int, set[int]] = {}  # rank that left and wants to end: ranks that have yet to spare it
         self._released: set[int] = set()  # connections of ranks that may end
         self._rank_0_ends = False
-        self._gathers: dict[str, set[int]] = {}  # tag: ranks that have given a value
+        self._gathers: dict[str, dict[int, str]] = {}  # tag: the values given so far, by rank
         self._proposals: deque[Propose] = deque()
         self._held: dict[int, dict[int, int] | None] | None = None  # answers to the current proposal, by connection
+        self._unanswered = 0  # connections in ``_held`` that have not answered
 
     @property
     def ended(self) -> bool:
@@ -143,6 +157,8 @@ class Roster:
     def disconnected(self, connection: int) -> list[Send]:
         """Nothing more will arrive on ``connection``."""
         member = self.members.pop(connection, None)
+        if member is not None:
+            del self._joined[member.role][member.index]
         self._liveness.forget(connection)
         if connection in self._released:
             return []
@@ -160,7 +176,14 @@ class Roster:
             return self.fail(too_silent(member, silence, self._fail_after_seconds))
         if not self.ready and now >= self._join_by:
             return self.fail(PeerTimeout(self._who_is_missing()))
-        return []
+        return self.tell_left()
+
+    def tell_left(self) -> list[Send]:
+        """Notify all members of the ranks that have left since the last notice. Called between ticks where there are none."""
+        if self.failure is not None or not self._untold:
+            return []
+        ranges, self._untold = ranges_of(self._untold), []
+        return [Send(tuple(self.members), Left(ranges))]
 
     def doubtful(self) -> list[tuple[int, Member]]:
         """The connections and members that have been silent for so long that their witnesses should be asked."""
@@ -191,18 +214,17 @@ class Roster:
         objection = self._objection(message)
         if objection is not None:
             return self._refuse(connection, objection)
+        before = self.tell_left()  # the new member is told of all ranks that have left, and of each once
         self.members[connection] = member
+        self._joined[member.role][member.index] = connection
         self._liveness.heard(connection)
         sends = [Send((connection,), self._welcome)]
         if self.ready:
-            return [
-                *sends,
-                Send((connection,), self._all_joined()),
-                *(Send((connection,), Left(rank)) for rank in sorted(self.left)),
-            ]
+            left = [Send((connection,), Left(ranges_of(self.left)))] if self.left else []
+            return [*before, *sends, Send((connection,), self._all_joined()), *left]
         if member.is_rank:
             self._join_by = min(self._join_by, now + message.within_seconds)
-        if len(self._ranks()) == self.world_size:
+        if len(self._ranks) == self.world_size:
             self.ready = True
             sends.append(Send(tuple(self.members), self._all_joined()))
         return sends
@@ -220,12 +242,13 @@ class Roster:
             return ConfigError(f"{member} is not one of the {self.world_size} ranks, which are counted from 0")
         if not member.is_rank and member.index >= self._servers:
             return ConfigError(f"{member} is not one of the {self._servers} parameter servers that rank 0 was given")
-        for other in self.members.values():
-            if (other.role, other.index) == (member.role, member.index):
-                return ConfigError(
-                    f"two processes say that they are {member.role} {member.index}: one on {other.process} and one on "
-                    f"{member.process}"
-                )
+        connection = self._joined[member.role].get(member.index)
+        if connection is not None:
+            other = self.members[connection]
+            return ConfigError(
+                f"two processes say that they are {member.role} {member.index}: one on {other.process} and one on "
+                f"{member.process}"
+            )
         return None
 
     def _refuse(self, connection: int, error: CommschedError | None) -> list[Send]:
@@ -236,17 +259,18 @@ class Roster:
         return [*sends, Send((connection,), Failed(to_record(verdict)) if verdict is not None else End())]
 
     def _who_is_missing(self) -> str:
-        missing = sorted(set(range(self.world_size)) - self._ranks().keys())
+        missing = sorted(set(range(self.world_size)) - self._ranks.keys())
         ranks = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
         refused = f"; rank 0 refused {self._refused}" if self._refused else ""
         return f"{ranks} of {self.world_size} did not join within {self._join_within_seconds:g} s{refused}"
 
+    @property
     def _ranks(self) -> dict[int, int]:
         """The connection of each rank that has joined."""
-        return {member.index: connection for connection, member in self.members.items() if member.is_rank}
+        return self._joined["rank"]
 
     def _all_joined(self) -> Ready:
-        return Ready(self.members[self._ranks()[0]].witness if 0 in self._ranks() else "")
+        return Ready(self.members[self._ranks[0]].witness if 0 in self._ranks else "")
 
     # --- while the job runs ---
 
@@ -255,22 +279,32 @@ class Roster:
 
     def _give(self, connection: int, message: Gather) -> list[Send]:
         rank, tag = self.members[connection].index, message.tag
-        gave = self._gathers.setdefault(tag, set())
+        gave = self._gathers.setdefault(tag, {})
         if rank in gave or rank in self.left:
             return self.fail(
                 ProtocolError(
                     f"{self.members[connection]} contributed to '{tag}' {'twice' if rank in gave else 'after it left'}"
                 )
             )
-        gave.add(rank)
-        if len(gave) == self.world_size:
-            del self._gathers[tag]
-        if gone := self.left - gave:
+        last = next(reversed(gave.values()), None)
+        gave[rank] = last if last == message.value else message.value  # values are mostly equal: keep one
+        if gone := [other for other in self.left if other not in gave]:
             return self._nobody_gives(tag, min(gone))
-        return [Send(tuple(self._ranks().values()), GatherPart(tag, rank, message.value))]
+        if len(gave) < self.world_size:
+            return []
+        del self._gathers[tag]
+        ranks = tuple(self._ranks.values())
+        return [Send(ranks, GatherPart(tag, runs)) for runs in _parts([gave[rank] for rank in range(self.world_size)])]
+
+    def _ask_missing(self, connection: int, message: AskMissing) -> list[Send]:
+        gave = self._gathers.get(message.tag)
+        if gave is None:  # it has become complete
+            return []
+        missing = ranges_of(set(range(self.world_size)) - gave.keys())
+        return [Send((connection,), Missing(message.tag, missing))]
 
     def _nobody_gives(self, tag: str, rank: int) -> list[Send]:
-        connection = self._ranks().get(rank)
+        connection = self._ranks.get(rank)
         who = self.members[connection] if connection is not None else f"rank {rank}"
         return self.fail(PeerLost(f"{who} left, but '{tag}' waits for it", rank=rank))
 
@@ -285,9 +319,10 @@ class Roster:
             if rank not in gave:
                 return self._nobody_gives(tag, rank)
         self.left.add(rank)
-        sends = [Send(self._all_but(connection), Left(rank))]
+        self._untold.append(rank)
         if self.ended:
-            return [*sends, Send(tuple(self.members), End())]
+            return [*self.tell_left(), Send(tuple(self.members), End())]
+        sends: list[Send] = []
         for parting in tuple(self._parting):  # a rank that leaves has received all averages
             sends += self._spared(parting, rank)
         return sends
@@ -297,7 +332,7 @@ class Roster:
         if rank not in self.left or rank in self._parting:
             return self.fail(ProtocolError(f"{self.members[connection]} asked to part, but has not left, or asked before"))
         self._parting[rank] = set(range(self.world_size)) - self.left
-        return [Send(self._present(), Parting(rank))]
+        return [*self.tell_left(), Send(self._present(), Parting(rank))]
 
     def _released_by(self, connection: int, message: Released) -> list[Send]:
         return self._spared(message.rank, self.members[connection].index)
@@ -311,8 +346,8 @@ class Roster:
             return []
         if rank == 0:
             self._rank_0_ends = True
-            return [Send(tuple(self.members), End())]
-        connection = self._ranks()[rank]
+            return [*self.tell_left(), Send(tuple(self.members), End())]
+        connection = self._ranks[rank]
         self._released.add(connection)
         self._liveness.forget(connection)
         return [Send((connection,), End())]
@@ -320,9 +355,6 @@ class Roster:
     def _bye(self, connection: int, message: Disconnect) -> list[Send]:
         member = self.members[connection]
         return self.fail(PeerLost(f"{member} is gone: it closed before all ranks had left", **member.about))
-
-    def _all_but(self, connection: int) -> tuple[int, ...]:
-        return tuple(other for other in self.members if other != connection)
 
     # --- values to rank 0 and from it ---
 
@@ -333,7 +365,7 @@ class Roster:
         if rank in self.left:
             return self.fail(ProtocolError(f"{self.members[connection]} sent rank 0 a message after it left"))
         # Also if rank 0 has left: it stays until the end.
-        return [Send((self._ranks()[0],), FromRank(rank, message.topic, message.value))]
+        return [Send((self._ranks[0],), FromRank(rank, message.topic, message.value))]
 
     def _announce(self, connection: int, message: Announce) -> list[Send]:
         if self.members[connection].index != 0:
@@ -343,7 +375,7 @@ class Roster:
 
     def _present(self) -> tuple[int, ...]:
         """The connections of the ranks that have not left, in rank order."""
-        return tuple(connection for rank, connection in sorted(self._ranks().items()) if rank not in self.left)
+        return tuple(connection for rank, connection in sorted(self._ranks.items()) if rank not in self.left)
 
     # --- agreeing on a step ---
 
@@ -357,15 +389,17 @@ class Roster:
             return []
         present = self._present()
         self._held = dict.fromkeys(present)
+        self._unanswered = len(present)
         return [Send(present, Prepare())]
 
     def _answer(self, connection: int, message: Prepared) -> list[Send]:
         if self._held is None or self._held.get(connection, {}) is not None:
             return self.fail(ProtocolError(f"{self.members[connection]} promised steps that nobody asked for"))
         self._held[connection] = message.steps
-        promises = [steps for steps in self._held.values() if steps is not None]
-        if len(promises) < len(self._held):
+        self._unanswered -= 1
+        if self._unanswered:
             return []
+        promises = [steps for steps in self._held.values() if steps is not None]
         asked, self._held = tuple(self._held), None
         proposal = self._proposals.popleft()
         commit = Commit(proposal.config, first_common_steps(promises), proposal.window)
@@ -373,7 +407,7 @@ class Roster:
 
     def __repr__(self) -> str:
         state = "failed" if self.failure else "ended" if self.ended else "ready" if self.ready else "joining"
-        return f"<Roster {state}: {len(self._ranks())} of {self.world_size} ranks, {len(self.left)} left>"
+        return f"<Roster {state}: {len(self._ranks)} of {self.world_size} ranks, {len(self.left)} left>"
 
 
 def first_common_steps(promises: Iterable[dict[int, int]]) -> dict[int, int]:
@@ -387,6 +421,19 @@ def first_common_steps(promises: Iterable[dict[int, int]]) -> dict[int, int]:
     return {group: max(steps.get(group, 1) for steps in each) for group in sorted(set().union(*each))}
 
 
+def _parts(values: list[str]) -> Iterator[tuple[tuple[int, str], ...]]:
+    """``values`` as runs of equal neighbours, in parts that a member accepts as one message each."""
+    part: list[tuple[int, str]] = []
+    characters = 0
+    for value, equal in groupby(values):
+        if part and characters + len(value) > _MAX_OF_A_PART:
+            yield tuple(part)
+            part, characters = [], 0
+        part.append((len(list(equal)), value))
+        characters += len(value)
+    yield tuple(part)
+
+
 _Handler = Callable[[Roster, int, Any], list[Send]]
 
 _OF_MEMBERS: dict[type[Message], _Handler] = {
@@ -398,6 +445,7 @@ _OF_MEMBERS: dict[type[Message], _Handler] = {
 #: Messages from ranks only, and only once all ranks have joined.
 _OF_RANKS: dict[type[Message], _Handler] = {
     Gather: Roster._give,
+    AskMissing: Roster._ask_missing,
     Leave: Roster._leave,
     Part: Roster._part,
     Released: Roster._released_by,

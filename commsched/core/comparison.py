@@ -35,7 +35,10 @@ def first_difference(records: Sequence[Any]) -> Difference | None:
             counts as one item.
     """
     ours = _items(records[0])
-    for rank, theirs in enumerate(map(_items, records)):
+    for rank, record in enumerate(records):
+        if record is records[0]:  # a gather returns equal values as one object
+            continue
+        theirs = _items(record)
         for key in {**ours, **theirs}:  # rank 0's keys come first, in its order
             if ours.get(key) != theirs.get(key):
                 return Difference(rank, key, ours.get(key), theirs.get(key))

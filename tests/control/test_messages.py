@@ -43,9 +43,11 @@ every_message = st.one_of(
     st.builds(messages.Welcome, text, counts),
     st.builds(messages.Ready, text),
     st.builds(messages.Pong, seconds, seconds),
-    st.builds(messages.GatherPart, text, counts, text),
+    st.builds(messages.GatherPart, text, st.lists(st.tuples(counts, text), max_size=3).map(tuple)),
+    st.builds(messages.AskMissing, text),
+    st.builds(messages.Missing, text, steps),
     st.builds(messages.Failed, errors),
-    st.builds(messages.Left, counts),
+    st.builds(messages.Left, steps),
     st.builds(messages.Parting, counts),
     st.builds(messages.End),
     st.builds(messages.Prepare),
@@ -84,9 +86,11 @@ def _one_of_each() -> list[Message]:
         messages.Welcome("h", 1),
         messages.Ready("h:1"),
         messages.Pong(1.0, 2.0),
-        messages.GatherPart("t", 0, "1"),
+        messages.GatherPart("t", ((1, "1"),)),
+        messages.AskMissing("t"),
+        messages.Missing("t", {1: 3}),
         messages.Failed({}),
-        messages.Left(0),
+        messages.Left({0: 0}),
         messages.End(),
         messages.Prepare(),
         messages.Commit({}, {}),
@@ -133,10 +137,14 @@ def test_a_message_with_a_flipped_bit_is_a_message_or_a_protocol_error(message: 
         b"",
         b"\xff\xfe",
         b"[" * 100_000,
-        b'{"message":"Left","rank":-1}',
-        b'{"message":"Left","rank":true}',
-        b'{"message":"Left","rank":9223372036854775808}',
-        b'{"message":"Left","rank":' + b"9" * 5000 + b"}",
+        b'{"message":"Parting","rank":-1}',
+        b'{"message":"Parting","rank":true}',
+        b'{"message":"Parting","rank":9223372036854775808}',
+        b'{"message":"Parting","rank":' + b"9" * 5000 + b"}",
+        b'{"message":"Left","ranges":[[0]]}',
+        b'{"message":"GatherPart","tag":"t","runs":{"0":"1"}}',
+        b'{"message":"GatherPart","tag":"t","runs":[[1]]}',
+        b'{"message":"GatherPart","tag":"t","runs":[["1","1"]]}',
         b'{"message":"Ping","sent_at":NaN}',
         b'{"message":"Ping","sent_at":1' + b"0" * 400 + b"}",
         b'{"message":"Give","tag":"\\ud800","value":""}',
@@ -157,3 +165,14 @@ def test_the_hello_of_another_protocol_names_both_versions_whatever_else_is_in_i
     data = json.dumps({"message": "Hello", "version": "9.9.9", "protocol": 99, "new_field": []}).encode()
     with pytest.raises(ProtocolError, match=r"hello of commsched 9\.9\.9 \(control protocol 99\), but rank 0 runs commsched"):
         decode(data)
+
+
+@given(st.sets(st.integers(0, 40)))
+def test_ranks_survive_as_ranges(ranks: set[int]) -> None:
+    ranges = messages.ranges_of(ranks)
+    assert messages.ranks_in(ranges) == sorted(ranks)
+    assert all(last + 1 not in ranges for last in ranges.values()), "neighbours share a range"
+
+
+def test_numbers_that_are_no_rank_take_no_time() -> None:
+    assert messages.ranks_in({2: 3, 2**61: 2**62}) == [2, 3]

@@ -8,11 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from commsched.control import roster as roster_module
 from commsched.control.member import Member
 from commsched.control.messages import (
     PROTOCOL,
     Announce,
     Announced,
+    AskMissing,
     Commit,
     Disconnect,
     End,
@@ -25,6 +27,7 @@ from commsched.control.messages import (
     Leave,
     Left,
     Message,
+    Missing,
     Part,
     Parting,
     Ping,
@@ -114,7 +117,8 @@ def test_a_server_may_join_before_or_after_and_hears_who_has_left() -> None:
     roster.received(0, hello(member(0)), 0.0)
     assert roster.received(1, hello(member(1)), 0.0)[-1] == Send((5, 0, 1), Ready(""))
     roster.received(1, Leave(), 0.0)
-    assert [send.message for send in roster.received(6, hello(late), 0.0)] == [Welcome("h", 70), Ready(""), Left(1)]
+    sends = roster.received(6, hello(late), 0.0)
+    assert [send.message for send in sends if 6 in send.connections] == [Welcome("h", 70), Ready(""), Left({1: 1})]
 
 
 @pytest.mark.parametrize(
@@ -268,12 +272,39 @@ def test_a_ping_is_answered_with_rank_0s_time() -> None:
 # --- gathers and leaving ---
 
 
-def test_what_a_rank_gives_goes_to_all_ranks_and_a_tag_is_forgotten_after() -> None:
+def test_what_all_ranks_gave_goes_to_all_ranks_together_and_a_tag_is_forgotten_after() -> None:
     roster = joined(2)
     roster.received(8, hello(Member.server(0)), 0.0)
-    assert roster.received(1, Gather("t", '"b"'), 0.0) == [Send((0, 1), GatherPart("t", 1, '"b"'))]
-    assert roster.received(0, Gather("t", '"a"'), 0.0) == [Send((0, 1), GatherPart("t", 0, '"a"'))]
+    assert roster.received(1, Gather("t", '"b"'), 0.0) == []
+    assert roster.received(0, Gather("t", '"a"'), 0.0) == [Send((0, 1), GatherPart("t", ((1, '"a"'), (1, '"b"'))))]
     assert roster._gathers == {}
+
+
+def test_equal_values_of_neighbours_travel_once() -> None:
+    roster = joined(4)
+    for rank, value in ((3, "1"), (0, "1"), (2, "2")):
+        assert roster.received(rank, Gather("t", value), 0.0) == []
+    sends = roster.received(1, Gather("t", "1"), 0.0)
+    assert sends == [Send((0, 1, 2, 3), GatherPart("t", ((2, "1"), (1, "2"), (1, "1"))))]
+
+
+def test_large_values_travel_in_several_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roster_module, "_MAX_OF_A_PART", 10)
+    roster = joined(5)
+    for rank, value in enumerate(("a" * 99, "b" * 6, "c" * 4, "d")):
+        roster.received(rank, Gather("t", value), 0.0)
+    parts = [send.message.runs for send in roster.received(4, Gather("t", "d"), 0.0)]
+    assert parts == [((1, "a" * 99),), ((1, "b" * 6), (1, "c" * 4)), ((2, "d"),)]
+
+
+def test_who_waits_long_for_a_gather_may_ask_for_whom() -> None:
+    roster = joined(5)
+    for rank in (0, 2):
+        roster.received(rank, Gather("t", "1"), 0.0)
+    assert roster.received(2, AskMissing("t"), 0.0) == [Send((2,), Missing("t", {1: 1, 3: 4}))]
+    for rank in (1, 3, 4):
+        roster.received(rank, Gather("t", "1"), 0.0)
+    assert roster.received(2, AskMissing("t"), 0.0) == []
 
 
 def test_giving_twice_is_refused() -> None:
@@ -299,28 +330,46 @@ def test_a_gather_with_a_leaver_fails_and_names_it_and_the_tag(leave_first: bool
 def test_a_rank_may_leave_after_it_gave() -> None:
     roster = joined(2)
     roster.received(1, Gather("t", "1"), 0.0)
-    assert roster.received(1, Leave(), 0.0) == [Send((0,), Left(1))]
-    assert roster.received(0, Gather("t", "1"), 0.0) == [Send((0, 1), GatherPart("t", 0, "1"))]
+    assert roster.received(1, Leave(), 0.0) == []
+    assert roster.received(0, Gather("t", "1"), 0.0) == [Send((0, 1), GatherPart("t", ((2, "1"),)))]
 
 
 def test_when_the_last_leaves_all_are_told_the_end() -> None:
     roster = joined(2)
     roster.received(8, hello(Member.server(0)), 0.0)
-    assert roster.received(1, Leave(), 0.0) == [Send((0, 8), Left(1))]
+    assert roster.received(1, Leave(), 0.0) == []
     assert not roster.over
-    assert roster.received(0, Leave(), 0.0) == [Send((1, 8), Left(0)), Send((0, 1, 8), End())]
+    assert roster.received(0, Leave(), 0.0) == [Send((0, 1, 8), Left({0: 1})), Send((0, 1, 8), End())]
     assert roster.ended
     assert roster.disconnected(1) == []
+
+
+def test_those_that_left_between_two_ticks_are_told_of_together_and_once() -> None:
+    roster = joined(6)
+    for rank in (4, 1, 2):
+        assert roster.received(rank, Leave(), 0.0) == []
+    assert roster.tick(0.1) == [Send((0, 1, 2, 3, 4, 5), Left({1: 2, 4: 4}))]
+    assert roster.tick(0.2) == []
+    roster.received(0, Leave(), 0.2)
+    assert roster.received(8, hello(Member.server(0)), 0.2) == [
+        Send((0, 1, 2, 3, 4, 5), Left({0: 0})),
+        Send((8,), Welcome("h", 70)),
+        Send((8,), Ready("")),
+        Send((8,), Left({0: 2, 4: 4})),
+    ]
+    assert roster.tick(0.3) == []
 
 
 def test_a_rank_that_left_may_end_once_every_other_has_left_or_spares_it() -> None:
     roster = joined(4)
     roster.received(1, Leave(), 0.0)
-    assert roster.received(1, Part(), 0.0) == [Send((0, 2, 3), Parting(1))]
+    left = Send((0, 1, 2, 3), Left({1: 1}))  # a rank knows who left before it is asked to let go
+    assert roster.received(1, Part(), 0.0) == [left, Send((0, 2, 3), Parting(1))]
     assert roster.received(2, Released(1), 0.0) == []
-    assert roster.received(3, Leave(), 0.0) == [Send((0, 1, 2), Left(3))]
+    assert roster.received(3, Leave(), 0.0) == []
     assert roster.received(0, Released(1), 0.0) == [Send((1,), End())]
     roster.runs(1)  # its witness was asked before
+    assert roster.tick(0.5) == [Send((0, 1, 2, 3), Left({3: 3}))]
     for now in range(1, 60):
         for connection in (0, 2, 3):
             roster.received(connection, Heartbeat(), now)
@@ -334,17 +383,17 @@ def test_the_last_to_leave_lets_go_of_who_would_end() -> None:
     roster = joined(3)
     roster.received(1, Leave(), 0.0)
     roster.received(1, Part(), 0.0)
-    assert roster.received(2, Leave(), 0.0) == [Send((0, 1), Left(2))]
-    assert roster.received(2, Part(), 0.0) == [Send((0,), Parting(2))]
+    assert roster.received(2, Leave(), 0.0) == []
+    assert roster.received(2, Part(), 0.0) == [Send((0, 1, 2), Left({2: 2})), Send((0,), Parting(2))]
     assert roster.received(0, Released(2), 0.0) == [Send((2,), End())]
-    assert roster.received(0, Leave(), 0.0) == [Send((1, 2), Left(0)), Send((0, 1, 2), End())]
+    assert roster.received(0, Leave(), 0.0) == [Send((0, 1, 2), Left({0: 0})), Send((0, 1, 2), End())]
 
 
 def test_when_rank_0_may_end_the_channel_does() -> None:
     roster = joined(3)
     roster.received(8, hello(Member.server(0)), 0.0)
     roster.received(0, Leave(), 0.0)
-    assert roster.received(0, Part(), 0.0) == [Send((1, 2), Parting(0))]
+    assert roster.received(0, Part(), 0.0) == [Send((0, 1, 2, 8), Left({0: 0})), Send((1, 2), Parting(0))]
     roster.received(1, Released(0), 0.0)
     assert roster.received(2, Released(0), 0.0) == [Send((0, 1, 2, 8), End())]
     assert roster.over

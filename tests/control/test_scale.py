@@ -1,0 +1,80 @@
+"""What rank 0 does for a job grows with the number of ranks, and not with its square."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from commsched.control.messages import Announce, Gather, Leave, Message, Prepared, Propose, ToRank0, encode
+from commsched.control.roster import Send
+
+from .test_roster import hello, joined, member, new_roster
+
+
+def life_of(size: int) -> dict[str, list[Send]]:
+    """The messages of a job of ``size`` ranks, by what the ranks do."""
+    roster, ranks = new_roster(size), range(size)
+    told = {"join": [send for rank in ranks for send in roster.received(rank, hello(member(rank, size)), 0.0)]}
+
+    def all_send(message: Message, first: int = 0) -> list[Send]:
+        return [send for rank in ranks[first:] for send in roster.received(rank, message, 0.0)]
+
+    told["gather"] = all_send(Gather("manifests", "x" * 1000))
+    told["change"] = [*roster.received(0, Propose({}), 0.0), *all_send(Prepared({0: 5}))]
+    told["launch"] = [*all_send(ToRank0("order", "[]"), first=1), *roster.received(0, Announce("order", "[]"), 0.0)]
+    told["leave"] = [*all_send(Leave(), first=1), *roster.tick(0.1), *roster.received(0, Leave(), 0.1)]
+    assert roster.ended
+    return told
+
+
+def test_the_messages_and_bytes_of_a_job_grow_with_its_ranks() -> None:
+    small, large = life_of(256), life_of(1024)
+    for what, sends in large.items():
+        for count in (lambda send: len(send.connections), lambda send: len(send.connections) * len(encode(send.message))):
+            assert sum(map(count, sends)) < 4.5 * sum(map(count, small[what])), what
+
+
+def lines_run(call: Callable[[], object]) -> int:
+    """The number of lines of Python that ``call`` runs, each turn of a loop counted."""
+    lines = 0
+
+    def trace(frame: FrameType, event: str, argument: Any) -> Any:
+        nonlocal lines
+        lines += event == "line"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+    return lines
+
+
+@pytest.mark.parametrize(
+    "message", [Gather("t", "1"), ToRank0("t", "1"), Leave(), Prepared({0: 5})], ids=lambda message: type(message).__name__
+)
+def test_an_event_takes_as_long_among_many_ranks_as_among_few(message: Message) -> None:
+    def lines(size: int) -> int:
+        roster = joined(size)
+        roster.received(0, Propose({}), 0.0)
+        for rank in range(1, size // 2):
+            roster.received(rank, message, 0.0)
+        return lines_run(lambda: roster.received(size // 2, message, 0.0))
+
+    assert lines(512) == lines(8)
+
+
+def test_who_joins_takes_as_long_among_many_ranks_as_among_few() -> None:
+    def lines(size: int) -> int:
+        roster = new_roster(size)
+        for rank in range(size // 2):
+            roster.received(rank, hello(member(rank, size)), 0.0)
+        return lines_run(lambda: roster.received(size, hello(member(size // 2, size)), 0.0))
+
+    assert lines(512) == lines(8)
