@@ -191,6 +191,11 @@ class Core:
         return self._changes.latest
 
     @property
+    def agreed_count(self) -> int:
+        """The number of changes of configuration that the ranks have agreed on, as far as this rank knows."""
+        return self._changes.agreed_count
+
+    @property
     def group_count(self) -> int:
         """The number of groups that were added, which is the index of the next one."""
         return len(self._groups)
@@ -272,8 +277,8 @@ class Core:
             report = self._pace.step_begins(group.index, step, now)
         if self.observer is not None:
             self.observer.on_step(group.index, step, now)
-        if self.on_step is not None:
-            self.on_step(group.index, step, now)
+        if (on_step := self.on_step) is not None:  # another thread may set it to None
+            on_step(group.index, step, now)
         if report is not None and self._stalls is not None and self._transport.world_size > 1:
             self._report_pace(report)
         return step

@@ -29,6 +29,7 @@ class Reconfiguration:
         latest: the configuration agreed on last.
         current: the newest configuration that a group has applied, or that waits for no group.
         waiting: the changes that some group has yet to apply, by age.
+        agreed_count: the number of changes agreed on.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
@@ -37,7 +38,7 @@ class Reconfiguration:
         self._groups: list[TensorGroup] = []
         self._reserved = False
         self._holds: dict[int, int] | None = None  # the first held step of each group, while a change is being agreed on
-        self._agreed = self._current_number = 0  # numbers of the last change and of the one that ``current`` comes from
+        self.agreed_count = self._current_number = 0  # numbers of the last change and of the one that ``current`` comes from
 
     def reserve(self) -> SchedulerConfig:
         """The configuration to cut the next group by. Every later change includes that group. No steps may be held, since that
@@ -74,9 +75,9 @@ class Reconfiguration:
     def agree(self, config: SchedulerConfig | None, steps: Mapping[int, int]) -> None:
         """Add a change and hold no step any more; see ``Core.switch_at``."""
         self._holds = None
-        self._agreed += 1
+        self.agreed_count += 1
         self.latest = config or self.latest
-        change = _Change(self._agreed, self.latest, self.without_released(steps))
+        change = _Change(self.agreed_count, self.latest, self.without_released(steps))
         for earlier in self.waiting:
             for group, step in change.steps.items():
                 if earlier.steps.get(group) == step:  # the group begins no step with the earlier configuration

@@ -142,6 +142,7 @@ def _open_joined(world: World, settings: Settings, device: str) -> Session:
                 messenger=control,
                 order=settings.order,
             )
+            undo.callback(core.close)
             session = Session(control, transport, core, trace=trace, check_weights=check_weights)
         session.cleanup.enter_context(around.pop_all())
     if settings.tuned is not None:
@@ -272,15 +273,15 @@ def _first_lines(
 def _start_choosing(session: Session, settings: Settings, transport: str, host: str, hosts: int) -> None:
     from ..tuner.start import facts_of, start_choosing, start_tuning
 
-    job = facts_of(session, settings, transport, host, hosts)
-    if settings.chooses_sizes:
-        start_choosing(session, settings, job, say)
-    if settings.tune is not None:
-        try:
+    try:
+        job = facts_of(session, settings, transport, host, hosts)
+        if settings.chooses_sizes:
+            start_choosing(session, settings, job, say)
+        if settings.tune is not None:
             start_tuning(session, settings, job, say)
-        except BaseException as error:
-            session.abort(f"{type(error).__name__}: {error}")
-            raise
+    except BaseException as error:
+        session.abort(f"{type(error).__name__}: {error}")
+        raise
 
 
 #: Advice to users whose ranks opened no session.
@@ -321,12 +322,15 @@ def first_line(
     way = f"{transport} over {settings.lane}" if transport == "ps" else transport
     if settings.servers:
         way += f" with {_count(len(settings.servers), 'server')}"
+    from ..tuner.space import MIN_TELLING_BYTES
+
+    choosing = manifest.nbytes >= MIN_TELLING_BYTES  # smaller tensors leave nothing to choose
     parts = [
         f"{_count(ranks, 'rank')} on {_count(hosts, 'host')}",
         way,
         f"{_count(len(manifest.tensors), 'tensor')} of {size(manifest.nbytes)} per step",
-        f"partition {size(config.partition_bytes)}{' at first' if settings.partition is None else ''}",
-        f"credit {size(config.credit_bytes)}{' at first' if settings.credit is None else ''}",
+        f"partition {size(config.partition_bytes)}{' at first' if choosing and settings.partition is None else ''}",
+        f"credit {size(config.credit_bytes)}{' at first' if choosing and settings.credit is None else ''}",
         config.policy,
     ]
     if config.collective != "all_reduce":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -95,6 +96,7 @@ class Session:
         self._diverged: RanksDiverged | None = None
         self.observer = trace
         self._observers: tuple[Observer, ...] = () if trace is None else (trace,)
+        self._observers_lock = threading.Lock()
         self._listener = SessionListener(core, self._on_compared)
         control.listen(self._listener)
 
@@ -186,17 +188,14 @@ class Session:
 
     def _use_first_sizes(self, choose: Callable[[Manifest], SchedulerConfig | None], manifest: Manifest) -> None:
         """Make all ranks use the configuration that ``choose`` returns on rank 0, if it returns one."""
-        config = choose(manifest)
-        [chosen, *_] = self.gather(None if config is None else config.to_record(), "to choose sizes")
-        if chosen is None:
-            return
-        self._first_sizes = None
-        wanted = SchedulerConfig(**chosen)
-        if self.rank == 0:
-            self.reconfigure(wanted)
-        # The change is agreed on by messages of its own, so a rank may not have it with the first answers.
-        while not all(self.gather(self.core.next_config == wanted, "to choose sizes")):
-            pass
+        config, agreed_before = choose(manifest), self.core.agreed_count
+        if self.gather(config is not None, "to choose sizes")[0]:
+            if config is not None and self.rank == 0:
+                self.reconfigure(config)
+            # The change is agreed on by messages of its own, so a rank may not have it with the first answers. Another change
+            # may be agreed on behind it, so ranks count changes instead of looking for this one.
+            while not all(self.gather(self.core.agreed_count > agreed_before, "to choose sizes")):
+                pass
 
     def _agree_on(self, manifest: Manifest) -> tuple[Plan, str]:
         """The plan by which all ranks cut ``manifest``, and the collective that averages it."""
@@ -275,8 +274,8 @@ class Session:
         self._control.propose(config.to_record(), window)
 
     def choose_first_sizes(self, choose: Callable[[Manifest], SchedulerConfig | None]) -> None:
-        """Before each :meth:`register`, call ``choose`` with the tensors, until it returns a configuration, which all ranks
-        then use. Rank 0's answer counts. Called on every rank, by the code that opens the session."""
+        """Before each :meth:`register`, call ``choose`` with the tensors. If it returns a configuration on rank 0, all ranks
+        use that. Called on every rank, by the code that opens the session."""
         self._first_sizes = choose
 
     def time_steps(self, on_step: Callable[[int, int, float], None]) -> None:
@@ -344,12 +343,14 @@ class Session:
     def observe(self, observer: Observer) -> Callable[[], None]:
         """Add an observer of tasks and steps. The returned function removes it."""
         core = self.core
-        self._observers = (*self._observers, observer)
-        core.observer = Observers(*self._observers)
+        with self._observers_lock:
+            self._observers = (*self._observers, observer)
+            core.observer = Observers(*self._observers)
 
         def forget() -> None:
-            self._observers = tuple(each for each in self._observers if each is not observer)
-            core.observer = Observers(*self._observers)  # even if empty: threads may be about to call it
+            with self._observers_lock:
+                self._observers = tuple(each for each in self._observers if each is not observer)
+                core.observer = Observers(*self._observers)  # even if empty: threads may be about to call it
 
         return forget
 

@@ -87,47 +87,52 @@ class AutoSizes:
         self._context.learner.stop()
 
     def _choose(self, group: int, manifest: Manifest, incumbent: SchedulerConfig, space: Space) -> Chosen:
+        context, learner = self._context, self._context.learner
+        if self.chosen is not None and not self._settle(group):  # what ended the earlier choice may have changed them just now
+            return Chosen(incumbent, incumbent, "unfinished")
+        current = incumbent = context.current()
         measured: dict[SchedulerConfig, float] = {}
-        current, link = incumbent, None
+        link = None
         with ExitStack() as stack:
             model: RemoteModel | None = None
             starts: list[SchedulerConfig] = []
-            for _ in range(ROUNDS):
-                profile = self._context.learner.profile(group, manifest)
+            for round_ in range(ROUNDS + 1):
+                profile = learner.profile(group, manifest)
                 if profile is None:
                     return Chosen(incumbent, current, "unfinished")
+                if context.current() != current:  # somebody else has changed the configuration; it stays
+                    return Chosen(incumbent, context.current(), "chosen")
                 measured[current] = profile.step_seconds
+                if round_ == ROUNDS:
+                    break
                 if model is None:
-                    model = self._context.learner.open_model(profile, incumbent, stack)
-                    starts = self._context.learner.guesses(profile, incumbent.policy)
+                    model = learner.open_model(profile, incumbent, stack)
+                    starts = learner.guesses(profile, incumbent.policy)
                 else:
                     model = model.calibrate(list(measured.items()))
                 link = model.link
                 found = best_sizes(model.predict, space, [current, *starts])
                 if found in measured or not _is_better(found, current, model):
                     break
-                self._use(found)
+                context.trials.apply(found)
                 current = found
-                if not self._context.meter.wait_for_steps(group, self._context.trials.settle_steps):
+                if not self._settle(group):
                     return Chosen(incumbent, current, "unfinished")
-            if current not in measured:
-                profile = self._context.learner.profile(group, manifest)
-                if profile is None:
-                    return Chosen(incumbent, current, "unfinished")
-                measured[current] = profile.step_seconds
         kept = _fastest(measured)
         if kept != current:
-            self._use(kept)
-        self._context.say(self._line(manifest, kept, incumbent, measured, link))
+            context.trials.apply(kept)
+            if not self._settle(group):
+                return Chosen(incumbent, kept, "unfinished")
+        context.say(self._line(kept, incumbent, measured, link))
         return Chosen(incumbent, kept, "chosen", link)
 
-    def _use(self, config: SchedulerConfig) -> None:
-        log.debug("sizes: %s from one of the next steps on", describe_config(config))
-        self._context.trials.apply(config)
+    def _settle(self, group: int) -> bool:
+        """Wait until a change that was applied is in use, and its first steps are over. False if training ended first, or other
+        tensors are trained."""
+        return self._context.meter.wait_for_steps(group, self._context.trials.settle_steps)
 
     def _line(
         self,
-        manifest: Manifest,
         kept: SchedulerConfig,
         incumbent: SchedulerConfig,
         measured: dict[SchedulerConfig, float],

@@ -25,14 +25,11 @@ MAX_FIRST_PARTITION_BYTES = 4_000_000
 #: an agreed order.
 _PARTITION_SECONDS, _COLLECTIVE_PARTITION_SECONDS = 0.15e-3, 0.3e-3
 
-#: Bytes below which a group of tensors says nothing about the job's sizes. Plugins register flags in groups of their own.
-MIN_TELLING_BYTES = 2 * MIN_TUNED_PARTITION_BYTES
-
 
 def before_first_step(
     nbytes: int, workers: int, *, servers: int = 0, ordered: bool = False, rate: float = UNKNOWN_RATE
 ) -> tuple[int, int]:
-    """Partition and credit in bytes for ``nbytes`` of gradients, before any step was seen.
+    """Partition in bytes, and credit in partitions, for ``nbytes`` of gradients, before any step was seen.
 
     As in :func:`seeds`, ``delta* = sqrt(theta * S / (m * c))`` balances the overhead of messages against the partitions that
     are already committed when an urgent one arrives. All bytes count as critical, because layer times are not known.
@@ -46,7 +43,7 @@ def before_first_step(
     theta = _COLLECTIVE_PARTITION_SECONDS if ordered else _PARTITION_SECONDS
     best = math.sqrt(theta * nbytes / (committed * seconds_per_byte))
     size = round(min(max(best, MIN_TUNED_PARTITION_BYTES), MAX_FIRST_PARTITION_BYTES))
-    return size, lanes * size
+    return size, lanes
 
 
 def seeds(

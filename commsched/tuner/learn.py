@@ -12,12 +12,12 @@ from ..core.errors import ClosedError
 from ..core.interfaces import Observer
 from ..core.manifest import Manifest
 from ..settings import Settings
-from .initial_guesses import MIN_TELLING_BYTES, UNKNOWN_RATE, before_first_step, seeds
+from .initial_guesses import UNKNOWN_RATE, before_first_step, seeds
 from .link import known_rate
 from .meter import StepTimer
 from .model_process import ModelProcess, RemoteModel
 from .profiler import Measured, Profiler
-from .space import Space, fixed_by
+from .space import MIN_TELLING_BYTES, MIN_TUNED_PARTITION_BYTES
 from .trials import Stopped, TrialRunner
 
 log = logging.getLogger("commsched")
@@ -60,17 +60,41 @@ class TuningContext:
     say: Callable[[str], None]
 
 
-def first_sizes(job: JobFacts, settings: Settings, manifest: Manifest, current: SchedulerConfig) -> SchedulerConfig | None:
-    """The configuration for the first steps of ``manifest``: ``current`` with the sizes that ``settings`` leaves open. None if
-    the tensors are too small to say anything about the job."""
-    if manifest.nbytes < MIN_TELLING_BYTES or job.workers < 2:
-        return None
-    rates = [rate for rate in (settings.rate, known_rate(job.host)) if rate is not None]
-    partition, credit = before_first_step(
-        manifest.nbytes, job.workers, servers=job.servers, ordered=job.ordered, rate=min(rates, default=UNKNOWN_RATE)
-    )
-    wanted = replace(current, partition_bytes=partition, credit_bytes=credit)
-    return Space(current, manifest.nbytes, fixed_by(settings)).clip(wanted)
+class FirstSizes:
+    """Chooses the configuration for the first steps of tensors that are about to be registered, on rank 0.
+
+    Args:
+        current: returns the configuration agreed on last.
+    """
+
+    def __init__(self, job: JobFacts, settings: Settings, current: Callable[[], SchedulerConfig]) -> None:
+        self._job = job
+        self._settings = settings
+        self._current = current
+        self._largest_bytes = 0  # of the tensors that a configuration was chosen for
+
+    def __call__(self, manifest: Manifest) -> SchedulerConfig | None:
+        """``current`` with the sizes that the settings leave open. None if the tensors are too small to say anything about the
+        job, or smaller than earlier ones. A search that tuning has begun keeps its configuration."""
+        job, settings, nbytes = self._job, self._settings, manifest.nbytes
+        if nbytes < MIN_TELLING_BYTES or nbytes <= self._largest_bytes or job.workers < 2:
+            return None
+        if settings.tune is not None and self._largest_bytes > 0:
+            return None
+        self._largest_bytes = nbytes
+        rates = [rate for rate in (settings.rate, known_rate(job.host)) if rate is not None]
+        rate = min(rates, default=UNKNOWN_RATE)
+        partition, lanes = before_first_step(nbytes, job.workers, servers=job.servers, ordered=job.ordered, rate=rate)
+        if settings.partition is not None:
+            partition = settings.partition
+        elif settings.credit is not None:
+            partition = min(partition, max(settings.credit // lanes, MIN_TUNED_PARTITION_BYTES))
+        credit = lanes * partition if settings.credit is None else settings.credit
+        return replace(self._current(), partition_bytes=partition, credit_bytes=credit)
+
+
+class NothingMeasured(Exception):
+    """The steps of a profile were not complete, or sent nothing."""
 
 
 class Learner:
@@ -89,8 +113,12 @@ class Learner:
         self._process: ModelProcess | None = None  # of the latest model
 
     def profile(self, group: int, manifest: Manifest) -> Measured | None:
-        """Profile the next steps of ``group``, whose tensors are in ``manifest``. Returns None if training ends first, another
-        group is trained, or nothing was sent."""
+        """Profile the next steps of ``group``, whose tensors are in ``manifest``. Returns None if training ends first, or
+        another group is trained.
+
+        Raises:
+            NothingMeasured: no step was complete, or nothing was sent.
+        """
         profiler = Profiler(group, PROFILE_STEPS)
         forget = self._watch(profiler)
         try:
@@ -98,7 +126,12 @@ class Learner:
         finally:
             profiler.stop()
             forget()
-        return profiler.result(manifest, ordered=self._job.ordered) if goes_on else None
+        if not goes_on:
+            return None
+        measured = profiler.result(manifest, ordered=self._job.ordered)
+        if measured is None:
+            raise NothingMeasured(f"{PROFILE_STEPS} steps were observed, none of them complete")
+        return measured
 
     def guesses(self, measured: Measured, policy: str) -> list[SchedulerConfig]:
         """The first configurations to try; see ``initial_guesses.seeds``."""

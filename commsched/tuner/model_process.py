@@ -40,14 +40,16 @@ class ModelProcess:
         self._cancelled = False
 
     def __enter__(self) -> RemoteModel:
-        # In this process's group, because launchers end whole groups.
+        # In this process's group, because launchers end whole groups. With its path, to which the script may have added.
         self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__],
+            [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import main; main()"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
         )
+        if self._cancelled:  # just before
+            self._process.kill()
         try:
             return RemoteModel(self, self.ask(self._first))
         except BaseException:
@@ -141,7 +143,3 @@ def main() -> None:
         except Exception as error:
             answer = {"error": f"{type(error).__name__}: {error}"}
         print(json.dumps(answer), flush=True)
-
-
-if __name__ == "__main__":
-    main()

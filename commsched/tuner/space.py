@@ -14,6 +14,10 @@ from ..settings import Settings
 MIN_TUNED_PARTITION_BYTES = 64_000
 MAX_TUNED_PARTITION_BYTES = 32_000_000
 
+#: Bytes below which a group of tensors says nothing about the job's sizes, and has nothing to choose. Plugins register flags in
+#: groups of their own.
+MIN_TELLING_BYTES = 2 * MIN_TUNED_PARTITION_BYTES
+
 #: Largest credit, in partitions.
 MAX_RATIO = 32
 

@@ -14,7 +14,7 @@ from ..core.interfaces import Observer, Transport
 from ..core.manifest import Manifest
 from ..core.order.static import SLACK, STABLE_STEPS
 from ..settings import Settings
-from .learn import JobFacts, Learner, TuningContext, first_sizes
+from .learn import FirstSizes, JobFacts, Learner, TuningContext
 from .meter import StepTimer
 from .online import SETTLE_STEPS, OnlineTuner, Search
 from .trials import TrialRunner
@@ -73,7 +73,7 @@ def start_choosing(
     if session.rank != 0:
         session.choose_first_sizes(lambda manifest: None)  # rank 0's answer counts
         return None
-    session.choose_first_sizes(lambda manifest: first_sizes(job, settings, manifest, session.core.next_config))
+    session.choose_first_sizes(FirstSizes(job, settings, lambda: session.core.next_config))
     if settings.tune is not None or job.workers < 2:
         return None
     from .auto import AutoSizes  # here: it imports the simulator's dependencies
@@ -116,8 +116,7 @@ def _context(
     is_static = settings.order == "static" and session.transport.ordered
     trials = TrialRunner(session, meter.main_group, STABLE_STEPS + SLACK + 3 if is_static else SETTLE_STEPS)
     learner = Learner(job, meter, session.observe, lambda: trials.stopped)
-    # A configuration that was applied may not be in use yet.
-    return TuningContext(settings, job, meter, trials, learner, lambda: trials.applied or session.core.next_config, say)
+    return TuningContext(settings, job, meter, trials, learner, lambda: session.core.next_config, say)
 
 
 def _start(session: TunableSession, context: TuningContext, search: Search, end: Callable[[str], None]) -> OnlineTuner:

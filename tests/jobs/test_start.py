@@ -30,8 +30,8 @@ def test_jobs_run_to_their_end(arguments: list[str]) -> None:
 
 def _first_line(ranks: int, transport: str) -> str:
     return (
-        f"commsched: {ranks} ranks on 1 host, {transport}, 2 tensors of 8 KB per step, partition 4.0 MB at first, "
-        "credit 16.0 MB at first, priority\n"
+        f"commsched: {ranks} ranks on 1 host, {transport}, 2 tensors of 8 KB per step, partition 4.0 MB, credit 16.0 MB, "
+        "priority\n"
     )
 
 

@@ -19,7 +19,7 @@ from commsched.session.session import Session
 from commsched.settings import Settings
 from commsched.simulator.profile import Profile
 from commsched.tuner.auto import AutoSizes, Chosen, best_sizes
-from commsched.tuner.learn import JobFacts, TuningContext
+from commsched.tuner.learn import FirstSizes, JobFacts, NothingMeasured, TuningContext
 from commsched.tuner.profiler import LinkEstimate, Measured
 from commsched.tuner.space import MAX_RATIO, Space
 from commsched.tuner.trials import Stopped
@@ -276,3 +276,71 @@ def test_far_fewer_partitions_are_worth_a_change() -> None:
     chosen = job.run()
     assert chosen is not None
     assert chosen.kept.partition_bytes >= 1_000_000
+
+
+def test_a_second_larger_model_gets_sizes_of_its_own_and_a_smaller_one_none() -> None:
+    facts = JobFacts(2, "ps", False, "127.0.0.1", 1, 2)
+    choose = FirstSizes(facts, Settings(), SchedulerConfig)
+    assert choose(manifest(100)) is None
+    small, large = choose(manifest(100_000)), choose(manifest(100_000_000))
+    assert small is not None
+    assert large is not None
+    assert small.partition_bytes < large.partition_bytes
+    assert choose(manifest(1_000_000)) is None
+
+
+def test_the_other_size_fits_the_one_that_is_set() -> None:
+    facts = JobFacts(2, "ps", False, "127.0.0.1", 1, 2)
+    by_partition = FirstSizes(facts, Settings(partition=8_000_000), SchedulerConfig)(MODEL)
+    by_credit = FirstSizes(facts, Settings(credit=600_000), SchedulerConfig)(MODEL)
+    assert by_partition is not None
+    assert by_credit is not None
+    assert (by_partition.partition_bytes, by_partition.credit_bytes) == (8_000_000, 32_000_000)
+    assert (by_credit.partition_bytes, by_credit.credit_bytes) == (150_000, 600_000)
+
+
+def test_a_change_that_somebody_else_makes_stays() -> None:
+    job = Job(bowl(500_000, 4), bowl(500_000, 4))
+    mine = SchedulerConfig(1_234_567, 5_000_000)
+    profile = job.profile
+
+    def interrupted(group: int, described: Manifest) -> Measured | None:
+        job.current = mine
+        return profile(group, described)
+
+    job.profile = interrupted  # type: ignore[method-assign]
+    chosen = job.run()
+    assert chosen is not None
+    assert chosen.finished
+    assert chosen.kept == job.current == mine
+    assert job.used == []
+
+
+def test_steps_in_which_nothing_was_seen_change_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    job = Job(bowl(500_000, 4))
+
+    def nothing(group: int, described: Manifest) -> Measured | None:
+        raise NothingMeasured("5 steps were observed, none of them complete")
+
+    job.profile = nothing  # type: ignore[method-assign]
+    chosen = job.run()
+    assert chosen is not None
+    assert chosen.finished
+    assert "partition and credit stay as they are: NothingMeasured: 5 steps" in caplog.text
+
+
+def test_another_change_right_behind_the_first_sizes_holds_no_rank_back() -> None:
+    """Ranks wait until a change is agreed on. If they waited for that configuration, the next one would hide it for ever."""
+
+    def open_rank(session: Session) -> None:
+        def choose(manifest: Manifest) -> SchedulerConfig | None:
+            if manifest.nbytes < 1000 or session.rank != 0:
+                return None
+            session.reconfigure(SchedulerConfig(300, 900))
+            threading.Timer(0, session.reconfigure, (SchedulerConfig(500, 900),)).start()
+            return SchedulerConfig(400, 900)
+
+        session.choose_first_sizes(choose)
+
+    by_rank = Training(steps=10, open_rank=open_rank).run()
+    require_same_weights(by_rank, Training(steps=10).run()[0])

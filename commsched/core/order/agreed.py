@@ -75,6 +75,10 @@ class AgreedOrder:
         self._offers: list[LaunchKey] = []  # tasks that are ready here and not yet reported to rank 0
         self._outgoing: list[OrderMessage] = []
         self._frozen: StaticOrder | None = None
+        # Tasks to start on ``LARGEST`` that rank 0 announced during the frozen order, so after that had ended on rank 0. They
+        # come after the tasks that are left of its last step here. A task of that step was launched here: rank 0 has the
+        # averages of the step, to which every rank contributes.
+        self._after_frozen: deque[CommTask] = deque()
         self._last_frozen: StaticOrder | None = None  # the current frozen order, or the last one if it has ended
         self._freezes = 0  # number of frozen orders so far
         self._asked = False  # an end of the frozen order was requested
@@ -115,12 +119,20 @@ class AgreedOrder:
                 return self._started(agreed.popleft(), channel)
         frozen = self._frozen
         # Launches that rank 0 decided on before it froze the order come first on every rank.
-        task = frozen.next() if frozen is not None and not self._agreed[LARGEST] else None
-        if frozen is None or task is None:
+        if frozen is None or self._agreed[LARGEST]:
+            return None
+        if self._after_frozen and frozen.is_between_steps:
+            self._begin_after_frozen()
+            return self.next()
+        if (task := frozen.next()) is None:
             return None
         if (done := frozen.end_step()) is not None:
             self._static_step_ended(frozen, *done)
         return self._started(task, LARGEST)
+
+    def _begin_after_frozen(self) -> None:
+        self._agreed[LARGEST].extend(self._after_frozen)
+        self._after_frozen.clear()
 
     def _started(self, task: CommTask, channel: int) -> CommTask:
         task.channel, task.sequence = channel, self._sequences[channel]
@@ -283,7 +295,8 @@ class AgreedOrder:
             return
         for task in tasks:
             del self._ready[LaunchKey.of(task)]
-        self._agreed[channel].extend(tasks)
+        is_after_frozen = channel == LARGEST and self._frozen is not None
+        (self._after_frozen if is_after_frozen else self._agreed[channel]).extend(tasks)
         self._received += len(tasks)
         self._unconfirmed += keys
         self._digest = digest
@@ -330,6 +343,7 @@ class AgreedOrder:
         if self._frozen is not None and self._frozen.group == group:
             self._frozen = None
             self._static_digests.clear()
+            self._begin_after_frozen()
 
     def _freeze(self, frozen: StaticOrder) -> None:
         self._frozen = self._last_frozen = frozen

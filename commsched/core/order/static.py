@@ -151,6 +151,11 @@ class StaticOrder:
         return done
 
     @property
+    def is_between_steps(self) -> bool:
+        """Whether no task of the current step was launched."""
+        return self._place == 0
+
+    @property
     def is_stale(self) -> bool:
         """Whether tasks have become ready in another order than usual for ``STABLE_STEPS`` consecutive steps, after which an
         order counts as stable."""

@@ -441,6 +441,40 @@ def test_one_that_is_larger_and_comes_later_is_agreed_on() -> None:
     assert ranks.launched(1, STATIC)[-1] == (0, step, ranks.launched(1, STATIC)[-1].partition, "all_reduce")
 
 
+def test_what_rank_0_announces_after_its_static_order_comes_after_the_rest_of_that_order_here() -> None:
+    """An all-gather of few elements may need nothing of a rank that is late with it, so rank 0 can be done before."""
+    ranks = Ranks(2, credit_bytes=10**9, freeze=True, tasks=2)
+
+    def step_of_both(step: int, partitions: tuple[int, ...], verb: str, on: tuple[int, ...] = (0, 1)) -> None:
+        for partition in partitions:
+            for rank in on:
+                ranks.add(rank, make_task(step, partition, verb=verb))
+            ranks.deliver_all()
+
+    step = 0
+    while not ranks.orders[0].is_static:
+        step_of_both(step, (1, 0), REDUCE_SCATTER)
+        step_of_both(step, (1, 0), ALL_GATHER)
+        step += 1
+    for order in ranks.orders:
+        order.add_group(2, 10**6)  # larger than the static one
+    before = [len(started) for started in ranks.started]
+    step_of_both(step, (1, 0), REDUCE_SCATTER)
+    step_of_both(step, (1,), ALL_GATHER)
+    step_of_both(step, (0,), ALL_GATHER, on=(0,))
+    ranks.orders[0].recut(0)
+    for rank in range(2):
+        ranks.add(rank, make_task(0, 0, group=2, nbytes=500))
+    ranks.deliver_all()
+    step_of_both(step, (0,), ALL_GATHER, on=(1,))
+    launched = [
+        [(task.group, task.partition.index, task.verb, task.channel, task.sequence) for task in started[first:]]
+        for started, first in zip(ranks.started, before)
+    ]
+    assert len(launched[0]) == 5
+    assert launched[0] == launched[1]
+
+
 def test_an_offer_that_is_heard_after_the_order_it_did_not_know_of_is_dropped() -> None:
     ranks, step = frozen(3)
     old = {"kind": "TasksReady", "ready": [[0, step - 1, 0, 0]], "freezes": 0, "first": 0, "launched": [], "digest": ""}

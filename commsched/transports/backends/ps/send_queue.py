@@ -152,8 +152,10 @@ class SendQueue:
             parcel = self._woken()
             if parcel is not None:
                 return parcel
-            if self._finished:
-                raise StopIteration
+            with self._lock:
+                # A control message and the end may have come since the item that was kept back.
+                if self._finished and not self._control:
+                    raise StopIteration
 
     def next_now(self) -> OutgoingFrame | None:
         """The next message if one may leave now, otherwise None, also after the end. Only the sending thread calls it."""

@@ -237,3 +237,21 @@ def test_repr_counts_what_waits():
     assert repr(outbox).startswith("<Outbox 1 control, 2 ready")
     outbox.finish()
     assert repr(outbox).endswith(", finished>")
+
+
+def test_an_error_that_comes_while_a_reply_is_kept_back_is_sent():
+    outbox, way = SendQueue(), PushPriority()
+    outbox.yield_to(way)
+    way.take(0, 0)
+    put(outbox, 1, kind=FrameKind.RESULT)
+    kept_back = outbox._woken
+
+    def woken():
+        found = kept_back()
+        if found is None and not outbox._finished:  # another thread, just now
+            outbox.put_control(ACK)
+            outbox.finish()
+        return found
+
+    outbox._woken = woken
+    assert [parcel.frame for parcel in outbox] == [ACK]
