@@ -12,7 +12,7 @@ from queue import SimpleQueue
 from .frame import Frame, FrameKind
 from .rate_limiter import RateLimiter
 
-#: Added to the order of replies for the pacer. It is larger than the order of every push.
+#: Added to the order of replies of a step for the pacer. It is larger than the order of every push.
 _REPLIES_LAST = 2**32
 
 
@@ -117,8 +117,12 @@ class SendQueue:
         parcel = OutgoingFrame(frame, sent)
         if self._pacer is None:
             self._enter(parcel)
-        else:  # the pacer has one order for all messages of this process; see PushPriority
-            order = frame.order + (_REPLIES_LAST if frame.kind is FrameKind.RESULT else 0)
+        else:
+            # The pacer has one order for all messages of this process; see PushPriority. Replies of an earlier step come before
+            # pushes: a rank that is ahead would otherwise hold back what the others wait for, and ranks would be ahead in turn.
+            # Groups count their steps apart, so the models of one process with fewer steps come first.
+            is_reply = frame.kind is FrameKind.RESULT
+            order = frame.order + _REPLIES_LAST * (2 * frame.step + is_reply)
             self._pacer.submit(order, frame.nbytes, lambda: self._enter(parcel))
 
     def yield_to(self, way: PushPriority) -> None:

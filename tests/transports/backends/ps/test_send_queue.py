@@ -130,8 +130,9 @@ def test_a_pacer_lets_pushes_pass_before_replies():
     outbox = SendQueue(pacer)
     put(outbox, 0, kind=FrameKind.RESULT)
     put(outbox, 2**32 - 1)
-    reply, push = (priority for priority, _, _ in pacer.waiting)
-    assert push < reply
+    put(outbox, 0, step=1)
+    reply, push, later = (priority for priority, _, _ in pacer.waiting)
+    assert push < reply < later  # replies of an earlier step do not wait for a rank that is ahead
 
 
 def taken_in_a_thread(outbox: SendQueue) -> tuple[threading.Thread, queue.SimpleQueue]:
