@@ -159,12 +159,13 @@ def test_updates_whose_averages_arrive_while_a_reader_waits_are_made_with_its_ow
                 made[session.rank].clear()
                 networks[session.rank].hold()
         exchange: Any = optimizer._exchange
-        (front,) = (slot for slot in exchange.places.slots if slot.name == "0.weight")
+        front, back = (next(slot for slot in exchange.places.slots if slot.name == name) for name in ("0.weight", "1.weight"))
 
         def wait_while_averages_arrive(self: DependencyProxy) -> None:
             if self is front.proxies[0]:
                 exchange.places.flags.kept()
                 networks[session.rank].let_go()
+                wait(back.proxies[0])
             wait(self)
 
         waits[front.proxies[0]] = wait_while_averages_arrive
