@@ -23,7 +23,7 @@ MAX_FIRST_PARTITION_BYTES = 4_000_000
 
 #: Seconds by which one more partition prolongs a step before it is measured: over the parameter server, and for collectives in
 #: an agreed order.
-_PARTITION_SECONDS, _COLLECTIVE_PARTITION_SECONDS = 0.15e-3, 0.3e-3
+_PARTITION_SECONDS, _COLLECTIVE_PARTITION_SECONDS = 0.05e-3, 0.3e-3
 
 
 def before_first_step(
