@@ -1,4 +1,4 @@
-"""What agreement costs rank 0 in jobs of many ranks: its messages, and its processor time for them. No network, one thread.
+"""Counts rank 0's messages for agreement in jobs of many ranks, and its processor time for them. No network, one thread.
 
 All ranks run here, with the order and the control channel's decisions as they are, and messages that are encoded and decoded
 as on the way. A step is a backward pass: one layer after another becomes ready on all ranks, in another order of ranks each
@@ -36,7 +36,7 @@ _STEPS = 5
 
 @dataclass
 class Cost:
-    """Of one launch, at rank 0: messages that it received and sent (one for each other rank), and its processor time."""
+    """The cost of one launch at rank 0: messages that it received and sent (one for each other rank), and processor time."""
 
     received: float
     sent: float
@@ -104,7 +104,7 @@ class _Job:
             self.cpu_seconds += time.thread_time() - began
 
     def _settle(self, rank: int) -> None:
-        """What Core's dispatcher does: start what may start, and send what is to be sent."""
+        """Act as Core's dispatcher: start what may start, and send what is to be sent."""
         order = self._orders[rank]
         while True:
             task = order.next()

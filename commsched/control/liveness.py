@@ -1,4 +1,4 @@
-"""What the times of messages show: which peers have been silent for too long, and how far this process's clock is from rank
+"""Reads the times of messages: which peers have been silent for too long, and how far this process's clock is from rank
 0's. Pure: no thread, clock or I/O."""
 
 from __future__ import annotations

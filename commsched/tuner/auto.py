@@ -40,12 +40,11 @@ EQUAL_MEASUREMENTS = 0.01
 @dataclass(frozen=True, slots=True)
 class Chosen:
     """The result of :class:`AutoSizes`. ``reason`` is ``chosen``, or ``unfinished`` if training, or the training of these
-    tensors, ended first. ``link`` is what the calibrated model takes the network for; None without a model."""
+    tensors, ended first."""
 
     incumbent: SchedulerConfig
     kept: SchedulerConfig
     reason: str
-    link: LinkEstimate | None = None
 
     @property
     def finished(self) -> bool:
@@ -124,7 +123,7 @@ class AutoSizes:
             if not self._settle(group):
                 return Chosen(incumbent, kept, "unfinished")
         context.say(self._line(kept, incumbent, measured, link))
-        return Chosen(incumbent, kept, "chosen", link)
+        return Chosen(incumbent, kept, "chosen")
 
     def _settle(self, group: int) -> bool:
         """Wait until a change that was applied is in use, and its first steps are over. False if training ended first, or other

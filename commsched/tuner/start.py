@@ -60,29 +60,24 @@ def facts_of(session: TunableSession, settings: Settings, transport: str, host: 
     return JobFacts(session.world_size, transport, ordered, host, hosts, workers, servers)
 
 
-def start_choosing(
-    session: TunableSession, settings: Settings, job: JobFacts, say: Callable[[str], None]
-) -> OnlineTuner | None:
+def start_choosing(session: TunableSession, settings: Settings, job: JobFacts, say: Callable[[str], None]) -> None:
     """Choose partition and credit as far as ``settings`` leaves them open: before the first step, and, unless the job is tuned,
     again from what rank 0 sees of the first steps. Called on every rank before the first group is registered; not collective.
-    Returns rank 0's tuner, or None if there is none.
 
     Args:
         say: prints a line for the user.
     """
     if session.rank != 0:
         session.choose_first_sizes(lambda manifest: None)  # rank 0's answer counts
-        return None
+        return
     session.choose_first_sizes(FirstSizes(job, settings, lambda: session.core.next_config))
     if settings.tune is not None or job.workers < 2:
-        return None
+        return
     from .auto import AutoSizes  # here: it imports the simulator's dependencies
 
-    meter = StepTimer(lambda report: None)  # there are no windows to report
-    session.on_register(meter.add_group)
-    session.time_steps(meter.on_step)
+    meter = _meter(session, lambda report: None)  # there are no windows to report
     context = _context(session, settings, job, meter, say)
-    return _start(session, context, AutoSizes(context), lambda why: None)
+    _start(session, context, AutoSizes(context), lambda why: None)
 
 
 def start_tuning(session: TunableSession, settings: Settings, job: JobFacts, say: Callable[[str], None]) -> None:
@@ -97,9 +92,7 @@ def start_tuning(session: TunableSession, settings: Settings, job: JobFacts, say
     refusals = session.gather(_refusal(settings, session.core) if session.rank == 0 else None)
     if refusals[0] is not None:
         raise from_record(refusals[0])
-    meter = StepTimer(session.tell_tuner)
-    session.on_register(meter.add_group)
-    session.time_steps(meter.on_step)
+    meter = _meter(session, session.tell_tuner)
     if session.rank != 0:
         session.use_tuner(meter)
         return
@@ -107,6 +100,13 @@ def start_tuning(session: TunableSession, settings: Settings, job: JobFacts, say
 
     context = _context(session, settings, job, meter, say)
     _start(session, context, TuningJob(context), partial(_tell_end, settings.tune_end))
+
+
+def _meter(session: TunableSession, tell: Callable[[Any], None]) -> StepTimer:
+    meter = StepTimer(tell)
+    session.on_register(meter.add_group)
+    session.time_steps(meter.on_step)
+    return meter
 
 
 def _context(
@@ -119,12 +119,11 @@ def _context(
     return TuningContext(settings, job, meter, trials, learner, lambda: session.core.next_config, say)
 
 
-def _start(session: TunableSession, context: TuningContext, search: Search, end: Callable[[str], None]) -> OnlineTuner:
+def _start(session: TunableSession, context: TuningContext, search: Search, end: Callable[[str], None]) -> None:
     tuner = OnlineTuner(context.meter, context.trials, search, context.say, end)
     session.use_tuner(tuner)
     session.when_failed(tuner.on_failure)
     tuner.start()
-    return tuner
 
 
 def _tell_end(path: str | None, why: str) -> None:

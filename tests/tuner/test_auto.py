@@ -193,7 +193,7 @@ def test_what_turns_out_slower_is_given_up() -> None:
 def test_a_gain_too_small_to_matter_changes_nothing() -> None:
     job = Job(bowl(4_000_000, 4), lambda config: 1.0 - 0.004 * (config.partition_bytes == 1_000_000))
     chosen = job.run()
-    assert chosen == Chosen(BEGIN, BEGIN, "chosen", Model.link)
+    assert chosen == Chosen(BEGIN, BEGIN, "chosen")
     assert job.used == []
 
 

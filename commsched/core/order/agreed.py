@@ -41,7 +41,7 @@ class AgreedOrder:
     block each other.
 
     Args:
-        channels: the number of the transport's channels: see ``key.LARGEST``.
+        channels: the number of the transport's channels: see ``messages.LARGEST``.
         freeze: once the order of the largest group has repeated for some steps, it is frozen: launched without messages
             (:class:`~.static.StaticOrder`), until the configuration changes. Needs two channels.
         describe: names a task, for messages.

@@ -76,7 +76,7 @@ class Record(ref[torch.Tensor]):
     address: int  # of the marked memory
 
     def guard(self, tensor: torch.Tensor, resolve: Resolve, twin: Twin | None = None) -> None:
-        """As the function :func:`guard`; ``tensor`` is the one of this record."""
+        """Do what the function :func:`guard` does for the tensor of this record."""
         is_new, self.resolve = self.resolve is None, resolve  # first: another thread may read the tensor at any time
         if is_new and self.original is not type(tensor):
             self.original, self.guarded = type(tensor), _guarded_class(type(tensor))
@@ -92,7 +92,7 @@ class Record(ref[torch.Tensor]):
             tensor.__class__ = self.guarded
 
     def release(self, tensor: torch.Tensor) -> None:
-        """As the function :func:`release`; ``tensor`` is the one of this record. The call must be within ``unnoticed()``."""
+        """Do what the function :func:`release` does for the tensor of this record. The call must be within ``unnoticed()``."""
         if self.resolve is not None:
             tensor.__class__ = self.original
             if self.plain is not None:

@@ -30,7 +30,7 @@ _STRIDED = torch.strided
 
 
 class GradientState(Enum):
-    """What this rank has done with the gradient of one parameter; see :data:`GRADIENT_TRANSITIONS`.
+    """The state of the gradient of one parameter on this rank; see :data:`GRADIENT_TRANSITIONS`.
 
     The states before the submission do not say whether ``.grad`` is there: user code assigns to it at any time.
     """

@@ -1,4 +1,4 @@
-"""What torch is doing, by ways that it does not document: which backward runs in this thread, and when code is compiled.
+"""Finds out what torch is doing, by ways that it does not document: which backward runs in this thread, when code is compiled.
 
 Compiled code reads parameters without waiting for their update: it uses their memory directly and does not call
 ``__torch_function__``. But torch compiles code when it is first run, and again for tensors of another class, and it calls a

@@ -63,7 +63,7 @@ class Ranks:
         self.settle(rank)
 
     def settle(self, rank: int) -> None:
-        """What Core's dispatcher does: start what may start, and send what is to be sent."""
+        """Act as Core's dispatcher: start what may start, and send what is to be sent."""
         order = self.orders[rank]
         while True:
             task = order.next()
