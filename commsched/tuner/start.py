@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -99,6 +100,8 @@ def start_tuning(session: TunableSession, settings: Settings, job: JobFacts, say
     from .job import TuningJob  # here: it imports the searchers' dependencies
 
     context = _context(session, settings, job, meter, say)
+    trials = context.trials  # what it has applied may not be agreed on yet when the next search begins
+    context = replace(context, current=lambda: trials.applied or session.core.next_config)
     _start(session, context, TuningJob(context), partial(_tell_end, settings.tune_end))
 
 
