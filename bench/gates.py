@@ -22,7 +22,7 @@ from torch import nn
 import commsched.plugins.torch as cs
 from commsched import SchedulerConfig, Session, TransportError
 from commsched.control.end import ControlEnd
-from commsched.control.member import Member
+from commsched.control.messages import Member
 from commsched.core.core import Core
 from commsched.plugins.torch.guard import guard, release
 from commsched.plugins.torch.samples import Samples, first_sample_difference

@@ -3,7 +3,6 @@
 Importing this package starts nothing, reads no environment and imports no engine, gRPC or MPI.
 """
 
-from .core.config import SchedulerConfig
 from .core.errors import (
     ClosedError,
     CommschedError,
@@ -17,6 +16,7 @@ from .core.errors import (
     TransportError,
     UnsupportedError,
 )
+from .core.scheduler import SchedulerConfig
 from .session.process import end_first, init, require_world_size, shutdown
 from .session.session import Session
 from .version import __version__

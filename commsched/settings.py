@@ -14,9 +14,9 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from .core.config import COLLECTIVES, MAX_PARTITION_BYTES, SchedulerConfig
 from .core.errors import ConfigError
 from .core.policies import policy_names
+from .core.scheduler import COLLECTIVES, MAX_PARTITION_BYTES, SchedulerConfig
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
 

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commsched.core.config import MAX_PARTITION_BYTES, SchedulerConfig
 from commsched.core.errors import ConfigError
 from commsched.core.policies import policy_names
+from commsched.core.scheduler import MAX_PARTITION_BYTES, SchedulerConfig
 from commsched.settings import (
     DEFAULT_BUDGET,
     Budget,

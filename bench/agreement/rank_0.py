@@ -16,8 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from commsched.control.member import Member
-from commsched.control.messages import PROTOCOL, Announce, Announced, FromRank, Hello, ToRank0, decode, encode
+from commsched.control.messages import PROTOCOL, Announce, Announced, FromRank, Hello, Member, ToRank0, decode, encode
 from commsched.control.roster import Roster
 from commsched.core.interfaces import ORDER
 from commsched.core.order.agreed import AgreedOrder

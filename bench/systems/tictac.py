@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from commsched.core.config import MAX_PARTITION_BYTES
+from commsched.core.scheduler import MAX_PARTITION_BYTES
 
 from ..harness.simulated import PartitionRules
 from ..harness.system import Context, System, SystemInfo

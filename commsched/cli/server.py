@@ -7,7 +7,7 @@ from contextlib import ExitStack, closing
 from typing import NoReturn
 
 from ..control.client import ControlClient
-from ..control.member import Member
+from ..control.messages import Member
 from ..control.rendezvous import own_host
 from ..control.witnessed import Witness
 from ..core.errors import CommschedError, ProtocolError

@@ -14,8 +14,7 @@ from ..net.rpc import Unproven
 from ..version import __version__
 from .end import ControlEnd
 from .liveness import ClockOffset, FailureDetector, heartbeat_seconds, tick_seconds, too_silent
-from .member import Member
-from .messages import PROTOCOL, End, Hello, Message, Ping, Pong, Ready, Welcome, decode, encode
+from .messages import PROTOCOL, End, Hello, Member, Message, Ping, Pong, Ready, Welcome, decode, encode
 from .server import ControlServer, InProcessStream
 from .stream import ControlStream, refusal
 from .witnessed import Doubts

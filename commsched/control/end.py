@@ -24,7 +24,6 @@ from ..core.errors import (
     to_record,
 )
 from .events import CallbackThread, Listener
-from .member import Member
 from .messages import (
     MAX_MESSAGE_BYTES,
     Announce,
@@ -40,6 +39,7 @@ from .messages import (
     Heartbeat,
     Leave,
     Left,
+    Member,
     Message,
     Missing,
     Part,

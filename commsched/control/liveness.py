@@ -8,7 +8,7 @@ from collections.abc import Hashable
 from typing import Generic, TypeVar
 
 from ..core.errors import PeerTimeout
-from .member import Member
+from .messages import Member
 
 Peer = TypeVar("Peer", bound=Hashable)
 

@@ -7,8 +7,7 @@ import threading
 
 from ..version import __version__
 from .end import ControlEnd
-from .member import Member
-from .messages import PROTOCOL, Hello, decode, encode
+from .messages import PROTOCOL, Hello, Member, decode, encode
 from .roster import Roster
 
 

@@ -22,8 +22,8 @@ from typing import Any
 from ..core.errors import CommschedError, ConfigError, PeerLost, PeerTimeout, ProtocolError, from_record, to_record
 from ..version import __version__
 from .liveness import FailureDetector, too_silent
-from .member import ROLES, Member
 from .messages import (
+    ROLES,
     Announce,
     Announced,
     AskMissing,
@@ -38,6 +38,7 @@ from .messages import (
     Hello,
     Leave,
     Left,
+    Member,
     Message,
     Missing,
     Part,

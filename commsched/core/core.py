@@ -15,7 +15,6 @@ from time import monotonic
 from typing import Any
 from weakref import WeakSet
 
-from .config import COLLECTIVES, SchedulerConfig
 from .errors import (
     FEWER_BATCHES,
     FORKED,
@@ -38,7 +37,7 @@ from .pace import Pace, PaceReport, Stragglers
 from .plan import Partition, Plan, cut
 from .policies import make_policy
 from .reconfigure import Reconfiguration
-from .scheduler import Scheduler, is_key
+from .scheduler import COLLECTIVES, Scheduler, SchedulerConfig, is_key
 from .stalls import RankProgress, Stalls, StepOfGroup, Wait, progress_of
 from .task import ALL_GATHER, REDUCE_SCATTER, CommTask, State
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from .config import SchedulerConfig
 from .group import TensorGroup
+from .scheduler import SchedulerConfig
 
 
 @dataclass

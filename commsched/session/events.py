@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from ..control.events import Listener
-from ..core.config import SchedulerConfig
 from ..core.core import Core
 from ..core.errors import CommschedError
+from ..core.scheduler import SchedulerConfig
 
 #: The topics of the messages that sessions send each other, beside those of their cores.
 TUNER, COMPARE = "tuner", "compare"

@@ -7,9 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 from ..control.end import ControlEnd
 from ..control.local import LocalControlWorld
-from ..core.config import SchedulerConfig
 from ..core.core import Core
 from ..core.interfaces import Transport
+from ..core.scheduler import SchedulerConfig
 from ..transports.backends.local import LocalWorld
 from .session import Session, starting
 

@@ -23,15 +23,15 @@ from ..control.rendezvous import (
     where_to_listen,
 )
 from ..core.comparison import require_same
-from ..core.config import SchedulerConfig
 from ..core.core import Core
 from ..core.errors import ConfigError
 from ..core.manifest import Manifest
+from ..core.scheduler import SchedulerConfig
 from ..core.world import World
 from ..settings import Settings
 from ..transports import load_backend, require_transport, without_effect
-from ..transports.auto import transport_name
 from ..transports.backend import TransportContext
+from ..transports.open import open_named, transport_name
 from ..tuner.format import size
 from .log import say, say_whose_warnings, set_level
 from .process_end import tell_launcher
@@ -95,8 +95,6 @@ def _open_alone(world: World, settings: Settings) -> Session:
 
 def _open_joined(world: World, settings: Settings, device: str) -> Session:
     """Open the session of one of several ranks, part after part."""
-    from ..transports.open import open_named  # here: it imports the shared parts of all transports
-
     job = job_name(world, settings, os.environ)
     with ExitStack() as around:  # what outlives the session's other parts: the control server and the witness
         published = around.enter_context(ExitStack())

@@ -10,13 +10,13 @@ from typing import Any
 
 from ..control.end import ControlEnd
 from ..core.comparison import Comparison
-from ..core.config import SchedulerConfig
 from ..core.core import Core
 from ..core.errors import FORKED, ClosedError, CommschedError, PeerLost, RanksDiverged, TransportError
 from ..core.group import TensorGroup, require_buffer, require_buffers
 from ..core.interfaces import Buffer, Observer, Observers, Transport
 from ..core.manifest import Manifest, TensorSpec, require_equal
 from ..core.plan import Plan, cut
+from ..core.scheduler import SchedulerConfig
 from .events import COMPARE, TUNER, SessionListener, Tuner
 from .trace import TraceObserver
 

@@ -7,10 +7,9 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from ..core.config import SchedulerConfig
 from ..core.plan import place
 from ..core.policies import make_policy
-from ..core.scheduler import Scheduler
+from ..core.scheduler import Scheduler, SchedulerConfig
 from ..core.task import CommTask
 from .clock import EndOfInstant, VirtualClock
 from .network import SimulatedNetwork

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
-from ..core.config import SchedulerConfig
+from ..core.scheduler import SchedulerConfig
 from ..core.task import CommTask
 
 

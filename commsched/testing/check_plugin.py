@@ -12,9 +12,9 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ..core.config import SchedulerConfig
 from ..core.errors import CommschedError
 from ..core.interfaces import Observer, Transport
+from ..core.scheduler import SchedulerConfig
 from ..session.local import local_sessions
 from ..session.session import Session
 from .fakes import Delayed

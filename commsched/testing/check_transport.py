@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..core.config import COLLECTIVES, SchedulerConfig
 from ..core.core import Core
 from ..core.errors import PeerLost
 from ..core.group import TensorGroup
@@ -29,6 +28,7 @@ from ..core.interfaces import TaskObserver
 from ..core.manifest import ITEMSIZE, Manifest, TensorSpec
 from ..core.order.static import STABLE_STEPS
 from ..core.plan import cut
+from ..core.scheduler import COLLECTIVES, SchedulerConfig
 from .checked_world import CheckedJob, CheckedWorld, OpenRanks, OpenSession, OpenWorld, Threads
 from .world import run_world
 

@@ -9,10 +9,10 @@ from itertools import count
 from typing import Any, Protocol
 
 from ..control.local import LocalControl, LocalControlWorld
-from ..core.config import SchedulerConfig
 from ..core.core import Core
 from ..core.errors import CommschedError
 from ..core.interfaces import OnFailure, Transport
+from ..core.scheduler import SchedulerConfig
 from ..core.task import REDUCE_SCATTER
 from ..core.world import World
 from ..session.events import SessionListener

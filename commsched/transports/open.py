@@ -1,11 +1,113 @@
-"""Opens a transport by its name, inside the wrappers that the settings ask for."""
+"""The transport of a job: its choice with ``transport="auto"``, and its opening inside the wrappers that settings ask for."""
 
 from __future__ import annotations
 
+import logging
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+from ..core.errors import ConfigError
 from ..core.interfaces import Transport
+from ..core.world import World
+from ..settings import Settings
 from . import load_backend, require_transport
 from .backend import TransportContext
-from .hierarchy import open_flat, open_hierarchy
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """The facts that the choice depends on, beside the settings and the launcher.
+
+    ``cuda_tensors``: the gradients lie in a CUDA device's memory. ``nccl``: the gradients do, and PyTorch is loaded, has NCCL
+    and sees a device. ``torch_group``: ``torch.distributed`` is initialised. ``gloo``: ``torch.distributed`` has Gloo.
+    ``mpi4py``: mpi4py is installed.
+    """
+
+    cuda_tensors: bool = False
+    nccl: bool = False
+    torch_group: bool = False
+    gloo: bool = False
+    mpi4py: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The ``name`` of a transport and the ``reason`` for the choice. ``str`` gives the line that is logged for the user."""
+
+    name: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"transport=auto: {self.name} ({self.reason})"
+
+
+def choose(settings: Settings, world: World, seen: Capabilities) -> Choice:
+    """Choose the transport for ``settings``. Pure, so equal arguments give equal choices on all ranks.
+
+    CUDA tensors come before the launcher: only NCCL carries them, under mpiexec too.
+    """
+    if settings.transport != "auto":
+        return Choice(settings.transport, "as set")
+    if world.world_size == 1:
+        return Choice("local", "one rank, nothing to send")
+    if settings.servers:
+        return Choice("ps", f"servers={','.join(settings.servers)}")
+    if seen.cuda_tensors and seen.nccl:
+        return Choice("nccl", "CUDA tensors, and PyTorch has NCCL")
+    started_by_mpi = world.launcher.startswith(("mpirun", "mpiexec"))
+    if started_by_mpi and seen.mpi4py:
+        return Choice("mpi", f"started by {world.launcher}")
+    if seen.torch_group and seen.gloo:
+        return Choice("gloo", "torch.distributed is initialised")
+    if started_by_mpi:
+        return Choice("ps", f'started by {world.launcher}, but mpi4py is missing: pip install "commsched[mpi]" gives mpi')
+    return Choice("ps", "every rank hosts a shard; no servers are named")
+
+
+def detect_capabilities(device: str = "cpu") -> Capabilities:
+    """Detect the capabilities for gradients on ``device`` ("cpu", or a PyTorch name such as "cuda:1"). Imports nothing."""
+    torch, distributed = sys.modules.get("torch"), sys.modules.get("torch.distributed")
+    available = torch is not None and distributed is not None and distributed.is_available()
+    cuda_tensors = device.partition(":")[0] == "cuda"
+    cuda = cuda_tensors and available and torch.cuda.is_available()  # type: ignore[union-attr]  # wakes the CUDA driver
+    return Capabilities(
+        cuda_tensors=cuda_tensors,
+        nccl=cuda and distributed.is_nccl_available(),  # type: ignore[union-attr]
+        torch_group=available and distributed.is_initialized(),  # type: ignore[union-attr]
+        gloo=available and distributed.is_gloo_available(),  # type: ignore[union-attr]
+        mpi4py=find_spec("mpi4py") is not None,
+    )
+
+
+log = logging.getLogger("commsched")
+
+
+def transport_name(world: World, settings: Settings, device: str, gather: Callable[[Any], list[Any]]) -> str:
+    """Return the transport that is set or, for ``auto``, chosen. Collective.
+
+    Args:
+        device: the device that holds the gradients.
+        gather: the session's ``gather``.
+
+    Raises:
+        ConfigError: ranks detect different capabilities and choose differently; names both choices and their reasons.
+    """
+    if settings.transport != "auto":
+        return settings.transport
+    choice = choose(settings, world, detect_capabilities(device))
+    choices = gather([choice.name, choice.reason])
+    name_on_0, reason_on_0 = choices[0]
+    for rank, (name, reason) in enumerate(choices):
+        if name != name_on_0:
+            raise ConfigError(
+                f"transport=auto is {name_on_0} on rank 0 ({reason_on_0}) but {name} on rank {rank} ({reason}); set transport"
+            )
+    if world.rank == 0:
+        log.info("%s", choice)
+    return choice.name
 
 
 def open_named(context: TransportContext, name: str) -> Transport:
@@ -17,6 +119,8 @@ def open_named(context: TransportContext, name: str) -> Transport:
         ConfigError: no transport has that name, the transport lacks a package, or a setting does not fit it.
         CommschedError: opening failed for another reason; see the transport.
     """
+    from .hierarchy import open_flat, open_hierarchy  # here: it imports the shared parts of all transports
+
     require_transport(name)
     backend = load_backend(name)
     backend.prepare(context)

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
-from ..core.config import SchedulerConfig
 from ..core.manifest import Manifest
+from ..core.scheduler import SchedulerConfig
 from .format import milliseconds
 from .learn import TuningContext, is_end
 from .model_process import RemoteModel

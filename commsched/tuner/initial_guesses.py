@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from itertools import accumulate
 
-from ..core.config import SchedulerConfig
+from ..core.scheduler import SchedulerConfig
 from ..simulator.profile import Profile
 from ..simulator.scenario import bytes_factor
 from .profiler import LinkEstimate

@@ -8,10 +8,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..core.config import SchedulerConfig
 from ..core.core import Core
 from ..core.errors import ConfigError
 from ..core.manifest import Manifest
+from ..core.scheduler import SchedulerConfig
 from ..settings import Settings
 from ..version import __version__
 from .auto import best_sizes

@@ -24,8 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal
 
-from ..core.config import SchedulerConfig
 from ..core.errors import ConfigError
+from ..core.scheduler import SchedulerConfig
 from .result import Verdict
 from .trials import Window
 

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
-from ..core.config import SchedulerConfig
 from ..core.errors import ClosedError
 from ..core.interfaces import Observer
 from ..core.manifest import Manifest
+from ..core.scheduler import SchedulerConfig
 from ..settings import Settings
 from .initial_guesses import UNKNOWN_RATE, before_first_step, seeds
 from .link import known_rate

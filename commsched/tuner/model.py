@@ -10,9 +10,9 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from ..core.config import SchedulerConfig
 from ..core.manifest import Manifest
 from ..core.plan import cut
+from ..core.scheduler import SchedulerConfig
 from ..simulator import Cluster, Exchange, FairShareCache, Rules, equal_workers, simulate
 from ..simulator.profile import ITEMSIZE, LayerProfile, Profile, Tensors
 from ..simulator.scenario import bytes_factor

@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
-from ..core.config import SchedulerConfig
+from ..core.scheduler import SchedulerConfig
 from ..simulator.profile import Profile
 from .profiler import LinkEstimate
 from .trials import Stopped

@@ -8,9 +8,9 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ..core.config import SchedulerConfig
 from ..core.errors import ClosedError, CommschedError
 from ..core.manifest import Manifest
+from ..core.scheduler import SchedulerConfig
 from .format import milliseconds
 from .meter import StepTimer
 from .stats import DriftDetector

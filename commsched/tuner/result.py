@@ -15,9 +15,9 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from ..core.config import SchedulerConfig
 from ..core.errors import ConfigError
 from ..core.manifest import Manifest
+from ..core.scheduler import SchedulerConfig
 from ..settings import Settings
 from .format import milliseconds, size
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 
-from ..core.config import SchedulerConfig
+from ..core.scheduler import SchedulerConfig
 from ..settings import Budget
 from .format import milliseconds
 from .journal import Journal, Phase, Trial

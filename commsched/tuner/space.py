@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ..core.config import SchedulerConfig
 from ..core.errors import ConfigError
 from ..core.policies import policy_names
+from ..core.scheduler import SchedulerConfig
 from ..settings import Settings
 
 MIN_TUNED_PARTITION_BYTES = 64_000

@@ -8,12 +8,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
-from ..core.config import SchedulerConfig
 from ..core.core import Core
 from ..core.errors import CommschedError, from_record, to_record
 from ..core.interfaces import Observer, Transport
 from ..core.manifest import Manifest
 from ..core.order.static import SLACK, STABLE_STEPS
+from ..core.scheduler import SchedulerConfig
 from ..settings import Settings
 from .learn import FirstSizes, JobFacts, Learner, TuningContext
 from .meter import StepTimer

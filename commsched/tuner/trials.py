@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from ..core.config import SchedulerConfig
 from ..core.errors import CommschedError, UnsupportedError
+from ..core.scheduler import SchedulerConfig
 
 
 @dataclass(frozen=True, slots=True)

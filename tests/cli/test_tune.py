@@ -16,7 +16,7 @@ import pytest
 from commsched.cli import launch
 from commsched.cli import tune as tune_command
 from commsched.cli.main import main
-from commsched.core.config import SchedulerConfig
+from commsched.core.scheduler import SchedulerConfig
 from commsched.tuner.format import HEADER
 from commsched.tuner.journal import Journal, Trial
 from commsched.tuner.result import Verdict

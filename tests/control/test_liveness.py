@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from commsched.control.liveness import ClockOffset, FailureDetector, heartbeat_seconds, tick_seconds, too_silent
-from commsched.control.member import Member
+from commsched.control.messages import Member
 
 
 def watch(liveness: FailureDetector[str], begin: float, end: float, speaking: set[str]) -> list[tuple[str, float]]:

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from commsched.control import messages
-from commsched.control.member import Member
-from commsched.control.messages import PROTOCOL, Message, decode, encode
+from commsched.control.messages import PROTOCOL, Member, Message, decode, encode
 from commsched.core.errors import ProtocolError
 
 text = st.text(max_size=20)

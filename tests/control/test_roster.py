@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commsched.control import roster as roster_module
-from commsched.control.member import Member
 from commsched.control.messages import (
     PROTOCOL,
     Announce,
@@ -26,6 +25,7 @@ from commsched.control.messages import (
     Hello,
     Leave,
     Left,
+    Member,
     Message,
     Missing,
     Part,

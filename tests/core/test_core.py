@@ -8,7 +8,6 @@ from queue import SimpleQueue
 
 import pytest
 
-from commsched.core.config import SchedulerConfig
 from commsched.core.core import Core
 from commsched.core.errors import ClosedError, CommschedError, ConfigError, PeerLost, TransportError
 from commsched.core.group import TensorGroup
@@ -16,6 +15,7 @@ from commsched.core.interfaces import Completion
 from commsched.core.manifest import Manifest, TensorSpec
 from commsched.core.plan import cut
 from commsched.core.policies import make_policy
+from commsched.core.scheduler import SchedulerConfig
 from commsched.core.stalls import StepOfGroup, progress_of
 from commsched.core.task import CommTask, State
 from commsched.testing.fakes import RecordingTransport

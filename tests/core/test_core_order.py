@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from commsched.core.config import SchedulerConfig
 from commsched.core.core import Core
 from commsched.core.errors import ClosedError, CommschedError, ConfigError, OrderMismatch, UnsupportedError
 from commsched.core.group import TensorGroup
 from commsched.core.interfaces import ORDER, STALL
 from commsched.core.manifest import Manifest, TensorSpec
 from commsched.core.plan import cut
+from commsched.core.scheduler import SchedulerConfig
 from commsched.core.task import ALL_GATHER, REDUCE_SCATTER
 from commsched.testing.fakes import RecordingTransport
 

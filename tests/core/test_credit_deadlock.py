@@ -5,12 +5,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from commsched.core.config import SchedulerConfig
 from commsched.core.core import Core
 from commsched.core.group import TensorGroup
 from commsched.core.interfaces import Completion
 from commsched.core.manifest import Manifest, TensorSpec
 from commsched.core.plan import cut
+from commsched.core.scheduler import SchedulerConfig
 from commsched.core.task import CommTask
 from commsched.testing.fakes import RecordingTransport
 from commsched.testing.world import run_world

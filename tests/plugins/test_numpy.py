@@ -9,9 +9,9 @@ import pytest
 from numpy.typing import NDArray
 
 import commsched
-from commsched.core.config import SchedulerConfig
 from commsched.core.errors import CommschedError, ManifestMismatch, TransportError, UnsupportedError
 from commsched.core.interfaces import Completion, ForwardingTransport, Transport
+from commsched.core.scheduler import SchedulerConfig
 from commsched.core.task import CommTask
 from commsched.plugins.numpy import SGD, Linear, Network, ReLU, ScheduledOptimizer, softmax_cross_entropy
 from commsched.session.local import local_sessions

@@ -8,15 +8,14 @@ from contextlib import ExitStack
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commsched.control.member import Member
-from commsched.control.messages import PROTOCOL, Commit, Hello, Message, Prepare, Prepared, Propose
+from commsched.control.messages import PROTOCOL, Commit, Hello, Member, Message, Prepare, Prepared, Propose
 from commsched.control.roster import Roster, Send
-from commsched.core.config import SchedulerConfig
 from commsched.core.core import Core
 from commsched.core.group import TensorGroup
 from commsched.core.interfaces import Completion
 from commsched.core.manifest import Manifest, TensorSpec
 from commsched.core.plan import cut
+from commsched.core.scheduler import SchedulerConfig
 from commsched.core.task import CommTask
 from commsched.testing.fakes import RecordingTransport
 from commsched.version import __version__

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from commsched.core.config import SchedulerConfig
 from commsched.core.core import Core
 from commsched.core.manifest import Manifest, TensorSpec
 from commsched.core.plan import cut
+from commsched.core.scheduler import SchedulerConfig
 from commsched.session.events import TUNER, SessionListener
 from commsched.testing.fakes import RecordingTransport
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from commsched.core.config import SchedulerConfig
 from commsched.core.manifest import Manifest, TensorSpec
+from commsched.core.scheduler import SchedulerConfig
 from commsched.core.world import World, detect_world
 from commsched.session.opening import FirstLine, alone_line, first_line, no_rank_line
 from commsched.settings import Settings

@@ -55,7 +55,7 @@ def test_addresses_that_no_gradient_takes_are_not_asked_for(tmp_path: Path, monk
     machines = itertools.count()
     monkeypatch.setattr(commsched.session.opening, "reached_at", lambda host: Reached(host, True, f"machine {next(machines)}"))
     monkeypatch.setattr(commsched.session.opening, "transport_name", lambda *about: "mpi")
-    monkeypatch.setattr("commsched.transports.open.open_named", opened)
+    monkeypatch.setattr(commsched.session.opening, "open_named", opened)
     assert "mpi is opened" in open_two(tmp_path)  # one rank may hear of the other's
 
 

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from commsched.core.config import SchedulerConfig
 from commsched.core.core import Core
 from commsched.core.interfaces import Completion
 from commsched.core.manifest import Manifest, TensorSpec
 from commsched.core.plan import Partition, cut
+from commsched.core.scheduler import SchedulerConfig
 from commsched.core.task import CommTask
 from commsched.session.trace import TraceObserver, merge
 from commsched.testing.fakes import RecordingTransport

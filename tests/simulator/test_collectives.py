@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.harness.lower_bound import bucketed_wfbp, dear, lower_bound, partitioned_bound, serial, wfbp, window_bound
-from commsched.core.config import SchedulerConfig
 from commsched.core.policies import policy_names
+from commsched.core.scheduler import SchedulerConfig
 from commsched.simulator import Exchange, Rules, equal_workers, simulate
 from commsched.simulator.exchanges import hops
 from commsched.simulator.profile import ITEMSIZE

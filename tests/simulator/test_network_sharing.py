@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from commsched.core.config import SchedulerConfig
+from commsched.core.scheduler import SchedulerConfig
 from commsched.simulator import FairShareCache, Rules, equal_workers, simulate
 from commsched.simulator import network_sharing as module
 from commsched.simulator.network_sharing import Connections

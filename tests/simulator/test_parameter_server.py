@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from bench.harness.lower_bound import lower_bound, window_bound
 from bench.harness.network_load import least_seconds_per_byte
-from commsched.core.config import SchedulerConfig
 from commsched.core.policies import policy_names
+from commsched.core.scheduler import SchedulerConfig
 from commsched.simulator import Cluster, Rules, WorkerClass, equal_workers, simulate
 from commsched.simulator.profile import ITEMSIZE
 from commsched.simulator.scenario import bytes_factor

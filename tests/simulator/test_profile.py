@@ -1,4 +1,4 @@
-from commsched.core.config import SchedulerConfig
+from commsched.core.scheduler import SchedulerConfig
 from commsched.simulator.profile import Grouping, LayerProfile, Profile, Tensors, fill_buckets
 from commsched.simulator.scenario import Rules
 

@@ -12,8 +12,8 @@ from commsched.core.interfaces import Transport
 from commsched.core.world import World
 from commsched.session.local import local_sessions
 from commsched.settings import Settings
-from commsched.transports.auto import Capabilities, transport_name
 from commsched.transports.backends.local import LocalWorld
+from commsched.transports.open import Capabilities, transport_name
 
 
 def chosen(monkeypatch: pytest.MonkeyPatch, seen: dict[int, Capabilities], settings: Settings) -> list[str]:
@@ -25,7 +25,7 @@ def chosen(monkeypatch: pytest.MonkeyPatch, seen: dict[int, Capabilities], setti
         names[rank] = transport_name(world, settings, str(rank), control.gather_next)
         return local.transport(rank, control.report)
 
-    monkeypatch.setattr("commsched.transports.auto.detect_capabilities", lambda device: seen[int(device)])
+    monkeypatch.setattr("commsched.transports.open.detect_capabilities", lambda device: seen[int(device)])
     local = LocalWorld(len(seen))
     for session in local_sessions(len(seen), open_transport=open_transport):
         session.abort("the test is over")

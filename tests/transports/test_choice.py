@@ -9,7 +9,7 @@ import pytest
 from commsched.core.world import World
 from commsched.settings import Settings
 from commsched.transports import transport_names
-from commsched.transports.auto import Capabilities, choose, detect_capabilities
+from commsched.transports.open import Capabilities, choose, detect_capabilities
 
 TORCHRUN = World(0, 4, 0, 4, "torchrun")
 MPICH = World(0, 4, 0, 4, "mpiexec (MPICH)")
@@ -64,7 +64,7 @@ def test_every_choice_is_a_transport_there_is() -> None:
 SCRIPT = """
 import sys
 from commsched.transports import transport_names
-from commsched.transports.auto import detect_capabilities
+from commsched.transports.open import detect_capabilities
 seen = detect_capabilities("cuda:1")
 assert "torch" not in sys.modules and "mpi4py" not in sys.modules
 assert seen.cuda_tensors and not seen.nccl and not seen.torch_group and not seen.gloo, seen

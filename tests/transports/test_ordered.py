@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from commsched.core.config import SchedulerConfig
 from commsched.core.errors import OrderMismatch
 from commsched.core.interfaces import OnFailure, Transport
 from commsched.core.manifest import Manifest, TensorSpec
+from commsched.core.scheduler import SchedulerConfig
 from commsched.testing.check_transport import _Tensors, check_transport
 from commsched.testing.checked_world import CheckedWorld, Threads
 

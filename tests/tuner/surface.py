@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from random import Random
 
-from commsched.core.config import SchedulerConfig
+from commsched.core.scheduler import SchedulerConfig
 from commsched.tuner.searchers import Candidate
 from commsched.tuner.trials import Window
 

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commsched.core.config import SchedulerConfig
 from commsched.core.errors import ClosedError
 from commsched.core.manifest import Manifest
+from commsched.core.scheduler import SchedulerConfig
 from commsched.session.session import Session
 from commsched.settings import Settings
 from commsched.simulator.profile import Profile

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from commsched.core.config import SchedulerConfig
+from commsched.core.scheduler import SchedulerConfig
 from commsched.settings import Budget
 from commsched.tuner.format import HEADER, Table
 from commsched.tuner.journal import Trial

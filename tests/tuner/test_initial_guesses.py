@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.harness.lower_bound import partitioned_bound
-from commsched.core.config import SchedulerConfig
+from commsched.core.scheduler import SchedulerConfig
 from commsched.simulator.profile import LayerProfile, Profile
 from commsched.tuner.initial_guesses import MAX_FIRST_PARTITION_BYTES, before_first_step, best_partition, seeds
 from commsched.tuner.profiler import LinkEstimate

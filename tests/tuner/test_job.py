@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from commsched.core.config import SchedulerConfig
 from commsched.core.errors import ConfigError
 from commsched.core.interfaces import Observer
 from commsched.core.manifest import Manifest
+from commsched.core.scheduler import SchedulerConfig
 from commsched.settings import Budget, Settings
 from commsched.tuner.job import TuningJob, journal_path
 from commsched.tuner.learn import JobFacts, Learner, TuningContext

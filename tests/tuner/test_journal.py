@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from commsched.core.config import SchedulerConfig
 from commsched.core.errors import ConfigError
+from commsched.core.scheduler import SchedulerConfig
 from commsched.tuner.journal import Journal, Trial
 from commsched.tuner.result import Verdict
 from commsched.tuner.trials import Window

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from commsched.core.config import SchedulerConfig
+from commsched.core.scheduler import SchedulerConfig
 from commsched.simulator import Exchange, Rules, equal_workers, simulate
 from commsched.simulator.profile import LayerProfile, Profile
 from commsched.simulator.scenario import bytes_factor

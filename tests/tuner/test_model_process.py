@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from commsched.core.config import SchedulerConfig
+from commsched.core.scheduler import SchedulerConfig
 from commsched.simulator.profile import LayerProfile, Profile
 from commsched.tuner.model import Model
 from commsched.tuner.model_process import ModelProcess
@@ -64,7 +64,7 @@ def test_who_waits_for_an_answer_is_stopped_when_it_is_cancelled() -> None:
 
 HOLDER = """
 import threading
-from commsched.core.config import SchedulerConfig
+from commsched.core.scheduler import SchedulerConfig
 from tests.tuner.test_model_process import LINK, PROFILE, ModelProcess
 
 def hold():

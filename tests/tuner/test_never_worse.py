@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from commsched.core.config import SchedulerConfig
+from commsched.core.scheduler import SchedulerConfig
 from commsched.settings import Budget
 from commsched.tuner.result import Verdict
 from commsched.tuner.search_run import SearchRun

@@ -19,9 +19,9 @@ from typing import Any
 import pytest
 
 import commsched
-from commsched.core.config import SchedulerConfig
 from commsched.core.interfaces import Observer, Transport
 from commsched.core.manifest import Manifest
+from commsched.core.scheduler import SchedulerConfig
 from commsched.core.task import CommTask
 from commsched.core.world import World
 from commsched.session.opening import open_session

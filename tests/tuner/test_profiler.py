@@ -7,9 +7,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from commsched.core.config import SchedulerConfig
 from commsched.core.manifest import Manifest, TensorSpec
 from commsched.core.plan import Partition
+from commsched.core.scheduler import SchedulerConfig
 from commsched.core.task import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, CommTask
 from commsched.simulator import Rules, equal_workers, simulate
 from commsched.simulator.profile import LayerProfile, Profile

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commsched.core.config import SchedulerConfig
 from commsched.core.errors import ConfigError
 from commsched.core.manifest import Manifest, TensorSpec
+from commsched.core.scheduler import SchedulerConfig
 from commsched.settings import Settings
 from commsched.tuner.result import (
     JobKey,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from commsched.core.config import SchedulerConfig
+from commsched.core.scheduler import SchedulerConfig
 from commsched.settings import DEFAULT_BUDGET, Budget
 from commsched.tuner.journal import Journal
 from commsched.tuner.result import Verdict

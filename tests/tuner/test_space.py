@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commsched.core.config import SchedulerConfig
 from commsched.core.errors import ConfigError
 from commsched.core.policies import policy_names
+from commsched.core.scheduler import SchedulerConfig
 from commsched.tuner.space import MAX_RATIO, MAX_TUNED_PARTITION_BYTES, MIN_TUNED_PARTITION_BYTES, Space
 
 CONFIGS = st.builds(

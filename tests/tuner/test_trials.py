@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from commsched.core.config import SchedulerConfig
 from commsched.core.errors import ClosedError, CommschedError, UnsupportedError
+from commsched.core.scheduler import SchedulerConfig
 from commsched.tuner.trials import MainGroupChanged, Stopped, TrialFailed, TrialRunner, Window
 
 CONFIG = SchedulerConfig(1000, 2000)

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from commsched.core.config import SchedulerConfig
 from commsched.core.interfaces import Transport
+from commsched.core.scheduler import SchedulerConfig
 from commsched.plugins.numpy import SGD, Linear, Network, ReLU, ScheduledOptimizer, softmax_cross_entropy
 from commsched.session.local import local_sessions
 from commsched.session.session import Session

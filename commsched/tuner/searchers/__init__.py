@@ -12,8 +12,8 @@ from importlib import import_module
 from statistics import fmean
 from typing import Any, Protocol
 
-from ...core.config import SchedulerConfig
 from ...core.errors import ConfigError
+from ...core.scheduler import SchedulerConfig
 from ..space import Space
 from ..trials import Window
 

@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from ...core.config import SchedulerConfig
 from ...core.errors import ConfigError
+from ...core.scheduler import SchedulerConfig
 from ..space import Space
 from ..trials import Stopped, Window
 from . import Candidate, Searcher, StepModel

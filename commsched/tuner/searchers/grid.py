@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...core.config import SchedulerConfig
+from ...core.scheduler import SchedulerConfig
 from ..space import Space
 from . import Candidate, Searcher
 

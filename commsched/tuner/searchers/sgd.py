@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Generator
 
-from ...core.config import SchedulerConfig
 from ...core.errors import ConfigError
+from ...core.scheduler import SchedulerConfig
 from ..space import Space
 from . import Candidate, Searcher
 

@@ -6,8 +6,8 @@ import pytest
 
 from bench.harness import averaging
 from bench.harness.averaging import ConfigBarrier, average, register
-from commsched.core.config import SchedulerConfig
 from commsched.core.errors import TransportError
+from commsched.core.scheduler import SchedulerConfig
 from commsched.session.local import local_sessions
 from commsched.testing.world import run_world
 

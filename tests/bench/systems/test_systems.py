@@ -15,8 +15,8 @@ from bench.harness import ddp
 from bench.harness.system import Carrier
 from bench.report import group
 from bench.systems import SYSTEMS, ddp_tuned
-from commsched.core.config import MAX_PARTITION_BYTES, SchedulerConfig
 from commsched.core.errors import ConfigError
+from commsched.core.scheduler import MAX_PARTITION_BYTES, SchedulerConfig
 
 FILES = sorted(Path(systems.__file__).parent.glob("[!_]*.py"))
 

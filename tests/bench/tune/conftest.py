@@ -4,7 +4,7 @@ import random
 import pytest
 
 from bench.tune.case import Surface
-from commsched.core.config import SchedulerConfig
+from commsched.core.scheduler import SchedulerConfig
 from commsched.tuner.space import Space
 
 TOTAL_BYTES = 16_000_000

@@ -5,8 +5,8 @@ from itertools import pairwise
 import pytest
 
 from bench.tune.case import Case
-from commsched.core.config import SchedulerConfig
 from commsched.core.errors import ConfigError
+from commsched.core.scheduler import SchedulerConfig
 
 DEFAULT = {"model": "uniform", "workers": 2, "bandwidth": "500mbit", "rho": 1.0, "megabytes": 16.0, "transport": "ps"}
 

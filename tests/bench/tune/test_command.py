@@ -14,7 +14,7 @@ from bench.tune import TuneOptions, options_of
 from bench.tune import grid as tune_grid
 from bench.tune.case import Case
 from bench.tune.grid import case_of, surface_of
-from commsched.core.config import SchedulerConfig
+from commsched.core.scheduler import SchedulerConfig
 
 SMALL = Case("uniform", 2, "200mbit", 1.0, 1.0, "ps", True)
 

@@ -7,7 +7,7 @@ from bench.harness.processes import JobFailed
 from bench.tune import live
 from bench.tune.case import Case
 from bench.tune.table import live_text
-from commsched.core.config import SchedulerConfig
+from commsched.core.scheduler import SchedulerConfig
 
 TINY = Case("uniform", 2, "200mbit", 1.0, 0.2, "ps", True)
 COUNT = len(TINY.grid)

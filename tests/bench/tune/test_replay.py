@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from bench.tune.case import Surface
 from bench.tune.replay import PAPER_POINTS, Cost, PaperSearch, Point, reached, search, tune
-from commsched.core.config import SchedulerConfig
+from commsched.core.scheduler import SchedulerConfig
 from commsched.settings import Budget
 from commsched.tuner.searchers import Candidate, make_searcher
 

@@ -7,7 +7,7 @@ from statistics import median, pstdev
 import pytest
 
 from bench.tune.case import Surface, window_of
-from commsched.core.config import SchedulerConfig
+from commsched.core.scheduler import SchedulerConfig
 
 SMALL, LARGE = SchedulerConfig(1_000_000, 2_000_000), SchedulerConfig(4_000_000, 4_000_000)
 OTHER = SchedulerConfig(16_000_000, 16_000_000)

@@ -11,8 +11,8 @@ from bench.harness import system as harness_system
 from bench.systems import SYSTEMS, names
 from bench.turns import rank as train_rank
 from bench.workloads import load_profile
-from commsched.core.config import SchedulerConfig
 from commsched.core.errors import TransportError
+from commsched.core.scheduler import SchedulerConfig
 from commsched.session.local import local_sessions
 from commsched.testing.world import run_world
 

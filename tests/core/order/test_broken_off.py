@@ -6,11 +6,11 @@ import threading
 
 import pytest
 
-from commsched.core.config import SchedulerConfig
 from commsched.core.core import Core
 from commsched.core.errors import PeerLost
 from commsched.core.manifest import Manifest, TensorSpec
 from commsched.core.order.static import STABLE_STEPS
+from commsched.core.scheduler import SchedulerConfig
 from commsched.testing.check_transport import _Tensors
 from commsched.testing.checked_world import CheckedWorld, Threads
 from tests.transports.worlds import ordered_world

@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 import commsched
-from commsched.core.config import SchedulerConfig
 from commsched.core.core import Core
 from commsched.core.group import TensorGroup
 from commsched.core.interfaces import Observer
 from commsched.core.manifest import Manifest, TensorSpec
 from commsched.core.plan import cut
+from commsched.core.scheduler import SchedulerConfig
 from commsched.plugins.torch import ScheduledOptimizer
 from commsched.plugins.torch.packs import Pack, Packs
 from commsched.plugins.torch.slot import Slot

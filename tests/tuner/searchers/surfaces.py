@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from commsched.core.config import SchedulerConfig
+from commsched.core.scheduler import SchedulerConfig
 from commsched.tuner.searchers import Searcher
 from commsched.tuner.space import Space
 from commsched.tuner.trials import Window

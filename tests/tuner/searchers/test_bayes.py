@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from commsched.core.config import SchedulerConfig
+from commsched.core.scheduler import SchedulerConfig
 from commsched.tuner.searchers import StepModel, make_searcher
 from commsched.tuner.space import Space
 from commsched.tuner.trials import Window

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from commsched.core.config import SchedulerConfig
+from commsched.core.scheduler import SchedulerConfig
 from commsched.tuner.searchers import make_searcher
 from commsched.tuner.space import Space
 

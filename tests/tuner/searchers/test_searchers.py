@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from commsched.core.config import SchedulerConfig
 from commsched.core.errors import ConfigError
+from commsched.core.scheduler import SchedulerConfig
 from commsched.tuner.searchers import make_searcher, searcher_names, uses_model
 from commsched.tuner.space import Space
 from commsched.tuner.trials import Window

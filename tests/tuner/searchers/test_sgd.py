@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from commsched.core.config import SchedulerConfig
 from commsched.core.errors import ConfigError
+from commsched.core.scheduler import SchedulerConfig
 from commsched.tuner.searchers import make_searcher
 from commsched.tuner.space import Space
 

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 
 from xxhash import xxh3_64_intdigest as checksum
 
-from ....core.config import MAX_PARTITION_BYTES
 from ....core.errors import ConfigError, ProtocolError
 from ....core.manifest import ITEMSIZE
+from ....core.scheduler import MAX_PARTITION_BYTES
 from ...averaging.contributions import PartitionKey
 from ...averaging.reduce import Bytes
 from ...backend import Contributors, TransportContext

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import threading
+from functools import partial
 from typing import Protocol
 
-from ....core.errors import ClosedError, CommschedError
+from ....core.errors import ClosedError, CommschedError, PeerLost, PeerTimeout, ProtocolError, TransportError, from_record
 from ....core.manifest import Manifest
 from ....core.task import CommTask
 from ...averaging.contributions import PartitionKey
-from .frame import Frame, FrameKind
+from .frame import RAW, Damaged, Frame, FrameKind, WorkerHello, json_frame
 from .service import Service
+from .stream import StreamBroken, WorkerStream
 
 
 class LaneListener(Protocol):
@@ -109,3 +112,138 @@ class OwnLane:
 
     def close(self, graceful: bool) -> None:
         self._closed = True
+
+
+#: How long a closing lane waits for the server's answer to its goodbye.
+_GOODBYE_SECONDS = 2.0
+
+#: How long it waits for its thread. A thread that is looking up a host name cannot be ended, and ends after the lookup.
+_END_SECONDS = 5.0
+
+
+class RemoteLane:
+    """The lane to a server in another process, over any stream. See ``Lane``.
+
+    The constructor only begins to connect. ``wait_connected`` must return before the first push."""
+
+    def __init__(self, stream: WorkerStream, hello: WorkerHello, listener: LaneListener) -> None:
+        self._stream = stream
+        self._peer = stream.peer
+        self._outbox = stream.outbox
+        self._server = hello.server
+        self._rank = f"rank {hello.member}"
+        self._listener = listener
+        self._connected = threading.Event()  # set when this rank was welcomed, or the lane ended
+        self._welcomed = False
+        self._end: CommschedError | None = None  # why nothing more can be pushed
+        self._closed = False
+        self._outbox.put_control(json_frame(FrameKind.HELLO, hello.to_record()))
+        name = f"commsched-lane-{hello.rank}-to-{hello.server}"
+        self._reader = threading.Thread(target=self._read, name=name, daemon=True)
+        self._reader.start()
+
+    def wait_connected(self, within_seconds: float) -> None:
+        """Return when the server has welcomed this rank.
+
+        Raises:
+            PeerTimeout: the server did not answer within that time.
+            ConfigError: the server has another token, or this rank is not one of its job.
+            PeerLost: the connection ended before the welcome.
+            CommschedError: the job failed meanwhile.
+        """
+        if not self._connected.wait(within_seconds):
+            raise PeerTimeout(f"{self._peer} did not answer within {within_seconds:.0f} s (is it up, with the same lane?)")
+        if not self._welcomed:
+            raise self._end or PeerLost(f"{self._peer} ended before it answered")
+
+    def give_up(self, error: CommschedError) -> None:
+        """The job failed: make a pending ``wait_connected`` raise ``error``. Thread-safe."""
+        if not self._welcomed:
+            self._end = self._end or error
+            self._connected.set()
+
+    def add_group(self, group: int, manifest: Manifest) -> None:
+        self._outbox.put_control(json_frame(FrameKind.GROUP, manifest.to_record(), group))
+
+    def push(self, task: CommTask) -> None:
+        if self._end is not None:
+            raise self._end
+        at = task.partition
+        frame = Frame(FrameKind.PUSH, task.group, task.step, at.index, at.dtype, at.start, at.stop, task.data, task.order)
+        self._outbox.put(frame, partial(self._listener.on_sent, self._server, frame.key))
+
+    def leave(self, rank: int) -> None:
+        self._outbox.put_control(json_frame(FrameKind.LEFT, rank))
+
+    def close(self, graceful: bool) -> None:
+        self._closed = True
+        if graceful and self._welcomed and self._end is None:
+            self._outbox.put_control(Frame(FrameKind.GOODBYE))
+            self._outbox.finish()
+            self._reader.join(_GOODBYE_SECONDS)
+        self._stream.abort()
+        self._reader.join(_END_SECONDS)
+
+    # --- the reader's thread ---
+
+    def _read(self) -> None:
+        try:
+            for frame in self._stream.frames(self._place):
+                if frame.kind is FrameKind.RESULT and self._welcomed:
+                    self._listener.on_result(self._server, frame)
+                else:
+                    self._handle(frame)
+                del frame  # its memory may be reused before the next message comes
+            self._ended(PeerLost(f"{self._peer} is gone: it ended the stream without a goodbye"))
+        except StreamBroken as broken:
+            self._ended(PeerLost(f"{self._peer} is gone: {broken}"))
+        except Damaged as damaged:
+            what = (
+                self._listener.describe(damaged.frame) if damaged.frame.kind in RAW else f"a {damaged.frame.kind.name} message"
+            )
+            self._ended(TransportError(f"{what} from {self._peer} arrived damaged at {self._rank}: {damaged}"))
+        except ProtocolError as error:
+            self._ended(ProtocolError(f"{self._peer} broke the protocol: {error}"))
+        except CommschedError as error:
+            self._ended(error)
+        except Exception as error:
+            self._ended(TransportError(f"the lane to {self._peer} failed: {type(error).__name__}: {error}"))
+        finally:
+            self._stream.close()
+
+    def _place(self, frame: Frame) -> memoryview:
+        if frame.kind is not FrameKind.RESULT or not self._welcomed:
+            raise ProtocolError(f"{frame.kind.name} out of turn")
+        return self._listener.destination(self._server, frame)
+
+    def _handle(self, frame: Frame) -> None:
+        if frame.kind is FrameKind.ERROR:
+            self._ended(_error_in(frame))
+        elif frame.kind is FrameKind.GOODBYE:
+            self._said_goodbye()
+        elif frame.kind is FrameKind.HELLO and not self._welcomed:
+            self._welcomed = True
+            self._connected.set()
+        else:
+            raise ProtocolError(f"{frame.kind.name} out of turn")
+
+    def _said_goodbye(self) -> None:
+        if self._end is None:
+            self._end = PeerLost(f"{self._peer} has closed")
+            if not self._closed:
+                self._listener.on_end(self._server)
+
+    def _ended(self, error: CommschedError) -> None:
+        """Record why the lane ended. Only the first reason counts. Before the welcome, ``wait_connected`` raises it."""
+        if self._end is None:
+            self._end = error
+            if self._welcomed and not self._closed:
+                self._listener.on_broken(self._server, error)
+        self._connected.set()
+
+
+def _error_in(frame: Frame) -> CommschedError:
+    record = frame.json()
+    if not isinstance(record, dict) or not all(isinstance(value, str) for value in record.values()):
+        raise ProtocolError("an ERROR message does not hold an error")
+    return from_record(record)

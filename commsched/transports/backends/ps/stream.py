@@ -108,7 +108,7 @@ def open_stream(peer: str, address: str, options: StreamOptions, job: str) -> Wo
         from .grpc_lane import GrpcStream
 
         return GrpcStream(peer, address, options, job)
-    from .tcp_stream import TcpStream
+    from .tcp_lane import TcpStream
 
     return TcpStream(peer, address, options, job)
 
@@ -123,6 +123,6 @@ def open_port(address: str, options: StreamOptions) -> Port:
         from .grpc_lane import GrpcPort
 
         return GrpcPort(address, options)
-    from .tcp_port import TcpPort
+    from .tcp_lane import TcpPort
 
     return TcpPort(address, options)

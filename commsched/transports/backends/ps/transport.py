@@ -17,8 +17,7 @@ from ....core.task import CommTask
 from ...averaging.contributions import PartitionKey
 from ...backend import TransportContext
 from .frame import Frame, WorkerHello
-from .lane import Lane, OwnLane
-from .remote_lane import RemoteLane
+from .lane import Lane, OwnLane, RemoteLane
 from .server import Shard
 from .stream import StreamOptions, open_stream
 

@@ -14,9 +14,9 @@ from functools import partial
 import numpy as np
 
 import commsched
-from commsched.core.config import COLLECTIVES, SchedulerConfig
 from commsched.core.errors import UnsupportedError
 from commsched.core.manifest import Manifest, TensorSpec
+from commsched.core.scheduler import COLLECTIVES, SchedulerConfig
 from commsched.core.world import detect_world
 from commsched.session.opening import open_session
 from commsched.session.session import Session

@@ -8,9 +8,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
-from commsched.core.config import MAX_PARTITION_BYTES
 from commsched.core.errors import ConfigError, ProtocolError
 from commsched.core.manifest import ITEMSIZE
+from commsched.core.scheduler import MAX_PARTITION_BYTES
 from commsched.transports.backends.ps.frame import (
     HEADER_BYTES,
     MAGIC,

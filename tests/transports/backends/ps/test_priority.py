@@ -6,10 +6,10 @@ from queue import SimpleQueue
 
 import pytest
 
-from commsched.core.config import SchedulerConfig
 from commsched.core.core import Core
 from commsched.core.manifest import Manifest, TensorSpec
 from commsched.core.plan import cut
+from commsched.core.scheduler import SchedulerConfig
 from commsched.transports.backends.ps.send_queue import PushPriority
 from commsched.transports.backends.ps.service import Service
 from commsched.transports.backends.ps.transport import PsTransport

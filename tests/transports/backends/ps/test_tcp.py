@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from commsched.core.errors import ConfigError, PeerLost, PeerTimeout, TransportError
 from commsched.core.manifest import ITEMSIZE
 from commsched.net.rpc import DaemonExecutor
-from commsched.transports.backends.ps import remote_lane, tcp_connection, tcp_port, tcp_stream
+from commsched.transports.backends.ps import lane as lanes
+from commsched.transports.backends.ps import tcp_connection, tcp_lane
 from commsched.transports.backends.ps.frame import (
     HEADER_BYTES,
     RAW,
@@ -25,13 +26,17 @@ from commsched.transports.backends.ps.frame import (
     encode_header,
     json_frame,
 )
-from commsched.transports.backends.ps.remote_lane import RemoteLane
+from commsched.transports.backends.ps.lane import RemoteLane
 from commsched.transports.backends.ps.send_queue import SendQueue
 from commsched.transports.backends.ps.stream import StreamBroken, StreamOptions
-from commsched.transports.backends.ps.tcp_connection import TcpConnection, _require_answers
-from commsched.transports.backends.ps.tcp_handshake import HandshakeRejected, client_handshake, server_handshake
-from commsched.transports.backends.ps.tcp_port import TcpPort
-from commsched.transports.backends.ps.tcp_stream import TcpStream
+from commsched.transports.backends.ps.tcp_connection import (
+    HandshakeRejected,
+    TcpConnection,
+    _require_answers,
+    client_handshake,
+    server_handshake,
+)
+from commsched.transports.backends.ps.tcp_lane import TcpPort, TcpStream
 
 from ...worlds import TOKEN, a_shard
 from .test_transport import MANIFEST, Ended, Failures, connect, make_task
@@ -268,8 +273,8 @@ def test_strangers_are_sent_away_and_the_job_goes_on(shard):
 
 
 def test_strangers_that_say_nothing_keep_no_worker_away(monkeypatch, caplog):
-    monkeypatch.setattr(tcp_port, "_MAX_HANDSHAKES", 2)
-    monkeypatch.setattr(tcp_port, "_HANDSHAKE_SECONDS", NEVER_SECONDS)
+    monkeypatch.setattr(tcp_lane, "_MAX_HANDSHAKES", 2)
+    monkeypatch.setattr(tcp_lane, "_HANDSHAKE_SECONDS", NEVER_SECONDS)
     shard = a_shard(1, pytest.fail)
     silent = [dial(shard.address) for _ in range(2)]
     for each in silent:
@@ -296,8 +301,8 @@ def test_strangers_that_say_nothing_keep_no_worker_away(monkeypatch, caplog):
 
 
 def test_room_is_made_by_the_host_that_has_most_handshakes_under_way(monkeypatch):
-    monkeypatch.setattr(tcp_port, "_MAX_HANDSHAKES", 3)
-    monkeypatch.setattr(tcp_port, "_HANDSHAKE_SECONDS", NEVER_SECONDS)
+    monkeypatch.setattr(tcp_lane, "_MAX_HANDSHAKES", 3)
+    monkeypatch.setattr(tcp_lane, "_HANDSHAKE_SECONDS", NEVER_SECONDS)
     port = TcpPort("127.0.0.1:0", StreamOptions(TOKEN))
     port.serve(lambda stream, job: pytest.fail("nobody was admitted"))
     host, _, number = port.address.rpartition(":")
@@ -315,7 +320,7 @@ def test_room_is_made_by_the_host_that_has_most_handshakes_under_way(monkeypatch
 
 
 def test_connections_that_have_proved_themselves_are_not_counted_and_not_ended_to_make_room(monkeypatch):
-    monkeypatch.setattr(tcp_port, "_MAX_HANDSHAKES", 1)
+    monkeypatch.setattr(tcp_lane, "_MAX_HANDSHAKES", 1)
     port = TcpPort("127.0.0.1:0", StreamOptions(TOKEN))
     pairs = [socket.socketpair() for _ in range(4)]
     accepted = [near for near, _ in pairs]
@@ -354,7 +359,7 @@ def test_who_made_room_while_it_proved_itself_is_not_admitted():
 
 
 def test_a_connection_for_which_there_is_no_thread_is_sent_away_and_the_next_is_served(monkeypatch, caplog):
-    monkeypatch.setattr(tcp_port, "_MAX_HANDSHAKES", 1)
+    monkeypatch.setattr(tcp_lane, "_MAX_HANDSHAKES", 1)
     port = TcpPort("127.0.0.1:0", StreamOptions(TOKEN))
     port.serve(lambda stream, job: list(stream.frames(lambda frame: memoryview(b""))))
 
@@ -398,7 +403,7 @@ def test_a_connection_whose_options_the_system_refuses_is_not_served_and_the_log
 
 def test_closing_leaves_neither_thread_nor_socket(monkeypatch):
     for constant in ("_HANDSHAKE_SECONDS", "_GRACE_SECONDS"):
-        monkeypatch.setattr(tcp_port, constant, NEVER_SECONDS)
+        monkeypatch.setattr(tcp_lane, constant, NEVER_SECONDS)
     before = set(threading.enumerate())
     port = TcpPort("127.0.0.1:0", StreamOptions(TOKEN))
     port.serve(lambda stream, job: list(stream.frames(lambda frame: memoryview(b""))))
@@ -547,8 +552,8 @@ def test_who_waits_for_a_connection_gives_up_when_the_job_fails(address):
 
 
 def test_a_server_that_takes_the_connection_and_says_nothing_does_not_hold_up_the_end(monkeypatch, listening):
-    monkeypatch.setattr(tcp_stream, "_ATTEMPT_SECONDS", NEVER_SECONDS)
-    monkeypatch.setattr(remote_lane, "_END_SECONDS", 50.0)
+    monkeypatch.setattr(tcp_lane, "_ATTEMPT_SECONDS", NEVER_SECONDS)
+    monkeypatch.setattr(lanes, "_END_SECONDS", 50.0)
     stream = TcpStream("server 0", address_of(listening), StreamOptions(TOKEN), "j")
     lane = RemoteLane(stream, WorkerHello(0, 1, 0), None)
     with closing(listening.accept()[0]):

@@ -20,7 +20,7 @@ from commsched.transports.backends.ps import grpc_lane as grpc_port
 from commsched.transports.backends.ps import transport as ps_transport
 from commsched.transports.backends.ps.frame import MAX_MESSAGE_BYTES, Frame, FrameKind, WorkerHello, encode, json_frame
 from commsched.transports.backends.ps.grpc_lane import METHOD
-from commsched.transports.backends.ps.remote_lane import RemoteLane
+from commsched.transports.backends.ps.lane import RemoteLane
 from commsched.transports.backends.ps.send_queue import PushPriority
 from commsched.transports.backends.ps.server import Shard
 from commsched.transports.backends.ps.service import Service
