@@ -24,9 +24,9 @@ from commsched import SchedulerConfig, Session, TransportError
 from commsched.control.end import ControlEnd
 from commsched.control.messages import Member
 from commsched.core.core import Core
+from commsched.plugins.torch.compared import ComparedWeights
 from commsched.plugins.torch.guard import guard, release
 from commsched.plugins.torch.samples import Samples, first_sample_difference
-from commsched.plugins.torch.weights import ComparedWeights
 from commsched.settings import Settings
 
 from .harness.arguments import add_options, at_least

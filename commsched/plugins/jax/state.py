@@ -19,7 +19,7 @@ from ...core.errors import UnsupportedError
 from .exchange import NOTHING, GradientExchange
 from .host_call import named_errors
 from .leaves import broadcast_all, named_leaves, require_concrete, specs_of
-from .pending import Pending
+from .update import Pending
 
 
 class Training:

@@ -14,10 +14,9 @@ from ...core.errors import UnsupportedError
 from .exchange import GradientExchange
 from .host_call import NUMBER, host_call
 from .leaves import named_leaves, require_plain, require_same_form
-from .pending import Pending
 from .program import Lazy, Program, TracedOperation, TrainingProgram, after, has_token
-from .same_update import require_same_update
 from .state import TrainState
+from .update import Pending, require_same_update
 
 _TRACED = object()
 

@@ -19,30 +19,25 @@ from ...core.comparison import require_same
 from ...core.errors import ConfigError, UnsupportedError
 from ...core.manifest import Manifest
 from ..common.collectives import gather_alike
-from .agreement import Agreement, ComparedWeights, RoundOutcome, require_equal_optimizers
+from .agreement import RoundOutcome, require_equal_optimizers
 from .parameters import TRAINER_ADVICE, Slot, require_averageable, require_equal_values, spec_of
-from .queued_group import QueuedGroup
-from .session_end import end_with
+from .rounds import RoundExchange, Rounds
 from .timing import measure_order
 
 #: id of a parameter -> its exchange, which keeps the parameter alive.
 _exchanges: WeakValueDictionary[int, GradientExchange] = WeakValueDictionary()
 
 
-class GradientExchange:
+class GradientExchange(RoundExchange):
     """Exchanges the gradients of one trainer. Call it from the training thread only.
 
     The flat buffers are made in the first round. By then all shapes are known, and backward has shown the order of the layers.
     """
 
     def __init__(self, session: commsched.Session, parameters: Sequence[mx.gluon.Parameter]) -> None:
-        self.done = RoundOutcome()
-        self._session = session
+        super().__init__(session)
         self._parameters = parameters
         self._slots: list[Slot] = []  # in forward order
-        self._queued: QueuedGroup | None = None
-        self._agreement: Agreement | None = None
-        self._weights: ComparedWeights | None = None
         self._averaged = False  # the gradients are averages, or their averages are queued; no update has used them yet
         names: set[str] = set()
         for parameter in parameters:
@@ -53,7 +48,7 @@ class GradientExchange:
         self._take_over()
         for parameter in parameters:
             _exchanges[id(parameter)] = self
-        self._let_end = end_with(session, self)
+        self.end_with_session()
 
     def _take_over(self) -> None:
         """Take the parameters from an earlier trainer of exactly these parameters. Collective.
@@ -93,31 +88,23 @@ class GradientExchange:
         if self._replaced:
             raise UnsupportedError("another ScheduledTrainer was made for the same parameters: use that one")
         self._session.core.check()
-        if self._queued is None:
-            self._register(hyper_parameters)
-        assert self._queued is not None
-        assert self._agreement is not None
-        self._queued.settle()
-        self._agreement.require()
-        if self._weights is not None:
-            self._weights.compare()
-            self._weights.take(self._queued.round, [slot.data for slot in self._slots])
+        rounds = self._rounds = self._rounds or self._register(hyper_parameters)
+        rounds.settle()
+        rounds.weights.take(rounds.queued.round, [slot.data for slot in self._slots])
         self._look_at_parameters()
-        self._queued.begin_round()
-        self._agreement.offer(
-            replace(self.done), [slot.fresh for slot in self._slots], [slot.is_frozen for slot in self._slots]
-        )
+        rounds.queued.begin_round()
+        self.offer(rounds, replace(self.done))
         tensors = range(len(self._slots))[::-1]  # last layers first, as backward produces them
-        self._submit(self._queued, [tensor for tensor in tensors if self._slots[tensor].fresh or self._slots[tensor].is_frozen])
+        self._submit(rounds, [tensor for tensor in tensors if self._slots[tensor].fresh or self._slots[tensor].is_frozen])
         late = [tensor for tensor in tensors if not self._slots[tensor].fresh and not self._slots[tensor].is_frozen]
         if late:
-            share = self._agreement.share_with_gradient()
+            share = rounds.agreement.share_with_gradient()
             for tensor in late:
                 slot = self._slots[tensor]
                 slot.used = share[tensor] > 0
                 if slot.used and slot.parameter.grad_req == "write":
                     slot.gradient[:] = 0  # it is left from an earlier step; an accumulated gradient ("add") counts
-            self._submit(self._queued, late)
+            self._submit(rounds, late)
         self._averaged = True
 
     def before_update(self, ignore_stale_grad: bool) -> None:
@@ -158,39 +145,20 @@ class GradientExchange:
         if not self._session.closed:
             self.offer_end()
             self.require_end()
-            if self._queued is not None and self._agreement is not None:
-                self._queued.release()
-                self._agreement.release()
+            if self._rounds is not None:
+                self._rounds.release()
         self.release_parameters()
 
     def release_parameters(self) -> None:
         """Release the parameters. No average may be outstanding."""
-        self._let_end()
+        self.leave_session()
         for parameter in self._parameters:
             if _exchanges.get(id(parameter)) is self:
                 del _exchanges[id(parameter)]
 
-    # --- Ending ---
-
-    def offer_end(self) -> None:
-        if self._queued is not None and self._agreement is not None:
-            self._queued.settle()
-            self._agreement.require()
-            if self._weights is not None:
-                self._weights.compare()
-            self._offer(self._agreement, replace(self.done, ends=True))
-
-    @property
-    def end_is_known(self) -> bool:
-        return self._agreement is None or self._agreement.is_known
-
-    def require_end(self) -> None:
-        if self._agreement is not None:
-            self._agreement.require()
-
     # --- the first round ---
 
-    def _register(self, hyper_parameters: Mapping[str, Any]) -> None:
+    def _register(self, hyper_parameters: Mapping[str, Any]) -> Rounds:
         trained = {parameter.name: parameter for parameter in self._parameters if parameter.grad_req != "null"}
         for parameter in trained.values():
             require_averageable(parameter)
@@ -204,11 +172,10 @@ class GradientExchange:
             lambda different: f"parameter '{different.key}' {different.text(lambda item: item or 'is not')} (grad_req='null'?)",
         )
         require_equal_values(self._session, list(trained.values()))
-        self._queued = QueuedGroup(self._session, Manifest(tuple(spec_of(trained[name]) for name in names)))
-        self._slots = [Slot(trained[place.name], place) for place in self._queued.places]
         what = f"'{next(iter(trained))}' and {len(names) - 1} more"
-        self._agreement = Agreement(self._session, what, names)
-        self._weights = ComparedWeights(self._session, what, names, [spec.nbytes for spec in self._queued.manifest.tensors])
+        rounds = Rounds(self._session, what, Manifest(tuple(spec_of(trained[name]) for name in names)), names)
+        self._slots = [Slot(trained[place.name], place) for place in rounds.queued.places]
+        return rounds
 
     # --- each round ---
 
@@ -231,12 +198,12 @@ class GradientExchange:
                     "detach() of this one, on all ranks"
                 )
 
-    def _offer(self, agreement: Agreement, done: RoundOutcome) -> None:
-        agreement.offer(done, [slot.used for slot in self._slots], [slot.is_frozen for slot in self._slots])
+    def offer(self, rounds: Rounds, done: RoundOutcome) -> None:
+        rounds.agreement.offer(done, [slot.fresh for slot in self._slots], [slot.is_frozen for slot in self._slots])
 
-    def _submit(self, queued: QueuedGroup, tensors: Sequence[int]) -> None:
+    def _submit(self, rounds: Rounds, tensors: Sequence[int]) -> None:
         gradients = {tensor: slot.gradient if (slot := self._slots[tensor]).used else None for tensor in tensors}
-        queued.submit(gradients)
+        rounds.queued.submit(gradients)
         for tensor, gradient in gradients.items():
             if gradient is not None:
-                queued.places[tensor].array.copyto(gradient)
+                rounds.queued.places[tensor].array.copyto(gradient)

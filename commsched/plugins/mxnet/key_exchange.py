@@ -8,7 +8,6 @@ key shares a partition with another key, so a weight can be read before all keys
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -21,9 +20,8 @@ from ...core.comparison import require_same
 from ...core.errors import UnsupportedError
 from ...core.manifest import Manifest, TensorSpec
 from ..common.collectives import gather_alike
-from .agreement import Agreement, ComparedWeights, RoundOutcome
-from .queued_group import QueuedGroup
-from .session_end import end_with
+from .agreement import RoundOutcome
+from .rounds import RoundExchange, Rounds
 
 #: Number of key exchanges in each session that have begun their second step. Equal on all ranks: that beginning is collective.
 _registered: WeakKeyDictionary[commsched.Session, int] = WeakKeyDictionary()
@@ -31,21 +29,17 @@ _registered: WeakKeyDictionary[commsched.Session, int] = WeakKeyDictionary()
 _ADVICE = "push the same keys, in the same order, on all ranks"
 
 
-class KeyExchange:
+class KeyExchange(RoundExchange):
     """Averages the gradients of one kvstore. Call it from the training thread only."""
 
     def __init__(self, session: commsched.Session) -> None:
-        self._session = session
+        super().__init__(session)
         self._specs: dict[str, TensorSpec] = {}  # in the order of the first step
         self._priorities: dict[str, int] = {}
         self._tensors: dict[str, int] = {}  # index of each key's tensor in the group
         self._pushed: list[str] = []  # keys that were pushed in this step
-        self._queued: QueuedGroup | None = None
-        self._agreement: Agreement | None = None
-        self._weights: ComparedWeights | None = None
         self._updated: dict[str, mx.nd.NDArray] = {}
-        self._done = RoundOutcome()  # the record of the last round
-        end_with(session, self)
+        self.end_with_session()
 
     def average(
         self,
@@ -80,29 +74,24 @@ class KeyExchange:
             raise UnsupportedError(
                 f"{self._specs[spec.name]} is {spec} now: create another kvstore for other parameters, on all ranks"
             )
-        if self._queued is None:
-            self._register()
-        assert self._queued is not None
-        assert self._agreement is not None
+        rounds = self._rounds = self._rounds or self._register()
         if spec.name in self._pushed:
             self.require_all_pushed(f"{spec.name} is pushed again")
             self._pushed.clear()
         self._require_turn(spec.name)
         if not self._pushed:
-            self._queued.settle()
-            self._agreement.require()
-            if self._weights is not None and len(self._updated) == len(self._specs):
-                self._weights.compare()
-                self._weights.take(self._queued.round, [self._updated[name] for name in self._tensors])
-            self._queued.begin_round()
-            self._done = done()
-            self._agreement.offer(self._done, (), ())
+            rounds.settle()
+            if len(self._updated) == len(self._specs):
+                rounds.weights.take(rounds.queued.round, [self._updated[name] for name in self._tensors])
+            rounds.queued.begin_round()
+            self.done = done()
+            self.offer(rounds, self.done)
         self._pushed.append(spec.name)
         if weight is not None:
             self._updated[spec.name] = weight
         tensor = self._tensors[spec.name]
-        self._queued.submit({tensor: gradient})
-        return self._queued.places[tensor].array
+        rounds.queued.submit({tensor: gradient})
+        return rounds.queued.places[tensor].array
 
     def require_all_pushed(self, what: str) -> None:
         """Require that no step is incomplete. ``what`` names the reason in the error.
@@ -133,31 +122,14 @@ class KeyExchange:
                 f"{name} is pushed before {expected}, and after it in the first step: push keys in the same order in each step"
             )
 
-    # --- Ending ---
-
     def offer_end(self) -> None:
         self.require_all_pushed("the session is to be closed")
-        if self._queued is not None and self._agreement is not None:
-            self._queued.settle()
-            self._agreement.require()
-            if self._weights is not None:
-                self._weights.compare()
-            self._agreement.offer(replace(self._done, ends=True), (), ())
-
-    @property
-    def end_is_known(self) -> bool:
-        return self._agreement is None or self._agreement.is_known
-
-    def require_end(self) -> None:
-        if self._agreement is not None:
-            self._agreement.require()
-
-    # ---
+        super().offer_end()
 
     def _average_alone(
         self, spec: TensorSpec, priority: int, gradient: mx.nd.NDArray, alike: Mapping[str, Any]
     ) -> mx.nd.NDArray:
-        if self._queued is not None:
+        if self._rounds is not None:
             raise UnsupportedError(
                 f"{spec.name} is pushed since the second step only: push every key in the first, or create another kvstore"
             )
@@ -169,14 +141,11 @@ class KeyExchange:
         self._specs[spec.name], self._priorities[spec.name] = spec, priority
         return mx.nd.from_numpy(array)
 
-    def _register(self) -> None:
+    def _register(self) -> Rounds:
         gather_alike(self._session, "begins its second step", None, _ADVICE)
         number = _registered[self._session] = _registered.get(self._session, 0) + 1
         urgent_first = sorted(self._specs, key=lambda name: -self._priorities[name])  # stable: equal ones keep their order
         self._tensors = {name: tensor for tensor, name in enumerate(urgent_first)}
         specs = tuple(self._specs[name] for name in urgent_first)
-        self._queued = QueuedGroup(self._session, Manifest(specs, shares_partitions=False))
-        first = next(iter(self._specs))
-        what = f"kvstore {number} ({first} and {len(self._specs) - 1} more)"
-        self._agreement = Agreement(self._session, what, ())
-        self._weights = ComparedWeights(self._session, what, urgent_first, [spec.nbytes for spec in specs])
+        what = f"kvstore {number} ({next(iter(self._specs))} and {len(self._specs) - 1} more)"
+        return Rounds(self._session, what, Manifest(specs, shares_partitions=False), ())

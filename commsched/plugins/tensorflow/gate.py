@@ -17,7 +17,6 @@ from weakref import WeakKeyDictionary
 import tensorflow as tf
 
 from ...core.errors import UnsupportedError
-from .host_call import Compiled
 
 #: Stateful operations that are not a training step and do not contain one.
 _READS = frozenset(("ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape", "VarIsInitializedOp"))
@@ -35,6 +34,21 @@ def touch(resource: tf.Tensor) -> None:
     """Add an operation that TensorFlow treats as an assignment to the variable. In the order of the program, it runs after all
     operations that read the variable before it, and before all operations that read the variable after it."""
     tf.raw_ops.VarIsInitializedOp(resource=resource)
+
+
+class Compiled:
+    """``function``, traced. It takes tensors of ``signature`` and returns nothing.
+
+    An eager call does the same as a call of a ``tf.function``, in a fifth of the time. The time is spent in Python.
+    """
+
+    def __init__(self, function: Callable[..., None], *signature: tf.TensorSpec) -> None:
+        with tf.init_scope():
+            self._function = tf.function(function, autograph=False).get_concrete_function(*signature)
+        self._captures = list(self._function.captured_inputs)
+
+    def __call__(self, *args: Any) -> None:
+        tf.raw_ops.StatefulPartitionedCall(args=[*args, *self._captures], Tout=[], f=self._function)
 
 
 class Signals:

@@ -8,16 +8,16 @@ respect to operations on these variables, and to no others.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+from weakref import WeakMethod
 
 import tensorflow as tf
 
-from ...core.errors import UnsupportedError
+from ...core.errors import ClosedError, UnsupportedError
 from .agreement import Agreement
 from .exchange import Bundle, GradientExchange
 from .gate import touch
-from .host_call import on_host
 from .update import Updates
 from .updater import Updater
 
@@ -215,3 +215,25 @@ class Step:
                 return on_host(self._copies, [], dtypes, first=(indices,))
 
         return collect
+
+
+def on_host(
+    method: Callable[..., Any], inputs: Sequence[Any], types: Sequence[tf.DType] = (), *, first: tuple[Any, ...] = ()
+) -> Any:
+    """Add an operation that calls ``method(*first, *inputs)`` with NumPy arrays, and returns its results, of ``types``.
+
+    TensorFlow keeps an operation's Python function until the process ends. So the function refers only weakly to the object of
+    ``method``, which holds the model.
+
+    Raises:
+        ClosedError: the operation runs after the object is gone. TensorFlow raises it as its ``UnknownError``.
+    """
+    known = WeakMethod(method)
+
+    def call(*arrays: Any) -> Any:
+        alive = known()
+        if alive is None:
+            raise ClosedError("the ScheduledOptimizer that this function was traced with no longer exists")
+        return alive(*first, *arrays)
+
+    return tf.numpy_function(call, list(inputs), list(types))

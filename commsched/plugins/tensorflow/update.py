@@ -13,8 +13,8 @@ import tensorflow as tf
 
 from .agreement import numbers_of
 from .exchange import Bundle
+from .gate import Compiled
 from .guard import own_value, unguarded
-from .host_call import Compiled
 
 #: Keras's optimizers whose update of a variable depends on that variable's gradient and state alone. Subclasses do not count:
 #: they may do anything.

@@ -16,9 +16,9 @@ from ...core.errors import TransportError, UnsupportedError
 from ...core.group import TensorGroup
 from ...core.manifest import TensorSpec
 from ..common.step_flags import digests_differ, end_with_difference
+from .compared import by_name
 from .device import Device, register_on
 from .guard import guard, release, unguarded
-from .hyper_parameters import by_name
 from .samples import Samples, first_sample_difference
 from .slot import CONTRIBUTED, Slot
 

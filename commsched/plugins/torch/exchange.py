@@ -24,8 +24,7 @@ import commsched
 from ...core.errors import ClosedError, UnsupportedError
 from .agreement import OwnSums, norm
 from .guard import unguarded
-from .layout import GradientLayout
-from .registered import end_abandoned
+from .layout import GradientLayout, end_abandoned
 from .rounds import Round, RoundState
 from .slot import BEFORE_SUBMISSION, GradientState, Slot, is_held
 from .timing import FullWaitReport

@@ -22,8 +22,7 @@ from weakref import ref
 import torch
 from torch._compile import _disable_dynamo
 
-from .marked import is_marked, unmark, unnoticed, watch_marked
-from .twin import Twin, alias
+from .marked import Twin, alias, is_marked, tensors_in, unmark, unnoticed, watch_marked
 
 
 def is_surrounded() -> bool:
@@ -225,7 +224,7 @@ class Guarded:
         if func in _VALUE_FREE:
             with unguarded():
                 return func(*args, **kwargs)
-        guarded = list(_guards_in((args, kwargs)))
+        guarded = [tensor for tensor in tensors_in((args, kwargs)) if isinstance(tensor, Guarded)]
         for tensor in guarded:
             resolve(tensor)
         if not any(isinstance(tensor, Guarded) for tensor in guarded):
@@ -286,14 +285,3 @@ def _classes_for_foreach() -> Iterator[list[type]]:
         known = getattr(sys.modules.get(module), "_foreach_supported_types", None)
         if isinstance(known, list):
             yield known
-
-
-def _guards_in(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, Guarded):
-        yield value  # type: ignore[misc]
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from _guards_in(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _guards_in(item)

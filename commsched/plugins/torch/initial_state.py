@@ -13,8 +13,8 @@ import commsched
 
 from ...core.comparison import require_same
 from ...core.errors import UnsupportedError
-from .hyper_parameters import compared_keys
-from .layout import no_use
+from .compared import compared_keys
+from .timing import no_use
 
 log = logging.getLogger("commsched")
 

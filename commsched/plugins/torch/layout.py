@@ -1,92 +1,33 @@
-"""The layout of the flat buffers: which parameters' gradients travel, where they lie, and in which order."""
+"""The layout of the flat buffers: which parameters' gradients travel, where they lie, and in which order; and the end of the
+registered groups when the model is no longer referenced."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import cache, partial
-from weakref import WeakKeyDictionary, WeakValueDictionary, ref
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 
 import commsched
 
 from ...core.comparison import Difference, require_same
-from ...core.errors import ConfigError
+from ...core.errors import CommschedError, ConfigError
 from ...core.group import TensorGroup
 from ...core.manifest import Manifest, require_equal
 from ..common.weights_check import number_optimizer
 from .agreement import Flags
 from .checks import refuse_wrapping
 from .device import Device, open_device
-from .guard import guard, release
-from .registered import Registered
-from .slot import CONTRIBUTED, Slot, give_places
+from .guard import release
+from .slot import Slot, give_places
+from .timing import FirstUse
 
-_local = threading.local()
-
-
-@contextmanager
-def no_use() -> Iterator[None]:
-    """Within the context, reads by this thread are not recorded as first use: it broadcasts a model, while another optimizer
-    may record the order of first use of its parameters."""
-    _local.is_no_use = True
-    try:
-        yield
-    finally:
-        _local.is_no_use = False
-
-
-class FirstUse:
-    """Records the order in which the parameters are first used. Parameters that are never used come last, in the order in
-    which they were registered."""
-
-    def __init__(self, slots: Sequence[Slot], device: Device) -> None:
-        self._slots = {slot.flag: slot for slot in slots}
-        self._device = device
-        self._order: list[int] = []  # flags, in the order of first use
-        self._left_out: set[int] = set()  # flags of parameters that the first forward did not use
-        self.is_open = True
-        for slot in slots:
-            guard(slot.parameter, self._make_recorder(slot))
-
-    def _make_recorder(self, slot: Slot) -> Callable[[], None]:
-        weak, flag = ref(self), slot.flag
-
-        def record() -> None:
-            me = weak()
-            if me is not None and not getattr(_local, "is_no_use", False):
-                me._record(flag)
-
-        return record
-
-    def _record(self, flag: int) -> None:
-        release(self._slots[flag].parameter)
-        self._device.read()
-        self._order.append(flag)
-
-    def leave_out(self, slot: Slot) -> None:
-        """Stop recording for ``slot``, because the first forward did not use its parameter."""
-        self._left_out.add(slot.flag)
-        release(slot.parameter)
-
-    def end(self) -> None:
-        """Stop recording."""
-        self.is_open = False
-        for slot in self._slots.values():
-            release(slot.parameter)
-
-    def order(self) -> list[int]:
-        """The flags of all slots, in the order recorded so far."""
-        seen = set(self._order)
-        return self._order + [flag for flag in self._slots if flag not in seen]
-
-    def unseen(self) -> str | None:
-        """The name of a parameter that has a gradient, so was used, but whose use was not recorded; None if there is none."""
-        seen = self._left_out.union(self._order)
-        return next((slot.name for slot in self._slots.values() if slot.state in CONTRIBUTED and slot.flag not in seen), None)
-
+#: The Registered objects of collected exchanges, by session, until a training thread ends them.
+_abandoned: WeakKeyDictionary[commsched.Session, deque[Registered]] = WeakKeyDictionary()
 
 #: The layout that owns each parameter, by the parameter's id. The owner keeps the parameter alive.
 _owners: WeakValueDictionary[int, GradientLayout] = WeakValueDictionary()
@@ -96,6 +37,69 @@ _owners: WeakValueDictionary[int, GradientLayout] = WeakValueDictionary()
 _first_gradients: WeakKeyDictionary[commsched.Session, threading.Lock] = WeakKeyDictionary()
 
 _refuse_wrapping = cache(lambda: refuse_wrapping(_owners))  # once per process
+
+
+class Registered:
+    """The groups and flat buffers of one exchange. It refers neither to the exchange nor to parameters, and outlives them.
+
+    A dropped model is collected at a different time on each rank, in any thread, between any two instructions. Therefore
+    :meth:`abandon` takes no lock and does not wait. :meth:`end`, later, is not collective: outstanding averages need nothing
+    more from this rank, and the open round gets zeros, with flags that say that this rank does not commit. Through these flags
+    ranks that still train the model get an error.
+    """
+
+    def __init__(self, session: commsched.Session, device: Device) -> None:
+        self.device = device
+        self._views: dict[TensorGroup, Iterable[torch.Tensor]] = {}
+        if session not in _abandoned:
+            _abandoned[session] = deque()
+            session.on_close(partial(end_abandoned, session))
+            session.cleanup.callback(_abandoned[session].clear)
+        self._queue = _abandoned[session]
+
+    def add(self, group: TensorGroup, views: Iterable[torch.Tensor]) -> None:
+        self._views[group] = views
+
+    def release(self, group: TensorGroup) -> None:
+        """Release ``group``. No average of it may be outstanding."""
+        del self._views[group]
+        group.release()
+
+    def close(self) -> None:
+        """Release all groups and close the device. No average may be outstanding."""
+        for group in tuple(self._views):
+            self.release(group)
+        self.device.close()
+
+    def abandon(self) -> None:
+        """Queue this object for :meth:`end`, because the exchange is gone. Groups without a
+        missing gradient free their memory at once. A finalizer may call it."""
+        for group in self._views:
+            if not group.missing():
+                group.free_memory()
+                self._views[group] = ()
+        self._queue.append(self)
+
+    def end(self) -> None:
+        """Submit zeros for all missing tensors and release the groups. Call it from a training thread. It waits only for the
+        device."""
+        with suppress(CommschedError):  # the job has failed, and the session releases the rest
+            self.device.settle()
+            for group, views in self._views.items():
+                missing = set(group.missing())
+                for tensor, view in enumerate(views):
+                    if tensor in missing:
+                        view.zero_()
+                        self.device.when_written(partial(group.notify_ready, tensor))
+            self.device.settle()
+            self.close()
+
+
+def end_abandoned(session: commsched.Session) -> None:
+    """End the groups of all exchanges that were collected by now. Call it from a training thread. Not collective."""
+    queue = _abandoned.get(session, ())
+    while queue:
+        queue.popleft().end()
 
 
 class GradientLayout:

@@ -21,17 +21,15 @@ import commsched
 from ...core.errors import ClosedError, ConfigError, TransportError, UnsupportedError
 from . import torch_state
 from .checks import find_overlap, outside_of, require_optimizer_and_model, require_plain, sparse_weights
+from .compared import ComparedWeights, compared_keys, mean_loss
 from .device import init_for
 from .exchange import GradientExchange
 from .guard import Guarded, guard, own_class, record_of, unguarded
-from .hyper_parameters import compared_keys
 from .initial_state import broadcast_model, broadcast_optimizer, broadcast_parameters, require_same_group
-from .marked import unnoticed, warn_if_impossible
-from .mean_loss import mean_loss
-from .registered import end_abandoned
+from .layout import end_abandoned
+from .marked import Twin, increment_versions, unnoticed, warn_if_impossible
 from .slot import Slot
 from .timing import trace_forward
-from .twin import Twin, increment_versions
 from .update import (
     SwappedIn,
     can_be_narrowed,
@@ -48,7 +46,6 @@ from .update import (
     updates_each_parameter_alone,
     with_own_hooks,
 )
-from .weights import ComparedWeights
 
 log = logging.getLogger("commsched")
 

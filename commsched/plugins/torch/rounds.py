@@ -23,8 +23,8 @@ from .agreement import (
     require_same_end,
     require_unfrozen_alike,
 )
+from .compared import HyperParameters
 from .guard import guard, is_guarded, release, unguarded
-from .hyper_parameters import HyperParameters
 from .layout import GradientLayout
 from .no_gradient import NoGradients
 from .packs import Packs

@@ -19,7 +19,7 @@ from ...core.manifest import TensorSpec
 from .checks import Rows
 from .device import Device, register_on, spec_of
 from .guard import address, guard, record_of, release, unguarded
-from .twin import Twin, increment_versions
+from .marked import Twin, increment_versions
 
 if TYPE_CHECKING:
     from .packs import Pack

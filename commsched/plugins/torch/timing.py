@@ -1,19 +1,26 @@
-"""Measurements of the forward and of full waits: spans for the trace, and one report of a barrier."""
+"""Measurements of the forward and of full waits: spans for the trace, the order of first use, and one report of a barrier."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import sys
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import median
 from time import monotonic
 from typing import Any
+from weakref import ref
 
 import torch
 
 from ...core.interfaces import Observer
+from .device import Device
+from .guard import guard, release
+from .slot import CONTRIBUTED, Slot
+
+log = logging.getLogger("commsched")
 
 
 def trace_forward(model: torch.nn.Module, observer: Observer, forward_ended: Callable[[], None]) -> None:
@@ -39,7 +46,69 @@ def trace_forward(model: torch.nn.Module, observer: Observer, forward_ended: Cal
             module.register_forward_hook(after(name or type(module).__name__))
 
 
-log = logging.getLogger("commsched")
+_local = threading.local()
+
+
+@contextlib.contextmanager
+def no_use() -> Iterator[None]:
+    """Within the context, reads by this thread are not recorded as first use: it broadcasts a model, while another optimizer
+    may record the order of first use of its parameters."""
+    _local.is_no_use = True
+    try:
+        yield
+    finally:
+        _local.is_no_use = False
+
+
+class FirstUse:
+    """Records the order in which the parameters are first used. Parameters that are never used come last, in the order in
+    which they were registered."""
+
+    def __init__(self, slots: Sequence[Slot], device: Device) -> None:
+        self._slots = {slot.flag: slot for slot in slots}
+        self._device = device
+        self._order: list[int] = []  # flags, in the order of first use
+        self._left_out: set[int] = set()  # flags of parameters that the first forward did not use
+        self.is_open = True
+        for slot in slots:
+            guard(slot.parameter, self._make_recorder(slot))
+
+    def _make_recorder(self, slot: Slot) -> Callable[[], None]:
+        weak, flag = ref(self), slot.flag
+
+        def record() -> None:
+            me = weak()
+            if me is not None and not getattr(_local, "is_no_use", False):
+                me._record(flag)
+
+        return record
+
+    def _record(self, flag: int) -> None:
+        release(self._slots[flag].parameter)
+        self._device.read()
+        self._order.append(flag)
+
+    def leave_out(self, slot: Slot) -> None:
+        """Stop recording for ``slot``, because the first forward did not use its parameter."""
+        self._left_out.add(slot.flag)
+        release(slot.parameter)
+
+    def end(self) -> None:
+        """Stop recording."""
+        self.is_open = False
+        for slot in self._slots.values():
+            release(slot.parameter)
+
+    def order(self) -> list[int]:
+        """The flags of all slots, in the order recorded so far."""
+        seen = set(self._order)
+        return self._order + [flag for flag in self._slots if flag not in seen]
+
+    def unseen(self) -> str | None:
+        """The name of a parameter that has a gradient, so was used, but whose use was not recorded; None if there is none."""
+        seen = self._left_out.union(self._order)
+        return next((slot.name for slot in self._slots.values() if slot.state in CONTRIBUTED and slot.flag not in seen), None)
+
 
 #: The number of steps in which a line of code waited that are measured before the line is reported.
 STEPS = 10

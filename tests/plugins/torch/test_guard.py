@@ -14,8 +14,7 @@ from torch import nn
 
 from commsched.plugins.torch import guard as guard_module
 from commsched.plugins.torch.guard import guard, own_class, release, unguarded
-from commsched.plugins.torch.marked import unnoticed
-from commsched.plugins.torch.twin import Twin
+from commsched.plugins.torch.marked import Twin, unnoticed
 
 
 class Cube(torch.autograd.Function):

@@ -14,8 +14,8 @@ from commsched.core.errors import CommschedError, RanksDiverged
 from commsched.plugins.common import weights_check
 from commsched.plugins.common.weights_check import PARTS
 from commsched.plugins.torch import ScheduledOptimizer
+from commsched.plugins.torch.compared import ComparedWeights
 from commsched.plugins.torch.device import Host, digest_on_device
-from commsched.plugins.torch.weights import ComparedWeights
 from commsched.session.local import local_sessions
 from commsched.testing.world import run_world
 

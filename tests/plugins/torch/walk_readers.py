@@ -19,8 +19,7 @@ import torch.distributed._functional_collectives as funcol
 from torch import nn, overrides
 
 from commsched.plugins.torch.guard import guard, release
-from commsched.plugins.torch.marked import unnoticed
-from commsched.plugins.torch.twin import Twin
+from commsched.plugins.torch.marked import Twin, unnoticed
 
 STALE, FRESH = 1.0, 2.0
 

@@ -1,17 +1,29 @@
-"""ScheduledStrategy: Lightning's DDP strategy, but ScheduledOptimizer wraps the optimizers and DDP does not wrap the model."""
+"""Lightning plugin.
+
+    import commsched.plugins.lightning
+    trainer = lightning.pytorch.Trainer(strategy="commsched", devices=4, ...)
+
+Everything else of the training script stays as it is. The settings are the same as for ``commsched.init``. Set them in the
+environment, or pass them to the strategy: ``Trainer(strategy=ScheduledStrategy(transport="gloo"), ...)``.
+
+``pytorch_lightning`` is the code of ``lightning.pytorch`` in a package of its own, with other classes. So the strategy uses the
+package that the script has imported before, or else the installed one, and is registered with that.
+"""
 
 from __future__ import annotations
 
 import os
 import secrets
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -19,12 +31,26 @@ from torch.optim import Optimizer
 
 import commsched
 
-from ...core import timeouts
-from ...core.errors import CommschedError, UnsupportedError
-from ...core.world import World
-from ...settings import Settings
-from ..torch import ScheduledOptimizer
-from .package import DDPStrategy, LightningOptimizer
+from ..core import timeouts
+from ..core.errors import CommschedError, UnsupportedError
+from ..core.world import World
+from ..settings import Settings
+from .torch import ScheduledOptimizer
+
+_is_first_choice = "lightning.pytorch" in sys.modules or (
+    "pytorch_lightning" not in sys.modules and find_spec("lightning") is not None
+)
+try:
+    if TYPE_CHECKING or _is_first_choice:
+        from lightning.pytorch.core.optimizer import LightningOptimizer
+        from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+    else:
+        from pytorch_lightning.core.optimizer import LightningOptimizer
+        from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError('this plugin needs Lightning: pip install "commsched[lightning]"', name="lightning") from error
+
+__all__ = ["ScheduledStrategy"]
 
 #: The maximum size of one broadcast of buffers, as in DistributedDataParallel.
 _BROADCAST_BYTES = 250 * 2**20
@@ -32,6 +58,8 @@ _BROADCAST_BYTES = 250 * 2**20
 
 class ScheduledStrategy(DDPStrategy):
     """Every rank trains a replica of the model; commsched averages the gradients. Registered as "commsched".
+
+    It is Lightning's DDP strategy, but ScheduledOptimizer wraps the optimizers and DDP does not wrap the model.
 
     Processes, samplers, metrics, barriers and checkpoints are the same as with Lightning's "ddp", over the same process group.
     The session lasts from the setup of ``fit`` to its end. Do not call ``commsched.init()`` yourself. With one rank, neither
@@ -246,3 +274,6 @@ def _forwarding(kind: type) -> type:
         return getattr(attributes["_optimizer"], name)
 
     return type(kind.__name__, (kind,), {"__getattribute__": __getattribute__})
+
+
+StrategyRegistry.register("commsched", ScheduledStrategy, "DDP without its wrapper: commsched averages the gradients")

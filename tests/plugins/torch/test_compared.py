@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from commsched.plugins.torch import hyper_parameters
-from commsched.plugins.torch.hyper_parameters import HyperParameters, by_name, compared_keys
+from commsched.plugins.torch import compared
+from commsched.plugins.torch.compared import HyperParameters, by_name, compared_keys
 
 
 class Mode(Enum):
@@ -65,8 +65,8 @@ def test_what_makes_the_same_update_has_the_same_digest(one: Any, other: Any) ->
 
 def test_only_groups_that_changed_are_digested_again(monkeypatch: pytest.MonkeyPatch) -> None:
     digested: list[Any] = []
-    comparable = hyper_parameters._comparable
-    monkeypatch.setattr(hyper_parameters, "_comparable", lambda value: digested.append(value) or comparable(value))
+    comparable = compared._comparable
+    monkeypatch.setattr(compared, "_comparable", lambda value: digested.append(value) or comparable(value))
     digests = HyperParameters({"lr"})
     first = digests.digest([{"lr": 0.1}, {"lr": 0.2}])
     assert digested == [0.1, 0.2]

@@ -11,7 +11,7 @@ import pytest
 import commsched.plugins.jax as cs
 from commsched import Session
 from commsched.core.errors import RanksDiverged
-from commsched.plugins.jax.same_update import digest_of, operations
+from commsched.plugins.jax.update import digest_of, operations
 
 from .training import loss, make_batch, make_params, on_ranks
 
@@ -60,7 +60,7 @@ def test_the_last_of_many_operations_that_differs() -> None:
 
         tx = optax.chain(optax.adam(0.1), optax.GradientTransformation(lambda params: (), update))
         state = cs.create(params, tx, session=session)
-        with pytest.raises(RanksDiverged, match=r"2.0:float64' \(of .*update in test_same_update.py\) on rank 0 but .* 3.0:"):
+        with pytest.raises(RanksDiverged, match=r"2.0:float64' \(of .*update in test_update.py\) on rank 0 but .* 3.0:"):
             jax.eval_shape(cs.value_and_update(lambda params, x: x * sum(params.values())), state, 1.0)
 
     on_ranks(2, run)

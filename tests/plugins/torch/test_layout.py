@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from commsched.plugins.torch.registered import Registered, end_abandoned
+from commsched.plugins.torch.layout import Registered, end_abandoned
 
 
 class Session:

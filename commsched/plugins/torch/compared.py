@@ -1,4 +1,5 @@
-"""Comparison of hyper-parameters: all ranks must use the same ones in an update, or their weights diverge."""
+"""What must be equal on all ranks besides gradients: the hyper-parameters of an update, or weights diverge; the weights; and
+the loss that a closure returns."""
 
 from __future__ import annotations
 
@@ -6,12 +7,19 @@ import enum
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence, Set
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
+import commsched
+
 from ..common.step_flags import digest_of_record
+from ..common.weights_check import WeightsCheck
+from .device import Device
+from .guard import own_class, unguarded
+from .slot import Slot
 from .update import is_of_torch
 
 _Group = Mapping[str, Any]
@@ -135,3 +143,59 @@ def _number(value: float) -> float | str:
     except OverflowError:
         return str(value)
     return number if math.isfinite(number) else str(number)
+
+
+class ComparedWeights:
+    """Compares the parameters of one optimizer, including frozen ones, between ranks. Some steps compare a part of them
+    (``plugins/common/weights_check.py``).
+
+    Nothing waits for the comparison. ``slots`` are by flag; ``label`` names the optimizer in messages.
+    """
+
+    def __init__(self, session: commsched.Session, device: Device, slots: Sequence[Slot], label: str) -> None:
+        self._device = device
+        self._slots = slots
+        with unguarded():
+            nbytes = [slot.parameter.nbytes if _is_comparable(slot.parameter, session.device) else 0 for slot in slots]
+        self._check = WeightsCheck(session, [slot.name for slot in slots], nbytes, f"weights{label}")
+        self._is_wanted = False
+
+    def compare(self, step: int) -> None:
+        """Compare a part of the parameters, if this step does so.
+
+        Call it in ``step()``, when all updates of earlier steps are done and none of this step is outstanding yet. Then no
+        other thread waits for a parameter in order to write to it.
+
+        Raises:
+            CommschedError: the job failed, or the session is closed.
+        """
+        if self._is_wanted:
+            self._device.settle()  # wait for the digests of the last part, which was compared many steps ago
+        self._is_wanted = self._check.begin(step)
+        if not self._is_wanted:
+            return
+        with unguarded(), torch.inference_mode(False), torch.no_grad():
+            for slot in self._slots:
+                part = self._check.wanted(slot.flag)
+                if part is not None:
+                    values = slot.parameter.detach().reshape(-1).view(torch.uint8)[slice(*part)]
+                    self._device.digest(values, partial(self._check.add, slot.flag))
+
+
+def _is_comparable(parameter: torch.Tensor, device: str) -> bool:
+    """Whether ``parameter`` is plain dense numbers in the memory of ``device``."""
+    own = own_class(parameter)
+    is_plain = getattr(own, "__torch_dispatch__", None) is torch.Tensor.__torch_dispatch__
+    return is_plain and parameter.layout == torch.strided and str(parameter.device) == device
+
+
+def mean_loss(session: commsched.Session, loss: Any) -> Any:
+    """Return the mean of ``loss`` over all ranks, if it is a number or a tensor of one element on all ranks. Otherwise return
+    ``loss`` unchanged. Collective."""
+    is_tensor = isinstance(loss, torch.Tensor) and loss.numel() == 1
+    own = float(loss.detach() if is_tensor else loss).hex() if is_tensor or isinstance(loss, int | float) else None
+    all_ranks = session.gather(own, "to average the loss of a closure")
+    if None in all_ranks:
+        return loss
+    mean = sum(map(float.fromhex, all_ranks)) / len(all_ranks)
+    return torch.full_like(loss.detach(), mean) if is_tensor else mean
