@@ -268,11 +268,8 @@ def _refuse_gradient(name: str, model: str, parameter: torch.Tensor) -> None:
 
 
 def _require_data_parallel(accelerator: accelerate.Accelerator) -> None:
-    """Require plain data parallelism on CPUs or CUDA devices.
-
-    Raises:
-        UnsupportedError: Accelerate is configured for something else.
-    """
+    """Require plain data parallelism on CPUs or CUDA devices. Raises UnsupportedError if Accelerate is configured for something
+    else."""
     kind = accelerator.distributed_type
     if kind not in (DistributedType.MULTI_CPU, DistributedType.MULTI_GPU):
         raise UnsupportedError(

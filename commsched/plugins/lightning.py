@@ -22,7 +22,6 @@ from datetime import timedelta
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,6 +34,7 @@ from ..core import timeouts
 from ..core.errors import CommschedError, UnsupportedError
 from ..core.world import World
 from ..settings import Settings
+from .common.step_flags import await_failure
 from .torch import ScheduledOptimizer
 
 _is_first_choice = "lightning.pytorch" in sys.modules or (
@@ -246,12 +246,7 @@ class ScheduledStrategy(DDPStrategy):
         """Return the error that says why another rank is lost, if the job reports one, else ``error``. It waits a moment,
         because the lost rank's connections break before the cause is reported."""
         assert self._session is not None
-        told: SimpleQueue[CommschedError] = SimpleQueue()
-        self._session.when_failed(told.put)
-        try:
-            return told.get(timeout=timeouts.RAISE_SECONDS)
-        except Empty:
-            return error
+        return await_failure(self._session, timeouts.RAISE_SECONDS) or error
 
 
 def forward_to_optimizer(wrapper: LightningOptimizer) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import threading
 from collections.abc import Mapping, Sequence
+from queue import Empty, SimpleQueue
 from typing import Any, NoReturn
 
 import commsched
@@ -107,23 +107,21 @@ class StepFlags:
 def end_with_difference(session: commsched.Session, what: str, step: int, values: Mapping[str, Any]) -> NoReturn:
     """Report this rank's ``values`` to rank 0 (see ``Session.compare``) and wait for the failure that this causes.
 
-    Call it only if the values are known to differ between ranks: then every rank calls it.
-
-    Raises:
-        RanksDiverged: names the first value that differs. If the job failed earlier, that failure is raised instead.
+    Call it only if the values are known to differ between ranks: then every rank calls it. Raises RanksDiverged, which names
+    the first value that differs, or the job's earlier failure.
     """
-    failures: list[CommschedError] = []
-    failed = threading.Event()
-
-    def fail(error: CommschedError) -> None:
-        failures.append(error)
-        failed.set()
-
-    session.when_failed(fail)
     session.core.has_raised = True  # the failure is raised here
     session.compare(what, step, values)
-    if not failed.wait(_VERDICT_SECONDS):
-        raise RanksDiverged(
-            f"{what} differ between ranks after step {step}: rank {session.rank} has {json.dumps(dict(values))}"
-        )
-    raise failures[0]
+    raise await_failure(session, _VERDICT_SECONDS) or RanksDiverged(
+        f"{what} differ between ranks after step {step}: rank {session.rank} has {json.dumps(dict(values))}"
+    )
+
+
+def await_failure(session: commsched.Session, seconds: float) -> CommschedError | None:
+    """Wait for the first failure of the job and return it; None if there is none within ``seconds``."""
+    failures: SimpleQueue[CommschedError] = SimpleQueue()
+    session.when_failed(failures.put)
+    try:
+        return failures.get(timeout=seconds)
+    except Empty:
+        return None

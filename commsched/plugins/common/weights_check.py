@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections import Counter
 from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
@@ -15,19 +16,20 @@ MIN_PART_BYTES = 2**20
 HINT = "ranks on different kinds of processors may round updates differently: set check_weights=0 there"
 _ALIGNMENT = 16  # bytes of the largest element (complex128): a part begins and ends between two elements
 
-#: The number of optimizers that were wrapped in each session.
-_counts: WeakKeyDictionary[commsched.Session, int] = WeakKeyDictionary()
+#: What was numbered in each session.
+_counts: WeakKeyDictionary[commsched.Session, Counter[str]] = WeakKeyDictionary()
 
 
-def number_optimizer(session: commsched.Session) -> tuple[int, str]:
-    """Count one more optimizer that is wrapped in ``session``. Ranks wrap their optimizers in the same order.
+def number_in(session: commsched.Session, what: str = "optimizer") -> tuple[int, str]:
+    """Count one more ``what`` that is made in ``session``. Ranks make them in the same order.
 
     Returns:
         Its number, from 1, and the words that name it in comparisons between ranks, such as " of optimizer 2". The words are
         empty for the first, since most sessions have no other.
     """
-    number = _counts[session] = _counts.get(session, 0) + 1
-    return number, "" if number == 1 else f" of optimizer {number}"
+    counts = _counts.setdefault(session, Counter())
+    counts[what] += 1
+    return counts[what], "" if counts[what] == 1 else f" of {what} {counts[what]}"
 
 
 class WeightsCheck:

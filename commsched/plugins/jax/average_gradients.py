@@ -95,11 +95,8 @@ def _begin(session: commsched.Session, specs: Sequence[TensorSpec]) -> GradientE
 
 
 def _require_form(specs: Sequence[TensorSpec], begun: Sequence[Sequence[TensorSpec]]) -> None:
-    """Require gradients that match the parameters of a training.
-
-    Raises:
-        UnsupportedError: gradients of ``specs`` are not like the parameters that trainings were begun with.
-    """
+    """Require gradients that match the parameters of a training. Raises UnsupportedError if gradients of ``specs`` are not like
+    the parameters that trainings were begun with."""
     if not begun or any(form_of(specs) == form_of(parameters) for parameters in begun):
         return
     for theirs, ours in zip_longest(specs, begun[-1]):

@@ -26,7 +26,7 @@ from ...core.group import TensorGroup
 from ...core.manifest import Manifest, TensorSpec
 from ..common.collectives import register_flat
 from ..common.step_flags import StepFlags
-from ..common.weights_check import WeightsCheck, digest_of
+from ..common.weights_check import WeightsCheck, digest_of, number_in
 from .registered import RegisteredGroups
 
 _exchanges: weakref.WeakSet[GradientExchange] = weakref.WeakSet()
@@ -59,8 +59,7 @@ class GradientExchange:
         self._flags: StepFlags | None = None  # for the numbers of the optimizer, if they are compared
         self._lock = threading.Lock()
         self._timeline = _Timeline(session)
-        training = RegisteredGroups.of(session).count_training()
-        of_which = "" if training == 1 else f" of training {training}"  # numbered in the order in which trainings began
+        _, of_which = number_in(session, "training")
         self._optimizers = "optimizers" + of_which
         self._check = WeightsCheck(
             session, [spec.name for spec in specs], [spec.nbytes for spec in specs], "weights" + of_which
@@ -78,11 +77,8 @@ class GradientExchange:
         return self._group is not None
 
     def register(self, order: Sequence[int]) -> None:
-        """Register the tensors in rank 0's ``order``, which should be the forward order. Call it once. Collective.
-
-        Raises:
-            ManifestMismatch: ranks disagree.
-        """
+        """Register the tensors in rank 0's ``order``, which should be the forward order. Call it once. Collective. Raises
+        ManifestMismatch if ranks disagree."""
         order = self.session.gather(list(order))[0]
         manifest = Manifest(tuple(self.specs[place] for place in order))
         registered = RegisteredGroups.of(self.session)
@@ -188,11 +184,7 @@ class GradientExchange:
         self.require_last(round_number)  # again: then no gradient of a later round has overwritten the average meanwhile
 
     def require_last(self, round_number: int) -> None:
-        """Require the number of the last round.
-
-        Raises:
-            UnsupportedError: ``round_number`` is another.
-        """
+        """Require the number of the last round. Raises UnsupportedError if ``round_number`` is another."""
         if round_number != self._round:
             raise UnsupportedError(
                 "this state lacks an update whose averages are gone, or were never here: it was stepped from before, or the "

@@ -59,11 +59,8 @@ def broadcast_all(session: commsched.Session, trees: dict[str, Any]) -> list[Any
 
 
 def require_equal_values(session: commsched.Session, named: Sequence[tuple[str, Any]], advice: str) -> None:
-    """Require equal leaves on all ranks. Collective.
-
-    Raises:
-        ManifestMismatch: ranks have different leaves or values; names the first.
-    """
+    """Require equal leaves on all ranks. Collective. Raises ManifestMismatch if ranks have different leaves or values; the
+    error names the first."""
     digests = [[name, hashlib.sha256(_array(name, leaf).tobytes()).hexdigest()] for name, leaf in named]
     require_same(
         session.gather(digests),
@@ -74,11 +71,8 @@ def require_equal_values(session: commsched.Session, named: Sequence[tuple[str, 
 
 
 def require_concrete(named: Sequence[tuple[str, Any]], call: str) -> None:
-    """Require leaves that are not traced.
-
-    Raises:
-        UnsupportedError: a leaf is traced, so ``call`` is within ``jit`` or a similar transformation.
-    """
+    """Require leaves that are not traced. Raises UnsupportedError if a leaf is traced, so ``call`` is within ``jit`` or a
+    similar transformation."""
     for name, leaf in named:
         if isinstance(leaf, jax.core.Tracer):
             raise UnsupportedError(
@@ -118,11 +112,8 @@ _AVERAGED = ("float32", "float64", "float16", "bfloat16")
 
 
 def specs_of(named: Sequence[tuple[str, Any]]) -> list[TensorSpec]:
-    """The specifications of the leaves, in their order.
-
-    Raises:
-        UnsupportedError: there are no leaves, or one is not of a floating-point type that is averaged; names it.
-    """
+    """The specifications of the leaves, in their order. Raises UnsupportedError if there are no leaves, or one is not of a
+    floating-point type that is averaged; the error names it."""
     if not named:
         raise UnsupportedError("there are no parameters")
     specs = []
@@ -142,12 +133,9 @@ def specs_of(named: Sequence[tuple[str, Any]]) -> list[TensorSpec]:
 
 
 def require_same_form(specs: Sequence[TensorSpec], named: Sequence[tuple[str, Any]]) -> None:
-    """Require parameters of the form that the training began with.
-
-    Raises:
-        UnsupportedError: a name or shape is no longer the one in ``specs``, or a parameter has a dtype whose bits would be lost
-            in the dtype in ``specs``; names the first such parameter.
-    """
+    """Require parameters of the form that the training began with. Raises UnsupportedError if a name or shape is no longer the
+    one in ``specs``, or a parameter has a dtype whose bits would be lost in the dtype in ``specs``; the error names the
+    first such parameter."""
     for spec, other in zip_longest(specs, named):
         before = "nothing more" if spec is None else f"'{spec.name}' {list(spec.shape)}"
         now = "nothing more" if other is None else f"'{other[0]}' {list(jnp.shape(other[1]))}"

@@ -31,7 +31,6 @@ class RegisteredGroups:
 
     def __init__(self) -> None:
         self._groups: list[tuple[weakref.ref[Any], TensorGroup]] = []
-        self._count = 0
         self.trainings = Trainings()
 
     @classmethod
@@ -43,11 +42,6 @@ class RegisteredGroups:
                 session.on_close(groups._finish_steps)  # this callback keeps ``groups`` alive as long as the session
                 _all[session] = weakref.ref(groups)
             return groups
-
-    def count_training(self) -> int:
-        """Count one more training. Returns its number, which is the same on all ranks."""
-        self._count += 1
-        return self._count
 
     def add(self, owner: object, group: TensorGroup) -> None:
         self._groups.append((weakref.ref(owner), group))
@@ -122,10 +116,8 @@ class Alike:
 
     def find(self, number: int) -> GradientExchange:
         """The exchange of states with ``number``. States from another process get the only exchange there is. Any thread.
-
-        Raises:
-            UnsupportedError: there are several exchanges and none has that number, or states of two trainings would share one.
-        """
+        Raises UnsupportedError if there are several exchanges and none has that number, or states of two trainings would share
+        one."""
         if (exchange := self.by_number.get(number)) is not None:
             return exchange
         first = next(iter(self.by_number.values()))

@@ -41,11 +41,8 @@ class Training:
         )
 
     def update(self, gradients: Any, opt_state: Any, params: Any) -> tuple[Any, Any]:
-        """Parameters and optimizer state after one update by the user's optimizer.
-
-        Raises:
-            UnsupportedError: the optimizer needs more than these, such as the loss.
-        """
+        """Parameters and optimizer state after one update by the user's optimizer. Raises UnsupportedError if the optimizer
+        needs more than these, such as the loss."""
         try:
             updates, opt_state = self.tx.update(gradients, opt_state, params)
         except TypeError as error:

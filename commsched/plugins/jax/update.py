@@ -119,10 +119,8 @@ class Pending:
 def _require_alike(before: tuple[Any, Any], updated: tuple[Any, Any]) -> None:
     """Require a state of the same form after the update as before it.
 
-    A program knows only when it runs whether there is an update to make. So both outcomes must have the same form.
-
-    Raises:
-        UnsupportedError: the forms differ; names the first difference.
+    A program knows only when it runs whether there is an update to make. So both outcomes must have the same form. Raises
+    UnsupportedError if the forms differ; the error names the first difference.
     """
     for old, new in zip_longest(_named(*before), _named(*updated)):
         ours, theirs = (None if each is None else (each[0], jnp.shape(each[1])) for each in (old, new))
@@ -157,11 +155,8 @@ def digest_of(made: Sequence[tuple[str, JaxprEqn | None]]) -> str:
 
 
 def require_same_update(session: commsched.Session, made: Sequence[tuple[str, JaxprEqn | None]]) -> None:
-    """Require equal :func:`operations` on all ranks. Collective.
-
-    Raises:
-        RanksDiverged: the operations differ; shows the first that does.
-    """
+    """Require equal :func:`operations` on all ranks. Collective. Raises RanksDiverged if they differ; the error shows
+    the first that does."""
     lengths_and_digests = session.gather([[len(made), digest_of(made)]])
     if first_difference(lengths_and_digests) is None:
         return

@@ -58,13 +58,8 @@ class Agreement:
         self._flags.offer(done.to_record(), [*ends, *fresh, *frozen])
 
     def share_with_gradient(self) -> Sequence[float]:
-        """Return, for each parameter, the share of ranks that have a new gradient.
-
-        Waits until all ranks have begun the round.
-
-        Raises:
-            RanksDiverged, UnsupportedError: see :meth:`require`.
-        """
+        """Return, for each parameter, the share of ranks that have a new gradient. Waits until all ranks have begun the round,
+        and raises as :meth:`require`."""
         self.require()
         first = self._session.world_size
         return self._flags.means()[first : first + len(self._names)]
@@ -148,11 +143,8 @@ class ComparedWeights:
                     self._digests[index] = digest_of(values.view(np.uint8).data)
 
     def compare(self) -> None:
-        """Send the digests that were taken last, unless they were sent before.
-
-        Raises:
-            CommschedError: the job failed, or the session is closed.
-        """
+        """Send the digests that were taken last, unless they were sent before. Raises CommschedError if the job failed, or the
+        session is closed."""
         digests, self._digests = self._digests, {}
         for index, digest in digests.items():
             self._check.add(index, digest)
@@ -164,10 +156,7 @@ _SCALARS = (int, float, bool, str, np.generic)
 def prepare_optimizer(optimizer: mx.optimizer.Optimizer) -> None:
     """Make ``optimizer`` update each parameter separately, so that no update waits for the average of another parameter.
 
-    An ``aggregate_num`` of 0 stays: such an optimizer cannot aggregate.
-
-    Raises:
-        UnsupportedError: the optimizer is SGLD.
+    An ``aggregate_num`` of 0 stays: such an optimizer cannot aggregate. Raises UnsupportedError if the optimizer is SGLD.
     """
     if isinstance(optimizer, mx.optimizer.SGLD):
         raise UnsupportedError("SGLD adds noise, which each rank would draw for itself: ranks would diverge")
@@ -195,10 +184,7 @@ def _scalars(of: Any) -> dict[str, Any]:
 
 def require_equal_optimizers(described: Sequence[Mapping[str, Any]]) -> None:
     """Require equal optimizers on all ranks. ``described[r]`` is the description of rank ``r``, see :func:`describe_optimizer`.
-
-    Raises:
-        ManifestMismatch: the class or a number differs. Names it.
-    """
+    Raises ManifestMismatch if the class or a number differs; the error names it."""
     require_same(described, lambda different: f"the optimizer's {different.key} is {different.text()}")
 
 

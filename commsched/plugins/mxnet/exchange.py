@@ -108,11 +108,7 @@ class GradientExchange(RoundExchange):
         self._averaged = True
 
     def before_update(self, ignore_stale_grad: bool) -> None:
-        """Mark the gradients that the update must use as new.
-
-        Raises:
-            UnsupportedError: a gradient is not an average.
-        """
+        """Mark the gradients that the update must use as new. Raises UnsupportedError if a gradient is not an average."""
         if not self._averaged:
             raise UnsupportedError(
                 "update() without allreduce_grads() since the last update: every rank would use its own gradients; call step()"
@@ -173,7 +169,7 @@ class GradientExchange(RoundExchange):
         )
         require_equal_values(self._session, list(trained.values()))
         what = f"'{next(iter(trained))}' and {len(names) - 1} more"
-        rounds = Rounds(self._session, what, Manifest(tuple(spec_of(trained[name]) for name in names)), names)
+        rounds = Rounds(self._session, what, Manifest(tuple(spec_of(name, trained[name].data()) for name in names)), names)
         self._slots = [Slot(trained[place.name], place) for place in rounds.queued.places]
         return rounds
 

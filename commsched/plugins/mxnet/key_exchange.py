@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import mxnet as mx
 import numpy as np
@@ -20,11 +19,9 @@ from ...core.comparison import require_same
 from ...core.errors import UnsupportedError
 from ...core.manifest import Manifest, TensorSpec
 from ..common.collectives import gather_alike
+from ..common.weights_check import number_in
 from .agreement import RoundOutcome
 from .rounds import RoundExchange, Rounds
-
-#: Number of key exchanges in each session that have begun their second step. Equal on all ranks: that beginning is collective.
-_registered: WeakKeyDictionary[commsched.Session, int] = WeakKeyDictionary()
 
 _ADVICE = "push the same keys, in the same order, on all ranks"
 
@@ -94,11 +91,8 @@ class KeyExchange(RoundExchange):
         return rounds.queued.places[tensor].array
 
     def require_all_pushed(self, what: str) -> None:
-        """Require that no step is incomplete. ``what`` names the reason in the error.
-
-        Raises:
-            UnsupportedError: a step has begun, and a key was not pushed in it.
-        """
+        """Require that no step is incomplete. ``what`` names the reason in the error. Raises UnsupportedError if a step has
+        begun, and a key was not pushed in it."""
         missing = [name for name in self._specs if name not in self._pushed]
         if self._pushed and missing:
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
@@ -111,10 +105,8 @@ class KeyExchange(RoundExchange):
         """Require that ``name`` is the next key in the order of the first step, which is the same on all ranks.
 
         Different orders can deadlock. An operation that rank A has queued behind an update may block the computation of a
-        gradient that an update of rank B waits for, while rank B blocks rank A in the same way.
-
-        Raises:
-            UnsupportedError: another key is next.
+        gradient that an update of rank B waits for, while rank B blocks rank A in the same way. Raises UnsupportedError if
+        another key is next.
         """
         expected = list(self._specs)[len(self._pushed)]
         if name != expected:
@@ -143,7 +135,7 @@ class KeyExchange(RoundExchange):
 
     def _register(self) -> Rounds:
         gather_alike(self._session, "begins its second step", None, _ADVICE)
-        number = _registered[self._session] = _registered.get(self._session, 0) + 1
+        number, _ = number_in(self._session, "kvstore")  # equal on all ranks, because this call is collective
         urgent_first = sorted(self._specs, key=lambda name: -self._priorities[name])  # stable: equal ones keep their order
         self._tensors = {name: tensor for tensor, name in enumerate(urgent_first)}
         specs = tuple(self._specs[name] for name in urgent_first)

@@ -174,6 +174,11 @@ def fail(operations: Sequence[Operation], error: CommschedError) -> None:
         push(complete_all, writes=[mx.nd.empty((1,), ctx=mx.cpu(0))], among_layers=True)
 
 
+def complete_and_set(event: threading.Event, operation: Operation) -> None:
+    operation.complete()
+    event.set()
+
+
 def wait(arrays: Sequence[mx.nd.NDArray]) -> None:
     """Return when all operations on ``arrays`` are completed, and no thread runs code of this module for the engine.
 
@@ -182,13 +187,8 @@ def wait(arrays: Sequence[mx.nd.NDArray]) -> None:
     if _ended.is_set():
         return
     over = [threading.Event() for _ in arrays]
-
-    def complete(event: threading.Event, operation: Operation) -> None:
-        operation.complete()
-        event.set()
-
     for array, event in zip(arrays, over):
-        push(partial(complete, event), writes=[array], even_if_failed=True, among_layers=True)
+        push(partial(complete_and_set, event), writes=[array], even_if_failed=True, among_layers=True)
     for event in over:
         event.wait()
     while _running or _completing:

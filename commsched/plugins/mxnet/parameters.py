@@ -9,7 +9,6 @@ from typing import Any
 
 import mxnet as mx
 import numpy as np
-from numpy.typing import NDArray
 
 import commsched
 
@@ -53,23 +52,18 @@ class Slot:
         return str(self.parameter.grad_req) == "null"
 
     def require_as_registered(self) -> None:
-        """Require that the parameter still has the shape, dtype and device that were registered.
-
-        Raises:
-            UnsupportedError: the parameter was cast or reshaped, or moved to another device.
-        """
+        """Require that the parameter still has the shape, dtype and device that were registered. Raises UnsupportedError if the
+        parameter was cast or reshaped, or moved to another device."""
         require_averageable(self.parameter)
-        array = self.place.array
-        is_now, was = spec_of(self.parameter), TensorSpec(self.name, tuple(array.shape), dtype_name(array.dtype))
+        is_now, was = spec_of(self.name, self.data), spec_of(self.name, self.place.array)
         if is_now != was:
             raise UnsupportedError(
                 f"parameter {was} is {is_now} now: make another ScheduledTrainer after detach() of this one, on all ranks"
             )
 
 
-def spec_of(parameter: mx.gluon.Parameter) -> TensorSpec:
-    data = parameter.data()
-    return TensorSpec(parameter.name, tuple(data.shape), dtype_name(data.dtype))
+def spec_of(name: str, array: mx.nd.NDArray) -> TensorSpec:
+    return TensorSpec(name, tuple(array.shape), dtype_name(array.dtype))
 
 
 def dtype_name(dtype: Any) -> str:
@@ -81,11 +75,7 @@ def dtype_name(dtype: Any) -> str:
 
 
 def require_averageable(parameter: mx.gluon.Parameter) -> None:
-    """Require that the parameter's gradient can be averaged.
-
-    Raises:
-        UnsupportedError: it cannot be averaged. Says why.
-    """
+    """Require that the parameter's gradient can be averaged. Raises UnsupportedError, which says why it cannot."""
     name = f"parameter '{parameter.name}'"
     _require_on_cpu(name, parameter.list_ctx())
     if parameter._stype != "default" or parameter._grad_stype != "default":
@@ -97,22 +87,14 @@ def require_averageable(parameter: mx.gluon.Parameter) -> None:
 
 
 def require_averageable_array(name: str, array: mx.nd.NDArray) -> None:
-    """Require that ``array`` can be averaged.
-
-    Raises:
-        UnsupportedError: it cannot be averaged. Calls it ``name`` and says why.
-    """
+    """Require that ``array``, called ``name``, can be averaged. Raises UnsupportedError, which says why it cannot."""
     _require_on_cpu(name, [array.context])
     require_dense(name, array)
     _require_floats(name, array.dtype)
 
 
 def require_dense(name: str, array: mx.nd.NDArray) -> None:
-    """Require that ``array`` is dense.
-
-    Raises:
-        UnsupportedError: it is sparse.
-    """
+    """Require that ``array`` is dense. Raises UnsupportedError if it is sparse."""
     if array.stype != "default":
         raise UnsupportedError(f"{name} is {array.stype}: only dense ones can be averaged")
 
@@ -136,10 +118,8 @@ TRAINER_ADVICE = "load or set values after the trainer was made on all ranks, an
 def begin_from_rank_0(session: commsched.Session, parameters: Sequence[mx.gluon.Parameter]) -> None:
     """Replace the values of ``parameters``, trained or not, by the values of rank 0. Collective.
 
-    A parameter whose shape is unknown until the first forward is replaced in that forward, which is then collective too.
-
-    Raises:
-        ManifestMismatch: the ranks' parameters differ.
+    A parameter whose shape is unknown until the first forward is replaced in that forward, which is then collective too. Raises
+    ManifestMismatch if the ranks' parameters differ.
     """
     records = session.gather([_describe(parameter) for parameter in parameters])
     require_same(records, lambda different: f"the trainer has {different.text(_text)}")
@@ -153,14 +133,9 @@ def begin_from_rank_0(session: commsched.Session, parameters: Sequence[mx.gluon.
 
 
 def require_equal_values(session: commsched.Session, parameters: Sequence[mx.gluon.Parameter]) -> None:
-    """Require equal values on all ranks before the first average. Collective.
-
-    They may differ because the user loaded other values on some ranks only.
-
-    Raises:
-        ManifestMismatch: a parameter differs. Names it.
-    """
-    digests = {parameter.name: _digest(parameter.data().asnumpy()) for parameter in parameters}
+    """Require equal values on all ranks before the first average. They may differ because the user loaded other values on some
+    ranks only. Collective. Raises ManifestMismatch if a parameter differs; the error names it."""
+    digests = {parameter.name: digest_of_array(parameter.data()) for parameter in parameters}
     require_same(
         session.gather(digests),
         lambda different: (
@@ -191,8 +166,8 @@ def _broadcast(session: commsched.Session, name: str, arrays: Sequence[mx.nd.NDA
             array[:] = value
 
 
-def _digest(value: NDArray[Any]) -> str:
-    return hashlib.blake2b(value.tobytes(), digest_size=16).hexdigest()
+def digest_of_array(array: mx.nd.NDArray) -> str:
+    return hashlib.blake2b(array.asnumpy().tobytes(), digest_size=16).hexdigest()
 
 
 def _is_there(parameter: mx.gluon.Parameter) -> bool:

@@ -24,7 +24,7 @@ from ...core.interfaces import TaskObserver
 from ...core.manifest import Manifest
 from ...core.task import REDUCE_SCATTER, CommTask
 from ..common.collectives import register_flat
-from .operation import Operation, drain_before_forks, fail, push, wait
+from .operation import Operation, complete_and_set, drain_before_forks, fail, push, wait
 
 
 class BufferPlace:
@@ -71,11 +71,7 @@ class QueuedGroup:
         return self._group.manifest
 
     def begin_round(self) -> None:
-        """Begin a round. Waits until the round before is over.
-
-        Raises:
-            CommschedError: the session failed or was closed.
-        """
+        """Begin a round. Waits until the round before is over. Raises CommschedError if the session failed or was closed."""
         self.round = self._group.begin_step() + 1
         self._missing = [len(partitions) for partitions in self._group.plan.by_tensor]
 
@@ -100,7 +96,7 @@ class QueuedGroup:
         """
         if self.places:
             over = threading.Event()  # Ctrl-C interrupts a wait for it, but not a wait in MXNet
-            push(partial(_complete_and_set, over), reads=[place.array for place in self.places], even_if_failed=True)
+            push(partial(complete_and_set, over), reads=[place.array for place in self.places], even_if_failed=True)
             over.wait()
         for place in self.places:
             try:
@@ -221,11 +217,6 @@ class QueuedGroup:
                 there = self._missing[tensor] == 0
             if there:
                 self._take_and_complete(tensor)
-
-
-def _complete_and_set(event: threading.Event, operation: Operation) -> None:
-    operation.complete()
-    event.set()
 
 
 class OverdueWatch:

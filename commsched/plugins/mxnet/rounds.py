@@ -33,11 +33,8 @@ class Rounds:
         self.weights = ComparedWeights(session, what, names, nbytes)
 
     def settle(self) -> None:
-        """Wait for the averages of the last round, and require that all ranks did the same up to it.
-
-        Raises:
-            RanksDiverged, UnsupportedError, CommschedError: see ``QueuedGroup.settle`` and ``Agreement.require``.
-        """
+        """Wait for the averages of the last round, and require that all ranks did the same up to it. Raises as
+        ``QueuedGroup.settle`` and ``Agreement.require``."""
         self.queued.settle()
         self.agreement.require()
         self.weights.compare()
@@ -86,11 +83,7 @@ class RoundExchange:
         return self._rounds is None or self._rounds.agreement.is_known
 
     def require_end(self) -> None:
-        """Wait until the end is known.
-
-        Raises:
-            RanksDiverged: other ranks continue.
-        """
+        """Wait until the end is known. Raises RanksDiverged if other ranks continue."""
         if self._rounds is not None:
             self._rounds.agreement.require()
 

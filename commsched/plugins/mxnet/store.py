@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -12,11 +11,10 @@ import commsched
 
 from ...core.comparison import require_same
 from ...core.errors import ManifestMismatch, UnsupportedError
-from ...core.manifest import TensorSpec
 from ..common.collectives import broadcast_arrays, gather_alike
 from .agreement import RoundOutcome, describe_optimizer, digest_states, numbers_of, prepare_optimizer, require_equal_optimizers
 from .key_exchange import KeyExchange
-from .parameters import dtype_name, require_averageable_array, require_dense
+from .parameters import digest_of_array, dtype_name, require_averageable_array, require_dense, spec_of
 
 #: With one device, MXNet creates no kvstore whose name lacks "dist". If the type also contains "_sync", a Module divides by the
 #: batch size of all workers.
@@ -115,7 +113,7 @@ class ScheduledStore(mx.kv.KVStoreBase):  # type: ignore[misc]
         if key in self._begun_with:
             raise UnsupportedError(f"{name} was broadcast before: create a kvstore for each Trainer, Module or loop")
         self._begun_with.add(key)
-        digest = _digest(value)
+        digest = digest_of_array(value)
         if self._keys is None:
             return [[digest, used]]
         require_dense(name, value)
@@ -160,7 +158,7 @@ class ScheduledStore(mx.kv.KVStoreBase):  # type: ignore[misc]
         self, keys: KeyExchange, name: str, priority: int, gradient: mx.nd.NDArray, result: mx.nd.NDArray
     ) -> mx.nd.NDArray:
         weight = None if self._updater is None else result
-        average = keys.average(_spec(name, gradient), priority, gradient, weight, self._done, partial(self._alike, result))
+        average = keys.average(spec_of(name, gradient), priority, gradient, weight, self._done, partial(self._alike, result))
         flat = average.reshape((-1,))  # a scalar, too, becomes an array of one dimension
         # A product with a Python number would hold one of the few pieces of temporary memory that all operations share until it
         # is computed, and the next forward would wait for that memory. Therefore the factor is an array.
@@ -180,25 +178,17 @@ class ScheduledStore(mx.kv.KVStoreBase):  # type: ignore[misc]
             "the optimizer": type(optimizer).__name__,
             "its rescale_grad (of the batch size)": float(optimizer.rescale_grad),
             "its learning rate": float(optimizer.learning_rate),
-            "the weight (a digest)": _digest(result),
+            "the weight (a digest)": digest_of_array(result),
         }
 
     def push(self, *_: Any, **__: Any) -> None:
-        """Not supported.
-
-        Raises:
-            UnsupportedError: always.
-        """
+        """Not supported: raises UnsupportedError."""
         raise UnsupportedError("push() and pull() apart are not supported; call pushpull(), and broadcast() in place of init()")
 
     pull = row_sparse_pull = push
 
     def set_gradient_compression(self, compression_params: Any) -> None:
-        """Not supported.
-
-        Raises:
-            UnsupportedError: always.
-        """
+        """Not supported: raises UnsupportedError."""
         raise UnsupportedError("gradient compression is not supported (compression_params); see the setting 'wire'")
 
     # --- the optimizer ---
@@ -274,11 +264,3 @@ class ScheduledStore(mx.kv.KVStoreBase):  # type: ignore[misc]
 
 
 mx.kv.KVStoreBase.kv_registry[NAME] = ScheduledStore
-
-
-def _spec(name: str, array: mx.nd.NDArray) -> TensorSpec:
-    return TensorSpec(name, tuple(array.shape), dtype_name(array.dtype))
-
-
-def _digest(array: mx.nd.NDArray) -> str:
-    return hashlib.blake2b(array.asnumpy().tobytes(), digest_size=16).hexdigest()

@@ -30,10 +30,7 @@ def measure_order(gradients: Mapping[str, mx.nd.NDArray]) -> list[str]:
     """Return the names of ``gradients`` in forward order, and wait for all gradients.
 
     Forward uses the parameter first whose gradient backward produces last. Gradients that are produced together keep the order
-    in which they are given.
-
-    Raises:
-        MXNetError: an operation of this backward failed.
+    in which they are given. Raises MXNetError if an operation of this backward failed.
     """
     produced: list[tuple[float, int]] = []
 

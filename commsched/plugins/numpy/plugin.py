@@ -22,7 +22,7 @@ import commsched
 from ...core.errors import UnsupportedError
 from ...core.manifest import Manifest, TensorSpec
 from ..common.collectives import register_flat
-from ..common.weights_check import WeightsCheck, digest_of, number_optimizer
+from ..common.weights_check import WeightsCheck, digest_of, number_in
 from .engine import SGD
 
 
@@ -102,7 +102,7 @@ class ScheduledOptimizer:
             layers[index].gradients[name] = place
             self._tensors[index].append(tensor)
         self._parameters = [layers[index].parameters[name] for index, name in slots]
-        _, label = number_optimizer(self._session)
+        _, label = number_in(self._session)
         names, nbytes = [spec.name for spec in specs], [spec.nbytes for spec in specs]
         self._check = WeightsCheck(self._session, names, nbytes, f"weights{label}")
 

@@ -175,11 +175,8 @@ def without_numbers(path: str) -> str:
 
 
 def require_same_optimizer(session: commsched.Session, kind: type, optimizer: Any) -> None:
-    """Require equal optimizers on all ranks. A constant learning rate may differ, since rank 0's is used. Collective.
-
-    Raises:
-        ManifestMismatch: the ranks' optimizers differ; names the hyper-parameter that does.
-    """
+    """Require equal optimizers on all ranks. A constant learning rate may differ, since rank 0's is used. Collective. Raises
+    ManifestMismatch if the ranks' optimizers differ; the error names the hyper-parameter that does."""
     config = {key: value for key, value in optimizer.get_config().items() if key != "name"}
     config["variables excluded from weight decay"] = _excluded(optimizer)
     if isinstance(config.get("learning_rate"), float):

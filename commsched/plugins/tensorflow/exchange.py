@@ -160,11 +160,8 @@ class GradientExchange:
         self._flags.require_same()
 
     def submit(self, index: int, gradient: NDArray[Any]) -> None:
-        """Submit the gradient of the variable with this ``index``. Any thread.
-
-        Raises:
-            UnsupportedError: the gradient and the variable have different shapes.
-        """
+        """Submit the gradient of the variable with this ``index``. Any thread. Raises UnsupportedError if the gradient and the
+        variable have different shapes."""
         view = self._views[index]
         if gradient.shape != view.shape:
             raise UnsupportedError(
@@ -223,11 +220,7 @@ class GradientExchange:
         return self._flags.is_there
 
     def wait_for_flags(self) -> None:
-        """Wait until all ranks have begun the step.
-
-        Raises:
-            CommschedError: the session failed or was closed meanwhile.
-        """
+        """Wait until all ranks have begun the step. Raises CommschedError if the session failed or was closed meanwhile."""
         self._flags.wait()
 
     def all_there(self) -> bool:
@@ -242,11 +235,8 @@ class GradientExchange:
             self._flags.group.stalled(0, seconds)
 
     def wait(self, index: int) -> None:
-        """Wait until the average of the variable with this ``index`` is available.
-
-        Raises:
-            CommschedError: the session failed or was closed meanwhile.
-        """
+        """Wait until the average of the variable with this ``index`` is available. Raises CommschedError if the session failed
+        or was closed meanwhile."""
         self._group.proxies[self._places[index]].wait()
 
     @property
@@ -256,11 +246,7 @@ class GradientExchange:
 
     def require_alike(self) -> None:
         """Require equal optimizers on all ranks. Call it once in each step, after the flags arrive and before averages are
-        used.
-
-        Raises:
-            RanksDiverged: ranks have different optimizers. If the job failed earlier, that failure is raised instead.
-        """
+        used. Raises RanksDiverged if they differ, or the job's earlier failure."""
         self._flags.require_same()
         self._shares = self._flags.means()  # copied: later flags may come before all averages are used
         if self._flags.differs(len(self._paths)):

@@ -172,11 +172,8 @@ def _all_are_woken() -> bool:
 
 
 def refuse_xla(graph: Any, what: str) -> None:
-    """Refuse a graph that XLA compiles. ``what`` says in the error what happens in the graph.
-
-    Raises:
-        UnsupportedError: XLA compiles the function of ``graph``, or a function around it.
-    """
+    """Refuse a graph that XLA compiles. ``what`` says in the error what happens in the graph. Raises UnsupportedError if XLA
+    compiles the function of ``graph``, or a function around it."""
     while graph is not None:
         context = graph._get_control_flow_context()  # there is no public API for this
         while context is not None:
@@ -214,11 +211,8 @@ class Passage:
         self._passed_at: WeakKeyDictionary[tf.Graph, int] = WeakKeyDictionary()  # by graph: _Traced.stateful at the last wait
 
     def add(self) -> None:
-        """Add the wait to the graph that is being traced, once for each stretch of it that contains no training step.
-
-        Raises:
-            UnsupportedError: the graph is not a ``tf.function``'s, or XLA compiles it.
-        """
+        """Add the wait to the graph that is being traced, once for each stretch of it that contains no training step. Raises
+        UnsupportedError if the graph is not a ``tf.function``'s, or XLA compiles it."""
         if not tf.inside_function():
             raise UnsupportedError(
                 f"'{self._variable.name}' is read in a graph that is not a tf.function, which cannot wait for its update: to "

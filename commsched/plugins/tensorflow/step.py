@@ -116,11 +116,8 @@ class Step:
         return [index in gradients for index in range(len(self._paths))]
 
     def _copies(self, indices: Sequence[int]) -> list[Any]:
-        """Copies of the averages of the variables ``indices``, exactly those of which this rank has gradients.
-
-        Raises:
-            UnsupportedError: only some ranks have a gradient of a variable; names it.
-        """
+        """Copies of the averages of the variables ``indices``, exactly those of which this rank has gradients. Raises
+        UnsupportedError if only some ranks have a gradient of a variable; the error names it."""
         for index, path in enumerate(self._paths):
             if 0 < self._exchange.share(index) < 1:
                 raise UnsupportedError(

@@ -66,11 +66,8 @@ class Updater:
 
     def commit(self, updates: Updates, bundles: Sequence[Bundle], learning_rate: tf.Tensor, iterations: tf.Tensor) -> None:
         """Close all gates, and update the variables of each bundle when their averages arrive. Call it once all gradients are
-        submitted.
-
-        Raises:
-            CommschedError: the session failed, or this updater was closed meanwhile, so gates would not open any more.
-        """
+        submitted. Raises CommschedError if the session failed, or this updater was closed meanwhile, so gates would not open
+        any more."""
         with self._changed:
             self._require_running()
             self.signals.close(range(self.all_open + 1))
@@ -94,21 +91,14 @@ class Updater:
             raise self._error
 
     def synchronize(self) -> None:
-        """Wait until no update is outstanding.
-
-        Raises:
-            CommschedError: the session failed or was closed.
-        """
+        """Wait until no update is outstanding. Raises CommschedError if the session failed or was closed."""
         for index, gate in enumerate(self.gates):
             if gate.is_closed:
                 self._wait(index)
 
     def wait_for_flags(self) -> None:
-        """Wait until all ranks have begun the last step and were found alike.
-
-        Raises:
-            CommschedError: the ranks differ, or the session failed or was closed.
-        """
+        """Wait until all ranks have begun the last step and were found alike. Raises CommschedError if the ranks differ, or the
+        session failed or was closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._alike or self._error is not None)
             self._require_running()

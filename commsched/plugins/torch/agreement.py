@@ -229,11 +229,8 @@ class _OwnSum:
 
 
 def require_same_end(kept: StepShares, committed: bool, rank: int, step: int) -> None:
-    """Require that all ranks end the round in the same way. ``committed`` says whether ``rank`` called step().
-
-    Raises:
-        TransportError: some ranks called step() and others did not.
-    """
+    """Require that all ranks end the round in the same way. ``committed`` says whether ``rank`` called step(). Raises
+    TransportError if some ranks called step() and others did not."""
     if kept.committed != committed:
         stepped, other = f"called step() in step {step}", "dropped the gradients of that round or ran backward again"
         here, there = (stepped, other) if committed else (other, stepped)
@@ -262,11 +259,8 @@ def require_equal_hyper_parameters(
 
 
 def require_added_alike(share: float, rank: int) -> None:
-    """Require that all ranks add parameters, or none. ``share`` is the share of ranks that wait to add some.
-
-    Raises:
-        UnsupportedError: some ranks wait, and others continue training.
-    """
+    """Require that all ranks add parameters, or none. ``share`` is the share of ranks that wait to add some. Raises
+    UnsupportedError if some ranks wait, and others continue training."""
     if 0 < share < 1:
         raise UnsupportedError(
             f"some ranks called add_param_group() while others trained on (seen on rank {rank}): call it on all ranks, between "
@@ -313,12 +307,8 @@ def require_averaged_before_changed(share: float, name: str | None, rank: int) -
 
 
 def require_changed_alike(kept: StepShares, slots: Sequence[Slot]) -> None:
-    """Require that all ranks have changed a gradient, or none. ``slots`` are by flag.
-
-    Raises:
-        UnsupportedError: some ranks have changed or dropped a gradient since it was submitted, and others have the average, or
-            no gradient.
-    """
+    """Require that all ranks have changed a gradient, or none. ``slots`` are by flag. Raises UnsupportedError if some ranks
+    have changed or dropped a gradient since it was submitted, and others have the average, or no gradient."""
     for flag, changed in enumerate(kept.changed):
         if changed and kept.share[flag] and not changed == kept.share[flag] == 1.0:  # not dropped by all, nor changed by all
             raise UnsupportedError(

@@ -17,11 +17,8 @@ _KEEP_DDP = "call the model itself, without it; or keep it, with commsched.plugi
 
 
 def require_optimizer_and_model(optimizer: object, model: object) -> None:
-    """Require an optimizer and a model, in this order.
-
-    Raises:
-        TypeError: an argument is something else, or they are swapped.
-    """
+    """Require an optimizer and a model, in this order. Raises TypeError if an argument is something else, or they are
+    swapped."""
     if isinstance(optimizer, torch.nn.Module):
         what = (
             "the arguments are swapped"
@@ -39,11 +36,8 @@ def require_optimizer_and_model(optimizer: object, model: object) -> None:
 
 
 def outside_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str | None:
-    """Return a warning if some parameters of ``optimizer`` do not belong to ``model``, else None.
-
-    Raises:
-        ConfigError: none of them does, so ``model`` is not the model that is trained.
-    """
+    """Return a warning if some parameters of ``optimizer`` do not belong to ``model``, else None. Raises ConfigError if none of
+    them does, so ``model`` is not the model that is trained."""
     inside = {id(parameter) for parameter in model.parameters()}
     total, outside = 0, []
     for index, group in enumerate(optimizer.param_groups):

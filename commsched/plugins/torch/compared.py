@@ -164,10 +164,8 @@ class ComparedWeights:
         """Compare a part of the parameters, if this step does so.
 
         Call it in ``step()``, when all updates of earlier steps are done and none of this step is outstanding yet. Then no
-        other thread waits for a parameter in order to write to it.
-
-        Raises:
-            CommschedError: the job failed, or the session is closed.
+        other thread waits for a parameter in order to write to it. Raises CommschedError if the job failed, or the session is
+        closed.
         """
         if self._is_wanted:
             self._device.settle()  # wait for the digests of the last part, which was compared many steps ago

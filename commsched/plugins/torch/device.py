@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,77 +30,47 @@ _ODD = 0x1E3779B97F4A7C15
 _DTYPES = {getattr(torch, name): name for name in ("float16", "bfloat16", "float32", "float64")}
 
 
-class Device(Protocol):
-    """The device that holds the parameters of one exchange, their gradients and the flat buffers."""
+class Device:
+    """The device that holds the parameters of one exchange, their gradients and the flat buffers.
+
+    This class is the CPU, where operations are done when they return.
+    """
 
     def allocate(self, nbytes: int) -> tuple[torch.Tensor, Any]:
         """Allocate zeros, and return them as a tensor of uint8 and as the buffer to register."""
-        ...
-
-    def when_written(self, notify: Callable[[], None]) -> None:
-        """Call ``notify`` once the work queued so far on the current stream is done. Never waits."""
-        ...
-
-    def copying(self) -> AbstractContextManager[object]:
-        """Return a context for copies between host and device. They do not wait for the kernels of the training, and are done
-        when the block ends."""
-        ...
-
-    def read(self) -> None:
-        """Called when a parameter is read for the first time."""
-        ...
-
-    def updating(self) -> AbstractContextManager[object]:
-        """Return the context to run an update in. Any thread or stream may read the parameters once the block has ended."""
-        ...
-
-    def digest(self, values: torch.Tensor, report: Callable[[int], None]) -> None:
-        """Call ``report`` with a digest of ``values`` (bytes in one dimension), as of this point of the current stream.
-
-        ``report`` is called now, or later from another thread. Never waits.
-        """
-        ...
-
-    def settle(self) -> None:
-        """Wait until every ``notify`` and ``report`` was called."""
-        ...
-
-    def close(self) -> None:
-        """End the watcher's thread, if there is one. No ``notify`` or ``report`` may be outstanding."""
-        ...
-
-
-class Host:
-    """The CPU, where operations are done when they return."""
-
-    def allocate(self, nbytes: int) -> tuple[torch.Tensor, memoryview]:
         # Not by torch: share_memory() on a gradient would free the old memory, while averages are still written there.
         memory = np.zeros(nbytes, np.uint8)
         return torch.from_numpy(memory), memory.data
 
     def when_written(self, notify: Callable[[], None]) -> None:
+        """Call ``notify`` once the work queued so far on the current stream is done. Never waits."""
         notify()
 
     def copying(self) -> AbstractContextManager[object]:
+        """Return a context for copies between host and device. They do not wait for the kernels of the training, and are done
+        when the block ends."""
         return nullcontext()
 
     def read(self) -> None:
-        pass
+        """Called when a parameter is read for the first time."""
 
     def updating(self) -> AbstractContextManager[object]:
+        """Return the context to run an update in. Any thread or stream may read the parameters once the block has ended."""
         return nullcontext()
 
     def digest(self, values: torch.Tensor, report: Callable[[int], None]) -> None:
+        """Call ``report`` with a digest of ``values`` (bytes in one dimension), as of this point of the current stream. It is
+        called now, or later from another thread. Never waits."""
         report(digest_of(values.numpy().data))
 
     def settle(self) -> None:
-        pass
+        """Wait until every ``notify`` and ``report`` was called."""
 
     def close(self) -> None:
-        pass
+        """End the watcher's thread, if there is one. No ``notify`` or ``report`` may be outstanding."""
 
 
-class Cuda:
+class Cuda(Device):
     """A CUDA device.
 
     The host runs ahead of the device. A gradient is therefore reported ready when its kernel is done, not when the kernel is
@@ -124,7 +94,7 @@ class Cuda:
         self._watcher = EventWatcher("commsched-gradients")
         session.cleanup.callback(self.close)
 
-    def allocate(self, nbytes: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def allocate(self, nbytes: int) -> tuple[torch.Tensor, Any]:
         flat = torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
         torch.cuda.current_stream(self._device).synchronize()  # another stream may write to it next
         return flat, flat
@@ -190,11 +160,8 @@ def digest_on_device(values: torch.Tensor) -> torch.Tensor:
 
 
 def device_of(parameters: Sequence[tuple[str, torch.Tensor]]) -> torch.device:
-    """Return the device of all named ``parameters``.
-
-    Raises:
-        UnsupportedError: they are on several devices; the message names two parameters on different ones.
-    """
+    """Return the device of all named ``parameters``. Raises UnsupportedError if they are on several devices; the message names
+    two parameters on different ones."""
     first_name, first = parameters[0]
     for name, parameter in parameters:
         if parameter.device != first.device:
@@ -206,14 +173,11 @@ def device_of(parameters: Sequence[tuple[str, torch.Tensor]]) -> torch.device:
 
 
 def open_device(session: commsched.Session, parameters: Sequence[tuple[str, torch.Tensor]]) -> Device:
-    """Return the Device for the parameters' device.
-
-    Raises:
-        UnsupportedError: the session's transport does not average tensors on that device.
-    """
+    """Return the Device for the parameters' device. Raises UnsupportedError if the session's transport does not average tensors
+    on that device."""
     device = device_of(parameters)
     if str(device) == session.device == "cpu":
-        return Host()
+        return Device()
     where = f"parameter '{parameters[0][0]}' is on {device}"
     if device.type == "cuda" and session.device == "cpu":
         raise UnsupportedError(
@@ -232,11 +196,8 @@ def open_device(session: commsched.Session, parameters: Sequence[tuple[str, torc
 
 
 def spec_of(name: str, parameter: torch.Tensor) -> TensorSpec:
-    """Return the spec by which the gradient of ``parameter`` is registered.
-
-    Raises:
-        UnsupportedError: its type or layout cannot be averaged.
-    """
+    """Return the spec by which the gradient of ``parameter`` is registered. Raises UnsupportedError if its type or layout
+    cannot be averaged."""
     if parameter.dtype not in _DTYPES or parameter.layout != torch.strided:
         raise UnsupportedError(
             f"parameter '{name}' is {parameter.dtype}, {parameter.layout}; only dense gradients of "
@@ -253,11 +214,8 @@ def register_on(
 
 
 def init_for(parameters: Iterable[torch.Tensor]) -> commsched.Session:
-    """Return the session of this process. If this call opens it, it is opened for the device of ``parameters``.
-
-    Raises:
-        ConfigError: torch.distributed has ranks that commsched does not know of; or see ``commsched.init``.
-    """
+    """Return the session of this process. If this call opens it, it is opened for the device of ``parameters``. Raises
+    ConfigError if torch.distributed has ranks that commsched does not know of; or see ``commsched.init``."""
     for parameter in parameters:
         if parameter.device.type == "cuda":
             with torch.cuda.device(parameter.device):
@@ -266,11 +224,8 @@ def init_for(parameters: Iterable[torch.Tensor]) -> commsched.Session:
 
 
 def _not_alone(session: commsched.Session) -> commsched.Session:
-    """Return ``session``, unless it lacks ranks of torch.distributed.
-
-    Raises:
-        ConfigError: torch.distributed has several ranks and ``session`` only one, so the ranks would train separately.
-    """
+    """Return ``session``, unless it lacks ranks of torch.distributed. Raises ConfigError if torch.distributed has several ranks
+    and ``session`` only one, so the ranks would train separately."""
     if session.world_size == 1 and not session.disabled and dist.is_available() and dist.is_initialized():
         ranks = dist.get_world_size()
         if ranks > 1:

@@ -175,11 +175,7 @@ class GradientExchange:
 
     def add(self, slots: Sequence[Slot]) -> None:
         """Add further parameters of the optimizer. Every rank adds the same ones in the same order. No update may be
-        outstanding.
-
-        Raises:
-            ManifestMismatch: the ranks' parameters differ.
-        """
+        outstanding. Raises ManifestMismatch if the ranks' parameters differ."""
         self.places.add(slots)
         self._hook_all(slots)
 
@@ -457,10 +453,8 @@ class GradientExchange:
         """End the round without an update: its averages stay in ``.grad``, except where the user has dropped them.
 
         It blocks, within backward too, until every rank has reached the end of its round. Everything is submitted before
-        anything is awaited. If another rank ends the round by ``step()``, both ranks get the error.
-
-        Raises:
-            TransportError: another rank called step().
+        anything is awaited. If another rank ends the round by ``step()``, both ranks get the error. Raises TransportError if
+        another rank called step().
         """
         self._round.complete()
         with unguarded():
@@ -527,11 +521,8 @@ class GradientExchange:
             raise ClosedError("a forked process reads gradients whose averages are outstanding")
 
     def wait_to_update(self, slot: Slot) -> None:
-        """Wait until the average of ``slot`` is in the flat buffer. Readers of the gradient still wait for the update.
-
-        Raises:
-            CommschedError: the session failed or was closed.
-        """
+        """Wait until the average of ``slot`` is in the flat buffer. Readers of the gradient still wait for the update. Raises
+        CommschedError if the session failed or was closed."""
         self._round.await_arrival(slot)
 
     def wait_for_all(self) -> None:

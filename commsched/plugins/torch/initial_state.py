@@ -53,10 +53,7 @@ def broadcast_parameters(session: commsched.Session, named: Mapping[str, torch.T
 
 def require_same_group(session: commsched.Session, optimizer: torch.optim.Optimizer, index: int) -> None:
     """Require that the optimizer's param_group ``index`` has, on all ranks, the same options that the update can depend on.
-
-    Raises:
-        ManifestMismatch: an option differs between ranks.
-    """
+    Raises ManifestMismatch if an option differs between ranks."""
     records = session.gather(_options(optimizer)[index]["options"])
     keys = compared_keys(optimizer, records)
     compared = [{key: record.get(key, "not set") for key in sorted(keys)} for record in records]
@@ -152,11 +149,7 @@ def _describe_state(optimizer: torch.optim.Optimizer) -> list[list[Any]]:
 
 def _describe_value(value: Any, parameter: torch.Tensor, key: str) -> list[Any]:
     """Describe ``value`` as JSON. A tensor is described by its shape, dtype, strides (None if shape and strides are the
-    parameter's), and whether it is on the parameter's device.
-
-    Raises:
-        UnsupportedError: ``value`` cannot be broadcast.
-    """
+    parameter's), and whether it is on the parameter's device. Raises UnsupportedError if ``value`` cannot be broadcast."""
     if isinstance(value, torch.Tensor):
         shape, dtype = list(value.shape), str(value.dtype).removeprefix("torch.")
         alike = value.shape == parameter.shape and value.stride() == parameter.stride()

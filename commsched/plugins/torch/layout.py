@@ -18,7 +18,7 @@ from ...core.comparison import Difference, require_same
 from ...core.errors import CommschedError, ConfigError
 from ...core.group import TensorGroup
 from ...core.manifest import Manifest, require_equal
-from ..common.weights_check import number_optimizer
+from ..common.weights_check import number_in
 from .agreement import Flags
 from .checks import refuse_wrapping
 from .device import Device, open_device
@@ -125,7 +125,7 @@ class GradientLayout:
         self.late = [slot for slot in slots if not slot.parameter.requires_grad]  # without a place
         self.all: list[Slot] = []  # by flag
         self.groups: list[TensorGroup] = []
-        self._number, self.label = number_optimizer(session)
+        self._number, self.label = number_in(session)
         self._session = session
         self._model = model
         self._flags: Flags | None = None

@@ -122,12 +122,8 @@ def swap_out_of_twins(swapped: Sequence[_SwappedIntoTwin]) -> None:
 
 
 def take_values_of_moved_twins(slots: Sequence[Slot]) -> None:
-    """Copy the values of each twin that the optimizer has given other memory, through ``.data``, to its parameter's memory.
-    The twin gets that memory back.
-
-    Raises:
-        UnsupportedError: the values do not fit the parameter.
-    """
+    """Copy the values of each twin that the optimizer has given other memory, through ``.data``, to its parameter's memory. The
+    twin gets that memory back. Raises UnsupportedError if the values do not fit the parameter."""
     with unguarded(), torch.inference_mode(False), torch.no_grad():
         for slot in slots:
             if not slot.twin.take_values():
@@ -195,11 +191,8 @@ def is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def require_supported(optimizer: torch.optim.Optimizer) -> None:
-    """Require an optimizer that does not evaluate the model several times per step.
-
-    Raises:
-        UnsupportedError: ``optimizer`` does (LBFGS).
-    """
+    """Require an optimizer that does not evaluate the model several times per step. Raises UnsupportedError if ``optimizer``
+    does (LBFGS)."""
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UnsupportedError("LBFGS is not supported: it runs backward several times within one step")
 

@@ -15,7 +15,7 @@ import commsched.plugins.jax as cs
 from commsched import Session
 from commsched.core.group import TensorGroup
 from commsched.core.interfaces import Transport
-from commsched.plugins.jax import pending
+from commsched.plugins.jax import update
 from commsched.session.trace import TraceObserver
 
 from .training import LAYERS, HoldsBack, make_batch, make_params, on_one_rank_of_two
@@ -121,7 +121,7 @@ def test_the_timeline_shows_the_next_forward_beside_communication(tmp_path: Path
 
 def test_without_the_activation_gates_run_early(monkeypatch: pytest.MonkeyPatch) -> None:
     """The check of the test before: a wait that depends on no activation comes too soon."""
-    monkeypatch.setattr(pending, "has_token", lambda value: False)
+    monkeypatch.setattr(update, "has_token", lambda value: False)
     assert not first_layer_runs(plain, make_params(0), 1)
 
 

@@ -86,8 +86,8 @@ def test_nothing_is_to_come_when_an_exchange_is_drained(monkeypatch: pytest.Monk
         (inputs, labels), *_ = batches(2)
         step(net, trainer, inputs[share(session)], labels[share(session)])
         assert trainer._exchange is not None
-        assert trainer._exchange._queued is not None
-        trainer._exchange._queued.drain()
+        assert trainer._exchange._rounds is not None
+        trainer._exchange._rounds.queued.drain()
         drained.wait(20)
         assert len(required) == len(queued) > 0
 

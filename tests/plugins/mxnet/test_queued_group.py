@@ -11,8 +11,8 @@ def test_a_released_group_leaves_no_thread_behind() -> None:
         (inputs, labels), *_ = batches(2)
         step(net, trainer, inputs[share(session)], labels[share(session)])
         assert trainer._exchange is not None
-        assert trainer._exchange._queued is not None
-        thread = trainer._exchange._queued._watch._thread
+        assert trainer._exchange._rounds is not None
+        thread = trainer._exchange._rounds.queued._watch._thread
         before = thread.is_alive()
         trainer.detach()
         return [before, thread.is_alive()]

@@ -16,7 +16,7 @@ from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 
 import commsched
-from commsched.plugins.torch import ScheduledOptimizer, torch_state, twin
+from commsched.plugins.torch import ScheduledOptimizer, marked, torch_state
 
 from .loops import loop as loops
 from .loops.loop import Data, Loop, batch, mlp, require_close, require_plain, run, train
@@ -248,7 +248,7 @@ def test_code_that_looks_at_nothing_finds_every_parameter_updated() -> None:
 
 def test_if_step_did_not_wait_such_code_would_read_stale_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loops, "ScheduledOptimizer", Careless)
-    monkeypatch.setattr(twin, "marked_twin", lambda _: None)  # kernels that take addresses would see no marks
+    monkeypatch.setattr(marked, "marked_twin", lambda _: None)  # kernels that take addresses would see no marks
     with pytest.raises((AssertionError, commsched.CommschedError)):
         require_plain(stepping(_model, backend=KERNELS, options={"guard_filter_fn": _by_identity}))
 

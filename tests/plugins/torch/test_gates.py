@@ -22,7 +22,7 @@ from commsched.core.group import DependencyProxy
 from commsched.core.interfaces import Completion, Transport
 from commsched.core.manifest import Manifest
 from commsched.core.task import CommTask
-from commsched.plugins.torch import ScheduledOptimizer, exchange, guard, optimizer, rounds, twin
+from commsched.plugins.torch import ScheduledOptimizer, exchange, guard, marked, optimizer, rounds
 from commsched.plugins.torch import layout as first_use
 from commsched.plugins.torch import layout as places
 from commsched.plugins.torch import update as narrow
@@ -225,15 +225,15 @@ def resolve_first_uses_only(tensor: torch.Tensor) -> None:
 
 
 def deepcopy_at_once(self: Any, memo: Any) -> Any:
-    return copy.deepcopy(twin.alias(self, guard.own_class(self)), memo)
+    return copy.deepcopy(marked.alias(self, guard.own_class(self)), memo)
 
 
 def reduce_at_once(self: Any, protocol: Any) -> Any:
-    return twin.alias(self, guard.own_class(self)).__reduce_ex__(protocol)
+    return marked.alias(self, guard.own_class(self)).__reduce_ex__(protocol)
 
 
 #: What asks no class reads as it likes.
-without_marks: Take = lambda patch: patch.setattr(twin, "marked_twin", lambda _: None)  # noqa: E731
+without_marks: Take = lambda patch: patch.setattr(marked, "marked_twin", lambda _: None)  # noqa: E731
 
 
 class NoLock:
@@ -389,7 +389,7 @@ GATES: dict[str, tuple[Take, Callable[[], None], str]] = {
         WRONG_OR_NAMED,
     ),
     "operations resolve what is in lists": (
-        put(guard, "_guards_in", lambda given: (value for value in given[0] if isinstance(value, guard.Guarded))),
+        put(guard, "tensors_in", lambda given: (value for value in given[0] if isinstance(value, guard.Guarded))),
         partial(read_after_step, "foreach norms"),
         "maximum recursion depth",  # it asks again, for ever
     ),

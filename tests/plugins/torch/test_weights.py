@@ -15,7 +15,7 @@ from commsched.plugins.common import weights_check
 from commsched.plugins.common.weights_check import PARTS
 from commsched.plugins.torch import ScheduledOptimizer
 from commsched.plugins.torch.compared import ComparedWeights
-from commsched.plugins.torch.device import Host, digest_on_device
+from commsched.plugins.torch.device import Device, digest_on_device
 from commsched.session.local import local_sessions
 from commsched.testing.world import run_world
 
@@ -181,7 +181,7 @@ def test_only_plain_numbers_are_compared() -> None:
     slots: Any = [
         SimpleNamespace(flag=flag, name=name, parameter=tensor) for flag, (name, tensor) in enumerate(parameters.items())
     ]
-    weights = ComparedWeights(session, Host(), slots, "")
+    weights = ComparedWeights(session, Device(), slots, "")
     weights.compare(0)
     assert [list(values) for values in compared] == [["plain"]]
 
