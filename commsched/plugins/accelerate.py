@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 from weakref import WeakSet
 
 try:
@@ -227,20 +227,18 @@ class _PreparedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
     models: Sequence[torch.nn.Module] = ()  # the models, unwrapped, whose gradients it averages
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:
-        if self.optimizer not in _attached:
-            self._refuse()
-        super().step(closure)
-
-    def _refuse(self) -> NoReturn:
-        if isinstance(self.optimizer, ScheduledOptimizer):
+        if self.optimizer in _attached:
+            super().step(closure)
+        elif isinstance(self.optimizer, ScheduledOptimizer):
             raise UnsupportedError(
                 "this optimizer does not average gradients any more, since free_memory() was called or another one with the "
                 "same parameters was prepared; prepare it again"
             )
-        raise UnsupportedError(
-            "this optimizer has parameters of a model that was not prepared, so its gradients would not be averaged; give "
-            "prepare() the model too"
-        )
+        else:
+            raise UnsupportedError(
+                "this optimizer has parameters of a model that was not prepared, so its gradients would not be averaged; give "
+                "prepare() the model too"
+            )
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:

@@ -171,7 +171,8 @@ class ScheduledStrategy(DDPStrategy):
         DDPStrategy.optimizers.fset(self, optimizers)  # type: ignore[attr-defined]
         for wrapper in self._lightning_optimizers:
             if isinstance(wrapper.optimizer, ScheduledOptimizer):
-                forward_to_optimizer(wrapper)
+                kind: Any = type(wrapper)
+                wrapper.__class__ = _forwarding(kind)
 
     def on_exception(self, exception: BaseException) -> None:
         """Report the exception to every rank, so that no rank waits for this one."""
@@ -249,19 +250,16 @@ class ScheduledStrategy(DDPStrategy):
         return await_failure(self._session, timeouts.RAISE_SECONDS) or error
 
 
-def forward_to_optimizer(wrapper: LightningOptimizer) -> None:
-    """Make ``wrapper`` forward every attribute that it does not define itself to the ScheduledOptimizer that it wraps.
+@cache
+def _forwarding(kind: Any) -> Any:
+    """A subclass of ``kind``, the class of a ``LightningOptimizer``. It forwards every attribute that the wrapper does not
+    define itself to the ScheduledOptimizer that it wraps.
 
     A ``LightningOptimizer`` changes its class to a subclass of the wrapped object's class, but does not have the state of such
     an object, and its attribute ``optimizer`` has another meaning than in ScheduledOptimizer. Without the forwarding, methods
     of ScheduledOptimizer would run with the wrapper as ``self``.
     """
-    kind: Any = type(wrapper)
-    wrapper.__class__ = _forwarding(kind)
 
-
-@cache
-def _forwarding(kind: type) -> type:
     def __getattribute__(self: Any, name: str) -> Any:
         attributes = object.__getattribute__(self, "__dict__")
         if name in attributes or name in vars(LightningOptimizer) or name.startswith("__"):

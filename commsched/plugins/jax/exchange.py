@@ -40,10 +40,8 @@ class GradientExchange:
     """Exchanges the gradients of ``specs``, in the order given to :meth:`register`.
 
     Programs call back ``take_average``, ``begin`` and ``submit``, from the engine's threads. Only ``take_average`` waits for
-    the network. Their errors are kept in ``failures``, since the engine reduces an error to text.
-
-    Args:
-        makes_update: whether the caller makes the update, so that it knows what of the optimizer must be equal on all ranks.
+    the network. Their errors are kept in ``failures``, since the engine reduces an error to text. With ``makes_update`` the
+    caller makes the update, so it knows what of the optimizer must be equal on all ranks.
     """
 
     def __init__(self, session: commsched.Session, specs: Sequence[TensorSpec], makes_update: bool = False) -> None:
@@ -95,12 +93,8 @@ class GradientExchange:
     # --- callbacks of programs ---
 
     def take_average(self, place: int, round_number: int, into: NDArray[Any]) -> None:
-        """Wait for the average of that round and copy it to ``into``. For ``NOTHING``, write zeros at once.
-
-        Raises:
-            UnsupportedError: ``round_number`` is not the last round's.
-            CommschedError: the session failed or was closed.
-        """
+        """Wait for the average of that round and copy it to ``into``. For ``NOTHING``, write zeros at once. Raises
+        UnsupportedError if ``round_number`` is not the last round's, and CommschedError if the session failed or was closed."""
         with self._keeping_errors():
             if round_number == NOTHING:
                 into[...] = 0
@@ -114,11 +108,8 @@ class GradientExchange:
         """Begin the next round, from a state to which the averages of ``round_number`` are applied. Returns the new number.
 
         ``optimizer`` returns values that must be equal on all ranks before the averages of this round are used. It is called if
-        they are compared.
-
-        Raises:
-            UnsupportedError: ``round_number`` is neither the last round's nor ``NOTHING``, or the last round was broken off.
-            CommschedError: the session failed or was closed.
+        they are compared. Raises UnsupportedError if ``round_number`` is neither the last round's nor ``NOTHING``, or the last
+        round was broken off, and CommschedError if the session failed or was closed.
         """
         with self._keeping_errors(), self._lock:
             group = self._require_group()
@@ -140,11 +131,8 @@ class GradientExchange:
     def submit(self, place: int, round_number: int, gradient: Any, parameter: NDArray[Any] | None = None) -> None:
         """Copy ``gradient`` into the flat buffer and notify the core that it is ready.
 
-        ``parameter``, from which the gradient was computed, is compared between ranks in some steps.
-
-        Raises:
-            UnsupportedError: another round has begun meanwhile.
-            CommschedError: the session failed or was closed.
+        ``parameter``, from which the gradient was computed, is compared between ranks in some steps. Raises UnsupportedError if
+        another round has begun meanwhile, and CommschedError if the session failed or was closed.
         """
         with self._keeping_errors():
             with self._lock:
@@ -163,11 +151,8 @@ class GradientExchange:
     def averages(self, round_number: int) -> list[NDArray[Any]]:
         """Wait for all averages of that round and return copies of them.
 
-        All its gradients are submitted, because a program returns a round's number only then.
-
-        Raises:
-            UnsupportedError: ``round_number`` is not the last round's.
-            CommschedError: the session failed or was closed.
+        All its gradients are submitted, because a program returns a round's number only then. Raises UnsupportedError if
+        ``round_number`` is not the last round's, and CommschedError if the session failed or was closed.
         """
         self.require_last(round_number)
         copies = [np.empty_like(view) for view in self._views]

@@ -120,12 +120,8 @@ def _operation(jaxpr: Jaxpr, equation: JaxprEqn, place: Mapping[Any, int], numbe
 
 
 class Lazy:
-    """Computes values of ``program`` when they are first requested, each once.
-
-    Args:
-        values: the values that are known.
-        give: for each other input, a function that makes its value when it is first requested.
-    """
+    """Computes values of ``program`` when they are first requested, each once. ``values`` are known; ``give`` has, for each
+    other input, a function that makes its value when it is first requested."""
 
     def __init__(self, program: Program, values: Mapping[int, Any], give: Mapping[int, Callable[[], Any]]) -> None:
         self._program = program

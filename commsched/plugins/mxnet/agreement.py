@@ -37,9 +37,7 @@ class Agreement:
     """What each rank says in each round: its :class:`RoundOutcome`; for each rank, whether it has ended; and for each
     parameter, whether there is a new gradient and whether the parameter is frozen.
 
-    Args:
-        what: names the optimizer in errors. Unique in the session.
-        names: names of the parameters.
+    ``what`` names the optimizer in errors, and is unique in the session. ``names`` are those of the parameters.
     """
 
     def __init__(self, session: commsched.Session, what: str, names: Sequence[str]) -> None:
@@ -114,9 +112,7 @@ class ComparedWeights:
     The digests are sent once it is known that the ranks did the same up to that step. An error can then name the different
     action first, and not the different weights that it caused.
 
-    Args:
-        what: names the optimizer in errors. Unique in the session.
-        names, nbytes: name and size in bytes of each weight.
+    ``what`` names the optimizer in errors, and is unique in the session. Each weight has a name and a size in bytes.
     """
 
     def __init__(self, session: commsched.Session, what: str, names: Sequence[str], nbytes: Sequence[int]) -> None:
@@ -124,16 +120,8 @@ class ComparedWeights:
         self._digests: dict[int, int] = {}
 
     def take(self, step: int, arrays: Sequence[mx.nd.NDArray]) -> None:
-        """Compute the digests of the weights after ``step``, if they are to be compared in this step.
-
-        Waits for the updates of the part of the weights that is compared.
-
-        Args:
-            arrays: all weights.
-
-        Raises:
-            MXNetError: an operation that computes one of the weights failed.
-        """
+        """Compute the digests of the weights, ``arrays``, after ``step``, if they are to be compared in this step. Waits for
+        the updates of the part that is compared. Raises MXNetError if an operation that computes one of them failed."""
         if self._check.begin(step):
             for index, array in enumerate(arrays):
                 part = self._check.wanted(index)
@@ -154,13 +142,11 @@ _SCALARS = (int, float, bool, str, np.generic)
 
 
 def prepare_optimizer(optimizer: mx.optimizer.Optimizer) -> None:
-    """Make ``optimizer`` update each parameter separately, so that no update waits for the average of another parameter.
-
-    An ``aggregate_num`` of 0 stays: such an optimizer cannot aggregate. Raises UnsupportedError if the optimizer is SGLD.
-    """
+    """Make ``optimizer`` update each parameter separately, so that no update waits for the average of another parameter. Raises
+    UnsupportedError if it is SGLD."""
     if isinstance(optimizer, mx.optimizer.SGLD):
         raise UnsupportedError("SGLD adds noise, which each rank would draw for itself: ranks would diverge")
-    optimizer.aggregate_num = min(1, optimizer.aggregate_num)
+    optimizer.aggregate_num = min(1, optimizer.aggregate_num)  # 0 stays: such an optimizer cannot aggregate
 
 
 def describe_optimizer(optimizer: mx.optimizer.Optimizer) -> dict[str, Any]:

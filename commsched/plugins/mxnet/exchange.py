@@ -53,11 +53,8 @@ class GradientExchange(RoundExchange):
     def _take_over(self) -> None:
         """Take the parameters from an earlier trainer of exactly these parameters. Collective.
 
-        There is such a trainer if a notebook's cell is run again, for example.
-
-        Raises:
-            ConfigError: a parameter belongs to a trainer with other parameters or of another session.
-            RanksDiverged: other ranks continue with the earlier trainer.
+        There is such a trainer if a notebook's cell is run again, for example. Raises ConfigError if a parameter belongs to a
+        trainer with other parameters or of another session, and RanksDiverged if other ranks continue with the earlier trainer.
         """
         owners = {parameter.name: _exchanges.get(id(parameter)) for parameter in self._parameters}
         owned = {name: other for name, other in owners.items() if other is not None and not other._session.closed}
@@ -130,12 +127,8 @@ class GradientExchange(RoundExchange):
         self.done.numbers = numbers
 
     def detach(self) -> None:
-        """Agree with all ranks on the end, unless the session is closed, and release the parameters. Collective.
-
-        Raises:
-            RanksDiverged: ranks did different things.
-            CommschedError: the session failed.
-        """
+        """Agree with all ranks on the end, unless the session is closed, and release the parameters. Collective. Raises
+        RanksDiverged if ranks did different things, and CommschedError if the session failed."""
         if self._replaced:
             return
         if not self._session.closed:

@@ -88,12 +88,8 @@ class QueuedGroup:
             push(partial(self._look_for_failed, places, self.round), reads=computed, even_if_failed=True)
 
     def settle(self) -> None:
-        """Return when all queued operations are completed.
-
-        Raises:
-            CommschedError: the session failed, or an average was never begun because computing the gradient failed.
-            MXNetError: an operation of MXNet failed.
-        """
+        """Return when all queued operations are completed. Raises CommschedError if the session failed, or an average was never
+        begun because computing the gradient failed, and MXNetError if an operation of MXNet failed."""
         if self.places:
             over = threading.Event()  # Ctrl-C interrupts a wait for it, but not a wait in MXNet
             push(partial(complete_and_set, over), reads=[place.array for place in self.places], even_if_failed=True)

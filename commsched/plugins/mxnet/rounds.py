@@ -19,12 +19,9 @@ from .queued_group import QueuedGroup
 
 
 class Rounds:
-    """The queued averages of one exchange, and what the ranks compare in each round. Making one is collective.
-
-    Args:
-        what: names the optimizer in errors. Unique in the session.
-        flagged: names of the parameters with flags in the agreement.
-    """
+    """The queued averages of one exchange, and what the ranks compare in each round: an agreement on the parameters
+    ``flagged``, and all weights. ``what`` names the optimizer in errors, and is unique in the session. Making one is
+    collective."""
 
     def __init__(self, session: commsched.Session, what: str, manifest: Manifest, flagged: Sequence[str]) -> None:
         self.queued = QueuedGroup(session, manifest)

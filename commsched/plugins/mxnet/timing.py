@@ -47,11 +47,8 @@ def measure_order(gradients: Mapping[str, mx.nd.NDArray]) -> list[str]:
 
 
 def forward_order(produced: Sequence[tuple[float, int]]) -> list[int]:
-    """Return the indices of gradients in forward order.
-
-    Args:
-        produced: the time in seconds and the index of each gradient, in the order of time.
-    """
+    """Return the indices of gradients in forward order. ``produced`` holds the time in seconds and the index of each, in the
+    order of time."""
     together: list[list[int]] = []
     before = -1.0
     for at, index in produced:

@@ -192,12 +192,8 @@ def _excluded(optimizer: Any) -> list[str]:
 
 
 def broadcast_variables(session: commsched.Session, what: str, variables: Sequence[Any]) -> None:
-    """Assign rank 0's values to Keras variables of any type, bit for bit. Collective. The variables must not be guarded.
-
-    Raises:
-        ManifestMismatch: the ranks have different variables; names the first that differs.
-        UnsupportedError: a variable's values have no fixed size.
-    """
+    """Assign rank 0's values to Keras variables of any type, bit for bit. Collective. The variables must not be guarded. Raises
+    ManifestMismatch, which names the first variable that differs, and UnsupportedError if values have no fixed size."""
     records = [[common_name(index, each), list(each.shape), str(each.dtype)] for index, each in enumerate(variables)]
     require_same(session.gather(records), lambda different: f"{what}: {different.text(format_spec)}")
     with unguarded():

@@ -126,15 +126,9 @@ class GradientExchange:
         return np.frombuffer(buffer[start:stop], self._views[bundle[0]].dtype)
 
     def begin(self, has_gradient: Sequence[bool] | NDArray[Any], numbers: Mapping[str, Any], learning_rate: float) -> None:
-        """Begin a step. The averages of the previous step must have been used.
-
-        Args:
-            numbers: the optimizer's numbers, which must be equal on all ranks.
-
-        Raises:
-            UnsupportedError: the previous step was broken off on this rank.
-            CommschedError: the session failed or was closed.
-        """
+        """Begin a step. The averages of the previous step must have been used. ``numbers`` are the optimizer's, which must be
+        equal on all ranks. Raises UnsupportedError if the previous step was broken off on this rank, and CommschedError if the
+        session failed or was closed."""
         if self._closed:
             raise ClosedError("the ScheduledOptimizer was detached, or its session is closed")
         self._session.core.check()
@@ -149,12 +143,8 @@ class GradientExchange:
 
     def meet(self, doing: str) -> None:
         """Wait until all ranks are ``doing`` this, which is not a step. Call it only after :meth:`require_alike` of the last
-        step.
-
-        Raises:
-            RanksDiverged: another rank has begun a step instead, in which it would wait for this rank for ever.
-            CommschedError: the session failed or was closed.
-        """
+        step. Raises RanksDiverged if another rank has begun a step instead, in which it would wait for this rank for ever, and
+        CommschedError if the session failed or was closed."""
         # Updates of the last step may still be outstanding, so assignments are compared in the next step.
         self._flags.offer(self._agreement.numbers_of_meeting(doing), [0] * (len(self._paths) + 1))
         self._flags.require_same()
@@ -189,12 +179,8 @@ class GradientExchange:
         self._ended = True
 
     def require_ended(self) -> None:
-        """Require that the last step, if any, has ended.
-
-        Raises:
-            UnsupportedError: the last step was broken off on this rank.
-            CommschedError: the session failed, which broke the step off.
-        """
+        """Require that the last step, if any, has ended. Raises UnsupportedError if the last step was broken off on this rank,
+        and CommschedError if the session failed, which broke the step off."""
         if self._ended:
             return
         self._session.core.check()

@@ -227,12 +227,8 @@ class Schedule:
         return self._updates[key]
 
     def meet(self, doing: str) -> None:
-        """Wait until all ranks are ``doing`` this instead of a step. No-op before the first step and after the end.
-
-        Raises:
-            RanksDiverged: another rank has begun a step, or does something else.
-            CommschedError: the session failed.
-        """
+        """Wait until all ranks are ``doing`` this instead of a step. No-op before the first step and after the end. Raises
+        RanksDiverged if another rank has begun a step, or does something else, and CommschedError if the session failed."""
         if self._updater.exchange is not None and not self.ended:
             self._updater.wait_for_flags()
             self._updater.exchange.meet(doing)

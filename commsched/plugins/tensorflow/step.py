@@ -220,10 +220,8 @@ def on_host(
     """Add an operation that calls ``method(*first, *inputs)`` with NumPy arrays, and returns its results, of ``types``.
 
     TensorFlow keeps an operation's Python function until the process ends. So the function refers only weakly to the object of
-    ``method``, which holds the model.
-
-    Raises:
-        ClosedError: the operation runs after the object is gone. TensorFlow raises it as its ``UnknownError``.
+    ``method``, which holds the model. If the operation runs after the object is gone, it raises ClosedError, which TensorFlow
+    raises as its ``UnknownError``.
     """
     known = WeakMethod(method)
 

@@ -199,12 +199,8 @@ class Updater:
             self._changed.notify_all()
 
     def _next(self) -> Bundle | None:
-        """Wait for the thread's next work.
-
-        Returns:
-            The front-most bundle that can be updated. An empty bundle if the ranks must be compared first. None if no updates
-            will follow.
-        """
+        """Wait for the thread's next work, and return the front-most bundle that can be updated; an empty one if the ranks must
+        be compared first, None if no updates will follow."""
         since = monotonic()
         with self._changed:
             while self._error is None and not self._ends:

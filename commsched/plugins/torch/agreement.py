@@ -118,14 +118,8 @@ class Flags:
         samples: torch.Tensor | None,
         hyper_parameters: float,
     ) -> None:
-        """Submit this rank's second set of flags. Never waits.
-
-        Args:
-            kept: by flag: whether this rank still has a gradient.
-            changed: by flag: whether this rank has changed the gradient.
-            samples: the result of ``Samples.of``.
-            hyper_parameters: the digest of the hyper-parameters.
-        """
+        """Submit this rank's second set of flags, whose meaning :class:`StepShares` says. Never waits. ``samples`` is the
+        result of ``Samples.of``, and ``hyper_parameters`` the digest of these."""
         self._all_kept = None
         self._own, self._digest = samples, hyper_parameters
         numbers = [committed, unfrozen, own_changed, hyper_parameters, *kept, *changed]
@@ -244,23 +238,15 @@ def require_same_end(kept: StepShares, committed: bool, rank: int, step: int) ->
 def require_equal_hyper_parameters(
     kept: StepShares, session: commsched.Session, label: str, step: int, groups: Sequence[Mapping[str, Any]], keys: Set[str]
 ) -> None:
-    """Require that all ranks have the same hyper-parameters in ``step``.
-
-    Args:
-        label: names the optimizer in messages.
-        groups: the groups of this rank's optimizer.
-        keys: the keys that are compared.
-
-    Raises:
-        RanksDiverged: the ranks differ; the message names the first hyper-parameter that differs and the ranks' values.
-    """
+    """Require that all ranks have the same hyper-parameters in ``step``: the values of ``keys`` in ``groups``, those of this
+    rank's optimizer. Raises RanksDiverged, which names the first that differs and the ranks' values."""
     if kept.hyper_parameters_differ:
         end_with_difference(session, f"hyper-parameters{label}", step, by_name(groups, keys))
 
 
 def require_added_alike(share: float, rank: int) -> None:
     """Require that all ranks add parameters, or none. ``share`` is the share of ranks that wait to add some. Raises
-    UnsupportedError if some ranks wait, and others continue training."""
+    UnsupportedError if only some wait."""
     if 0 < share < 1:
         raise UnsupportedError(
             f"some ranks called add_param_group() while others trained on (seen on rank {rank}): call it on all ranks, between "
@@ -269,15 +255,8 @@ def require_added_alike(share: float, rank: int) -> None:
 
 
 def require_unfrozen_alike(share: float, late: Iterable[Slot], rank: int) -> None:
-    """Require that all ranks have unfrozen parameters, or none.
-
-    Args:
-        share: the share of ranks that have unfrozen parameters.
-        late: the parameters that have no place in a buffer.
-
-    Raises:
-        UnsupportedError: some ranks have unfrozen parameters, and others have not.
-    """
+    """Require that all ranks have unfrozen parameters, or none. ``share`` is the share of ranks that have some; ``late`` are
+    the parameters that have no place in a buffer. Raises UnsupportedError if only some ranks have."""
     if 0 < share < 1:
         names = [slot.name for slot in late if slot.state in CONTRIBUTED or slot.parameter.requires_grad]
         here = f"'{names[0]}' does on rank" if names else "no such parameter does on rank"
@@ -288,15 +267,10 @@ def require_unfrozen_alike(share: float, late: Iterable[Slot], rank: int) -> Non
 
 
 def require_averaged_before_changed(share: float, name: str | None, rank: int) -> None:
-    """Require that no rank has changed gradients that were its own sums.
+    """Require that no rank has changed gradients that were its own sums: the average of gradients that each rank has clipped is
+    not the clipped average. Raises UnsupportedError if the ``share`` of ranks that have is not 0.
 
-    Args:
-        share: the share of ranks that have changed such gradients.
-        name: a parameter whose gradient was changed on ``rank``, or None.
-
-    Raises:
-        UnsupportedError: a rank has changed one. The average of gradients that each rank has clipped is not the clipped
-            average.
+    ``name`` is a parameter whose gradient was changed on ``rank``, or None.
     """
     if share > 0:
         here, there = f"the gradient of '{name}' was changed on rank {rank}", "a gradient was changed on another rank"
@@ -320,15 +294,10 @@ def require_changed_alike(kept: StepShares, slots: Sequence[Slot]) -> None:
 def require_equal_values(
     kept: StepShares, slots: Sequence[Slot], samples: Samples, unaveraged: Callable[[], str | None]
 ) -> None:
-    """Require that a gradient which all ranks have read, and may have changed, has the same values on all ranks.
+    """Require that a gradient which all ranks have read, and may have changed, has the same values on all ranks, as far as
+    ``samples`` show. ``slots`` are by flag. Raises UnsupportedError if values differ by more than rounding.
 
-    Args:
-        slots: by flag.
-        samples: the samples of their gradients, by which the values are compared.
-        unaveraged: returns the name of a parameter of the model whose gradient nothing averages, if there is one.
-
-    Raises:
-        UnsupportedError: the values differ by more than rounding.
+    ``unaveraged`` returns the name of a parameter of the model whose gradient nothing averages, if there is one.
     """
     if kept.own_samples is None:
         return

@@ -17,8 +17,7 @@ _KEEP_DDP = "call the model itself, without it; or keep it, with commsched.plugi
 
 
 def require_optimizer_and_model(optimizer: object, model: object) -> None:
-    """Require an optimizer and a model, in this order. Raises TypeError if an argument is something else, or they are
-    swapped."""
+    """Require an optimizer and a model, in this order; raises TypeError otherwise."""
     if isinstance(optimizer, torch.nn.Module):
         what = (
             "the arguments are swapped"
@@ -63,13 +62,8 @@ def outside_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str 
 def require_plain(model: torch.nn.Module, parameters: Iterable[torch.Tensor]) -> None:
     """Require that every rank has the whole model, and that nothing else averages its gradients.
 
-    Args:
-        model: the model to check.
-        parameters: the parameters of the optimizer.
-
-    Raises:
-        UnsupportedError: a wrapper such as DDP averages the gradients already, a parameter is sharded over ranks (a DTensor),
-            or a parameter has no shape yet (a lazy module).
+    Raises UnsupportedError if a wrapper such as DDP averages the gradients of the optimizer's ``parameters`` already, or a
+    parameter is sharded over ranks (a DTensor), or has no shape yet (a lazy module).
     """
     for name, module in model.named_modules():
         if isinstance(module, (DataParallel, *_wrappers())):

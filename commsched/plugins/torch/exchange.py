@@ -160,12 +160,8 @@ class GradientExchange:
         return self._round.is_open
 
     def await_all_ranks(self) -> None:
-        """Wait for all ranks before parameters are added. A rank that continues training instead gets an error, too.
-
-        Raises:
-            UnsupportedError: other ranks do not add parameters.
-            TransportError: other ranks do not add parameters, and are in another round.
-        """
+        """Wait for all ranks before parameters are added. A rank that continues training instead gets an error, too. Raises
+        UnsupportedError if other ranks do not add parameters, and TransportError if they are in another round, too."""
         if self._round.is_open:
             self._fold()
         elif self._round.state is RoundState.COMMITTED:
@@ -350,13 +346,9 @@ class GradientExchange:
         self._round.take(slot, gradient)
 
     def _begin_round(self, first: Slot | None = None) -> None:
-        """Begin a round.
-
-        Args:
-            first: the slot whose gradient begins the round; backward has just added to it. ``None`` means that ``step()``
-                begins the round, with gradients that were set by hand. Such a gradient is new if it is another object than
-                the slot's.
-        """
+        """Begin a round. ``first`` is the slot whose gradient begins it; backward has just added to it. ``None`` means that
+        ``step()`` begins it, with gradients that were set by hand. Such a gradient is new if it is another object than the
+        slot's."""
         self._before_round()
         held = [slot for slot in self.places.all if slot is not first and slot.parameter.grad is not None]
         if self._round.state is RoundState.COMMITTED:
@@ -487,12 +479,8 @@ class GradientExchange:
     # --- averages ---
 
     def wait(self, slot: Slot) -> None:
-        """Wait until the average of ``slot`` is in ``slot.gradient``.
-
-        Raises:
-            UnsupportedError: the gradient is read during backward, when its average cannot be complete.
-            ClosedError: the gradient is read in a forked process.
-        """
+        """Wait until the average of ``slot`` is in ``slot.gradient``. Raises UnsupportedError if the gradient is read during
+        backward, when its average cannot be complete, and ClosedError if the gradient is read in a forked process."""
         self._require_this_process()
         if self._round.is_open:
             if current_task() != -1:
@@ -546,15 +534,8 @@ class GradientExchange:
                 yield slot
 
     def kept_by_any_rank(self, slots: Sequence[Slot]) -> list[Slot]:
-        """Return the slots of ``slots`` for which any rank had a gradient when it called ``step()``.
-
-        In each of these errors an update would make the ranks diverge.
-
-        Raises:
-            TransportError: some ranks called step() and others did not.
-            UnsupportedError: some ranks have changed a gradient, or unfrozen a parameter, and others have not.
-            RanksDiverged: the ranks' hyper-parameters differ.
-        """
+        """Return the slots of ``slots`` for which any rank had a gradient when it called ``step()``. Raises as ``Round.kept``,
+        where an update would make the ranks diverge."""
         kept = self._round.kept(committed=True)
         return [slot for slot in slots if kept.share[slot.flag] > 0]
 

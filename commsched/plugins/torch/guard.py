@@ -126,12 +126,10 @@ _VALUE_FREE: frozenset[Any] = frozenset(
 
 
 def guard(tensor: torch.Tensor, resolve: Resolve, twin: Twin | None = None) -> None:
-    """Let operations that need the values of ``tensor`` call ``resolve`` first, until :func:`release`.
+    """Let operations that need the values of ``tensor`` call ``resolve`` first, until :func:`release`. It waits for the values,
+    and raises if they cannot be made. Guarding the tensor again replaces it.
 
-    Args:
-        tensor: the tensor to guard.
-        resolve: waits for the values, and raises if they cannot be made. Guarding the tensor again replaces it.
-        twin: the twin of ``tensor``, if the tensor is to be marked, too. The call must then be within ``unnoticed()``.
+    ``twin`` is given if the tensor is to be marked, too. The call must then be within ``unnoticed()``.
     """
     record_of(tensor).guard(tensor, resolve, twin)
 

@@ -26,16 +26,8 @@ _SCALARS = (int, float, bool, str, type(None))
 
 
 def broadcast_model(session: commsched.Session, model: torch.nn.Module, beside: Mapping[str, torch.Tensor]) -> None:
-    """Broadcast rank 0's parameters, frozen or not, and buffers of every type, bit for bit. Collective.
-
-    Args:
-        session: the session whose ranks get the values.
-        model: the model.
-        beside: further parameters by name; those that the model lacks are broadcast, too.
-
-    Raises:
-        ManifestMismatch: the ranks' models differ in a name, shape or type.
-    """
+    """Broadcast rank 0's parameters, frozen or not, and buffers of every type, bit for bit; also those parameters ``beside``
+    the model, by name, that it lacks. Collective. Raises ManifestMismatch if models differ in a name, shape or type."""
     named: dict[str, torch.Tensor] = {f"parameter '{name}'": tensor for name, tensor in model.named_parameters()}
     inside = {id(tensor) for tensor in named.values()}
     named |= {f"parameter '{name}'": tensor for name, tensor in beside.items() if id(tensor) not in inside}
@@ -66,12 +58,8 @@ def _text(described: list[Any] | None) -> str:
 
 def broadcast_optimizer(session: commsched.Session, optimizer: torch.optim.Optimizer) -> None:
     """Broadcast the state and hyper-parameters of rank 0's optimizer, which may come from a checkpoint that only rank 0 has
-    read. Collective.
-
-    Raises:
-        ManifestMismatch: the ranks' optimizers have different groups.
-        UnsupportedError: a rank's state holds an object that cannot be broadcast.
-    """
+    read. Collective. Raises ManifestMismatch if the ranks' optimizers have different groups, and UnsupportedError if a rank's
+    state holds an object that cannot be broadcast."""
     records = session.gather({"groups": _options(optimizer), "state": _describe_state(optimizer)})
     sizes = [str([group["parameters"] for group in record["groups"]]) for record in records]
     require_same(sizes, lambda different: f"the optimizer's groups hold these numbers of parameters: {different.text()}")

@@ -33,6 +33,7 @@ from .timing import trace_forward
 from .update import (
     SwappedIn,
     can_be_narrowed,
+    is_of_torch,
     is_step_of_class,
     require_supported,
     runs_only_torch,
@@ -43,7 +44,6 @@ from .update import (
     swap_out,
     swap_out_of_twins,
     take_values_of_moved_twins,
-    updates_each_parameter_alone,
     with_own_hooks,
 )
 
@@ -113,7 +113,7 @@ class ScheduledOptimizer(Optimizer):
                 log.warning("%s", outside)
             warn_if_impossible()
         self._session = session
-        self._per_parameter = updates_each_parameter_alone(optimizer) if per_parameter is None else per_parameter
+        self._per_parameter = is_of_torch(optimizer) if per_parameter is None else per_parameter
         self._hooks_per_update = per_parameter is True  # also call the user's hooks when only some parameters are updated
         self._why_step_waits: str | None = None  # why step() waits for all updates, as a clause; None: it does not wait
         self._per_parameter = self._per_parameter and can_be_narrowed(optimizer)
@@ -460,7 +460,7 @@ class ScheduledOptimizer(Optimizer):
                 step_some(self.optimizer, self._hyper_parameters, slots, hooks=self._hooks_per_update)
         finally:
             swap_out_of_twins(swapped)
-        if not updates_each_parameter_alone(self.optimizer):  # those of torch do not give parameters other memory
+        if not is_of_torch(self.optimizer):  # those of torch do not give parameters other memory
             take_values_of_moved_twins(slots)
 
     def _report_half_update(self, error: BaseException) -> None:

@@ -25,10 +25,7 @@ class Samples:
 
     A few elements are enough to detect what ranks do differently to whole gradients: a clip by a rank's own norm, noise, signs.
     Each round samples other elements, so that in time all elements are sampled. All gradients of one flat buffer are sampled
-    together, because a call for each would take longer than clipping them.
-
-    Args:
-        slots: by flag.
+    together, because a call for each would take longer than clipping them. ``slots`` are by flag.
     """
 
     def __init__(self, slots: Sequence[Slot]) -> None:
@@ -52,16 +49,11 @@ class Samples:
         return len(self._slots)
 
     def of(self, read: Sequence[bool], turn: int, adopted: bool = False) -> torch.Tensor | None:
-        """Return the norms and projections of the samples of the gradients that were read and that this rank has.
+        """Return the norms and projections of the samples of the gradients that were ``read``, by flag, and that this rank has.
 
-        Args:
-            read: by flag: whether the gradient was read.
-            turn: the number of the round.
-            adopted: whether every dense gradient lies in its buffer.
-
-        Returns:
-            Two rows of float64 on the gradients' device: norms and projections. The other gradients have NaN. A sample that is
-            not finite has norm -1 and projection 0. None if there are no samples.
+        ``turn`` is the number of the round; ``adopted`` says that every dense gradient lies in its buffer. The result is two
+        rows of float64 on the gradients' device: norms and projections. The other gradients have NaN. A sample that is not
+        finite has norm -1 and projection 0. None if there are no samples.
         """
         if True not in read:
             return None

@@ -25,11 +25,8 @@ class SwappedIn(NamedTuple):
 
 
 def swap_in(slots: Sequence[Slot]) -> list[SwappedIn]:
-    """Swap the averages, which must be complete, into ``.grad``.
-
-    Raises:
-        UnsupportedError: the user has moved their memory. Then no ``.grad`` is changed.
-    """
+    """Swap the averages, which must be complete, into ``.grad``. Raises UnsupportedError if the user has moved their memory;
+    then no ``.grad`` is changed."""
     with unguarded(), torch.inference_mode(False), torch.no_grad():
         for slot in slots:
             slot.require_in_buffer()
@@ -71,16 +68,10 @@ _SwappedIntoTwin = tuple[Slot, torch.Tensor, torch.Tensor, int]
 
 
 def swap_into_twins(slots: Sequence[Slot], keep: bool) -> list[_SwappedIntoTwin]:
-    """Put the averages, which must be complete, into ``.grad`` of the twins, as objects that user code does not hold.
+    """Put the averages, which must be complete, into ``.grad`` of the twins, as objects that user code does not hold. Raises as
+    :func:`swap_in`. Return what :func:`swap_out_of_twins` has to undo.
 
-    Args:
-        keep: whether the optimizer leaves ``.grad`` as it is. Then the averages may stay there for the next updates.
-
-    Returns:
-        What :func:`swap_out_of_twins` has to undo.
-
-    Raises:
-        UnsupportedError: the user has moved their memory. Then no ``.grad`` is changed.
+    ``keep`` says that the optimizer leaves ``.grad`` as it is. Then the averages may stay there for the next updates.
     """
     with unguarded(), torch.inference_mode(False), torch.no_grad():
         to_swap = []
@@ -157,7 +148,7 @@ def runs_only_torch(optimizer: torch.optim.Optimizer) -> bool:
     """Whether ``optimizer.step()`` runs torch's own code only, without hooks or wrappers, which might read the model or count
     calls. The wrapper of learning-rate schedulers is allowed, because it does neither."""
     return (
-        updates_each_parameter_alone(optimizer)
+        is_of_torch(optimizer)
         and is_step_of_class(optimizer)
         and not optimizer._optimizer_step_pre_hooks
         and not optimizer._optimizer_step_post_hooks
@@ -176,17 +167,10 @@ def is_step_of_class(optimizer: torch.optim.Optimizer) -> bool:
 STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
-def updates_each_parameter_alone(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether ``optimizer.step()`` for all parameters equals several calls, each for some of them.
-
-    This is known for the optimizers of ``torch.optim``. Others may keep counters in their groups or use a norm over all
-    gradients, so for them the whole update is one call, which needs all averages.
-    """
-    return is_of_torch(optimizer)
-
-
 def is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the class of ``optimizer`` is one of ``torch.optim``."""
+    """Whether the class of ``optimizer`` is one of ``torch.optim``. Their ``step()`` for all parameters equals several calls,
+    each for some of them. Others may keep counters in their groups or use a norm over all gradients, so for them the whole
+    update is one call, which needs all averages."""
     return f"{type(optimizer).__module__}.".startswith("torch.optim.")
 
 

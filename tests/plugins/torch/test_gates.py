@@ -23,8 +23,8 @@ from commsched.core.interfaces import Completion, Transport
 from commsched.core.manifest import Manifest
 from commsched.core.task import CommTask
 from commsched.plugins.torch import ScheduledOptimizer, exchange, guard, marked, optimizer, rounds
-from commsched.plugins.torch import layout as first_use
 from commsched.plugins.torch import layout as places
+from commsched.plugins.torch import timing as first_use
 from commsched.plugins.torch import update as narrow
 from commsched.plugins.torch.agreement import Flags
 from commsched.plugins.torch.exchange import GradientExchange
@@ -639,7 +639,7 @@ GATES: dict[str, tuple[Take, Callable[[], None], str]] = {
         "[Ii]nference",
     ),
     "an optimizer that uses all gradients at once is called once": (
-        both(put(optimizer, "updates_each_parameter_alone", lambda _: True), put(optimizer, "runs_only_torch", lambda _: True)),
+        both(put(optimizer, "is_of_torch", lambda _: True), put(optimizer, "runs_only_torch", lambda _: True)),
         test_optimizers.test_an_optimizer_from_elsewhere_is_called_once_per_step_with_all_averages,
         WRONG,
     ),

@@ -15,7 +15,7 @@ from torch import nn
 from commsched import SchedulerConfig, Session
 from commsched.core.interfaces import Transport
 from commsched.plugins.torch import ScheduledOptimizer
-from commsched.plugins.torch.update import updates_each_parameter_alone
+from commsched.plugins.torch.update import is_of_torch
 from commsched.session.local import local_sessions
 from commsched.testing.fakes import Delayed
 from commsched.testing.world import run_world
@@ -105,7 +105,7 @@ def _train_rank(
     if delay_seconds:
         rng = random.Random(session.rank)
         plain.register_step_pre_hook(lambda *_: time.sleep(rng.uniform(0, delay_seconds)))
-        wrap = partial(wrap, per_parameter=updates_each_parameter_alone(plain))  # in spite of the hook
+        wrap = partial(wrap, per_parameter=is_of_torch(plain))  # in spite of the hook
     optimizer = wrap(plain, model, session=session)
     scheduler = scheduler_of(optimizer)
     mine = slice(session.rank * ROWS, (session.rank + 1) * ROWS)
