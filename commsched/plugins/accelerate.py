@@ -30,7 +30,7 @@ import commsched
 
 from ..core.errors import ConfigError, UnsupportedError
 from .torch import ScheduledOptimizer
-from .torch.initial_state import broadcast_model
+from .torch.initial_state import broadcast_model, parameters_of
 
 __all__ = ["Accelerator"]
 
@@ -147,7 +147,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
         for optimizer in self._optimizers:
             if optimizer.optimizer in _attached:
                 continue
-            parameters = _parameters(optimizer)
+            parameters = parameters_of(optimizer)
             trained = [parameter for parameter in parameters if parameter.requires_grad]
             if all(id(parameter) in places for parameter in trained):
                 inside = {id(places[id(parameter)]) for parameter in trained}
@@ -160,9 +160,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
         plain = optimizer.optimizer
         if isinstance(plain, ScheduledOptimizer):  # from an earlier training, and detached
             plain = plain.optimizer
-        own = {id(parameter) for parameter in _parameters(plain)}
+        own = {id(parameter) for parameter in parameters_of(plain)}
         for other in list(_attached):
-            if any(id(parameter) in own for parameter in _parameters(other)):
+            if any(id(parameter) in own for parameter in parameters_of(other)):
                 _detach(other)
         scheduled = ScheduledOptimizer(plain, models[0] if len(models) == 1 else torch.nn.ModuleList(models))
         _attached.add(scheduled)
@@ -173,7 +173,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
         """Refuse gradients of ``model`` that no optimizer averages. If it has parameters for such gradients, it gets rank 0's
         values, as Accelerate's wrapper would give it."""
         assert self._session is not None
-        averaged = {id(parameter) for optimizer in _attached for parameter in _parameters(optimizer)}
+        averaged = {id(parameter) for optimizer in _attached for parameter in parameters_of(optimizer)}
         unaveraged = [
             (name, parameter)
             for name, parameter in model.named_parameters()
@@ -241,10 +241,6 @@ class _PreparedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
             )
 
 
-def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
 def _detach(optimizer: ScheduledOptimizer) -> None:
     optimizer.detach()
     _attached.discard(optimizer)
@@ -257,7 +253,7 @@ def _allow_gradients(parameters: Iterable[torch.nn.Parameter]) -> None:
 
 
 def _refuse_gradient(name: str, model: str, parameter: torch.Tensor) -> None:
-    if any(parameter is own for optimizer in _attached for own in _parameters(optimizer)):
+    if any(parameter is own for optimizer in _attached for own in parameters_of(optimizer)):
         return  # add_param_group() has added the parameter since
     raise UnsupportedError(
         f"parameter '{name}' of the prepared {model} has a gradient, but no prepared optimizer has the parameter, so it would "

@@ -38,14 +38,10 @@ def broadcast_arrays(session: commsched.Session, name: str, arrays: Sequence[NDA
 
 
 def gather_alike(session: commsched.Session, doing: str, value: Any, advice: str) -> list[Any]:
-    """Return ``session.gather(value)``, and require that all ranks make this call for the same purpose. Collective.
+    """Return ``session.gather(value)``, and require that all ranks make this call for the same purpose. Collective. Raises
+    ManifestMismatch if another rank makes another collective call.
 
-    Args:
-        doing: the purpose of this call, as an error says it: "rank 1 <doing>".
-        advice: the end of the error message.
-
-    Raises:
-        ManifestMismatch: another rank makes another collective call.
+    ``doing`` is the purpose as the error says it, "rank 1 <doing>"; the message ends with ``advice``.
     """
     values = []
     for rank, theirs in enumerate(session.gather({"doing": doing, "value": value})):
@@ -68,19 +64,12 @@ def register_flat(
     as_dtype: Callable[[str], Any] = np.dtype,
     allocate: Callable[[int], tuple[Any, Any]] = _allocate,
 ) -> tuple[TensorGroup, list[Any]]:
-    """Register the tensors of ``manifest`` in new flat buffers of zeros. Collective.
+    """Register the tensors of ``manifest`` in new flat buffers of zeros. Collective. Return the group, and for each tensor a
+    view of its place in a flat buffer. Raises as ``Session.register``.
 
-    Args:
-        as_dtype: returns the engine's type for a dtype's name. numpy does not know all types that engines have, such as
-            bfloat16.
-        allocate: returns so many zero bytes, as an array of uint8 and as ``Session.register`` takes them. The default is a
-            numpy array.
-
-    Returns:
-        The group, and for each tensor a view of its place in a flat buffer.
-
-    Raises:
-        ManifestMismatch: see ``Session.register``.
+    Args: as_dtype: returns the engine's type for a dtype's name. numpy does not know all types that engines have, such as
+    bfloat16. allocate: returns so many zero bytes, as an array of uint8 and as ``Session.register`` takes them. The default is
+    a numpy array.
     """
     flat = {dtype: allocate(nbytes) for dtype, nbytes in manifest.buffer_bytes.items()}
     views = []

@@ -38,12 +38,8 @@ class StepFlags:
     is float64, which no wire dtype narrows. The record travels as a digest. If records differ, each rank's digest differs from
     the mean, so every rank notices and sends its record to rank 0 (``Session.compare``), which names the difference.
 
-    Making one is collective. One thread at a time may call ``offer``, any thread the others.
-
-    Args:
-        name: names the tensor.
-        what: names the records in errors. Unique in the session.
-        count: the number of flags.
+    Making one is collective. One thread at a time may call ``offer``, any thread the others. ``what`` names the records in
+    errors, and is unique in the session; ``count`` is the number of flags.
     """
 
     def __init__(self, session: commsched.Session, name: str, what: str, count: int = 0) -> None:
@@ -61,11 +57,7 @@ class StepFlags:
 
     def offer(self, record: Mapping[str, Any], flags: Sequence[float] = ()) -> None:
         """Offer a ``record`` of JSON values, by the names that an error gives them, and ``flags``. Waits only until the last
-        offer is there.
-
-        Raises:
-            CommschedError: the session failed or was closed.
-        """
+        offer is there. Raises as :meth:`wait`."""
         self.group.begin_step()
         self._record = record
         self._own = digest_of_record(record), *flags
@@ -73,11 +65,8 @@ class StepFlags:
         self.group.notify_ready(0)
 
     def wait(self) -> None:
-        """Wait until all ranks have made the last offer of this rank.
-
-        Raises:
-            CommschedError: the session failed or was closed.
-        """
+        """Wait until all ranks have made the last offer of this rank. Raises CommschedError if the session failed or was
+        closed."""
         self.group.proxies[0].wait()
 
     def means(self) -> list[float]:
@@ -91,11 +80,8 @@ class StepFlags:
         return self._differs(1 + flag)
 
     def require_same(self) -> None:
-        """Require equal records of all ranks. Waits for them.
-
-        Raises:
-            RanksDiverged: they differ. If the job failed earlier, that failure is raised instead.
-        """
+        """Require equal records of all ranks. Waits for them. Raises RanksDiverged if they differ, or the job's earlier
+        failure."""
         self.wait()
         if self._differs(0):
             end_with_difference(self._session, self._what, self.group.step, self._record)

@@ -23,9 +23,8 @@ _counts: WeakKeyDictionary[commsched.Session, Counter[str]] = WeakKeyDictionary(
 def number_in(session: commsched.Session, what: str = "optimizer") -> tuple[int, str]:
     """Count one more ``what`` that is made in ``session``. Ranks make them in the same order.
 
-    Returns:
-        Its number, from 1, and the words that name it in comparisons between ranks, such as " of optimizer 2". The words are
-        empty for the first, since most sessions have no other.
+    Return its number, from 1, and the words that name it in comparisons between ranks, such as " of optimizer 2". The words are
+    empty for the first, since most sessions have no other.
     """
     counts = _counts.setdefault(session, Counter())
     counts[what] += 1
@@ -78,11 +77,7 @@ class WeightsCheck:
 
     def add(self, tensor: int, digest: int) -> None:
         """Add the ``digest`` of the wanted bytes of ``tensor``, computed by :func:`digest_of` or a similar function on the
-        device.
-
-        Raises:
-            CommschedError: the job failed, or the session is closed.
-        """
+        device. Raises CommschedError if the job failed, or the session is closed."""
         del self._wanted[tensor]
         self._digests[tensor] = digest
         if not self._wanted:

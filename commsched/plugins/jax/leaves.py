@@ -169,12 +169,9 @@ _plain.defjvp(_refuse_derivative)
 
 
 def require_plain(values: Sequence[Any]) -> list[Any]:
-    """Return ``values`` of a step in a form that refuses such transformations. Use the result in their place.
-
-    Raises:
-        UnsupportedError: the values are mapped, differentiated, or spread over several devices; or JAX is set to look for
-            values that are not finite. For mapping and differentiation it may be raised later, where they are traced.
-    """
+    """Return ``values`` of a step in a form that refuses such transformations. Use the result in their place. Raises
+    UnsupportedError if they are mapped, differentiated, or spread over several devices, or if JAX is set to look for values
+    that are not finite. For mapping and differentiation it may be raised later, where they are traced."""
     for option in ("jax_debug_nans", "jax_debug_infs"):
         if getattr(jax.config, option):
             raise UnsupportedError(

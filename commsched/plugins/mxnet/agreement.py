@@ -67,11 +67,6 @@ class Agreement:
         """Whether all ranks have begun the last round of this rank."""
         return self._flags.is_there
 
-    @property
-    def rounds(self) -> int:
-        """The number of rounds that this rank has begun. The end counts as a round."""
-        return self._flags.group.next_step
-
     def require(self) -> None:
         """Wait until all ranks have begun the last round of this rank, and require equal records.
 
@@ -92,9 +87,10 @@ class Agreement:
     def _require_same_end(self, ended: Sequence[int]) -> None:
         others = [rank for rank in range(self._session.world_size) if rank not in ended]
         if ended and others:
+            steps = self._flags.group.next_step - 1  # the end counts as a round
             raise RanksDiverged(
-                f"rank {_listed(ended)} ended the training of {self._what} after {self.rounds - 1} steps, by detach() or the "
-                f"end of the session, and rank {_listed(others)} did not: give all ranks equally many batches, and call "
+                f"rank {_listed(ended)} ended the training of {self._what} after {steps} steps, by detach() or the end of the "
+                f"session, and rank {_listed(others)} did not: give all ranks equally many batches, and call "
                 "detach() on all or on none"
             )
 

@@ -66,10 +66,6 @@ class QueuedGroup:
         self._go_undrained = drain_before_forks(self)
         self._watch = OverdueWatch(session.core.warn_after_seconds, self._awaited, self._group.stalled)
 
-    @property
-    def manifest(self) -> Manifest:
-        return self._group.manifest
-
     def begin_round(self) -> None:
         """Begin a round. Waits until the round before is over. Raises CommschedError if the session failed or was closed."""
         self.round = self._group.begin_step() + 1

@@ -71,7 +71,7 @@ class Agreement:
         self._assigned = 0  # a digest of the assignments since the last step
         self._numbers: dict[str, Any] = {}  # those of the step that was begun last
         nbytes = [math.prod(variable.shape) * variable.dtype.size for variable in variables[:trained]]
-        self._check = WeightsCheck(session, names[:trained], nbytes, f"weights of {what}")
+        self.weights_check = WeightsCheck(session, names[:trained], nbytes, f"weights of {what}")
 
     def assigned(self, index: int) -> None:
         """Note that the user has assigned to the variable with this ``index``, eagerly. Any thread."""
@@ -107,22 +107,18 @@ class Agreement:
 
     # --- weights ---
 
-    def begin_check(self, step: int) -> None:
-        """Announce the updates of ``step``."""
-        self._check.begin(step)
-
     def check(self, index: int) -> None:
         """Compare the variable with this ``index``, if this step's part of the weights includes it. Its update of this step
         must be made, and no thread may change it meanwhile."""
-        part = self._check.wanted(index)
+        part = self.weights_check.wanted(index)
         if part is not None:
-            self._check.add(index, digest_of(_bytes_of(self._variables[index])[slice(*part)]))
+            self.weights_check.add(index, digest_of(_bytes_of(self._variables[index])[slice(*part)]))
 
     def check_all(self, step: int) -> None:
         """Compare all variables in the part of the weights for ``step``, if there is one. All updates of ``step`` must be made,
         and no thread may change variables meanwhile."""
         self._counted = int(self._iterations.read_value())
-        if self._check.begin(step):
+        if self.weights_check.begin(step):
             for index in range(len(self._variables)):
                 self.check(index)
 

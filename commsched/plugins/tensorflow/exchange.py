@@ -85,7 +85,7 @@ class GradientExchange:
         alone = [(index,) for index in self._forward]
         self._flat = {bundle: self._flat_view(bundle) for bundle in {*self._bundles, *alone}}
         # For each variable whether this rank has its gradient, and then a digest of this rank's assignments.
-        self._flags = StepFlags(session, "has_gradient", f"numbers of the optimizer of {agreement.what}", len(variables) + 1)
+        self.flags = StepFlags(session, "has_gradient", f"numbers of the optimizer of {agreement.what}", len(variables) + 1)
         self._shares: list[float] = []  # by index: the fraction of ranks that have a gradient in this step
         self._notifying = threading.Lock()  # operations of one graph run in several threads
         self._ended = True
@@ -135,7 +135,7 @@ class GradientExchange:
         self.require_ended()
         self._ended = False
         self._group.begin_step()
-        self._flags.offer(self._agreement.numbers(numbers, learning_rate), [*has_gradient, self._agreement.take_assigned()])
+        self.flags.offer(self._agreement.numbers(numbers, learning_rate), [*has_gradient, self._agreement.take_assigned()])
         for index in reversed(self._forward):
             if not has_gradient[index]:
                 self._views[index][...] = 0
@@ -146,8 +146,8 @@ class GradientExchange:
         step. Raises RanksDiverged if another rank has begun a step instead, in which it would wait for this rank for ever, and
         CommschedError if the session failed or was closed."""
         # Updates of the last step may still be outstanding, so assignments are compared in the next step.
-        self._flags.offer(self._agreement.numbers_of_meeting(doing), [0] * (len(self._paths) + 1))
-        self._flags.require_same()
+        self.flags.offer(self._agreement.numbers_of_meeting(doing), [0] * (len(self._paths) + 1))
+        self.flags.require_same()
 
     def submit(self, index: int, gradient: NDArray[Any]) -> None:
         """Submit the gradient of the variable with this ``index``. Any thread. Raises UnsupportedError if the gradient and the
@@ -201,14 +201,6 @@ class GradientExchange:
         proxies = self._group.proxies
         return all(proxies[self._places[index]].is_open for index in bundle)
 
-    def flags_are_there(self) -> bool:
-        """Whether all ranks have begun the step."""
-        return self._flags.is_there
-
-    def wait_for_flags(self) -> None:
-        """Wait until all ranks have begun the step. Raises CommschedError if the session failed or was closed meanwhile."""
-        self._flags.wait()
-
     def all_there(self) -> bool:
         return all(proxy.is_open for proxy in self._group.proxies)
 
@@ -218,7 +210,7 @@ class GradientExchange:
         if closed:
             self._group.stalled(closed[0], seconds)
         else:
-            self._flags.group.stalled(0, seconds)
+            self.flags.group.stalled(0, seconds)
 
     def wait(self, index: int) -> None:
         """Wait until the average of the variable with this ``index`` is available. Raises CommschedError if the session failed
@@ -233,10 +225,10 @@ class GradientExchange:
     def require_alike(self) -> None:
         """Require equal optimizers on all ranks. Call it once in each step, after the flags arrive and before averages are
         used. Raises RanksDiverged if they differ, or the job's earlier failure."""
-        self._flags.require_same()
-        self._shares = self._flags.means()  # copied: later flags may come before all averages are used
-        if self._flags.differs(len(self._paths)):
-            self._agreement.compare_assigned(self._flags.group.step)
+        self.flags.require_same()
+        self._shares = self.flags.means()  # copied: later flags may come before all averages are used
+        if self.flags.differs(len(self._paths)):
+            self._agreement.compare_assigned(self.flags.group.step)
 
     def average(self, index: int) -> NDArray[Any]:
         """The average, as a view of the flat buffer. It is valid until the next step begins."""
@@ -259,4 +251,4 @@ class GradientExchange:
         self._closed = True
         if release:
             self._group.release()
-            self._flags.group.release()
+            self.flags.group.release()

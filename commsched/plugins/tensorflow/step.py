@@ -81,7 +81,7 @@ class Step:
         indices = sorted(gradients)
         if tf.executing_eagerly():
             self._hand_over_eagerly(gradients, numbers, learning_rate)
-            self._exchange.wait_for_flags()
+            self._exchange.flags.wait()
             self._exchange.require_alike()
             for index in range(len(self._paths)):
                 self._exchange.wait(index)

@@ -194,7 +194,7 @@ class Updater:
             self._session.report(error)
         with self._changed:
             if self._due:
-                self._agreement.begin_check(self.exchange.step)
+                self._agreement.weights_check.begin(self.exchange.step)
             self._alike = True
             self._changed.notify_all()
 
@@ -206,7 +206,7 @@ class Updater:
             while self._error is None and not self._ends:
                 exchange = self.exchange
                 if exchange is not None and not self._alike:  # averages may arrive before the flags
-                    if exchange.flags_are_there():
+                    if exchange.flags.is_there:
                         return ()
                 elif exchange is not None:
                     for bundle in self._due:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from weakref import ref
 
@@ -127,10 +128,7 @@ class Flags:
             self._kept.copy_(self._say_kept.of(numbers, 2 * len(kept)))
         if samples is not None:
             self._kept[-samples.numel() :].copy_(samples.view(-1))
-        self._device.when_written(self._notify_kept)
-
-    def _notify_kept(self) -> None:
-        self._kept_group.notify_ready(0)
+        self._device.when_written(partial(self._kept_group.notify_ready, 0))
 
     def are_there(self) -> bool:
         return self._used_group.proxies[0].is_open and self._kept_group.proxies[0].is_open

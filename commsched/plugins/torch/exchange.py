@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from functools import partial
 from time import monotonic
 from typing import Any
@@ -518,10 +518,6 @@ class GradientExchange:
         for slot in self.places.slots:
             self.wait(slot)
         self.places.flags.kept()
-
-    def updating(self) -> AbstractContextManager[object]:
-        """Return the context to run an update in: readers of the parameters after the block see the updated values."""
-        return self.places.device.updating()
 
     def those_there(self, slots: Iterable[Slot]) -> Iterator[Slot]:
         """Yield ``slots`` up to the first one for which :meth:`wait` or :meth:`kept_by_any_rank` would not return at once."""

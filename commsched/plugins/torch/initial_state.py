@@ -117,14 +117,14 @@ def _like(old: Any, new: Any) -> Any:
     return new
 
 
-def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _describe_state(optimizer: torch.optim.Optimizer) -> list[list[Any]]:
     """Describe the optimizer's state, with one entry for each value: the index of its parameter (None if the value belongs to
     the optimizer itself), its key, and its description."""
-    parameters = _parameters(optimizer)
+    parameters = parameters_of(optimizer)
     described: list[list[Any]] = []
     for index, parameter in enumerate(parameters):
         for key, value in optimizer.state.get(parameter, {}).items():
@@ -158,7 +158,7 @@ def _describe_value(value: Any, parameter: torch.Tensor, key: str) -> list[Any]:
 
 def _adopt_state(optimizer: torch.optim.Optimizer, described: list[list[Any]], is_root: bool) -> list[torch.Tensor]:
     """Give the optimizer the described state, except on the root, which has it. Return its tensors, in the described order."""
-    parameters = _parameters(optimizer)
+    parameters = parameters_of(optimizer)
     if not is_root:
         optimizer.state.clear()
     tensors: list[torch.Tensor] = []

@@ -25,7 +25,7 @@ from .compared import ComparedWeights, compared_keys, mean_loss
 from .device import init_for
 from .exchange import GradientExchange
 from .guard import Guarded, guard, own_class, record_of, unguarded
-from .initial_state import broadcast_model, broadcast_optimizer, broadcast_parameters, require_same_group
+from .initial_state import broadcast_model, broadcast_optimizer, broadcast_parameters, parameters_of, require_same_group
 from .layout import end_abandoned
 from .marked import Twin, increment_versions, unnoticed, warn_if_impossible
 from .slot import Slot
@@ -101,7 +101,7 @@ class ScheduledOptimizer(Optimizer):
         self._ended: str | None = None  # the name of a parameter that another ScheduledOptimizer owns now
         self._pending: dict[int, Slot] = {}  # outstanding updates by flag, front layers first
         self._lock = threading.RLock()
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        parameters = parameters_of(optimizer)
         outside = outside_of(model, optimizer)
         session = session or init_for(parameters)
         if session.world_size == 1:
@@ -407,7 +407,7 @@ class ScheduledOptimizer(Optimizer):
             for slot in batch:
                 del self._pending[slot.flag]
             try:
-                with exchange.updating():
+                with exchange.places.device.updating():
                     self._update(used)
             finally:
                 for slot in batch:
