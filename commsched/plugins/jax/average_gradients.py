@@ -63,7 +63,7 @@ def average_gradients(session: commsched.Session | None = None) -> optax.Gradien
             require_equal_values(own, named, "begin with params = cs.broadcast(params)")
             exchange = _begin(own, specs)
             begun.append(specs)
-        return AveragingState(jax.device_put(np.int32(RegisteredGroups.of(own).trainings.add(exchange))))
+        return AveragingState(jax.device_put(np.int32(RegisteredGroups.of(own).add_training(exchange))))
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         own = commsched.init() if session is None else session
@@ -77,9 +77,9 @@ def average_gradients(session: commsched.Session | None = None) -> optax.Gradien
         named = named_leaves(updates)
         specs = specs_of(named)
         _require_form(specs, begun)
-        trainings = RegisteredGroups.of(own).trainings
-        if (alike := trainings.like(specs)) is None:  # the state was saved by another process
-            alike = trainings.add_restored(_begin(own, specs))
+        registered = RegisteredGroups.of(own)
+        if (alike := registered.like(specs)) is None:  # the state was saved by another process
+            alike = registered.add_restored(_begin(own, specs))
         number, *gradients = require_plain([state.number, *(leaf for _, leaf in named)])
         parameters = jax.tree.leaves(params)
         averages, number = _average(alike, number, gradients, parameters if len(parameters) == len(gradients) else ())

@@ -24,14 +24,19 @@ _adding = threading.Lock()
 
 
 class RegisteredGroups:
-    """The groups of one session, each with its owner, and the session's :class:`Trainings`.
+    """The groups of one session, each with its owner, and the exchanges of ``average_gradients``, by the form of gradients.
+
+    A state of ``average_gradients`` holds only a number. So it can be compared, copied and saved like any other, and given to
+    another transformation. For that reason it is unknown when the last copy of a state is gone, and exchanges live as long as
+    their session.
 
     Call it only from the thread that makes collective calls.
     """
 
     def __init__(self) -> None:
         self._groups: list[tuple[weakref.ref[Any], TensorGroup]] = []
-        self.trainings = Trainings()
+        self._by_form: dict[Any, Alike] = {}
+        self._count = 0  # calls of add_training()
 
     @classmethod
     def of(cls, session: commsched.Session) -> RegisteredGroups:
@@ -66,26 +71,9 @@ class RegisteredGroups:
             with suppress(jax.errors.JaxRuntimeError):  # a step failed: reading its values raises the error
                 jax.effects_barrier()
 
+    # --- average_gradients ---
 
-def form_of(specs: Sequence[TensorSpec]) -> tuple[Any, ...]:
-    """Shapes and dtypes. Names may differ between parameters and gradients: some libraries wrap only the parameters."""
-    return tuple((spec.shape, spec.dtype) for spec in specs)
-
-
-class Trainings:
-    """The trainings of one session.
-
-    A state holds only a number. So it can be compared, copied and saved like any other, and given to another transformation.
-    For that reason it is unknown when the last copy of a state is gone, and exchanges live as long as their session.
-
-    Call it only from the thread that makes collective calls.
-    """
-
-    def __init__(self) -> None:
-        self._by_form: dict[Any, Alike] = {}
-        self._count = 0
-
-    def add(self, exchange: GradientExchange | None) -> int:
+    def add_training(self, exchange: GradientExchange | None) -> int:
         """Add ``exchange``; None with one rank. Returns the number for the states of the training."""
         self._count += 1
         if exchange is not None:
@@ -101,6 +89,11 @@ class Trainings:
     def like(self, specs: Sequence[TensorSpec]) -> Alike | None:
         """The exchanges with the shapes and dtypes of ``specs``, including ones added later; None if there are none."""
         return self._by_form.get(form_of(specs))
+
+
+def form_of(specs: Sequence[TensorSpec]) -> tuple[Any, ...]:
+    """Shapes and dtypes. Names may differ between parameters and gradients: some libraries wrap only the parameters."""
+    return tuple((spec.shape, spec.dtype) for spec in specs)
 
 
 _RESTORED = 0  # stands for a number that is not known yet

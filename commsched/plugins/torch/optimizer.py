@@ -403,7 +403,11 @@ class ScheduledOptimizer(Optimizer):
             for slot in used:
                 twin = slot.twin
                 if twin.plain._version != twin.version:
-                    raise _written_to(slot)
+                    raise UnsupportedError(
+                        f"'{slot.name}' was written to after step(), while its update was outstanding, through an earlier "
+                        "tensor that shares its memory (of state_dict() or detach(), say): call optimizer.synchronize() before "
+                        "writing, or state_dict() after step()"
+                    )
             for slot in batch:
                 del self._pending[slot.flag]
             try:
@@ -573,15 +577,6 @@ class ScheduledOptimizer(Optimizer):
 
     def __repr__(self) -> str:
         return f"Scheduled{self.optimizer!r}"
-
-
-def _written_to(slot: Slot) -> UnsupportedError:
-    """Return the error for a parameter that was written to after ``step()`` without waiting for its outstanding update."""
-    return UnsupportedError(
-        f"'{slot.name}' was written to after step(), while its update was outstanding, through an earlier "
-        "tensor that shares its memory (of state_dict() or detach(), say): call optimizer.synchronize() before "
-        "writing, or state_dict() after step()"
-    )
 
 
 def _make_slots(param_groups: list[dict[str, Any]], model: torch.nn.Module, first: int = 0) -> list[Slot]:
