@@ -17,7 +17,7 @@ from typing import Any
 
 from commsched import ConfigError
 from commsched.tuner.search_run import LONGER_AT_MOST
-from commsched.tuner.searchers import searcher_names
+from commsched.tuner.searchers import SEARCHERS
 
 from ..harness.arguments import add_options, at_least, check_settings, list_of, require_extra, require_named
 from ..harness.results import SCHEMA, write
@@ -95,7 +95,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ):
         value = getattr(default, name)
         parser.add_argument(f"--{name}", type=at_least(least), default=value, metavar="N", help=f"{what} (default: {value})")
-    searchers_help = f"{', '.join(searcher_names())}; bayes{MODEL}: with the simulator's predictions (default: all)"
+    searchers_help = f"{', '.join(SEARCHERS)}; bayes{MODEL}: with the simulator's predictions (default: all)"
     parser.add_argument("--searchers", type=_searchers, default=default.searchers, metavar="NAME,...", help=searchers_help)
     parser.add_argument("--paper", action="store_true", help="also the published search: 15 points of 100 steps")
     parser.add_argument("--live", action="store_true", help="also the tuner itself: a job for each searcher and seed")
@@ -212,7 +212,7 @@ def _draw(directory: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _searchers(text: str) -> tuple[str, ...]:
-    allowed = [*searcher_names(), f"bayes{MODEL}"]
+    allowed = [*SEARCHERS, f"bayes{MODEL}"]
     chosen: tuple[str, ...] = list_of(str)(text)
     for name in chosen:
         if name not in allowed:

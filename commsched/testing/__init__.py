@@ -1,11 +1,10 @@
-"""Public conformance suites and fakes for authors of transports, plugins and policies. They need no test framework."""
+"""Public conformance suites for authors of transports, plugins and policies. They need no test framework."""
 
 from ..core.interfaces import OnFailure
-from .check_plugin import PluginAdapter, check_plugin
+from .check_plugin import Delayed, PluginAdapter, check_plugin
 from .check_policy import check_policy
 from .check_transport import check_job, check_transport
 from .checked_world import Meeting, OpenSession, OpenWorld, world_of
-from .fakes import Delayed, RecordingTransport, VirtualClock
 from .world import run_world
 
 __all__ = [
@@ -21,6 +20,4 @@ __all__ = [
     "world_of",
     "run_world",
     "Delayed",
-    "RecordingTransport",
-    "VirtualClock",
 ]

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import heapq
 import itertools
+import random
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from time import monotonic
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..core.errors import CommschedError
-from ..core.interfaces import Observer, Transport
+from ..core.interfaces import Completion, ForwardingTransport, Observer, Transport
 from ..core.scheduler import SchedulerConfig
+from ..core.task import CommTask
 from ..session.local import local_sessions
 from ..session.session import Session
-from .fakes import Delayed
 from .world import run_world
 
 Weights = Mapping[str, NDArray[Any]]
@@ -187,3 +190,77 @@ def _require_close(weights: Weights, alone: Weights, tolerance: float, where: st
                 f"{where}: '{name}' differs from training alone by {difference:.3g}, its largest weight is {largest:.3g}, "
                 f"the tolerance {tolerance:g}"
             )
+
+
+class Delayed(ForwardingTransport):
+    """A transport that delays the sends and replies of another transport by random times, and exposes every missing wait.
+
+    The wrapped transport works on a copy. From the start of a task until its delayed reply, the task's own bytes are
+    ``0xFF``, which is NaN in every floating dtype. Code that reads before the average is complete, or writes before the
+    average was used, therefore gets wrong numbers; it cannot get the right ones by luck. Buffers must be in the host's memory.
+    """
+
+    def __init__(self, transport: Transport, seed: int, most_seconds: float) -> None:
+        super().__init__(transport)
+        self._random = random.Random(seed)
+        self._most_seconds = most_seconds
+        self._originals: dict[CommTask, tuple[CommTask, Completion]] = {}
+        self._replies: list[tuple[float, int, CommTask]] = []  # a heap of (time due, order of arrival, copy of the task)
+        self._arrivals = itertools.count()
+        self._closed = False
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._reply, name="commsched-delayed-replies", daemon=True)
+        self._thread.start()
+
+    def start(self, task: CommTask, completion: Completion) -> None:
+        copy = CommTask(task.group, task.step, task.partition, memoryview(bytearray(task.data)), task.verb)
+        copy.channel, copy.sequence = task.channel, task.sequence
+        task.data[:] = b"\xff" * task.nbytes
+        with self._changed:
+            self._originals[copy] = (task, completion)
+        self._pause()
+        self._inner.start(copy, self)
+
+    def close(self, graceful: bool = True) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._inner.close(graceful)
+        self._thread.join()
+
+    # --- Completion, for the wrapped transport ---
+
+    def on_sent(self, task: CommTask) -> None:
+        with self._changed:
+            original, completion = self._originals[task]
+        completion.on_sent(original)
+
+    def on_done(self, task: CommTask) -> None:
+        with self._changed:
+            when = monotonic() + self._random.uniform(0.0, self._most_seconds)
+            heapq.heappush(self._replies, (when, next(self._arrivals), task))
+            self._changed.notify_all()
+
+    # ---
+
+    def _pause(self) -> None:
+        with self._changed:
+            seconds = self._random.uniform(0.0, self._most_seconds)
+            self._changed.wait_for(lambda: self._closed, seconds)
+
+    def _reply(self) -> None:
+        while (copy := self._next_reply()) is not None:
+            with self._changed:
+                original, completion = self._originals.pop(copy)
+            original.data[:] = copy.data
+            completion.on_done(original)
+            del copy, original, completion  # else this thread would keep their memory until the next reply
+
+    def _next_reply(self) -> CommTask | None:
+        with self._changed:
+            while not self._closed:
+                due = self._replies[0][0] - monotonic() if self._replies else None
+                if due is not None and due <= 0:
+                    return heapq.heappop(self._replies)[2]
+                self._changed.wait(due)
+            return None

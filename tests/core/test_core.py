@@ -18,7 +18,7 @@ from commsched.core.policies import make_policy
 from commsched.core.scheduler import SchedulerConfig
 from commsched.core.stalls import StepOfGroup, progress_of
 from commsched.core.task import CommTask, State
-from commsched.testing.fakes import RecordingTransport
+from tests.recording_transport import RecordingTransport
 
 MANIFEST = Manifest(tuple(TensorSpec(f"layer{index}", (10,), "uint8") for index in range(4)))
 ONE_BY_ONE = SchedulerConfig(partition_bytes=10, credit_bytes=10)

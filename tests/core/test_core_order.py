@@ -19,7 +19,7 @@ from commsched.core.manifest import Manifest, TensorSpec
 from commsched.core.plan import cut
 from commsched.core.scheduler import SchedulerConfig
 from commsched.core.task import ALL_GATHER, REDUCE_SCATTER
-from commsched.testing.fakes import RecordingTransport
+from tests.recording_transport import RecordingTransport
 
 MANIFEST = Manifest(tuple(TensorSpec(f"layer{index}", (10,), "uint8") for index in range(3)))
 WHOLE = SchedulerConfig(partition_bytes=10, credit_bytes=1000)

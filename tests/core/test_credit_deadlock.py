@@ -12,8 +12,8 @@ from commsched.core.manifest import Manifest, TensorSpec
 from commsched.core.plan import cut
 from commsched.core.scheduler import SchedulerConfig
 from commsched.core.task import CommTask
-from commsched.testing.fakes import RecordingTransport
 from commsched.testing.world import run_world
+from tests.recording_transport import RecordingTransport
 
 MANIFEST = Manifest((TensorSpec("front", (10,), "uint8"), TensorSpec("late", (10,), "uint8")))
 CREDIT_OF_ONE_PARTITION = SchedulerConfig(partition_bytes=10, credit_bytes=10)

@@ -17,8 +17,8 @@ from commsched.core.manifest import Manifest, TensorSpec
 from commsched.core.plan import cut
 from commsched.core.scheduler import SchedulerConfig
 from commsched.core.task import CommTask
-from commsched.testing.fakes import RecordingTransport
 from commsched.version import __version__
+from tests.recording_transport import RecordingTransport
 
 MANIFEST = Manifest((TensorSpec("weight", (64,), "uint8"),))
 GROUPS, PROPOSALS = 3, 4

@@ -9,7 +9,7 @@ from commsched.core.manifest import Manifest, TensorSpec
 from commsched.core.plan import cut
 from commsched.core.scheduler import SchedulerConfig
 from commsched.session.events import TUNER, SessionListener
-from commsched.testing.fakes import RecordingTransport
+from tests.recording_transport import RecordingTransport
 
 MANIFEST = Manifest((TensorSpec("weight", (2,), "uint8"),))
 

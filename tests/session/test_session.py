@@ -32,8 +32,8 @@ from commsched.core.stalls import StepOfGroup, Wait
 from commsched.core.task import CommTask
 from commsched.session.local import local_sessions
 from commsched.session.session import starting
-from commsched.testing.fakes import RecordingTransport
 from commsched.testing.world import run_world
+from tests.recording_transport import RecordingTransport
 
 
 def manifest(*sizes: int) -> Manifest:

@@ -18,7 +18,7 @@ from commsched.core.plan import Partition, cut
 from commsched.core.scheduler import SchedulerConfig
 from commsched.core.task import CommTask
 from commsched.session.trace import TraceObserver, merge
-from commsched.testing.fakes import RecordingTransport
+from tests.recording_transport import RecordingTransport
 
 Event = dict[str, Any]
 

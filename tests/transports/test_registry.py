@@ -13,11 +13,11 @@ from commsched.core.errors import ConfigError
 from commsched.core.interfaces import Transport
 from commsched.settings import Settings
 from commsched.testing.checked_world import Meeting
-from commsched.testing.fakes import RecordingTransport
 from commsched.transports import load_backend, require_transport, transport_names, users_of, without_effect
 from commsched.transports.backend import Backend, TransportContext
 from commsched.transports.open import open_named
 from commsched.transports.wire import WireTransport
+from tests.recording_transport import RecordingTransport
 
 
 def test_lists_transports_and_not_what_they_share():

@@ -12,7 +12,7 @@ from commsched.settings import DEFAULT_BUDGET, Budget
 from commsched.tuner.journal import Journal
 from commsched.tuner.result import Verdict
 from commsched.tuner.search_run import BORNE_FAILURES, SearchRun
-from commsched.tuner.searchers import Searcher, make_searcher, searcher_names
+from commsched.tuner.searchers import SEARCHERS, Searcher, make_searcher
 from commsched.tuner.space import Space
 from commsched.tuner.trials import Stopped, TrialFailed, Window
 
@@ -103,7 +103,7 @@ def test_a_lucky_window_is_not_confirmed() -> None:
     assert training.applied == [DEFAULT]
 
 
-@pytest.mark.parametrize("name", searcher_names())
+@pytest.mark.parametrize("name", SEARCHERS)
 def test_what_is_to_be_tried_also_comes_right_after_the_incumbent(name: str) -> None:
     """As what was set at first, in a search from what an earlier one had found."""
     old = SchedulerConfig(187_312, 1_236_000)
@@ -314,7 +314,7 @@ def test_training_that_ends_when_the_result_is_to_be_applied_changes_no_verdict(
 # --- the journal ---
 
 
-@pytest.mark.parametrize("name", searcher_names())
+@pytest.mark.parametrize("name", SEARCHERS)
 def test_a_job_that_is_started_again_goes_on_where_it_was(name: str, tmp_path: Path) -> None:
     def searcher() -> Searcher:
         return make_searcher(name, Space(DEFAULT, TOTAL_BYTES), random_seed=2)

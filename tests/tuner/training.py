@@ -16,7 +16,7 @@ from commsched.plugins.numpy import SGD, Linear, Network, ReLU, ScheduledOptimiz
 from commsched.session.local import local_sessions
 from commsched.session.session import Session
 from commsched.settings import Settings
-from commsched.testing.fakes import Delayed
+from commsched.testing.check_plugin import Delayed
 from commsched.testing.world import run_world
 from commsched.tuner.start import facts_of, start_choosing, start_tuning
 

@@ -1,21 +1,19 @@
-"""Searchers, found by name. The module ``commsched.tuner.searchers.<name>`` defines ``USES_MODEL``: whether the searcher uses
-seeds and a model; if not, the caller need not make them. It also defines ``make_searcher(space, random_seed)``, or
-``make_searcher(space, random_seed, seeds, model)`` if it uses a model."""
+"""Searchers: each proposes the next configuration to try, from the results of the trials so far."""
 
 from __future__ import annotations
 
 import math
-import pkgutil
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from statistics import fmean
-from typing import Any, Protocol
+from typing import Protocol
 
-from ...core.errors import ConfigError
 from ...core.scheduler import SchedulerConfig
+from ...settings import require_one_of
 from ..space import Space
 from ..trials import Window
+
+SEARCHERS = ("bayes", "grid", "random", "sgd")
 
 
 class StepModel(Protocol):
@@ -96,18 +94,13 @@ class Searcher:
         return self._tried.best()
 
 
-def searcher_names() -> list[str]:
-    """The names of all searchers, sorted."""
-    return sorted(module.name for module in pkgutil.iter_modules(__path__))
-
-
 def uses_model(name: str) -> bool:
-    """Whether the searcher ``name`` uses seeds and a model.
+    """Whether the searcher ``name`` uses seeds and a model; if not, the caller need not make them.
 
     Raises:
         ConfigError: there is no searcher of that name.
     """
-    return bool(_module(name).USES_MODEL)
+    return require_one_of(SEARCHERS, name, "tune_by") == "bayes"
 
 
 def make_searcher(
@@ -124,7 +117,7 @@ def make_searcher(
     because the comparison at the end settles doubts from noise. ``ask`` returns the same proposal until the next ``tell``.
 
     Args:
-        seeds: configurations to try early, best first. Not all searchers use seeds and ``model``; see :func:`uses_model`.
+        seeds: configurations to try early, best first. Only ``bayes`` uses seeds and ``model``.
         model: predicts each configuration once, and once more after the first few trials, which calibrate it. A configuration
             that it cannot predict counts as slow as the slowest one that it can.
 
@@ -132,12 +125,12 @@ def make_searcher(
         ConfigError: there is no searcher of that name, or a package that it needs is not installed; the message says what to
             do.
     """
-    module = _module(name)
-    searcher: Searcher = module.make_searcher(space, random_seed, *((seeds, model) if module.USES_MODEL else ()))
-    return searcher
+    if uses_model(name):
+        from .bayes import Bayes  # here: it needs scikit-optimize
 
+        return Bayes(space, random_seed, seeds, model)
+    from .baselines import GradientDescent, Grid, RandomSearch  # here: they import this module
 
-def _module(name: str) -> Any:
-    if name not in searcher_names():
-        raise ConfigError(f"tune_by={name!r} is unknown; there are: {', '.join(searcher_names())}")
-    return import_module(f"{__name__}.{name}")
+    if name == "random":
+        return RandomSearch(space, random_seed)
+    return Grid(space) if name == "grid" else GradientDescent(space)

@@ -136,8 +136,6 @@ def _expected_improvement(mean: FloatArray, deviation: FloatArray, best: float) 
     return gains
 
 
-USES_MODEL = True
-
 log = logging.getLogger("commsched")
 
 T = TypeVar("T")
@@ -175,6 +173,10 @@ class Bayes(Searcher):
     flat around their minimum. A model that raises an error is not used again."""
 
     def __init__(self, space: Space, random_seed: int, seeds: Sequence[SchedulerConfig], model: StepModel | None) -> None:
+        try:
+            import skopt.learning.gaussian_process.kernels  # noqa: F401
+        except ImportError as error:
+            raise ConfigError(f"tune_by='bayes' needs scikit-optimize: pip install \"commsched[tune]\" ({error})") from error
         super().__init__()
         self._space = space
         self._seeds = [space.clip(config) for config in seeds]
@@ -321,11 +323,3 @@ class _Model:
             raise
         except Exception as error:
             raise _ModelBroke(f"{type(error).__name__}: {error}") from error
-
-
-def make_searcher(space: Space, random_seed: int, seeds: Sequence[SchedulerConfig], model: StepModel | None) -> Searcher:
-    try:
-        import skopt.learning.gaussian_process.kernels  # noqa: F401
-    except ImportError as error:
-        raise ConfigError(f"tune_by='bayes' needs scikit-optimize: pip install \"commsched[tune]\" ({error})") from error
-    return Bayes(space, random_seed, seeds, model)

@@ -17,7 +17,7 @@ from commsched import Session
 from commsched.core.group import TensorGroup
 from commsched.core.interfaces import Transport
 from commsched.plugins.jax import registered
-from commsched.testing.fakes import Delayed
+from commsched.testing.check_plugin import Delayed
 
 from .training import HoldsBack, loss, make_batch, make_params, on_one_rank_of_two, on_ranks, require_close, train_alone
 

@@ -17,7 +17,7 @@ from commsched import SchedulerConfig, Session
 from commsched.core.interfaces import Completion, ForwardingTransport, Transport
 from commsched.core.task import CommTask
 from commsched.session.local import local_sessions
-from commsched.testing.fakes import Delayed
+from commsched.testing.check_plugin import Delayed
 from commsched.testing.world import run_world
 
 jax.config.update("jax_enable_x64", True)

@@ -14,7 +14,7 @@ from commsched import SchedulerConfig, Session
 from commsched.core.interfaces import Transport
 from commsched.plugins.mxnet import ScheduledTrainer
 from commsched.session.local import local_sessions
-from commsched.testing.fakes import Delayed
+from commsched.testing.check_plugin import Delayed
 from commsched.testing.world import run_world
 
 FEATURES, CLASSES = 6, 4

@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from commsched import Session
 from commsched.plugins.tensorflow import ScheduledOptimizer
-from commsched.testing.fakes import Delayed
+from commsched.testing.check_plugin import Delayed
 
 from .training import RANKS, STEPS, made, mlp, numbers, on_ranks, one_layer, share, step_of, train
 

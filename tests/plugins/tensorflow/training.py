@@ -15,7 +15,7 @@ from commsched import SchedulerConfig, Session
 from commsched.core.interfaces import Transport
 from commsched.plugins.tensorflow import ScheduledOptimizer
 from commsched.session.local import local_sessions
-from commsched.testing.fakes import Delayed
+from commsched.testing.check_plugin import Delayed
 from commsched.testing.world import run_world
 
 STEPS = 5

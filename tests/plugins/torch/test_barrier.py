@@ -20,7 +20,7 @@ from commsched.plugins.torch import ScheduledOptimizer
 from commsched.plugins.torch import timing as barrier
 from commsched.plugins.torch.timing import STEPS, FullWaitReport
 from commsched.session.local import local_sessions
-from commsched.testing.fakes import Delayed
+from commsched.testing.check_plugin import Delayed
 from commsched.testing.world import run_world
 
 DELAY_SECONDS = 0.004

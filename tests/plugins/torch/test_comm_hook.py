@@ -27,7 +27,7 @@ from commsched import SchedulerConfig, Session
 from commsched.core.errors import ConfigError, ManifestMismatch, TransportError, UnsupportedError
 from commsched.core.interfaces import Transport
 from commsched.session.local import local_sessions
-from commsched.testing.fakes import Delayed
+from commsched.testing.check_plugin import Delayed
 from commsched.testing.world import run_world
 from tests.jobs.job import run_job
 

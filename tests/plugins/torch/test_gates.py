@@ -29,7 +29,7 @@ from commsched.plugins.torch import update as narrow
 from commsched.plugins.torch.agreement import Flags
 from commsched.plugins.torch.exchange import GradientExchange
 from commsched.plugins.torch.rounds import Round
-from commsched.testing.fakes import Delayed
+from commsched.testing.check_plugin import Delayed
 
 from . import test_accumulation, test_dropped, test_late_parameters, test_several_optimizers, test_unseen
 from .loops import (

@@ -21,8 +21,8 @@ from commsched.plugins.torch import ScheduledOptimizer
 from commsched.plugins.torch.packs import Pack, Packs
 from commsched.plugins.torch.slot import Slot
 from commsched.session.local import local_sessions
-from commsched.testing.fakes import RecordingTransport
 from commsched.testing.world import run_world
+from tests.recording_transport import RecordingTransport
 
 SIZES = (2, 3, 20_000, 4, 5)  # elements; the third is too large to be packed
 

@@ -17,7 +17,7 @@ from commsched.core.interfaces import Transport
 from commsched.plugins.torch import ScheduledOptimizer
 from commsched.plugins.torch.update import is_of_torch
 from commsched.session.local import local_sessions
-from commsched.testing.fakes import Delayed
+from commsched.testing.check_plugin import Delayed
 from commsched.testing.world import run_world
 
 STEPS = 12

@@ -18,12 +18,12 @@ from commsched.core.manifest import Manifest, TensorSpec
 from commsched.core.plan import cut
 from commsched.core.task import CommTask
 from commsched.session.local import local_sessions
-from commsched.testing.fakes import RecordingTransport
 from commsched.testing.world import run_world
 from commsched.transports.averaging.reduce import narrow, widen
 from commsched.transports.backend import TransportContext
 from commsched.transports.hierarchy import open_hierarchy
 from commsched.transports.open import open_named
+from tests.recording_transport import RecordingTransport
 
 from ..worlds import close_together
 from .worlds import HostOf, LocalNetwork, OpenNetwork, contexts, open_all

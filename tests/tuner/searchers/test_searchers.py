@@ -9,18 +9,18 @@ import pytest
 
 from commsched.core.errors import ConfigError
 from commsched.core.scheduler import SchedulerConfig
-from commsched.tuner.searchers import make_searcher, searcher_names, uses_model
+from commsched.tuner.searchers import SEARCHERS, make_searcher, uses_model
 from commsched.tuner.space import Space
 from commsched.tuner.trials import Window
 
 from .surfaces import SLOW_NETWORK, Fixed, search
 
-NAMES = searcher_names()
+NAMES = SEARCHERS
 SPACE = SLOW_NETWORK.space
 
 
 def test_the_searchers_there_are() -> None:
-    assert NAMES == ["bayes", "grid", "random", "sgd"]
+    assert NAMES == ("bayes", "grid", "random", "sgd")
 
 
 def test_an_unknown_one_is_named_with_those_there_are() -> None:

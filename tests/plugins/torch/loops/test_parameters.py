@@ -17,7 +17,7 @@ from commsched import Session
 from commsched.core.interfaces import Transport
 from commsched.plugins.torch import ScheduledOptimizer
 from commsched.plugins.torch import optimizer as optimizer_module
-from commsched.testing.fakes import Delayed
+from commsched.testing.check_plugin import Delayed
 
 from .loop import Data, batch, mlp, require_plain, run, train
 

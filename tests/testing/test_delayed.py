@@ -6,7 +6,8 @@ from commsched.core.errors import CommschedError
 from commsched.core.manifest import Manifest, TensorSpec
 from commsched.core.plan import Partition
 from commsched.core.task import CommTask
-from commsched.testing.fakes import Delayed, RecordingTransport, VirtualClock
+from commsched.testing.check_plugin import Delayed
+from tests.recording_transport import RecordingTransport
 
 
 class Told:
@@ -27,28 +28,6 @@ class Told:
 
 def make_task(data: bytearray, index: int = 0) -> CommTask:
     return CommTask(0, 0, Partition(index, "float32", 0, len(data), (0,)), memoryview(data))
-
-
-def test_virtual_time_jumps_from_event_to_event() -> None:
-    clock, seen = VirtualClock(), list[tuple[float, str]]()
-
-    def note(name: str) -> None:
-        seen.append((clock.now, name))
-
-    clock.call_at(5.0, lambda: note("late"))
-    clock.call_at(2.0, lambda: (note("early"), clock.call_at(3.0, lambda: note("asked for by an event"))))
-    clock.call_at(5.0, lambda: note("as late, asked for later"))
-    clock.run()
-    assert seen == [(2.0, "early"), (3.0, "asked for by an event"), (5.0, "late"), (5.0, "as late, asked for later")]
-    assert clock.now == 5.0
-
-
-def test_virtual_time_does_not_run_backwards() -> None:
-    clock = VirtualClock()
-    clock.call_at(2.0, lambda: None)
-    clock.run()
-    with pytest.raises(ValueError, match=r"^an event at 1.0 s was asked for at 2.0 s$"):
-        clock.call_at(1.0, lambda: None)
 
 
 def test_a_recording_transport_does_what_the_test_says() -> None:
