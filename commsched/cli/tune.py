@@ -1,4 +1,5 @@
-"""``commsched tune``: run a job that tunes itself, and print its trials as lines on stderr while it trains."""
+"""``commsched tune``: run a job that tunes itself, and print its trials on stderr while it trains. The lines of the table are
+appended, never redrawn, so that it reads well in logs too."""
 
 from __future__ import annotations
 
@@ -10,14 +11,13 @@ import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from ..core.errors import ConfigError
 from ..core.standard_streams import say_error
 from ..settings import Budget, Settings
-from ..tuner.format import HEADER, Table
 from ..tuner.job import journal_path
-from ..tuner.result import Verdict
+from ..tuner.result import Verdict, milliseconds, size
 from ..tuner.searchers import make_searcher
 from ..tuner.space import Space, fixed_by
 from . import launch
@@ -132,12 +132,63 @@ def _run(ranks: int, servers: int, command: Sequence[str], environ: Mapping[str,
     return 0 if stopped.is_set() and code == 128 + signal.SIGTERM else code
 
 
-class _Search:
-    """One search of a journal. A journal may hold several: a job with pipeline stages has one for each group of tensors."""
+_COLUMNS = "{:>11} {:>10} {:>10}  {:8} {:>16} {:>8}  {}"
+
+#: Printed once, above the lines.
+HEADER = _COLUMNS.format("trial", "partition", "credit", "policy", "ms per step", "best", "budget left")
+
+
+class Table:
+    """Formats each record of one search in a journal, in order, as a line. A journal may hold several searches: a job with
+    pipeline stages has one for each group of tensors. ``budget`` is the budget that the last column counts down."""
 
     def __init__(self, budget: Budget) -> None:
-        self.table = Table(budget)
         self.verdict: Verdict | None = None
+        self.trials = 0  # of the search
+        self.best_seconds: float | None = None  # per step, in the search
+        self._budget = budget
+        self._counted = 0  # trials that did not fail
+        self._windows = 0  # of the comparison
+        self._steps = 0
+        self._seconds = 0.0
+
+    def line(self, record: Mapping[str, Any]) -> str:
+        """The line of ``record``, a trial as ``journal.py`` writes it, with its number there. Windows of the comparison do not
+        count as best: it has only two configurations, and the verdict reports their times."""
+        searching, seconds = record["phase"] == "search", record["seconds"]
+        self._seconds += record["took_seconds"]
+        self._steps += record["spent_steps"]
+        if searching:
+            self.trials += 1
+        else:
+            self._windows += 1
+        if record["status"] == "ok":
+            if searching:
+                self._counted += 1
+                self.best_seconds = min(seconds, self.best_seconds or seconds)
+            measured = f"{milliseconds(seconds)} +- {milliseconds(record['error_seconds'], like=seconds)}"
+        else:
+            measured = f"failed: {record['why']}"
+        config = record["config"]
+        return _COLUMNS.format(
+            record["trial"] if searching else f"compared {self._windows}",
+            size(config["partition_bytes"]),
+            size(config["credit_bytes"]),
+            config["policy"],
+            measured,
+            "" if self.best_seconds is None else milliseconds(self.best_seconds),
+            self._left(searching),
+        ).rstrip()
+
+    def _left(self, searching: bool) -> str:
+        """The rest of each limited budget, as ``SearchRun`` counts it. Trials are successful trials of the search. Steps and
+        seconds also cover the comparison, for which the search leaves a part of them."""
+        limits = (
+            (self._budget.trials if searching else None, self._counted, "trials"),
+            (self._budget.steps, self._steps, "steps"),
+            (self._budget.seconds, self._seconds, "s"),
+        )
+        return ", ".join(f"{max(0, round(limit - spent))} {unit}" for limit, spent, unit in limits if limit is not None)
 
 
 class _Result:
@@ -149,8 +200,8 @@ class _Result:
         self.path = Path(settings.tune_out)
         self.journal = journal_path(settings.tune_out)
         self._budget = settings.tune or Budget()
-        self._searches: dict[str, _Search] = {}  # by key, as JSON
-        self._last: _Search | None = None  # the search of the journal's last line
+        self._searches: dict[str, Table] = {}  # by key, as JSON
+        self._last: Table | None = None  # the search of the journal's last line
         self._before = self._stamp()
         self._offset = 0  # bytes of the journal that have been read
         self._end = end
@@ -158,7 +209,7 @@ class _Result:
     @property
     def trials(self) -> int:
         """The number of trials of all searches, without the trials before a search was restarted."""
-        return sum(search.table.trials for search in self._searches.values())
+        return sum(search.trials for search in self._searches.values())
 
     @property
     def verdict(self) -> Verdict | None:
@@ -203,14 +254,14 @@ class _Result:
                 record = json.loads(text)
                 phase, key = record["phase"], json.dumps(record["key"], sort_keys=True)
                 if phase == "restart" or key not in self._searches:
-                    self._searches[key] = _Search(self._budget)
+                    self._searches[key] = Table(self._budget)
                 self._last = search = self._searches[key]
                 if phase == "restart":
                     continue
                 if phase == "verdict":
                     search.verdict = Verdict.from_record(record)
                 else:
-                    lines.append(search.table.line(record))
+                    lines.append(search.line(record))
             except (ValueError, KeyError, TypeError) as error:
                 raise ConfigError(
                     f"{self.journal} is not a journal of tuning; remove it, or give --out another name"

@@ -32,7 +32,7 @@ from ..settings import Settings
 from ..transports import load_backend, require_transport, without_effect
 from ..transports.backend import TransportContext
 from ..transports.open import open_named, transport_name
-from ..tuner.format import size
+from ..tuner.result import size
 from .log import say, say_whose_warnings, set_level
 from .process_end import tell_launcher
 from .processors import steps_between_comparisons
@@ -269,7 +269,7 @@ def _first_lines(
 
 
 def _start_choosing(session: Session, settings: Settings, transport: str, host: str, hosts: int) -> None:
-    from ..tuner.start import facts_of, start_choosing, start_tuning
+    from .tuning import facts_of, start_choosing, start_tuning  # here: it imports the simulator's dependencies
 
     try:
         job = facts_of(session, settings, transport, host, hosts)

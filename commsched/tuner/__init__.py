@@ -1,6 +1,6 @@
 """Tuning of partition and credit while training runs; see docs/tuning.md.
 
-online      start_tuning, and rank 0's tuner thread    job          one search in a running training
+online      rank 0's tuner thread                      job          one search in a running training
 search_run  the search loop and its final comparison   stats        comparison and drift detection
 space       the configurations to choose from          searchers    proposals of the next configuration, by name
 meter       step times, on every rank                  trials       windows of all ranks, on rank 0

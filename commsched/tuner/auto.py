@@ -11,11 +11,10 @@ from dataclasses import dataclass, replace
 
 from ..core.manifest import Manifest
 from ..core.scheduler import SchedulerConfig
-from .format import milliseconds
 from .learn import TuningContext, is_end
 from .model_process import RemoteModel
 from .profiler import LinkEstimate
-from .result import describe_config
+from .result import describe_config, milliseconds
 from .space import Space, fixed_by
 
 log = logging.getLogger("commsched")
@@ -55,13 +54,13 @@ class Chosen:
 
 
 class AutoSizes:
-    """Chooses sizes for training that is under way. Call it from rank 0's tuner thread only, except :meth:`stop`."""
+    """Chooses sizes for training that is under way. Call it from rank 0's tuner thread only."""
 
     def __init__(self, context: TuningContext) -> None:
         self._context = context
         self.chosen: Chosen | None = None  # the latest result
 
-    def run(self, group: int, manifest: Manifest, *, again: bool = False) -> Chosen | None:
+    def run(self, group: int, manifest: Manifest, again: bool = False) -> Chosen | None:
         """Choose sizes for ``manifest``, the tensors of ``group``. Returns None if there is nothing to choose.
 
         Raises:
@@ -80,10 +79,6 @@ class AutoSizes:
             chosen = Chosen(incumbent, self._context.current(), "chosen")
         self.chosen = chosen
         return chosen
-
-    def stop(self) -> None:
-        """Stop waiting for the model. Any thread may call it, after ``trials.stop``."""
-        self._context.learner.stop()
 
     def _choose(self, group: int, manifest: Manifest, incumbent: SchedulerConfig, space: Space) -> Chosen:
         context, learner = self._context, self._context.learner

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import ExitStack, closing, nullcontext
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ class TuningJob:
         self._context = context
         self._journal_keys: dict[str, dict[str, Any]] = {}  # by model
 
-    def run(self, group: int, manifest: Manifest, *, again: bool = False) -> Verdict | None:
+    def run(self, group: int, manifest: Manifest, again: bool = False) -> Verdict | None:
         """Tune for ``manifest``, the tensors of ``group``, and write the result. Returns None if there is nothing to choose.
 
         Args:
@@ -79,10 +80,6 @@ class TuningJob:
                 write_tuned(settings.tune_out, verdict, key, manifest, groups=groups, version=__version__)
         return verdict
 
-    def stop(self) -> None:
-        """Stop waiting for the model. Any thread may call it, after ``trials.stop``."""
-        self._context.learner.stop()
-
     def _learn(
         self, group: int, manifest: Manifest, incumbent: SchedulerConfig, space: Space, stack: ExitStack
     ) -> tuple[list[SchedulerConfig], StepModel | None]:
@@ -111,7 +108,7 @@ class TuningJob:
         journal_key = self._journal_keys.setdefault(
             key.model,
             {
-                **key.to_record(),
+                **asdict(key),
                 "from": space.incumbent.to_record(),
                 "policies": list(space.choices),
                 "given": sorted(space.fixed),

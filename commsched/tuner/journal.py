@@ -20,7 +20,7 @@ import json
 import os
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any, Literal
 
@@ -191,7 +191,7 @@ class Journal:
         Raises:
             OSError: the line could not be written.
         """
-        self._write({"phase": "verdict", **verdict.to_record(), "sentence": verdict.sentence()})
+        self._write({"phase": "verdict", **asdict(verdict), "sentence": verdict.sentence()})
         self.verdict = verdict
 
     def start_over(self) -> None:

@@ -6,18 +6,18 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from ..core.errors import ClosedError, CommschedError
 from ..core.manifest import Manifest
 from ..core.scheduler import SchedulerConfig
-from .format import milliseconds
-from .meter import StepTimer
+from .learn import TuningContext
+from .result import Verdict, milliseconds
 from .stats import DriftDetector
-from .trials import Stopped, TrialRunner
+from .trials import Stopped
 
 if TYPE_CHECKING:
-    pass  # import the simulator's dependencies
+    from .auto import Chosen  # which needs the simulator's dependencies
 
 log = logging.getLogger("commsched")
 
@@ -39,36 +39,9 @@ _END_SECONDS = 2.0
 _MAX_CUT_OFF = 3
 
 
-class Ended(Protocol):
-    """The result of a :class:`Search`. ``incumbent`` was in use before it, and ``kept`` is from now on. ``reason`` is
-    ``unfinished`` if training, or the training of these tensors, ended first. ``finished``: the search need not be repeated."""
-
-    @property
-    def incumbent(self) -> SchedulerConfig: ...
-
-    @property
-    def kept(self) -> SchedulerConfig: ...
-
-    @property
-    def reason(self) -> str: ...
-
-    @property
-    def finished(self) -> bool: ...
-
-    def sentence(self) -> str: ...
-
-
-class Search(Protocol):
-    """The way to a better configuration: ``job.TuningJob`` by trials, ``auto.AutoSizes`` without."""
-
-    def run(self, group: int, manifest: Manifest, *, again: bool = False) -> Ended | None:
-        """Search for ``manifest``, the tensors of ``group``. Returns None if there is nothing to choose. ``again``: step times
-        have changed since the last search."""
-        ...
-
-    def stop(self) -> None:
-        """End the search as soon as possible. Any thread may call it."""
-        ...
+#: A search for a better configuration for the tensors of a group: ``TuningJob.run`` by trials, or ``AutoSizes.run``. The last
+#: argument says whether step times have changed since the last search. None means that there is nothing to choose.
+Search = Callable[[int, Manifest, bool], "Verdict | Chosen | None"]
 
 
 class OnlineTuner:
@@ -76,24 +49,22 @@ class OnlineTuner:
     whether step times change and whether other tensors are trained. Errors in the thread do not stop training.
 
     Args:
-        say: prints a line for the user.
         end: is called with the reason when no further search follows and there is no result.
         make_drift: makes the detector that decides when to tune again, given the steps that must pass first.
     """
 
     def __init__(
         self,
-        meter: StepTimer,
-        trials: TrialRunner,
+        context: TuningContext,
         search: Search,
-        say: Callable[[str], None],
         end: Callable[[str], None] = lambda why: None,
         make_drift: Callable[[int], DriftDetector] = lambda rest_steps: DriftDetector(rest_steps=rest_steps),
     ) -> None:
-        self._meter = meter
-        self._trials = trials
+        self._meter = context.meter
+        self._trials = context.trials
+        self._learner = context.learner
+        self._say = context.say
         self._search = search
-        self._say = say
         self._end = end
         self._make_drift = make_drift
         self._rest_steps = REST_STEPS
@@ -131,7 +102,7 @@ class OnlineTuner:
     def _stop(self, why: str) -> None:
         self._trials.stop(why)
         self._meter.close()
-        self._search.stop()
+        self._learner.stop()
 
     # --- the thread ---
 
@@ -141,7 +112,7 @@ class OnlineTuner:
                 group, manifest = main
                 if group not in self._left_alone and (group not in self._kept or group == self._drifted):
                     self.is_settled = False
-                    verdict = self._search.run(group, manifest, again=group == self._drifted)
+                    verdict = self._search(group, manifest, group == self._drifted)
                     if not self._goes_on(group, verdict):
                         return
                     if verdict is not None and not verdict.finished:
@@ -155,7 +126,7 @@ class OnlineTuner:
         finally:
             self.is_settled = True
 
-    def _goes_on(self, group: int, verdict: Ended | None) -> bool:
+    def _goes_on(self, group: int, verdict: Verdict | Chosen | None) -> bool:
         """Process the verdict of a search. Returns whether another search may follow."""
         if verdict is None:
             self._left_alone.add(group)

@@ -1,5 +1,5 @@
-"""The result of tuning: the verdict of a search, and the tuned file (tuned.toml), which holds the kept settings and a
-description of the job that they are for.
+"""The result of tuning, for people and files: the verdict of a search, and the tuned file (tuned.toml), which holds the kept
+settings and a description of the job that they are for.
 
 ``COMMSCHED_CONFIG`` names the file, and ``Settings`` reads it. Settings that are good for one model on one network may be slow
 for another, without any sign of it. Therefore every other job refuses the file.
@@ -19,12 +19,25 @@ from ..core.errors import ConfigError
 from ..core.manifest import Manifest
 from ..core.scheduler import SchedulerConfig
 from ..settings import Settings
-from .format import milliseconds, size
 
 #: kept: the winner was confirmed. no gain: no tried configuration was better, so there was nothing to confirm. not confirmed:
 #: the comparison did not show the gain beyond doubt. failed: too many trials failed in a row, or all except the incumbent's
 #: failed. unfinished: training, or the training of these tensors, ended first.
 Reason = Literal["kept", "no gain", "not confirmed", "failed", "unfinished"]
+
+
+def size(nbytes: int) -> str:
+    """Format a size in decimal units: ``4.0 MB``, ``64 KB``, ``160 bytes``."""
+    if nbytes < 1000:
+        return f"{nbytes} bytes"
+    return f"{nbytes / 1e6:.1f} MB" if nbytes >= 1_000_000 else f"{nbytes / 1e3:.0f} KB"
+
+
+def milliseconds(seconds: float, like: float | None = None) -> str:
+    """Format a time as milliseconds without a unit. The number of decimals gives about three digits to ``like``, or by default
+    to the number itself."""
+    like = like or seconds
+    return f"{seconds * 1e3:.{0 if like >= 1 else 1 if like >= 0.01 else 2}f}"
 
 
 def describe_config(config: SchedulerConfig, beside: SchedulerConfig | None = None) -> str:
@@ -85,13 +98,9 @@ class Verdict:
         compared = f"{winner}: {took} ({_change(self.gain)}, {interval})"
         return f"{cost}: {compared}: {'kept' if self.reason == 'kept' else f'not confirmed; {stays}'}"
 
-    def to_record(self) -> dict[str, Any]:
-        """The verdict as JSON values."""
-        return asdict(self)
-
     @classmethod
     def from_record(cls, record: dict[str, Any]) -> Verdict:
-        """The inverse of :meth:`to_record`; other keys are ignored. Raises KeyError or TypeError if ``record`` is not a
+        """The inverse of ``asdict``; other keys are ignored. Raises KeyError or TypeError if ``record`` is not a
         verdict."""
         values = {f.name: record[f.name] for f in fields(cls)}
         return cls(**{**values, **{name: SchedulerConfig(**values[name]) for name in ("kept", "incumbent", "winner")}})
@@ -115,10 +124,6 @@ class JobKey:
     hosts: int
     transport: str
     link: str
-
-    def to_record(self) -> dict[str, Any]:
-        """The key as JSON values."""
-        return asdict(self)
 
 
 def describe_transport(name: str, settings: Settings) -> str:
@@ -167,7 +172,7 @@ def write_tuned(
     if kept.fusion_bytes is not None:
         settings["fusion"] = kept.fusion_bytes
     table = {
-        **key.to_record(),
+        **asdict(key),
         "groups": sorted({group.model_fingerprint for group in (manifest, *groups)}),
         "tensors": len(manifest.tensors),
         "bytes": manifest.nbytes,

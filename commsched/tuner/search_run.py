@@ -16,9 +16,8 @@ from dataclasses import asdict
 
 from ..core.scheduler import SchedulerConfig
 from ..settings import Budget
-from .format import milliseconds
 from .journal import Journal, Phase, Trial
-from .result import Reason, Verdict, describe_config
+from .result import Reason, Verdict, describe_config, milliseconds
 from .searchers import Candidate, Searcher
 from .stats import MAX_PAIRS, MIN_PAIRS, STATED_PAIRS, PairedComparison, compare
 from .trials import Measure, Stopped, TrialFailed, Window

@@ -16,8 +16,8 @@ import pytest
 from commsched.cli import launch
 from commsched.cli import tune as tune_command
 from commsched.cli.main import main
+from commsched.cli.tune import HEADER
 from commsched.core.scheduler import SchedulerConfig
-from commsched.tuner.format import HEADER
 from commsched.tuner.journal import Journal, Trial
 from commsched.tuner.result import Verdict
 from commsched.tuner.trials import Window

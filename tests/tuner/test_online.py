@@ -26,10 +26,11 @@ from commsched.core.task import CommTask
 from commsched.core.world import World
 from commsched.session.opening import open_session
 from commsched.session.session import Session
+from commsched.session.tuning import facts_of
 from commsched.settings import Budget, Settings
 from commsched.tuner import job as search_module
-from commsched.tuner import start
 from commsched.tuner.job import TuningJob
+from commsched.tuner.learn import JobFacts, Learner, TuningContext
 from commsched.tuner.meter import StepTimer
 from commsched.tuner.online import OnlineTuner
 from commsched.tuner.result import Reason, Verdict
@@ -160,7 +161,7 @@ def test_what_is_kept_is_in_use_on_all_ranks_in_the_end(monkeypatch: pytest.Monk
             return replace(window, seconds=seconds, error_seconds=seconds / 100)
 
     monkeypatch.setattr(search_module, "SearchRun", Recorded)
-    monkeypatch.setattr("commsched.tuner.start.TrialRunner", Rigged)
+    monkeypatch.setattr("commsched.session.tuning.TrialRunner", Rigged)
     ended = threading.Event()
     configs: dict[int, SchedulerConfig] = {}
 
@@ -347,7 +348,7 @@ def test_a_static_order_has_time_to_come_back(order: str, monkeypatch: pytest.Mo
             windows.append({**window, "first": steps[window["group"]]})
             super().on_switch(window, steps)
 
-    monkeypatch.setattr(start, "OnlineTuner", Spy)
+    monkeypatch.setattr("commsched.session.tuning.OnlineTuner", Spy)
 
     def note(session: Session, step: int) -> None:
         if session.rank == 0:
@@ -376,7 +377,7 @@ def test_a_static_order_has_time_to_come_back(order: str, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(("one_per_host", "workers"), [(False, 4), (True, 2)])
 def test_with_a_hierarchy_each_host_is_one_worker_of_the_network(one_per_host: bool, workers: int) -> None:
     session: Any = SimpleNamespace(world_size=4, transport=SimpleNamespace(ordered=False, one_per_host=one_per_host))
-    job = start.facts_of(session, TRIALS, "ps", "a", 2)
+    job = facts_of(session, TRIALS, "ps", "a", 2)
     assert (job.world_size, job.hosts, job.workers) == (4, 2, workers)
 
 
@@ -485,10 +486,7 @@ class Counted(TuningJob):
         self.called = threading.Semaphore(0)
         self.kept = BEFORE
 
-    def stop(self) -> None:
-        """It has no model."""
-
-    def run(self, group: int, manifest: Manifest, *, again: bool = False) -> Verdict | None:
+    def run(self, group: int, manifest: Manifest, again: bool) -> Verdict | None:
         self.asked.append((group, again))
         reason = self.reasons[len(self.asked) - 1]
         self.called.release()
@@ -514,9 +512,10 @@ class Watched:
         self.meter.add_group(0, manifest(5))
         self.meter.add_group(1, manifest(500))
         self.trials = TrialRunner(self, self.meter.main_group, 3)
-        self.tuner = OnlineTuner(
-            self.meter, self.trials, self.search, self.lines.append, self.ends.append, make_drift=self._make_drift
-        )
+        job = JobFacts(2, "ps", False, "127.0.0.1", 1, 2)
+        learner = Learner(job, self.meter, lambda observer: lambda: None, lambda: None)
+        context = TuningContext(TRIALS, job, self.meter, self.trials, learner, lambda: BEFORE, self.lines.append)
+        self.tuner = OnlineTuner(context, self.search.run, self.ends.append, make_drift=self._make_drift)
         self.tuner.start()
 
     world_size = 2

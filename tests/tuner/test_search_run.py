@@ -1,7 +1,7 @@
 import math
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -454,4 +454,4 @@ _SENTENCE = Verdict(
 def test_sentences(changes: dict[str, Any], sentence: str) -> None:
     verdict = replace(_SENTENCE, **changes)
     assert verdict.sentence() == sentence
-    assert Verdict.from_record({**verdict.to_record(), "sentence": sentence}) == verdict
+    assert Verdict.from_record({**asdict(verdict), "sentence": sentence}) == verdict

@@ -15,10 +15,10 @@ from commsched.core.scheduler import SchedulerConfig
 from commsched.plugins.numpy import SGD, Linear, Network, ReLU, ScheduledOptimizer, softmax_cross_entropy
 from commsched.session.local import local_sessions
 from commsched.session.session import Session
+from commsched.session.tuning import facts_of, start_choosing, start_tuning
 from commsched.settings import Settings
 from commsched.testing.check_plugin import Delayed
 from commsched.testing.world import run_world
-from commsched.tuner.start import facts_of, start_choosing, start_tuning
 
 Weights = dict[str, NDArray[Any]]
 

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
+from commsched.cli.tune import HEADER, Table
 from commsched.core.scheduler import SchedulerConfig
 from commsched.settings import Budget
-from commsched.tuner.format import HEADER, Table
 from commsched.tuner.journal import Trial
 from commsched.tuner.trials import Window
 

@@ -6,62 +6,29 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from ..core.core import Core
 from ..core.errors import CommschedError, from_record, to_record
-from ..core.interfaces import Observer, Transport
-from ..core.manifest import Manifest
 from ..core.order.static import SLACK, STABLE_STEPS
-from ..core.scheduler import SchedulerConfig
 from ..settings import Settings
-from .learn import FirstSizes, JobFacts, Learner, TuningContext
-from .meter import StepTimer
-from .online import SETTLE_STEPS, OnlineTuner, Search
-from .trials import TrialRunner
+from ..tuner.learn import FirstSizes, JobFacts, Learner, TuningContext
+from ..tuner.meter import StepTimer
+from ..tuner.online import SETTLE_STEPS, OnlineTuner, Search
+from ..tuner.trials import TrialRunner
+from .session import Session
 
 log = logging.getLogger("commsched")
 
 
-class TunableSession(Protocol):
-    """The part of a session that tuning needs; see ``session/session.py``."""
-
-    rank: int
-    world_size: int
-
-    @property
-    def core(self) -> Core: ...
-
-    @property
-    def transport(self) -> Transport: ...
-
-    def gather(self, value: Any) -> list[Any]: ...
-
-    def reconfigure(self, config: SchedulerConfig, window: Any = None) -> None: ...
-
-    def tell_tuner(self, value: Any) -> None: ...
-
-    def use_tuner(self, tuner: Any) -> None: ...
-
-    def observe(self, observer: Observer) -> Callable[[], None]: ...
-
-    def time_steps(self, on_step: Callable[[int, int, float], None]) -> None: ...
-
-    def choose_first_sizes(self, choose: Callable[[Manifest], SchedulerConfig | None]) -> None: ...
-
-    def on_register(self, callback: Callable[[int, Manifest], None]) -> None: ...
-
-    def when_failed(self, callback: Callable[[CommschedError], None]) -> None: ...
-
-
-def facts_of(session: TunableSession, settings: Settings, transport: str, host: str, hosts: int) -> JobFacts:
+def facts_of(session: Session, settings: Settings, transport: str, host: str, hosts: int) -> JobFacts:
     """Where ``session`` trains: over the transport of that name, on ``hosts`` hosts. ``host`` is this rank's address."""
     workers = hosts if session.transport.one_per_host else session.world_size
     ordered, servers = session.transport.ordered, len(settings.servers)
     return JobFacts(session.world_size, transport, ordered, host, hosts, workers, servers)
 
 
-def start_choosing(session: TunableSession, settings: Settings, job: JobFacts, say: Callable[[str], None]) -> None:
+def start_choosing(session: Session, settings: Settings, job: JobFacts, say: Callable[[str], None]) -> None:
     """Choose partition and credit as far as ``settings`` leaves them open: before the first step, and, unless the job is tuned,
     again from what rank 0 sees of the first steps. Called on every rank before the first group is registered; not collective.
 
@@ -74,14 +41,14 @@ def start_choosing(session: TunableSession, settings: Settings, job: JobFacts, s
     session.choose_first_sizes(FirstSizes(job, settings, lambda: session.core.next_config))
     if settings.tune is not None or job.workers < 2:
         return
-    from .auto import AutoSizes  # here: it imports the simulator's dependencies
+    from ..tuner.auto import AutoSizes  # here: it imports the simulator's dependencies
 
     meter = _meter(session, lambda report: None)  # there are no windows to report
     context = _context(session, settings, job, meter, say)
-    _start(session, context, AutoSizes(context), lambda why: None)
+    _start(session, context, AutoSizes(context).run, lambda why: None)
 
 
-def start_tuning(session: TunableSession, settings: Settings, job: JobFacts, say: Callable[[str], None]) -> None:
+def start_tuning(session: Session, settings: Settings, job: JobFacts, say: Callable[[str], None]) -> None:
     """Make every rank measure its steps, and rank 0 tune. Collective; call it before the first group is registered.
 
     Args:
@@ -97,15 +64,15 @@ def start_tuning(session: TunableSession, settings: Settings, job: JobFacts, say
     if session.rank != 0:
         session.use_tuner(meter)
         return
-    from .job import TuningJob  # here: it imports the searchers' dependencies
+    from ..tuner.job import TuningJob  # here: it imports the searchers' dependencies
 
     context = _context(session, settings, job, meter, say)
     trials = context.trials  # what it has applied may not be agreed on yet when the next search begins
     context = replace(context, current=lambda: trials.applied or session.core.next_config)
-    _start(session, context, TuningJob(context), partial(_tell_end, settings.tune_end))
+    _start(session, context, TuningJob(context).run, partial(_tell_end, settings.tune_end))
 
 
-def _meter(session: TunableSession, tell: Callable[[Any], None]) -> StepTimer:
+def _meter(session: Session, tell: Callable[[Any], None]) -> StepTimer:
     meter = StepTimer(tell)
     session.on_register(meter.add_group)
     session.time_steps(meter.on_step)
@@ -113,7 +80,7 @@ def _meter(session: TunableSession, tell: Callable[[Any], None]) -> StepTimer:
 
 
 def _context(
-    session: TunableSession, settings: Settings, job: JobFacts, meter: StepTimer, say: Callable[[str], None]
+    session: Session, settings: Settings, job: JobFacts, meter: StepTimer, say: Callable[[str], None]
 ) -> TuningContext:
     # Each agreed change ends a static order. The order comes back only after readiness has been the same for several steps.
     is_static = settings.order == "static" and session.transport.ordered
@@ -122,8 +89,8 @@ def _context(
     return TuningContext(settings, job, meter, trials, learner, lambda: session.core.next_config, say)
 
 
-def _start(session: TunableSession, context: TuningContext, search: Search, end: Callable[[str], None]) -> None:
-    tuner = OnlineTuner(context.meter, context.trials, search, context.say, end)
+def _start(session: Session, context: TuningContext, search: Search, end: Callable[[str], None]) -> None:
+    tuner = OnlineTuner(context, search, end)
     session.use_tuner(tuner)
     session.when_failed(tuner.on_failure)
     tuner.start()
@@ -142,7 +109,7 @@ def _tell_end(path: str | None, why: str) -> None:
 
 def _refusal(settings: Settings, core: Core) -> dict[str, str] | None:
     """The error because of which rank 0 cannot tune, as a record for all ranks; None if it can."""
-    from .job import require_possible
+    from ..tuner.job import require_possible
 
     try:
         require_possible(settings, core)
