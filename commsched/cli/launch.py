@@ -19,7 +19,7 @@ from types import FrameType
 from ..core import timeouts
 from ..core.errors import TransportError
 from ..core.standard_streams import say_error
-from ..session.opening import NOTHING_MADE
+from ..session.log import NOTHING_MADE
 from ..settings import parse_switch
 from . import launch_guard
 

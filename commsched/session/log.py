@@ -1,12 +1,20 @@
-"""Visible output of the logger ``commsched``: as the script has set up logging, or else a few one-time lines and warnings."""
+"""What users see of a session: through the logger ``commsched`` as the script has set up logging, or else a few one-time lines
+and warnings on stderr; and the lines that a job begins with."""
 
 from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Callable, Mapping
 from typing import TextIO
 
+from ..core.manifest import Manifest
+from ..core.scheduler import SchedulerConfig
 from ..core.standard_streams import say_error
+from ..core.world import World
+from ..settings import Settings
+from ..tuner.result import size
+from ..tuner.space import MIN_TELLING_BYTES
 
 log = logging.getLogger("commsched")
 
@@ -50,3 +58,79 @@ class _LastResort(logging.StreamHandler[TextIO]):
 
     def filter(self, record: logging.LogRecord) -> bool:
         return not _is_set_up()
+
+
+#: Advice to users whose ranks opened no session.
+NOTHING_MADE = (
+    "Does the script make the ScheduledOptimizer, or the object that your engine's guide names? COMMSCHED_DISABLE=1 turns this "
+    "line off."
+)
+
+#: Launchers and batch systems set these variables to the number of processes that they started or will start.
+_SIZES = ("PMI_SIZE", "MV2_COMM_WORLD_SIZE", "MPI_WORLD_SIZE", "SLURM_NTASKS")
+
+
+def alone_line(environ: Mapping[str, str]) -> str:
+    """The line printed by a process that found no launcher's variables saying that it is one of several."""
+    line = "1 process, so nothing is averaged; start more with commsched run -n N -- COMMAND, torchrun, mpirun or srun"
+    for name in _SIZES:
+        size = environ.get(name, "1")
+        if size.isdecimal() and int(size) > 1:
+            return f"{line} ({name}={size}, but no launcher that commsched knows gave this process a rank)"
+    return line
+
+
+def no_rank_line(world: World, environ: Mapping[str, str]) -> str | None:
+    """A warning to scripts that split their data by torchrun's variables. None if the environment or the launcher sets them."""
+    if not world.launcher.startswith(("mpi", "srun")) or "RANK" in environ or "WORLD_SIZE" in environ:
+        return None
+    return (
+        f"{world.launcher} sets no RANK and WORLD_SIZE: a script that shares out its data by them reads the same data on every "
+        "rank; let it use the rank and world_size of commsched.init()"
+    )
+
+
+def first_line(
+    settings: Settings, transport: str, ordered: bool, ranks: int, hosts: int, config: SchedulerConfig, manifest: Manifest
+) -> str:
+    """The line that describes the job, for the tensors of ``manifest``, cut and ordered by ``config``. ``ordered``: all ranks
+    of ``transport`` launch in one order."""
+    way = f"{transport} over {settings.lane}" if transport == "ps" else transport
+    if settings.servers:
+        way += f" with {_count(len(settings.servers), 'server')}"
+    choosing = manifest.nbytes >= MIN_TELLING_BYTES  # smaller tensors leave nothing to choose
+    parts = [
+        f"{_count(ranks, 'rank')} on {_count(hosts, 'host')}",
+        way,
+        f"{_count(len(manifest.tensors), 'tensor')} of {size(manifest.nbytes)} per step",
+        f"partition {size(config.partition_bytes)}{' at first' if choosing and settings.partition is None else ''}",
+        f"credit {size(config.credit_bytes)}{' at first' if choosing and settings.credit is None else ''}",
+        config.policy,
+    ]
+    if config.collective != "all_reduce":
+        parts.append(config.collective)
+    if ordered:
+        parts.append(f"{settings.order} order")
+    if settings.wire != "none":
+        parts.append(f"{settings.wire} on the wire")
+    return ", ".join(parts)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+class FirstLine:
+    """Prints the first lines of a job once, when the first gradients are registered: the tensors are not known earlier."""
+
+    def __init__(self, say: Callable[[str], None], describe: Callable[[Manifest], list[str]]) -> None:
+        self._say = say
+        self._describe = describe
+        self._said = False
+
+    def on_register(self, group: int, manifest: Manifest) -> None:
+        """The callback for ``Session.on_register``."""
+        if not self._said:
+            self._said = True
+            for line in self._describe(manifest):
+                self._say(line)

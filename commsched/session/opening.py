@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
-from collections.abc import Callable, Mapping
+import platform
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..control.end import ControlEnd
@@ -26,16 +29,15 @@ from ..core.comparison import require_same
 from ..core.core import Core
 from ..core.errors import ConfigError
 from ..core.manifest import Manifest
-from ..core.scheduler import SchedulerConfig
 from ..core.world import World
 from ..settings import Settings
 from ..transports import load_backend, require_transport, without_effect
 from ..transports.backend import TransportContext
 from ..transports.open import open_named, transport_name
-from ..tuner.result import size
-from .log import say, say_whose_warnings, set_level
+from ..tuner.link import advise_faster, describe_link, faster_networks
+from ..tuner.result import ModelCheck, check_tuned, describe_transport
+from .log import FirstLine, alone_line, first_line, no_rank_line, say, say_whose_warnings, set_level
 from .process_end import tell_launcher
-from .processors import steps_between_comparisons
 from .session import Session, could_not_start, starting
 from .trace import TraceObserver
 
@@ -43,6 +45,10 @@ if TYPE_CHECKING:
     from ..control.server import ControlServer  # which needs gRPC
 
 log = logging.getLogger("commsched")
+
+_CPUINFO = Path("/proc/cpuinfo")
+#: Libraries choose their kernels by these fields. Others, such as the clock rate, do not change a result.
+_CHOOSES_KERNELS = ("vendor_id", "cpu family", "model", "flags", "CPU implementer", "CPU architecture", "CPU part", "Features")
 
 _opened = False
 
@@ -115,7 +121,9 @@ def _open_joined(world: World, settings: Settings, device: str) -> Session:
             hosts = _meet_on_network(control, settings, name, host)
             check_weights = steps_between_comparisons(settings, world.rank, control.gather_next)
             if settings.tuned is not None and world.rank == 0:
-                _require_fitting(settings, settings.tuned, name, world.world_size, hosts, host)
+                # The tensors are checked when they are registered.
+                described = describe_transport(name, settings), describe_link(host, settings.rate)
+                check_tuned(settings.tuned, world.world_size, hosts, *described)
             context = TransportContext(
                 world=world,
                 settings=settings,
@@ -144,8 +152,6 @@ def _open_joined(world: World, settings: Settings, device: str) -> Session:
             session = Session(control, transport, core, trace=trace, check_weights=check_weights)
         session.cleanup.enter_context(around.pop_all())
     if settings.tuned is not None:
-        from ..tuner.result import ModelCheck
-
         session.on_register(ModelCheck(settings.tuned, warn=world.rank == 0).on_register)
     if world.rank == 0:
         session.on_register(FirstLine(say, partial(_first_lines, session, world, settings, name, hosts)).on_register)
@@ -231,8 +237,6 @@ def _require_effect(settings: Settings, transport: str, rank: int) -> None:
 def _meet_on_network(control: ControlEnd, settings: Settings, transport: str, host: str) -> int:
     """Exchange the addresses of all ranks, check that they can be reached, and advise if there is a faster network. Returns the
     number of hosts."""
-    from ..tuner.link import advise_faster, describe_link, faster_networks
-
     # The addresses of servers are given.
     chooses = load_backend(transport).listens_at_host and not settings.servers
     faster = faster_networks(host) if chooses else {}
@@ -249,14 +253,33 @@ def _meet_on_network(control: ControlEnd, settings: Settings, transport: str, ho
     return hosts
 
 
-def _require_fitting(
-    settings: Settings, tuned: Mapping[str, Any], transport: str, world_size: int, hosts: int, host: str
-) -> None:
-    """Refuse settings that were tuned for another job. Its tensors are checked when they are registered."""
-    from ..tuner.link import describe_link
-    from ..tuner.result import check_tuned, describe_transport
+def processor_kind() -> str:
+    """A digest of the first processor's description. It is equal on machines that compute alike."""
+    try:
+        first = _CPUINFO.read_text().split("\n\n", 1)[0]
+    except OSError:
+        return platform.processor()
+    fields = dict(line.split(":", 1) for line in first.replace("\t", "").splitlines() if ":" in line)
+    return hashlib.sha256(repr([fields.get(name) for name in _CHOOSES_KERNELS]).encode()).hexdigest()[:16]
 
-    check_tuned(tuned, world_size, hosts, describe_transport(transport, settings), describe_link(host, settings.rate))
+
+def steps_between_comparisons(settings: Settings, rank: int, gather: Callable[[Any], list[Any]]) -> int:
+    """The value of ``check_weights`` for all ranks: 0 if processors differ, unless the user has set it. Collective.
+
+    Weights are compared bit by bit, so ranks that round differently would end a job that trains well.
+    """
+    kinds = gather(processor_kind())
+    unlike = next((other for other, kind in enumerate(kinds) if kind != kinds[0]), None)
+    if unlike is None or not settings.check_weights or "check_weights" in settings.given:
+        return settings.check_weights
+    if rank == 0:
+        log.warning(
+            "weights are not compared between ranks, since the processors of ranks 0 and %d are of different kinds and may "
+            "round updates differently; check_weights=%d compares them all the same",
+            unlike,
+            settings.check_weights,
+        )
+    return 0
 
 
 def _first_lines(
@@ -280,81 +303,3 @@ def _start_choosing(session: Session, settings: Settings, transport: str, host: 
     except BaseException as error:
         session.abort(f"{type(error).__name__}: {error}")
         raise
-
-
-#: Advice to users whose ranks opened no session.
-NOTHING_MADE = (
-    "Does the script make the ScheduledOptimizer, or the object that your engine's guide names? COMMSCHED_DISABLE=1 turns this "
-    "line off."
-)
-
-#: Launchers and batch systems set these variables to the number of processes that they started or will start.
-_SIZES = ("PMI_SIZE", "MV2_COMM_WORLD_SIZE", "MPI_WORLD_SIZE", "SLURM_NTASKS")
-
-
-def alone_line(environ: Mapping[str, str]) -> str:
-    """The line printed by a process that found no launcher's variables saying that it is one of several."""
-    line = "1 process, so nothing is averaged; start more with commsched run -n N -- COMMAND, torchrun, mpirun or srun"
-    for name in _SIZES:
-        size = environ.get(name, "1")
-        if size.isdecimal() and int(size) > 1:
-            return f"{line} ({name}={size}, but no launcher that commsched knows gave this process a rank)"
-    return line
-
-
-def no_rank_line(world: World, environ: Mapping[str, str]) -> str | None:
-    """A warning to scripts that split their data by torchrun's variables. None if the environment or the launcher sets them."""
-    if not world.launcher.startswith(("mpi", "srun")) or "RANK" in environ or "WORLD_SIZE" in environ:
-        return None
-    return (
-        f"{world.launcher} sets no RANK and WORLD_SIZE: a script that shares out its data by them reads the same data on every "
-        "rank; let it use the rank and world_size of commsched.init()"
-    )
-
-
-def first_line(
-    settings: Settings, transport: str, ordered: bool, ranks: int, hosts: int, config: SchedulerConfig, manifest: Manifest
-) -> str:
-    """The line that describes the job, for the tensors of ``manifest``, cut and ordered by ``config``. ``ordered``: all ranks
-    of ``transport`` launch in one order."""
-    way = f"{transport} over {settings.lane}" if transport == "ps" else transport
-    if settings.servers:
-        way += f" with {_count(len(settings.servers), 'server')}"
-    from ..tuner.space import MIN_TELLING_BYTES
-
-    choosing = manifest.nbytes >= MIN_TELLING_BYTES  # smaller tensors leave nothing to choose
-    parts = [
-        f"{_count(ranks, 'rank')} on {_count(hosts, 'host')}",
-        way,
-        f"{_count(len(manifest.tensors), 'tensor')} of {size(manifest.nbytes)} per step",
-        f"partition {size(config.partition_bytes)}{' at first' if choosing and settings.partition is None else ''}",
-        f"credit {size(config.credit_bytes)}{' at first' if choosing and settings.credit is None else ''}",
-        config.policy,
-    ]
-    if config.collective != "all_reduce":
-        parts.append(config.collective)
-    if ordered:
-        parts.append(f"{settings.order} order")
-    if settings.wire != "none":
-        parts.append(f"{settings.wire} on the wire")
-    return ", ".join(parts)
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
-
-
-class FirstLine:
-    """Prints the first lines of a job once, when the first gradients are registered: the tensors are not known earlier."""
-
-    def __init__(self, say: Callable[[str], None], describe: Callable[[Manifest], list[str]]) -> None:
-        self._say = say
-        self._describe = describe
-        self._said = False
-
-    def on_register(self, group: int, manifest: Manifest) -> None:
-        """The callback for ``Session.on_register``."""
-        if not self._said:
-            self._said = True
-            for line in self._describe(manifest):
-                self._say(line)

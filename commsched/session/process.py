@@ -16,8 +16,8 @@ from ..core.standard_streams import flush_all, occupy
 from ..core.world import World, detect_world
 from ..settings import Settings, parse_switch
 from . import opening
-from .log import say
-from .opening import NOTHING_MADE, open_session
+from .log import NOTHING_MADE, say
+from .opening import open_session
 from .process_end import is_consequence, let_the_cause_end_first, record, shorten, unhandled
 from .session import Session
 
