@@ -95,33 +95,25 @@ class CheckedWorld(Protocol):
         ...
 
 
-Tamper = Callable[[int, Any], Any]
-
 #: Opens a world for one check.
 OpenRanks = Callable[[], AbstractContextManager[CheckedWorld]]
 
 
 class Threads:
-    """Ranks as threads, each with its own Core. A failure that one rank reports ends the waits of all ranks.
+    """Ranks as threads, each with its own Core. A failure that one rank reports ends the waits of all ranks."""
 
-    ``tamper(rank, message)`` may change a message that rank 0 announces to ``rank``.
-    """
-
-    def __init__(
-        self, open_world: OpenWorld, size: int, timeout_seconds: float = 60.0, tamper: Tamper = lambda rank, message: message
-    ) -> None:
+    def __init__(self, open_world: OpenWorld, size: int, timeout_seconds: float = 60.0) -> None:
         self.size = size
         self.failures: list[CommschedError] = []
         self.failures_expected = False
         self.transports: Sequence[Transport] = ()
         self._timeout_seconds = timeout_seconds
-        self._tamper = tamper
         self._lock = threading.Lock()  # guards the failures and all below
         self._cores: list[Core | None] = [None] * size
         self._worlds: list[LocalControlWorld] = []  # the n-th Cores of all ranks share one
         self._controls: list[list[LocalControl]] = [[] for _ in range(size)]
         self._gathers = [count() for _ in range(size)]
-        self._opened = open_world([self._listener(rank) for rank in range(size)])
+        self._opened = open_world([self._tell] * size)
 
     def __enter__(self) -> Threads:
         self.transports = self._opened.__enter__()
@@ -154,7 +146,7 @@ class Threads:
         messenger = control if transport.ordered else None
         core = Core(transport, config, on_failure=self._tell, messenger=messenger, order=order)
         self._cores[rank] = core
-        control.listen(_Listener(core, lambda message: self._tamper(rank, message)))
+        control.listen(SessionListener(core, lambda rank, value: None))
         try:
             yield core
         finally:
@@ -172,12 +164,6 @@ class Threads:
             self._controls[rank].append(control)
         return control
 
-    def _listener(self, rank: int) -> OnFailure:
-        def on_failure(error: CommschedError) -> None:
-            self._tell(error)
-
-        return on_failure
-
     def _tell(self, error: CommschedError) -> None:
         """Make the first failure the failure of every open Core, as a control channel would.
 
@@ -189,17 +175,6 @@ class Threads:
         for core in self._cores:
             if core is not None:
                 core.fail(first)
-
-
-class _Listener(SessionListener):
-    """Changes what rank 0 announces by ``tamper``."""
-
-    def __init__(self, core: Core, tamper: Callable[[Any], Any]) -> None:
-        super().__init__(core, lambda rank, value: None)
-        self._tamper = tamper
-
-    def on_announced(self, topic: str, value: Any) -> None:
-        super().on_announced(topic, self._tamper(value))
 
 
 class CheckedJob:

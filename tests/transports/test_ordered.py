@@ -13,6 +13,7 @@ from commsched.core.errors import OrderMismatch
 from commsched.core.interfaces import OnFailure, Transport
 from commsched.core.manifest import Manifest, TensorSpec
 from commsched.core.scheduler import SchedulerConfig
+from commsched.session.events import SessionListener
 from commsched.testing.check_transport import _Tensors, check_transport
 from commsched.testing.checked_world import CheckedWorld, Threads
 
@@ -32,11 +33,13 @@ def train(world: CheckedWorld, rank: int, order: str, averages: list[bool]) -> N
             averages.append(True)
 
 
-def test_two_ranks_that_disagree_end_in_an_error_that_names_both_tensors_and_never_in_numbers() -> None:
+def test_two_ranks_that_disagree_end_in_an_error_that_names_both_tensors_and_never_in_numbers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """What rank 1 hears is changed on the way, so that it would launch two tensors of one shape in another order."""
-    announced = 0
+    announced, pass_on = 0, SessionListener.on_announced
 
-    def swap(rank: int, message: Any) -> Any:
+    def swap(listener: SessionListener, topic: str, message: Any) -> None:
         nonlocal announced
         announced += 1
         if "launch" in message and announced > 8 and len(message["launch"]) > 1:
@@ -44,13 +47,14 @@ def test_two_ranks_that_disagree_end_in_an_error_that_names_both_tensors_and_nev
         elif "launch" in message and announced > 8:
             group, step, partition, verb = message["launch"][0]
             message["launch"] = [[group, step, (partition + 1) % 6, verb]]
-        return message
+        pass_on(listener, topic, message)
 
+    monkeypatch.setattr(SessionListener, "on_announced", swap)
     averages: list[bool] = []
     expected = (
         r"rank 1 launched tensor 'layer\d' \(partition \d of step \d+, all_reduce\) where rank 0 launched tensor 'layer\d' \("
     )
-    with Threads(ordered_world, 2, tamper=swap) as world:
+    with Threads(ordered_world, 2) as world:
         world.failures_expected = True
         with pytest.raises(OrderMismatch, match=expected):
             world.run(partial(train, order="agreed", averages=averages))

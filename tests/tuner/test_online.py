@@ -515,7 +515,7 @@ class Watched:
         job = JobFacts(2, "ps", False, "127.0.0.1", 1, 2)
         learner = Learner(job, self.meter, lambda observer: lambda: None, lambda: None)
         context = TuningContext(TRIALS, job, self.meter, self.trials, learner, lambda: BEFORE, self.lines.append)
-        self.tuner = OnlineTuner(context, self.search.run, self.ends.append, make_drift=self._make_drift)
+        self.tuner = OnlineTuner(context, lambda *how: self.search.run(*how), self.ends.append, make_drift=self._make_drift)
         self.tuner.start()
 
     world_size = 2

@@ -20,8 +20,8 @@ from ..averaging.contributions import Complete, Contributions, PartitionKey
 from ..averaging.reduce import average, narrow, total, widen
 from ..backend import TransportContext
 from ..wire import DtypeMapping
-from .connection import Connection
 from .launch_queue import LaunchQueue
+from .member import Connection
 from .messages import Kind, LocalMessage, SharedBuffers, UnixConnection, create_buffers
 from .topology import HostTopology
 
