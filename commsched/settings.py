@@ -18,15 +18,13 @@ from .core.errors import ConfigError
 from .core.policies import policy_names
 from .core.scheduler import COLLECTIVES, MAX_PARTITION_BYTES, SchedulerConfig
 
+# --- parsers: each raises ConfigError, which names ``key``, the value and the right form, for a value of another form ---
+
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
 
 
 def parse_bytes(value: object, key: str = "size") -> int:
-    """Parse ``"4MB"`` (MB is 10^6), ``"4MiB"`` (MiB is 2^20) or a number of bytes. Returns bytes, at least 1.
-
-    Raises:
-        ConfigError: ``value`` has another form; the message names ``key``, the value and the form.
-    """
+    """Parse ``"4MB"`` (MB is 10^6), ``"4MiB"`` (MiB is 2^20) or a number of bytes. Returns bytes, at least 1."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]I?)?B?", str(value).strip().upper())
     size = float(match[1]) * _UNITS[match[2] or ""] if match else 0.0
     if not 0.5 < size < math.inf:
@@ -35,11 +33,7 @@ def parse_bytes(value: object, key: str = "size") -> int:
 
 
 def parse_rate(value: object, key: str = "rate") -> float:
-    """Parse ``"200mbit"`` (bits per second, as ``tc`` writes them: kbit, mbit, gbit). Returns bytes per second.
-
-    Raises:
-        ConfigError: ``value`` has another form; the message names ``key``, the value and the form.
-    """
+    """Parse ``"200mbit"`` (bits per second, as ``tc`` writes them: kbit, mbit, gbit). Returns bytes per second."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg])?bit(?:/s|ps)?", str(value).strip().lower())
     rate = float(match[1]) * _UNITS[(match[2] or "").upper()] / 8 if match else 0.0
     if not 0 < rate < math.inf:
@@ -48,11 +42,7 @@ def parse_rate(value: object, key: str = "rate") -> float:
 
 
 def parse_seconds(value: object, key: str = "seconds") -> float:
-    """Parse a positive number of seconds, with or without an ``s`` at the end.
-
-    Raises:
-        ConfigError: ``value`` has another form; the message names ``key``, the value and the form.
-    """
+    """Parse a positive number of seconds, with or without an ``s`` at the end."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*s?", str(value).strip())
     if not match or not 0 < float(match[1]) <= threading.TIMEOUT_MAX:
         raise ConfigError(f"{key}={value!r} is not a time; write it in seconds, like 10 or 2.5")
@@ -60,11 +50,7 @@ def parse_seconds(value: object, key: str = "seconds") -> float:
 
 
 def parse_switch(value: object, key: str = "switch") -> bool:
-    """Parse True or False, or one of the words 1, 0, true, false, yes, no, on, off. Empty text is False.
-
-    Raises:
-        ConfigError: ``value`` has another form; the message names ``key``, the value and the form.
-    """
+    """Parse True or False, or one of the words 1, 0, true, false, yes, no, on, off. Empty text is False."""
     word = str(value).strip().lower()
     if word in ("1", "true", "yes", "on"):
         return True
@@ -74,11 +60,7 @@ def parse_switch(value: object, key: str = "switch") -> bool:
 
 
 def parse_address(value: object, key: str = "address") -> str:
-    """Parse ``"host:port"`` with a port of 0 to 65535; an IPv6 host is in brackets.
-
-    Raises:
-        ConfigError: ``value`` has another form; the message names ``key``, the value and the form.
-    """
+    """Parse ``"host:port"`` with a port of 0 to 65535; an IPv6 host is in brackets."""
     text = str(value).strip()
     match = re.fullmatch(r"(\[[0-9A-Fa-f:.%\w]+\]|[^\s:/,\[\]]+):(\d{1,5})", text)
     if not match or int(match[2]) > 65535:

@@ -7,7 +7,7 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, fields
 from typing import Any
 
@@ -117,9 +117,9 @@ def _serve(arguments: argparse.Namespace) -> int:
 
 
 def _add_job(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("-n", "--ranks", type=_positive, required=True, metavar="N", help="number of ranks (workers)")
+    parser.add_argument("-n", "--ranks", type=_at_least(1), required=True, metavar="N", help="number of ranks (workers)")
     parser.add_argument(
-        "--servers", type=_not_negative, default=0, metavar="K", help="parameter servers; 0: every rank hosts a shard"
+        "--servers", type=_at_least(0), default=0, metavar="K", help="parameter servers; 0: every rank hosts a shard"
     )
     _add_settings(parser, Settings.names("run_option"))
     parser.add_argument("command", nargs="+", metavar="COMMAND", help="the command that every rank runs, after --")
@@ -167,18 +167,13 @@ def _given(arguments: argparse.Namespace, names: Sequence[str]) -> dict[str, str
     return {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
 
 
-def _positive(text: str) -> int:
-    return _number(text, 1)
+def _at_least(least: int) -> Callable[[str], int]:
+    def number(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least {least}")
+        return int(text)
 
-
-def _not_negative(text: str) -> int:
-    return _number(text, 0)
-
-
-def _number(text: str, least: int) -> int:
-    if not text.isdecimal() or int(text) < least:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least {least}")
-    return int(text)
+    return number
 
 
 if __name__ == "__main__":

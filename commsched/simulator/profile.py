@@ -58,6 +58,15 @@ class Profile:
     def compute_seconds(self) -> float:
         return self.forward_seconds + self.backward_seconds
 
+    @cached_property
+    def manifest(self) -> Manifest:
+        """The parameters in forward order, each a tensor."""
+        specs = []
+        for layer in self.layers:
+            for number, shape in enumerate(layer.shapes):
+                specs.append(TensorSpec(f"{layer.name}.{number}" if number else layer.name, shape, "float32"))
+        return Manifest(tuple(specs))
+
     def scaled(self, *, nbytes: float = 1.0, seconds: float = 1.0) -> Profile:
         """Return the same model with the size of every parameter and every time multiplied by a factor.
 
@@ -128,50 +137,30 @@ def _layer(record: Mapping[str, Any]) -> LayerProfile:
 
 
 @dataclass(frozen=True)
-class Tensors:
-    """A profile's parameters in forward order. ``layer_of[t]`` is the layer that tensor ``t`` belongs to."""
-
-    manifest: Manifest
-    layer_of: tuple[int, ...]
-
-    @classmethod
-    def of(cls, profile: Profile) -> Tensors:
-        specs, layer_of = [], []
-        for index, layer in enumerate(profile.layers):
-            for number, shape in enumerate(layer.shapes):
-                specs.append(TensorSpec(f"{layer.name}.{number}" if number else layer.name, shape, "float32"))
-                layer_of.append(index)
-        return cls(Manifest(tuple(specs)), tuple(layer_of))
-
-    def layers_in(self, partition: Partition) -> list[int]:
-        """Return the layers that have elements in ``partition``, front-most first, each once."""
-        return sorted({self.layer_of[tensor] for tensor in partition.tensors})
-
-
-@dataclass(frozen=True)
 class Grouping:
-    """A plan, and the layers that each of its partitions belongs to."""
+    """How a system groups the tensors of ``profile``: a plan, and the layers that each of its partitions belongs to."""
 
-    tensors: Tensors
+    profile: Profile
     plan: Plan
 
     @classmethod
     def of(cls, profile: Profile, rules: Rules) -> Grouping:
         """Group the tensors of ``profile`` under ``rules``."""
-        tensors = Tensors.of(profile)
+        manifest = profile.manifest
         if rules.bucket_bytes is None:
-            return cls(tensors, cut(tensors.manifest, rules.config.partition_bytes, rules.config.fusion_bytes))
-        return cls(tensors, fill_buckets(tensors.manifest, rules.bucket_bytes, rules.first_bucket_bytes))
+            return cls(profile, cut(manifest, rules.config.partition_bytes, rules.config.fusion_bytes))
+        return cls(profile, fill_buckets(manifest, rules.bucket_bytes, rules.first_bucket_bytes))
 
     @cached_property
     def layers_of(self) -> tuple[tuple[int, ...], ...]:
-        """The layers of each partition, front-most first."""
-        return tuple(tuple(self.tensors.layers_in(partition)) for partition in self.plan.partitions)
+        """The layers that have elements in each partition, front-most first, each once."""
+        layer_of = [index for index, layer in enumerate(self.profile.layers) for _ in layer.shapes]  # by tensor
+        return tuple(tuple(sorted({layer_of[tensor] for tensor in each.tensors})) for each in self.plan.partitions)
 
     def label(self, partition: int) -> str:
         """Return the name of a partition for timelines."""
         tensors = self.plan.partitions[partition].tensors
-        name = self.tensors.manifest.tensors[tensors[0]].name
+        name = self.plan.manifest.tensors[tensors[0]].name
         return name if len(tensors) == 1 else f"{name} + {len(tensors) - 1}"
 
 

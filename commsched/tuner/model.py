@@ -14,7 +14,7 @@ from ..core.manifest import Manifest
 from ..core.plan import cut
 from ..core.scheduler import SchedulerConfig
 from ..simulator import Cluster, Exchange, FairShareCache, Rules, equal_workers, simulate
-from ..simulator.profile import ITEMSIZE, LayerProfile, Profile, Tensors
+from ..simulator.profile import ITEMSIZE, LayerProfile, Profile
 from ..simulator.scenario import bytes_factor
 from .profiler import LinkEstimate
 from .space import MAX_RATIO, MAX_TUNED_PARTITION_BYTES, MIN_TUNED_PARTITION_BYTES
@@ -86,9 +86,7 @@ class Model:
             raise ValueError(f"{workers} workers, {profile.nbytes} bytes: nothing goes over the network")
         self.link = link
         self._profile = profile
-        self._manifest = Tensors.of(profile).manifest
         self._merged = _merge(profile)
-        self._merged_manifest = Tensors.of(self._merged).manifest
         self._workers = workers
         self._servers = 0 if ordered else servers
         self._ordered = ordered
@@ -186,11 +184,11 @@ class Model:
         credit_bytes = max(config.credit_bytes, _MIN_IN_FLIGHT * config.partition_bytes)
         exchange = Exchange.ALL_REDUCE if self._ordered else Exchange.PARAMETER_SERVER
         rules = Rules(replace(config, credit_bytes=credit_bytes), exchange)
-        count = _partitions(self._manifest, rules.config)
+        count = _partitions(self._profile.manifest, rules.config)
         messages = count * self._messages_per_partition
         if messages > _MAX_MESSAGES:
             rules = replace(rules, config=_coarser(rules.config, messages / _COARSE_MESSAGES, self._profile.nbytes / count))
-        coarser = count / _partitions(self._merged_manifest, rules.config)
+        coarser = count / _partitions(self._merged.manifest, rules.config)
         # The time unit is a NIC's time for one byte, so that simulated NICs are the same for every link.
         unit = link.seconds_per_byte / self._factor
         partition_seconds = link.partition_seconds * coarser / unit

@@ -1,5 +1,5 @@
 from commsched.core.scheduler import SchedulerConfig
-from commsched.simulator.profile import Grouping, LayerProfile, Profile, Tensors, fill_buckets
+from commsched.simulator.profile import Grouping, LayerProfile, Profile, fill_buckets
 from commsched.simulator.scenario import Rules
 
 PROFILE = Profile(
@@ -14,9 +14,8 @@ def sizes(plan):
 
 
 def test_tensors_are_in_forward_order_and_know_their_layer():
-    tensors = Tensors.of(PROFILE)
-    assert [(spec.name, spec.nbytes) for spec in tensors.manifest.tensors] == [("a", 24), ("a.1", 12), ("b", 16), ("b.1", 4)]
-    assert tensors.layer_of == (0, 0, 2, 2)
+    assert [(spec.name, spec.nbytes) for spec in PROFILE.manifest.tensors] == [("a", 24), ("a.1", 12), ("b", 16), ("b.1", 4)]
+    assert Grouping.of(PROFILE, Rules(SchedulerConfig(28, 28, "priority", 1))).layers_of == ((0,), (0,), (2,), (2,))
 
 
 def test_a_partition_is_of_all_its_layers():
@@ -33,7 +32,7 @@ def test_fusion_is_the_librarys():
 
 def test_buckets_are_closed_when_they_hold_the_limit():
     """From the last tensor on: 4 and 16 bytes are at least 20; 12 and 24 are more than 20, but uncut."""
-    manifest = Tensors.of(PROFILE).manifest
+    manifest = PROFILE.manifest
     assert sizes(fill_buckets(manifest, 20)) == [(36, (0, 1)), (20, (2, 3))]
     assert sizes(fill_buckets(manifest, 20, 1)) == [(24, (0,)), (28, (1, 2)), (4, (3,))]
     assert sizes(fill_buckets(manifest, 1000)) == [(56, (0, 1, 2, 3))]

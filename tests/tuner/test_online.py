@@ -695,7 +695,7 @@ def test_a_searcher_that_takes_long_does_not_hold_up_the_end(wait: bool, monkeyp
     computed = threading.Event()
 
     class Slow(Counted):
-        def run(self, group: int, manifest: Manifest, *, again: bool = False) -> Verdict | None:
+        def run(self, group: int, manifest: Manifest, again: bool = False) -> Verdict | None:
             self.called.release()
             computed.wait(20)
             raise Stopped("the session closes")  # as at its next trial
