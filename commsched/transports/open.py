@@ -16,6 +16,10 @@ from ..settings import Settings
 from . import load_backend, require_transport
 from .backend import TransportContext
 
+#: From this many ranks on several machines, gloo comes before a shard on every rank: see "Which one ``auto`` takes" in
+#: ``docs/transports.md``. The ranks of a parameter server drift apart, and then wait for one another's shards.
+GLOO_FROM = 8
+
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
@@ -62,6 +66,8 @@ def choose(settings: Settings, world: World, seen: Capabilities) -> Choice:
         return Choice("mpi", f"started by {world.launcher}")
     if seen.torch_group and seen.gloo:
         return Choice("gloo", "torch.distributed is initialised")
+    if seen.gloo and world.world_size >= GLOO_FROM and not world.one_machine and settings.rate is None:
+        return Choice("gloo", f"{world.world_size} ranks")
     if started_by_mpi:
         return Choice("ps", f'started by {world.launcher}, but mpi4py is missing: pip install "commsched[mpi]" gives mpi')
     return Choice("ps", "every rank hosts a shard; no servers are named")

@@ -14,6 +14,7 @@ from commsched.transports.open import Capabilities, choose, detect_capabilities
 TORCHRUN = World(0, 4, 0, 4, "torchrun")
 MPICH = World(0, 4, 0, 4, "mpiexec (MPICH)")
 OPENMPI = World(0, 4, 0, 4, "mpirun (Open MPI)")
+EIGHT_HOSTS = World(0, 8, 0, 1, "torchrun")
 SERVERS = {"servers": ("10.0.0.7:1", "10.0.0.8:1")}
 EVERYTHING = Capabilities(cuda_tensors=True, nccl=True, torch_group=True, gloo=True, mpi4py=True)
 
@@ -25,6 +26,12 @@ EVERYTHING = Capabilities(cuda_tensors=True, nccl=True, torch_group=True, gloo=T
         ({}, TORCHRUN, Capabilities(mpi4py=True, gloo=True), "ps (every rank hosts a shard; no servers are named)"),
         ({}, TORCHRUN, Capabilities(torch_group=True, gloo=True), "gloo (torch.distributed is initialised)"),
         ({}, TORCHRUN, Capabilities(torch_group=True), "ps (every rank hosts a shard; no servers are named)"),
+        ({}, EIGHT_HOSTS, Capabilities(gloo=True), "gloo (8 ranks)"),
+        ({}, EIGHT_HOSTS, Capabilities(), "ps (every rank hosts a shard; no servers are named)"),
+        ({}, World(0, 7, 0, 1), Capabilities(gloo=True), "ps (every rank hosts a shard; no servers are named)"),
+        ({}, World(0, 8, 0, 8), Capabilities(gloo=True), "ps (every rank hosts a shard; no servers are named)"),
+        ({"rate": 1e6}, EIGHT_HOSTS, Capabilities(gloo=True), "ps (every rank hosts a shard; no servers are named)"),
+        (SERVERS, EIGHT_HOSTS, Capabilities(gloo=True), "ps (servers=10.0.0.7:1,10.0.0.8:1)"),
         ({}, MPICH, Capabilities(mpi4py=True), "mpi (started by mpiexec (MPICH))"),
         ({}, OPENMPI, Capabilities(mpi4py=True, torch_group=True, gloo=True), "mpi (started by mpirun (Open MPI))"),
         (
