@@ -278,12 +278,6 @@ class Session:
         use that. Called on every rank, by the code that opens the session."""
         self._first_sizes = choose
 
-    def time_steps(self, on_step: Callable[[int, int, float], None]) -> None:
-        """Call ``on_step`` with the group, the step and the time in seconds of ``time.monotonic`` when a step begins. It
-        replaces the earlier callback. It is called from the engine's thread, must not block or raise, and costs less than an
-        observer."""
-        self.core.on_step = on_step
-
     def use_tuner(self, tuner: Tuner) -> None:
         """Pass the control channel's events for a tuner to ``tuner``. Called once on every rank, by the code that opens the
         session."""

@@ -15,7 +15,7 @@ import numpy as np
 from ..core.policies import make_policy
 from ..core.scheduler import Scheduler
 from .clock import EndOfInstant, VirtualClock
-from .network_sharing import Connections, FairShareCache, FloatArray
+from .network_sharing import CONNECTION, Connections, FairShareCache, FloatArray
 from .scenario import Cluster
 
 
@@ -72,7 +72,7 @@ class SimulatedNetwork:
         self._idle: list[_Connection] = []  # connections that may have a message to begin
         # The connections that are sending; for each the bytes left at the last plan, the expected arrival and the rate.
         self._active: list[_Connection] = []
-        self._arrays = self._to_arrays([])
+        self._rows = self._to_rows([])
         self._left: FloatArray = np.empty(0)
         self._arrival: FloatArray = np.empty(0)
         self._rates: FloatArray = np.empty(0)
@@ -111,13 +111,13 @@ class SimulatedNetwork:
         begun = [connection for connection in self._idle if connection.begin()]
         self._idle.clear()
         self._active += begun
-        self._arrays = self._arrays.joined(self._to_arrays(begun))
+        self._rows = np.concatenate([self._rows, self._to_rows(begun)])
         moving = self._rates > 0
         self._left[moving] = np.maximum(self._arrival[moving] - now, 0.0) * self._rates[moving]
         self._left = np.concatenate([self._left, [self._load_bytes(connection) for connection in begun]])
         self._plans += 1
         if self._active:
-            self._rates = self._shares.rates([each.key for each in self._active], self._arrays)
+            self._rates = self._shares.rates([each.key for each in self._active], self._rows)
             seconds = np.full_like(self._left, np.inf)
             self._arrival = now + np.divide(self._left, self._rates, out=seconds, where=self._rates > 0)
             plan = self._plans
@@ -133,7 +133,7 @@ class SimulatedNetwork:
             self._clock.call_at(now + self._latency_seconds, connection.end().arrived)
             self._idle.append(connection)
         self._active = [self._active[index] for index in np.flatnonzero(under_way)]
-        self._arrays = self._arrays[under_way]
+        self._rows = self._rows[under_way]
         self._left, self._arrival, self._rates = self._left[under_way], self._arrival[under_way], self._rates[under_way]
         self._plan_soon()
 
@@ -142,11 +142,6 @@ class SimulatedNetwork:
         assert connection.current is not None
         return connection.current.nbytes + self._message_seconds * self._hosts.path_rate(*connection.key[:2])
 
-    def _to_arrays(self, connections: list[_Connection]) -> Connections:
+    def _to_rows(self, connections: list[_Connection]) -> Connections:
         keys = [each.key for each in connections]
-        return Connections(
-            np.array([worker for worker, _, _ in keys], np.int64),
-            np.array([shard for _, shard, _ in keys], np.int64),
-            np.array([is_push for _, _, is_push in keys], bool),
-            np.array([self.members_across(worker, shard) for worker, shard, _ in keys], np.int64),
-        )
+        return np.array([(*key, self.members_across(*key[:2])) for key in keys], CONNECTION)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -62,35 +61,13 @@ def fair_rates(connections: int, resources: Resources) -> FloatArray:
     return rates
 
 
-Integers = NDArray[np.int64]
+#: A row describes the connections between the workers of one class and one shard. ``worker`` is the index of the class.
+#: ``is_push`` says whether they carry a push or a reply. ``members`` is how many workers of the class cross the network; their
+#: connections are equal and do the same.
+CONNECTION = np.dtype([("worker", np.int64), ("shard", np.int64), ("is_push", np.bool_), ("members", np.int64)], align=True)
 
-
-@dataclass(frozen=True)
-class Connections:
-    """Connections as parallel arrays. Each item describes the connections between the workers of one class and one shard.
-
-    ``worker`` is the index of the class. ``is_push`` says whether they carry a push or a reply. ``members`` is how many workers
-    of the class cross the network; their connections are equal and do the same.
-    """
-
-    worker: Integers
-    shard: Integers
-    is_push: BoolArray
-    members: Integers
-
-    def __len__(self) -> int:
-        return len(self.worker)
-
-    def joined(self, other: Connections) -> Connections:
-        return Connections(
-            np.concatenate([self.worker, other.worker]),
-            np.concatenate([self.shard, other.shard]),
-            np.concatenate([self.is_push, other.is_push]),
-            np.concatenate([self.members, other.members]),
-        )
-
-    def __getitem__(self, chosen: BoolArray) -> Connections:
-        return Connections(self.worker[chosen], self.shard[chosen], self.is_push[chosen], self.members[chosen])
+#: An array of :data:`CONNECTION`.
+Connections = NDArray[np.void]
 
 
 class Hosts:
@@ -129,11 +106,9 @@ class SharedNics:
 
     def __init__(self, connections: Connections, hosts: Hosts, pushes_first: bool = False) -> None:
         self._pushes_first = pushes_first
-        self._worker = connections.worker
-        self._is_push = connections.is_push
-        self._members = connections.members
+        self._worker, self._is_push, self._members = (connections[name] for name in ("worker", "is_push", "members"))
         self._classes = len(hosts.class_rates)
-        shards, self._place = np.unique(connections.shard, return_inverse=True)
+        shards, self._place = np.unique(connections["shard"], return_inverse=True)
         self._hosts = len(shards)
         self._host_class = hosts.class_of_shard[shards]
         self._is_worker = self._host_class >= 0

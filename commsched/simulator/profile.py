@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from math import prod
 from pathlib import Path
@@ -86,16 +86,7 @@ class Profile:
 
     def to_record(self) -> dict[str, Any]:
         """Return the profile as JSON, in the format of the files that hold measured profiles."""
-        layers = [
-            {
-                "name": layer.name,
-                "shapes": [list(shape) for shape in layer.shapes],
-                "forward_seconds": layer.forward_seconds,
-                "backward_seconds": layer.backward_seconds,
-            }
-            for layer in self.layers
-        ]
-        return {"model": self.model, "source": self.source, "layers": layers}
+        return asdict(self)
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Profile:

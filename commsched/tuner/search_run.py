@@ -28,6 +28,9 @@ BORNE_FAILURES = 3
 #: This many consecutive candidates with an expected gain below the resolution of a comparison end the search.
 POOR_CANDIDATES = 2
 
+#: Undisturbed steps per window.
+MIN_STEPS = 10
+
 #: Windows become longer if the relative standard error of the first window's median is above this, by at most this factor.
 WANTED_ERROR = 0.02
 LONGER_AT_MOST = 4
@@ -50,7 +53,6 @@ class SearchRun:
         also: configurations to try right after the incumbent, before those of the searcher.
         journal: the searcher receives its windows, which are not measured again; failed trials may be repeated. If the journal
             holds the verdict of a finished search, that verdict is returned and nothing is measured.
-        steps: undisturbed steps per window, up to four times as many if single steps vary much.
         settle_steps: steps that ``measure`` leaves out at the beginning of a window; the budget counts them.
         clock: returns seconds.
     """
@@ -66,7 +68,6 @@ class SearchRun:
         say: Callable[[str], None],
         also: Sequence[SchedulerConfig] = (),
         journal: Journal | None = None,
-        steps: int = 10,
         settle_steps: int = 3,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -78,7 +79,7 @@ class SearchRun:
         self._say = say
         self._also = list(dict.fromkeys(also))
         self._journal = journal
-        self._steps = steps
+        self._steps = MIN_STEPS
         self._settle_steps = settle_steps
         self._clock = clock
         self._trials = 0  # of the search

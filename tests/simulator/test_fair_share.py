@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commsched.simulator.network_sharing import Connections, Hosts, SharedNics, fair_rates
+from commsched.simulator.network_sharing import CONNECTION, Hosts, SharedNics, fair_rates
 from commsched.simulator.scenario import Cluster, WorkerClass, equal_workers
 
 
@@ -25,9 +25,7 @@ class Matrix:
 
 
 def connections(rows, hosts):
-    worker, shard, is_push = (np.array(column) for column in zip(*rows))
-    members = np.array([hosts.members_across(w, s) for w, s in zip(worker, shard)])
-    return Connections(worker, shard, is_push.astype(bool), members)
+    return np.array([(*row, hosts.members_across(*row[:2])) for row in rows], CONNECTION)
 
 
 def test_by_hand():

@@ -6,7 +6,7 @@ import pytest
 from commsched.core.scheduler import SchedulerConfig
 from commsched.simulator import FairShareCache, Rules, equal_workers, simulate
 from commsched.simulator import network_sharing as module
-from commsched.simulator.network_sharing import Connections
+from commsched.simulator.network_sharing import CONNECTION
 
 from .models import RATE, model
 
@@ -33,8 +33,7 @@ def test_rates_are_by_connection_whatever_their_order(monkeypatch):
     keys = [(0, 1, True), (0, 2, True), (1, 2, True)]
 
     def rates(keys):
-        columns = [np.array(column) for column in zip(*keys)]
-        return shares.rates(keys, Connections(*columns, members=np.ones(len(keys), np.int64)))
+        return shares.rates(keys, np.array([(*key, 1) for key in keys], CONNECTION))
 
     forth, back = rates(keys), rates(keys[::-1])
     assert forth.tolist() == back.tolist()[::-1]

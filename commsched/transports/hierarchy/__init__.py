@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from ...core.interfaces import Transport
@@ -35,7 +35,8 @@ def open_hierarchy(context: TransportContext, open_network: OpenNetwork) -> Tran
     """
     if context.settings.hierarchy == "off":
         return open_flat(context, open_network)
-    seats = [RankLocation(**record) for record in context.gather(_own_seat(context).to_record())]
+    own = RankLocation(context.host, context.world.local_rank, hasattr(os, "memfd_create"))
+    seats = [RankLocation(**record) for record in context.gather(asdict(own))]
     layout = HostTopology.of(seats)
     if not is_wanted(context.settings.hierarchy, context.settings.collective, layout, seats):
         return open_flat(context, open_network)
@@ -48,10 +49,6 @@ def open_flat(context: TransportContext, open_network: OpenNetwork) -> Transport
     """Open the network transport over all ranks, inside the wire dtype if ``settings.wire`` asks for one. Collective."""
     network = open_network(context)
     return network if context.settings.wire == "none" else WireTransport(network, context.settings.wire)
-
-
-def _own_seat(context: TransportContext) -> RankLocation:
-    return RankLocation(context.host, context.world.local_rank, hasattr(os, "memfd_create"))
 
 
 # A gather includes every rank of the job, so all ranks take part in what the leaders gather while the network opens. Members

@@ -150,7 +150,6 @@ class LeaderTransport(Transport):
             self._network.release(group)
 
     def leave(self, rank: int) -> None:
-        """See ``interfaces.Transport``."""
         if rank in self._host:
             self._contributions.leave(self._host.index(rank))
         elif rank in self._layout.leaders and self._network is not None:

@@ -96,7 +96,6 @@ class MemberTransport(Transport):
         self._send(about(Kind.PUSH, task))
 
     def release(self, group: int) -> None:
-        """See ``interfaces.Transport``."""
         for of in (self._manifests, self._contributions, self._averages):
             of.pop(group, None)
 

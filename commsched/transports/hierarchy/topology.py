@@ -9,11 +9,10 @@ import secrets
 import socket
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
 from struct import Struct
 from time import monotonic
-from typing import Any
 
 from ...core.errors import CommschedError, ConfigError, PeerTimeout, ProtocolError, TransportError
 from ..backend import WhenFailed
@@ -28,9 +27,6 @@ class RankLocation:
     address: str
     local_rank: int
     shares_memory: bool
-
-    def to_record(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
