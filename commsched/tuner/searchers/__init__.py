@@ -37,49 +37,15 @@ class Candidate:
     expected_gain: float | None = None
 
 
-class Observations:
-    """Windows by configuration. A trial that failed, or whose time is not a positive number, has no window."""
-
-    def __init__(self) -> None:
-        self._windows: dict[SchedulerConfig, list[Window]] = {}
-
-    def add(self, config: SchedulerConfig, window: Window | None) -> None:
-        windows = self._windows.setdefault(config, [])
-        if window is not None and 0 < window.seconds < math.inf:
-            windows.append(window)
-
-    def __contains__(self, config: SchedulerConfig) -> bool:
-        return config in self._windows
-
-    @property
-    def configs(self) -> list[SchedulerConfig]:
-        """Configurations in the order of their first trials."""
-        return list(self._windows)
-
-    def windows(self, config: SchedulerConfig) -> list[Window]:
-        return self._windows.get(config, [])
-
-    def seconds(self, config: SchedulerConfig) -> float | None:
-        """Mean seconds of the configuration's windows. If all its trials failed, the mean of the slowest configuration; None if
-        no trial has succeeded yet."""
-        if windows := self._windows.get(config):
-            return fmean(window.seconds for window in windows)
-        return max((fmean(w.seconds for w in windows) for windows in self._windows.values() if windows), default=None)
-
-    def best(self) -> SchedulerConfig | None:
-        """The configuration with the lowest mean; None if no trial has succeeded yet."""
-        succeeded = [config for config, windows in self._windows.items() if windows]
-        return min(succeeded, key=lambda config: fmean(w.seconds for w in self._windows[config]), default=None)
-
-
 class Searcher:
     """Proposes configurations to try, by ask and tell. Not thread-safe; never blocks.
 
-    ``self._tried`` holds the trials so far, those of configurations that it did not propose too.
+    ``self._tried`` holds the windows of all trials so far by configuration, in the order of their first trials; also those of
+    configurations that it did not propose. A trial that failed, or whose time is not a positive number, has no window.
     """
 
     def __init__(self) -> None:
-        self._tried = Observations()
+        self._tried: dict[SchedulerConfig, list[Window]] = {}
 
     def ask(self) -> Candidate | None:
         """The next configuration to try; None if no further one is worth trying."""
@@ -87,11 +53,24 @@ class Searcher:
 
     def tell(self, config: SchedulerConfig, window: Window | None) -> None:
         """Add the result of a trial; ``window`` is None if the trial failed."""
-        self._tried.add(config, window)
+        windows = self._tried.setdefault(config, [])
+        if window is not None and 0 < window.seconds < math.inf:
+            windows.append(window)
 
     def best(self) -> SchedulerConfig | None:
         """The fastest tried configuration, estimated through the noise; None if no trial has succeeded yet."""
-        return self._tried.best()
+        means = self._means()
+        return min(means, key=means.__getitem__, default=None)
+
+    def _means(self) -> dict[SchedulerConfig, float]:
+        """Mean seconds of each configuration that has a window."""
+        return {config: fmean(window.seconds for window in found) for config, found in self._tried.items() if found}
+
+    def _seconds(self, config: SchedulerConfig) -> float | None:
+        """Mean seconds of ``config``. If all its trials failed, the mean of the slowest configuration; None if no trial has
+        succeeded yet."""
+        means = self._means()
+        return means.get(config, max(means.values(), default=None))
 
 
 def uses_model(name: str) -> bool:

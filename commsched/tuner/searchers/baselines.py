@@ -107,7 +107,7 @@ class GradientDescent(Searcher):
 
     def ask(self) -> Candidate | None:
         while self._next is not None and self._next in self._tried:
-            seconds = self._tried.seconds(self._next)
+            seconds = self._seconds(self._next)
             try:
                 self._next = None if seconds is None else self._walk.send(math.log(seconds))
             except StopIteration:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from random import Random
 from statistics import median
 from typing import Any, TypeVar
@@ -207,15 +208,14 @@ class Bayes(Searcher):
     def _calibrate(self) -> None:
         if self._model is None or self._model.calibrated:
             return
-        windows = [(each, self._tried.windows(each)) for each in self._tried.configs]
-        trials = [(each, median(window.seconds for window in found)) for each, found in windows if found]
+        trials = [(each, median(window.seconds for window in found)) for each, found in self._tried.items() if found]
         if len(trials) == _CALIBRATED_BY:
             self._model = self._model.calibrate(trials)
 
     def _ask(self) -> Candidate | None:
         if self._space.incumbent not in self._tried:
             return Candidate(self._space.incumbent)
-        known = {self._space.to_point(config) for config in self._tried.configs}
+        known = {self._space.to_point(config) for config in self._tried}
         fastest = None if self._model is None else self._model.fastest
         early = [config for config in (*self._seeds, fastest) if config is not None]
         if config := next((config for config in early if self._space.to_point(config) not in known), None):
@@ -228,7 +228,7 @@ class Bayes(Searcher):
         return self._most_promising(untried)
 
     def _best(self) -> SchedulerConfig | None:
-        succeeded = [config for config in self._tried.configs if self._tried.windows(config)]
+        succeeded = [config for config, windows in self._tried.items() if windows]
         if len(succeeded) < 2 or self._space.dimensions == 0:
             return super().best()
         return succeeded[int(self._surrogate().mean(*self._places(succeeded)).argmin())]
@@ -252,16 +252,16 @@ class Bayes(Searcher):
 
     def _surrogate(self) -> Surrogate:
         if self._fitted is None:
-            rows = [(config, *observed) for config in self._tried.configs for observed in self._observed(config)]
+            rows = [(config, *observed) for config in self._tried for observed in self._observed(config)]
             configs, seconds, deviations = zip(*rows)
             self._fitted = Surrogate(*self._places(configs), np.log(seconds), np.array(deviations))
         return self._fitted
 
     def _observed(self, config: SchedulerConfig) -> list[tuple[float, float]]:
         """Seconds of each trial of ``config``, with the standard deviation of their logarithm."""
-        if windows := self._tried.windows(config):
+        if windows := self._tried[config]:
             return [(window.seconds, _deviation(window)) for window in windows]
-        slow = self._tried.seconds(config)
+        slow = self._seconds(config)
         return [] if slow is None else [(slow, _UNKNOWN_DEVIATION)]
 
     def _places(self, configs: Sequence[SchedulerConfig]) -> tuple[FloatArray, FloatArray | None]:
@@ -278,6 +278,17 @@ class _ModelBroke(Exception):
     """The model raised an error; the message names it."""
 
 
+@contextmanager
+def _naming_errors() -> Iterator[None]:
+    """Turns every error but Stopped into a _ModelBroke."""
+    try:
+        yield
+    except Stopped:
+        raise
+    except Exception as error:
+        raise _ModelBroke(f"{type(error).__name__}: {error}") from error
+
+
 class _Model:
     """A model's log(seconds). Each configuration is predicted once. Every error of the model except Stopped becomes a
     _ModelBroke."""
@@ -291,12 +302,8 @@ class _Model:
         self._known: dict[SchedulerConfig, float] = {}
 
     def calibrate(self, trials: Sequence[tuple[SchedulerConfig, float]]) -> _Model:
-        try:
+        with _naming_errors():
             return _Model(self._model.calibrate(trials), self._space, calibrated=True)
-        except Stopped:
-            raise
-        except Exception as error:
-            raise _ModelBroke(f"{type(error).__name__}: {error}") from error
 
     @property
     def fastest(self) -> SchedulerConfig | None:
@@ -310,16 +317,9 @@ class _Model:
         """Predicted log(seconds) of each configuration, shape (configs,)."""
         for config in configs:
             if config not in self._known:
-                self._known[config] = self._predict(config)
+                with _naming_errors():
+                    self._known[config] = self._model.predict(config)
         usable = [math.log(seconds) for seconds in self._known.values() if 0 < seconds < math.inf]
         slowest = max(usable, default=0.0)
         seconds = [self._known[config] for config in configs]
         return np.array([math.log(s) if 0 < s < math.inf else slowest for s in seconds])
-
-    def _predict(self, config: SchedulerConfig) -> float:
-        try:
-            return self._model.predict(config)
-        except Stopped:
-            raise
-        except Exception as error:
-            raise _ModelBroke(f"{type(error).__name__}: {error}") from error
