@@ -16,6 +16,7 @@ _SIOCGIFADDR, _SIOCGIFNETMASK = 0x8915, 0x891B
 #: The parameter server's rate between processes of one machine, in bytes per second, as measured on two cores.
 LOOPBACK_RATE = 1.5e9
 
+_LOOPBACK = "loopback"
 _IPV6_ADDRESSES = Path("/proc/net/if_inet6")
 _INTERFACES = Path("/sys/class/net")
 
@@ -32,27 +33,17 @@ def describe_link(host: str, rate: float | None = None) -> str:
 
 
 def _describe(host: str) -> str:
-    addresses = _addresses(host)
-    if any(ip_address(address).is_loopback for address in addresses):
-        return "loopback"
-    interface = _interface_with(addresses)
-    if interface is None:
-        return "unknown"
-    speed = _megabits_per_second(interface)
+    interface, speed = _find(host)
     return f"{interface}, {speed} Mb/s" if speed > 0 else interface
 
 
 def known_rate(host: str) -> float | None:
     """Bytes per second of the network at the address ``host``: of a card that reports its speed, or of loopback. None if it is
     not known."""
-    addresses = _addresses(host)
-    if any(ip_address(address).is_loopback for address in addresses):
+    interface, speed = _find(host)
+    if interface == _LOOPBACK:
         return LOOPBACK_RATE
-    interface = _interface_with(addresses)
-    if interface is None or not _is_card(interface):
-        return None
-    speed = _megabits_per_second(interface)
-    return speed * 1e6 / 8 if speed > 0 else None
+    return speed * 1e6 / 8 if speed > 0 and _is_card(interface) else None
 
 
 def faster_networks(host: str) -> dict[str, str]:
@@ -61,9 +52,8 @@ def faster_networks(host: str) -> dict[str, str]:
 
     Only cards that are up count. Interfaces made by software do not count, because the speed that they report is not real.
     """
-    used = _interface_with(_addresses(host))
-    speed = _megabits_per_second(used) if used is not None else 0
-    if used is None or speed <= 0:
+    used, speed = _find(host)
+    if speed <= 0:
         return {}
     found = {}
     for _, other in socket.if_nameindex():
@@ -89,8 +79,13 @@ def advise_faster(host: str, faster: Sequence[Mapping[str, str]]) -> str | None:
     return None
 
 
-def _interface_with(addresses: set[str]) -> str | None:
-    return next((name for _, name in socket.if_nameindex() if addresses & _addresses_of(name)), None)
+def _find(host: str) -> tuple[str, int]:
+    """The interface with the address ``host``, ``loopback`` or ``unknown``, and its speed in Mbit/s; 0 or less is not known."""
+    addresses = _addresses(host)
+    if any(ip_address(address).is_loopback for address in addresses):
+        return _LOOPBACK, 0
+    found = next((name for _, name in socket.if_nameindex() if addresses & _addresses_of(name)), None)
+    return ("unknown", 0) if found is None else (found, _megabits_per_second(found))
 
 
 def _is_card(interface: str) -> bool:

@@ -10,7 +10,6 @@ from statistics import fmean, median, stdev
 from typing import Any
 
 from ..core.errors import CommschedError
-from ..core.interfaces import Observer
 from ..core.manifest import Manifest
 from .stats import DriftDetector
 
@@ -96,9 +95,9 @@ def standard_error(values: list[float], middle: float) -> float:
     return float(1.2533 * sigma / len(values) ** 0.5)
 
 
-class StepTimer(Observer):
-    """Times steps as an observer of the core (``core.interfaces.Observer``). It is also this rank's tuner
-    (``session.events.Tuner``), which the session notifies of changes. It reports each full window to rank 0.
+class StepTimer:
+    """Times steps by a callback of the core. It is also this rank's tuner (``session.events.Tuner``), which the session
+    notifies of changes. It reports each full window to rank 0.
 
     Args:
         tell: sends a JSON value to rank 0's tuner. It is called from an engine's thread, without a lock. It may raise
@@ -149,9 +148,8 @@ class StepTimer(Observer):
             self._window = None
             self._changed.notify_all()
 
-    # --- Observer: only steps are timed ---
-
     def on_step(self, group: int, step: int, at: float) -> None:
+        """``step`` of ``group`` begins, at that time in seconds. Called from the engine's thread."""
         report = None
         with self._changed:
             known = self._groups.get(group)

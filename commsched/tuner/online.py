@@ -8,13 +8,12 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from ..core.errors import ClosedError, CommschedError
+from ..core.errors import CommschedError
 from ..core.manifest import Manifest
 from ..core.scheduler import SchedulerConfig
-from .learn import TuningContext
+from .learn import TuningContext, is_end
 from .result import Verdict, milliseconds
 from .stats import DriftDetector
-from .trials import Stopped
 
 if TYPE_CHECKING:
     from .auto import Chosen  # which needs the simulator's dependencies
@@ -173,7 +172,7 @@ class OnlineTuner:
     def _give_up(self, error: Exception) -> None:
         """Report why the tuner ended. The search has already applied the configuration from before it; all ranks use it from a
         later step on."""
-        if self._trials.stopped is not None or isinstance(error, (ClosedError, Stopped)):
+        if self._trials.stopped is not None or is_end(error):
             log.debug("the tuner ended with the session", exc_info=error)
             return
         if isinstance(error, CommschedError):
