@@ -2,44 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ..control.events import Listener
 from ..core.core import Core
 from ..core.errors import CommschedError
 from ..core.scheduler import SchedulerConfig
 
+if TYPE_CHECKING:
+    from ..tuner.meter import StepTimer
+    from ..tuner.online import OnlineTuner
+
 #: The topics of the messages that sessions send each other, beside those of their cores.
 TUNER, COMPARE = "tuner", "compare"
 
-
-class Tuner(Protocol):
-    """Callbacks that a session invokes on the tuner, which changes its configuration while training runs; see
-    ``tuner/online.py``. Called from a control thread; an implementation must never block."""
-
-    @property
-    def is_settled(self) -> bool:
-        """Whether no search is under way or about to begin. Any thread."""
-        ...
-
-    def on_switch(self, window: Any, steps: Mapping[int, int]) -> None:
-        """All ranks will use the configuration proposed with ``window`` from step ``steps[group]`` of each group on. No rank
-        has begun these steps."""
-        ...
-
-    def on_message(self, rank: int, value: Any) -> None:
-        """Rank 0 only: ``rank`` passed ``value`` to ``Session.tell_tuner``."""
-        ...
-
-    def on_leave(self, rank: int) -> None:
-        """Another rank, ``rank``, has begun its last step."""
-        ...
-
-    def close(self, wait: bool) -> None:
-        """The session closes: propose nothing more. Called from the thread that closes the session. ``wait``: the tuner may
-        take a few seconds to finish its work in progress."""
-        ...
+#: The tuner of a rank, which a session notifies of changes of the configuration while training runs: on rank 0 it proposes
+#: them, on other ranks it only measures. The callbacks are called from a control thread, and never block.
+Tuner: TypeAlias = "OnlineTuner | StepTimer"
 
 
 class SessionListener(Listener):

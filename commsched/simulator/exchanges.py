@@ -18,7 +18,7 @@ from .scenario import Cluster, OnDone, bytes_factor
 
 
 class ParameterServers:
-    """An ``ExchangeModel`` of the parameter server.
+    """The parameter server, in virtual time. It reports each complete average through ``on_done``.
 
     ``place`` chooses the shard of a partition. A push goes over the network unless the shard is on the rank's own host. Credit
     comes back when the acknowledgement of the push arrives, as over gRPC; the acknowledgement takes one latency and no
@@ -41,6 +41,7 @@ class ParameterServers:
         self._pushed: dict[tuple[int, int], list[CommTask | None]] = {}  # (step, partition) -> the push of each class
 
     def ready(self, worker: int, task: CommTask) -> None:
+        """Submit ``task``: its gradients are written on the worker class with index ``worker``."""
         task.ready_at = self._clock.now
         task.order = self._schedulers[worker].add(task)
         self._start_soon[worker]()
@@ -114,7 +115,7 @@ class _Link:
 
 
 class AllReduce:
-    """An ``ExchangeModel`` with one order for all ranks: a task may start when it is ready on the last rank.
+    """Collectives with one order for all ranks: a task may start when it is ready on the last rank.
 
     An all-reduce takes ``message_seconds + hops * latency + 2 (n - 1) / n * bytes / rate``, where ``rate`` is the rate of the
     slowest NIC. Once the credit lets a task start, its place in the order is fixed. All-reduces run one after another.

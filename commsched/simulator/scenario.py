@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
 
 from ..core.scheduler import SchedulerConfig
-from ..core.task import CommTask
 
 
 def bytes_factor(workers: int, servers: int = 0) -> float:
@@ -30,14 +28,6 @@ def bytes_factor(workers: int, servers: int = 0) -> float:
 
 #: Called when the average of a partition is complete on a worker class. Arguments: index of the class, step, partition's index.
 OnDone = Callable[[int, int, int], None]
-
-
-class ExchangeModel(Protocol):
-    """An exchange of gradients in virtual time. It reports each complete average through ``OnDone``."""
-
-    def ready(self, worker: int, task: CommTask) -> None:
-        """Submit ``task``: its gradients are written on the worker class with index ``worker``."""
-        ...
 
 
 @dataclass(frozen=True)

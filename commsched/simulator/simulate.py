@@ -13,7 +13,7 @@ from .clock import VirtualClock
 from .exchanges import AllReduce, ParameterServers, SimulatedReduceScatterAllGather
 from .network_sharing import FairShareCache
 from .profile import Grouping, Profile
-from .scenario import Cluster, Exchange, ExchangeModel, OnDone, Rules
+from .scenario import Cluster, Exchange, OnDone, Rules
 
 
 class Worker:
@@ -49,7 +49,7 @@ class Worker:
         #: The last step: track, name, priority, start and stop in seconds from the step's start; for the network also ready.
         self.timeline: list[dict[str, Any]] = []
 
-    def begin(self, exchange: ExchangeModel) -> None:
+    def begin(self, exchange: ParameterServers | AllReduce) -> None:
         """Begin the first step."""
         self._exchange = exchange
         self._backward()
@@ -187,7 +187,7 @@ def simulate(
 
 def _exchange(
     clock: VirtualClock, cluster: Cluster, shares: FairShareCache | None, rules: Rules, on_done: OnDone, partitions: int
-) -> ExchangeModel:
+) -> ParameterServers | AllReduce:
     if rules.exchange is Exchange.PARAMETER_SERVER:
         return ParameterServers(clock, cluster, shares or FairShareCache(cluster, rules.pushes_first), rules.config, on_done)
     if rules.exchange is Exchange.ALL_REDUCE:

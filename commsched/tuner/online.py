@@ -72,7 +72,7 @@ class OnlineTuner:
         self._drifted: int | None = None  # a group whose steps have become slower or faster since its search
         self._left_alone: set[int] = set()  # groups with nothing to choose, or that come and go
         self._cut_off: Counter[int] = Counter()  # by group: searches that another group cut off
-        self.is_settled = False
+        self.is_settled = False  # whether no search is under way or about to begin
         self._thread = threading.Thread(target=self._run, name="commsched-tuner", daemon=True)
 
     def start(self) -> None:
@@ -81,12 +81,16 @@ class OnlineTuner:
     # --- session.events.Tuner ---
 
     def on_switch(self, window: Mapping[str, Any], steps: Mapping[int, int]) -> None:
+        """All ranks will use the configuration proposed with ``window`` from step ``steps[group]`` of each group on. No rank
+        has begun these steps."""
         self._meter.on_switch(window, steps)
 
     def on_message(self, rank: int, value: Any) -> None:
+        """``rank`` passed ``value`` to ``Session.tell_tuner``."""
         self._trials.on_message(rank, value)
 
     def on_leave(self, rank: int) -> None:
+        """Another rank, ``rank``, has begun its last step."""
         self._stop(f"rank {rank} has left")
 
     def on_failure(self, error: CommschedError) -> None:
@@ -94,6 +98,8 @@ class OnlineTuner:
         self._stop(str(error))
 
     def close(self, wait: bool) -> None:
+        """The session closes: propose nothing more. Called from the thread that closes the session. With ``wait``, the search
+        may take a few seconds to finish its work in progress."""
         self._stop("the session closes")
         if wait:
             self._thread.join(_END_SECONDS)

@@ -132,14 +132,9 @@ def describe_transport(name: str, settings: Settings) -> str:
     parts = [f"{name} over {settings.lane}" if name == "ps" else name]
     if settings.servers:
         parts.append(f"{len(settings.servers)} servers")
-    if settings.order != "agreed":
-        parts.append(f"order={settings.order}")
-    if settings.collective != "all_reduce":
-        parts.append(f"collective={settings.collective}")
-    if settings.wire != "none":
-        parts.append(f"wire={settings.wire}")
-    if settings.hierarchy != "auto":
-        parts.append(f"hierarchy={settings.hierarchy}")
+    for setting in ("order", "collective", "wire", "hierarchy"):
+        if getattr(settings, setting) != getattr(Settings(), setting):
+            parts.append(f"{setting}={getattr(settings, setting)}")
     return ", ".join(parts)
 
 

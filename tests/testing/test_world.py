@@ -80,4 +80,4 @@ def test_an_exception_is_raised_though_another_rank_hangs(monkeypatch: pytest.Mo
 def test_no_thread_is_left() -> None:
     before = set(threading.enumerate())
     run_world(4, lambda rank: None)
-    assert set(threading.enumerate()) == before
+    assert set(threading.enumerate()) <= before  # a rank that an earlier test released may end meanwhile
