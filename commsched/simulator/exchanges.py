@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -128,8 +128,8 @@ class AllReduce:
         self._scheduler: Scheduler[CommTask] = Scheduler(make_policy(config.policy), config.credit_bytes)
         self._link = _Link(clock)
         self._overhead_seconds = cluster.message_seconds + hops(cluster.world_size) * cluster.latency_seconds
-        self._seconds_per_byte = bytes_factor(cluster.world_size) / cluster.slowest_rate
-        self._ready: Counter[tuple[int, int]] = Counter()
+        slowest_rate = min(each.rate_bytes_per_second for each in cluster.workers)
+        self._seconds_per_byte = bytes_factor(cluster.world_size) / slowest_rate
         self._tasks: dict[tuple[int, int], list[CommTask]] = {}
         self._start_soon = EndOfInstant(clock, self._start)
 

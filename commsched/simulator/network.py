@@ -26,19 +26,16 @@ class _Message:
     arrived: Callable[[], None]
 
 
-def _one_at_a_time() -> Scheduler[_Message]:
-    return Scheduler(make_policy("priority"), credit_bytes=0)
-
-
 @dataclass(slots=True, eq=False)
 class _Connection:
     """One direction between one shard and each worker of a class.
 
-    ``key``: the index of the worker class, the shard, and whether the connection carries pushes.
+    ``key``: the index of the worker class, the shard, and whether the connection carries pushes. ``waiting`` starts one message at a
+    time.
     """
 
     key: tuple[int, int, bool]
-    waiting: Scheduler[_Message] = field(default_factory=_one_at_a_time)
+    waiting: Scheduler[_Message] = field(default_factory=lambda: Scheduler(make_policy("priority"), credit_bytes=0))
     current: _Message | None = None
 
     def begin(self) -> bool:

@@ -81,11 +81,6 @@ class Cluster:
     def world_size(self) -> int:
         return sum(each.count for each in self.workers)
 
-    @property
-    def slowest_rate(self) -> float:
-        """The rate of the slowest worker's NIC, in bytes per second."""
-        return min(each.rate_bytes_per_second for each in self.workers)
-
 
 def equal_workers(
     workers: int,

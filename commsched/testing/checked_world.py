@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import count
-from typing import Any, Protocol
+from typing import Any
 
 from ..control.local import LocalControl, LocalControlWorld
 from ..core.core import Core
@@ -69,38 +69,12 @@ def world_of(open_transport: Callable[[TransportContext], Transport], **settings
     return open_world
 
 
-class CheckedWorld(Protocol):
-    """A world of ranks. ``splits``: reduce-scatter and all-gather exist. ``freezes``: an order may become static. ``sums``: the
-    transport's channels have an all-reduce, which is used in large worlds only."""
-
-    size: int
-    splits: bool
-    freezes: bool
-    sums: bool
-
-    def use_all_reduce(self) -> None:
-        """Use the all-reduce of the transport's channels, as in a large world."""
-        ...
-
-    def run(self, body: Callable[[CheckedWorld, int], None]) -> None:
-        """Call ``body(world, rank)`` for every rank in this process."""
-        ...
-
-    def core(self, rank: int, config: SchedulerConfig, order: str = "agreed") -> AbstractContextManager[Core]:
-        """Open the Core of a rank. At most one Core per rank may be open. All ranks must use the same arguments."""
-        ...
-
-    def gather(self, rank: int, value: Any) -> list[Any]:
-        """Return the JSON value of every rank, in rank order. The Core of the rank must be open."""
-        ...
-
-
-#: Opens a world for one check.
-OpenRanks = Callable[[], AbstractContextManager[CheckedWorld]]
-
-
 class Threads:
-    """Ranks as threads, each with its own Core. A failure that one rank reports ends the waits of all ranks."""
+    """Ranks as threads, each with its own Core. A failure that one rank reports ends the waits of all ranks.
+
+    ``splits``: reduce-scatter and all-gather exist. ``freezes``: an order may become static. ``sums``: the transport's channels
+    have an all-reduce, which is used in large worlds only.
+    """
 
     def __init__(self, open_world: OpenWorld, size: int, timeout_seconds: float = 60.0) -> None:
         self.size = size
@@ -126,6 +100,7 @@ class Threads:
         return self
 
     def use_all_reduce(self) -> None:
+        """Use the all-reduce of the transport's channels, as in a large world."""
         for transport in self.transports:
             _use_all_reduce(transport)
 
@@ -136,11 +111,13 @@ class Threads:
                 control.close()
 
     def run(self, body: Callable[[CheckedWorld, int], None]) -> None:
+        """Call ``body(world, rank)`` for every rank in this process."""
         run_world(self.size, lambda rank: body(self, rank), timeout_seconds=self._timeout_seconds)
         assert self.failures_expected or not self.failures, f"a failure was reported though all went well: {self.failures[0]}"
 
     @contextmanager
     def core(self, rank: int, config: SchedulerConfig, order: str = "agreed") -> Iterator[Core]:
+        """Open the Core of a rank. At most one Core per rank may be open. All ranks must use the same arguments."""
         transport = self.transports[rank]
         control = self._join(rank)
         messenger = control if transport.ordered else None
@@ -153,6 +130,7 @@ class Threads:
             core.close()
 
     def gather(self, rank: int, value: Any) -> list[Any]:
+        """Return the JSON value of every rank, in rank order. The Core of the rank must be open."""
         return self._controls[rank][-1].gather(str(next(self._gathers[rank])), value)
 
     def _join(self, rank: int) -> LocalControl:
@@ -178,7 +156,7 @@ class Threads:
 
 
 class CheckedJob:
-    """One rank of a job: this process. Each Core belongs to its own session."""
+    """One rank of a job: this process, with the methods of :class:`Threads`. Each Core belongs to its own session."""
 
     def __init__(self, open_session: OpenSession, size: int) -> None:
         self.size = size
@@ -219,3 +197,10 @@ class CheckedJob:
 def _use_all_reduce(transport: Transport) -> None:
     if isinstance(transport, CollectiveTransport):
         transport.exchange_up_to = 0
+
+
+#: A world of ranks.
+CheckedWorld = Threads | CheckedJob
+
+#: Opens a world for one check.
+OpenRanks = Callable[[], AbstractContextManager[CheckedWorld]]
