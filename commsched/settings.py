@@ -257,12 +257,7 @@ class Settings:
     fusion: int | None = _setting(
         parse_bytes, None, "small neighbours are merged up to this; none: up to the partition", run_option=True
     )
-    policy: str = _setting(
-        _policy,
-        "priority",
-        "order of ready partitions: priority, fifo",
-        run_option=True,
-    )
+    policy: str = _setting(_policy, "priority", "order of ready partitions: priority, fifo", run_option=True)
     rate: float | None = _setting(
         parse_rate,
         None,
@@ -270,12 +265,7 @@ class Settings:
         run_option=True,
         some_transports=True,
     )
-    trace: str | None = _setting(
-        _text,
-        None,
-        "directory for a timeline of every task; none: no timeline",
-        run_option=True,
-    )
+    trace: str | None = _setting(_text, None, "directory for a timeline of every task; none: no timeline", run_option=True)
     log: str | None = _setting(
         _one_of("warning", "info", "debug"),
         None,

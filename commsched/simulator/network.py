@@ -30,8 +30,8 @@ class _Message:
 class _Connection:
     """One direction between one shard and each worker of a class.
 
-    ``key``: the index of the worker class, the shard, and whether the connection carries pushes. ``waiting`` starts one message at a
-    time.
+    ``key``: the index of the worker class, the shard, and whether the connection carries pushes.
+    ``waiting`` starts one message at a time.
     """
 
     key: tuple[int, int, bool]
