@@ -6,7 +6,7 @@ Only calls cost time there. The comparison is therefore of the cost of each syst
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from statistics import median
@@ -33,6 +33,7 @@ from .harness.system import Carrier, open_carriers
 _WIDTH = 8
 _UNCOUNTED_STEPS = 2  # of each turn
 _WARM_UP_STEPS = 10
+_STEPS_TO_ASK = 4  # between two questions whether sizes are chosen
 _TIMEOUT_SECONDS = 600.0
 
 _COLUMNS = {
@@ -96,12 +97,13 @@ def _row(name: str, found: list[Mapping[str, Any]], ddp: list[Mapping[str, Any]]
 
 @dataclass
 class _System:
-    """One way to train. ``finish`` completes the outstanding updates. ``seconds`` and ``cpu_seconds`` are the times of a step,
-    by turn."""
+    """One way to train. ``finish`` completes the outstanding updates. ``session`` chooses sizes meanwhile; DDP has none.
+    ``seconds`` and ``cpu_seconds`` are the times of a step, by turn."""
 
     step: Callable[[], None]
     finish: Callable[[], None]
     model: nn.Module
+    session: Session | None = None
     seconds: list[float] = field(default_factory=list)
     cpu_seconds: list[float] = field(default_factory=list)
 
@@ -124,6 +126,7 @@ def rank_main(session: Session, arguments: Mapping[str, Any]) -> dict[str, Any]:
             "commsched, gloo": _scheduled(arguments["parameters"], carriers[gloo].session),
         }
         initial = weights_of(made["ddp"].model)
+        _choose_sizes(list(made.values()), session)
         for turn in range(-1, arguments["rounds"]):
             for name in rotated(list(made), turn):
                 session.gather(f"turn {turn} of {name}")
@@ -156,7 +159,7 @@ def _ddp(parameters: int, rank: int) -> _System:
 def _scheduled(parameters: int, session: Session) -> _System:
     model = _model(parameters)
     optimizer = cs.ScheduledOptimizer(_optimizer(model), model, session=session)
-    return _System(_step(model, optimizer, session.rank), optimizer.synchronize, model)
+    return _System(_step(model, optimizer, session.rank), optimizer.synchronize, model, session)
 
 
 def _step(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> Callable[[], None]:
@@ -170,14 +173,32 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> Call
     return step
 
 
+def _choose_sizes(systems: Sequence[_System], session: Session) -> None:
+    """Train until partitions and credits have chosen themselves: the search would take processor time from whatever is measured
+    meanwhile, DDP too. All systems take equally many steps, because their weights are compared. Collective."""
+    taken = []
+    for system in systems:
+        steps = 0
+        while system.session is not None and not session.gather(system.session.is_settled)[0]:
+            steps += _take_steps(system, _STEPS_TO_ASK)
+        taken.append(steps)
+    for system, steps in zip(systems, taken, strict=True):
+        _take_steps(system, max(taken) - steps)
+        system.finish()
+
+
+def _take_steps(system: _System, steps: int) -> int:
+    for _ in range(steps):
+        system.step()
+    return steps
+
+
 def _take_turn(system: _System, steps: int, counts: bool) -> None:
     """Run one turn. A step lasts from the beginning of one forward to the beginning of the next. Outstanding work therefore
     counts in a later step."""
-    for _ in range(_UNCOUNTED_STEPS):
-        system.step()
+    _take_steps(system, _UNCOUNTED_STEPS)
     cpu_began, began = process_time(), perf_counter()
-    for _ in range(steps):
-        system.step()
+    _take_steps(system, steps)
     if counts:
         system.seconds.append((perf_counter() - began) / steps)
         system.cpu_seconds.append((process_time() - cpu_began) / steps)

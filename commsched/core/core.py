@@ -315,7 +315,12 @@ class Core:
                 )
         except CommschedError as error:
             self._failed_inside = self._failed_inside or error
-        if self._is_idle:
+        self._wake()
+
+    def _wake(self) -> None:
+        """Wake the dispatcher if it waits and has something to do: a wake-up costs more than most calls that lead here. Called
+        with the lock held."""
+        if self._is_idle and (self._failed_inside is not None or self._order.has_work()):
             self._is_idle = False
             self._work.notify()
 
@@ -517,7 +522,7 @@ class Core:
                 event(self._agreement)
             except CommschedError as error:
                 self._failed_inside = self._failed_inside or error
-            self._work.notify()
+            self._wake()
 
     def _describe(self, key: LaunchKey) -> str:
         """Called with the lock held. ``key`` may come from another rank, so it may be unknown here."""
@@ -566,10 +571,7 @@ class Core:
         task.advance("notify_sent")
         task.sent_at = monotonic()
         self._order.sent(task)
-        # A wake-up costs more than the rest of this. Where this rank alone decides, credit is of use only to a task that waits.
-        if self._is_idle and (not isinstance(self._order, Scheduler) or len(self._order)):
-            self._is_idle = False
-            self._work.notify()
+        self._wake()
 
     # --- failure and end ---
 

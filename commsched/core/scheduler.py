@@ -145,6 +145,10 @@ class Scheduler(ReadyTasks[T]):
         self.credit.take(task.nbytes)
         return self.pop()
 
+    def has_work(self) -> bool:
+        """Whether a task waits."""
+        return bool(self._heap)
+
     def sent(self, task: T) -> None:
         """Return the credit of a started task, whose bytes have left this rank."""
         self.credit.give_back(task.nbytes)

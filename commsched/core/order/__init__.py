@@ -27,6 +27,10 @@ class Order(Protocol):
         """Return the task to start now, if there is one."""
         ...
 
+    def has_work(self) -> bool:
+        """Whether a call of ``next`` may return a task, or there is a message to send. False spares a wake-up."""
+        ...
+
     def sent(self, task: CommTask) -> None:
         """Return the credit of a started task, whose bytes have left this rank."""
         ...

@@ -130,6 +130,16 @@ class AgreedOrder:
             self._static_step_ended(frozen, *done)
         return self._started(task, LARGEST)
 
+    def has_work(self) -> bool:
+        """See ``order.Order``. It may be True in vain: a frozen order launches what is ready, if the credit admits it."""
+        return bool(
+            self._offers
+            or self._outgoing
+            or self._frozen is not None
+            or any(self._agreed)
+            or (self._decider is not None and self._decider.has_ready)
+        )
+
     def _begin_after_frozen(self) -> None:
         self._agreed[LARGEST].extend(self._after_frozen)
         self._after_frozen.clear()

@@ -52,6 +52,11 @@ class OrderLeader:
     def digest(self) -> str:
         return self._digest
 
+    @property
+    def has_ready(self) -> bool:
+        """Whether a task is ready on all ranks and not yet decided on."""
+        return any(map(len, self._ready))
+
     def offer(self, rank: int, key: LaunchKey) -> bool:
         """Note that ``key`` is ready on ``rank``. Returns whether it is ready on all ranks now.
 

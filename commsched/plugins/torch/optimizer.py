@@ -24,11 +24,11 @@ from .checks import find_overlap, outside_of, require_optimizer_and_model, requi
 from .compared import ComparedWeights, compared_keys, mean_loss
 from .device import init_for
 from .exchange import GradientExchange
-from .guard import Guarded, guard, own_class, record_of, unguarded
+from .guard import Guarded, guard, own_class, unguarded
 from .initial_state import broadcast_model, broadcast_optimizer, broadcast_parameters, parameters_of, require_same_group
 from .layout import end_abandoned
 from .marked import Twin, increment_versions, unnoticed, warn_if_impossible
-from .slot import Slot
+from .slot import GRADIENT_TRANSITIONS, Slot
 from .timing import trace_forward
 from .update import (
     SwappedIn,
@@ -369,7 +369,7 @@ class ScheduledOptimizer(Optimizer):
         with unnoticed():
             for slot in slots:
                 twin = slot.twin
-                slot.advance("step")
+                slot.state = GRADIENT_TRANSITIONS[slot.state, "step"]
                 twin.version = twin.plain._version
                 slot.record.guard(slot.parameter, slot.await_update, twin if outstanding else None)
                 if not isinstance(slot.gradient, Guarded):  # most are guarded since backward
@@ -415,13 +415,14 @@ class ScheduledOptimizer(Optimizer):
                     self._update(used)
             finally:
                 for slot in batch:
-                    slot.advance("update")
+                    slot.state = GRADIENT_TRANSITIONS[slot.state, "update"]  # advance() is one more call for each parameter
                     if slot.zero_later:
                         slot.zero_if_asked()
                 with unnoticed():
                     for slot in batch:
                         slot.record.release(slot.parameter)
-                        record_of(slot.gradient).release(slot.gradient)
+                        gradient = slot.gradient
+                        slot.record_of_gradient(gradient).release(gradient)
                 if not self._pending:
                     exchange.put_in_place = None
 

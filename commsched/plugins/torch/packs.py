@@ -13,13 +13,14 @@ import torch
 
 from ...core.group import TensorGroup
 from ...core.plan import Plan
-from .guard import guard
-from .slot import GradientState, Slot
+from .slot import GRADIENT_TRANSITIONS, GradientState, Slot
 
 #: The size up to which a gradient is packed. The copy of a larger one takes longer than the calls, and should not come late.
 _MAX_BYTES = 1 << 16
 
 _STRIDED = torch.strided
+_EXPECTED = GradientState.EXPECTED
+_SUBMITTED = GRADIENT_TRANSITIONS[_EXPECTED, "submit"]
 
 
 class Pack:
@@ -48,7 +49,7 @@ class Pack:
         held = slot.gradient
         if (
             slot.users is not None
-            or slot.state is not GradientState.EXPECTED
+            or slot.state is not _EXPECTED
             or sys.getrefcount(held) > slot.references + 1
             or gradient is held
             or gradient.dtype is not slot.dtype
@@ -61,9 +62,9 @@ class Pack:
         ):
             return False
         slot.parameter.grad = held
-        slot.advance("submit")
+        slot.state = _SUBMITTED
         slot.made, slot.version = None, held._version
-        guard(held, slot.await_gradient)
+        slot.record_of_gradient(held).guard(held, slot.await_gradient)
         self._views.append(slot.view)
         self._gradients.append(gradient)
         self.note(slot)

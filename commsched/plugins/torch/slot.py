@@ -18,7 +18,7 @@ from ...core.group import DependencyProxy, TensorGroup
 from ...core.manifest import TensorSpec
 from .checks import Rows
 from .device import Device, register_on, spec_of
-from .guard import address, guard, record_of, release, unguarded
+from .guard import Record, address, guard, record_of, release, unguarded
 from .marked import Twin, increment_versions
 
 if TYPE_CHECKING:
@@ -93,6 +93,7 @@ class Slot:
         "filled",
         "flag",
         "gradient",
+        "gradient_record",
         "group",
         "is_sparse",
         "is_undefined",
@@ -147,7 +148,7 @@ class Slot:
         self.version = 0  # version of ``gradient`` when it was submitted; the user's in-place operations increase it
         self.was_read = False  # the gradient was read in this round, before step(); by any thread, which changes no state
         self.await_gradient: Callable[[], None]  # called before the gradient is read
-        self.record = record_of(parameter)
+        self.record = self.gradient_record = record_of(parameter)  # see ``record_of_gradient`` for the second
         self.await_update: Callable[[], None]  # called before the parameter is read, while an update is outstanding
         # Zero ``gradient`` after the outstanding update, which still needs its values. No state, because the training thread
         # sets it while another thread may end the update.
@@ -157,6 +158,13 @@ class Slot:
     def advance(self, event: str) -> None:
         """Change the state by ``event``, one of the events in :data:`GRADIENT_TRANSITIONS`."""
         self.state = GRADIENT_TRANSITIONS[self.state, event]
+
+    def record_of_gradient(self, gradient: torch.Tensor) -> Record:
+        """Return the guard's record of ``gradient``, which is the slot's own. It is kept, because each step needs it twice."""
+        record = self.gradient_record
+        if record() is not gradient:
+            record = self.gradient_record = record_of(gradient)
+        return record
 
     def begin_round(self) -> None:
         """Note that a round begins. A gradient that waited for a round that was broken off is forgotten."""

@@ -38,7 +38,8 @@ class CollectiveTransport(Transport):
     memory of its own here, and messages may still name tensors of a released one.
 
     Every rank receives all contributions to its chunk from the other ranks, sums them in rank order (16-bit floats in 32 bits),
-    and sends the average to all other ranks. It sends as many bytes as a ring all-reduce. With more than ``exchange_up_to``
+    and sends the average to all other ranks. It sends as many bytes as a ring all-reduce. Two ranks need half the messages for
+    these bytes: each sends the other its whole contribution, and both sum alike. With more than ``exchange_up_to``
     ranks, the channel's own all-reduce sums the dtypes that it supports, and this transport divides the sum. Reduce-scatter
     and all-gather tasks use the exchange with any number of ranks.
 
@@ -104,6 +105,8 @@ class CollectiveTransport(Transport):
         dtype = task.partition.dtype
         if task.verb == ALL_REDUCE and dtype in channel.native and self.world_size > self.exchange_up_to:
             self._operate(partial(channel.all_reduce, task.data, dtype), self._next(task, partial(self._divide, task, then)))
+        elif task.verb == ALL_REDUCE and self.world_size == 2:
+            self._swap(task, then)
         elif task.verb == ALL_REDUCE:
             self._reduce_scatter(task, partial(self._all_gather, task, then))
         elif task.verb == REDUCE_SCATTER:
@@ -118,6 +121,12 @@ class CollectiveTransport(Transport):
             with np.errstate(all="ignore"):
                 np.divide(values, values.dtype.type(self._divisor), out=values)
         then()
+
+    def _swap(self, task: CommTask, then: _Then) -> None:
+        """Write the average of both ranks' whole contributions into the task's data."""
+        contributions = [task.data, task.data]
+        contributions[1 - self.rank] = self._buffers.take(len(task.data))
+        self._exchange(task, 0, [task.data] * 2, contributions, partial(self._average, task, contributions, then))
 
     def _reduce_scatter(self, task: CommTask, then: _Then) -> None:
         """Write the average of this rank's chunk into the task's data."""

@@ -66,8 +66,10 @@ class Ranks:
         """Act as Core's dispatcher: start what may start, and send what is to be sent."""
         order = self.orders[rank]
         while True:
-            task = order.next()
-            for message in order.outgoing():
+            had_work = order.has_work()
+            task, outgoing = order.next(), order.outgoing()
+            assert had_work or (task is None and not outgoing), "the dispatcher would sleep"
+            for message in outgoing:
                 for to in range(1, self.size) if rank == 0 else [0]:
                     self.wires.setdefault((rank, to), deque()).append(json.dumps(message))
             if task is None:

@@ -747,3 +747,19 @@ def test_another_policy_and_credit_count_for_what_waits() -> None:
     ranks.settle(0)
     ranks.deliver_all()
     assert [key.partition for key in ranks.launched(1, AGREED)] == [4, 1]
+
+
+def test_there_is_no_work_while_a_task_waits_for_other_ranks() -> None:
+    ranks = Ranks(2)
+    leader, other = ranks.orders
+    leader.add(make_task(0, 0))
+    assert not leader.has_work()
+    other.add(make_task(0, 0))
+    assert other.has_work()  # it reports the task
+    ranks.settle(1)
+    assert not other.has_work()
+    ranks.deliver_all()
+    assert [len(started) for started in ranks.started] == [1, 1]
+    for rank in range(2):
+        ranks.orders[rank].sent(ranks.started[rank][0])
+        assert not ranks.orders[rank].has_work()

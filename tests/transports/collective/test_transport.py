@@ -43,6 +43,15 @@ def test_up_to_so_many_ranks_what_a_channel_could_sum_is_exchanged(monkeypatch: 
         assert len(ranks.networks[0].sums) == sums
 
 
+def test_two_ranks_exchange_each_partition_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collective, "EXCHANGE_UP_TO", 16)
+    for world_size, exchanges in ((2, 1), (3, 2)):
+        ranks = Ranks(world_size)
+        for rank in range(world_size):
+            ranks.start(rank, bytearray(16))
+        assert [len(channels[0].tags) for channels in ranks.channels] == [exchanges] * world_size
+
+
 MANIFEST = Manifest((TensorSpec("embedding", (4,), "float32"), TensorSpec("head", (4,), "float32")))
 
 
@@ -99,8 +108,12 @@ def contribution(rank: int, numel: int, dtype: str) -> bytearray:
 
 
 @pytest.mark.parametrize("verbs", [[ALL_REDUCE], [REDUCE_SCATTER, ALL_GATHER]], ids=["all_reduce", "rsag"])
+@pytest.mark.parametrize("exchange_up_to", [0, 16])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
-def test_the_average_is_that_of_a_sum_in_rank_order(world_size: int, verbs: Sequence[str]) -> None:
+def test_the_average_is_that_of_a_sum_in_rank_order(
+    world_size: int, exchange_up_to: int, verbs: Sequence[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(collective, "EXCHANGE_UP_TO", exchange_up_to)
     manifest = Manifest(tuple(TensorSpec(f"{dtype}-{n}", (n,), dtype) for n in (1, 2, 4, 103) for dtype in ITEMSIZE))
     ranks = Ranks(world_size, manifest)
     for index, (spec, at) in enumerate(zip(manifest.tensors, ranks.partitions)):
@@ -166,10 +179,10 @@ def test_the_sum_of_sums_is_divided_by_the_number_of_ranks_of_the_job() -> None:
 
 def test_tags_differ_between_phases_and_stay_below_what_backends_promise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("commsched.transports.collective.transport.MAX_TAGS", 6)
-    ranks = Ranks(2, Manifest((TensorSpec("x", (2,), "float16"),)))
+    ranks = Ranks(3, Manifest((TensorSpec("x", (3,), "float16"),)))
     for sequence in range(4):
-        for rank in range(2):
-            ranks.start(rank, bytearray(4), sequence)
+        for rank in range(3):
+            ranks.start(rank, bytearray(6), sequence)
     assert ranks.channels[0][0].tags == [0, 1, 2, 3, 4, 5, 0, 1]
 
 
