@@ -301,6 +301,10 @@ def test_weights_that_one_rank_changes(loads: bool, tmp_path: Path) -> None:
             else:
                 net[2].bias.data()[:] = 1
         trained(session, net, steps=3, trainer=trainer)
+        failed = threading.Event()  # the comparison may end after the third step
+        session.when_failed(lambda _: failed.set())
+        assert failed.wait(60)
+        trained(session, net, trainer=trainer)
 
     name, more = (r"net_dense\d_\w+", r" \(5 more differ\)") if loads else ("net_dense2_bias", "")
     match = rf"weights of 'net_dense0_weight' and 5 more differ between ranks after step 1: '{name}' is .*on rank 1{more}"
