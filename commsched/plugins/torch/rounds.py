@@ -256,12 +256,9 @@ class Round:
     ) -> None:
         """Submit the second flags: how the round ends on this rank. Never waits.
 
-        Args:
-            keeps: by flag: whether this rank still has a gradient.
-            changed: by flag: whether this rank has changed the gradient.
-            own_changed: the name of a parameter whose gradient was changed before it was averaged, if there is one.
-            hyper_parameters: those of the ``step()`` that ends the round, by group. ``None`` means that the round ends
-                without ``step()``.
+        ``keeps`` and ``changed`` say, by flag, whether this rank still has a gradient, and has changed it. ``own_changed``
+        names a parameter whose gradient was changed before it was averaged, if there is one. ``hyper_parameters`` are those of
+        the ``step()`` that ends the round, by group; ``None`` means that it ends without ``step()``.
         """
         committed = hyper_parameters is not None
         digest = self._digests.digest(hyper_parameters) if hyper_parameters is not None else 0.0
@@ -298,11 +295,8 @@ class Round:
                 slot.version = slot.gradient._version
 
     def used(self) -> BackwardShares:
-        """Wait until backward is over on all ranks, and return their first flags.
-
-        Raises:
-            UnsupportedError: some ranks add parameters instead, or have unfrozen parameters that others have not.
-        """
+        """Wait until backward is over on all ranks, and return their first flags. Raises UnsupportedError if some ranks add
+        parameters instead, or have unfrozen parameters that others have not."""
         used = self._places.flags.used()
         require_added_alike(used.adding, self._session.rank)
         require_unfrozen_alike(used.unfrozen, self._places.late, self._session.rank)
@@ -357,12 +351,8 @@ class Round:
         return kept
 
     def await_all_ranks(self) -> None:
-        """Wait for all ranks before parameters are added, by a round without gradients. A rank that continues training
-        instead gets an error, too.
-
-        Raises:
-            UnsupportedError: other ranks do not add parameters.
-        """
+        """Wait for all ranks before parameters are added, by a round without gradients. A rank that continues training instead
+        gets an error, too. Raises UnsupportedError if other ranks do not add parameters."""
         flags = self._places.flags
         nothing = [False] * len(self._places.all)
         flags.begin_step()

@@ -174,21 +174,15 @@ class Slot:
         self.was_read = False
 
     def specs(self) -> list[TensorSpec]:
-        """Return the specs of the tensors that travel for this parameter.
-
-        Raises:
-            UnsupportedError: the parameter's type cannot be averaged.
-        """
+        """Return the specs of the tensors that travel for this parameter. Raises UnsupportedError if the parameter's type
+        cannot be averaged."""
         with unguarded():
             spec = spec_of(self.name, torch.view_as_real(self.parameter) if self.parameter.is_complex() else self.parameter)
         return [spec, TensorSpec(f"{self.name}.rows", spec.shape[:1], "float32")] if self.is_sparse else [spec]
 
     def require_averageable(self, gradient: torch.Tensor) -> None:
-        """Require that ``gradient`` has no graph, and the layout, shape, type and device registered for this parameter.
-
-        Raises:
-            UnsupportedError: one of these differs; the message says which.
-        """
+        """Require that ``gradient`` has no graph, and the layout, shape, type and device registered for this parameter. Raises
+        UnsupportedError if one of these differs; the message says which."""
         if gradient.requires_grad:
             raise UnsupportedError(f"the gradient of '{self.name}' has a graph (create_graph=True): it cannot be averaged")
         if (
@@ -225,10 +219,8 @@ class Slot:
         """Move the gradient back into the view's memory if the user has given it other memory or strides, through ``.data`` or
         by transposing it in place.
 
-        The view takes the values, and the gradient counts as edited.
-
-        Args:
-            given: receives the other memory, which the user may still hold.
+        The view takes the values, and the gradient counts as edited. ``given`` receives the other memory, which the user may
+        still hold.
 
         Raises:
             UnsupportedError: the average may be outstanding, the values do not fit the view, or the memory of the view itself
@@ -260,10 +252,7 @@ class Slot:
 
     def require_released(self, given: torch.UntypedStorage) -> None:
         """Require that ``given``, the memory that the user once gave to the gradient in ``.grad``, is not in use any more.
-
-        Raises:
-            UnsupportedError: something holds it: what was done to it since is not in the gradient.
-        """
+        Raises UnsupportedError if something holds it: what was done to it since is not in the gradient."""
         if self.parameter.grad is self.gradient and is_held(given):
             raise UnsupportedError(
                 f"'{self.name}'.grad was given memory through .data, and something else still holds that memory; changes "
@@ -276,11 +265,8 @@ class Slot:
         return kinds[0] == kinds[1] and view.data_ptr() == self.address
 
     def require_in_buffer(self) -> None:
-        """Require that the gradient, if it is still in ``.grad``, lies in the view's memory.
-
-        Raises:
-            UnsupportedError: the user has given the gradient other memory, or moved the memory of the view.
-        """
+        """Require that the gradient, if it is still in ``.grad``, lies in the view's memory. Raises UnsupportedError if the
+        user has given the gradient other memory, or moved the memory of the view."""
         gradient = self.gradient
         if self.rows is not None:
             return
@@ -294,11 +280,8 @@ class Slot:
         self.gradient = self.view.data  # the replaced gradient is not used any more
 
     def require_own_memory(self, gradient: torch.Tensor) -> None:
-        """Require that ``gradient``, which the user has put into ``.grad``, does not share memory with other tensors.
-
-        Raises:
-            UnsupportedError: it is a part of a larger tensor.
-        """
+        """Require that ``gradient``, which the user has put into ``.grad``, does not share memory with other tensors. Raises
+        UnsupportedError if it is a part of a larger tensor."""
         if gradient.layout == torch.strided and gradient.untyped_storage().nbytes() > gradient.nbytes:
             raise UnsupportedError(
                 f"'{self.name}'.grad is a view of a larger tensor, a flat buffer of gradients, say: it is averaged elsewhere, "
@@ -408,11 +391,8 @@ def is_held(storage: torch.UntypedStorage) -> bool:
 
 def give_places(session: commsched.Session, device: Device, slots: Sequence[Slot]) -> tuple[TensorGroup, list[torch.Tensor]]:
     """Register the gradients of ``slots``, in forward order. Return the group and the tensors in its buffers. Collective.
-
-    Raises:
-        ManifestMismatch: the ranks' parameters differ.
-        UnsupportedError: the type of a parameter cannot be averaged.
-    """
+    Raises ManifestMismatch if the ranks' parameters differ, and UnsupportedError if the type of a parameter cannot be
+    averaged."""
     specs = _aligned(slots)
     group, views = register_on(session, device, [spec for each in specs for spec in each])
     first = 0
