@@ -21,6 +21,7 @@ from ..core.errors import (
     TransportError,
     UnsupportedError,
     from_record,
+    ranks_text,
     to_record,
 )
 from .events import CallbackThread, Listener
@@ -448,7 +449,7 @@ class ControlEnd:
             missing = not_there()
             if condition() or self._over:
                 continue
-            ranks = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}" if missing else "other ranks"
+            ranks = ranks_text(missing) if missing else "other ranks"
             log.warning("%s has waited %.0f s for %s to %s", self._member, waited, ranks, what)
             warned = waited
             if limit is not None and waited >= limit:

@@ -79,9 +79,15 @@ MAX_WIRE_BYTES = MAX_MESSAGE_BYTES + 2**16
 _MAX_RANK = 2**20
 
 
+_KINDS: dict[str, type[Message]] = {}  # by name
+
+
 @dataclass(frozen=True, slots=True)
 class Message:
     """Base of all messages."""
+
+    def __init_subclass__(cls) -> None:
+        _KINDS[cls.__name__] = cls  # called once more for the class with slots, which replaces the first
 
 
 # --- from a member ---
@@ -286,40 +292,6 @@ class Commit(Message):
     config: dict[str, Any]
     steps: dict[int, int]
     window: dict[str, Any] = field(default_factory=dict)
-
-
-_KINDS: dict[str, type[Message]] = {
-    kind.__name__: kind
-    for kind in (
-        Hello,
-        Ping,
-        Gather,
-        AskMissing,
-        ReportFailure,
-        Leave,
-        Part,
-        Released,
-        Disconnect,
-        Propose,
-        ToRank0,
-        Announce,
-        Prepared,
-        Heartbeat,
-        Welcome,
-        Ready,
-        Pong,
-        GatherPart,
-        Missing,
-        FromRank,
-        Announced,
-        Failed,
-        Left,
-        Parting,
-        End,
-        Prepare,
-        Commit,
-    )
-}
 
 
 def ranges_of(ranks: Iterable[int]) -> dict[int, int]:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from ..core.errors import CommschedError, ConfigError, PeerLost, PeerTimeout, ProtocolError, from_record, to_record
+from ..core.errors import CommschedError, ConfigError, PeerLost, PeerTimeout, ProtocolError, from_record, ranks_text, to_record
 from ..version import __version__
 from .liveness import FailureDetector, too_silent
 from .messages import (
@@ -261,9 +261,8 @@ class Roster:
 
     def _who_is_missing(self) -> str:
         missing = sorted(set(range(self.world_size)) - self._ranks.keys())
-        ranks = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
         refused = f"; rank 0 refused {self._refused}" if self._refused else ""
-        return f"{ranks} of {self.world_size} did not join within {self._join_within_seconds:g} s{refused}"
+        return f"{ranks_text(missing)} of {self.world_size} did not join within {self._join_within_seconds:g} s{refused}"
 
     @property
     def _ranks(self) -> dict[int, int]:

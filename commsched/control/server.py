@@ -130,10 +130,11 @@ class ControlServer:
         try:
             message = decode(data)
         except ProtocolError as error:
-            refusal = error
-            self._decide(lambda: self._roster.invalid_message(connection, refusal))
+            with self._changed:
+                self._send(self._roster.invalid_message(connection, error))
         else:
-            self._decide(lambda: self._roster.received(connection, message, now))
+            with self._changed:
+                self._send(self._roster.received(connection, message, now))
 
     def _finished(self, connection: int) -> None:
         with self._changed:
@@ -157,8 +158,7 @@ class ControlServer:
             with self._changed:
                 if self._changed.wait_for(lambda: self._closing, self._tick_seconds):
                     return
-            self._decide(lambda: self._roster.tick(time.monotonic()))
-            with self._changed:
+                self._send(self._roster.tick(time.monotonic()))
                 doubtful = self._roster.doubtful()
             for connection, member in doubtful:
                 self._doubts.ask(connection, str(member), member.witness)
@@ -166,10 +166,6 @@ class ControlServer:
     def _runs(self, connection: int) -> None:
         with self._changed:
             self._roster.runs(connection)
-
-    def _decide(self, decision: Callable[[], list[Send]]) -> None:
-        with self._changed:
-            self._send(decision())
 
     def _send(self, sends: list[Send]) -> None:
         """Called with the lock held, so that every member gets the messages in the order of the decisions. ``put`` never

@@ -8,7 +8,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from .errors import CommschedError, ManifestMismatch, RanksDiverged
+from .errors import CommschedError, ManifestMismatch, RanksDiverged, ranks_text
 
 #: The most reports of one rank that may wait for reports of the others: far more than synchronous ranks can be apart.
 MAX_WAITING = 1000
@@ -90,7 +90,7 @@ class Comparison:
             waiting[rank].append((step, {name: json.dumps(value, sort_keys=True) for name, value in values.items()}))
             if len(waiting[rank]) > MAX_WAITING:
                 missing = [other for other in range(self._world_size) if not waiting[other]]
-                raise RanksDiverged(f"{_ranks(missing)} compared no {what} while rank {rank} did so {MAX_WAITING} times")
+                raise RanksDiverged(f"{ranks_text(missing)} compared no {what} while rank {rank} did so {MAX_WAITING} times")
             if not all(waiting):
                 return
             heads = [queue.popleft() for queue in waiting]
@@ -116,10 +116,6 @@ def _require_equal(what: str, reported: list[tuple[int, dict[str, str]]], hint: 
     by_value: defaultdict[str, list[int]] = defaultdict(list)
     for rank, (_, other_values) in enumerate(reported):
         by_value[other_values[name]].append(rank)
-    listed = " but ".join(f"{value} on {_ranks(ranks)}" for value, ranks in by_value.items())
+    listed = " but ".join(f"{value} on {ranks_text(ranks)}" for value, ranks in by_value.items())
     more = f" ({len(different) - 1} more differ)" if len(different) > 1 else ""
     raise RanksDiverged(f"{what} differ between ranks after step {step}: '{name}' is {listed}{more}{hint and '; '}{hint}")
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -14,7 +14,6 @@ class Event(Protocol):
     def synchronize(self) -> None:
         """Return when the device has reached this point. Waits without the interpreter's lock. Raises the device's error if it
         failed."""
-        ...
 
 
 class _Now:

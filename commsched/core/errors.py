@@ -8,6 +8,15 @@ The ranks disagree: :class:`ManifestMismatch`, :class:`OrderMismatch`, :class:`R
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+
+def ranks_text(ranks: Sequence[int], most: int | None = None) -> str:
+    """``ranks`` as messages name them: "rank 3", "ranks 1, 2". With ``most``, only so many numbers, and how many more."""
+    shown = ", ".join(map(str, ranks[:most]))
+    more = f" and {len(ranks) - most} more" if most is not None and len(ranks) > most else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
+
 
 class CommschedError(Exception):
     """Base of all errors of commsched.

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from .errors import ranks_text
 from .manifest import ITEMSIZE, Manifest
 from .task import CommTask
 
@@ -93,13 +94,9 @@ def _describe(reports: Mapping[int, FiniteReport]) -> str:
     for rank, report in sorted(reports.items()):
         by_step.setdefault(report.step, []).append(rank)
     (step, first), *others = sorted(by_step.items())
-    later = "".join(f", {_ranks(ranks)} since step {since}" for since, ranks in others)
+    later = "".join(f", {ranks_text(ranks)} since step {since}" for since, ranks in others)
     return (
-        f"{_ranks(first)} {'has' if len(first) == 1 else 'have'} had gradients that are not finite (NaN or infinite) in every "
-        f"step since step {step}, '{reports[first[0]].tensor}' among them{later}; "
+        f"{ranks_text(first)} {'has' if len(first) == 1 else 'have'} had gradients that are not finite (NaN or infinite) in "
+        f"every step since step {step}, '{reports[first[0]].tensor}' among them{later}; "
         "training goes on, as it would without commsched"
     )
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -4,7 +4,7 @@ methods do nothing; all others are protocols."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from .errors import CommschedError
 from .manifest import Manifest
@@ -29,11 +29,16 @@ class Completion(Protocol):
 
     def on_sent(self, task: CommTask) -> None:
         """The task's bytes have left this rank, so its credit comes back. Called at most once, and not after ``on_done``."""
-        ...
 
     def on_done(self, task: CommTask) -> None:
         """The average is in ``task.data``. Called exactly once, unless the transport failed. Implies ``on_sent``."""
-        ...
+
+
+class Calls(NamedTuple):
+    """A :class:`Completion` of two functions, for a transport that passes a task of its own to another transport."""
+
+    on_sent: Callable[[CommTask], None]
+    on_done: Callable[[CommTask], None]
 
 
 class Transport:
@@ -125,15 +130,12 @@ class Messenger(Protocol):
 
     def send_to_rank_0(self, topic: str, value: Any) -> None:
         """Send ``value`` to rank 0, from another rank."""
-        ...
 
     def announce(self, topic: str, value: Any) -> None:
         """Send ``value`` to all other ranks, from rank 0."""
-        ...
 
     def propose(self, config: dict[str, Any]) -> None:
         """Ask that all ranks switch to ``config`` at one agreed step."""
-        ...
 
 
 class Observer:

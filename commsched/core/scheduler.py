@@ -89,7 +89,6 @@ class Policy(Protocol):
         The key must not change while a task waits. It travels with the task, so that queues behind this rank's scheduler keep
         the same order.
         """
-        ...
 
 
 class ReadyTasks(Generic[T]):

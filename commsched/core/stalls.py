@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from time import monotonic
 from typing import Any, NamedTuple
 
-from .errors import CommschedError, PeerTimeout, TransportError
+from .errors import CommschedError, PeerTimeout, TransportError, ranks_text
 
 #: The last verdict also answers a wait for the same place that is reported within this time.
 _FRESH_SECONDS = 1.0
@@ -78,9 +78,12 @@ def verdict(step: int, answers: Mapping[int, RankProgress], silent: Sequence[int
             late.setdefault(f"not sent {_listed(progress.names, progress.missing)}", []).append(rank)
         elif progress.others:
             behind.setdefault(f"not sent {_listed(progress.others, len(progress.others))} of the same step", []).append(rank)
-    said = [f"{_ranks(ranks)} {'has' if len(ranks) == 1 else 'have'} {what}" for what, ranks in (late or behind).items()]
+    said = [
+        f"{ranks_text(ranks, _MAX_RANKS)} {'has' if len(ranks) == 1 else 'have'} {what}"
+        for what, ranks in (late or behind).items()
+    ]
     if silent:
-        said.append(f"{_ranks(silent)} {'does' if len(silent) == 1 else 'do'} not answer")
+        said.append(f"{ranks_text(silent, _MAX_RANKS)} {'does' if len(silent) == 1 else 'do'} not answer")
     if not said:
         return StallVerdict((), "every rank has sent it, so it waits for the network or a server")
     named = sorted({*silent, *(rank for ranks in (late or behind).values() for rank in ranks)})
@@ -90,12 +93,6 @@ def verdict(step: int, answers: Mapping[int, RankProgress], silent: Sequence[int
 def _listed(names: Sequence[str], count: int) -> str:
     shown = ", ".join(f"'{name}'" for name in names[:_MAX_NAMES])
     return shown if count <= len(names) else f"{shown} and {count - len(names)} more"
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:_MAX_RANKS]))
-    more = f" and {len(ranks) - _MAX_RANKS} more" if len(ranks) > _MAX_RANKS else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
 
 
 @dataclass(slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..core.interfaces import Completion, ForwardingTransport, Transport
+from ..core.interfaces import Calls, Completion, ForwardingTransport, Transport
 from ..core.manifest import ITEMSIZE, Manifest, TensorSpec
 from ..core.plan import Partition
 from ..core.task import ALL_GATHER, REDUCE_SCATTER, CommTask, State
@@ -75,7 +75,6 @@ class WireTransport(ForwardingTransport):
         self._scattered: dict[tuple[int, int], memoryview] = {}  # by group and partition, between the two tasks
 
     def add_group(self, group: int, manifest: Manifest) -> None:
-        """See ``interfaces.Transport``."""
         recast = self._groups[group] = DtypeMapping(manifest, {"float32": self._dtype})
         self._inner.add_group(group, recast.manifest)
 
@@ -83,54 +82,27 @@ class WireTransport(ForwardingTransport):
         """See ``interfaces.Transport``. Rounds the contribution before it returns."""
         recast = self._groups[task.group]
         if task.partition.dtype != "float32":
-            self._inner.start(recast.task(task, task.data), _Passed(task, completion))
-            return
+            calls = Calls(lambda inner: completion.on_sent(task), lambda inner: completion.on_done(task))
+            return self._inner.start(recast.task(task, task.data), calls)
         scattered = self._scattered.pop((task.group, task.partition.index), None)
         if task.verb == ALL_GATHER and scattered is not None:
             narrowed = scattered
         else:
             narrowed = self._buffers.take(task.nbytes // 2)
             narrow(task.data, self._dtype, narrowed)
-        self._inner.start(recast.task(task, narrowed), _Narrowed(self, task, completion))
+
+        def arrived(inner: CommTask) -> None:
+            widen(inner.data, self._dtype, task.data)
+            if task.verb == REDUCE_SCATTER:
+                self._scattered[task.group, task.partition.index] = inner.data
+            completion.on_done(task)
+
+        self._inner.start(recast.task(task, narrowed), Calls(lambda inner: completion.on_sent(task), arrived))
 
     def release(self, group: int) -> None:
-        """See ``interfaces.Transport``."""
         del self._groups[group]
         super().release(group)
 
     def close(self, graceful: bool = True) -> None:
-        """See ``interfaces.Transport``."""
         super().close(graceful)
         self._scattered.clear()
-
-    def arrived(self, task: CommTask, narrowed: CommTask) -> None:
-        """Write the result, which ``narrowed`` holds, into ``task``. The inner transport's thread calls it."""
-        widen(narrowed.data, self._dtype, task.data)
-        if task.verb == REDUCE_SCATTER:
-            self._scattered[task.group, task.partition.index] = narrowed.data
-
-
-class _Passed:
-    """Reports the completion of the inner task as the completion of the outer task."""
-
-    def __init__(self, task: CommTask, completion: Completion) -> None:
-        self._task = task
-        self._completion = completion
-
-    def on_sent(self, task: CommTask) -> None:
-        self._completion.on_sent(self._task)
-
-    def on_done(self, task: CommTask) -> None:
-        self._completion.on_done(self._task)
-
-
-class _Narrowed(_Passed):
-    """Also writes the result into the outer task."""
-
-    def __init__(self, wire: WireTransport, task: CommTask, completion: Completion) -> None:
-        super().__init__(task, completion)
-        self._wire = wire
-
-    def on_done(self, task: CommTask) -> None:
-        self._wire.arrived(self._task, task)
-        super().on_done(task)

@@ -21,11 +21,9 @@ class Order(Protocol):
 
     def add(self, task: CommTask) -> int:
         """Add ``task``, which became ready. Returns its key by the policy."""
-        ...
 
     def next(self) -> CommTask | None:
         """Return the task to start now, if there is one."""
-        ...
 
     def has_work(self) -> bool:
         """Whether a call of ``next`` may return a task, or there is a message to send. False spares a wake-up."""
@@ -33,8 +31,6 @@ class Order(Protocol):
 
     def sent(self, task: CommTask) -> None:
         """Return the credit of a started task, whose bytes have left this rank."""
-        ...
 
     def reconfigure(self, policy: Policy, credit_bytes: int) -> None:
         """Continue with another policy and credit."""
-        ...

@@ -32,7 +32,6 @@ class Channel(Protocol):
 
     def all_reduce(self, data: memoryview, dtype: str, done: Done) -> None:
         """Replace ``data`` by its sum over the ranks, with the same bits on all ranks. Sums of ``uint8`` wrap."""
-        ...
 
     def exchange(
         self, tag: int, sends: Sequence[tuple[int, memoryview]], receives: Sequence[tuple[int, memoryview]], done: Done
@@ -43,7 +42,6 @@ class Channel(Protocol):
         ``MAX_TAGS``, and not used again while an exchange with it is outstanding. No memory is empty, and ``sends`` and
         ``receives`` are not both empty.
         """
-        ...
 
     def close(self, graceful: bool) -> None:
         """Release every thread and connection. Called once.
@@ -51,7 +49,6 @@ class Channel(Protocol):
         ``graceful`` means that no operation is outstanding, on this rank or any other. Otherwise outstanding operations end at
         once: their ``done`` is called with an error, or not at all.
         """
-        ...
 
 
 #: The number of different tags that an exchange may have. MPI guarantees as many.

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...core.errors import ClosedError, CommschedError, TransportError
-from ...core.interfaces import Completion, Transport
+from ...core.interfaces import Calls, Completion, Transport
 from ...core.manifest import ITEMSIZE, Manifest
 from ...core.task import CommTask
 from ..averaging.buffer_pool import BufferPool
@@ -230,7 +230,8 @@ class LeaderTransport(Transport):
             return
         data = self._sum(task, complete, result)
         complete.payloads.clear()
-        self._network.start(self._recasts[task.group].task(task, data), _OverHosts(self, started, result))
+        calls = Calls(lambda sent: self._sent(started), lambda done: self._arrived(started, done.data, result))
+        self._network.start(self._recasts[task.group].task(task, data), calls)
 
     def _sum(self, task: CommTask, complete: Complete, result: memoryview) -> memoryview:
         """Return the host's sum in the dtype that is sent: in ``result``, or in other memory if the dtypes differ."""
@@ -268,7 +269,7 @@ class LeaderTransport(Transport):
 
     # --- the launching thread or a thread of the network transport ---
 
-    def arrived(self, started: _Started, data: memoryview, result: memoryview) -> None:
+    def _arrived(self, started: _Started, data: memoryview, result: memoryview) -> None:
         """Convert ``data``, the average from the network, into ``result``, and finish the task."""
         dtype = started.task.partition.dtype
         if dtype in _WIDER:
@@ -288,7 +289,7 @@ class LeaderTransport(Transport):
         del self._started[PartitionKey(task.group, task.step, task.partition.index)]
         started.completion.on_done(task)
 
-    def sent(self, started: _Started) -> None:
+    def _sent(self, started: _Started) -> None:
         if self.ordered:
             started.completion.on_sent(started.task)
 
@@ -297,18 +298,3 @@ class LeaderTransport(Transport):
     def _name(self, task: CommTask) -> str:
         at = task.partition
         return f"tensor {self._manifests[task.group].names_in(at.dtype, at.start, at.stop)} of step {task.step}"
-
-
-class _OverHosts:
-    """The ``Completion`` of a host's sum on the network."""
-
-    def __init__(self, leader: LeaderTransport, started: _Started, result: memoryview) -> None:
-        self._leader = leader
-        self._started = started
-        self._result = result
-
-    def on_sent(self, task: CommTask) -> None:
-        self._leader.sent(self._started)
-
-    def on_done(self, task: CommTask) -> None:
-        self._leader.arrived(self._started, task.data, self._result)

@@ -1,5 +1,5 @@
-"""The collectives on a device that the transport needs (DeviceGroup), by torch's NCCL process group (NcclGroup), and the store
-in which the ranks' process groups find each other."""
+"""The collectives on a device that the transport needs, by torch's NCCL process group, and the store by which the ranks'
+process groups meet."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import socket
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,47 +19,12 @@ from ...backend import TransportContext
 from ...collective.failures import exit_if_job_fails
 
 
-class DeviceGroup(Protocol):
+class NcclGroup:
     """Collectives over all ranks, on one queue of the device. All methods but ``abort`` are called by one thread at a time.
 
     ``all_reduce``, ``reduce_scatter`` and ``all_gather`` are called within the ``work`` given to :meth:`launch`, and take
-    contiguous tensors on :attr:`device`.
-    """
-
-    device: torch.device
-
-    def all_reduce(self, values: torch.Tensor) -> None:
-        """Replace ``values`` by the sum of all ranks' ``values``."""
-        ...
-
-    def reduce_scatter(self, chunks: Sequence[torch.Tensor]) -> None:
-        """Replace this rank's own chunk, ``chunks[rank]``, by its sum over all ranks. The other chunks become undefined."""
-        ...
-
-    def all_gather(self, chunks: Sequence[torch.Tensor]) -> None:
-        """Replace each ``chunks[r]`` by the own chunk of rank ``r``. The chunks lie one after another in memory."""
-        ...
-
-    def launch(self, work: Callable[[], None]) -> Event:
-        """Run ``work``, which queues its operations on the device after all earlier launches. The event marks their end."""
-        ...
-
-    def error(self) -> str:
-        """Return what broke the group, or an empty string. An operation that ended because it was aborted gives no result."""
-        ...
-
-    def abort(self) -> None:
-        """End all launched operations, and release everything, without waiting for other ranks. Thread-safe."""
-        ...
-
-    def close(self) -> None:
-        """Release everything. Call it when no launched operation is outstanding."""
-        ...
-
-
-class NcclGroup:
-    """See ``DeviceGroup``. It uses ``torch.distributed``'s NCCL process group, with a stream of high priority, so that
-    the kernels that move data get their share of the device beside the kernels of the training.
+    contiguous tensors on :attr:`device`. The queue is a stream of high priority, so that the kernels that move data get their
+    share of the device beside the kernels of the training.
 
     Depending on its version, torch launches collectives on the current stream or on a stream of its own. ``Work.wait`` makes
     the current stream, which is ours, wait for them, and not the host. An event recorded on our stream afterwards marks the end
@@ -78,9 +43,11 @@ class NcclGroup:
         self._lock = threading.Lock()
 
     def all_reduce(self, values: torch.Tensor) -> None:
+        """Replace ``values`` by the sum of all ranks' ``values``."""
         self._group.allreduce([values]).wait()
 
     def reduce_scatter(self, chunks: Sequence[torch.Tensor]) -> None:
+        """Replace this rank's own chunk, ``chunks[rank]``, by its sum over all ranks. The other chunks become undefined."""
         own = chunks[self._rank]
         if (whole := _as_one(chunks)) is not None:
             self._group._reduce_scatter_base(own, whole).wait()
@@ -88,6 +55,7 @@ class NcclGroup:
             self._group.reduce_scatter([own], [list(chunks)]).wait()
 
     def all_gather(self, chunks: Sequence[torch.Tensor]) -> None:
+        """Replace each ``chunks[r]`` by the own chunk of rank ``r``. The chunks lie one after another in memory."""
         own = chunks[self._rank]
         if (whole := _as_one(chunks)) is not None:
             self._group._allgather_base(whole, own).wait()
@@ -95,6 +63,7 @@ class NcclGroup:
             self._group.allgather([list(chunks)], [own]).wait()
 
     def launch(self, work: Callable[[], None]) -> Event:
+        """Run ``work``, which queues its operations on the device after all earlier launches. The event marks their end."""
         event = torch.cuda.Event(blocking=True)  # a thread that waits for it sleeps
         with torch.cuda.stream(self._stream):
             work()
@@ -102,18 +71,21 @@ class NcclGroup:
         return event
 
     def error(self) -> str:
+        """Return what broke the group, or an empty string. An operation that ended because it was aborted gives no result."""
         if self._aborted:
             return "it was aborted"
         state: Any = self._group.get_error()
         return "" if state.name == "SUCCESS" else f"NCCL reports {state.name}"
 
     def abort(self) -> None:
+        """End all launched operations, and release everything, without waiting for other ranks. Thread-safe."""
         with self._lock:
             aborted, self._aborted = self._aborted, True  # set before the abort can end a launched operation
         if not aborted:
             self._group.abort()
 
     def close(self) -> None:
+        """Release everything. Call it when no launched operation is outstanding."""
         if not self._aborted:
             self._group.shutdown()
 

@@ -15,7 +15,7 @@ from ....core.task import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, CommTask
 from ...backend import TransportContext
 from ...collective.failures import DeferredFailure
 from ...collective.sequence import SequenceChecker
-from .group import DeviceGroup
+from .group import NcclGroup
 
 #: How long the device may take to end aborted operations.
 _ABORT_SECONDS = 5.0
@@ -39,7 +39,7 @@ class NcclTransport(Transport):
     ordered = True
     verbs = frozenset({ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER})
 
-    def __init__(self, context: TransportContext, group: DeviceGroup) -> None:
+    def __init__(self, context: TransportContext, group: NcclGroup) -> None:
         self.rank = context.world.rank
         self.world_size = context.world.world_size
         self.device = str(group.device)
@@ -52,7 +52,6 @@ class NcclTransport(Transport):
         self._watcher = EventWatcher("commsched-nccl")
 
     def add_group(self, group: int, manifest: Manifest) -> None:
-        """See ``interfaces.Transport``."""
         self._launches.add_group(group, manifest)
 
     def start(self, task: CommTask, completion: Completion) -> None:
@@ -81,7 +80,6 @@ class NcclTransport(Transport):
         self._watcher.call_after(event, partial(self._finish, task, completion), partial(self._fail, task))
 
     def close(self, graceful: bool = True) -> None:
-        """See ``interfaces.Transport``."""
         with self._lock:
             if self._closed:
                 return

@@ -23,7 +23,6 @@ class LaneListener(Protocol):
 
     def on_sent(self, server: int, key: PartitionKey) -> None:
         """The push of ``key`` has left this rank."""
-        ...
 
     def destination(self, server: int, frame: Frame) -> memoryview:
         """Return the memory for the average that ``frame`` announces.
@@ -31,7 +30,6 @@ class LaneListener(Protocol):
         Raises:
             ProtocolError: no task of this rank waits for it.
         """
-        ...
 
     def on_result(self, server: int, frame: Frame) -> None:
         """The average of ``frame.key`` has come. Its payload is the ``destination``, or read-only memory to copy from.
@@ -39,19 +37,15 @@ class LaneListener(Protocol):
         Raises:
             ProtocolError: no task of this rank waits for it.
         """
-        ...
 
     def describe(self, frame: Frame) -> str:
         """Name the average that ``frame`` announces in a message: its partition, step and tensor."""
-        ...
 
     def on_end(self, server: int) -> None:
         """The server ended in good order. Nothing more comes."""
-        ...
 
     def on_broken(self, server: int, error: CommschedError) -> None:
         """The lane failed, or the server reported a failure. Nothing more comes."""
-        ...
 
 
 class Lane(Protocol):
@@ -59,7 +53,6 @@ class Lane(Protocol):
 
     def add_group(self, group: int, manifest: Manifest) -> None:
         """Announce a group before its first push."""
-        ...
 
     def push(self, task: CommTask) -> None:
         """Send ``task.data``, which must not change until the result has come. Never waits for other ranks.
@@ -68,15 +61,12 @@ class Lane(Protocol):
             PeerLost: the server is gone.
             CommschedError: the lane failed for another reason, or is closed.
         """
-        ...
 
     def leave(self, rank: int) -> None:
         """Notify the server that ``rank`` will push nothing more, so that no rank waits for it."""
-        ...
 
     def close(self, graceful: bool) -> None:
         """Say goodbye if ``graceful``, and end. The listener is not called afterwards. Idempotent."""
-        ...
 
 
 class OwnLane:

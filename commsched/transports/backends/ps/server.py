@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from queue import SimpleQueue
 from typing import Protocol
 
 from ....core.errors import CommschedError
@@ -64,9 +65,24 @@ def serve_shard(address: str, options: StreamOptions, *, join: Join, announce: C
         ConfigError: the server cannot listen at the address, or the token is empty.
         CommschedError: the job failed; every worker that is still connected gets the same error.
     """
-    job = _Job()
+    events: SimpleQueue[WorkerHello | CommschedError | None] = SimpleQueue()  # None: every worker has said goodbye
+    joined = threading.Event()  # or the job has failed
     shard = None
     membership: Membership | None = None
+
+    def greet(hello: WorkerHello) -> None:
+        events.put(hello)
+        joined.wait()
+
+    def fail(error: CommschedError) -> None:
+        events.put(error)
+        joined.set()
+
+    def next_event() -> WorkerHello | None:
+        event = events.get()
+        if isinstance(event, CommschedError):
+            raise event
+        return event
 
     def on_failure(error: CommschedError) -> None:
         # A lane often breaks because of a failure elsewhere. The control channel knows which failure was first, and reports it
@@ -74,73 +90,24 @@ def serve_shard(address: str, options: StreamOptions, *, join: Join, announce: C
         if membership is not None:
             membership.report(error)
         else:
-            job.fail(error)
+            fail(error)
 
     try:
-        context = ServiceContext("the server", on_failure, on_first_hello=job.join, on_all_left=job.end)
+        context = ServiceContext("the server", on_failure, on_first_hello=greet, on_all_left=lambda: events.put(None))
         shard = Shard(address, options, context)
         announce(shard.address)
-        hello = job.wait_for_hello()
-        membership = join(hello, shard.service.job, job.fail)
-        job.joined()
-        job.wait_for_end()
+        hello = next_event()
+        assert hello is not None  # nobody says goodbye before
+        membership = join(hello, shard.service.job, fail)
+        joined.set()
+        next_event()
         return 0
     except CommschedError as error:
         if shard is not None:
             shard.service.fail(error)
         raise
     finally:
-        job.joined()  # ``_Job.join`` must not wait any more, whatever happened
+        joined.set()  # ``greet`` must not wait any more, whatever happened
         for part in (shard, options, membership):
             if part is not None:
                 part.close()
-
-
-class _Job:
-    """The state that the main thread waits for: the first hello, then the end or a failure."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._hello: WorkerHello | None = None
-        self._joined = False
-        self._ended = False
-        self._failure: CommschedError | None = None
-
-    def join(self, hello: WorkerHello) -> None:
-        """The first worker has come: let the main thread join, and return when it has joined or the job has failed."""
-        with self._changed:
-            self._hello = hello
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: self._joined or self._failure is not None)
-
-    def joined(self) -> None:
-        with self._changed:
-            self._joined = True
-            self._changed.notify_all()
-
-    def end(self) -> None:
-        with self._changed:
-            self._ended = True
-            self._changed.notify_all()
-
-    def fail(self, error: CommschedError) -> None:
-        with self._changed:
-            self._failure = self._failure or error
-            self._changed.notify_all()
-
-    def wait_for_hello(self) -> WorkerHello:
-        with self._changed:
-            while self._hello is None:
-                self._require_no_failure()
-                self._changed.wait()
-            return self._hello
-
-    def wait_for_end(self) -> None:
-        with self._changed:
-            while not self._ended:
-                self._require_no_failure()
-                self._changed.wait()
-
-    def _require_no_failure(self) -> None:
-        if self._failure is not None:
-            raise self._failure

@@ -76,7 +76,7 @@ class Service:
 
     @property
     def aggregator(self) -> Aggregator:
-        """Computes the averages. There is none before the world size is known."""
+        """Computes the averages. There is none before the world size is known, from a worker's hello at the latest."""
         assert self._aggregator is not None
         return self._aggregator
 
@@ -166,17 +166,13 @@ class Service:
     def _place(self, worker: _Worker, frame: Frame) -> memoryview:
         if worker.rank is None or frame.kind is not FrameKind.PUSH:
             raise _out_of_turn(worker, frame)
-        aggregator = self._aggregator
-        assert aggregator is not None  # since the worker's hello
-        aggregator.require_fitting(worker.rank, frame.key, frame.dtype, frame.start, frame.stop)
-        return aggregator.buffers.take(frame.stop - frame.start)
+        self.aggregator.require_fitting(worker.rank, frame.key, frame.dtype, frame.start, frame.stop)
+        return self.aggregator.buffers.take(frame.stop - frame.start)
 
     def _push(self, rank: int, stream: Stream, frame: Frame) -> None:
         given = not memoryview(frame.payload).readonly  # the payload lies in the memory from ``_place``
         reply = _reply_to(stream, frame)
-        aggregator = self._aggregator
-        assert aggregator is not None  # since the worker's hello
-        aggregator.push(rank, frame.key, frame.dtype, frame.start, frame.stop, frame.payload, reply, given=given)
+        self.aggregator.push(rank, frame.key, frame.dtype, frame.start, frame.stop, frame.payload, reply, given=given)
 
     def _handle(self, worker: _Worker, frame: Frame) -> None:
         if frame.kind is FrameKind.HELLO and worker.rank is None:

@@ -66,7 +66,6 @@ class Stream(Protocol):
             Damaged: the payload of a message differs from the sent payload.
             CommschedError: no connection is possible; says why.
         """
-        ...
 
 
 class WorkerStream(Stream, Protocol):
@@ -74,11 +73,9 @@ class WorkerStream(Stream, Protocol):
 
     def abort(self) -> None:
         """End at once: ``frames`` ends, and stops connecting. Idempotent. Thread-safe."""
-        ...
 
     def close(self) -> None:
         """End, and return when all is released. Call it from the thread that iterates ``frames``, also after ``abort``."""
-        ...
 
 
 class Port(Protocol):
@@ -90,11 +87,9 @@ class Port(Protocol):
     def serve(self, handle: Callable[[Stream, str], None]) -> None:
         """Call ``handle`` with each stream and the name of its worker's job, in a thread of the stream's own. The stream ends
         when ``handle`` returns."""
-        ...
 
     def close(self, graceful: bool) -> None:
         """Release the port, all connections and threads. If ``graceful``, streams may take a moment to end. Idempotent."""
-        ...
 
 
 def open_stream(peer: str, address: str, options: StreamOptions, job: str) -> WorkerStream:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from time import monotonic
 
 import numpy as np
@@ -80,7 +79,8 @@ class PsTransport(Transport):
                 connecting.append(RemoteLane(stream, WorkerHello.of(context, index), self))
                 self._lanes.append(connecting[-1])
             # If another rank fails, the server that this rank waits for may never come.
-            context.when_failed(partial(_give_up, connecting))
+            for remote in connecting:
+                context.when_failed(remote.give_up)
             deadline = monotonic() + context.settings.join_within
             for remote in connecting:
                 remote.wait_connected(max(0.0, deadline - monotonic()))
@@ -189,8 +189,3 @@ class PsTransport(Transport):
         if started is None or started.server != server:
             raise ProtocolError(f"an answer to step {key.step}, partition {key.partition}, which expects no answer there")
         return started
-
-
-def _give_up(lanes: Sequence[RemoteLane], error: CommschedError) -> None:
-    for lane in lanes:
-        lane.give_up(error)

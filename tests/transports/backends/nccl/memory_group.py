@@ -1,4 +1,4 @@
-"""A DeviceGroup over the host's memory: what is launched is done later, by a thread per rank that stands for the device."""
+"""An NcclGroup over the host's memory: what is launched is done later, by a thread per rank that stands for the device."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class MemoryGroup:
         self._network.barrier.wait()
         return everybodys
 
-    # --- DeviceGroup ---
+    # --- NcclGroup ---
 
     def launch(self, work: Callable[[], None]) -> MemoryEvent:
         event = MemoryEvent()
