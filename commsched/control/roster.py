@@ -405,10 +405,6 @@ class Roster:
         commit = Commit(proposal.config, first_common_steps(promises), proposal.window)
         return [Send(asked, commit), *self._ask()]
 
-    def __repr__(self) -> str:
-        state = "failed" if self.failure else "ended" if self.ended else "ready" if self.ready else "joining"
-        return f"<Roster {state}: {len(self._ranks)} of {self.world_size} ranks, {len(self.left)} left>"
-
 
 def first_common_steps(promises: Iterable[dict[int, int]]) -> dict[int, int]:
     """Return, for every group that any rank knows, the first step that no rank has begun or may begin before it is notified.

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from time import monotonic
-from typing import Any
+from typing import Any, cast
 from weakref import WeakSet
 
 from .errors import (
@@ -42,18 +42,6 @@ from .stalls import RankProgress, Stalls, StepOfGroup, Wait, progress_of
 from .task import ALL_GATHER, REDUCE_SCATTER, CommTask, State
 
 log = logging.getLogger("commsched")
-
-
-class _NoMessenger:
-    """Stands in for a messenger where ranks need no agreement. A call of it is a bug."""
-
-    def send_to_rank_0(self, topic: str, value: Any) -> None:
-        raise AssertionError(f"this rank has no messenger, but it would send {value} about {topic}")
-
-    announce = send_to_rank_0
-
-    def propose(self, config: dict[str, Any]) -> None:
-        raise AssertionError(f"this rank has no messenger, but it would propose {config}")
 
 
 class Core:
@@ -100,7 +88,7 @@ class Core:
         self.on_step: Callable[[int, int, float], None] | None = None
         if transport.ordered and messenger is None:
             raise ValueError("an ordered transport needs a messenger")
-        self._messenger: Messenger = messenger or _NoMessenger()
+        self._messenger = cast("Messenger", messenger)  # None is not called: ranks need no agreement then
         self._on_failure = on_failure or self.fail
         self.warn_after_seconds = warn_after_seconds
         self._stall_after_seconds = stall_after_seconds
@@ -279,7 +267,7 @@ class Core:
         if (on_step := self.on_step) is not None:  # another thread may set it to None
             on_step(group.index, step, now)
         if report is not None and self._stalls is not None and self._transport.world_size > 1:
-            self._report_pace(report)
+            self._send_report(PACE, report)
         return step
 
     def _recut(self, group: TensorGroup, config: SchedulerConfig) -> None:
@@ -462,9 +450,15 @@ class Core:
         elif topic == STALL and self._stalls is not None:
             self._stalls.on_message(rank, value)
         elif topic == PACE:
-            self._warn_of_slow(rank, PaceReport(*value))
+            with self._lock:
+                lines = self._stragglers.add(rank, PaceReport(*value))
+            for line in lines:
+                log.warning("%s", line)
         elif topic == NOT_FINITE:
-            self._name_not_finite(rank, NotFiniteReport(*value))
+            with self._lock:
+                first = self._first_not_finite.add(rank, NotFiniteReport(*value))
+            if first is not None:
+                log.warning("%s", first)
 
     def on_announced(self, topic: str, value: Any) -> None:
         """Handle a message that rank 0 announced; called on the other ranks. Any thread, one call at a time. Never blocks."""
@@ -679,7 +673,7 @@ class Core:
         finally:
             self._lock.acquire()
 
-    # --- late ranks and slow ranks ---
+    # --- late ranks ---
 
     def stalled(self, group: TensorGroup, tensor: int, seconds: float) -> None:
         """See ``TensorGroup.stalled``."""
@@ -725,39 +719,21 @@ class Core:
             here = [group.proxies[tensor].name for tensor in missing if tensor in together]
             return progress_of(here, [group.proxies[tensor].name for tensor in missing if tensor not in together])
 
-    def _report_pace(self, report: PaceReport) -> None:
+    # --- reports to rank 0 ---
+
+    def _send_report(self, topic: str, report: PaceReport | NotFiniteReport) -> None:
         if self._transport.rank == 0:
-            self._warn_of_slow(0, report)
+            self.on_message(0, topic, report)
             return
         try:
-            self._messenger.send_to_rank_0(PACE, report)
+            self._messenger.send_to_rank_0(topic, report)
         except CommschedError:
             pass  # the session ends
 
-    def _warn_of_slow(self, rank: int, report: PaceReport) -> None:
-        with self._lock:
-            lines = self._stragglers.add(rank, report)
-        for line in lines:
-            log.warning("%s", line)
-
-    # --- gradients that are not finite ---
-
     def _warn_of_not_finite(self, task: CommTask) -> None:
-        if task.verb == ALL_GATHER:
-            return
-        report = self._not_finite.add(task, self._groups[task.group].manifest)
-        if report is None:
-            return
-        if self._transport.rank == 0:
-            self._name_not_finite(0, report)
-        else:
-            self._send(partial(self._messenger.send_to_rank_0, NOT_FINITE), report)
-
-    def _name_not_finite(self, rank: int, report: NotFiniteReport) -> None:
-        with self._lock:
-            line = self._first_not_finite.add(rank, report)
-        if line is not None:
-            log.warning("%s", line)
+        report = self._not_finite.add(task, self._groups[task.group].manifest) if task.verb != ALL_GATHER else None
+        if report is not None:
+            self._send_report(NOT_FINITE, report)
 
 
 #: All cores of this process, for :func:`_leave_in_child`.

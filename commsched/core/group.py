@@ -8,7 +8,7 @@ from typing import Protocol
 from .interfaces import Buffer
 from .manifest import Manifest
 from .plan import Plan
-from .task import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, CommTask, State
+from .task import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, CommTask
 
 
 def require_buffers(manifest: Manifest, buffers: Mapping[str, Buffer], device: str) -> None:
@@ -247,7 +247,3 @@ class TensorGroup:
             if self.proxies[tensor].partition_done():
                 continues = True
         return continues
-
-    def __repr__(self) -> str:
-        waiting = sum(task.state is State.PENDING for task in self.tasks)
-        return f"<TensorGroup {self.index} step {self.step}: {waiting} pending, {self.active} active>"
