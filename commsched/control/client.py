@@ -19,8 +19,6 @@ from .server import ControlServer, InProcessStream
 from .stream import ControlStream, refusal
 from .witnessed import Doubts
 
-__all__ = ["ControlClient", "Member"]
-
 _ROUND_TRIPS = 8  # round trips from which the clock offset is estimated
 
 

@@ -70,7 +70,8 @@ class ControlEnd:
     """The calls of a member that has joined, and its part of the protocol. A subclass carries the messages: it defines
     :meth:`_put`, and calls :meth:`_received`.
 
-    A failure anywhere in the job is passed once to the callbacks of :meth:`when_failed` and is raised by every wait here.
+    A failure anywhere in the job is passed once to the callbacks of :meth:`when_failed`. From then on every method that waits
+    or sends raises it, but for ``report`` and ``close``. After ``close`` they raise ClosedError.
 
     Args:
         changed: guards this object; notified when something happens that a wait may be for.
@@ -158,7 +159,6 @@ class ControlEnd:
         Raises:
             PeerLost: a rank left instead (the message names the rank and the tag), or a member is gone.
             UnsupportedError: ``value`` is longer than the control channel takes.
-            CommschedError: the job failed meanwhile, or the client is closed.
         """
         data = self._encode(Gather(tag, json.dumps(value)), f"'{tag}' would gather")
         with self._changed:
@@ -204,11 +204,7 @@ class ControlEnd:
         decided.wait(timeouts.RAISE_SECONDS)
 
     def leave(self) -> None:
-        """Announce that this rank sends nothing more. Never blocks; idempotent.
-
-        Raises:
-            CommschedError: the job failed, or the client is closed.
-        """
+        """Announce that this rank sends nothing more. Never blocks; idempotent."""
         with self._changed:
             if self._is_over_for_all:
                 return
@@ -219,11 +215,7 @@ class ControlEnd:
 
     def wait_until_all_left(self) -> None:
         """Return when every rank has left; or, after ``part_after_seconds``, when no other rank waits for an average that this
-        rank took part in. The other ranks may evaluate for long, or wait in one of their libraries for this process to end.
-
-        Raises:
-            CommschedError: the job failed meanwhile, or the client is closed.
-        """
+        rank took part in. The other ranks may evaluate for long, or wait in one of their libraries for this process to end."""
         with self._changed:
             self._changed.wait_for(lambda: self._over, self._part_after_seconds)
             if not self._over:
@@ -236,11 +228,7 @@ class ControlEnd:
 
     def propose(self, config: dict[str, Any], window: Mapping[str, Any] | None = None) -> None:
         """Propose that all ranks use ``config`` (JSON values) from an agreed step on. Each rank is notified by
-        ``listener.switch_at``, with ``window``. Never blocks; the proposals of all ranks are handled one after another.
-
-        Raises:
-            CommschedError: the job failed, or the client is closed.
-        """
+        ``listener.switch_at``, with ``window``. Never blocks; the proposals of all ranks are handled one after another."""
         with self._changed:
             if self._is_over_for_all:
                 return
@@ -253,7 +241,7 @@ class ControlEnd:
 
         Raises:
             UnsupportedError: ``value`` is longer than the control channel takes.
-            CommschedError: this rank has left, the job failed, or the client is closed.
+            ClosedError: this rank has left.
         """
         data = self._encode(ToRank0(topic, json.dumps(value, separators=_COMPACT)), "a message to rank 0 would be")
         with self._changed:
@@ -270,7 +258,6 @@ class ControlEnd:
 
         Raises:
             UnsupportedError: ``value`` is longer than the control channel takes.
-            CommschedError: the job failed, or the client is closed.
         """
         data = self._encode(Announce(topic, json.dumps(value, separators=_COMPACT)), "an announcement would be")
         with self._changed:

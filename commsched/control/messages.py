@@ -12,7 +12,7 @@ import os
 import socket
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, dataclass_transform
 
 from ..core.errors import ProtocolError
 from ..version import __version__
@@ -82,18 +82,17 @@ _MAX_RANK = 2**20
 _KINDS: dict[str, type[Message]] = {}  # by name
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass_transform(frozen_default=True, field_specifiers=(field,))
 class Message:
-    """Base of all messages."""
+    """Base of all messages, each of which is a frozen dataclass."""
 
     def __init_subclass__(cls) -> None:
-        _KINDS[cls.__name__] = cls  # called once more for the class with slots, which replaces the first
+        _KINDS[cls.__name__] = dataclass(frozen=True)(cls)
 
 
 # --- from a member ---
 
 
-@dataclass(frozen=True, slots=True)
 class Hello(Message):
     """The first message of a member. ``within_seconds``: how much longer this member waits for all ranks to join."""
 
@@ -103,14 +102,12 @@ class Hello(Message):
     within_seconds: float
 
 
-@dataclass(frozen=True, slots=True)
 class Ping(Message):
     """``sent_at``: the member's clock, in seconds."""
 
     sent_at: float
 
 
-@dataclass(frozen=True, slots=True)
 class Gather(Message):
     """This rank's value for the gather ``tag``, as JSON text that the server need not parse."""
 
@@ -118,44 +115,37 @@ class Gather(Message):
     value: str
 
 
-@dataclass(frozen=True, slots=True)
 class AskMissing(Message):
     """This rank has waited for the gather ``tag`` for long: which ranks does it wait for?"""
 
     tag: str
 
 
-@dataclass(frozen=True, slots=True)
 class ReportFailure(Message):
     """A failure of this member; ``error`` is made by ``errors.to_record``."""
 
     error: dict[str, str]
 
 
-@dataclass(frozen=True, slots=True)
 class Leave(Message):
     """This rank sends nothing more."""
 
 
-@dataclass(frozen=True, slots=True)
 class Part(Message):
     """This rank has left, and wants to end its process without waiting for the others to leave."""
 
 
-@dataclass(frozen=True, slots=True)
 class Released(Message):
     """Answer to :class:`Parting`: nothing on this rank waits for anything from ``rank``."""
 
     rank: int
 
 
-@dataclass(frozen=True, slots=True)
 class Disconnect(Message):
     """This member closes its end, whether or not it may. The message is explicit because gRPC may show a killed process as a
     stream that ended in order."""
 
 
-@dataclass(frozen=True, slots=True)
 class Propose(Message):
     """Ask all ranks to use ``config`` from a step on that they agree on. ``window`` is passed on to their tuners."""
 
@@ -163,7 +153,6 @@ class Propose(Message):
     window: dict[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
 class ToRank0(Message):
     """A value for rank 0, as JSON text that the server need not parse. ``topic`` says which part of rank 0 it is for."""
 
@@ -171,7 +160,6 @@ class ToRank0(Message):
     value: str
 
 
-@dataclass(frozen=True, slots=True)
 class Announce(Message):
     """A value from rank 0 for all other ranks, as JSON text that the server need not parse."""
 
@@ -179,7 +167,6 @@ class Announce(Message):
     value: str
 
 
-@dataclass(frozen=True, slots=True)
 class Prepared(Message):
     """Answer to :class:`Prepare`: for each group, the first step that is held. Step 1 of any other group is held."""
 
@@ -189,7 +176,6 @@ class Prepared(Message):
 # --- from either ---
 
 
-@dataclass(frozen=True, slots=True)
 class Heartbeat(Message):
     """The sender is alive and has nothing else to send."""
 
@@ -197,7 +183,6 @@ class Heartbeat(Message):
 # --- from the server ---
 
 
-@dataclass(frozen=True, slots=True)
 class Welcome(Message):
     """Answer to :class:`Hello`, with ``host`` and ``pid`` of rank 0's process."""
 
@@ -205,14 +190,12 @@ class Welcome(Message):
     pid: int
 
 
-@dataclass(frozen=True, slots=True)
 class Ready(Message):
     """All ranks have joined. ``witness``: the address of rank 0's witness."""
 
     witness: str
 
 
-@dataclass(frozen=True, slots=True)
 class Pong(Message):
     """Answer to :class:`Ping`; ``server_time``: rank 0's clock, in seconds."""
 
@@ -220,7 +203,6 @@ class Pong(Message):
     server_time: float
 
 
-@dataclass(frozen=True, slots=True)
 class GatherPart(Message):
     """The next of the values that all ranks gave to the gather ``tag``, in rank order. Each of ``runs`` is a number of
     neighbouring ranks and their value: most gathers compare what is equal on all ranks."""
@@ -229,7 +211,6 @@ class GatherPart(Message):
     runs: tuple[tuple[int, str], ...]
 
 
-@dataclass(frozen=True, slots=True)
 class Missing(Message):
     """Answer to :class:`AskMissing`: the gather ``tag`` waits for the ranks in ``ranges``, from each key to its value."""
 
@@ -237,7 +218,6 @@ class Missing(Message):
     ranges: dict[int, int]
 
 
-@dataclass(frozen=True, slots=True)
 class FromRank(Message):
     """To rank 0: the value that ``rank`` sent by :class:`ToRank0`."""
 
@@ -246,7 +226,6 @@ class FromRank(Message):
     value: str
 
 
-@dataclass(frozen=True, slots=True)
 class Announced(Message):
     """To all other ranks: the value that rank 0 announced."""
 
@@ -254,38 +233,32 @@ class Announced(Message):
     value: str
 
 
-@dataclass(frozen=True, slots=True)
 class Failed(Message):
     """The job failed; the last message of a stream."""
 
     error: dict[str, str]
 
 
-@dataclass(frozen=True, slots=True)
 class Left(Message):
     """The ranks in ``ranges``, from each key to its value, have left: they send nothing more."""
 
     ranges: dict[int, int]
 
 
-@dataclass(frozen=True, slots=True)
 class Parting(Message):
     """``rank``, which has left, wants to end its process. The other ranks answer with :class:`Released`."""
 
     rank: int
 
 
-@dataclass(frozen=True, slots=True)
 class End(Message):
     """All ranks have left, or no rank needs this one any more, or rank 0 ends; the last message of a stream."""
 
 
-@dataclass(frozen=True, slots=True)
 class Prepare(Message):
     """Hold back every step that has not begun and is not the next one, and answer with the first step held."""
 
 
-@dataclass(frozen=True, slots=True)
 class Commit(Message):
     """All ranks use ``config`` from step ``steps[group]`` of each group on. ``window`` was proposed with it."""
 
@@ -311,7 +284,7 @@ def ranks_in(ranges: dict[int, int]) -> list[int]:
 
 def encode(message: Message) -> bytes:
     """``message`` as bytes."""
-    record = {each.name: _plain(getattr(message, each.name)) for each in fields(message)}
+    record = {name: _plain(value) for name, value in vars(message).items()}
     return json.dumps({"message": type(message).__name__, **record}, separators=(",", ":")).encode()
 
 

@@ -130,11 +130,10 @@ class ControlServer:
         try:
             message = decode(data)
         except ProtocolError as error:
-            with self._changed:
-                self._send(self._roster.invalid_message(connection, error))
+            refusal = error
+            self._decide(lambda: self._roster.invalid_message(connection, refusal))
         else:
-            with self._changed:
-                self._send(self._roster.received(connection, message, now))
+            self._decide(lambda: self._roster.received(connection, message, now))
 
     def _finished(self, connection: int) -> None:
         with self._changed:
@@ -158,7 +157,8 @@ class ControlServer:
             with self._changed:
                 if self._changed.wait_for(lambda: self._closing, self._tick_seconds):
                     return
-                self._send(self._roster.tick(time.monotonic()))
+            self._decide(lambda: self._roster.tick(time.monotonic()))
+            with self._changed:
                 doubtful = self._roster.doubtful()
             for connection, member in doubtful:
                 self._doubts.ask(connection, str(member), member.witness)
@@ -166,6 +166,10 @@ class ControlServer:
     def _runs(self, connection: int) -> None:
         with self._changed:
             self._roster.runs(connection)
+
+    def _decide(self, decision: Callable[[], list[Send]]) -> None:
+        with self._changed:
+            self._send(decision())
 
     def _send(self, sends: list[Send]) -> None:
         """Called with the lock held, so that every member gets the messages in the order of the decisions. ``put`` never

@@ -47,6 +47,8 @@ log = logging.getLogger("commsched")
 class Core:
     """Takes gradients from engine threads, starts partitions by policy and credit, opens dependency proxies.
 
+    Every call of an engine thread raises the session's failure, or ClosedError after :meth:`close`; none waits for ever.
+
     Args:
         transport: averages partitions; ``Core`` calls its ``start`` from the dispatcher thread only.
         config: initial partition, credit and policy.
@@ -191,11 +193,7 @@ class Core:
 
     def reserve_group(self) -> SchedulerConfig:
         """Return the configuration to cut the next group by. Every later change includes that group, even if it is agreed on
-        before the group is added. Waits while a change is being agreed on, since that change may not include the group.
-
-        Raises:
-            CommschedError: the session failed or was closed.
-        """
+        before the group is added. Waits while a change is being agreed on, since that change may not include the group."""
         with self._lock:
             self._wait_until(
                 lambda: not self._changes.is_holding, lambda: Wait("for a change of configuration to be agreed on")
@@ -320,11 +318,7 @@ class Core:
             self.observer.on_span("wait", proxy.name, began, monotonic())
 
     def drain(self) -> None:
-        """Wait until every task that became ready is done, except tasks stuck in a static order behind one that is not ready.
-
-        Raises:
-            CommschedError: the session failed or was closed.
-        """
+        """Wait until every task that became ready is done, but for those stuck in a static order behind one that is not."""
         with self._lock:
             self._wait_until(lambda: not self._is_moving(), self._wait_for_last, drains=True)
 

@@ -75,11 +75,7 @@ class DependencyProxy:
         self.name = name
 
     def wait(self) -> None:
-        """Return when the average is complete.
-
-        Raises:
-            CommschedError: the session failed or was closed meanwhile.
-        """
+        """Return when the average is complete."""
         if not self.is_open:
             self._core.wait_for(self)
 
@@ -107,6 +103,8 @@ class TensorGroup:
     tensors at once. When the tensor's proxy is open, the average over all ranks has replaced the gradient. Every rank must
     notify every tensor of every step. Between ``notify_ready`` and the opening of the proxy the tensor's bytes belong to
     commsched.
+
+    ``begin_step``, the notifications and the waits of proxies raise the session's failure, or ClosedError after its close.
 
     ``Core.add_group`` makes groups. ``begin_step`` and ``release`` are for one engine thread. ``notify_ready`` and the waits
     of proxies may come from any thread, also concurrently. Ranks need not make any of these calls at the same time.
@@ -141,7 +139,6 @@ class TensorGroup:
         of that step's tensors is never notified, it waits for ever and logs a warning now and then.
 
         Raises:
-            CommschedError: the session failed or was closed.
             ValueError: the group was released.
         """
         return self._core.begin_step(self)
@@ -150,7 +147,6 @@ class TensorGroup:
         """Report that the gradient of ``tensor`` (its index in the manifest) is in the buffer. Never waits for the network.
 
         Raises:
-            CommschedError: the session failed or was closed.
             ValueError: the tensor was already notified in this step, or there is no such tensor, or no step has begun.
         """
         self._core.notify_ready(self, (tensor,))
@@ -162,7 +158,6 @@ class TensorGroup:
         late with them.
 
         Raises:
-            CommschedError: the session failed or was closed.
             ValueError: see :meth:`notify_ready`; the tensors before the wrong one count as ready.
         """
         self._core.notify_ready(self, tensors)

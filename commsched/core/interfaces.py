@@ -64,7 +64,12 @@ class Transport:
     one_per_host: bool = False
 
     def add_group(self, group: int, manifest: Manifest) -> None:
-        """Announce a group of tensors before its first task. All ranks add equal groups in the same order."""
+        """Announce a group of tensors before its first task. All ranks add equal groups in the same order.
+
+        Raises:
+            ManifestMismatch: another rank added other tensors.
+            PeerLost: a rank or server is gone.
+        """
 
     def start(self, task: CommTask, completion: Completion) -> None:
         """Begin to average ``task.data`` over all ranks, in place. Must not wait for other ranks.
@@ -73,6 +78,10 @@ class Transport:
         different orders. If it is ``ordered``, every rank has the task ready before the first rank starts it, except in a
         static order. ``completion`` may be called from within ``start``. ``averaging.reduce`` has the arithmetic of each dtype,
         and ``context.contributors.divisor`` the number to divide sums by.
+
+        Raises:
+            ClosedError: the transport is closed.
+            PeerLost: a rank or server is gone.
         """
         raise NotImplementedError
 

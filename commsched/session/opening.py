@@ -196,7 +196,8 @@ def _join(
     host: str,
     around: ExitStack,
 ) -> ControlEnd:
-    from ..control.client import ControlClient, Member
+    from ..control.client import ControlClient
+    from ..control.messages import Member
     from ..control.witnessed import Witness
 
     witness = Witness(host)

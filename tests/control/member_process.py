@@ -14,7 +14,8 @@ import sys
 import threading
 from typing import Any
 
-from commsched.control.client import ControlClient, Member
+from commsched.control.client import ControlClient
+from commsched.control.messages import Member
 from commsched.control.server import ControlServer
 from commsched.core.errors import CommschedError
 

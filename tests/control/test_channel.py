@@ -17,8 +17,8 @@ import pytest
 from commsched.control import client as client_module
 from commsched.control import messages
 from commsched.control import stream as stream_module
-from commsched.control.client import ControlClient, Member
-from commsched.control.messages import METHOD, SERVICE, Failed, decode, encode
+from commsched.control.client import ControlClient
+from commsched.control.messages import METHOD, SERVICE, Failed, Member, decode, encode
 from commsched.control.roster import Roster
 from commsched.control.server import ControlServer
 from commsched.core import timeouts

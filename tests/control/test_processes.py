@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from commsched.control.client import ControlClient, Member
+from commsched.control.client import ControlClient
+from commsched.control.messages import Member
 from commsched.core.errors import CommschedError, PeerLost, PeerTimeout, ProtocolError
 
 from .world import PATIENCE_SECONDS, TOKEN, Job, Recorder, joining

@@ -9,8 +9,9 @@ from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from commsched.control.client import ControlClient, Member
+from commsched.control.client import ControlClient
 from commsched.control.events import Listener
+from commsched.control.messages import Member
 from commsched.control.server import ControlServer
 from commsched.core.errors import CommschedError
 from commsched.net.rpc import DaemonExecutor

@@ -70,20 +70,10 @@ class LocalTransport(Transport):
         self._closed = False
 
     def add_group(self, group: int, manifest: Manifest) -> None:
-        """See ``interfaces.Transport``.
-
-        Raises:
-            ManifestMismatch: another rank added other tensors.
-            ProtocolError: this rank added the group before.
-        """
         self._world.aggregator.add_group(self.rank, group, manifest)
 
     def start(self, task: CommTask, completion: Completion) -> None:
-        """See ``interfaces.Transport``. The rank that starts last computes the average and completes the task of every rank.
-
-        Raises:
-            ClosedError: the transport is closed.
-        """
+        """See ``interfaces.Transport``. The rank that starts last computes the average and completes the task of every rank."""
         if self._closed:
             raise ClosedError("this transport is closed")
 

@@ -106,11 +106,6 @@ class LeaderTransport(Transport):
     # --- interfaces.Transport ---
 
     def add_group(self, group: int, manifest: Manifest) -> None:
-        """See ``interfaces.Transport``.
-
-        Raises:
-            ManifestMismatch: a rank of this host added other tensors.
-        """
         recast = DtypeMapping(manifest, self._travels)
         self._manifests[group], self._recasts[group] = manifest, recast
         if self._network is not None:
@@ -118,12 +113,6 @@ class LeaderTransport(Transport):
         self._contributions.add_group(0, group, manifest)
 
     def start(self, task: CommTask, completion: Completion) -> None:
-        """See ``interfaces.Transport``.
-
-        Raises:
-            CommschedError: see ``Contributions.push``.
-            ClosedError: the transport is closed.
-        """
         if self._closed:
             raise ClosedError("this transport is closed")
         key, at = PartitionKey(task.group, task.step, task.partition.index), task.partition

@@ -71,21 +71,11 @@ class MemberTransport(Transport):
     # --- interfaces.Transport ---
 
     def add_group(self, group: int, manifest: Manifest) -> None:
-        """See ``interfaces.Transport``.
-
-        Raises:
-            PeerLost: the leader is gone.
-        """
         self._manifests[group] = manifest
         self._pass(LocalMessage(Kind.GROUP, group=group), write_manifest(manifest))
 
     def start(self, task: CommTask, completion: Completion) -> None:
-        """See ``interfaces.Transport``. Copies the contribution before it returns.
-
-        Raises:
-            PeerLost: the leader is gone.
-            ClosedError: the transport is closed.
-        """
+        """See ``interfaces.Transport``. Copies the contribution before it returns."""
         if self._closed:
             raise ClosedError("this transport is closed")
         at = task.partition

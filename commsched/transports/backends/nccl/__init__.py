@@ -16,9 +16,7 @@ if TYPE_CHECKING:
 def open_transport(context: TransportContext) -> NcclTransport:
     """Open the transport of this rank, on its current CUDA device. Collective. Returns when a first sum was correct.
 
-    Raises:
-        ConfigError: PyTorch, its NCCL or a device is missing, or two ranks would share a device.
-        TransportError: NCCL could not connect the ranks.
+    Raises as ``group.connect`` does, and ConfigError if PyTorch is missing.
     """
     if "torch" not in sys.modules and find_spec("torch") is None:
         raise ConfigError("transport='nccl' needs PyTorch: pip install \"commsched[torch]\"")

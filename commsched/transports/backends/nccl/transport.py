@@ -58,7 +58,6 @@ class NcclTransport(Transport):
         """See ``interfaces.Transport``. Queues the work on the device, and waits for nothing.
 
         Raises:
-            ClosedError: this transport is closed.
             OrderMismatch: the task is not the next of the agreed order.
             TransportError: the task's data does not lie on this transport's device.
         """

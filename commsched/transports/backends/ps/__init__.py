@@ -12,11 +12,7 @@ from .transport import PsTransport
 def open_transport(context: TransportContext) -> PsTransport:
     """Open the transport of this rank, over ``settings.servers`` or, if there are none, over a shard in every rank.
 
-    Collective: every rank calls it. Returns when all servers have answered.
-
-    Raises:
-        ConfigError: a server has another token or another job.
-        PeerTimeout: a server did not answer in time; names the server.
+    Collective: every rank calls it. Returns when all servers have answered. Raises as :class:`PsTransport` does.
     """
     options = StreamOptions.of(context.settings, context.token)
     host = f"[{context.host}]" if ":" in context.host else context.host  # an IPv6 address before a port is written in brackets

@@ -16,15 +16,12 @@ from .stream import StreamOptions, open_port
 
 
 class Shard:
-    """A port around a :class:`Service`. It listens from construction on.
+    """A port around a :class:`Service`. It listens from construction on, and raises as :func:`open_port` does.
 
     Args:
         address: ``host:port`` to listen at; port 0 means any free port.
         options: the options of its streams; the lane is the same as the workers'.
         context: the arguments of the service. The address is added to the name.
-
-    Raises:
-        ConfigError: the shard cannot listen at the address, or the token is empty.
     """
 
     def __init__(self, address: str, options: StreamOptions, context: ServiceContext) -> None:

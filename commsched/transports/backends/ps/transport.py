@@ -104,12 +104,6 @@ class PsTransport(Transport):
             lane.add_group(group, manifest)
 
     def start(self, task: CommTask, completion: Completion) -> None:
-        """See ``interfaces.Transport``.
-
-        Raises:
-            PeerLost: the partition's server is gone.
-            ClosedError: the transport is closed.
-        """
         if self._closed:
             raise ClosedError("this transport is closed")
         partition = task.partition.index
