@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
+from operator import methodcaller
 from typing import Any
 
 from ..core import timeouts
@@ -24,36 +25,9 @@ from ..core.errors import (
     ranks_text,
     to_record,
 )
+from . import messages
 from .events import CallbackThread, Listener
-from .messages import (
-    MAX_MESSAGE_BYTES,
-    Announce,
-    Announced,
-    AskMissing,
-    Commit,
-    Disconnect,
-    End,
-    Failed,
-    FromRank,
-    Gather,
-    GatherPart,
-    Heartbeat,
-    Leave,
-    Left,
-    Member,
-    Message,
-    Missing,
-    Part,
-    Parting,
-    Prepare,
-    Prepared,
-    Propose,
-    Released,
-    ReportFailure,
-    ToRank0,
-    encode,
-    ranks_in,
-)
+from .messages import MAX_MESSAGE_BYTES, Member, Message, encode, ranks_in
 
 log = logging.getLogger("commsched")
 
@@ -63,7 +37,7 @@ _ANSWER_SECONDS = 1.0  # longest time that a warning waits for rank 0 to say whi
 _MAX_OF_AN_ERROR = 10_000  # most characters of a failure's message that are sent
 
 
-_WAITED_FOR_BY_NOBODY = Heartbeat | FromRank | Announced
+_WAITED_FOR_BY_NOBODY = messages.Heartbeat | messages.FromRank | messages.Announced
 
 
 class ControlEnd:
@@ -160,7 +134,7 @@ class ControlEnd:
             PeerLost: a rank left instead (the message names the rank and the tag), or a member is gone.
             UnsupportedError: ``value`` is longer than the control channel takes.
         """
-        data = self._encode(Gather(tag, json.dumps(value)), f"'{tag}' would gather")
+        data = self._encode(messages.Gather(tag, json.dumps(value)), f"'{tag}' would gather")
         with self._changed:
             self._check()
             if self._has_left:
@@ -193,7 +167,7 @@ class ControlEnd:
                 return
             self._reported = error
             self._reported_at = time.monotonic()
-            self._put(encode(ReportFailure(_record(error))))
+            self._put(encode(messages.ReportFailure(_record(error))))
 
     def report_and_wait(self, error: CommschedError) -> None:
         """Report ``error`` and wait, for a limited time, until the job's failure is decided. Otherwise other ranks might notice
@@ -211,7 +185,7 @@ class ControlEnd:
             self._check()
             if not self._has_left:
                 self._left.add(self._member.index)
-                self._put(encode(Leave()))
+                self._put(encode(messages.Leave()))
 
     def wait_until_all_left(self) -> None:
         """Return when every rank has left; or, after ``part_after_seconds``, when no other rank waits for an average that this
@@ -219,7 +193,7 @@ class ControlEnd:
         with self._changed:
             self._changed.wait_for(lambda: self._over, self._part_after_seconds)
             if not self._over:
-                self._put(encode(Part()))
+                self._put(encode(messages.Part()))
             self._wait_until(lambda: self._ended, self._not_left, "leave, or to have all their averages")
 
     def wait_for_callbacks(self) -> None:
@@ -233,7 +207,7 @@ class ControlEnd:
             if self._is_over_for_all:
                 return
             self._check()
-            self._put(encode(Propose(config, dict(window or {}))))
+            self._put(encode(messages.Propose(config, dict(window or {}))))
 
     def send_to_rank_0(self, topic: str, value: Any) -> None:
         """Send the JSON ``value`` about ``topic`` to rank 0, whose ``listener.on_message`` receives it. Rank 0 must not call
@@ -243,7 +217,7 @@ class ControlEnd:
             UnsupportedError: ``value`` is longer than the control channel takes.
             ClosedError: this rank has left.
         """
-        data = self._encode(ToRank0(topic, json.dumps(value, separators=_COMPACT)), "a message to rank 0 would be")
+        data = self._encode(messages.ToRank0(topic, json.dumps(value, separators=_COMPACT)), "a message to rank 0 would be")
         with self._changed:
             if self._is_over_for_all:
                 return
@@ -259,7 +233,7 @@ class ControlEnd:
         Raises:
             UnsupportedError: ``value`` is longer than the control channel takes.
         """
-        data = self._encode(Announce(topic, json.dumps(value, separators=_COMPACT)), "an announcement would be")
+        data = self._encode(messages.Announce(topic, json.dumps(value, separators=_COMPACT)), "an announcement would be")
         with self._changed:
             if self._is_over_for_all:
                 return
@@ -274,7 +248,7 @@ class ControlEnd:
         with self._changed:
             was_over, self._closed = self._over, True
             if not was_over:
-                self._put(encode(Disconnect()))
+                self._put(encode(messages.Disconnect()))
             self._changed.notify_all()
         self._disconnect()
         self._callbacks.close()
@@ -303,37 +277,38 @@ class ControlEnd:
 
     def _handle(self, message: Message) -> None:
         match message:
-            case Heartbeat():
+            case messages.Heartbeat():
                 pass
-            case GatherPart(tag, runs):
+            case messages.GatherPart(tag, runs):
                 values = self._gathers.setdefault(tag, [])
                 if len(values) + sum(number for number, _ in runs) > self._member.world_size:
                     self._fail(ProtocolError(f"rank 0 sent {self._member} more values of '{tag}' than there are ranks"))
                     return
                 values.extend(value for number, value in runs for _ in range(number))
-            case Missing(tag, ranges):
+            case messages.Missing(tag, ranges):
                 self._missing[tag] = ranks_in(ranges)
-            case Left(ranges):
+            case messages.Left(ranges):
                 for rank in ranks_in(ranges):
                     if rank != self._member.index or not self._member.is_rank:
                         self._left.add(rank)
-                        self._notify(partial(_on_leave, rank))
-            case Parting(rank):
-                self._notify(lambda listener: listener.on_parting(rank, lambda: self._release(rank)))
-            case FromRank(rank, topic, value):
+                        self._notify(methodcaller("on_leave", rank))
+            case messages.Parting(rank):
+                release = partial(self._put, encode(messages.Released(rank)))
+                self._notify(lambda listener: listener.on_parting(rank, release))
+            case messages.FromRank(rank, topic, value):
                 self._notify(lambda listener: listener.on_message(rank, topic, json.loads(value)))
-            case Announced(topic, value):
+            case messages.Announced(topic, value):
                 self._notify(lambda listener: listener.on_announced(topic, json.loads(value)))
-            case Prepare():
-                self._notify(self._answer_hold)
-            case Commit(config, steps, window):
+            case messages.Prepare():
+                self._notify(lambda listener: self._put(encode(messages.Prepared(listener.hold_steps()))))
+            case messages.Commit(config, steps, window):
                 self._notify(lambda listener: listener.switch_at(config, steps, window))
-            case End():
+            case messages.End():
                 self._ended = True
                 self._finish()
                 if not self._member.is_rank:
                     self._notify(lambda listener: listener.on_end())
-            case Failed(record):
+            case messages.Failed(record):
                 ours = self._reported
                 self._fail(ours if ours is not None and record == _record(ours) else from_record(record))
             case _:
@@ -343,13 +318,6 @@ class ControlEnd:
         """The job is over for this member, which sends nothing more. Called with the lock held."""
 
     # --- the callback thread ---
-
-    def _release(self, rank: int) -> None:
-        """Any thread; never blocks."""
-        self._put(encode(Released(rank)))
-
-    def _answer_hold(self, listener: Listener) -> None:
-        self._put(encode(Prepared(listener.hold_steps())))
 
     def _tell_failure(self) -> None:
         failure = self._failure
@@ -409,7 +377,7 @@ class ControlEnd:
     def _ask_missing(self, tag: str) -> list[int]:
         """Ask rank 0, which alone knows, for which ranks the gather ``tag`` waits. Empty if there is no answer."""
         self._missing.pop(tag, None)  # an answer that came too late
-        self._put(encode(AskMissing(tag)))
+        self._put(encode(messages.AskMissing(tag)))
         all_there = self._member.world_size
         self._changed.wait_for(
             lambda: tag in self._missing or self._over or len(self._gathers[tag]) == all_there, _ANSWER_SECONDS
@@ -444,10 +412,6 @@ class ControlEnd:
                 stalled = f"{ranks} {has} not come to {what}; {self._member} has waited {waited:.0f} s for it, "
                 self.report(PeerTimeout(f"{stalled}and stall_after is {limit:g} s"))
                 limit = None  # the verdict on what ended the job comes in a moment
-
-
-def _on_leave(rank: int, listener: Listener) -> None:
-    listener.on_leave(rank)
 
 
 def _record(error: CommschedError) -> dict[str, str]:

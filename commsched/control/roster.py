@@ -21,40 +21,9 @@ from typing import Any
 
 from ..core.errors import CommschedError, ConfigError, PeerLost, PeerTimeout, ProtocolError, from_record, ranks_text, to_record
 from ..version import __version__
+from . import messages
 from .liveness import FailureDetector, too_silent
-from .messages import (
-    ROLES,
-    Announce,
-    Announced,
-    AskMissing,
-    Commit,
-    Disconnect,
-    End,
-    Failed,
-    FromRank,
-    Gather,
-    GatherPart,
-    Heartbeat,
-    Hello,
-    Leave,
-    Left,
-    Member,
-    Message,
-    Missing,
-    Part,
-    Parting,
-    Ping,
-    Pong,
-    Prepare,
-    Prepared,
-    Propose,
-    Ready,
-    Released,
-    ReportFailure,
-    ToRank0,
-    Welcome,
-    ranges_of,
-)
+from .messages import ROLES, Member, Message, ranges_of
 
 #: A message of gathered values has fewer characters than this, unless it is one value.
 _MAX_OF_A_PART = 4 * 2**20
@@ -105,7 +74,7 @@ class Roster:
         self._untold: list[int] = []  # those of ``left`` that the others have not been told of
         self.given_up: set[int] = set()  # connections that were silent for too long
         self._refused = ""  # the process that was refused last
-        self._welcome = Welcome(host, pid)
+        self._welcome = messages.Welcome(host, pid)
         self._fail_after_seconds = fail_after_seconds
         self._join_within_seconds = join_within_seconds
         self._join_by = now + join_within_seconds
@@ -114,7 +83,7 @@ class Roster:
         self._released: set[int] = set()  # connections of ranks that may end
         self._rank_0_ends = False
         self._gathers: dict[str, dict[int, str]] = {}  # tag: the values given so far, by rank
-        self._proposals: deque[Propose] = deque()
+        self._proposals: deque[messages.Propose] = deque()
         self._held: dict[int, dict[int, int] | None] | None = None  # answers to the current proposal, by connection
         self._unanswered = 0  # connections in ``_held`` that have not answered
 
@@ -137,8 +106,8 @@ class Roster:
         if self.over or connection in self._released:
             return []
         self._liveness.heard(connection)
-        if isinstance(message, Ping):
-            return [Send((connection,), Pong(message.sent_at, now))]
+        if isinstance(message, messages.Ping):
+            return [Send((connection,), messages.Pong(message.sent_at, now))]
         handler = _OF_MEMBERS.get(type(message)) or (_OF_RANKS.get(type(message)) if member.is_rank and self.ready else None)
         if handler is None:
             return self.fail(ProtocolError(f"{member} sent {type(message).__name__}, which it may not send now"))
@@ -184,7 +153,7 @@ class Roster:
         if self.failure is not None or not self._untold:
             return []
         ranges, self._untold = ranges_of(self._untold), []
-        return [Send(tuple(self.members), Left(ranges))]
+        return [Send(tuple(self.members), messages.Left(ranges))]
 
     def doubtful(self) -> list[tuple[int, Member]]:
         """The connections and members that have been silent for so long that their witnesses should be asked."""
@@ -200,12 +169,12 @@ class Roster:
         if self.over:
             return []
         self.failure = error
-        return [Send(tuple(self.members), Failed(to_record(error)))]
+        return [Send(tuple(self.members), messages.Failed(to_record(error)))]
 
     # --- joining ---
 
     def _joins(self, connection: int, message: Message, now: float) -> list[Send]:
-        if not isinstance(message, Hello):
+        if not isinstance(message, messages.Hello):
             return self._refuse(connection, ProtocolError(f"a process sent {type(message).__name__} before its hello"))
         if self.over:
             return self._refuse(connection, None)
@@ -221,7 +190,7 @@ class Roster:
         self._liveness.heard(connection)
         sends = [Send((connection,), self._welcome)]
         if self.ready:
-            left = [Send((connection,), Left(ranges_of(self.left)))] if self.left else []
+            left = [Send((connection,), messages.Left(ranges_of(self.left)))] if self.left else []
             return [*before, *sends, Send((connection,), self._all_joined()), *left]
         if member.is_rank:
             self._join_by = min(self._join_by, now + message.within_seconds)
@@ -230,7 +199,7 @@ class Roster:
             sends.append(Send(tuple(self.members), self._all_joined()))
         return sends
 
-    def _objection(self, hello: Hello) -> CommschedError | None:
+    def _objection(self, hello: messages.Hello) -> CommschedError | None:
         member = hello.member
         if hello.version != __version__:
             return ProtocolError(
@@ -257,7 +226,7 @@ class Roster:
         every member. Later the job does not need the process, and goes on."""
         sends = self.fail(error) if error is not None and not self.ready else []
         verdict = self.failure or error
-        return [*sends, Send((connection,), Failed(to_record(verdict)) if verdict is not None else End())]
+        return [*sends, Send((connection,), messages.Failed(to_record(verdict)) if verdict is not None else messages.End())]
 
     def _who_is_missing(self) -> str:
         missing = sorted(set(range(self.world_size)) - self._ranks.keys())
@@ -269,15 +238,12 @@ class Roster:
         """The connection of each rank that has joined."""
         return self._joined["rank"]
 
-    def _all_joined(self) -> Ready:
-        return Ready(self.members[self._ranks[0]].witness if 0 in self._ranks else "")
+    def _all_joined(self) -> messages.Ready:
+        return messages.Ready(self.members[self._ranks[0]].witness if 0 in self._ranks else "")
 
     # --- while the job runs ---
 
-    def _beat(self, connection: int, message: Heartbeat) -> list[Send]:
-        return []
-
-    def _give(self, connection: int, message: Gather) -> list[Send]:
+    def _give(self, connection: int, message: messages.Gather) -> list[Send]:
         rank, tag = self.members[connection].index, message.tag
         gave = self._gathers.setdefault(tag, {})
         if rank in gave or rank in self.left:
@@ -294,24 +260,24 @@ class Roster:
             return []
         del self._gathers[tag]
         ranks = tuple(self._ranks.values())
-        return [Send(ranks, GatherPart(tag, runs)) for runs in _parts([gave[rank] for rank in range(self.world_size)])]
+        return [Send(ranks, messages.GatherPart(tag, runs)) for runs in _parts([gave[rank] for rank in range(self.world_size)])]
 
-    def _ask_missing(self, connection: int, message: AskMissing) -> list[Send]:
+    def _ask_missing(self, connection: int, message: messages.AskMissing) -> list[Send]:
         gave = self._gathers.get(message.tag)
         if gave is None:  # it has become complete
             return []
         missing = ranges_of(set(range(self.world_size)) - gave.keys())
-        return [Send((connection,), Missing(message.tag, missing))]
+        return [Send((connection,), messages.Missing(message.tag, missing))]
 
     def _nobody_gives(self, tag: str, rank: int) -> list[Send]:
         connection = self._ranks.get(rank)
         who = self.members[connection] if connection is not None else f"rank {rank}"
         return self.fail(PeerLost(f"{who} left, but '{tag}' waits for it", rank=rank))
 
-    def _report(self, connection: int, message: ReportFailure) -> list[Send]:
+    def _report(self, connection: int, message: messages.ReportFailure) -> list[Send]:
         return self.fail(from_record(message.error))
 
-    def _leave(self, connection: int, message: Leave) -> list[Send]:
+    def _leave(self, connection: int, message: messages.Leave) -> list[Send]:
         rank = self.members[connection].index
         if rank in self.left:
             return self.fail(ProtocolError(f"{self.members[connection]} left twice"))
@@ -321,20 +287,20 @@ class Roster:
         self.left.add(rank)
         self._untold.append(rank)
         if self.ended:
-            return [*self.tell_left(), Send(tuple(self.members), End())]
+            return [*self.tell_left(), Send(tuple(self.members), messages.End())]
         sends: list[Send] = []
         for parting in tuple(self._parting):  # a rank that leaves has received all averages
             sends += self._spared(parting, rank)
         return sends
 
-    def _part(self, connection: int, message: Part) -> list[Send]:
+    def _part(self, connection: int, message: messages.Part) -> list[Send]:
         rank = self.members[connection].index
         if rank not in self.left or rank in self._parting:
             return self.fail(ProtocolError(f"{self.members[connection]} asked to part, but has not left, or asked before"))
         self._parting[rank] = set(range(self.world_size)) - self.left
-        return [*self.tell_left(), Send(self._present(), Parting(rank))]
+        return [*self.tell_left(), Send(self._present(), messages.Parting(rank))]
 
-    def _released_by(self, connection: int, message: Released) -> list[Send]:
+    def _released_by(self, connection: int, message: messages.Released) -> list[Send]:
         return self._spared(message.rank, self.members[connection].index)
 
     def _spared(self, rank: int, by: int) -> list[Send]:
@@ -346,32 +312,32 @@ class Roster:
             return []
         if rank == 0:
             self._rank_0_ends = True
-            return [*self.tell_left(), Send(tuple(self.members), End())]
+            return [*self.tell_left(), Send(tuple(self.members), messages.End())]
         connection = self._ranks[rank]
         self._released.add(connection)
         self._liveness.forget(connection)
-        return [Send((connection,), End())]
+        return [Send((connection,), messages.End())]
 
-    def _bye(self, connection: int, message: Disconnect) -> list[Send]:
+    def _bye(self, connection: int, message: messages.Disconnect) -> list[Send]:
         member = self.members[connection]
         return self.fail(PeerLost(f"{member} is gone: it closed before all ranks had left", **member.about))
 
     # --- values to rank 0 and from it ---
 
-    def _to_rank_0(self, connection: int, message: ToRank0) -> list[Send]:
+    def _to_rank_0(self, connection: int, message: messages.ToRank0) -> list[Send]:
         rank = self.members[connection].index
         if rank == 0:
             return self.fail(ProtocolError(f"{self.members[connection]} sent itself a message"))
         if rank in self.left:
             return self.fail(ProtocolError(f"{self.members[connection]} sent rank 0 a message after it left"))
         # Also if rank 0 has left: it stays until the end.
-        return [Send((self._ranks[0],), FromRank(rank, message.topic, message.value))]
+        return [Send((self._ranks[0],), messages.FromRank(rank, message.topic, message.value))]
 
-    def _announce(self, connection: int, message: Announce) -> list[Send]:
+    def _announce(self, connection: int, message: messages.Announce) -> list[Send]:
         if self.members[connection].index != 0:
             return self.fail(ProtocolError(f"{self.members[connection]} announced something; only rank 0 may"))
         others = tuple(other for other in self._present() if other != connection)
-        return [Send(others, Announced(message.topic, message.value))] if others else []
+        return [Send(others, messages.Announced(message.topic, message.value))] if others else []
 
     def _present(self) -> tuple[int, ...]:
         """The connections of the ranks that have not left, in rank order."""
@@ -379,7 +345,7 @@ class Roster:
 
     # --- agreeing on a step ---
 
-    def _propose(self, connection: int, message: Propose) -> list[Send]:
+    def _propose(self, connection: int, message: messages.Propose) -> list[Send]:
         self._proposals.append(message)
         return self._ask()
 
@@ -390,9 +356,9 @@ class Roster:
         present = self._present()
         self._held = dict.fromkeys(present)
         self._unanswered = len(present)
-        return [Send(present, Prepare())]
+        return [Send(present, messages.Prepare())]
 
-    def _answer(self, connection: int, message: Prepared) -> list[Send]:
+    def _answer(self, connection: int, message: messages.Prepared) -> list[Send]:
         if self._held is None or self._held.get(connection, {}) is not None:
             return self.fail(ProtocolError(f"{self.members[connection]} promised steps that nobody asked for"))
         self._held[connection] = message.steps
@@ -402,7 +368,7 @@ class Roster:
         promises = [steps for steps in self._held.values() if steps is not None]
         asked, self._held = tuple(self._held), None
         proposal = self._proposals.popleft()
-        commit = Commit(proposal.config, first_common_steps(promises), proposal.window)
+        commit = messages.Commit(proposal.config, first_common_steps(promises), proposal.window)
         return [Send(asked, commit), *self._ask()]
 
 
@@ -433,20 +399,20 @@ def _parts(values: list[str]) -> Iterator[tuple[tuple[int, str], ...]]:
 _Handler = Callable[[Roster, int, Any], list[Send]]
 
 _OF_MEMBERS: dict[type[Message], _Handler] = {
-    Heartbeat: Roster._beat,
-    Disconnect: Roster._bye,
-    ReportFailure: Roster._report,
+    messages.Heartbeat: lambda roster, connection, message: [],
+    messages.Disconnect: Roster._bye,
+    messages.ReportFailure: Roster._report,
 }
 
 #: Messages from ranks only, and only once all ranks have joined.
 _OF_RANKS: dict[type[Message], _Handler] = {
-    Gather: Roster._give,
-    AskMissing: Roster._ask_missing,
-    Leave: Roster._leave,
-    Part: Roster._part,
-    Released: Roster._released_by,
-    Propose: Roster._propose,
-    ToRank0: Roster._to_rank_0,
-    Announce: Roster._announce,
-    Prepared: Roster._answer,
+    messages.Gather: Roster._give,
+    messages.AskMissing: Roster._ask_missing,
+    messages.Leave: Roster._leave,
+    messages.Part: Roster._part,
+    messages.Released: Roster._released_by,
+    messages.Propose: Roster._propose,
+    messages.ToRank0: Roster._to_rank_0,
+    messages.Announce: Roster._announce,
+    messages.Prepared: Roster._answer,
 }
