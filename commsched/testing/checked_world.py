@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager, contextmanager
 from itertools import count
 from typing import Any
 
-from ..control.local import LocalControl, LocalControlWorld
 from ..core.core import Core
 from ..core.errors import CommschedError
 from ..core.interfaces import OnFailure, Transport
@@ -16,6 +15,7 @@ from ..core.scheduler import SchedulerConfig
 from ..core.task import REDUCE_SCATTER
 from ..core.world import World
 from ..session.events import SessionListener
+from ..session.local import LocalControl, LocalControlWorld
 from ..session.session import Session
 from ..settings import Settings
 from ..transports.backend import TransportContext

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from commsched.control.local import LocalControlWorld
 from commsched.control.messages import MAX_MESSAGE_BYTES, Announce, encode
 from commsched.core.errors import ClosedError, CommschedError, PeerLost, ProtocolError, TransportError, UnsupportedError
+from commsched.session.local import LocalControlWorld
 
 from .world import PATIENCE_SECONDS, Recorder, running
 

@@ -21,7 +21,6 @@ import pytest
 import commsched
 from commsched import SchedulerConfig, Session
 from commsched.control.events import Listener
-from commsched.control.local import LocalControlWorld
 from commsched.core.core import Core
 from commsched.core.errors import FORKED, CommschedError, ConfigError, PeerLost, PeerTimeout, TransportError
 from commsched.core.finite import LASTING_STEPS
@@ -30,7 +29,7 @@ from commsched.core.manifest import Manifest, TensorSpec
 from commsched.core.pace import REPORT_STEPS
 from commsched.core.stalls import StepOfGroup, Wait
 from commsched.core.task import CommTask
-from commsched.session.local import local_sessions
+from commsched.session.local import LocalControlWorld, local_sessions
 from commsched.session.session import starting
 from commsched.testing.world import run_world
 from tests.recording_transport import RecordingTransport
