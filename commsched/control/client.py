@@ -29,13 +29,9 @@ class ControlClient(ControlEnd):
 
     Args:
         address: host:port of rank 0's ``ControlServer``.
-        token: the job's secret.
-        member: identity of this process.
         fail_after_seconds: silence after which rank 0 is given up; the same on every member.
         join_within_seconds: longest time that joining may take.
-        stall_after_seconds: a gather that takes this long ends the job; ``None`` means no limit.
         server: for rank 0 only, whose process hosts the server: their messages then pass through no socket.
-        job: the job's name; rank 0 refuses a member of another job.
 
     Raises:
         ConfigError: the token is wrong, rank 0 does not prove the token or serves another job, the world size differs from

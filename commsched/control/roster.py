@@ -47,10 +47,8 @@ class Roster:
     them. The messages of a job whose ranks all do the same grow with their number, and not with its square: the values of a
     gather travel together once they are complete, and so do the notices of the ranks that leave between two ticks.
 
-    Args:
-        host: host of rank 0's process, which decides; for messages.
-        pid: process number of rank 0; for messages.
-        servers: number of parameter servers that are processes of their own.
+    ``host`` and ``pid`` are of rank 0's process, for messages. ``servers`` counts the parameter servers that are processes of
+    their own.
     """
 
     def __init__(

@@ -30,10 +30,9 @@ class ControlServer:
 
     Args:
         address: host:port to listen at; port 0 for any free port.
-        token: the job's secret; every process that connects must prove it.
         fail_after_seconds: silence after which a member is given up.
         join_within_seconds: all ranks must have joined within this time from now.
-        job: the job's name; members of another job are refused, and this job goes on.
+        job: members of another job are refused, and this job goes on.
         servers: number of parameter servers that are processes of their own.
 
     Raises:

@@ -54,7 +54,6 @@ class LeaderTransport(Transport):
 
     Args:
         context: the arguments of a rank of the job. A member that is lost or breaks the protocol is reported to ``on_failure``.
-        layout: the ranks of all hosts.
         links: the sockets to the members of this host, by rank; closed with the transport.
         network: averages over hosts, with the number of ranks as divisor. ``None`` means that there is one host. Closed with
             the transport.

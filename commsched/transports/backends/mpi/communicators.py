@@ -19,11 +19,9 @@ _TAG = 29_600
 
 
 class Communicators:
-    """One communicator for each channel. Closing all channels closes it.
+    """One communicator of ``mpi4py.MPI`` for each channel. Closing all channels closes it.
 
-    Args:
-        MPI: ``mpi4py.MPI``.
-        ranks: the ranks in ``COMM_WORLD``, in the order of our ranks.
+    ``ranks`` are the ranks in ``COMM_WORLD``, in the order of our ranks.
     """
 
     def __init__(self, MPI: Any, ranks: Sequence[int]) -> None:
@@ -87,11 +85,8 @@ class MpiChannel:
     See ``collective.channel.Channel``. MPI matches collectives only by their order, so ranks call :meth:`all_reduce` of one
     channel in the same order.
 
-    Args:
-        MPI: ``mpi4py.MPI``.
-        comm: a communicator that nothing else uses.
-        progress: the thread that calls MPI and each ``done``.
-        on_close: called once, with ``graceful``.
+    Nothing else uses ``comm``. The thread of ``progress`` calls MPI and each ``done``. ``on_close`` is called once, with
+    ``graceful``.
     """
 
     def __init__(self, MPI: Any, comm: Any, progress: Progress, on_close: Callable[[bool], None]) -> None:

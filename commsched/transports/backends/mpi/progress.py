@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from time import monotonic
 from typing import Any
@@ -34,9 +35,6 @@ class Progress:
     """Runs the operations given to :meth:`submit`, in order, in a thread of its own, ``commsched-mpi``.
 
     After a failure of MPI every operation, pending or new, fails with the same error: MPI promises nothing after a failure.
-
-    Args:
-        MPI: ``mpi4py.MPI``.
     """
 
     def __init__(self, MPI: Any) -> None:
@@ -162,12 +160,10 @@ class _Pending:
         return [operation.done for operation in lost]
 
 
+@dataclass(slots=True, eq=False)
 class _Operation:
-    __slots__ = ("done", "missing")
-
-    def __init__(self, missing: int, done: Done) -> None:
-        self.missing = missing
-        self.done = done
+    missing: int  # requests that are not complete
+    done: Done
 
 
 #: Requests that are not awaited any more. They hold references to their memory.
