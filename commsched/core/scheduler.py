@@ -156,3 +156,6 @@ class Scheduler(ReadyTasks[T]):
         """Continue with another policy and credit; waiting tasks keep their order of arrival."""
         self.credit.limit = credit_bytes
         self.use(policy)
+
+    def __repr__(self) -> str:
+        return f"<Scheduler {len(self._heap)} ready, {self.credit!r}>"
