@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Final
 
@@ -35,6 +36,7 @@ REDUCE_SCATTER: Final = "reduce_scatter"
 ALL_GATHER: Final = "all_gather"
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class CommTask:
     """One partition in one step (the SubCommTask of ByteScheduler, SOSP'19, section 4).
 
@@ -50,37 +52,25 @@ class CommTask:
     channel, counted from 0, and the same task has that number on every rank.
     """
 
-    __slots__ = (
-        "channel",
-        "data",
-        "done_at",
-        "group",
-        "missing",
-        "nbytes",
-        "order",
-        "partition",
-        "ready_at",
-        "sent_at",
-        "sequence",
-        "started_at",
-        "state",
-        "step",
-        "verb",
-    )
+    group: int
+    step: int
+    partition: Partition
+    data: Any
+    verb: str = ALL_REDUCE
+    channel: int = 0
+    sequence: int = -1
+    order: int = 0  # the policy's key: every queue sends smaller keys earlier
+    state: State = State.PENDING
+    nbytes: int = field(init=False)
+    missing: int = field(init=False)  # gradients still to come
+    ready_at: float = 0.0
+    started_at: float = 0.0
+    sent_at: float = 0.0
+    done_at: float = 0.0
 
-    def __init__(self, group: int, step: int, partition: Partition, data: Any, verb: str = ALL_REDUCE) -> None:
-        self.group = group
-        self.step = step
-        self.partition = partition
-        self.data = data
-        self.verb = verb
-        self.channel = 0
-        self.sequence = -1
-        self.nbytes = partition.nbytes
-        self.order = 0  # the policy's key: every queue sends smaller keys earlier
-        self.state = State.PENDING
-        self.missing = len(partition.tensors)  # gradients still to come
-        self.ready_at = self.started_at = self.sent_at = self.done_at = 0.0
+    def __post_init__(self) -> None:
+        self.nbytes = self.partition.nbytes
+        self.missing = len(self.partition.tensors)
 
     @property
     def priority(self) -> int:

@@ -47,10 +47,8 @@ class DtypeMapping:
 
     def task(self, original: CommTask, data: Any) -> CommTask:
         """Return a started task that applies the verb of ``original`` to ``data``."""
-        task = CommTask(original.group, original.step, self.partition(original.partition), data, original.verb)
-        task.order, task.channel, task.sequence = original.order, original.channel, original.sequence
-        task.state = State.STARTED
-        return task
+        partition, of = self.partition(original.partition), original
+        return CommTask(of.group, of.step, partition, data, of.verb, of.channel, of.sequence, of.order, State.STARTED)
 
 
 class WireTransport(ForwardingTransport):

@@ -1,10 +1,10 @@
-"""Lanes: a worker's connections to shards. The shard in the worker's own process needs no socket."""
+"""Lanes: each carries a worker's pushes to one shard, and the results back. A shard in the same process needs no socket."""
 
 from __future__ import annotations
 
 import threading
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from ....core.errors import ClosedError, CommschedError, PeerLost, PeerTimeout, ProtocolError, TransportError, from_record
 from ....core.manifest import Manifest
@@ -14,65 +14,14 @@ from .frame import RAW, Damaged, Frame, FrameKind, WorkerHello, json_frame
 from .service import Service
 from .stream import StreamBroken, WorkerStream
 
-
-class LaneListener(Protocol):
-    """Callbacks of a lane. They are called from the lane's own threads, or inside ``push``, without a lock held.
-
-    For one key, ``on_sent`` returns before ``on_result`` is called. ``server`` is the index that the lane was created with.
-    """
-
-    def on_sent(self, server: int, key: PartitionKey) -> None:
-        """The push of ``key`` has left this rank."""
-
-    def destination(self, server: int, frame: Frame) -> memoryview:
-        """Return the memory for the average that ``frame`` announces.
-
-        Raises:
-            ProtocolError: no task of this rank waits for it.
-        """
-
-    def on_result(self, server: int, frame: Frame) -> None:
-        """The average of ``frame.key`` has come. Its payload is the ``destination``, or read-only memory to copy from.
-
-        Raises:
-            ProtocolError: no task of this rank waits for it.
-        """
-
-    def describe(self, frame: Frame) -> str:
-        """Name the average that ``frame`` announces in a message: its partition, step and tensor."""
-
-    def on_end(self, server: int) -> None:
-        """The server ended in good order. Nothing more comes."""
-
-    def on_broken(self, server: int, error: CommschedError) -> None:
-        """The lane failed, or the server reported a failure. Nothing more comes."""
-
-
-class Lane(Protocol):
-    """Carries pushes to one server and its results back."""
-
-    def add_group(self, group: int, manifest: Manifest) -> None:
-        """Announce a group before its first push."""
-
-    def push(self, task: CommTask) -> None:
-        """Send ``task.data``, which must not change until the result has come. Never waits for other ranks.
-
-        Raises:
-            PeerLost: the server is gone.
-            CommschedError: the lane failed for another reason, or is closed.
-        """
-
-    def leave(self, rank: int) -> None:
-        """Notify the server that ``rank`` will push nothing more, so that no rank waits for it."""
-
-    def close(self, graceful: bool) -> None:
-        """Say goodbye if ``graceful``, and end. The listener is not called afterwards. Idempotent."""
+if TYPE_CHECKING:
+    from .transport import PsTransport
 
 
 class OwnLane:
-    """Calls the aggregator of this process. See ``Lane``. A push may compute the average and queue it to the other ranks."""
+    """Calls the aggregator of this process. See ``RemoteLane``. A push may compute the average, and queue it to other ranks."""
 
-    def __init__(self, rank: int, service: Service, listener: LaneListener) -> None:
+    def __init__(self, rank: int, service: Service, listener: PsTransport) -> None:
         self._rank = rank
         self._service = service
         self._listener = listener
@@ -112,11 +61,14 @@ _END_SECONDS = 5.0
 
 
 class RemoteLane:
-    """The lane to a server in another process, over any stream. See ``Lane``.
+    """The lane to a server in another process, over any stream.
 
-    The constructor only begins to connect. ``wait_connected`` must return before the first push."""
+    The constructor only begins to connect. ``wait_connected`` must return before the first push. ``listener`` is called from
+    the lane's own thread or the carrier's, without a lock held. For one key, its ``on_sent`` returns before ``on_result`` is
+    called.
+    """
 
-    def __init__(self, stream: WorkerStream, hello: WorkerHello, listener: LaneListener) -> None:
+    def __init__(self, stream: WorkerStream, hello: WorkerHello, listener: PsTransport) -> None:
         self._stream = stream
         self._peer = stream.peer
         self._outbox = stream.outbox
@@ -153,9 +105,16 @@ class RemoteLane:
             self._connected.set()
 
     def add_group(self, group: int, manifest: Manifest) -> None:
+        """Announce a group before its first push."""
         self._outbox.put_control(json_frame(FrameKind.GROUP, manifest.to_record(), group))
 
     def push(self, task: CommTask) -> None:
+        """Send ``task.data``, which must not change until the result has come. Never waits for other ranks.
+
+        Raises:
+            PeerLost: the server is gone.
+            CommschedError: the lane failed for another reason, or is closed.
+        """
         if self._end is not None:
             raise self._end
         at = task.partition
@@ -163,9 +122,11 @@ class RemoteLane:
         self._outbox.put(frame, partial(self._listener.on_sent, self._server, frame.key))
 
     def leave(self, rank: int) -> None:
+        """Notify the server that ``rank`` will push nothing more, so that no rank waits for it."""
         self._outbox.put_control(json_frame(FrameKind.LEFT, rank))
 
     def close(self, graceful: bool) -> None:
+        """Say goodbye if ``graceful``, and end. The listener is not called afterwards. Idempotent."""
         self._closed = True
         if graceful and self._welcomed and self._end is None:
             self._outbox.put_control(Frame(FrameKind.GOODBYE))

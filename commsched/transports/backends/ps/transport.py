@@ -16,7 +16,7 @@ from ....core.task import CommTask
 from ...averaging.contributions import PartitionKey
 from ...backend import TransportContext
 from .frame import Frame, WorkerHello
-from .lane import Lane, OwnLane, RemoteLane
+from .lane import OwnLane, RemoteLane
 from .server import Shard
 from .stream import StreamOptions, open_stream
 
@@ -68,7 +68,7 @@ class PsTransport(Transport):
             f"rank {context.contributors.members[index]}'s shard at {address}" if own_shard else f"server {index} at {address}"
             for index, address in enumerate(servers)
         ]
-        self._lanes: list[Lane] = []
+        self._lanes: list[OwnLane | RemoteLane] = []
         connecting: list[RemoteLane] = []
         try:
             for index, address in enumerate(servers):
@@ -131,9 +131,10 @@ class PsTransport(Transport):
         self._options.close()
         self._pending.clear()
 
-    # --- LaneListener ---
+    # --- calls of the lane to ``server``; they raise ProtocolError if no task of this rank waits for what came ---
 
     def on_sent(self, server: int, key: PartitionKey) -> None:
+        """The push of ``key`` has left this rank."""
         started = self._started(server, key)
         if started.sent:
             raise ProtocolError(f"{started.task!r} was acknowledged twice")
@@ -143,6 +144,7 @@ class PsTransport(Transport):
         started.completion.on_sent(started.task)
 
     def destination(self, server: int, frame: Frame) -> memoryview:
+        """Return the memory for the average that ``frame`` announces."""
         started = self._started(server, frame.key)
         task, at = started.task, started.task.partition
         if (frame.dtype, frame.start, frame.stop) != (at.dtype, at.start, at.stop):
@@ -153,6 +155,7 @@ class PsTransport(Transport):
         return data
 
     def on_result(self, server: int, frame: Frame) -> None:
+        """The average of ``frame.key`` has come. Its payload is the ``destination``, or read-only memory to copy from."""
         key = frame.key
         started = self._pending.get(key)
         if started is None or frame.payload is not started.task.data:  # otherwise it lies where ``destination`` said
@@ -163,11 +166,13 @@ class PsTransport(Transport):
         started.completion.on_done(started.task)
 
     def describe(self, frame: Frame) -> str:
+        """Name the average that ``frame`` announces in a message: its partition, step and tensor."""
         manifest = self._manifests.get(frame.group)
         names = "no tensor" if manifest is None else manifest.names_in(frame.dtype, frame.start, frame.stop)
         return f"the average of partition {frame.partition} of step {frame.step}, tensor {names},"
 
     def on_end(self, server: int) -> None:
+        """The server ended in good order. Nothing more comes."""
         waiting = [key for key, started in list(self._pending.items()) if started.server == server]
         if waiting:
             self.on_broken(
@@ -175,6 +180,7 @@ class PsTransport(Transport):
             )
 
     def on_broken(self, server: int, error: CommschedError) -> None:
+        """The lane failed, or the server reported a failure. Nothing more comes."""
         if not self._closed:
             self._on_failure(error)
 
