@@ -95,7 +95,7 @@ class ScheduledSystem:
 
     def observe(self, recorder: Recorder) -> None:
         # The observer stays attached, because transport threads may be about to call it. A stopped recorder costs nothing.
-        self._context.session.core.observer = recorder
+        self._context.session.core.observers = (recorder,)
 
 
 def chosen_sizes(context: Context) -> SchedulerConfig:

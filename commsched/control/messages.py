@@ -352,19 +352,13 @@ def _seconds(value: Any) -> float:
     return float(value)
 
 
-def _pairs(key: Callable[[Any], Any], item: Callable[[Any], Any]) -> Callable[[Any], dict[Any, Any]]:
-    def read(value: Any) -> dict[Any, Any]:
+def _pairs(key: Callable[[Any], Any], item: Callable[[Any], Any], into: Callable[[Any], Any] = dict) -> Callable[[Any], Any]:
+    def read(value: Any) -> Any:
         if not isinstance(value, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in value):
             raise ValueError("not a list of pairs")
-        return {key(a): item(b) for a, b in value}
+        return into((key(a), item(b)) for a, b in value)
 
     return read
-
-
-def _runs(value: Any) -> tuple[tuple[int, str], ...]:
-    if not isinstance(value, list) or not all(isinstance(run, list) and len(run) == 2 for run in value):
-        raise ValueError("not a list of runs")
-    return tuple((_count(number), _text(text)) for number, text in value)
 
 
 def _member(value: Any) -> Member:
@@ -385,5 +379,5 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "dict[str, str]": _pairs(_text, _text),
     "dict[str, Any]": _pairs(_text, lambda value: value),
     "dict[int, int]": _pairs(_count, _count),
-    "tuple[tuple[int, str], ...]": _runs,
+    "tuple[tuple[int, str], ...]": _pairs(_count, _text, tuple),
 }

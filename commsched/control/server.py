@@ -142,7 +142,7 @@ class ControlServer:
 
     def _ended(self, connection: int) -> None:
         with self._changed:
-            self._outboxes.pop(connection).discard()
+            self._outboxes.pop(connection).close(discard=True)
             self._changed.notify_all()
 
     # --- any thread ---

@@ -101,7 +101,7 @@ class ControlStream:
                 self._on_data(data)
         except (grpc.RpcError, Unproven, RuntimeError) as broken:  # RuntimeError: gRPC can start no thread
             error = broken
-        outbox.discard()
+        outbox.close(discard=True)
         return self._on_end(error)
 
 
@@ -153,17 +153,12 @@ class MessageQueue:
                 self._queue.append(data)
                 self._changed.notify()
 
-    def close(self) -> None:
-        """Send the messages put so far, and nothing more. Idempotent."""
+    def close(self, *, discard: bool = False) -> None:
+        """Send the messages put so far, and nothing more; with ``discard``, not even those: the stream is gone. Idempotent."""
         with self._changed:
             self._closed = True
-            self._changed.notify()
-
-    def discard(self) -> None:
-        """The stream is gone: send nothing more, not even the messages put so far."""
-        with self._changed:
-            self._closed = True
-            self._queue.clear()
+            if discard:
+                self._queue.clear()
             self._changed.notify()
 
     def __iter__(self) -> MessageQueue:

@@ -84,8 +84,8 @@ class Core:
         self.require_supported(config, order)
         self.config = config
         self._changes = Reconfiguration(config)
-        self.observer = observer
-        #: Called with the group, the step and the time when a step begins. It is apart from ``observer``, because an observer
+        self.observers: tuple[Observer, ...] = () if observer is None else (observer,)
+        #: Called with the group, the step and the time when a step begins. It is apart from ``observers``, because an observer
         #: of every tensor and task costs each step more than this call.
         self.on_step: Callable[[int, int, float], None] | None = None
         if transport.ordered and messenger is None:
@@ -260,8 +260,8 @@ class Core:
             step = group.open_step()
             now = monotonic()
             report = self._pace.step_begins(group.index, step, now)
-        if self.observer is not None:
-            self.observer.on_step(group.index, step, now)
+        for observer in self.observers:
+            observer.on_step(group.index, step, now)
         if (on_step := self.on_step) is not None:  # another thread may set it to None
             on_step(group.index, step, now)
         if report is not None and self._stalls is not None and self._transport.world_size > 1:
@@ -283,9 +283,9 @@ class Core:
                 self._check()
             for task in group.gradients_written(tensors):
                 self._add(task, now)
-        if self.observer is not None:
+        for observer in self.observers:
             for tensor in tensors:
-                self.observer.on_ready(group.index, tensor, now)
+                observer.on_ready(group.index, tensor, now)
 
     def _add(self, task: CommTask, now: float) -> None:
         """Called with the lock held."""
@@ -314,8 +314,8 @@ class Core:
         began = monotonic()
         with self._lock:
             self._wait_until(lambda: proxy.is_open, lambda: self._wait_for_proxy(proxy))
-        if self.observer is not None:
-            self.observer.on_span("wait", proxy.name, began, monotonic())
+        for observer in self.observers:
+            observer.on_span("wait", proxy.name, began, monotonic())
 
     def drain(self) -> None:
         """Wait until every task that became ready is done, but for those stuck in a static order behind one that is not."""
@@ -552,8 +552,8 @@ class Core:
                 self._work.notify()
             if self._releases:
                 self._work.notify()
-        if self.observer is not None:
-            self.observer.on_task(task)
+        for observer in self.observers:
+            observer.on_task(task)
 
     def _sent(self, task: CommTask) -> None:
         task.advance("notify_sent")

@@ -165,29 +165,6 @@ class Observer:
         ``backward``, ``update`` or ``wait``."""
 
 
-class Observers(Observer):
-    """Forwards every event to each of ``observers``; see :class:`Observer`."""
-
-    def __init__(self, *observers: Observer) -> None:
-        self._observers = observers
-
-    def on_step(self, group: int, step: int, at: float) -> None:
-        for observer in self._observers:
-            observer.on_step(group, step, at)
-
-    def on_ready(self, group: int, tensor: int, at: float) -> None:
-        for observer in self._observers:
-            observer.on_ready(group, tensor, at)
-
-    def on_task(self, task: CommTask) -> None:
-        for observer in self._observers:
-            observer.on_task(task)
-
-    def on_span(self, track: str, name: str, start: float, stop: float) -> None:
-        for observer in self._observers:
-            observer.on_span(track, name, start, stop)
-
-
 class TaskObserver(Observer):
     """Calls ``on_task`` with every task that is done and ignores other events; see :class:`Observer`."""
 

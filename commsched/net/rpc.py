@@ -231,7 +231,9 @@ def listen(address: str) -> socket.socket:
             refusals.append(error)
             if error.errno == errno.EADDRINUSE:
                 break  # clients also try this address first, and would reach the other process
-    raise ConfigError(f"cannot listen at {address}: {_why_not(refusals[-1])}") from refusals[-1]
+    taken = "the port is taken by another process; choose another, or 0 for any free one"
+    why = taken if refusals[-1].errno == errno.EADDRINUSE else refusals[-1].strerror or refusals[-1]
+    raise ConfigError(f"cannot listen at {address}: {why}") from refusals[-1]
 
 
 def _listen_at(listening: socket.socket, where: Any) -> socket.socket:
@@ -243,12 +245,6 @@ def _listen_at(listening: socket.socket, where: Any) -> socket.socket:
         listening.close()
         raise
     return listening
-
-
-def _why_not(refusal: OSError) -> str:
-    if refusal.errno == errno.EADDRINUSE:
-        return "the port is taken by another process; choose another, or 0 for any free one"
-    return refusal.strerror or str(refusal)
 
 
 class Call:

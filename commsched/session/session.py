@@ -13,7 +13,7 @@ from ..core.comparison import Comparison
 from ..core.core import Core
 from ..core.errors import FORKED, ClosedError, CommschedError, PeerLost, RanksDiverged, TransportError
 from ..core.group import TensorGroup, require_buffer, require_buffers
-from ..core.interfaces import Buffer, Observer, Observers, Transport
+from ..core.interfaces import Buffer, Observer, Transport
 from ..core.manifest import Manifest, TensorSpec, require_equal
 from ..core.plan import Plan, cut
 from ..core.scheduler import SchedulerConfig
@@ -95,7 +95,6 @@ class Session:
         self._comparison = Comparison(self.world_size)
         self._diverged: RanksDiverged | None = None
         self.observer = trace
-        self._observers: tuple[Observer, ...] = () if trace is None else (trace,)
         self._observers_lock = threading.Lock()
         self._listener = SessionListener(core, self._on_compared)
         control.listen(self._listener)
@@ -338,20 +337,18 @@ class Session:
         """Add an observer of tasks and steps. The returned function removes it."""
         core = self.core
         with self._observers_lock:
-            self._observers = (*self._observers, observer)
-            core.observer = Observers(*self._observers)
+            core.observers = (*core.observers, observer)
 
         def forget() -> None:
             with self._observers_lock:
-                self._observers = tuple(each for each in self._observers if each is not observer)
-                core.observer = Observers(*self._observers)  # even if empty: threads may be about to call it
+                core.observers = tuple(each for each in core.observers if each is not observer)
 
         return forget
 
     @property
     def is_observed(self) -> bool:
         """Whether an observer of tasks and steps is there: the timeline's, or one of :meth:`observe`."""
-        return bool(self._observers)
+        return bool(self.core.observers)
 
     @property
     def failure(self) -> CommschedError | None:

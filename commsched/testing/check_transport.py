@@ -269,7 +269,7 @@ def check_static_order(open_ranks: OpenRanks) -> None:
         chance = random.Random(rank)
         with world.core(rank, SchedulerConfig(4100, 9000), "static") as core:
             static_steps: set[int] = set()
-            core.observer = TaskObserver(lambda task: static_steps.add(task.step) if core.is_static else None)
+            core.observers = (TaskObserver(lambda task: static_steps.add(task.step) if core.is_static else None),)
             tensors, small = _Tensors(core, manifest, world.size), _Tensors(core, flags, world.size)
             for step in range(3 * alike):
                 if step == alike:

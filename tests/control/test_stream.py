@@ -25,7 +25,7 @@ def test_a_heartbeat_when_nothing_was_put() -> None:
 def test_nothing_more_after_discard() -> None:
     outbox = MessageQueue(heartbeat_seconds=60)
     outbox.put(b"1")
-    outbox.discard()
+    outbox.close(discard=True)
     assert list(outbox) == []
 
 
