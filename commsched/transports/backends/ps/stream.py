@@ -8,8 +8,7 @@ from typing import Protocol
 
 from ....settings import Settings
 from .frame import Frame
-from .rate_limiter import RateLimiter
-from .send_queue import SendQueue
+from .send_queue import RateLimiter, SendQueue
 
 
 @dataclass(frozen=True, slots=True)

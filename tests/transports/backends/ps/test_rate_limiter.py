@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commsched.transports.backends.ps.rate_limiter import EmulatedLink, RateLimiter
+from commsched.transports.backends.ps.send_queue import EmulatedLink, RateLimiter
 
 
 class Clocked:
