@@ -1,4 +1,4 @@
-"""The messages that wait to be sent on one stream, in the order in which they should leave, and what they give way to: pushes of
+"""The messages that wait to be sent on one stream, in the order in which they should leave, and what they wait for: pushes of
 this rank, and an optional cap on the sending rate of the process, which is an emulated link that all its streams share."""
 
 from __future__ import annotations
