@@ -283,7 +283,6 @@ def ranks_in(ranges: dict[int, int]) -> list[int]:
 
 
 def encode(message: Message) -> bytes:
-    """``message`` as bytes."""
     record = {name: _plain(value) for name, value in vars(message).items()}
     return json.dumps({"message": type(message).__name__, **record}, separators=(",", ":")).encode()
 

@@ -77,21 +77,17 @@ def require_strong(token: str, address: str) -> None:
     Raises:
         ConfigError: the token is short, and other machines may reach the address.
     """
-    if not _is_loopback(address) and len(token) < _MIN_TOKEN:
+    if not _is_loopback(address.rpartition(":")[0]) and len(token) < _MIN_TOKEN:
         raise ConfigError(
             f"the token has {len(token)} characters, and {address} may be reached by other machines: take one of at least "
             f"{_MIN_TOKEN} that nobody can guess, such as openssl rand -hex 32 prints"
         )
 
 
-def _is_loopback(address: str) -> bool:
-    return _is_loopback_host(address.rpartition(":")[0].strip("[]"))
-
-
-def _is_loopback_host(host: str) -> bool:
+def _is_loopback(host: str) -> bool:
     """Whether ``host`` is literally "localhost" or a loopback address. Other names are not resolved."""
     try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+        return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return False
 
@@ -132,12 +128,12 @@ def where_to_listen(world: World, settings: Settings) -> Endpoint:
     meeting = _given(world, settings, token)
     require_strong(meeting.token, meeting.address)
     host = meeting.address.rpartition(":")[0].strip("[]")
-    if not world.one_machine and not _is_loopback(meeting.address) and stands_for_loopback(host):
+    if not world.one_machine and not _is_loopback(host) and stands_for_loopback(host):
         raise ConfigError(
             f"control={meeting.address!r}: on rank 0's machine the name {host} stands for a loopback address (see /etc/hosts), "
             "which ranks on other machines cannot reach; set rank 0's address instead of the name"
         )
-    if not world.one_machine and _is_loopback(meeting.address):
+    if not world.one_machine and _is_loopback(host):
         # Not refused: a tunnel may lead there, and several hosts may be emulated on one.
         log.warning("rank 0 listens at %s, as set by control, which ranks on other machines cannot reach", meeting.address)
     return meeting
@@ -186,8 +182,8 @@ def find(world: World, settings: Settings, path: Path) -> Endpoint:
             found, unreadable = _read(path), None
         except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             found, unreadable = None, error
-        if found is not None and _answers(found):
-            return found.meeting._replace(token=read_token(settings) or found.meeting.token)
+        if found is not None:
+            return found._replace(token=read_token(settings) or found.token)
         time.sleep(0.02)  # polls only while joining: nothing can notify us yet
     if unreadable is not None:
         raise ConfigError(f"the rendezvous file {path} cannot be read ({unreadable}); remove it") from unreadable
@@ -197,35 +193,22 @@ def find(world: World, settings: Settings, path: Path) -> Endpoint:
     )
 
 
-class _Published(NamedTuple):
-    """The contents of the file: the endpoint, rank 0's ``pid``, and the time at which that process ``started``."""
-
-    meeting: Endpoint
-    pid: int
-    started: int
-
-
-def _read(path: Path) -> _Published | None:
-    """Read the file; None if there is none. A file that is not one of ours may raise any of the exceptions that ``find``
-    catches."""
+def _read(path: Path) -> Endpoint | None:
+    """The endpoint in the file; None if there is no file, or if it is from an earlier job or session. A file that is not one of
+    ours may raise any of the exceptions that ``find`` catches."""
     try:
         found = json.loads(path.read_text())
     except FileNotFoundError:
         return None
     meeting = Endpoint(parse_address(found["address"]), str(found["token"]))
-    return _Published(meeting, int(found["pid"]), int(found["started"]))
-
-
-def _answers(found: _Published) -> bool:
-    """Whether the process that wrote the file is alive and listens at its address."""
-    if _started(found.pid) != found.started:
-        return False
-    host, _, port = found.meeting.address.rpartition(":")
+    if _started(int(found["pid"])) != int(found["started"]):
+        return None
+    host, _, port = meeting.address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=1.0).close()
     except OSError:
-        return False  # the file is from an earlier session of that process
-    return True
+        return None  # the file is from an earlier session of that process
+    return meeting
 
 
 def _started(pid: int) -> int | None:
@@ -268,7 +251,7 @@ def stands_for_loopback(host: str) -> bool:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM)
     except OSError:
         return False
-    return any(_is_loopback_host(str(where[4][0])) for where in found)
+    return any(_is_loopback(str(where[4][0])) for where in found)
 
 
 class Reached(NamedTuple):

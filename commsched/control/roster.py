@@ -97,7 +97,6 @@ class Roster:
     # --- events ---
 
     def received(self, connection: int, message: Message, now: float) -> list[Send]:
-        """``message`` arrived on ``connection``."""
         member = self.members.get(connection)
         if member is None:
             return self._joins(connection, message, now)

@@ -122,29 +122,6 @@ class ControlServer:
             pass  # the connection broke; at other times that looks like the end of the iterator
         connection.finish()
 
-    # --- a connection; any thread ---
-
-    def _received(self, connection: int, data: bytes) -> None:
-        now = time.monotonic()
-        try:
-            message = decode(data)
-        except ProtocolError as error:
-            refusal = error
-            self._decide(lambda: self._roster.invalid_message(connection, refusal))
-        else:
-            self._decide(lambda: self._roster.received(connection, message, now))
-
-    def _finished(self, connection: int) -> None:
-        with self._changed:
-            self._send(self._roster.disconnected(connection))
-            if connection in self._outboxes:
-                self._outboxes[connection].close()
-
-    def _ended(self, connection: int) -> None:
-        with self._changed:
-            self._outboxes.pop(connection).close(discard=True)
-            self._changed.notify_all()
-
     # --- any thread ---
 
     def _refused(self, why: str) -> None:
@@ -192,17 +169,29 @@ class MemberConnection:
 
     def received(self, data: bytes) -> None:
         """The member sent ``data``. Ignored after :meth:`finish`."""
-        if not self._finished:
-            self._server._received(self._number, data)
+        if self._finished:
+            return
+        roster, now = self._server._roster, time.monotonic()
+        try:
+            message = decode(data)
+        except ProtocolError as error:
+            refusal = error
+            self._server._decide(lambda: roster.invalid_message(self._number, refusal))
+        else:
+            self._server._decide(lambda: roster.received(self._number, message, now))
 
     def finish(self) -> None:
         """The member will send nothing more. ``outbox`` ends after the messages that are in it. Idempotent."""
         self._finished = True
-        self._server._finished(self._number)
+        self._server._decide(lambda: self._server._roster.disconnected(self._number))
+        self.outbox.close()
 
     def ended(self) -> None:
         """Nothing takes messages from ``outbox`` any more."""
-        self._server._ended(self._number)
+        self.outbox.close(discard=True)
+        with self._server._changed:
+            del self._server._outboxes[self._number]
+            self._server._changed.notify_all()
 
 
 class InProcessStream:

@@ -16,7 +16,6 @@ PROOF_BYTES = 32
 
 
 def make_nonce() -> bytes:
-    """New random bytes."""
     return secrets.token_bytes(NONCE_BYTES)
 
 

@@ -440,7 +440,6 @@ class Challenges:
         self._taken: dict[bytes, float] = {}  # challenges that were accepted, and when they were made
 
     def make(self) -> bytes:
-        """A new challenge."""
         stamp = struct.pack(">d", self._clock()) + make_nonce()
         return stamp + hmac.digest(self._key, stamp, "sha256")
 

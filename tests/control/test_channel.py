@@ -20,7 +20,7 @@ from commsched.control import stream as stream_module
 from commsched.control.client import ControlClient
 from commsched.control.messages import METHOD, SERVICE, Failed, Member, decode, encode
 from commsched.control.roster import Roster
-from commsched.control.server import ControlServer
+from commsched.control.server import ControlServer, MemberConnection
 from commsched.core import timeouts
 from commsched.core.errors import (
     ClosedError,
@@ -541,7 +541,7 @@ def test_a_server_that_closes_does_not_wait_for_who_was_given_up(monkeypatch: py
 def test_without_a_verdict_the_reporter_tells_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timeouts, "VERDICT_SECONDS", 0.2)
     with running(2) as job:
-        monkeypatch.setattr(job.server, "_received", lambda connection, data: None)
+        monkeypatch.setattr(MemberConnection, "received", lambda self, data: None)
         error = PeerLost("rank 1's shard is gone")
         job.clients[1].report(error)
         assert job.listeners[1].next("failure") is error
@@ -556,7 +556,7 @@ def test_a_connection_that_breaks_before_the_verdict_tells_the_likeliest_cause(
     """Lanes that break belong to what ended rank 0; another error of our own does not."""
     monkeypatch.setattr(timeouts, "VERDICT_SECONDS", 1000.0)
     with running(2) as job:
-        monkeypatch.setattr(job.server, "_received", lambda connection, data: None)
+        monkeypatch.setattr(MemberConnection, "received", lambda self, data: None)
         job.clients[1].report(error)
         job.server._server.stop(None)
         told = job.listeners[1].next("failure")

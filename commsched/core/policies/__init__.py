@@ -12,7 +12,6 @@ from ..scheduler import Policy
 
 
 def policy_names() -> list[str]:
-    """The names of all policies, sorted."""
     return sorted(_modules())
 
 

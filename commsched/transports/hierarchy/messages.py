@@ -53,7 +53,6 @@ class LocalMessage(NamedTuple):
 
 
 def about(kind: Kind, task: CommTask) -> LocalMessage:
-    """Return a message about the partition of ``task``."""
     at = task.partition
     return LocalMessage(kind, 0, task.group, task.step, at.index, at.dtype, at.start, at.stop)
 

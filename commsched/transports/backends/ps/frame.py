@@ -49,8 +49,6 @@ _DTYPE_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
 
 
 class FrameKind(IntEnum):
-    """The kind of a message."""
-
     HELLO = 1  # worker: its identity (JSON); server: welcome
     GROUP = 2  # worker: the manifest of a group (JSON)
     PUSH = 3  # worker: its contribution to a key (raw)
