@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from contextlib import suppress
 from typing import TextIO
 
 
@@ -23,7 +24,9 @@ def flush_all() -> None:
     nothing."""
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
-        _flush(stream)
+        with suppress(OSError, ValueError):
+            if stream is not None:
+                stream.flush()
 
 
 def occupy() -> None:
@@ -37,17 +40,7 @@ def occupy() -> None:
 
 
 def _say(line: str, stream: TextIO | None) -> None:
-    try:
+    with suppress(OSError, ValueError):  # the stream is a broken pipe, full or closed
         if stream is not None:
             stream.write(f"{line}\n")  # in one write, so that it does not mix with other processes' output
-    except (OSError, ValueError):  # the stream is a broken pipe, full or closed
-        return
-    _flush(stream)
-
-
-def _flush(stream: TextIO | None) -> None:
-    try:
-        if stream is not None:
             stream.flush()
-    except (OSError, ValueError):
-        pass

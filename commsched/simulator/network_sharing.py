@@ -24,15 +24,12 @@ class Resources(Protocol):
 
     def used(self, rates: FloatArray) -> FloatArray:
         """Return how much of each resource the connections use at these rates. Linear in the rates."""
-        ...
 
     def users(self, resources: BoolArray) -> BoolArray:
         """Return the connections that use at least one of these resources."""
-        ...
 
     def held(self, growing: BoolArray) -> BoolArray:
         """Return the connections whose rates must not grow while the rates of ``growing`` grow."""
-        ...
 
 
 def fair_rates(connections: int, resources: Resources) -> FloatArray:

@@ -48,11 +48,9 @@ class PluginAdapter(Protocol):
 
     def train(self, session: Session, rank: int, world_size: int, steps: int, seed: int) -> Weights:
         """Train through the plugin, as one rank of ``session``. Return the final weights by name; they do not change later."""
-        ...
 
     def train_alone(self, world_size: int, steps: int, seed: int) -> Weights:
         """Train with the plain engine on the joint batch of ``world_size`` ranks. Return the final weights by name."""
-        ...
 
 
 def check_plugin(

@@ -220,7 +220,6 @@ class Draining(Protocol):
 
     def drain(self) -> None:
         """Return when all of its operations are completed."""
-        ...
 
 
 _draining: WeakSet[Draining] = WeakSet()

@@ -28,11 +28,9 @@ class Layer(Protocol):
 
     def forward(self, inputs: NDArray[Any]) -> NDArray[Any]:
         """Return the outputs for ``inputs`` of shape [batch, features]. Keeps the values that ``backward`` needs."""
-        ...
 
     def backward(self, output_gradient: NDArray[Any]) -> NDArray[Any]:
         """Write the gradients of the parameters. Return the gradient of the inputs of the last ``forward``."""
-        ...
 
 
 class Linear:

@@ -21,11 +21,9 @@ class StepModel(Protocol):
 
     def predict(self, config: SchedulerConfig) -> float:
         """Seconds of a step with ``config``. A result that is not a positive number means that the model cannot predict it."""
-        ...
 
     def calibrate(self, trials: Sequence[tuple[SchedulerConfig, float]]) -> StepModel:
         """A model calibrated with measured step times, each ``(config, seconds)``."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

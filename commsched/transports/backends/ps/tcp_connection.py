@@ -11,6 +11,7 @@ import socket
 import struct
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from time import monotonic
 
 from ....core.errors import CommschedError, ConfigError
@@ -172,10 +173,8 @@ class TcpConnection:
     def abort(self) -> None:
         """End at once, in both directions. Thread-safe. The connection must not be closed yet."""
         self.outbox.abort()
-        try:
+        with suppress(OSError):  # it has ended by itself
             self._socket.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass  # it has ended by itself
 
     def linger(self, within_seconds: float) -> None:
         """Return when the other end has ended too, or after that time.
@@ -185,14 +184,12 @@ class TcpConnection:
         """
         deadline = monotonic() + within_seconds
         scratch = bytearray(_REST_BYTES)
-        try:
+        with suppress(OSError):  # it broke, or the time is over
             while (remaining := deadline - monotonic()) > 0:
                 # Not settimeout, which would turn the sender's calls into non-blocking ones.
                 _set_receive_timeout(self._socket, remaining)
                 if not self._socket.recv_into(scratch):
                     return
-        except OSError:
-            pass  # it broke, or the time is over
 
     def close(self) -> None:
         """End, and return when the sending thread has ended. Call it from the receiving thread."""
