@@ -21,16 +21,14 @@ class ParameterServers:
     """The parameter server, in virtual time. It reports each complete average through ``on_done``.
 
     ``place`` chooses the shard of a partition. A push goes over the network unless the shard is on the rank's own host. Credit
-    comes back when the acknowledgement of the push arrives, as over gRPC; the acknowledgement takes one latency and no
-    bandwidth. Over TCP the library gets the credit back earlier, by two latencies and by the 64 KB that the kernel buffers.
-    This is not modelled. When the pushes of all ranks have arrived, the shard sends a reply to each rank.
+    comes back when the bytes of the push have left, as over TCP; over gRPC it comes back two latencies later. When the pushes
+    of all ranks have arrived, the shard sends a reply to each rank.
     """
 
     def __init__(
         self, clock: VirtualClock, cluster: Cluster, shares: FairShareCache, config: SchedulerConfig, on_done: OnDone
     ) -> None:
         self._clock = clock
-        self._cluster = cluster
         self._on_done = on_done
         self._network = SimulatedNetwork(clock, cluster, shares)
         workers = range(len(cluster.workers))
@@ -54,12 +52,8 @@ class ParameterServers:
                 self._sent(worker, task)
                 self._arrived(worker, shard, task)
             else:
-                arrived = partial(self._acknowledge, worker, shard, task)
-                self._network.push(worker, shard, task.order, task.nbytes, arrived)
-
-    def _acknowledge(self, worker: int, shard: int, task: CommTask) -> None:
-        self._clock.call_at(self._clock.now + self._cluster.latency_seconds, partial(self._sent, worker, task))
-        self._arrived(worker, shard, task)
+                left, arrived = partial(self._sent, worker, task), partial(self._arrived, worker, shard, task)
+                self._network.push(worker, shard, task.order, task.nbytes, left, arrived)
 
     def _sent(self, worker: int, task: CommTask) -> None:
         task.sent_at = self._clock.now

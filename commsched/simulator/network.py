@@ -24,6 +24,7 @@ class _Message:
     priority: int
     nbytes: int
     arrived: Callable[[], None]
+    left: Callable[[], None] | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -84,12 +85,15 @@ class SimulatedNetwork:
         """Return how many workers of a class reach ``shard`` through the network: all but the worker that hosts it."""
         return self._hosts.members_across(worker, shard)
 
-    def push(self, worker: int, shard: int, order: int, nbytes: int, arrived: Callable[[], None]) -> None:
-        """Send ``nbytes`` from each worker of the class to ``shard``. ``arrived`` is called once, when all have arrived."""
-        self._send(worker, shard, True, _Message(order, nbytes, arrived))
+    def push(
+        self, worker: int, shard: int, order: int, nbytes: int, left: Callable[[], None], arrived: Callable[[], None]
+    ) -> None:
+        """Send ``nbytes`` from each worker of the class to ``shard``. ``left`` is called once, when the bytes of all have left,
+        and ``arrived`` one latency later."""
+        self._send(worker, shard, True, _Message(order, nbytes, arrived, left))
 
     def reply(self, worker: int, shard: int, order: int, nbytes: int, arrived: Callable[[], None]) -> None:
-        """Send ``nbytes`` from ``shard`` to each worker of the class, see :meth:`push`."""
+        """Send ``nbytes`` from ``shard`` to each worker of the class. ``arrived`` is called once, when all have arrived."""
         self._send(worker, shard, False, _Message(order, nbytes, arrived))
 
     def _send(self, worker: int, shard: int, is_push: bool, message: _Message) -> None:
@@ -127,7 +131,10 @@ class SimulatedNetwork:
         under_way = self._arrival > now * (1 + 1e-12)
         for index in np.flatnonzero(~under_way):
             connection = self._active[index]
-            self._clock.call_at(now + self._latency_seconds, connection.end().arrived)
+            message = connection.end()
+            self._clock.call_at(now + self._latency_seconds, message.arrived)
+            if message.left is not None:
+                self._clock.call_at(now, message.left)
             self._idle.append(connection)
         self._active = [self._active[index] for index in np.flatnonzero(under_way)]
         self._rows = self._rows[under_way]

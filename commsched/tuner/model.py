@@ -44,9 +44,9 @@ _MAX_TRIALS = 4
 _ITERATIONS = 4
 _STEP = 0.2
 
-#: Standard deviations of logarithms: of simulated step times, and of the first estimate of a link (rate, overhead).
+#: Standard deviations of logarithms: of simulated step times, and of the first estimate of a link (rate, overhead, latency).
 _MODEL_DEVIATION = 0.02
-_LINK_DEVIATIONS = np.array([0.5, 1.5])
+_LINK_DEVIATIONS = np.array([0.5, 1.5, 0.7])
 
 FloatArray = NDArray[np.float64]
 
@@ -109,8 +109,8 @@ class Model:
         """The same model with the link whose simulated step times are closest to the measured ones. Each trial is
         ``(config, seconds)``; only the last few count.
 
-        Rate and overhead are fitted together by least squares on logarithms (Gauss-Newton). The estimate so far is the prior,
-        because steps whose communication is hidden behind computation say little about the network.
+        Rate, overhead and latency are fitted together by least squares on logarithms (Gauss-Newton). The estimate so far is
+        the prior, because steps whose communication is hidden behind computation say little about the network.
 
         Raises:
             ValueError: a time is not a positive number.
@@ -128,10 +128,10 @@ class Model:
             off = np.concatenate([(found - measured) / _MODEL_DEVIATION, logs / _LINK_DEVIATIONS])
             return float(off @ off)
 
-        best = np.zeros(2)
+        best = np.zeros(len(_LINK_DEVIATIONS))
         found = simulated(best)
         for _ in range(_ITERATIONS if trials else 0):
-            slopes = [(simulated(best + step) - found) / _STEP for step in _STEP * np.eye(2)]
+            slopes = [(simulated(best + step) - found) / _STEP for step in _STEP * np.eye(len(best))]
             rows = np.concatenate([np.stack(slopes, axis=1) / _MODEL_DEVIATION, np.diag(1 / _LINK_DEVIATIONS)])
             off = np.concatenate([(measured - found) / _MODEL_DEVIATION, -best / _LINK_DEVIATIONS])
             change = np.clip(np.linalg.lstsq(rows, off, rcond=None)[0], -1.5, 1.5)
@@ -153,12 +153,13 @@ class Model:
         return calibrated
 
     def _scaled(self, logs: FloatArray) -> LinkEstimate:
-        per_byte, partition = np.exp(logs)
+        per_byte, partition, latency = np.exp(logs)
         link = self.link
         return replace(
             link,
             seconds_per_byte=link.seconds_per_byte * float(per_byte),
             partition_seconds=link.partition_seconds * float(partition),
+            latency_seconds=link.latency_seconds * float(latency),
         )
 
     @property
@@ -171,7 +172,7 @@ class Model:
 
     @cached_property
     def _shares(self) -> FairShareCache:
-        return FairShareCache(self._cluster(0.0))
+        return FairShareCache(self._cluster(0.0, 0.0))
 
     def _at(self, octave: int, multiple: int, like: SchedulerConfig) -> float:
         size = round(self._anchor_bytes * 2.0**octave)
@@ -195,11 +196,12 @@ class Model:
         if not self._ordered:
             partition_seconds /= self._factor  # number of messages per partition on the busiest NIC, in each direction
         shares = None if self._ordered else self._shares
-        cluster = self._cluster(partition_seconds)
+        cluster = self._cluster(partition_seconds, link.latency_seconds / unit)
         return unit * simulate(self._merged.scaled(seconds=1 / unit), cluster, rules, shares=shares).step_seconds[0]
 
-    def _cluster(self, message_seconds: float) -> Cluster:
-        return equal_workers(self._workers, 1.0, self._servers, message_seconds=message_seconds, detailed=self._is_detailed)
+    def _cluster(self, message_seconds: float, latency_seconds: float) -> Cluster:
+        times = {"message_seconds": message_seconds, "latency_seconds": latency_seconds}
+        return equal_workers(self._workers, 1.0, self._servers, detailed=self._is_detailed, **times)
 
     @property
     def _is_detailed(self) -> bool:

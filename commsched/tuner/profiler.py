@@ -23,7 +23,7 @@ _BUSY_TASKS = 4
 
 #: Bounds of a guess of the overhead of a partition, in seconds: for the parameter server, and for collectives in an agreed
 #: order, from measurements. ``_MAX_OVERHEAD`` is the largest share of the link's time.
-_PARTITION_SECONDS = (20e-6, 100e-6)
+_PARTITION_SECONDS = (50e-6, 100e-6)
 _COLLECTIVE_PARTITION_SECONDS = (150e-6, 1e-3)
 _MAX_OVERHEAD = 0.8
 
@@ -36,14 +36,17 @@ class LinkEstimate:
         seconds_per_byte: seconds per byte of gradient, from a rank's memory until the average is written, when many partitions
             follow each other.
         partition_seconds: additional time for which each partition occupies the link.
+        latency_seconds: time from when a message of the parameter server has left its sender until the receiver can use it,
+            while other messages use the link. Most of it is the queue in the network that TCP fills.
     """
 
     seconds_per_byte: float
     partition_seconds: float
+    latency_seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        times = self.seconds_per_byte, self.partition_seconds
-        if not (all(map(math.isfinite, times)) and self.seconds_per_byte > 0 and self.partition_seconds >= 0):
+        times = self.seconds_per_byte, self.partition_seconds, self.latency_seconds
+        if not (all(map(math.isfinite, times)) and self.seconds_per_byte > 0 and min(times) >= 0):
             raise ValueError(f"not the times of a link: {self}")
 
 
@@ -60,6 +63,7 @@ class Measured:
 class _Task(NamedTuple):
     nbytes: float
     started_at: float
+    sent_at: float
     done_at: float
 
 
@@ -122,7 +126,7 @@ class Profiler(Observer):
         if task.group == self._group and self._began and not self._stopped and len(self._tasks) < _MAX_RECORDS:
             # A reduce-scatter and an all-gather are half an all-reduce each.
             nbytes = task.nbytes if task.verb == ALL_REDUCE else task.nbytes / 2
-            self._tasks.append((task.step, _Task(nbytes, task.started_at, task.done_at)))
+            self._tasks.append((task.step, _Task(nbytes, task.started_at, task.sent_at, task.done_at)))
 
     def on_span(self, track: str, name: str, start: float, stop: float) -> None:
         if track == "wait" and self._began and not self.full.is_set() and len(self._waits) < _MAX_RECORDS:
@@ -149,11 +153,13 @@ class Profiler(Observer):
         link: the bytes divided by the time in which some task was running. This rate is too low if partitions are few and
         large, or if other ranks are late; :meth:`Model.calibrate` corrects it with the measured step time. The overhead of a
         partition cannot be measured with one configuration. It is a guess within known bounds, which are higher for
-        ``ordered`` transports.
+        ``ordered`` transports. The latency is half of what the quickest quarter of tasks takes from the end of the push to the
+        average, without the bytes of the reply: most tasks also wait for other ranks or behind other replies. A collective has
+        no such messages, so its latency counts as 0.
         """
         began = list(self._began)
         steps = [step for step in self._steps(manifest, began) if step is not None]
-        link = self._link({step for step, _ in began[:-1]}, _COLLECTIVE_PARTITION_SECONDS if ordered else _PARTITION_SECONDS)
+        link = self._link({step for step, _ in began[:-1]}, ordered)
         if not steps or link is None:
             return None
         backward = [median(times) for times in zip(*(_backward(step.ready) for step in steps))]
@@ -186,7 +192,8 @@ class Profiler(Observer):
             shifted = (_Wait(w.name, w.start - start, min(w.stop, stop) - start) for w in own)
             yield _Step(stop - start, tuple(at_last), tuple(shifted))
 
-    def _link(self, steps: set[int], bounds: tuple[float, float]) -> LinkEstimate | None:
+    def _link(self, steps: set[int], ordered: bool) -> LinkEstimate | None:
+        bounds = _COLLECTIVE_PARTITION_SECONDS if ordered else _PARTITION_SECONDS
         tasks = [task for step, task in list(self._tasks) if step in steps and task.done_at > task.started_at]
         periods = _busy_periods(tasks)
         long = [period for period in periods if len(period) >= _BUSY_TASKS] or periods
@@ -199,7 +206,13 @@ class Profiler(Observer):
         per_byte = busy / nbytes
         quickest = min(task.done_at - task.started_at - per_byte * task.nbytes for task in tasks)
         overhead = min(max(quickest, bounds[0]), bounds[1], _MAX_OVERHEAD * busy / count)
-        return LinkEstimate((busy - overhead * count) / nbytes, overhead)
+        latency = 0.0 if ordered else _latency(tasks, per_byte)
+        return LinkEstimate((busy - overhead * count) / nbytes, overhead, latency)
+
+
+def _latency(tasks: Sequence[_Task], seconds_per_byte: float) -> float:
+    beyond = sorted(task.done_at - task.sent_at - seconds_per_byte * task.nbytes for task in tasks)
+    return max(0.0, beyond[len(beyond) // 4] / 2)
 
 
 def _busy_periods(tasks: Sequence[_Task]) -> list[list[_Task]]:

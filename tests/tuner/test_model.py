@@ -118,6 +118,19 @@ def test_the_valley_moves_as_theory_says():
     assert best(1e-5) < best(2e-3)
 
 
+def test_a_latency_prolongs_the_step_once_or_twice():
+    """Once for partitions of the rank's own shard, else there and back. It is hidden while many partitions are on the way."""
+    link = LinkEstimate(0.3 / (48 * MB), 1e-4)
+    at_once, later = (Model(uniform(), replace(link, latency_seconds=each), 2).predict(config(0.25, 4)) for each in (0.0, 0.02))
+    assert 0.02 <= later - at_once <= 2 * 0.02
+
+
+def test_with_a_latency_smaller_partitions_are_not_starved_of_credit():
+    """What is on its way is sent, so it needs no credit."""
+    model = Model(uniform(), LinkEstimate(0.3 / (48 * MB), 1e-5, 0.02), 2)
+    assert model.predict(config(0.125, 4)) < model.predict(config(1, 4))
+
+
 # --- calibration ---
 
 
@@ -136,6 +149,16 @@ def test_a_calibrated_model_is_near_the_truth_where_nothing_was_tried(ordered):
         assert after < 0.04 < before
     assert found.link.seconds_per_byte == pytest.approx(truth.link.seconds_per_byte, rel=0.1)
     assert found.link.partition_seconds == pytest.approx(6e-4, rel=0.25)
+
+
+def test_a_latency_does_not_pass_for_the_cost_of_a_partition():
+    """Otherwise larger partitions would seem better."""
+    link = LinkEstimate(0.3 / (48 * MB), 5e-5, 0.015)
+    truth = Model(uniform(), replace(link, latency_seconds=0.03), 2)
+    found = Model(uniform(), link, 2).calibrate(trials(truth, config(0.25, 4)))
+    assert found.predict(config(0.25, 4)) == pytest.approx(truth.predict(config(0.25, 4)), rel=0.02)
+    assert found.link.partition_seconds < 1.7 * link.partition_seconds
+    assert found.predict(config(0.25, 4)) < found.predict(config(2, 4))
 
 
 def test_what_computation_hides_says_nothing_of_the_link():

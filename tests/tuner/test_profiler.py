@@ -21,9 +21,9 @@ SPECS = (TensorSpec("a", (100,), "float32"), TensorSpec("b", (300,), "float32"),
 MANIFEST = Manifest(SPECS)
 
 
-def make_task(step, index, nbytes, started, done, *, group=0, verb=ALL_REDUCE):
+def make_task(step, index, nbytes, started, done, *, sent=None, group=0, verb=ALL_REDUCE):
     task = CommTask(group, step, Partition(index, "float32", 0, nbytes, (index,)), None, verb)
-    task.started_at, task.done_at = started, done
+    task.started_at, task.sent_at, task.done_at = started, done if sent is None else sent, done
     return task
 
 
@@ -173,8 +173,8 @@ def test_the_rate_is_that_of_busy_times():
     # Six in a row, two on their way at a time, a pause, and a lone one that waited for itself.
     tasks = [(10_000, max(0.0, 0.01 * (index - 1)), 0.01 * (index + 1)) for index in range(6)]
     link = link_of([*tasks, (10_000, 1.0, 1.5)])
-    assert link.seconds_per_byte == pytest.approx((0.06 - 6 * 20e-6) / 60_000)
-    assert link.partition_seconds == 20e-6
+    assert link.seconds_per_byte == pytest.approx((0.06 - 6 * 50e-6) / 60_000)
+    assert link.partition_seconds == 50e-6
 
 
 def test_a_quick_lone_task_bounds_what_a_partition_costs():
@@ -182,7 +182,7 @@ def test_a_quick_lone_task_bounds_what_a_partition_costs():
     per_byte = 0.07 / 60_000
     assert link_of([*tasks, (10, 1.0, 1.0 + 90e-6)]).partition_seconds == pytest.approx(90e-6 - 10 * per_byte)
     assert link_of([*tasks, (10, 1.0, 2.0)]).partition_seconds == pytest.approx(100e-6)  # no more is believed
-    assert link_of([(10, 0.0, 1.0)]).partition_seconds == 20e-6
+    assert link_of([(10, 0.0, 1.0)]).partition_seconds == 50e-6
     assert link_of([(10, 0.0, 1e-5)]).partition_seconds == pytest.approx(0.8e-5)  # never all of the time
 
 
@@ -191,6 +191,28 @@ def test_a_collective_costs_more():
     step(profiler, 0, 0.0, tasks=[(10_000, 0.1 * index, 0.1 * (index + 1)) for index in range(6)])
     profiler.on_step(0, 1, 20.0)
     assert profiler.result(MANIFEST, ordered=True).link.partition_seconds == 150e-6
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_the_latency_is_half_of_the_time_after_the_push_without_the_bytes_of_the_reply(ordered):
+    """Sixteen in a row; each is done 0.02 s of the reply's bytes and two latencies of 0.03 s after its push. The last four
+    also waited for another rank."""
+    profiler = Profiler(0, 1)
+    step(profiler, 0, 0.0)
+    for index in range(16):
+        late = 1.0 if index > 11 else 0.0
+        done = 0.02 * (index + 4 + 1) + late
+        profiler.on_task(make_task(0, index, 10_000, 0.02 * index, done, sent=done - late - 0.02 - 2 * 0.03))
+    profiler.on_step(0, 1, 20.0)
+    link = profiler.result(MANIFEST, ordered=ordered).link
+    busy = 0.02 * (15 + 4 + 1) + 1.0
+    expected = (0.02 + 2 * 0.03 - 10_000 * busy / 160_000) / 2
+    assert expected > 0
+    assert link.latency_seconds == (0.0 if ordered else pytest.approx(expected))
+
+
+def test_a_network_without_a_queue_has_no_latency():
+    assert link_of([(10_000, 0.01 * index, 0.01 * (index + 1)) for index in range(6)]).latency_seconds == 0.0
 
 
 def test_halves_of_an_average_are_half_as_many_bytes():
