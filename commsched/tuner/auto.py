@@ -30,7 +30,7 @@ FAR_LARGER = 2
 
 #: Sizes whose predicted step times differ by less than this count as equal. The largest partition of them is taken, because
 #: it costs the least processor time, which the model does not know.
-EQUAL_TIMES = 0.003
+EQUAL_TIMES = 0.005
 
 #: Measured step times that differ by less than this do not say which sizes are better; then the later choice stays.
 EQUAL_MEASUREMENTS = 0.01
