@@ -42,7 +42,7 @@ class Prediction:
         ``grid.measure``."""
         profiled, incumbent = row["profiled"], SchedulerConfig(**row["incumbent"])
         profile, times = Profile.from_record(profiled["profile"]), profiled["link"]
-        link = LinkEstimate(**times)
+        link = LinkEstimate(times["seconds_per_byte"], times["partition_seconds"], times.get("latency_seconds", 0.0))
         ordered = row["transport"] != "ps"
         model = Model(profile, link, row["workers"], ordered=ordered, anchor_bytes=incumbent.partition_bytes)
         likely = seeds(profile, link, row["workers"], ordered=ordered, policy=incumbent.policy)

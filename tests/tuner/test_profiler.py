@@ -200,12 +200,12 @@ def test_the_latency_is_half_of_the_time_after_the_push_without_the_bytes_of_the
     profiler = Profiler(0, 1)
     step(profiler, 0, 0.0)
     for index in range(16):
-        late = 1.0 if index > 11 else 0.0
+        late = 0.2 if index > 11 else 0.0
         done = 0.02 * (index + 4 + 1) + late
         profiler.on_task(make_task(0, index, 10_000, 0.02 * index, done, sent=done - late - 0.02 - 2 * 0.03))
     profiler.on_step(0, 1, 20.0)
     link = profiler.result(MANIFEST, ordered=ordered).link
-    busy = 0.02 * (15 + 4 + 1) + 1.0
+    busy = 0.02 * (15 + 4 + 1) + 0.2
     expected = (0.02 + 2 * 0.03 - 10_000 * busy / 160_000) / 2
     assert expected > 0
     assert link.latency_seconds == (0.0 if ordered else pytest.approx(expected))
