@@ -257,7 +257,7 @@ class Settings:
     fusion: int | None = _setting(
         parse_bytes, None, "small neighbours are merged up to this; none: up to the partition", run_option=True
     )
-    policy: str = _setting(_policy, "priority", "order of ready partitions: priority, fifo", run_option=True)
+    policy: str = _setting(_policy, "priority", "order of ready partitions, such as priority, fifo", run_option=True)
     rate: float | None = _setting(
         parse_rate,
         None,

@@ -11,7 +11,9 @@ import pytest
 
 from bench.__main__ import COMMANDS
 from commsched.cli.main import main
+from commsched.core.policies import policy_names
 from commsched.settings import NOT_SETTINGS, Settings
+from commsched.transports import load_backend, transport_names
 from tests.soak.__main__ import WHAT
 
 ROOT = Path(__file__).parent.parent
@@ -109,6 +111,22 @@ def test_every_setting_has_a_row() -> None:
     set_by_commsched = {"tune_end", "launcher_file", "tuned", "given"}
     named = set(quoted(ROOT / "docs" / "settings.md"))
     assert sorted(Settings.__dataclass_fields__.keys() - set_by_commsched - named) == []
+
+
+def row_of(setting: str) -> str:
+    [row] = re.findall(rf"^\| [^|]*`{setting}`[^|]* \|.*", (ROOT / "docs" / "settings.md").read_text(), re.MULTILINE)
+    return row
+
+
+def test_every_policy_is_in_the_row_of_policies() -> None:
+    assert [name for name in policy_names() if f"`{name}`" not in row_of("policy")] == []
+
+
+@pytest.mark.parametrize("name", sorted(set(transport_names()) - {"local"}))
+def test_every_transport_has_a_row_and_is_in_those_of_its_settings(name: str) -> None:
+    assert f"\n| `{name}` | " in (ROOT / "docs" / "transports.md").read_text()
+    used = {"transport", *load_backend(name).settings}
+    assert sorted(setting for setting in used if f"`{name}`" not in row_of(setting)) == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
