@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -66,7 +66,8 @@ def choose(settings: Settings, world: World, seen: Capabilities) -> Choice:
         return Choice("mpi", f"started by {world.launcher}")
     if seen.torch_group and seen.gloo:
         return Choice("gloo", "torch.distributed is initialised")
-    if seen.gloo and world.world_size >= GLOO_FROM and not world.one_machine and settings.rate is None:
+    only_ps = settings.rate is not None or settings.lane != Settings().lane  # a setting of the parameter server alone
+    if seen.gloo and world.world_size >= GLOO_FROM and not world.one_machine and not only_ps:
         return Choice("gloo", f"{world.world_size} ranks")
     if started_by_mpi:
         return Choice("ps", f'started by {world.launcher}, but mpi4py is missing: pip install "commsched[mpi]" gives mpi')
@@ -103,7 +104,10 @@ def transport_name(world: World, settings: Settings, device: str, gather: Callab
     """
     if settings.transport != "auto":
         return settings.transport
-    choice = choose(settings, world, detect_capabilities(device))
+    seen = detect_capabilities(device)
+    # A rank may import PyTorch for itself, to write logs, say. That alone must not make it differ from the others.
+    everywhere = all(gather(seen.gloo))
+    choice = choose(settings, world, replace(seen, gloo=seen.gloo and (everywhere or seen.torch_group)))
     choices = gather([choice.name, choice.reason])
     name_on_0, reason_on_0 = choices[0]
     for rank, (name, reason) in enumerate(choices):

@@ -6,10 +6,13 @@ from itertools import product
 
 import pytest
 
+from commsched.core.errors import ConfigError
 from commsched.core.world import World
+from commsched.session.local import LocalControlWorld
 from commsched.settings import Settings
+from commsched.testing import run_world
 from commsched.transports import transport_names
-from commsched.transports.open import Capabilities, choose, detect_capabilities
+from commsched.transports.open import Capabilities, choose, detect_capabilities, transport_name
 
 TORCHRUN = World(0, 4, 0, 4, "torchrun")
 MPICH = World(0, 4, 0, 4, "mpiexec (MPICH)")
@@ -31,6 +34,7 @@ EVERYTHING = Capabilities(cuda_tensors=True, nccl=True, torch_group=True, gloo=T
         ({}, World(0, 7, 0, 1), Capabilities(gloo=True), "ps (every rank hosts a shard; no servers are named)"),
         ({}, World(0, 8, 0, 8), Capabilities(gloo=True), "ps (every rank hosts a shard; no servers are named)"),
         ({"rate": 1e6}, EIGHT_HOSTS, Capabilities(gloo=True), "ps (every rank hosts a shard; no servers are named)"),
+        ({"lane": "grpc"}, EIGHT_HOSTS, Capabilities(gloo=True), "ps (every rank hosts a shard; no servers are named)"),
         (SERVERS, EIGHT_HOSTS, Capabilities(gloo=True), "ps (servers=10.0.0.7:1,10.0.0.8:1)"),
         ({}, MPICH, Capabilities(mpi4py=True), "mpi (started by mpiexec (MPICH))"),
         ({}, OPENMPI, Capabilities(mpi4py=True, torch_group=True, gloo=True), "mpi (started by mpirun (Open MPI))"),
@@ -66,6 +70,35 @@ def test_every_choice_is_a_transport_there_is() -> None:
     settings = (Settings(transport="auto"), Settings(transport="auto", **SERVERS))
     choices = {choose(*given).name for given in product(settings, worlds, all_seen)}
     assert choices == {"gloo", "local", "mpi", "nccl", "ps"} <= set(transport_names())
+
+
+def test_one_rank_that_imports_torch_for_itself_does_not_end_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = {"imports torch": Capabilities(gloo=True), "does not": Capabilities()}
+    monkeypatch.setattr("commsched.transports.open.detect_capabilities", seen.__getitem__)
+    assert _names(["imports torch", "does not"]) == ["ps", "ps"]
+    assert _names(["imports torch", "imports torch"]) == ["gloo", "gloo"]
+
+
+def test_ranks_of_which_one_has_a_process_group_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = {"group": Capabilities(gloo=True, torch_group=True), "none": Capabilities()}
+    monkeypatch.setattr("commsched.transports.open.detect_capabilities", seen.__getitem__)
+    with pytest.raises(ConfigError, match=r"gloo on rank 0 .*but ps on rank 1"):
+        _names(["group", "none"])
+
+
+def _names(devices: list[str]) -> list[str]:
+    """What ranks choose that see what stands for their devices."""
+    ends = LocalControlWorld(len(devices)).ends
+
+    def choose_as(rank: int) -> str:
+        world = World(rank, 8, 0, 1, "torchrun")
+        return transport_name(world, Settings(transport="auto"), devices[rank], ends[rank].gather_next)
+
+    try:
+        return run_world(len(devices), choose_as)
+    finally:
+        for end in ends:
+            end.close()
 
 
 SCRIPT = """
