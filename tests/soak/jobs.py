@@ -64,7 +64,7 @@ class Struck:
         self.started_at = 0.0
         self._directory = Path(tempfile.mkdtemp(prefix="commsched-soak-"))
         command = [sys.executable, str(RANK), *arguments]
-        settings = {"COMMSCHED_FAIL_AFTER": str(fail_after), "COMMSCHED_JOIN_WITHIN": "20", **environ}
+        settings = {"COMMSCHED_FAIL_AFTER": str(fail_after), "COMMSCHED_JOIN_WITHIN": str(max(20, ranks)), **environ}
         if name == "mpi":
             mpiexec = str(Path(sys.executable).parent / "mpiexec")
             self._command = [mpiexec, "-n", str(ranks), *command]

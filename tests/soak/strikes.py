@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from .jobs import CONFIGURATIONS, Struck, culprit, strike
 
-RANKS = 4
 AT_STEP = 30
 FOR_EVER = 1_000_000
 
@@ -53,12 +52,11 @@ class Result:
 HEADER = "| configuration | fault | victim | seconds to the end of the last survivor | named | |\n|---|---|---|---|---|---|"
 
 
-def struck(configuration: str, fault: str, victim: str, fail_after: float) -> Result:
+def struck(configuration: str, ranks: int, fault: str, victim: str, fail_after: float) -> Result:
     """A fault that ends the job. ``victim``: "rank 1", "server 0"."""
     kind, index = victim.split()
     own = ENDING[fault] is None
     arguments = [str(FOR_EVER), "--at", str(AT_STEP), "--rank", index, *(("--fault", fault) if own else ())]
-    ranks = RANKS
     with Struck(configuration, ranks, arguments, fail_after) as job:
         awaited = [int(index)] if own else range(ranks)
         if not (job.wait_until_joined() and all(job.wait_until_reached(rank) for rank in awaited)):
@@ -68,7 +66,8 @@ def struck(configuration: str, fault: str, victim: str, fail_after: float) -> Re
         if not own:
             pid = job.said.pids[int(index)] if kind == "rank" else job.servers()[int(index)]
             strike(pid, ENDING[fault] or 0)
-        limit = (fail_after if fault == "freeze" else 0.0) + 5.0  # of which a second is so that the cause ends first
+        # A second is so that the cause ends first; and the end of a process takes a core for some 0.1 s.
+        limit = (fail_after if fault == "freeze" else 0.0) + 5.0 + 0.2 * ranks
         left = job.left_over(survivors, limit)
         seconds = time.monotonic() - began
         code = job.wait_until_ended(15.0)
@@ -90,12 +89,11 @@ def struck(configuration: str, fault: str, victim: str, fail_after: float) -> Re
     return Result(configuration, fault, victim, not why, seconds, len(named), len(survivors), why)
 
 
-def harmless(configuration: str, fault: str, victim: int, fail_after: float, expected: str | None) -> Result:
+def harmless(configuration: str, ranks: int, fault: str, victim: int, fail_after: float, expected: str | None) -> Result:
     """A fault that training survives, with the weights ``expected`` (None: any, equal on all ranks)."""
     own = fault in ("sleep", "hold the GIL")
     arguments = ["200", "--at", str(AT_STEP), "--rank", str(victim)]
     arguments += ["--fault", fault, "--seconds", str(2.5 * fail_after)] if own else []
-    ranks = RANKS
     with Struck(configuration, ranks, arguments, fail_after) as job:
         began = time.monotonic()
         if fault == "pause" and job.wait_until_reached(victim):
@@ -118,6 +116,7 @@ def harmless(configuration: str, fault: str, victim: int, fail_after: float, exp
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--configurations", nargs="+", default=list(CONFIGURATIONS), choices=list(CONFIGURATIONS))
     parser.add_argument("--faults", nargs="+", default=[*ENDING, *HARMLESS], choices=[*ENDING, *HARMLESS])
+    parser.add_argument("--ranks", type=int, default=4, metavar="N", help="ranks of each job (default: 4)")
     parser.add_argument("--fail-after", type=float, default=2.0, metavar="SECONDS")
 
 
@@ -131,13 +130,13 @@ def run(args: argparse.Namespace) -> bool:
         for fault, victim in itertools.product([fault for fault in args.faults if fault in ENDING], victims):
             if victim.startswith("server") and ENDING[fault] is None:
                 continue
-            result = struck(configuration, fault, victim, args.fail_after)
+            result = struck(configuration, args.ranks, fault, victim, args.fail_after)
             print(result.row(), flush=True)
             holds &= result.holds
         for fault, rank in itertools.product([fault for fault in args.faults if fault in HARMLESS], (0, 1)):
             if fault == "none" and rank == 1:
                 continue
-            result = harmless(configuration, fault, rank, args.fail_after, expected)
+            result = harmless(configuration, args.ranks, fault, rank, args.fail_after, expected)
             print(result.row(), flush=True)
             holds &= result.holds
             expected = expected or result.weights
