@@ -15,6 +15,7 @@ import commsched
 from commsched import SchedulerConfig
 
 from .loops.loop import LARGE, SMALL, Data, batch, require_plain, run
+from .test_rounds import Training, on_two_ranks
 
 STEPS = 2
 CHANGED_ON_SOME = r"the gradient of '\w+\.\w+' was changed or dropped before step\(\) on some ranks"
@@ -398,6 +399,20 @@ def test_a_gradient_that_all_drop_and_one_rank_makes_again_is_refused(set_to_non
 
     with pytest.raises(commsched.TransportError, match="another number of backward passes"):
         run(loop, model=chain)
+
+
+def test_a_rank_that_drops_an_average_alone_adds_nothing_to_it_later() -> None:
+    """The other rank's average counts as one of two contributions to the next, as under DDP."""
+
+    def rank_main(training: Training) -> list[float]:
+        training.backward()
+        if training.session.rank == 1:
+            training.model.weight.grad = None
+        training.backward()
+        assert training.model.weight.grad is not None
+        return training.model.weight.grad.flatten().tolist()
+
+    assert on_two_ranks(rank_main) == [[1.5, 1.5]] * 2
 
 
 def _zero_by_replacing(module: nn.Module) -> None:

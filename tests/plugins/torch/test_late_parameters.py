@@ -215,6 +215,24 @@ def test_one_rank_reads_before_and_after_step_while_others_wait_for_it(ordered: 
     require_plain(loop, model=deep, optimizer=adam, ordered=ordered)
 
 
+def test_one_rank_reads_averages_while_another_waits_before_step_with_a_frozen_parameter() -> None:
+    """All that a rank has to send leaves within backward, also if a parameter without a place stays frozen."""
+    barrier = threading.Barrier(2)
+
+    def loop(data: Data, model: Any, optimizer: Any) -> None:
+        model[1].requires_grad_(False)
+        for step in range(2):
+            optimizer.zero_grad()
+            data.loss(model, step).backward()
+            if data.ranks[0] == 0:
+                assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
+            if len(data.ranks) == 1:
+                barrier.wait(20)
+            optimizer.step()
+
+    require_plain(loop, model=deep, optimizer=adam)
+
+
 @pytest.mark.parametrize("reads", [False, True])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_unfrozen_on_one_rank_only_is_an_error(rank: int, reads: bool) -> None:
