@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -84,30 +83,6 @@ def hops(workers: int) -> int:
     return min(2 * (workers - 1), 2 * math.ceil(math.log2(workers))) if workers > 1 else 0
 
 
-class _Link:
-    """A link that serves one transfer after another, in the order of the requests."""
-
-    def __init__(self, clock: VirtualClock) -> None:
-        self._clock = clock
-        self._waiting: deque[tuple[float, Callable[[], None]]] = deque()
-        self._busy = False
-
-    def put(self, seconds: float, ended: Callable[[], None]) -> None:
-        self._waiting.append((seconds, ended))
-        if not self._busy:
-            self._next()
-
-    def _next(self) -> None:
-        self._busy = bool(self._waiting)
-        if self._busy:
-            seconds, ended = self._waiting.popleft()
-            self._clock.call_at(self._clock.now + seconds, partial(self._end, ended))
-
-    def _end(self, ended: Callable[[], None]) -> None:
-        ended()
-        self._next()
-
-
 class AllReduce:
     """Collectives with one order for all ranks: a task may start when it is ready on the last rank.
 
@@ -120,7 +95,7 @@ class AllReduce:
         self._workers = len(cluster.workers)
         self._on_done = on_done
         self._scheduler: Scheduler[CommTask] = Scheduler(make_policy(config.policy), config.credit_bytes)
-        self._link = _Link(clock)
+        self._free_at = 0.0  # the time at which the network has done all that was asked of it
         self._overhead_seconds = cluster.message_seconds + hops(cluster.world_size) * cluster.latency_seconds
         slowest_rate = min(each.rate_bytes_per_second for each in cluster.workers)
         self._seconds_per_byte = bytes_factor(cluster.world_size) / slowest_rate
@@ -138,7 +113,12 @@ class AllReduce:
     def _start(self) -> None:
         while (task := self._scheduler.next()) is not None:
             self._stamp(task, "started_at")
-            self._link.put(self._seconds(task), partial(self._reduced, task))
+            self._transfer(self._seconds(task), partial(self._reduced, task))
+
+    def _transfer(self, seconds: float, ended: Callable[[], None]) -> None:
+        """Occupy the network for ``seconds``, after all transfers before."""
+        self._free_at = max(self._free_at, self._clock.now) + seconds
+        self._clock.call_at(self._free_at, ended)
 
     def _seconds(self, task: CommTask) -> float:
         return self._overhead_seconds + self._seconds_per_byte * task.nbytes
@@ -182,5 +162,5 @@ class SimulatedReduceScatterAllGather(AllReduce):
         self._scattered.append(task)
         if len(self._scattered) == self._partitions:
             for each in sorted(self._scattered, key=lambda task: task.priority):
-                self._link.put(self._seconds(each), partial(super()._finish, each))
+                self._transfer(self._seconds(each), partial(super()._finish, each))
             self._scattered.clear()
