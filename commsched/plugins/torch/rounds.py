@@ -93,6 +93,7 @@ class Round:
         self._places = places
         self._packs = Packs()
         self._missing = 0  # number of parameters with a place that backward has not reached
+        self._has_ended = False  # the second flags are submitted
         self._unfrozen = False  # a slot without a place has a gradient or requires one
         self.given: dict[Slot, torch.UntypedStorage] = {}  # the memory that the user gave to gradients through .data
         self.without = NoGradients(ask_for_gradients)
@@ -123,6 +124,7 @@ class Round:
         self._packs.begin(self._places.groups, self._places.slots, self._may_pack())
         self.advance("begin")
         self._turn += 1
+        self._has_ended = False
         self._unfrozen = False
         self._missing = sum(slot.parameter.requires_grad for slot in self._places.slots)
         for slot in self._places.all:
@@ -254,12 +256,16 @@ class Round:
         own_changed: str | None = None,
         hyper_parameters: Sequence[Mapping[str, Any]] | None = None,
     ) -> None:
-        """Submit the second flags: how the round ends on this rank. Never waits.
+        """Submit the second flags: how the round ends on this rank. Never waits. Does nothing if they were submitted: ranks
+        have then refused this end of the round, and whoever asks again, or closes the session, finds the same.
 
         ``keeps`` and ``changed`` say, by flag, whether this rank still has a gradient, and has changed it. ``own_changed``
         names a parameter whose gradient was changed before it was averaged, if there is one. ``hyper_parameters`` are those of
         the ``step()`` that ends the round, by group; ``None`` means that it ends without ``step()``.
         """
+        if self._has_ended:
+            return
+        self._has_ended = True
         committed = hyper_parameters is not None
         digest = self._digests.digest(hyper_parameters) if hyper_parameters is not None else 0.0
         self._hyper_parameters = hyper_parameters or ()
