@@ -19,6 +19,7 @@ from typing import Any
 
 from commsched import ConfigError, SchedulerConfig, Session
 from commsched.settings import parse_seconds
+from commsched.transports import users_of
 
 from ..harness.arguments import TRANSPORT_OPTIONS, add_options, at_least, float32_bytes, transport_settings, transport_words
 from ..harness.averaging import average, register
@@ -26,7 +27,7 @@ from ..harness.job import Job, run_job
 from ..harness.measure import cpu_seconds
 from ..harness.network_load import Route, link_share
 from ..harness.results import Row, table, write
-from ..harness.system import UNORDERED, Carrier
+from ..harness.system import Carrier
 from . import rank_0
 
 _ORDERS = ("agreed", "static")
@@ -68,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     if args.ranks:
         return _show_rank_0(args)
     settings = transport_settings(args)
-    if args.transport in UNORDERED:
+    if args.transport not in users_of("order"):
         raise ConfigError(f"transport={args.transport!r} has nothing to agree on: its messages carry their identity")
     job = Job(args.workers, args.servers, args.bandwidth, {**settings, "order": _ORDERS[0]}, parse_seconds(args.timeout))
     names = ("transport", "policy", "collective", "partition", "partitions", "credits", "repetitions")

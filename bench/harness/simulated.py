@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Protocol
 
 from commsched import SchedulerConfig
 from commsched.simulator.scenario import Exchange, Rules
+from commsched.transports import users_of
 
 #: DDP's defaults: a small first bucket, so that sending starts early, and larger ones after it.
 DDP_FIRST_BUCKET_MIB = 1
@@ -109,7 +110,7 @@ class PartitionRules:
         rules = self.rules(row["partition_bytes"], row["credit_bytes"])
         config = replace(rules.config, partition_bytes=row["partition_bytes"], credit_bytes=row["credit_bytes"])
         # All collectives use one model, whatever decides their order: the model of a ring or of an equally fast algorithm.
-        exchange = rules.exchange if row.get("transport", "ps") in ("ps", "local") else Exchange.ALL_REDUCE
+        exchange = Exchange.ALL_REDUCE if row.get("transport", "ps") in users_of("collective") else rules.exchange
         return replace(rules, config=config, exchange=exchange)
 
 

@@ -25,9 +25,6 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 
-#: Transports with which each rank or server orders its messages by itself. Their only tasks are all-reduces.
-UNORDERED = frozenset({"local", "ps"})
-
 
 @dataclass(frozen=True)
 class Carrier:

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from importlib import import_module
 
 from commsched import ConfigError
+from commsched.transports import users_of
 
 from ..harness.arguments import require_named
-from ..harness.system import UNORDERED, Carrier, Context, System, SystemInfo
+from ..harness.system import Carrier, Context, System, SystemInfo
 
 
 def _found() -> dict[str, SystemInfo]:
@@ -69,7 +70,8 @@ class SystemSpec:
 
     def caps_itself(self, transport: str) -> bool:
         """Whether the system can limit its own rate if links are not shaped. ``transport`` is the job's transport."""
-        return SYSTEMS[self.base].is_on_commsched and (self.carrier.transport if self.carrier else transport) in UNORDERED
+        own = self.carrier.transport if self.carrier else transport
+        return SYSTEMS[self.base].is_on_commsched and own in users_of("rate")
 
 
 def parse(text: str) -> SystemSpec:
@@ -89,7 +91,7 @@ def parse(text: str) -> SystemSpec:
     for word in wanted:
         if word not in ("rsag", "static") or wanted.count(word) > 1:
             raise ConfigError(f"systems: {text!r}: after the transport come +rsag and +static, each once at most")
-        if transport in UNORDERED:
+        if transport not in users_of({"rsag": "collective", "static": "order"}[word]):
             raise ConfigError(f"systems: {text!r}: {transport} has no {word}, which is for collectives")
     carrier = Carrier(transport, "static" if "static" in wanted else "agreed")
     return SystemSpec(text, base, carrier, "rsag" if "rsag" in wanted else "all_reduce")

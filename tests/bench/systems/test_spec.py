@@ -1,5 +1,6 @@
 import pytest
 
+from bench import systems
 from bench.harness.system import Carrier
 from bench.systems import SystemSpec, carrier_of_job, parse
 from commsched.core.errors import ConfigError
@@ -41,6 +42,15 @@ def test_what_follows_the_name(text, base, carrier, collective):
 def test_what_cannot_be_had_is_said(text, message):
     with pytest.raises(ConfigError, match=message):
         parse(text)
+
+
+def test_a_transport_takes_what_its_backend_names(monkeypatch):
+    monkeypatch.setattr(systems, "users_of", lambda setting: {"order": ["ps"], "rate": ["gloo"]}.get(setting, []))
+    assert parse("commsched:ps+static").carrier == Carrier("ps", "static")
+    with pytest.raises(ConfigError, match="gloo has no rsag, which is for collectives"):
+        parse("commsched:gloo+rsag")
+    assert parse("commsched:gloo").caps_itself("ps")
+    assert not parse("commsched:ps").caps_itself("gloo")
 
 
 def test_the_session_of_the_job_is_not_one_that_nobody_uses():
