@@ -86,7 +86,7 @@ class Core:
         self._changes = Reconfiguration(config)
         self.observers: tuple[Observer, ...] = () if observer is None else (observer,)
         #: Called with the group, the step and the time when a step begins. It is apart from ``observers``, because an observer
-        #: of every tensor and task costs each step more than this call.
+        #: of every tensor and task costs each step more than this call. An engine thread calls it; it must not block or raise.
         self.on_step: Callable[[int, int, float], None] | None = None
         if transport.ordered and messenger is None:
             raise ValueError("an ordered transport needs a messenger")

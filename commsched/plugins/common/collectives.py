@@ -67,9 +67,9 @@ def register_flat(
     """Register the tensors of ``manifest`` in new flat buffers of zeros. Collective. Return the group, and for each tensor a
     view of its place in a flat buffer. Raises as ``Session.register``.
 
-    Args: as_dtype: returns the engine's type for a dtype's name. numpy does not know all types that engines have, such as
-    bfloat16. allocate: returns so many zero bytes, as an array of uint8 and as ``Session.register`` takes them. The default is
-    a numpy array.
+    ``as_dtype`` returns the engine's type for a dtype's name, because numpy does not know all types that engines have, such as
+    bfloat16. ``allocate`` returns so many zero bytes, as an array of uint8 and as ``Session.register`` takes them; by default
+    they are a numpy array.
     """
     flat = {dtype: allocate(nbytes) for dtype, nbytes in manifest.buffer_bytes.items()}
     views = []
