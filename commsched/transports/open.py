@@ -16,8 +16,9 @@ from ..settings import Settings
 from . import load_backend, require_transport
 from .backend import TransportContext
 
-#: From this many ranks on several machines, gloo comes before a shard on every rank: see "Which one ``auto`` takes" in
-#: ``docs/transports.md``. The ranks of a parameter server drift apart, and then wait for one another's shards.
+#: From this many ranks on the network (machines, if the ranks of one sum first), gloo comes before a shard on every rank: see
+#: "Which one ``auto`` takes" in ``docs/transports.md``. The ranks of a parameter server drift apart, and then wait for one
+#: another's shards.
 GLOO_FROM = 8
 
 
@@ -67,8 +68,9 @@ def choose(settings: Settings, world: World, seen: Capabilities) -> Choice:
     if seen.torch_group and seen.gloo:
         return Choice("gloo", "torch.distributed is initialised")
     only_ps = settings.rate is not None or settings.lane != Settings().lane  # a setting of the parameter server alone
-    if seen.gloo and world.world_size >= GLOO_FROM and not world.one_machine and not only_ps:
-        return Choice("gloo", f"{world.world_size} ranks")
+    on_network = world.world_size // (1 if settings.hierarchy == "off" else world.local_world_size)
+    if seen.gloo and on_network >= GLOO_FROM and not world.one_machine and not only_ps:
+        return Choice("gloo", f"{on_network} ranks on the network")
     if started_by_mpi:
         return Choice("ps", f'started by {world.launcher}, but mpi4py is missing: pip install "commsched[mpi]" gives mpi')
     return Choice("ps", "every rank hosts a shard; no servers are named")
@@ -106,7 +108,9 @@ def transport_name(world: World, settings: Settings, device: str, gather: Callab
         return settings.transport
     seen = detect_capabilities(device)
     # A rank may import PyTorch for itself, to write logs, say. That alone must not make it differ from the others.
-    everywhere = all(gather(seen.gloo))
+    reports = gather([seen.gloo, world.local_world_size])
+    everywhere = all(gloo for gloo, _ in reports)
+    world = replace(world, local_world_size=max(ranks for _, ranks in reports))  # machines may have different numbers of ranks
     choice = choose(settings, world, replace(seen, gloo=seen.gloo and (everywhere or seen.torch_group)))
     choices = gather([choice.name, choice.reason])
     name_on_0, reason_on_0 = choices[0]

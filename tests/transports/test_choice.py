@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from itertools import product
 
 import pytest
@@ -29,7 +30,10 @@ EVERYTHING = Capabilities(cuda_tensors=True, nccl=True, torch_group=True, gloo=T
         ({}, TORCHRUN, Capabilities(mpi4py=True, gloo=True), "ps (every rank hosts a shard; no servers are named)"),
         ({}, TORCHRUN, Capabilities(torch_group=True, gloo=True), "gloo (torch.distributed is initialised)"),
         ({}, TORCHRUN, Capabilities(torch_group=True), "ps (every rank hosts a shard; no servers are named)"),
-        ({}, EIGHT_HOSTS, Capabilities(gloo=True), "gloo (8 ranks)"),
+        ({}, EIGHT_HOSTS, Capabilities(gloo=True), "gloo (8 ranks on the network)"),
+        ({}, World(0, 32, 0, 4), Capabilities(gloo=True), "gloo (8 ranks on the network)"),
+        ({}, World(0, 16, 0, 8), Capabilities(gloo=True), "ps (every rank hosts a shard; no servers are named)"),
+        ({"hierarchy": "off"}, World(0, 16, 0, 8), Capabilities(gloo=True), "gloo (16 ranks on the network)"),
         ({}, EIGHT_HOSTS, Capabilities(), "ps (every rank hosts a shard; no servers are named)"),
         ({}, World(0, 7, 0, 1), Capabilities(gloo=True), "ps (every rank hosts a shard; no servers are named)"),
         ({}, World(0, 8, 0, 8), Capabilities(gloo=True), "ps (every rank hosts a shard; no servers are named)"),
@@ -86,12 +90,17 @@ def test_ranks_of_which_one_has_a_process_group_are_told_apart(monkeypatch: pyte
         _names(["group", "none"])
 
 
-def _names(devices: list[str]) -> list[str]:
-    """What ranks choose that see what stands for their devices."""
+def test_machines_with_different_numbers_of_ranks_choose_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("commsched.transports.open.detect_capabilities", lambda device: Capabilities(gloo=True))
+    assert _names(["", ""], [1, 3]) == ["ps", "ps"]
+
+
+def _names(devices: list[str], local_world_sizes: Sequence[int] = (1, 1)) -> list[str]:
+    """What two of eight ranks choose that see what stands for their devices."""
     ends = LocalControlWorld(len(devices)).ends
 
     def choose_as(rank: int) -> str:
-        world = World(rank, 8, 0, 1, "torchrun")
+        world = World(rank, 8, 0, local_world_sizes[rank], "torchrun")
         return transport_name(world, Settings(transport="auto"), devices[rank], ends[rank].gather_next)
 
     try:
