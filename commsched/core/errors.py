@@ -1,4 +1,10 @@
-"""Every error that commsched raises, sorted by cause."""
+"""Every error that commsched raises, sorted by cause.
+
+A setting is wrong: :class:`ConfigError`. The engine, dtype or device does not support the request: :class:`UnsupportedError`.
+The ranks disagree: :class:`ManifestMismatch`, :class:`OrderMismatch`, :class:`RanksDiverged`. Foreign bytes arrived:
+:class:`ProtocolError`. A network, peer or other rank failed: :class:`TransportError`. A session was used after close:
+:class:`ClosedError`.
+"""
 
 from __future__ import annotations
 
