@@ -232,11 +232,10 @@ class GradientExchange:
             and self._running[0] == current_task()
             and parameter.grad is None
             and slot.state is GradientState.EXPECTED
-            and not current.without.noted
         ):
             slot.users = None
             self._accumulated = True
-            return  # the usual case, except for the first gradient of a backward
+            return  # the usual case, except for the first gradient of a backward. ``without`` has nothing in an open round
         if current.without.noted:
             current.without.forget()
         if slot.state is GradientState.OUTSTANDING:  # no forward has read the parameter since step()
