@@ -1,5 +1,5 @@
-"""What users see of a session: through the logger ``commsched`` as the script has set up logging, or else a few one-time lines
-and warnings on stderr; and the lines that a job begins with."""
+"""A session speaks to users through the logger ``commsched``, as the script has set up logging, or else in a few one-time lines
+and warnings on stderr. The lines that a job begins with are made here, too."""
 
 from __future__ import annotations
 

@@ -16,9 +16,9 @@ from ..settings import Settings
 from . import load_backend, require_transport
 from .backend import TransportContext
 
-#: From this many ranks on the network (machines, if the ranks of one sum first), gloo comes before a shard on every rank: see
-#: "Which one ``auto`` takes" in ``docs/transports.md``. The ranks of a parameter server drift apart, and then wait for one
-#: another's shards.
+#: ``auto`` takes gloo instead of a shard on every rank from this many ranks on the network (machines, if the ranks of one sum
+#: first): see "Which one ``auto`` takes" in ``docs/transports.md``. The ranks of a parameter server drift apart, and then wait
+#: for one another's shards.
 GLOO_FROM = 8
 
 

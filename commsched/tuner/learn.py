@@ -1,4 +1,4 @@
-"""What rank 0 learns of a running training: a profile of a few steps, and a model of step times in a process of its own."""
+"""Rank 0 learns of a running training: it profiles a few steps, and keeps a model of step times in a process of its own."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ def test_machines_with_different_numbers_of_ranks_choose_alike(monkeypatch: pyte
 
 
 def _names(devices: list[str], local_world_sizes: Sequence[int] = (1, 1)) -> list[str]:
-    """What two of eight ranks choose that see what stands for their devices."""
+    """Two of eight ranks see what stands for their devices. Return what each chooses."""
     ends = LocalControlWorld(len(devices)).ends
 
     def choose_as(rank: int) -> str:

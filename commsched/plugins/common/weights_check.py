@@ -16,7 +16,7 @@ MIN_PART_BYTES = 2**20
 HINT = "ranks on different kinds of processors may round updates differently: set check_weights=0 there"
 _ALIGNMENT = 16  # bytes of the largest element (complex128): a part begins and ends between two elements
 
-#: What was numbered in each session.
+#: By session: how many objects of each kind :func:`number_in` has numbered.
 _counts: WeakKeyDictionary[commsched.Session, Counter[str]] = WeakKeyDictionary()
 
 

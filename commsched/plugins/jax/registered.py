@@ -1,4 +1,4 @@
-"""What a session keeps of its trainings: their groups, and the exchanges that states of ``average_gradients`` stand for."""
+"""A session keeps the groups of its trainings, and the exchanges that states of ``average_gradients`` stand for."""
 
 from __future__ import annotations
 

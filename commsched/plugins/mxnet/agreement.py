@@ -34,8 +34,8 @@ class RoundOutcome:
 
 
 class Agreement:
-    """What each rank says in each round: its :class:`RoundOutcome`; for each rank, whether it has ended; and for each
-    parameter, whether there is a new gradient and whether the parameter is frozen.
+    """Each rank says in each round its :class:`RoundOutcome`, whether each rank has ended, whether each parameter has a new
+    gradient, and whether it is frozen.
 
     ``what`` names the optimizer in errors, and is unique in the session. ``names`` are those of the parameters.
     """

@@ -1,5 +1,5 @@
-"""What the exchanges of trainers and of kvstores share: rounds on which the ranks agree, and their end, all together, when the
-session closes."""
+"""Exchanges of trainers and of kvstores share this module: rounds on which the ranks agree, and their end, all together, when
+the session closes."""
 
 from __future__ import annotations
 

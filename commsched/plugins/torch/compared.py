@@ -1,5 +1,5 @@
-"""What must be equal on all ranks besides gradients: the hyper-parameters of an update, or weights diverge; the weights; and
-the loss that a closure returns."""
+"""Ranks must have more in common than gradients, or weights diverge: the hyper-parameters of an update, the weights, and the
+loss that a closure returns. This module compares the first two and averages the third."""
 
 from __future__ import annotations
 

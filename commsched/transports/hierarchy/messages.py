@@ -1,5 +1,5 @@
-"""What the ranks of a host exchange: small messages of one size over a Unix socket, and the memory that they share, which is
-passed over that socket.
+"""The ranks of a host exchange small messages of one size over a Unix socket, and pass the memory that they share over that
+socket.
 
 The memory is a second copy of each group's flat buffers, which the other ranks can read. It is anonymous (``memfd``): it has no
 name that could be guessed or left behind, and is freed with the last process that holds it."""

@@ -53,7 +53,7 @@ def _coarse_to_fine(lattice: Sequence[SchedulerConfig]) -> list[SchedulerConfig]
 
 
 def _levels(values: Sequence[int]) -> dict[int, int]:
-    """For each value, the number of times the range must be halved until the value is a middle."""
+    """Return, by value, the number of times the range must be halved until the value is a middle."""
     levels: dict[int, int] = {}
 
     def halve(rest: list[int], level: int) -> None:

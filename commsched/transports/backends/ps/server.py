@@ -62,7 +62,7 @@ def serve_shard(address: str, options: StreamOptions, *, join: Join, announce: C
         ConfigError: the server cannot listen at the address, or the token is empty.
         CommschedError: the job failed; every worker that is still connected gets the same error.
     """
-    events: SimpleQueue[WorkerHello | CommschedError | None] = SimpleQueue()  # None: every worker has said goodbye
+    events: SimpleQueue[WorkerHello | CommschedError | None] = SimpleQueue()  # None means that every worker has said goodbye
     joined = threading.Event()  # or the job has failed
     shard = None
     membership: Membership | None = None
