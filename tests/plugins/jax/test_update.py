@@ -1,6 +1,7 @@
 """Optimizers and weights that differ between ranks are found, where plain averaging would go on."""
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -106,33 +107,31 @@ def diverges(message: str, train: Any, check_weights: int = 1) -> None:
     assert re.search(message, errors[0]), errors[0]
 
 
-def test_a_rate_that_one_rank_sets() -> None:
+def sets_a_rate_on_rank_1(after: int) -> Callable[[Session], None]:
+    """A training in which rank 1 sets another learning rate after batch ``after``."""
+
     def train(session: Session) -> None:
         step = cs.jit(cs.value_and_update(loss))
         state = cs.create(make_params(0), optax.inject_hyperparams(optax.sgd)(learning_rate=0.1), session=session)
         for index in range(100):
             _, state = step(state, *make_batch(session.rank, index))
-            if index == 2:
+            if index == after:
                 state.opt_state.hyperparams["learning_rate"] = jnp.asarray([0.1, 0.25][session.rank])
 
+    return train
+
+
+def test_a_rate_that_one_rank_sets() -> None:
     diverges(
         r"^optimizers differ between ranks after step 2: 'hyperparams.learning_rate' is 0.1 on rank 0 but 0.25 on rank 1$",
-        train,
+        sets_a_rate_on_rank_1(after=2),
     )
 
 
 def test_a_rate_that_one_rank_sets_is_found_before_it_is_used() -> None:
     """The weights are compared after steps 16 and 32 only."""
-
-    def train(session: Session) -> None:
-        step = cs.jit(cs.value_and_update(loss))
-        state = cs.create(make_params(0), optax.inject_hyperparams(optax.sgd)(learning_rate=0.1), session=session)
-        for index in range(100):
-            _, state = step(state, *make_batch(session.rank, index))
-            if index == 20:
-                state.opt_state.hyperparams["learning_rate"] = jnp.asarray([0.1, 0.25][session.rank])
-
-    diverges(r"^optimizers differ between ranks after step 21: 'hyperparams.learning_rate' is ", train, check_weights=1000)
+    message = r"^optimizers differ between ranks after step 21: 'hyperparams.learning_rate' is "
+    diverges(message, sets_a_rate_on_rank_1(after=20), check_weights=1000)
 
 
 def test_an_update_that_one_rank_traces_anew_with_another_rate() -> None:
