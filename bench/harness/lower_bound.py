@@ -3,7 +3,8 @@
 The model: backward starts at time 0 and goes from the last layer to the first. Layer ``h``'s gradient exists when
 ``backward_seconds[h:]`` have passed. One network resource averages it in ``comm_seconds[h]``. The next forward goes from the
 first layer to the last, and each layer waits for its own average. Compute is serial. Partitions are infinitely small and have
-no overhead; ``partitioned_bound`` and ``window_bound`` are for the partitions of a real cut.
+no overhead; ``partitioned_bound`` and ``window_bound`` are for the partitions of a real cut. In a loop for which
+``clipped_bound`` is, every update needs a norm of all averages.
 
 In every function index 0 is the layer at the input side, the sequences have one item per layer, and times are seconds.
 ``comm_seconds[h]`` is ``bytes_factor(...) * bytes of layer h / bytes per second of a NIC``; that factor is in
@@ -30,6 +31,49 @@ def lower_bound(forward_seconds: Sequence[float], backward_seconds: Sequence[flo
     """
     paths = _paths(forward_seconds, backward_seconds, comm_seconds)
     return max([sum(forward_seconds) + sum(backward_seconds), *paths])
+
+
+def clipped_bound(
+    forward_seconds: Sequence[float],
+    backward_seconds: Sequence[float],
+    comm_seconds: Sequence[float],
+    first_share: float = 0.5,
+) -> float:
+    """The least time of one iteration over all schedules if every update needs the norm of all averages, as with
+    ``clip_grad_norm_``, or has to know whether all are finite, as with ``GradScaler``.
+
+    An average travels in two halves. The first half (a reduce-scatter, or pushes to shards) takes ``a_i`` and leaves each part
+    of the average on one machine. The second half (an all-gather, or replies) takes ``g_i`` on the same link and brings the
+    parts to all ranks. The norm is known as soon as all first halves have arrived, since each machine can add up the squares of
+    its own parts; the message with the sums takes no time here. A second half may travel before the norm is known, because the
+    update applies the factor that the norm gives. So each part of ``g_i`` may follow its part of ``a_i`` at once. The forward
+    of a layer with parameters needs the norm, its own ``g_i``, and the forwards before it.
+
+    All ``a_i`` are therefore jobs with the release time ``r_i = b_i + .. + b_L`` and one tail, that of the first layer with
+    parameters. All ``g_i`` are jobs with the release time ``r_i`` and the tail ``q_i = f_i + .. + f_L``. Without the rule that
+    ``g_i`` follows ``a_i``, preemptive largest-tail-first is optimal (see :func:`lower_bound`). It keeps that rule by itself:
+    it sends a second half only while no ready first half is left. So the optimal schedule is: all ready first halves, in any
+    order, then second halves from the front. It takes the greatest sum of least release, work and least tail over all sets of
+    jobs. These sets are the first halves of the layers ``1..h`` with the second halves of the layers ``1..k``, ``k <= h``::
+
+        max(Tf + Tb, max_{k <= h}(b_h + .. + b_L + a_1 + .. + a_h + g_1 + .. + g_k + f_k + .. + f_L))
+
+    A loop that sends no second half before the last first half (:func:`dear`) is slower if the link has time to spare in
+    backward. With equal layers and ``Tb >= Tf`` this bound is ``T*``: the norm costs nothing.
+
+    Args:
+        first_share: ``a_i / comm_seconds[i]``. With all-reduces, and with a shard on each worker, each direction of a NIC
+            carries both halves, and they are equally long. Replies of separate servers travel in the other direction than
+            pushes, and can have arrived when the last push has. Then the share is 1, and nothing is faster than :func:`wfbp`.
+            With a share of 0 the bound is ``T*``.
+
+    Raises:
+        ValueError: the sequences differ in length, a time is negative, or the share is not from 0 to 1.
+    """
+    _check(forward_seconds, backward_seconds, comm_seconds)
+    # A layer without parameters does not wait for the norm.
+    partitions = [(layer, seconds) for layer, seconds in enumerate(comm_seconds) if seconds]
+    return partitioned_bound(forward_seconds, backward_seconds, partitions, first_share=first_share)
 
 
 def wfbp(forward_seconds: Sequence[float], backward_seconds: Sequence[float], comm_seconds: Sequence[float]) -> float:
@@ -103,6 +147,7 @@ def partitioned_bound(
     backward_seconds: Sequence[float],
     partitions: Sequence[tuple[int, float]],
     overhead_seconds: float = 0.0,
+    first_share: float = 0.0,
 ) -> float:
     """``T*(c')``: the least time over all schedules of a given cut whose partitions have an overhead on the link.
 
@@ -112,15 +157,20 @@ def partitioned_bound(
     Args:
         partitions: front-most layer and communication seconds of each partition, in forward order.
         overhead_seconds: additional time for which each partition occupies the network resource.
+        first_share: the share of each partition that must have arrived before any update; see :func:`clipped_bound`.
 
     Raises:
-        ValueError: the sequences differ in length, a time is negative, or a layer is not there.
+        ValueError: the sequences differ in length, a time is negative, a layer is not there, or the share is not from 0 to 1.
     """
     _check(forward_seconds, backward_seconds, [0.0] * len(forward_seconds))
     _check_partitions(len(forward_seconds), partitions, overhead_seconds)
+    if not 0 <= first_share <= 1:
+        raise ValueError(f"a share is from 0 to 1, not {first_share}")
     ready, tail = _suffix_sums(backward_seconds), _suffix_sums(forward_seconds)
-    sent = accumulate(seconds + overhead_seconds for _, seconds in partitions)
-    paths = (ready[front] + c + tail[front] for (front, _), c in zip(partitions, sent))
+    sent = list(accumulate(seconds + overhead_seconds for _, seconds in partitions))
+    summed = [ready[front] + first_share * c for (front, _), c in zip(partitions, sent)]
+    latest_summed = list(accumulate(reversed(summed), max))[::-1]  # the maximum over this partition and those behind it
+    paths = (m + (1 - first_share) * c + tail[front] for (front, _), c, m in zip(partitions, sent, latest_summed))
     return max([sum(forward_seconds) + sum(backward_seconds), *paths])
 
 

@@ -67,6 +67,30 @@ def least_seconds_per_byte(
     return max(1 / min(worker_rates), shared)
 
 
+def least_loads(
+    worker_rates: Sequence[float], server_rates: Sequence[float] = (), clips: bool = False
+) -> list[tuple[float, float]]:
+    """Pairs of seconds per byte and ``first_share``, for ``lower_bound.clipped_bound``: no placement of shards is faster than
+    the bound with any of the pairs.
+
+    Without clipping there is one pair, :func:`least_seconds_per_byte`. With separate servers pushes travel in one direction and
+    replies in the other, so that all time of the busier direction of pushes comes before the norm. With shards on ``n`` workers
+    there are two pairs. All NICs together carry both halves of each byte ``n - 1`` times. The slowest NIC carries, in one of
+    its directions, each byte of both halves once, but of a byte of which only the first half counts ``1 - x`` or ``(n - 1) x``,
+    whichever is more, for the share ``x`` of its shard: at least ``(n - 1) / n``.
+
+    Raises:
+        ValueError: there is no worker, or a rate is not positive.
+    """
+    least = least_seconds_per_byte(worker_rates, server_rates)
+    workers = len(worker_rates)
+    if not clips or (workers == 1 and not server_rates):
+        return [(least, 0.0)]
+    if server_rates:
+        return [(least, 1.0)]
+    return [(2 * (workers - 1) / sum(worker_rates), 0.5), (1 / min(worker_rates), (workers - 1) / workers)]
+
+
 def _check(worker_rates: Sequence[float], server_rates: Sequence[float]) -> None:
     if not worker_rates:
         raise ValueError("a job has at least 1 worker")

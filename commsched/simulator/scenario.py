@@ -29,6 +29,9 @@ def bytes_factor(workers: int, servers: int = 0) -> float:
 #: Called when the average of a partition is complete on a worker class. Arguments: index of the class, step, partition's index.
 OnDone = Callable[[int, int, int], None]
 
+#: Called when the norm of all averages of a step is known on a worker class. Arguments: index of the class, step.
+OnNorm = Callable[[int, int], None]
+
 
 @dataclass(frozen=True)
 class WorkerClass:
@@ -109,6 +112,7 @@ class Exchange(Enum):
     PARAMETER_SERVER = "push to a shard, which replies with the average"
     ALL_REDUCE = "collectives, one at a time, in an order agreed on"
     REDUCE_SCATTER_ALL_GATHER = "all reduce-scatters in order, then all all-gathers in forward order (DeAR)"
+    SPLIT = "a reduce-scatter and an all-gather of each partition, one at a time, all in one order"
 
 
 @dataclass(frozen=True)
@@ -123,6 +127,10 @@ class Rules:
         bucket_bytes: tensors are not cut. They are gathered in backward order into buckets, as DDP does, and a bucket is closed
             when it holds at least this many bytes. ``None`` means the partitions of ``config``.
         first_bucket_bytes: the same limit for the bucket that is sent first. ``None`` means ``bucket_bytes``.
+        norm: the forward of a layer with parameters also waits for the norm of all averages of the step, because its update
+            needs that. The shards, or with ``SPLIT`` the ranks, add up squares of what they average, and the sums travel in one
+            small message when everything has been summed. With ``SPLIT`` all-gathers are then less urgent than reduce-scatters.
+            The other exchanges have no moment at which all is summed and not yet sent back; there ``barrier`` is the rule.
         pushes_first: on a worker that hosts a shard, replies use only the bandwidth that the worker's own pushes leave.
             Otherwise pushes and replies have equal shares. The real library begins no reply while a push is being sent, even
             if the push's receiver holds it up. In a simulation of that rule, equal workers stall in step, and real workers do
@@ -137,4 +145,9 @@ class Rules:
     hold: bool = False
     bucket_bytes: int | None = None
     first_bucket_bytes: int | None = None
+    norm: bool = False
     pushes_first: bool = True
+
+    def __post_init__(self) -> None:
+        if self.norm and self.exchange not in (Exchange.PARAMETER_SERVER, Exchange.SPLIT):
+            raise ValueError(f"no norm before the averages with: {self.exchange.value}")

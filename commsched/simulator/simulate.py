@@ -10,10 +10,11 @@ from typing import Any
 
 from ..core.task import CommTask
 from .clock import VirtualClock
-from .exchanges import AllReduce, ParameterServers, SimulatedReduceScatterAllGather
+from .collectives import AllReduce, SimulatedReduceScatterAllGather, Split
 from .network_sharing import FairShareCache
+from .parameter_server import ParameterServers
 from .profile import Grouping, Profile
-from .scenario import Cluster, Exchange, OnDone, Rules
+from .scenario import Cluster, Exchange, OnDone, OnNorm, Rules
 
 
 class Worker:
@@ -41,6 +42,7 @@ class Worker:
         self._layers_missing: list[int] = []  # by partition: number of layers whose gradients are not written yet
         self._waits_for: list[int] = []  # by layer: number of partitions that are not averaged yet
         self._unfinished = 0  # partitions of this step that are not averaged yet
+        self._needs_norm = False  # whether the norm of this step's averages is still to come
         self._held: list[CommTask] = []
         self._in_backward = False
         self._blocked: tuple[int, float] | None = None  # the layer that waits, and since when
@@ -64,6 +66,15 @@ class Worker:
         self._unfinished -= 1
         for layer in self._layers_of[partition]:
             self._waits_for[layer] -= 1
+        self._continue()
+
+    def normed(self, step: int) -> None:
+        """Take note that the norm of all averages is known."""
+        assert step == self._step
+        self._needs_norm = False
+        self._continue()
+
+    def _continue(self) -> None:
         if self._blocked is not None and not self._must_wait(self._blocked[0]):
             layer, since = self._blocked
             self._blocked = None
@@ -79,6 +90,7 @@ class Worker:
         self._layers_missing = [len(layers) for layers in self._layers_of]
         self._waits_for = [len(partitions) for partitions in self._partitions_of]
         self._unfinished = len(partitions)
+        self._needs_norm = self._rules.norm
         self._in_backward = True
         at = self._began
         for layer in reversed(range(len(self._profile.layers))):
@@ -116,7 +128,8 @@ class Worker:
             self._compute(layer)
 
     def _must_wait(self, layer: int) -> bool:
-        return (self._unfinished if self._rules.barrier else self._waits_for[layer]) > 0
+        needs_norm = self._needs_norm and bool(self._partitions_of[layer])
+        return needs_norm or (self._unfinished if self._rules.barrier else self._waits_for[layer]) > 0
 
     def _compute(self, layer: int) -> None:
         now, spent = self._clock.now, self._profile.layers[layer].forward_seconds
@@ -174,7 +187,10 @@ def simulate(
     def on_done(worker: int, step: int, partition: int) -> None:
         workers[worker].done(step, partition)
 
-    exchange = _exchange(clock, cluster, shares, rules, on_done, len(grouping.plan.partitions))
+    def on_norm(worker: int, step: int) -> None:
+        workers[worker].normed(step)
+
+    exchange = _exchange(clock, cluster, shares, rules, on_done, on_norm, len(grouping.plan.partitions))
     for worker in workers:
         worker.begin(exchange)
     clock.run()
@@ -186,10 +202,20 @@ def simulate(
 
 
 def _exchange(
-    clock: VirtualClock, cluster: Cluster, shares: FairShareCache | None, rules: Rules, on_done: OnDone, partitions: int
+    clock: VirtualClock,
+    cluster: Cluster,
+    shares: FairShareCache | None,
+    rules: Rules,
+    on_done: OnDone,
+    on_norm: OnNorm,
+    partitions: int,
 ) -> ParameterServers | AllReduce:
+    norm = on_norm if rules.norm else None
     if rules.exchange is Exchange.PARAMETER_SERVER:
-        return ParameterServers(clock, cluster, shares or FairShareCache(cluster, rules.pushes_first), rules.config, on_done)
+        nics = shares or FairShareCache(cluster, rules.pushes_first)
+        return ParameterServers(clock, cluster, nics, rules.config, on_done, norm, partitions)
     if rules.exchange is Exchange.ALL_REDUCE:
         return AllReduce(clock, cluster, rules.config, on_done)
+    if rules.exchange is Exchange.SPLIT:
+        return Split(clock, cluster, rules.config, on_done, norm, partitions)
     return SimulatedReduceScatterAllGather(clock, cluster, rules.config, on_done, partitions)

@@ -1,14 +1,25 @@
 """One resource: the simulator against the closed forms. Two workers, so that an all-reduce moves each byte once."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.harness.lower_bound import bucketed_wfbp, dear, lower_bound, partitioned_bound, serial, wfbp, window_bound
+from bench.harness.lower_bound import (
+    bucketed_wfbp,
+    clipped_bound,
+    dear,
+    lower_bound,
+    partitioned_bound,
+    serial,
+    wfbp,
+    window_bound,
+)
 from commsched.core.policies import policy_names
 from commsched.core.scheduler import SchedulerConfig
 from commsched.simulator import Exchange, Rules, equal_workers, simulate
-from commsched.simulator.exchanges import hops
+from commsched.simulator.collectives import hops
 from commsched.simulator.profile import ITEMSIZE
 
 from .models import RATE, model, models, times
@@ -75,6 +86,45 @@ def test_dear_takes_what_its_closed_form_says(profile):
     config = SchedulerConfig(ITEMSIZE, 10**9, "fifo")
     chosen = Rules(config, Exchange.REDUCE_SCATTER_ALL_GATHER, bucket_bytes=1)
     assert step(profile, chosen) == dear(*times(profile))
+
+
+def split(policy, elements, credit=None, **more):
+    return replace(rules(policy, elements, credit), exchange=Exchange.SPLIT, **more)
+
+
+@given(models())
+def test_with_tiny_partitions_halves_take_exactly_the_bounds(profile):
+    assert step(profile, split("priority", 1)) == lower_bound(*times(profile))
+    assert step(profile, split("priority", 1, norm=True)) == clipped_bound(*times(profile))
+
+
+@given(models(), st.integers(1, 30), st.integers(1, 60), st.integers(0, 3), st.sampled_from(policy_names()), st.booleans())
+def test_no_rules_beat_the_clipped_bound(profile, elements, credit, overhead, policy, hold):
+    chosen = split(policy, elements, credit, hold=hold, norm=True)
+    forward, backward, _ = times(profile)
+    least = partitioned_bound(forward, backward, cut_of(profile, chosen), 2 * overhead, first_share=0.5)
+    assert clipped_bound(*times(profile)) <= least <= step(profile, chosen, overhead)
+
+
+def test_a_norm_by_hand():
+    """Backward ends at 3. Two reduce-scatters end at 3 + 2 (2 + 1), the norm at 10, and the average of the front layer 3 later.
+    Without the norm that average would have come at 9, before the other reduce-scatter."""
+    profile = model([(1, 1, 4), (1, 2, 4)])
+    chosen = split("priority", 4, hold=True)
+    assert step(profile, chosen, 1.0) == 3 + 3 + 3 + 3 + 3 + 1
+    assert step(profile, replace(chosen, norm=True), 1.0) == 3 + 3 + 3 + 1 + 3 + 3 + 1
+
+
+def test_a_layer_without_parameters_does_not_wait_for_the_norm():
+    profile = model([(5, 0, 0), (1, 1, 4)])
+    assert step(profile, split("priority", 4, norm=True), 1.0) == 1 + 3 + 1 + 3 + 1
+    assert step(model([(20, 0, 0), (1, 1, 4)]), split("priority", 4, norm=True), 1.0) == 1 + 20 + 1
+
+
+@pytest.mark.parametrize("exchange", [Exchange.ALL_REDUCE, Exchange.REDUCE_SCATTER_ALL_GATHER])
+def test_a_norm_needs_an_exchange_in_two_halves(exchange):
+    with pytest.raises(ValueError, match="no norm before the averages with: "):
+        Rules(SchedulerConfig(), exchange, norm=True)
 
 
 def test_the_gain_over_fifo_by_hand():

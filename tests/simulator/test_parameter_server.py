@@ -1,13 +1,14 @@
 """Many NICs: bounds, exact figures by hand, and classes of workers against full detail."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.harness.lower_bound import lower_bound, window_bound
-from bench.harness.network_load import least_seconds_per_byte
+from bench.harness.lower_bound import clipped_bound, lower_bound, window_bound
+from bench.harness.network_load import least_loads
 from commsched.core.policies import policy_names
 from commsched.core.scheduler import SchedulerConfig
 from commsched.simulator import Cluster, Rules, WorkerClass, equal_workers, simulate
@@ -34,12 +35,12 @@ def clusters(draw):
 @given(models(max_layers=5), clusters(), st.integers(1, 30), st.integers(1, 60), st.sampled_from(policy_names()), st.data())
 def test_no_cluster_beats_the_bound_and_none_deadlocks(profile, cluster, elements, credit, policy, data):
     """``simulate`` raises if a worker never finishes: gradients are ready in another order on every class here."""
-    options = {option: data.draw(st.booleans()) for option in ("barrier", "hold", "pushes_first")}
+    options = {option: data.draw(st.booleans()) for option in ("barrier", "hold", "norm", "pushes_first")}
     outcome = simulate(profile, cluster, rules(policy, elements, credit, **options), steps=2)
     worker_rates = [each.rate_bytes_per_second for each in cluster.workers for _ in range(each.count)]
-    per_element = ITEMSIZE * least_seconds_per_byte(worker_rates, cluster.server_rates)
-    slowest = max(each.compute_factor for each in cluster.workers)
-    bound = lower_bound(*times(profile.scaled(seconds=slowest), per_element))
+    slowest = profile.scaled(seconds=max(each.compute_factor for each in cluster.workers))
+    loads = least_loads(worker_rates, cluster.server_rates, options["norm"])
+    bound = max(clipped_bound(*times(slowest, ITEMSIZE * per_byte), share) for per_byte, share in loads)
     # Later steps may begin before the slowest worker has ended the one before: only from the start on is it a bound for all.
     assert outcome.step_seconds[0] >= bound * (1 - 1e-9)
     assert sum(outcome.step_seconds) >= 2 * bound * (1 - 1e-9)
@@ -68,6 +69,38 @@ def test_a_message_by_hand():
     """2 s of bytes there and 2 s back, each 1 s held longer and 0.5 s on the way, between backward and forward."""
     cluster = equal_workers(1, RATE, 1, latency_seconds=0.5, message_seconds=1.0)
     assert simulate(model([(3, 5, 2)]), cluster, rules("fifo", 2)).step_seconds == (5 + 2 * (2 + 1 + 0.5) + 3,)
+
+
+def test_a_norm_by_hand():
+    """The push has left at 5 + 3 and arrives at 8.5. The question for the norm takes 1 s more, and its answer waits for the
+    reply, which has left at 11.5."""
+    cluster = equal_workers(1, RATE, 1, latency_seconds=0.5, message_seconds=1.0)
+    assert simulate(model([(3, 5, 2)]), cluster, rules("fifo", 2, norm=True)).step_seconds == (11.5 + 1 + 0.5 + 3,)
+
+
+@pytest.mark.parametrize("workers", [2, 4])
+def test_small_partitions_come_near_the_clipped_bound(workers):
+    """Replies use what pushes leave of the link in backward, so the norm costs nearly nothing. The barrier costs 1/4."""
+    profile = model([(10, 20, 15)] * 24)
+    cluster = equal_workers(workers, RATE / 2 * bytes_factor(workers), detailed=True)
+    chosen = rules("priority", 3, 3 * workers + 3, norm=True)
+    bound = clipped_bound(*times(profile, 2.0))
+    clipped, barrier = (
+        simulate(profile, cluster, each).step_seconds[0] for each in (chosen, replace(chosen, norm=False, barrier=True))
+    )
+    assert bound <= clipped < 1.04 * bound < 1.25 * bound < barrier
+
+
+def test_servers_of_their_own_gain_nothing_but_the_last_replies():
+    """Pushes fill one direction until the norm, and replies the other; the barrier waits for the last reply too."""
+    profile = model([(10, 20, 60)] * 10)
+    cluster = equal_workers(2, RATE, 2)
+    chosen = rules("priority", 1, 4, norm=True)
+    bound = clipped_bound(*times(profile), 1.0)
+    clipped, barrier = (
+        simulate(profile, cluster, each).step_seconds[0] for each in (chosen, replace(chosen, norm=False, barrier=True))
+    )
+    assert bound <= clipped <= barrier < 1.01 * bound
 
 
 def test_a_server_takes_all_workers_in_turn():
@@ -153,8 +186,9 @@ def test_a_straggler_holds_up_everybody():
     assert all(3 * 30 <= seconds <= 3 * 30 * 1.1 for seconds in outcome.step_seconds)
 
 
-def test_equal_steps_of_equal_workers_are_equal():
-    outcome = simulate(model([(2, 4, 6)] * 4), equal_workers(4, RATE, 2), rules("priority", 2, 8), steps=3)
+@pytest.mark.parametrize("norm", [False, True])
+def test_equal_steps_of_equal_workers_are_equal(norm):
+    outcome = simulate(model([(2, 4, 6)] * 4), equal_workers(4, RATE, 2), rules("priority", 2, 8, norm=norm), steps=3)
     assert outcome.step_seconds[1:] == pytest.approx(outcome.step_seconds[:2])
 
 

@@ -6,11 +6,12 @@ import heapq
 from fractions import Fraction
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.harness.lower_bound import (
     bucketed_wfbp,
+    clipped_bound,
     dear,
     lower_bound,
     partitioned_bound,
@@ -117,10 +118,10 @@ def test_without_communication_nothing_but_compute_is_left():
 
 
 def test_no_layers_take_no_time():
-    assert lower_bound([], [], []) == wfbp([], [], []) == serial([], [], []) == 0
+    assert lower_bound([], [], []) == clipped_bound([], [], []) == wfbp([], [], []) == serial([], [], []) == 0
 
 
-@pytest.mark.parametrize("formula", [lower_bound, wfbp, serial, dear])
+@pytest.mark.parametrize("formula", [lower_bound, clipped_bound, wfbp, serial, dear])
 def test_impossible_times_are_refused(formula):
     with pytest.raises(ValueError, match="forward, backward and communication have 2, 1 and 2 layers"):
         formula([1, 1], [1], [1, 1])
@@ -187,3 +188,124 @@ def test_bounds_of_a_cut_refuse_what_cannot_be():
             formula([1, 1], [1, 1], [(0, -1.0)])
     with pytest.raises(ValueError, match="a time is negative"):
         window_bound([1], [1], [(0, 1.0)], -1.0)
+
+
+# --- loops that need the norm of all averages ---
+
+
+def clipped_step(forward: list[int], backward: list[int], halves: list[int], gathers_wait: bool = False) -> int:
+    """One iteration of a clipped loop, second by second: ready first halves, then second halves from the front.
+
+    ``gathers_wait``: no second half is sent before the last first half.
+    """
+    layers = range(len(forward))
+    ready = [sum(backward[layer:]) for layer in layers]
+    first, second = list(halves), list(halves)
+    sent_at, normed, now = [0] * len(forward), 0, 0
+    while any(second):
+        summed = [layer for layer in layers if first[layer] and ready[layer] <= now]
+        gathered = [layer for layer in layers if second[layer] > first[layer]]
+        now += 1
+        if summed:
+            first[summed[0]] -= 1
+            normed = now
+        elif gathered and not (gathers_wait and any(first)):
+            second[gathered[0]] -= 1
+            sent_at[gathered[0]] = now
+    return forward_end(forward, backward, halves, normed, sent_at)
+
+
+def forward_end(forward, backward, halves, normed, sent_at):
+    clock = sum(backward)
+    for seconds, half, sent in zip(forward, halves, sent_at):
+        clock = (max(clock, normed, sent) if half else clock) + seconds
+    return clock
+
+
+def fastest_clipped_step(forward: list[int], backward: list[int], halves: list[int]) -> int:
+    """The same by trying everything: in each second, any half that is there, or nothing."""
+    layers = range(len(forward))
+    ready = [sum(backward[layer:]) for layer in layers]
+    states = {(tuple(halves), tuple(halves), 0, (0,) * len(halves))}  # first and second halves left, times of their ends
+    best = None
+    for now in range(sum(backward) + 2 * sum(halves) + 1):
+        for _, second, normed, sent_at in states:
+            if not any(second):
+                took = forward_end(forward, backward, halves, normed, sent_at)
+                best = took if best is None else min(best, took)
+        following = set()
+        for first, second, normed, sent_at in states:
+            following.add((first, second, normed, sent_at))
+            for layer in layers:
+                if first[layer] and ready[layer] <= now:
+                    following.add((less(first, layer), second, now + 1, sent_at))
+                if second[layer] > first[layer]:
+                    ends = (*sent_at[:layer], now + 1, *sent_at[layer + 1 :])
+                    following.add((first, less(second, layer), normed, ends))
+        states = following
+    return best
+
+
+def less(left, layer):
+    return (*left[:layer], left[layer] - 1, *left[layer + 1 :])
+
+
+few_halves = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(0, 2)), min_size=1, max_size=3).filter(
+    lambda rows: sum(halves for _, _, halves in rows) <= 4
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(few_halves.map(lambda rows: tuple(list(column) for column in zip(*rows))))
+def test_no_schedule_of_a_clipped_loop_is_faster_than_its_bound(times):
+    forward, backward, halves = times
+    whole = [2 * half for half in halves]
+    assert clipped_bound(forward, backward, whole) == fastest_clipped_step(*times)
+
+
+@given(layers)
+def test_first_halves_first_reach_the_clipped_bound(times):
+    forward, backward, halves = times
+    assert clipped_bound(forward, backward, [2 * half for half in halves]) == clipped_step(*times)
+
+
+@given(layers, st.sampled_from([0, Fraction(1, 4), Fraction(1, 2), Fraction(3, 4), 1]))
+def test_clipped_loops_are_between_the_bound_and_the_barrier(times, share):
+    assert lower_bound(*times) <= clipped_bound(*times, share) <= wfbp(*times)
+    assert clipped_bound(*times) <= dear(*times)
+    assert clipped_bound(*times, 0) == lower_bound(*times)
+    if times[2][0]:  # the barrier holds up a first layer without parameters too, and the norm does not
+        assert clipped_bound(*times, 1) == wfbp(*times)
+
+
+@given(layers)
+def test_pieces_of_layers_have_the_clipped_bound_of_the_layers(times):
+    forward, backward, comm = times
+    pieces = [(layer, seconds / 4) for layer, seconds in enumerate(comm) if seconds for _ in range(4)]
+    assert partitioned_bound(forward, backward, pieces, first_share=0.5) == clipped_bound(*times)
+
+
+@pytest.mark.parametrize("forward_share", [Fraction(1, 3), Fraction(1, 2), Fraction(3, 4)])
+@pytest.mark.parametrize("rho", [Fraction(1, 2), 1, Fraction(4, 3), 2, 4])
+def test_equal_layers_pay_for_the_norm_only_if_backward_is_short(rho, forward_share):
+    """The limits for infinitely many layers. Phases apart (DeAR) lose what the link could carry in backward."""
+    count = 3000
+    forward, backward = [forward_share / count] * count, [(1 - forward_share) / count] * count
+    comm = [Fraction(1, count) * rho] * count
+    norm_at = max(1 - forward_share, rho / 2)
+    assert clipped_bound(forward, backward, comm, Fraction(1, 2)) == pytest.approx(
+        float(max(1, rho, norm_at + forward_share)), rel=2e-3
+    )
+    assert dear(forward, backward, comm) == pytest.approx(float(norm_at + max(forward_share, rho / 2)), rel=2e-3)
+
+
+def test_the_norm_waits_for_a_heavy_first_layer_and_the_others_follow_it():
+    """4 s of layer 1 end at 3 + 4 = 7 with the norm; its second half ends at 11. Layers 2 and 3 were sent in backward."""
+    assert clipped_bound([1, 1, 1], [1, 1, 1], [8, 0, 1]) == 3 + 8 + 3
+    assert clipped_bound([1, 1, 1], [1, 1, 1], [2, 0, 12]) == 1 + 6 + 1 + 7 + 1 == lower_bound([1, 1, 1], [1, 1, 1], [2, 0, 12])
+    assert clipped_bound([9, 1, 1], [1, 1, 1], [2, 0, 12]) == 1 + 6 + 1 + 1 + 11  # layer 1 waits for the norm, at 8
+
+
+def test_a_share_is_a_share():
+    with pytest.raises(ValueError, match="a share is from 0 to 1, not 2"):
+        clipped_bound([1], [1], [1], 2)

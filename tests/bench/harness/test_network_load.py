@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench import collectives
-from bench.harness.network_load import Route, least_seconds_per_byte, link_share, seconds_per_byte
+from bench.harness.network_load import Route, least_loads, least_seconds_per_byte, link_share, seconds_per_byte
 from commsched.core.errors import ConfigError
 from commsched.simulator.scenario import bytes_factor
 from commsched.transports.averaging.reduce import narrow, widen
@@ -62,6 +62,40 @@ def test_the_least_load_is_that_of_a_placement(workers, servers):
 def test_with_shards_on_both_it_is_the_optimum_of_byteps(workers, servers):
     published = Fraction(2 * workers * (workers - 1), workers**2 + servers * workers - 2 * servers)
     assert least_seconds_per_byte([1] * workers, [1] * servers, shards_on_workers=True) == pytest.approx(float(published))
+
+
+@st.composite
+def placements(draw):
+    """Rates of workers, and shares of their shards for the bytes of both halves and for those of the first half only."""
+    workers = draw(st.lists(rates, min_size=2, max_size=6))
+    weights = [draw(st.lists(rates, min_size=len(workers), max_size=len(workers))) for _ in range(2)]
+    return workers, *([weight / sum(own) for weight in own] for own in weights)
+
+
+@given(placements(), st.integers(0, 20), st.integers(0, 20))
+def test_no_placement_carries_halves_faster(placement, both, only_first):
+    """Some bytes are pushed and replied, and some only pushed, as before a norm."""
+    workers, shares, shares_of_first = placement
+    others = len(workers) - 1
+    out = [both * (1 - x + others * x) + only_first * (1 - y) for x, y in zip(shares, shares_of_first)]
+    into = [both * (1 - x + others * x) + only_first * others * y for x, y in zip(shares, shares_of_first)]
+    took = max(max(load) / rate for load, rate in zip(zip(out, into), workers))
+    for per_byte, first_share in least_loads(workers, clips=True):
+        assert per_byte * (both + first_share * only_first) <= took * (1 + 1e-9)
+
+
+@given(st.integers(2, 9), rates)
+def test_halves_are_equally_long_with_equal_rates(workers, rate):
+    loads = least_loads([rate] * workers, clips=True)
+    least = bytes_factor(workers) / rate
+    assert (pytest.approx(least), 0.5) in loads
+    assert all(per_byte * share <= least / 2 * (1 + 1e-9) for per_byte, share in loads)
+    assert least_loads([rate] * workers) == [(pytest.approx(least), 0)]
+
+
+def test_pushes_to_servers_come_before_the_norm():
+    assert least_loads([10, 5], [4, 4], clips=True) == [(least_seconds_per_byte([10, 5], [4, 4]), 1)]
+    assert least_loads([5], clips=True) == [(0, 0)]
 
 
 def test_one_slow_link():

@@ -1,78 +1,17 @@
-"""Exchanges of gradients in virtual time: the parameter servers of the ps transport, and collectives, one after another."""
+"""Exchanges of gradients in virtual time: collectives, one after another."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
-from ..core.plan import place
 from ..core.policies import make_policy
 from ..core.scheduler import Scheduler, SchedulerConfig
 from ..core.task import CommTask
 from .clock import EndOfInstant, VirtualClock
-from .network import SimulatedNetwork
-from .network_sharing import FairShareCache
-from .scenario import Cluster, OnDone, bytes_factor
-
-
-class ParameterServers:
-    """The parameter server, in virtual time. It reports each complete average through ``on_done``.
-
-    ``place`` chooses the shard of a partition. A push goes over the network unless the shard is on the rank's own host. Credit
-    comes back when the bytes of the push have left, as over TCP; over gRPC it comes back two latencies later. When the pushes
-    of all ranks have arrived, the shard sends a reply to each rank.
-    """
-
-    def __init__(
-        self, clock: VirtualClock, cluster: Cluster, shares: FairShareCache, config: SchedulerConfig, on_done: OnDone
-    ) -> None:
-        self._clock = clock
-        self._on_done = on_done
-        self._network = SimulatedNetwork(clock, cluster, shares)
-        workers = range(len(cluster.workers))
-        self._schedulers: Sequence[Scheduler[CommTask]] = [
-            Scheduler(make_policy(config.policy), config.credit_bytes) for _ in workers
-        ]
-        self._start_soon = [EndOfInstant(clock, partial(self._start, worker)) for worker in workers]
-        self._pushed: dict[tuple[int, int], list[CommTask | None]] = {}  # (step, partition) -> the push of each class
-
-    def ready(self, worker: int, task: CommTask) -> None:
-        """Submit ``task``: its gradients are written on the worker class with index ``worker``."""
-        task.ready_at = self._clock.now
-        task.order = self._schedulers[worker].add(task)
-        self._start_soon[worker]()
-
-    def _start(self, worker: int) -> None:
-        while (task := self._schedulers[worker].next()) is not None:
-            task.started_at = self._clock.now
-            shard = place(task.partition.index, self._network.shards)
-            if self._network.members_across(worker, shard) == 0:
-                self._sent(worker, task)
-                self._arrived(worker, shard, task)
-            else:
-                left, arrived = partial(self._sent, worker, task), partial(self._arrived, worker, shard, task)
-                self._network.push(worker, shard, task.order, task.nbytes, left, arrived)
-
-    def _sent(self, worker: int, task: CommTask) -> None:
-        task.sent_at = self._clock.now
-        self._schedulers[worker].sent(task)
-        self._start_soon[worker]()
-
-    def _arrived(self, worker: int, shard: int, task: CommTask) -> None:
-        key = task.step, task.partition.index
-        pushes = self._pushed.setdefault(key, [None] * len(self._schedulers))
-        pushes[worker] = task
-        if None in pushes:
-            return
-        del self._pushed[key]
-        for each, push in enumerate(pushes):
-            assert push is not None
-            done = partial(self._on_done, each, *key)
-            if self._network.members_across(each, shard) == 0:
-                done()
-            else:
-                self._network.reply(each, shard, push.order, push.nbytes, done)
+from .scenario import Cluster, OnDone, OnNorm, bytes_factor
 
 
 def hops(workers: int) -> int:
@@ -107,21 +46,24 @@ class AllReduce:
         tasks = self._tasks.setdefault((task.step, task.partition.index), [])
         tasks.append(task)
         if len(tasks) == self._workers:
-            self._scheduler.add(tasks[0])
-            self._start_soon()
+            self._ready_everywhere(tasks[0])
+
+    def _ready_everywhere(self, task: CommTask) -> None:
+        self._scheduler.add(task)
+        self._start_soon()
 
     def _start(self) -> None:
         while (task := self._scheduler.next()) is not None:
             self._stamp(task, "started_at")
-            self._transfer(self._seconds(task), partial(self._reduced, task))
+            self._transfer(self._seconds(task.nbytes), partial(self._reduced, task))
 
     def _transfer(self, seconds: float, ended: Callable[[], None]) -> None:
         """Occupy the network for ``seconds``, after all transfers before."""
         self._free_at = max(self._free_at, self._clock.now) + seconds
         self._clock.call_at(self._free_at, ended)
 
-    def _seconds(self, task: CommTask) -> float:
-        return self._overhead_seconds + self._seconds_per_byte * task.nbytes
+    def _seconds(self, nbytes: int) -> float:
+        return self._overhead_seconds + self._seconds_per_byte * nbytes
 
     def _reduced(self, task: CommTask) -> None:
         self._scheduler.sent(task)
@@ -162,5 +104,74 @@ class SimulatedReduceScatterAllGather(AllReduce):
         self._scattered.append(task)
         if len(self._scattered) == self._partitions:
             for each in sorted(self._scattered, key=lambda task: task.priority):
-                self._transfer(self._seconds(each), partial(super()._finish, each))
+                self._transfer(self._seconds(each.nbytes), partial(super()._finish, each))
             self._scattered.clear()
+
+
+@dataclass(slots=True, eq=False)
+class _Collective:
+    """A collective of :class:`Split`, and what happens when it ends."""
+
+    priority: int
+    nbytes: int
+    ended: Callable[[], None]
+    task: CommTask | None = None  # whose exchange begins with this collective
+
+
+class Split(AllReduce):
+    """Two collectives for each partition, as with ``collective=rsag``: its all-gather becomes ready when its reduce-scatter has
+    ended. All are in one order, and each takes half the time of an all-reduce, but its whole ``message_seconds``.
+
+    Args:
+        on_norm: if given, every all-gather is less urgent than every reduce-scatter. After the last reduce-scatter of a step, a
+            small all-gather, the most urgent one, brings the norm; then ``on_norm`` is called for each worker class.
+        partitions: number of partitions of a step.
+    """
+
+    def __init__(
+        self,
+        clock: VirtualClock,
+        cluster: Cluster,
+        config: SchedulerConfig,
+        on_done: OnDone,
+        on_norm: OnNorm | None,
+        partitions: int,
+    ) -> None:
+        super().__init__(clock, cluster, config, on_done)
+        self._on_norm = on_norm
+        self._partitions = partitions
+        self._overhead_seconds = cluster.message_seconds + hops(cluster.world_size) * cluster.latency_seconds / 2
+        self._seconds_per_byte /= 2
+        self._collectives: Scheduler[_Collective] = Scheduler(make_policy(config.policy), config.credit_bytes)
+        self._scattered = 0
+
+    def _ready_everywhere(self, task: CommTask) -> None:
+        self._add(_Collective(task.priority, task.nbytes, partial(self._reduce_scattered, task), task))
+
+    def _add(self, collective: _Collective) -> None:
+        self._collectives.add(collective)
+        self._start_soon()
+
+    def _start(self) -> None:
+        while (collective := self._collectives.next()) is not None:
+            if collective.task is not None:
+                self._stamp(collective.task, "started_at")
+            self._transfer(self._seconds(collective.nbytes), partial(self._ended, collective))
+
+    def _ended(self, collective: _Collective) -> None:
+        self._collectives.sent(collective)
+        self._start_soon()
+        collective.ended()
+
+    def _reduce_scattered(self, task: CommTask) -> None:
+        behind = 0 if self._on_norm is None else self._partitions
+        self._add(_Collective(behind + task.priority, task.nbytes, partial(self._finish, task)))
+        self._scattered += 1
+        if self._scattered == self._partitions:
+            self._scattered = 0
+            if self._on_norm is not None:
+                self._add(_Collective(-1, 0, partial(self._normed, self._on_norm, task.step)))
+
+    def _normed(self, on_norm: OnNorm, step: int) -> None:
+        for worker in range(self._workers):
+            on_norm(worker, step)
