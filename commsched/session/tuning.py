@@ -12,7 +12,7 @@ from ..core.core import Core
 from ..core.errors import CommschedError, from_record, to_record
 from ..core.order.static import SLACK, STABLE_STEPS
 from ..settings import Settings
-from ..tuner.learn import FirstSizes, JobFacts, Learner, TuningContext
+from ..tuner.learn import FirstSizes, JobFacts, Learner, TuningContext, most_seconds_per_byte
 from ..tuner.meter import StepTimer
 from ..tuner.online import SETTLE_STEPS, OnlineTuner, Search
 from ..tuner.trials import TrialRunner
@@ -85,7 +85,7 @@ def _context(
     # Each agreed change ends a static order. The order comes back only after readiness has been the same for several steps.
     is_static = settings.order == "static" and session.transport.ordered
     trials = TrialRunner(session, meter.main_group, STABLE_STEPS + SLACK + 3 if is_static else SETTLE_STEPS)
-    learner = Learner(job, meter, session.observe, lambda: trials.stopped)
+    learner = Learner(job, meter, session.observe, lambda: trials.stopped, most_seconds_per_byte(job, settings))
     return TuningContext(settings, job, meter, trials, learner, lambda: session.core.next_config, say)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -12,8 +13,9 @@ from ..core.interfaces import Observer
 from ..core.manifest import Manifest
 from ..core.scheduler import SchedulerConfig
 from ..settings import Settings
+from ..simulator.scenario import bytes_factor
 from .initial_guesses import UNKNOWN_RATE, before_first_step, seeds
-from .link import known_rate
+from .link import known_rate, least_rate
 from .meter import StepTimer
 from .model_process import ModelProcess, RemoteModel
 from .profiler import Measured, Profiler
@@ -93,6 +95,12 @@ class FirstSizes:
         return replace(self._current(), partition_bytes=partition, credit_bytes=credit)
 
 
+def most_seconds_per_byte(job: JobFacts, settings: Settings) -> float:
+    """The most that a byte of gradient takes on the network of ``job``; infinite if nothing is known of it."""
+    rate = least_rate(job.host, job.workers) if settings.rate is None else None
+    return math.inf if rate is None else bytes_factor(job.workers, job.servers) / rate
+
+
 class NothingMeasured(Exception):
     """The steps of a profile were not complete, or sent nothing."""
 
@@ -103,13 +111,22 @@ class Learner:
     Args:
         watch: attaches an observer; the function that it returns detaches the observer.
         stopped: returns the reason why training ends; None while it goes on.
+        most_seconds_per_byte: the most that a byte of gradient takes on this network; see :func:`most_seconds_per_byte`.
     """
 
-    def __init__(self, job: JobFacts, meter: StepTimer, watch: AddObserver, stopped: Callable[[], str | None]) -> None:
+    def __init__(
+        self,
+        job: JobFacts,
+        meter: StepTimer,
+        watch: AddObserver,
+        stopped: Callable[[], str | None],
+        most_seconds_per_byte: float = math.inf,
+    ) -> None:
         self._job = job
         self._meter = meter
         self._watch = watch
         self._stopped = stopped
+        self._most_seconds_per_byte = most_seconds_per_byte
         self._process: ModelProcess | None = None  # of the latest model
 
     def profile(self, group: int, manifest: Manifest) -> Measured | None:
@@ -128,7 +145,7 @@ class Learner:
             forget()
         if not goes_on:
             return None
-        measured = profiler.result(manifest, ordered=self._job.ordered)
+        measured = profiler.result(manifest, ordered=self._job.ordered, most_seconds_per_byte=self._most_seconds_per_byte)
         if measured is None:
             raise NothingMeasured(f"{PROFILE_STEPS} steps were observed, none of them complete")
         return measured

@@ -46,6 +46,16 @@ def known_rate(host: str) -> float | None:
     return speed * 1e6 / 8 if speed > 0 and _is_card(interface) else None
 
 
+def least_rate(host: str, workers: int) -> float | None:
+    """Bytes per second that each of ``workers`` has at least at the address ``host``. None if nothing is certain.
+
+    On loopback the processes share the machine, so the rate falls with their number. A quarter of the measured rate is certain:
+    there a message takes time for the threads that handle it, not for its bytes.
+    """
+    interface, _ = _find(host)
+    return LOOPBACK_RATE / (2 * workers) if interface == _LOOPBACK else None
+
+
 def faster_networks(host: str) -> dict[str, str]:
     """This machine's networks on cards at least twice as fast as the card with the address ``host``. Maps each network to a
     description of this machine's card in it. Empty if the system does not know the speed of ``host``'s card.

@@ -27,6 +27,10 @@ _PARTITION_SECONDS = (50e-6, 100e-6)
 _COLLECTIVE_PARTITION_SECONDS = (150e-6, 1e-3)
 _MAX_OVERHEAD = 0.8
 
+#: Bound of the overhead of a collective whose bytes are known to travel fast: a thread of CPython waits for so long before it
+#: asks for the interpreter's lock.
+_LOCK_SECONDS = 5e-3
+
 
 @dataclass(frozen=True)
 class LinkEstimate:
@@ -134,7 +138,7 @@ class Profiler(Observer):
 
     # ---
 
-    def result(self, manifest: Manifest, *, ordered: bool = False) -> Measured | None:
+    def result(self, manifest: Manifest, *, ordered: bool = False, most_seconds_per_byte: float = math.inf) -> Measured | None:
         """Layer and link times from the steps that have ended. ``manifest`` is the group's manifest. Returns None if no
         complete step has ended or nothing was sent.
 
@@ -159,7 +163,7 @@ class Profiler(Observer):
         """
         began = list(self._began)
         steps = [step for step in self._steps(manifest, began) if step is not None]
-        link = self._link({step for step, _ in began[:-1]}, ordered)
+        link = self._link({step for step, _ in began[:-1]}, ordered, most_seconds_per_byte)
         if not steps or link is None:
             return None
         backward = [median(times) for times in zip(*(_backward(step.ready) for step in steps))]
@@ -192,7 +196,7 @@ class Profiler(Observer):
             shifted = (_Wait(w.name, w.start - start, min(w.stop, stop) - start) for w in own)
             yield _Step(stop - start, tuple(at_last), tuple(shifted))
 
-    def _link(self, steps: set[int], ordered: bool) -> LinkEstimate | None:
+    def _link(self, steps: set[int], ordered: bool, most_seconds_per_byte: float) -> LinkEstimate | None:
         bounds = _COLLECTIVE_PARTITION_SECONDS if ordered else _PARTITION_SECONDS
         tasks = [task for step, task in list(self._tasks) if step in steps and task.done_at > task.started_at]
         periods = _busy_periods(tasks)
@@ -207,7 +211,12 @@ class Profiler(Observer):
         quickest = min(task.done_at - task.started_at - per_byte * task.nbytes for task in tasks)
         overhead = min(max(quickest, bounds[0]), bounds[1], _MAX_OVERHEAD * busy / count)
         latency = 0.0 if ordered else _latency(tasks, per_byte)
-        return LinkEstimate((busy - overhead * count) / nbytes, overhead, latency)
+        per_byte = (busy - overhead * count) / nbytes
+        if per_byte > most_seconds_per_byte:
+            per_byte = most_seconds_per_byte
+            if ordered:  # over a parameter server most of the rest is time for which other ranks were late
+                overhead = min((busy - per_byte * nbytes) / count, _LOCK_SECONDS)
+        return LinkEstimate(per_byte, overhead, latency)
 
 
 def _latency(tasks: Sequence[_Task], seconds_per_byte: float) -> float:

@@ -18,8 +18,10 @@ from commsched.core.scheduler import SchedulerConfig
 from commsched.session.session import Session
 from commsched.settings import Settings
 from commsched.simulator.profile import Profile
+from commsched.simulator.scenario import bytes_factor
 from commsched.tuner.auto import AutoSizes, Chosen, best_sizes
-from commsched.tuner.learn import FirstSizes, JobFacts, NothingMeasured, TuningContext
+from commsched.tuner.learn import FirstSizes, JobFacts, NothingMeasured, TuningContext, most_seconds_per_byte
+from commsched.tuner.link import LOOPBACK_RATE
 from commsched.tuner.profiler import LinkEstimate, Measured
 from commsched.tuner.space import MAX_RATIO, Space
 from commsched.tuner.trials import Stopped
@@ -344,3 +346,10 @@ def test_another_change_right_behind_the_first_sizes_holds_no_rank_back() -> Non
 
     by_rank = Training(steps=10, open_rank=open_rank).run()
     require_same_weights(by_rank, Training(steps=10).run()[0])
+
+
+def test_only_loopback_without_a_rate_of_its_own_is_known_to_be_fast() -> None:
+    here, elsewhere = (JobFacts(4, "gloo", True, host, 1, 4) for host in ("127.0.0.1", "192.0.2.77"))
+    assert most_seconds_per_byte(here, Settings()) == bytes_factor(4) / (LOOPBACK_RATE / 8)  # four ranks share the machine
+    assert most_seconds_per_byte(here, Settings(rate=1e6)) == math.inf
+    assert most_seconds_per_byte(elsewhere, Settings()) == math.inf

@@ -193,6 +193,30 @@ def test_a_collective_costs_more():
     assert profiler.result(MANIFEST, ordered=True).link.partition_seconds == 150e-6
 
 
+@pytest.mark.parametrize(
+    ("ordered", "most", "expected"),
+    [
+        (True, 1e-9, (1e-9, 2e-3 - 10_000 * 1e-9)),
+        (True, math.inf, ((2e-3 - 150e-6) / 10_000, 150e-6)),
+        (False, 1e-9, (1e-9, 50e-6)),  # there other ranks are late
+    ],
+)
+def test_bytes_take_no_longer_than_the_network_needs(ordered, most, expected):
+    """Tasks of 2 ms on a network that is known to need 10 us for their bytes."""
+    profiler = Profiler(0, 1)
+    step(profiler, 0, 0.0, tasks=[(10_000, 2e-3 * index, 2e-3 * (index + 1)) for index in range(6)])
+    profiler.on_step(0, 1, 20.0)
+    link = profiler.result(MANIFEST, ordered=ordered, most_seconds_per_byte=most).link
+    assert (link.seconds_per_byte, link.partition_seconds) == pytest.approx(expected)
+
+
+def test_threads_that_wait_cost_a_collective_a_bounded_time():
+    profiler = Profiler(0, 1)
+    step(profiler, 0, 0.0, tasks=[(10_000, 0.1 * index, 0.1 * (index + 1)) for index in range(6)])
+    profiler.on_step(0, 1, 20.0)
+    assert profiler.result(MANIFEST, ordered=True, most_seconds_per_byte=1e-9).link.partition_seconds == 5e-3
+
+
 @pytest.mark.parametrize("ordered", [False, True])
 def test_the_latency_is_half_of_the_time_after_the_push_without_the_bytes_of_the_reply(ordered):
     """Sixteen in a row; each is done 0.02 s of the reply's bytes and two latencies of 0.03 s after its push. The last four
