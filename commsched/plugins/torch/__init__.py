@@ -15,6 +15,7 @@ except ModuleNotFoundError as error:
     raise ModuleNotFoundError('this plugin needs PyTorch: pip install "commsched[torch]"', name="torch") from error
 
 from .comm_hook import CommHookState, comm_hook
+from .join import Join
 from .optimizer import ScheduledOptimizer
 
-__all__ = ["CommHookState", "ScheduledOptimizer", "comm_hook"]
+__all__ = ["CommHookState", "Join", "ScheduledOptimizer", "comm_hook"]

@@ -23,7 +23,7 @@ from .guard import guard, release, unguarded
 from .samples import Samples, first_sample_difference
 from .slot import CONTRIBUTED, Slot
 
-_FIRST = 4  # number of floats in the second set before the floats for each parameter
+_FIRST = 5  # number of floats in the second set before the floats for each parameter
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class BackwardShares:
     """The first set of flags, sent when backward is over. Each float is a share of ranks (0 to 1); the comment beside it says
     what these ranks do."""
 
-    unfrozen: float  # have a parameter that needs a place in a buffer, or may need one later
+    unfrozen: float  # have a parameter that needs a place in a buffer, or may need one later; of the live ranks
     adding: float  # have run no backward, but wait to add parameters
     share: list[float]  # by flag: have a gradient for the parameter
 
@@ -39,11 +39,12 @@ class BackwardShares:
 @dataclass(frozen=True)
 class StepShares:
     """The second set of flags, sent at the end of the round. Each float is a share of ranks (0 to 1); the comment beside it
-    says what these ranks do."""
+    says what these ranks do. All but the first two are shares of the live ranks."""
 
+    live: float  # are live: they have not run out of batches (see join.py), and decide how the round ends
+    own_changed: float  # have changed gradients that were their own sums, not averages
     committed: float  # called step()
     unfrozen: float  # as in BackwardShares
-    own_changed: float  # have changed gradients that were their own sums, not averages
     hyper_parameters_differ: bool  # whether the ranks' hyper-parameters differ
     share: list[float]  # by flag: still have a gradient for the parameter
     changed: list[float]  # by flag: have something other than the gradient they submitted or its average
@@ -78,7 +79,7 @@ class Flags:
     def __init__(self, session: commsched.Session, device: Device, parameters: int) -> None:
         self._device = device
         self._used_group, (self._used,) = register_on(
-            session, device, [TensorSpec("commsched.used", (2 + parameters,), "float32")]
+            session, device, [TensorSpec("commsched.used", (3 + parameters,), "float32")]
         )
         self._kept_group, (self._kept,) = register_on(
             session, device, [TensorSpec("commsched.kept", (_FIRST + 4 * parameters,), "float64")]
@@ -103,17 +104,18 @@ class Flags:
         self.used()
         self.kept()
 
-    def offer_used(self, unfrozen: bool, adding: bool, used: Sequence[bool]) -> None:
+    def offer_used(self, live: bool, unfrozen: bool, adding: bool, used: Sequence[bool]) -> None:
         self._all_used = None
         with self._device.copying():
-            self._used.copy_(self._say_used.of([unfrozen, adding, *used], 0))
+            self._used.copy_(self._say_used.of([live, unfrozen, adding, *used], 0))
         self._used_group.notify_ready(0)
 
     def offer_kept(
         self,
+        live: bool,
+        own_changed: bool,
         committed: bool,
         unfrozen: bool,
-        own_changed: bool,
         kept: Sequence[bool],
         changed: Sequence[bool],
         samples: torch.Tensor | None,
@@ -123,7 +125,7 @@ class Flags:
         result of ``Samples.of``, and ``hyper_parameters`` the digest of these."""
         self._all_kept = None
         self._own, self._digest = samples, hyper_parameters
-        numbers = [committed, unfrozen, own_changed, hyper_parameters, *kept, *changed]
+        numbers = [live, own_changed, committed, unfrozen, hyper_parameters, *kept, *changed]
         with self._device.copying():
             self._kept.copy_(self._say_kept.of(numbers, 2 * len(kept)))
         if samples is not None:
@@ -138,8 +140,8 @@ class Flags:
         if self._all_used is None:
             self._used_group.proxies[0].wait()
             with self._device.copying():
-                unfrozen, adding, *share = self._used.tolist()
-            self._all_used = BackwardShares(unfrozen, adding, share)
+                live, unfrozen, adding, *share = self._used.tolist()
+            self._all_used = BackwardShares(unfrozen / (live or 1.0), adding, share)
         return self._all_used
 
     def kept(self) -> StepShares:
@@ -150,11 +152,14 @@ class Flags:
                 kept = self._kept.to("cpu", copy=True)
                 own = self._own.to("cpu") if self._own is not None else None
             count = (len(kept) - _FIRST) // 4
-            committed, unfrozen, own_changed, digest = kept[:_FIRST].tolist()
+            live, own_changed = kept[:2].tolist()
+            if 0.0 < live < 1.0:
+                kept[2:] /= live
+            committed, unfrozen, digest = kept[2:_FIRST].tolist()
             differ = digests_differ(self._digest, digest)
             share, changed = kept[_FIRST : _FIRST + 2 * count].view(2, count).tolist()
             samples = kept[_FIRST + 2 * count :].view(2, count)
-            self._all_kept = StepShares(committed, unfrozen, own_changed, differ, share, changed, samples, own)
+            self._all_kept = StepShares(live, own_changed, committed, unfrozen, differ, share, changed, samples, own)
         return self._all_kept
 
 

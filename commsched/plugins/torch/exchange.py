@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from functools import partial
 from time import monotonic
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakMethod, finalize, ref
 
 import torch
@@ -24,11 +24,15 @@ import commsched
 from ...core.errors import ClosedError, UnsupportedError
 from .agreement import OwnSums, norm
 from .guard import unguarded
+from .join import require_joined
 from .layout import GradientLayout, end_abandoned
 from .rounds import Round, RoundState
 from .slot import BEFORE_SUBMISSION, GradientState, Slot, is_held
 from .timing import FullWaitReport
 from .torch_state import adds_to_grad, at_end, current_task, is_nested, keeps_graph
+
+if TYPE_CHECKING:
+    from .join import Join
 
 log = logging.getLogger("commsched")
 
@@ -66,6 +70,7 @@ class GradientExchange:
         compared: Set[str],
     ) -> None:
         self.enabled = True  # False within no_sync()
+        self.join: Join | None = None  # while ranks may run out of batches
         self.barrier = FullWaitReport(session.rank == 0)
         self.places = GradientLayout(session, model, slots, self._end)
         self._round = Round(session, self.places, self._ask_for_gradients, compared)
@@ -73,6 +78,9 @@ class GradientExchange:
         self.put_in_place: Callable[[Slot], None] | None = None  # while updates are outstanding: runs one parameter's update
         self._own_sums = OwnSums()  # gradients that do not travel yet; used between rounds
         self._accumulated = False  # autograd has made a gradient since the last commit
+        self._is_announced = False  # within a Join: the round that begins next is announced
+        self._average_in_sum: str | None = None  # within a Join: a parameter whose ``.grad`` is an average plus an own sum
+        self._left_with: list[bool] = []  # by flag: had a gradient when it left the round, for want of batches
         self._backward = -1  # the last backward that made a gradient (its graph task)
         self._running = (-1, -1)  # the running backward and its thread; remains set if that backward ended in an error
         self._asks_at_once = False  # fill in missing gradients when backward ends, not when the first of them is read
@@ -254,16 +262,17 @@ class GradientExchange:
             self._running = self._backward, threading.get_ident()
             self._graph_kept = self._graph_kept or keeps_graph()
             at_end(partial(self._backward_ended, self._backward, is_nested()))
-        if not current.is_open or not (
+        folds = current.is_open and (
             slot.state not in BEFORE_SUBMISSION
             or current.state is not RoundState.OPEN
             or (before != self._backward and current.is_dropped())
-        ):
-            return
-        if not adds_to_grad(slot.parameter):
-            return
-        # All ranks fold, or all get an error. A round dropped here is dropped on all ranks, whatever parts each of them used.
-        self._fold()
+        )
+        if (folds or self.join is not None) and adds_to_grad(slot.parameter):
+            if folds:
+                # All ranks fold, or all get an error. A round dropped here is dropped on all ranks, whatever parts each used.
+                self._fold()
+            if self.join is not None and not current.is_open:
+                self._before_joined_gradient(slot)
 
     def _backward_ended(self, task: int, nested: bool) -> None:
         if self._running[0] == task:
@@ -354,11 +363,124 @@ class GradientExchange:
             for slot in held:
                 if slot.proxies and (first is not None or slot.parameter.grad is slot.gradient):
                     self._require_zeroed(slot)
+        if self.join is None:
+            require_joined(self._session)
+        elif not self._is_announced:
+            self._announce_round()
+        self._is_announced = False
         self._own_sums.forget()
         self._round.begin()
         if first is not None:
             for slot in held:
                 self._round.hold(slot)
+
+    # --- a rank that has run out of batches (see join.py) ---
+
+    def use_join(self, join: Join | None) -> None:
+        """From now on ranks may run out of batches as ``join`` says. ``None`` means that none may."""
+        self.join, self._round.factor, self._is_announced = join, 1.0, False
+        self._round.announce_late = None if join is None else partial(join.gives_places, self)
+
+    def _before_joined_gradient(self, slot: Slot) -> None:
+        """Called within a Join, before autograd adds to the ``.grad`` of ``slot`` and no round is open."""
+        if self.enabled:
+            if not self._is_announced:
+                self._announce_round()
+        elif slot.parameter.grad is slot.gradient and slot not in self._own_sums:
+            with unguarded():
+                if norm(slot.gradient) != 0.0:
+                    self._average_in_sum = slot.name
+
+    def _announce_round(self) -> None:
+        """Announce that this rank begins a round. Averages that the live ranks have kept in ``.grad`` are contributed again, by
+        them only, so they are scaled to count for all ranks."""
+        assert self.join is not None
+        self._before_round()
+        again = [slot for slot in self.places.slots if slot.parameter.grad is slot.gradient and slot not in self._own_sums]
+        self._is_announced = True
+        self._round.factor, factor = self.join.begins(self, waits=bool(again) or self._average_in_sum is not None)
+        if factor != 1.0:
+            self._require_sums_alone()
+            with torch.no_grad(), unguarded():
+                for slot in again:
+                    slot.gradient.mul_(factor)
+        self._average_in_sum = None
+
+    def _require_sums_alone(self) -> None:
+        if self._average_in_sum is not None:
+            raise UnsupportedError(
+                f"the gradient of '{self._average_in_sum}' is an average plus gradients made within no_sync(), and a rank has "
+                "run out of batches, so the average would not count for all ranks: put only the last of several backward "
+                "passes outside no_sync(), and call zero_grad() after step()"
+            )
+
+    def leave_round(self) -> bool:
+        """Submit the rest of the open round, if there is one, and leave its end to the live ranks. Return whether there is one.
+        Waits for no rank."""
+        if not self._round.is_open:
+            return False
+        self._round.submit_rest()
+        gradients = [slot.parameter.grad for slot in self.places.all]
+        self._left_with = [gradient is slot.gradient for slot, gradient in zip(self.places.all, gradients)]
+        self._round.leave(self._changed(gradients))
+        return True
+
+    def follow_round(self, factor: float) -> None:
+        """Take part in a round that the live ranks have begun, with sums that this rank has not sent yet, and zeros. It does
+        not wait for the round's end. ``factor`` is the first that :meth:`Join.begins` returns."""
+        self._require_sums_alone()
+        own_changed = self._own_sums.changed()
+        unsent = {slot for slot in self.places.all if slot in self._own_sums}
+        self._own_sums.forget()
+        self._round.factor = factor
+        self._round.begin()
+        with unguarded():
+            for slot in self.places.all:
+                if slot.parameter.grad is None:
+                    continue
+                if slot in unsent:
+                    self._round.hold(slot)
+                else:
+                    slot.parameter.grad = None  # it is of a step that is over
+        self._round.submit_rest(live=False)
+        self._left_with = nothing = [False] * len(self.places.all)
+        self._round.leave(nothing, own_changed)
+
+    def follow_places(self) -> None:
+        """Take part when the live ranks of a round that this rank has left give places to parameters."""
+        self._round.exchange_late()
+
+    def take_over_end(self) -> bool:
+        """Wait until the round that this rank has left, if there is one, is over, and end it as the live ranks did: with
+        averages in ``.grad``, or without any gradients. Return whether they made an update."""
+        current = self._round
+        if current.state is not RoundState.LEFT:
+            return False
+        kept = current.left()
+        committed = kept.committed > 0
+        keeps = [not committed and share > 0 for share in kept.share]
+        if kept.live == 0.0:  # all have left it, each with what it had; Join takes over one rank's choice in the end
+            keeps = self._left_with
+        for slot in self.places.slots:
+            current.await_average(slot)
+        current.advance("commit" if committed else "fold")
+        self.keep_averages([flag for flag, keep in enumerate(keeps) if keep])
+        return committed
+
+    @property
+    def averages_kept(self) -> list[int] | None:
+        """The flags of the gradients that stay in ``.grad`` after a round that ended without ``step()``; ``None`` if the last
+        round ended otherwise."""
+        if self._round.state is not RoundState.FOLDED:
+            return None
+        return [slot.flag for slot in self.places.all if slot.parameter.grad is not None]
+
+    def keep_averages(self, flags: Iterable[int]) -> None:
+        """Put the averages of the last round into the ``.grad`` of the parameters with ``flags``. Drop all other gradients."""
+        flags = set(flags)
+        with unguarded():
+            for slot in self.places.all:
+                slot.parameter.grad = slot.gradient if slot.flag in flags and slot.proxies else None
 
     def forward_began(self) -> None:
         """Note the time from which the trace measures the next backward span: the last forward hook before the backward."""

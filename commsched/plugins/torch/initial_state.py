@@ -37,10 +37,11 @@ def broadcast_model(session: commsched.Session, model: torch.nn.Module, beside: 
     broadcast_parameters(session, named)
 
 
-def broadcast_parameters(session: commsched.Session, named: Mapping[str, torch.Tensor]) -> None:
-    """Broadcast rank 0's values of tensors that all ranks have with the same names, shapes and types. Collective."""
+def broadcast_parameters(session: commsched.Session, named: Mapping[str, torch.Tensor], root: int = 0) -> None:
+    """Broadcast the values that ``root`` has of tensors that all ranks have with the same names, shapes and types.
+    Collective."""
     with no_use():
-        _broadcast(session, "initial parameters and buffers", [tensor.detach() for tensor in named.values()])
+        _broadcast(session, "parameters and buffers", [tensor.detach() for tensor in named.values()], root)
 
 
 def require_same_group(session: commsched.Session, optimizer: torch.optim.Optimizer, index: int) -> None:
@@ -56,29 +57,33 @@ def _text(described: list[Any] | None) -> str:
     return "nothing more" if described is None else f"{described[0]} {described[2]}{described[1]}"
 
 
-def broadcast_optimizer(session: commsched.Session, optimizer: torch.optim.Optimizer) -> None:
-    """Broadcast the state and hyper-parameters of rank 0's optimizer, which may come from a checkpoint that only rank 0 has
-    read. Collective. Raises ManifestMismatch if the ranks' optimizers have different groups, and UnsupportedError if a rank's
-    state holds an object that cannot be broadcast."""
+def broadcast_optimizer(session: commsched.Session, optimizer: torch.optim.Optimizer, root: int = 0) -> None:
+    """Broadcast the state and hyper-parameters of ``root``'s optimizer. When optimizers are made that is rank 0, which may
+    have read a checkpoint that no other rank has. Collective. Raises ManifestMismatch if the ranks' optimizers have different
+    groups, and UnsupportedError if a rank's state holds an object that cannot be broadcast."""
     records = session.gather({"groups": _options(optimizer), "state": _describe_state(optimizer)})
     sizes = [str([group["parameters"] for group in record["groups"]]) for record in records]
     require_same(sizes, lambda different: f"the optimizer's groups hold these numbers of parameters: {different.text()}")
-    if records[session.rank]["groups"] != records[0]["groups"]:  # both have travelled as JSON, which has no tuples
-        replaced = _differences(records[session.rank]["groups"], records[0]["groups"])
-        log.warning("rank %d: the optimizer's hyper-parameters are replaced by those of rank 0: %s", session.rank, replaced)
-        for group, options in zip(optimizer.param_groups, records[0]["groups"]):
+    ours, theirs = records[session.rank]["groups"], records[root]["groups"]
+    if ours != theirs:  # both have travelled as JSON, which has no tuples
+        replaced = _differences(ours, theirs, root)
+        log.warning(
+            "rank %d: the optimizer's hyper-parameters are replaced by those of rank %d: %s", session.rank, root, replaced
+        )
+        for group, options in zip(optimizer.param_groups, theirs):
             group.update({key: _like(group.get(key), value) for key, value in options["options"].items()})
-    _broadcast(session, "initial optimizer state", _adopt_state(optimizer, records[0]["state"], session.rank == 0))
+    state = _adopt_state(optimizer, records[root]["state"], session.rank == root)
+    _broadcast(session, "optimizer state", state, root)
 
 
-def _differences(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> str:
+def _differences(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], root: int) -> str:
     """Describe the first few options that differ."""
     texts = []
     for index, (here, there) in enumerate(zip(ours, theirs)):
         before, after = here["options"], there["options"]
         for key in dict.fromkeys([*after, *before]):  # keeps the order of the options
             if key not in after:
-                texts.append(f"param_groups[{index}]['{key}'], which rank 0 does not have, stays {before[key]}")
+                texts.append(f"param_groups[{index}]['{key}'], which rank {root} does not have, stays {before[key]}")
             elif key not in before or before[key] != after[key]:
                 texts.append(f"param_groups[{index}]['{key}'] {before.get(key, 'not set')} by {after[key]}")
     more = f", and {len(texts) - _NAMED} more" if len(texts) > _NAMED else ""
@@ -193,11 +198,11 @@ def _collect_tensors(value: Any, into: list[torch.Tensor]) -> None:
             _collect_tensors(item, into)
 
 
-def _broadcast(session: commsched.Session, name: str, tensors: list[torch.Tensor]) -> None:
+def _broadcast(session: commsched.Session, name: str, tensors: list[torch.Tensor], root: int) -> None:
     """Broadcast the bytes of ``tensors`` in pieces of at most :data:`PIECE_BYTES`, so that the additional memory does not grow
     with the model."""
     total = sum(tensor.nbytes for tensor in tensors)
-    piece = _Piece(session, name, min(total, PIECE_BYTES))
+    piece = _Piece(session, name, min(total, PIECE_BYTES), root)
     with torch.no_grad():
         for tensor in tensors:
             contiguous = tensor.resolve_conj().resolve_neg().contiguous()  # the tensor itself, if it is contiguous
@@ -212,9 +217,10 @@ def _broadcast(session: commsched.Session, name: str, tensors: list[torch.Tensor
 class _Piece:
     """Bytes of tensors that are broadcast together."""
 
-    def __init__(self, session: commsched.Session, name: str, nbytes: int) -> None:
+    def __init__(self, session: commsched.Session, name: str, nbytes: int, root: int) -> None:
         self._session = session
         self._name = name
+        self._root = root
         self._flat = torch.zeros(nbytes, dtype=torch.uint8, device=session.device)
         self._filled = 0
         self._places: list[tuple[torch.Tensor, torch.Tensor]] = []  # bytes of a tensor, and their place in the buffer
@@ -239,15 +245,15 @@ class _Piece:
         if self._filled == 0:
             return
         flat = self._flat[: self._filled]
-        if self._session.rank == 0:
+        if self._session.rank == self._root:
             for values, place in self._places:
                 place.copy_(values)
         else:
             flat.zero_()
         if flat.is_cuda:
             torch.cuda.current_stream(flat.device).synchronize()
-        self._session.broadcast(self._name, flat if flat.is_cuda else flat.numpy().data)
-        if self._session.rank != 0:
+        self._session.broadcast(self._name, flat if flat.is_cuda else flat.numpy().data, self._root)
+        if self._session.rank != self._root:
             for values, place in self._places:
                 values.copy_(place)
             for afterwards in self._afterwards:

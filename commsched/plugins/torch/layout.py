@@ -125,7 +125,7 @@ class GradientLayout:
         self.late = [slot for slot in slots if not slot.parameter.requires_grad]  # without a place
         self.all: list[Slot] = []  # by flag
         self.groups: list[TensorGroup] = []
-        self._number, self.label = number_in(session)
+        self.number, self.label = number_in(session)
         self._session = session
         self._model = model
         self._flags: Flags | None = None
@@ -172,7 +172,7 @@ class GradientLayout:
         shown the order of the layers."""
         if self._flags is None:
             with _first_gradients.setdefault(self._session, threading.Lock()):
-                record = {"optimizer": self._number, "order": self.use_order.order()}
+                record = {"optimizer": self.number, "order": self.use_order.order()}
                 records = self._session.gather(record, "to send the first gradients")
                 require_same([record["optimizer"] for record in records], _other_optimizer, ConfigError)
                 self.slots = [self.all[flag] for flag in records[0]["order"]]

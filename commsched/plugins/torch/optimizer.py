@@ -26,6 +26,7 @@ from .device import init_for
 from .exchange import GradientExchange
 from .guard import Guarded, guard, own_class, unguarded
 from .initial_state import broadcast_model, broadcast_optimizer, broadcast_parameters, parameters_of, require_same_group
+from .join import Join
 from .layout import end_abandoned
 from .marked import Twin, increment_versions, unnoticed, warn_if_impossible
 from .slot import GRADIENT_TRANSITIONS, Slot
@@ -180,7 +181,8 @@ class ScheduledOptimizer(Optimizer):
             # A learning-rate scheduler made before the optimizer was wrapped checks whether step() was called.
             self.optimizer._opt_called = True  # type: ignore[attr-defined]
             exchange.put_in_place = self._put_in_place  # so the parameters keep this object and the user's optimizer alive
-            self._compare_weights()
+            if exchange.join is None or exchange.join.live_share(exchange) == 1.0:  # else some ranks make no updates now
+                self._compare_weights()
             self._look_for_unseen_readers(exchange)
             self._await_updates(exchange.places.slots, keeps)
             if self._why_step_waits is not None:
@@ -196,6 +198,7 @@ class ScheduledOptimizer(Optimizer):
         Each call leaves averages in ``.grad`` and returns the mean of the ranks' losses, because the optimizer may base
         decisions on the loss.
         """
+        self._require_no_join(f"step(closure) of {type(self.optimizer).__name__}, which averages the loss")
         swapped: list[SwappedIn] = []
         raised: list[BaseException] = []  # errors raised by the closure, not by the optimizer
 
@@ -276,6 +279,12 @@ class ScheduledOptimizer(Optimizer):
             while self._pending:
                 self._put_in_place(next(iter(self._pending.values())))
 
+    def join(
+        self, divide_by_initial_world_size: bool = True, enable: bool = True, throw_on_early_termination: bool = False
+    ) -> Join:
+        """A :class:`Join` of this optimizer, for a loop in which ranks may have different numbers of batches."""
+        return Join([self], enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size)
+
     # --- readers that bypass PyTorch's dispatch, and therefore do not wait for outstanding updates ---
 
     def _step_must_wait(self, why: str) -> None:
@@ -331,6 +340,7 @@ class ScheduledOptimizer(Optimizer):
         detaches this one, too. It need not be called once the model is no longer referenced.
         """
         if self._exchange is not None:
+            self._require_no_join("detach(), or another ScheduledOptimizer for the same parameters")
             self.synchronize()
             self._exchange.detach()
             for handle in self._state_hooks:
@@ -347,6 +357,25 @@ class ScheduledOptimizer(Optimizer):
                 f"this ScheduledOptimizer has ended, since another one was made for its parameter '{self._ended}': call the "
                 "step() of that one, or give each parameter to one optimizer only"
             )
+
+    # --- ranks that run out of batches (called by Join too) ---
+
+    def _joined(self) -> GradientExchange | None:
+        """What averages the gradients of this optimizer; ``None`` if nothing does."""
+        self._require_not_ended()
+        return self._exchange
+
+    def _take_over(self, root: int) -> None:
+        """Take over the parameters, buffers and optimizer state of rank ``root``. Collective; no update may be outstanding."""
+        assert self._exchange is not None
+        named: dict[str, torch.Tensor] = {slot.name: slot.parameter for slot in self._exchange.places.all}
+        named |= {f"buffer '{name}'": buffer for name, buffer in self._model.named_buffers()}
+        broadcast_parameters(self._session, named, root)
+        broadcast_optimizer(self._session, self.optimizer, root)
+
+    def _require_no_join(self, what: str) -> None:
+        if self._exchange is not None and self._exchange.join is not None:
+            raise UnsupportedError(f"{what}, within a Join would wait for ranks that have run out of batches: do it outside")
 
     # --- outstanding updates ---
 
@@ -538,6 +567,7 @@ class ScheduledOptimizer(Optimizer):
         if exchange is None:
             self.optimizer.add_param_group(param_group)
             return
+        self._require_no_join("add_param_group()")
         with self._lock:
             self.synchronize()
             self._require_known_parameters()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import replace
 from enum import Enum
 from typing import Any
 
@@ -40,6 +41,7 @@ class RoundState(Enum):
     SUBMITTED = "submitted"  # all gradients are submitted, and so are the first flags
     COMPLETE = "complete"  # and every parameter with a gradient on any rank has a place
     FILLED = "filled"  # and gradients were read, so every rank has the same set of gradients
+    LEFT = "left"  # this rank has run out of batches within the round: the live ranks decide how it ends
     COMMITTED = "committed"  # the round has ended with step()
     FOLDED = "folded"  # the round has ended without step(): its averages are in .grad, and backward adds to them
 
@@ -56,6 +58,12 @@ ROUND_TRANSITIONS: dict[tuple[RoundState, str], RoundState] = {
     (RoundState.FILLED, "commit"): RoundState.COMMITTED,
     (RoundState.COMPLETE, "fold"): RoundState.FOLDED,
     (RoundState.FILLED, "fold"): RoundState.FOLDED,
+    (RoundState.SUBMITTED, "leave"): RoundState.LEFT,
+    (RoundState.COMPLETE, "leave"): RoundState.LEFT,
+    (RoundState.FILLED, "leave"): RoundState.LEFT,
+    (RoundState.LEFT, "commit"): RoundState.COMMITTED,
+    (RoundState.LEFT, "fold"): RoundState.FOLDED,
+    (RoundState.LEFT, "close"): RoundState.IDLE,
     (RoundState.SUBMITTED, "close"): RoundState.IDLE,
     (RoundState.COMPLETE, "close"): RoundState.IDLE,
     (RoundState.FILLED, "close"): RoundState.IDLE,
@@ -95,6 +103,9 @@ class Round:
         self._missing = 0  # number of parameters with a place that backward has not reached
         self._has_ended = False  # the second flags are submitted
         self._unfrozen = False  # a slot without a place has a gradient or requires one
+        #: Called before parameters get a place in the round, if ranks may have run out of batches: those must take part.
+        self.announce_late: Callable[[], None] | None = None
+        self.factor = 1.0  # every gradient of this rank is multiplied by it, for another divisor than the number of ranks
         self.given: dict[Slot, torch.UntypedStorage] = {}  # the memory that the user gave to gradients through .data
         self.without = NoGradients(ask_for_gradients)
         self._own_changed: str | None = None  # the name of a parameter whose gradient was changed before it was averaged
@@ -133,7 +144,7 @@ class Round:
     def _may_pack(self) -> bool:
         """Whether gradients may be submitted together. A device says itself when each of them is there, and an observer notes
         the time of each."""
-        return self._session.device == "cpu" and not self._session.is_observed
+        return self._session.device == "cpu" and not self._session.is_observed and self.factor == 1.0
 
     # --- gradients into the buffers ---
 
@@ -186,6 +197,9 @@ class Round:
             slot.move_in(gradient)
         elif gradient is not slot.gradient:
             slot.copy_in(gradient)
+        if self.factor != 1.0 and gradient is not None:
+            with torch.no_grad(), unguarded():
+                slot.view.mul_(self.factor)
         slot.users = slot.made = None
         slot.version = slot.gradient._version
         if gradient is not None:
@@ -195,9 +209,9 @@ class Round:
         else:
             self._places.device.when_written(slot.notify_ready)
 
-    def submit_rest(self) -> None:
+    def submit_rest(self, live: bool = True) -> None:
         """Submit the gradients that backward did not produce (zeros, unless one was accumulated before), and the first flags.
-        Waits for no other rank."""
+        Waits for no other rank. ``live`` is False if this rank has run out of batches before the round."""
         self.without.forget()
         with self._lock:
             if self.state is not RoundState.OPEN:
@@ -209,9 +223,9 @@ class Round:
                     gradient = slot.parameter.grad
                     if slot.proxies or gradient is not None:
                         self._submit(slot, gradient)
-            for slot in places.late:
+            for slot in places.late if live else ():
                 self._unfrozen = self._unfrozen or slot.state in CONTRIBUTED or slot.parameter.requires_grad
-            places.flags.offer_used(self._unfrozen, False, [slot.state in CONTRIBUTED for slot in places.all])
+            places.flags.offer_used(live, self._unfrozen, False, [slot.state in CONTRIBUTED for slot in places.all])
 
     def complete(self) -> None:
         """Submit all gradients after backward. It waits for the other ranks' backward only while there are unfrozen
@@ -221,6 +235,8 @@ class Round:
             if self.state is RoundState.SUBMITTED:
                 self.advance("complete")
                 if self._unfrozen:
+                    if self.announce_late is not None:
+                        self.announce_late()
                     self._exchange_late()
 
     def _keep_late(self, slot: Slot, gradient: torch.Tensor) -> None:
@@ -275,14 +291,49 @@ class Round:
             self._samples = Samples(tuple(slots))
         self._own_changed, self._agreed = own_changed, None
         self._places.flags.offer_kept(
+            True,
+            own_changed is not None,
             committed,
             self._unfrozen,
-            own_changed is not None,
             keeps,
             changed,
             self._samples.of(read, self._turn, adopted=committed),
             digest,
         )
+
+    def leave(self, changed: list[bool], own_changed: str | None = None) -> None:
+        """Submit the second flags of a rank that has run out of batches: the live ranks decide how the round ends. Call it
+        after :meth:`submit_rest`. Never waits. ``changed`` and ``own_changed`` are those of :meth:`end`."""
+        if self._unfrozen:
+            late = next(slot.name for slot in self._places.late if slot.state in CONTRIBUTED or slot.parameter.requires_grad)
+            raise UnsupportedError(
+                f"this rank has run out of batches between backward and step(), in the first round of '{late}', which was "
+                "frozen before: call step() in the round in which parameters are unfrozen"
+            )
+        self.advance("leave")
+        if self._has_ended:
+            return
+        self._has_ended, self._own_changed, self._agreed = True, own_changed, None
+        nothing = [False] * len(changed)
+        samples = torch.zeros(2, len(changed), dtype=torch.float64, device=self._session.device)
+        self._places.flags.offer_kept(False, own_changed is not None, False, False, nothing, changed, samples, 0.0)
+
+    def exchange_late(self) -> None:
+        """Take part when the live ranks of a round that this rank has left give places to parameters."""
+        with self._lock:
+            self._exchange_late()
+
+    def left(self) -> StepShares:
+        """Wait until the round that this rank has left is over on all ranks, and return their second flags."""
+        return self._with_gradients_left(self._places.flags.kept())
+
+    def _with_gradients_left(self, kept: StepShares) -> StepShares:
+        """Count a gradient that only ranks without batches have contributed as kept, unless a rank has dropped it."""
+        if kept.live == 1.0:
+            return kept
+        flags = zip(kept.share, kept.changed, self._places.flags.used().share)
+        share = [1.0 if mine == 0.0 and used > 0.0 and not changed else mine for mine, changed, used in flags]
+        return replace(kept, share=share)
 
     # --- averages out of the buffers ---
 
@@ -344,7 +395,7 @@ class Round:
         """
         if self._agreed is not None:
             return self._agreed
-        kept = self._places.flags.kept()
+        kept = self._with_gradients_left(self._places.flags.kept())
         rank, slots, groups = self._session.rank, self._places.all, self._places.groups
         step = groups[0].step if groups else 0
         require_same_end(kept, committed, rank, step)
@@ -362,6 +413,6 @@ class Round:
         flags = self._places.flags
         nothing = [False] * len(self._places.all)
         flags.begin_step()
-        flags.offer_used(False, True, nothing)
-        flags.offer_kept(False, False, False, nothing, nothing, None, 0.0)
+        flags.offer_used(True, False, True, nothing)
+        flags.offer_kept(True, False, False, False, nothing, nothing, None, 0.0)
         self.used()

@@ -251,16 +251,16 @@ def keep_what_backward_left(patch: pytest.MonkeyPatch) -> None:
     """In step(), each rank says again which gradients it had after backward."""
     offer_used, offer_kept = Flags.offer_used, Flags.offer_kept
 
-    def used(self: Any, unfrozen: bool, adding: bool, flags: list[bool]) -> None:
+    def used(self: Any, live: bool, unfrozen: bool, adding: bool, flags: list[bool]) -> None:
         self.after_backward = flags
-        offer_used(self, unfrozen, adding, flags)
+        offer_used(self, live, unfrozen, adding, flags)
 
     patch.setattr(Flags, "offer_used", used)
     patch.setattr(
         Flags,
         "offer_kept",
-        lambda self, committed, unfrozen, own, _, *others: offer_kept(
-            self, committed, unfrozen, own, self.after_backward, *others
+        lambda self, live, own, committed, unfrozen, _, *others: offer_kept(
+            self, live, own, committed, unfrozen, self.after_backward, *others
         ),
     )
 

@@ -48,10 +48,10 @@ class Membership(Protocol):
 
 #: Joins the control channel named in the first worker's hello. The string is the name of that worker's job. ``OnFailure`` is
 #: called with failures anywhere in the job.
-Join = Callable[[WorkerHello, str, OnFailure], Membership]
+JoinJob = Callable[[WorkerHello, str, OnFailure], Membership]
 
 
-def serve_shard(address: str, options: StreamOptions, *, join: Join, announce: Callable[[str], None]) -> int:
+def serve_shard(address: str, options: StreamOptions, *, join: JoinJob, announce: Callable[[str], None]) -> int:
     """Serve one job at ``address`` and return 0 when every worker has said goodbye.
 
     ``announce`` is called with the bound address, before any worker has connected. The server waits for the first worker

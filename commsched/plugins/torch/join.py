@@ -1,0 +1,256 @@
+"""Join: ranks that run out of batches take part with zeros until all have, so that ranks may have different numbers of batches.
+
+An *exhausted* rank, one that has run out of batches, has to know what the live ranks do. They announce it: one small message
+per round says which optimizer's round begins, and another one that parameters get places. An exhausted rank contributes to the
+message that it waits for, and learns from it what to take part in, or that no rank is live any more.
+
+An exhausted rank makes no updates, because it does not know the hyper-parameters that the live ranks' code sets. At the end it
+takes over what a rank has that made all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
+
+import torch
+
+import commsched
+
+from ...core.comparison import Difference, require_same
+from ...core.errors import ConfigError, UnsupportedError
+from ...core.manifest import TensorSpec
+from .device import Device, register_on
+
+if TYPE_CHECKING:
+    from .exchange import GradientExchange
+    from .optimizer import ScheduledOptimizer
+
+#: The announcements of each set of optimizers, by their numbers. They last as long as the session: a Join that an exception
+#: has ended may leave a message that other ranks have not sent yet.
+_announcements: WeakKeyDictionary[commsched.Session, dict[tuple[int, ...], Announcements]] = WeakKeyDictionary()
+
+#: The number of Joins that are in use in each session, which has several if several threads train a model each.
+_in_use: WeakKeyDictionary[commsched.Session, int] = WeakKeyDictionary()
+
+
+def require_joined(session: commsched.Session) -> None:
+    """Require that no Join is in use, for an optimizer that is in none. Raises UnsupportedError: a rank that runs out of
+    batches would not take part in its rounds."""
+    if _in_use.get(session):
+        raise UnsupportedError(
+            "gradients of a ScheduledOptimizer that is not in the Join would wait for ranks that have run out of batches: give "
+            "Join all optimizers whose gradients are made within it"
+        )
+
+
+class Announcements:
+    """Messages to which each rank contributes. A live rank says what it does, as a number, and all live ranks say the same."""
+
+    def __init__(self, session: commsched.Session, device: Device) -> None:
+        self._group, (self._said,) = register_on(session, device, [TensorSpec("commsched.announced", (3,), "float64")])
+        self._device = device
+
+    @property
+    def count(self) -> int:
+        """The number of messages to which this rank has contributed."""
+        return self._group.next_step
+
+    def say(self, device: Device, live: bool, number: int) -> None:
+        """Contribute to the next message. Waits until all ranks have contributed to the last one."""
+        self._group.begin_step()
+        self._device = device
+        with device.copying():
+            self._said.copy_(torch.tensor([live, number, number**2], dtype=torch.float64, device="cpu"))
+        self._group.notify_ready(0)
+
+    def hear(self) -> tuple[float, int]:
+        """Wait until all ranks have contributed to the last message. Return the share of live ranks and what they said. Raises
+        UnsupportedError if some are exhausted, and the live ranks do different things."""
+        self._group.proxies[0].wait()
+        with self._device.copying():
+            live, number, square = self._said.tolist()
+        if live in (0.0, 1.0):
+            return live, round(number)
+        number, square = number / live, square / live
+        if abs(square - number**2) > 0.1:
+            raise UnsupportedError(
+                "a rank has run out of batches, and the backward passes of the others reach the optimizers of the Join in "
+                "different orders: call backward and step() of several optimizers in the same order on all ranks"
+            )
+        return live, round(number)
+
+
+class Join:
+    """Let ranks have different numbers of batches, as ``torch.distributed.algorithms.Join`` does::
+
+        with Join([optimizer]):
+            for batch in loader:
+                ...
+
+    A rank that leaves the context contributes zeros to the averages of the others until they have left it, too. Then all ranks
+    have the parameters, buffers and optimizer states of one that has made all updates. Enter the context on all ranks.
+
+    Args:
+        optimizers: all whose gradients are made within the context.
+        enable: ``False`` makes the context do nothing.
+        throw_on_early_termination: end the context on all ranks with RuntimeError when the first one has run out of batches.
+        divide_by_initial_world_size: whether sums of gradients are divided by the number of all ranks, or by the number of
+            those that have not run out of batches when backward begins.
+
+    Raises:
+        ConfigError: an optimizer is no ScheduledOptimizer, is detached or in another Join, or the arguments differ between
+            ranks.
+        UnsupportedError: see ``docs/pytorch.md``.
+        CommschedError: the session failed or was closed.
+    """
+
+    def __init__(
+        self,
+        optimizers: Sequence[ScheduledOptimizer],
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+        *,
+        divide_by_initial_world_size: bool = True,
+    ) -> None:
+        self._members = [(each, exchange) for each in optimizers if enable and (exchange := each._joined()) is not None]
+        self._throws = throw_on_early_termination
+        self._by_all = divide_by_initial_world_size
+        self._unheard: int | None = None  # the number of the exchange whose round is announced by the message not heard yet
+        self._live: dict[int, float] = {}  # by number: the share of ranks that were live when the round began
+
+    def __enter__(self) -> Join:
+        if not self._members:
+            return self
+        exchanges = [exchange for _, exchange in self._members]
+        session = self._members[0][0]._session
+        if any(exchange.join is not None for exchange in exchanges) or len(set(exchanges)) < len(exchanges):
+            raise ConfigError("a ScheduledOptimizer is in two Joins at once, or twice in one")
+        numbers = tuple(exchange.places.number for exchange in exchanges)
+        known = _announcements.setdefault(session, {})
+        count = known[numbers].count if numbers in known else 0
+        record = {"optimizers": list(numbers), "throws": self._throws, "by_all": self._by_all}
+        records = session.gather({"arguments": record, "count": count}, "to enter a Join")
+        require_same([each["arguments"] for each in records], _other_arguments, ConfigError)
+        if numbers not in known:
+            known[numbers] = Announcements(session, self._device)
+        self._announcements = known[numbers]
+        while self._announcements.count < max(each["count"] for each in records):
+            self._say(False, 0)  # ranks have left the last Join by an exception, after different numbers of rounds
+        for exchange in exchanges:
+            exchange.use_join(self)
+        _in_use[session] = _in_use.get(session, 0) + 1
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if not self._members:
+            return
+        try:
+            if kind is None:
+                self._follow()
+        finally:
+            _in_use[self._members[0][0]._session] -= 1
+            for _, exchange in self._members:
+                exchange.use_join(None)
+
+    # --- a live rank ---
+
+    def begins(self, exchange: GradientExchange, waits: bool) -> tuple[float, float]:
+        """Announce a round of ``exchange``. Return the factor for all gradients of this rank, and the one for averages that all
+        live ranks contribute again.
+
+        Waits until all ranks have begun the last announced round; and until they have begun this one if it ``waits``, or has
+        to know which ranks are live. Raises RuntimeError if a rank is exhausted and ``throw_on_early_termination`` was set.
+        """
+        number = exchange.places.number
+        self._announce(2 * number)
+        self._unheard = number
+        return self._factors(self.live_share(exchange)) if waits or self._throws or not self._by_all else (1.0, 1.0)
+
+    def gives_places(self, exchange: GradientExchange) -> None:
+        """Announce that parameters of ``exchange`` get places, which is collective."""
+        self._announce(2 * exchange.places.number + 1)
+
+    def live_share(self, exchange: GradientExchange) -> float:
+        """The share of ranks that were live when the last round of ``exchange`` began. May wait until all have begun it."""
+        number = exchange.places.number
+        if self._unheard == number:
+            self._hear()
+        return self._live.get(number, 1.0)
+
+    def _announce(self, number: int) -> None:
+        self._hear()
+        self._say(True, number)
+
+    def _hear(self) -> None:
+        if self._unheard is not None:
+            self._live[self._unheard], _ = self._announcements.hear()
+            self._unheard = None
+
+    def _say(self, live: bool, number: int) -> None:
+        self._announcements.say(self._device, live, number)
+
+    @property
+    def _device(self) -> Device:
+        return self._members[0][1].places.device
+
+    def _factors(self, live: float) -> tuple[float, float]:
+        if self._throws and live < 1.0:
+            raise RuntimeError("a rank has run out of batches, and throw_on_early_termination is set for the Join")
+        return (1.0, 1.0 / live) if self._by_all else (1.0 / live, 1.0)
+
+    # --- an exhausted rank ---
+
+    def _follow(self) -> None:
+        """Take part in the rounds of the live ranks until there are none, then take over what they have."""
+        left = [exchange.leave_round() for _, exchange in self._members]
+        self._hear()
+        self._say(False, 0)
+        for optimizer, _ in self._members:
+            optimizer.synchronize()
+        behind, followed = [False] * len(left), [False] * len(left)
+        numbers = [exchange.places.number for _, exchange in self._members]
+        while True:
+            live, number = self._announcements.hear()
+            if live == 0.0:
+                break
+            factor, _ = self._factors(live)
+            self._say(False, 0)  # now: a live rank may wait for it before it does anything else
+            place = numbers.index(number // 2)
+            exchange = self._members[place][1]
+            if number % 2:
+                exchange.follow_places()
+                continue
+            behind[place] |= self._take_over_end(place, followed[place])
+            exchange.follow_round(factor)
+            left[place] = followed[place] = True
+        for place in range(len(left)):
+            behind[place] |= self._take_over_end(place, followed[place])
+        self._share(left, behind, followed)
+
+    def _take_over_end(self, place: int, followed: bool) -> bool:
+        optimizer, exchange = self._members[place]
+        if not exchange.take_over_end():
+            return False
+        if not followed and self._live.get(exchange.places.number) == 1.0:
+            optimizer._compare_weights()  # the live ranks have compared theirs when they called step()
+        return True
+
+    def _share(self, left: list[bool], behind: list[bool], followed: list[bool]) -> None:
+        """Take over what the live ranks had at the end."""
+        kept = [exchange.averages_kept for _, exchange in self._members]
+        records = self._members[0][0]._session.gather(list(zip(behind, followed, kept)), "to leave a Join")
+        for place, (optimizer, exchange) in enumerate(self._members):
+            of_each = [record[place] for record in records]
+            # The first rank that has made all updates, one that was live in the last round if possible.
+            root = min(range(len(of_each)), key=lambda rank: (of_each[rank][:2], rank))
+            if any(late for late, *_ in of_each):
+                optimizer._take_over(root)
+            if left[place] and of_each[root][2] is not None:
+                exchange.keep_averages(of_each[root][2])
+
+
+def _other_arguments(different: Difference) -> str:
+    return f"ranks enter a Join with other arguments: {different.key} is {different.text()}"
