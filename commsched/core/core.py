@@ -39,7 +39,7 @@ from .policies import make_policy
 from .reconfigure import Reconfiguration
 from .scheduler import COLLECTIVES, Scheduler, SchedulerConfig, is_key
 from .stalls import RankProgress, Stalls, StepOfGroup, Wait, progress_of
-from .task import ALL_GATHER, REDUCE_SCATTER, CommTask, State
+from .task import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, CommTask, State
 
 log = logging.getLogger("commsched")
 
@@ -218,12 +218,17 @@ class Core:
         """
         with self._lock:
             self._check()
-            splits = self._splits(collective or self.config.collective)
+            splits, nbytes = self._splits(collective or self.config.collective), plan.manifest.nbytes
+            if plan.manifest.norms is not None:
+                # Rows are gathered, if there is a gather. They are never the largest group, whose order may be static.
+                splits, nbytes = ALL_GATHER in self._transport.verbs, 0
             group = TensorGroup(self, len(self._groups), plan, buffers, splits)
+            if plan.manifest.norms is not None:
+                self._groups[plan.manifest.norms.group].add_norms(group)
             self._groups.append(group)
             self._changes.add_group(group)
             if self._agreement is not None:
-                self._agreement.add_group(group.index, sum(plan.manifest.buffer_bytes.values()))
+                self._agreement.add_group(group.index, nbytes)
         try:
             self._transport.add_group(group.index, plan.manifest)
         except TransportError as error:  # a lost peer may be the consequence of another failure
@@ -233,15 +238,19 @@ class Core:
         return group
 
     def release(self, group: TensorGroup) -> None:
-        """Release ``group`` in the transport: at once if none of its tasks is outstanding, otherwise when the last is done."""
+        """Release ``group``, and the groups of its norms, in the transport: each at once if none of its tasks is outstanding,
+        otherwise when the last is done."""
+        released = (group, *group.norms)
         with self._lock:
-            group.is_released = True
+            for each in released:
+                each.is_released = True
             self._changes.drop_released()
             self._adopt_config()
-            if group.active > 0:
-                return
-            self._forget(group)
-        self._transport.release(group.index)
+            idle = [each for each in released if each.active == 0]
+            for each in idle:
+                self._forget(each)
+        for each in idle:
+            self._transport.release(each.index)
 
     def _forget(self, group: TensorGroup) -> None:
         """Called with the lock held, when no task of the group is outstanding."""
@@ -252,13 +261,20 @@ class Core:
     def begin_step(self, group: TensorGroup) -> int:
         with self._lock:
             self._wait_until(
-                lambda: group.unfinished == 0 and not self._changes.is_held(group),
+                lambda: group.is_between_steps and not self._changes.is_held(group),
                 lambda: self._wait_for_step(group, f"to begin step {group.next_step}"),
             )
             if (config := self._changes.begin_step(group)) is not None:
                 self._recut(group, config)
+            if group.norms and not group.splits:
+                self._split_for_norms(group)
             step = group.open_step()
             now = monotonic()
+            for norms in group.norms:
+                self._changes.begin_step(norms)  # it begins the same step, and is never cut anew
+                norms.open_step()
+            if group.norms and group.unmeasured == 0:
+                self._norms_ready(group, now)
             report = self._pace.step_begins(group.index, step, now)
         for observer in self.observers:
             observer.on_step(group.index, step, now)
@@ -275,6 +291,14 @@ class Core:
         if self._agreement is not None:
             self._agreement.recut(group.index)
         self._adopt_config()
+
+    def _split_for_norms(self, group: TensorGroup) -> None:
+        """Over collectives, norms need reduce-scatters, whatever the configuration. Called with the lock held, between two
+        steps."""
+        if REDUCE_SCATTER in self._transport.verbs:
+            group.splits = True
+            if self._agreement is not None:
+                self._agreement.recut(group.index)  # a static order has other tasks
 
     def notify_ready(self, group: TensorGroup, tensors: Sequence[int]) -> None:
         now = monotonic()
@@ -544,6 +568,8 @@ class Core:
             group = self._groups[task.group]
             if task.verb == REDUCE_SCATTER:
                 self._add(group.scattered(task), task.done_at)
+                if group.norms:
+                    self._measured(group, task.done_at)
             elif group.task_done(task):
                 self._progress.notify_all()
             if group.is_released and group.active == 0:
@@ -559,7 +585,26 @@ class Core:
         task.advance("notify_sent")
         task.sent_at = monotonic()
         self._order.sent(task)
+        group = self._groups[task.group]
+        if group.norms and task.verb == ALL_REDUCE:
+            self._measured(group, task.sent_at)
         self._wake()
+
+    def _measured(self, group: TensorGroup, now: float) -> None:
+        """Note that the norms of ``group`` include one more task of the step, whatever becomes ready from now on. Called with
+        the lock held."""
+        group.unmeasured -= 1
+        if group.unmeasured == 0:
+            self._norms_ready(group, now)
+
+    def _norms_ready(self, group: TensorGroup, now: float) -> None:
+        """The norms of ``group`` may be asked for. A reduce-scatter that is done is included here. A contribution that has left
+        comes to its server before what leaves later, so the server includes its average first. Called with the lock held."""
+        for norms in group.norms:
+            if norms.unfinished == 0:
+                continue  # added during this step, so the next one is its first
+            for task in norms.gradients_written(range(len(norms.proxies))):
+                self._add(task, now)
 
     # --- failure and end ---
 
@@ -684,6 +729,8 @@ class Core:
         return self._wait_for_tensor(group, group.proxies.index(proxy))
 
     def _wait_for_tensor(self, group: TensorGroup, tensor: int) -> Wait:
+        if group.measured is not None:
+            return self._wait_for_step(group.measured, f"for the norms of the averages of step {group.step}")
         name = group.proxies[tensor].name
         # Plugins add tensors of their own, in which each rank reports its actions in a step.
         what = f"for {'the reports of all ranks in' if name.startswith('commsched.') else 'the average of'} '{name}'"
@@ -691,7 +738,7 @@ class Core:
         return Wait(what, StepOfGroup(group.index, group.step, tensor))
 
     def _wait_for_step(self, group: TensorGroup, what: str) -> Wait:
-        return Wait(what, StepOfGroup(group.index, group.step, -1) if group.unfinished else None)
+        return Wait(what, StepOfGroup(group.index, group.step, -1) if not group.is_between_steps else None)
 
     def _wait_for_last(self) -> Wait:
         group = next((group for group in self._groups if self._moves(group)), None)

@@ -123,6 +123,9 @@ class TensorGroup:
         self.notified: set[int] = set()
         self.on_hand: set[int] = set()  # gradients that the engine has made, and that the plugin notifies later
         self.is_released = False
+        self.norms: tuple[TensorGroup, ...] = ()  # the groups that carry the norms of this group's averages
+        self.measured: TensorGroup | None = None  # the group whose norms this group carries
+        self.unmeasured = 0  # tasks of this step whose averages its norms do not yet include for certain
         self._core = core
 
     @property
@@ -188,8 +191,20 @@ class TensorGroup:
         """The part of :meth:`release` that frees memory. It takes no lock, so a finalizer may call it in any thread."""
         self.buffers = {}
         self.tasks = ()
+        for norms in self.norms:
+            norms.free_memory()
 
     # Core calls the methods below with its lock held.
+
+    @property
+    def is_between_steps(self) -> bool:
+        """Whether the last step is done, and its norms are there."""
+        return self.unfinished == 0 and not any(norms.unfinished for norms in self.norms)
+
+    def add_norms(self, norms: TensorGroup) -> None:
+        """From the next step on, ``norms`` carries the norms of this group's averages. It has the same steps as this group."""
+        self.norms += (norms,)
+        norms.measured, norms.next_step = self, self.next_step
 
     def open_step(self) -> int:
         if self.is_over:
@@ -198,12 +213,21 @@ class TensorGroup:
         self.next_step += 1
         self.notified.clear()
         self.on_hand.clear()
-        verb = REDUCE_SCATTER if self.splits else ALL_REDUCE
+        verb, priority = REDUCE_SCATTER if self.splits else ALL_REDUCE, -1
+        if self.measured is not None:  # every rank waits for all rows, and they are small
+            verb, priority = ALL_GATHER if self.splits else ALL_REDUCE, 0
         self.tasks = tuple(
-            CommTask(self.index, step, partition, self.buffers[partition.dtype][partition.start : partition.stop], verb)
+            CommTask(
+                self.index,
+                step,
+                partition,
+                self.buffers[partition.dtype][partition.start : partition.stop],
+                verb,
+                priority=priority,
+            )
             for partition in self.plan.partitions
         )
-        self.unfinished = len(self.tasks)
+        self.unfinished = self.unmeasured = len(self.tasks)
         for proxy, owners in zip(self.proxies, self.plan.by_tensor):
             proxy.close(len(owners))
         return step
@@ -228,7 +252,10 @@ class TensorGroup:
 
     def scattered(self, task: CommTask) -> CommTask:
         """Return the ready all-gather that follows ``task``, a reduce-scatter that is done."""
-        gather = CommTask(task.group, task.step, task.partition, task.data, ALL_GATHER)
+        # The norms need all reduce-scatters of the step, and no update is made before them.
+        behind = len(self.tasks) if self.norms else 0
+        priority = behind + task.partition.index
+        gather = CommTask(task.group, task.step, task.partition, task.data, ALL_GATHER, priority=priority)
         gather.missing = 0
         gather.advance("notify_ready")
         return gather

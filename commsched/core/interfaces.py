@@ -71,6 +71,16 @@ class Transport:
             PeerLost: a rank or server is gone.
         """
 
+    def norm_rows(self, manifest: Manifest) -> int:
+        """The number of rows in which the sums of the norms of such a group's averages travel (see ``norms.NormsOf``): one for
+        each maker of averages. 0 means that this transport cannot tell norms of them. The same on all ranks.
+
+        A transport that can fills the rows of a group whose manifest has ``norms``. If it has reduce-scatter, that group is one
+        tensor, which travels by all-gather tasks only, each row as the chunk of its rank. Otherwise each row is a tensor, and
+        its partition has the row's number. ``Core`` starts these tasks when all averages of the step are on their way.
+        """
+        return 0
+
     def start(self, task: CommTask, completion: Completion) -> None:
         """Begin to average ``task.data`` over all ranks, in place. Must not wait for other ranks.
 
@@ -115,6 +125,9 @@ class ForwardingTransport(Transport):
 
     def add_group(self, group: int, manifest: Manifest) -> None:
         self._inner.add_group(group, manifest)
+
+    def norm_rows(self, manifest: Manifest) -> int:
+        return self._inner.norm_rows(manifest)
 
     def start(self, task: CommTask, completion: Completion) -> None:
         self._inner.start(task, completion)

@@ -11,7 +11,8 @@ from math import prod
 from typing import Any
 
 from .comparison import Difference, require_same
-from .errors import ProtocolError, UnsupportedError
+from .errors import ManifestMismatch, ProtocolError, UnsupportedError
+from .norms import NormsOf
 
 #: Bytes of one element. Floating-point types are averaged (16-bit types are summed in 32 bits). ``uint8`` is summed, which
 #: transfers bytes of any type exactly if every rank but one contributes zeros (see ``Session.broadcast``).
@@ -52,10 +53,12 @@ class Manifest:
 
     The tensors of each dtype lie one after another in that dtype's flat buffer, in this order; :meth:`offset` is the position.
     ``shares_partitions``: small neighbours share a partition, so each of them waits until all of them are submitted.
+    ``norms``: the tensors are rows of sums, for norms of another group's averages (see ``norms.NormsOf``).
     """
 
     tensors: tuple[TensorSpec, ...]
     shares_partitions: bool = True
+    norms: NormsOf | None = None
 
     @cached_property
     def _offsets(self) -> tuple[int, ...]:
@@ -90,12 +93,16 @@ class Manifest:
 
     @cached_property
     def model_fingerprint(self) -> str:
-        """SHA-256 over the same values, independent of their order. If a forward skips layers at random, each start of the
+        """SHA-256 over the tensors, independent of their order. If a forward skips layers at random, each start of the
         training measures another order."""
-        return hashlib.sha256(json.dumps(sorted(self.to_record())).encode()).hexdigest()
+        return hashlib.sha256(json.dumps(sorted(self._tensor_records())).encode()).hexdigest()
 
-    def to_record(self) -> list[Any]:
-        """The tensors as JSON values, for the control channel and the servers."""
+    def to_record(self) -> list[Any] | dict[str, Any]:
+        """The tensors, and what they are norms of, as JSON values, for the control channel and the servers."""
+        tensors = self._tensor_records()
+        return tensors if self.norms is None else {"tensors": tensors, "norms": self.norms.to_record()}
+
+    def _tensor_records(self) -> list[Any]:
         return [[spec.name, list(spec.shape), spec.dtype] for spec in self.tensors]
 
     @classmethod
@@ -106,6 +113,9 @@ class Manifest:
             ProtocolError: ``record`` is not a valid result of :meth:`to_record`.
         """
         try:
+            norms = None
+            if type(record) is dict and "norms" in record:
+                norms, record = NormsOf.from_record(record["norms"]), record.get("tensors")
             if type(record) is not list:
                 raise TypeError(f"{type(record).__name__} instead of a list")
             tensors = []
@@ -115,7 +125,7 @@ class Manifest:
                 if len(shape) > _MAX_DIMENSIONS or max(shape, default=0) > _MAX_ELEMENTS or prod(shape) > _MAX_ELEMENTS:
                     raise ValueError(f"tensor {name!r} with over {_MAX_ELEMENTS} elements or {_MAX_DIMENSIONS} dimensions")
                 tensors.append(TensorSpec(name, tuple(shape), dtype))
-            return cls(tuple(tensors))
+            return cls(tuple(tensors), norms=norms)
         except (TypeError, ValueError, UnsupportedError) as error:
             raise ProtocolError(f"not a manifest: {error}") from error
 
@@ -143,6 +153,10 @@ def require_equal(manifests: Sequence[Manifest]) -> None:
         ManifestMismatch: two manifests differ; the message names the first rank and tensor that differ, and both values. The
             message is the same on every rank.
     """
+    for rank, manifest in enumerate(manifests):
+        if manifest.norms != manifests[0].norms:
+            first, other = (each.norms or "other tensors" for each in (manifests[0], manifest))
+            raise ManifestMismatch(f"rank 0 registers {first}, rank {rank} {other}")
 
     def describe(different: Difference) -> str:
         if different.on_rank_0 is not None and different.there is not None:

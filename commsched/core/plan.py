@@ -58,9 +58,11 @@ def cut(manifest: Manifest, partition_bytes: int, fusion_bytes: int | None = Non
 
     A tensor larger than ``partition_bytes`` is split into near-equal pieces on element borders. Consecutive smaller tensors of
     one dtype are packed as long as they have at most ``fusion_bytes`` together; ``None`` means ``partition_bytes``. Tensors
-    are not packed if ``manifest.shares_partitions`` is False.
+    are not packed if ``manifest.shares_partitions`` is False. Rows of norms (``manifest.norms``) are one partition each.
     Pure: equal arguments give equal plans on every rank.
     """
+    if manifest.norms is not None:
+        return Plan(manifest, tuple(_whole(manifest)))
     pack_bytes = partition_bytes if fusion_bytes is None else min(fusion_bytes, partition_bytes)
     if not manifest.shares_partitions:
         pack_bytes = 0
@@ -91,6 +93,13 @@ def cut(manifest: Manifest, partition_bytes: int, fusion_bytes: int | None = Non
             partitions.append(Partition(len(partitions), spec.dtype, base + start * size, base + stop * size, (index,)))
     close_pack()
     return Plan(manifest, tuple(partitions))
+
+
+def _whole(manifest: Manifest) -> Iterator[Partition]:
+    """A partition for each tensor, with the tensor's index. So row ``k`` of norms goes to server ``k``: see :func:`place`."""
+    for index, spec in enumerate(manifest.tensors):
+        start = manifest.offset(index)
+        yield Partition(index, spec.dtype, start, start + spec.nbytes, (index,))
 
 
 def _split(numel: int, most: int) -> Iterator[tuple[int, int]]:

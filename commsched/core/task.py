@@ -67,15 +67,13 @@ class CommTask:
     started_at: float = 0.0
     sent_at: float = 0.0
     done_at: float = 0.0
+    priority: int = -1  # 0 is most urgent; -1 here means the partition's place in forward order
 
     def __post_init__(self) -> None:
         self.nbytes = self.partition.nbytes
         self.missing = len(self.partition.tensors)
-
-    @property
-    def priority(self) -> int:
-        """Place in forward order; 0 is most urgent."""
-        return self.partition.index
+        if self.priority < 0:
+            self.priority = self.partition.index
 
     def advance(self, event: str) -> None:
         """Follow :data:`TRANSITIONS`; ``event`` is notify_ready, start, notify_sent or notify_finish."""

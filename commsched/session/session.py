@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..control.end import ControlEnd
 from ..core.comparison import Comparison
@@ -15,10 +15,14 @@ from ..core.errors import FORKED, ClosedError, CommschedError, PeerLost, RanksDi
 from ..core.group import TensorGroup, require_buffer, require_buffers
 from ..core.interfaces import Buffer, Observer, Transport
 from ..core.manifest import Manifest, TensorSpec, require_equal
+from ..core.norms import ROW_DTYPE
 from ..core.plan import Plan, cut
 from ..core.scheduler import SchedulerConfig
 from .events import COMPARE, TUNER, SessionListener, Tuner
 from .trace import TraceObserver
+
+if TYPE_CHECKING:
+    from .norms import Norms
 
 
 @contextmanager
@@ -212,6 +216,40 @@ class Session:
         if self.observer is not None:
             self.observer.add_group(self.core.group_count, plan.manifest)
         return self.core.add_group(plan, buffers, collective)
+
+    @property
+    def can_measure_norms(self) -> bool:
+        """Whether :meth:`add_norms` is possible with this transport and these settings. It may refuse a certain group still."""
+        return self.transport.norm_rows(Manifest(())) > 0
+
+    def add_norms(self, group: TensorGroup, orders: Sequence[float]) -> Norms:
+        """From the next step of ``group`` on, tell the norms of its averages, of each of ``orders`` (2, infinity, or any number
+        greater than 0), before the averages are there. Collective; every rank calls it between the same two steps of the group.
+        The averages of the step before may be outstanding. The norms end with the group.
+
+        Whoever makes averages also adds up the powers of their elements, and one small message from each to every rank carries
+        the sums. Over collectives, the averages of this group are made by reduce-scatters and all-gathers from then on, and all
+        all-gathers of a step are less urgent than its reduce-scatters.
+
+        Raises:
+            UnsupportedError: that is not possible with this transport, these settings or these tensors; raised on every rank.
+            ManifestMismatch: ranks disagree, or are between other steps of the group; raised on every rank.
+            ValueError: there are no norms of these orders, or the group was released; on this rank only.
+            CommschedError: see :meth:`gather`.
+        """
+        from .norms import Norms, rows_for  # here: it needs numpy, which takes time to import
+
+        if group.is_over:
+            raise ValueError(f"group {group.index} was released: it has no further averages")
+        manifest = rows_for(group, orders, self.transport)
+        try:
+            plan, collective = self._agree_on(manifest)
+        except BaseException:
+            self.core.cancel_reservation()
+            raise
+        data = bytearray(manifest.nbytes)
+        rows = self._add_group(plan, {ROW_DTYPE: memoryview(data)}, collective)
+        return Norms(group, rows, data, self.report)
 
     def broadcast(self, name: str, data: Buffer, root: int = 0) -> None:
         """Replace ``data`` on every rank by the data of rank ``root``, bit for bit, whatever type it holds. Collective; returns

@@ -11,6 +11,7 @@ process calls ``check_job``.
 from __future__ import annotations
 
 import hashlib
+import math
 import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -24,11 +25,13 @@ from numpy.typing import NDArray
 from ..core.core import Core
 from ..core.errors import PeerLost
 from ..core.group import TensorGroup
-from ..core.interfaces import TaskObserver
+from ..core.interfaces import TaskObserver, Transport
 from ..core.manifest import ITEMSIZE, Manifest, TensorSpec
+from ..core.norms import ROW_DTYPE
 from ..core.order.static import STABLE_STEPS
 from ..core.plan import cut
 from ..core.scheduler import COLLECTIVES, SchedulerConfig
+from ..session.norms import Norms, rows_for
 from .checked_world import CheckedJob, CheckedWorld, OpenRanks, OpenSession, OpenWorld, Threads
 from .world import run_world
 
@@ -88,6 +91,7 @@ def check_results(open_ranks: OpenRanks, rounds: int) -> None:
     check_back_to_back(open_ranks, rounds)
     check_recut(open_ranks)
     check_static_order(open_ranks)
+    check_norms(open_ranks)
 
 
 def check_all_reduce(open_ranks: OpenRanks, rounds: int) -> None:
@@ -286,6 +290,42 @@ def check_static_order(open_ranks: OpenRanks) -> None:
     _run(open_ranks, body)
 
 
+def check_norms(open_ranks: OpenRanks) -> None:
+    """Norms of averages are exact: of two groups, from different steps on, while plans change and ranks have their own delays.
+
+    The check is skipped where the transport cannot tell norms.
+    """
+    manifests = [
+        Manifest(tuple(TensorSpec(f"{name}-{dtype}-{numel}", (numel,), dtype) for numel in sizes for dtype in dtypes))
+        for name, sizes, dtypes in (
+            ("a", (0, 1, 1021, 20_011), ("float32", "float64")),
+            ("b", (3, 700), ("float16", "bfloat16")),
+        )
+    ]
+
+    def body(world: CheckedWorld, rank: int) -> None:
+        chance = random.Random(rank)
+        with world.core(rank, SchedulerConfig(10_007, 30_000)) as core:
+            groups = [_Tensors(core, manifest, world.size) for manifest in manifests]
+            if any(world.transport(rank).norm_rows(manifest) == 0 for manifest in manifests):
+                return
+            for step, partition_bytes in enumerate((10_007, 1500, 2**20, 10_007, 2**20, 1500)):
+                if step in (1, 3):
+                    _pause(chance.random() * 0.01)
+                    groups[step // 2].add_norms(core, world.transport(rank))
+                core.switch_at(SchedulerConfig(partition_bytes, 30_000), dict.fromkeys(range(core.group_count), step))
+                for tensors in groups:
+                    order = list(range(len(tensors.group.manifest.tensors)))
+                    chance.shuffle(order)
+                    tensors.begin(rank, order, lambda: _pause(chance.random() * 0.001))
+                for tensors in groups:
+                    tensors.compare_norms(rank)
+                for tensors in groups:
+                    tensors.compare(rank)
+
+    _run(open_ranks, body)
+
+
 def check_leaver(open_world: OpenWorld, *, timeout_seconds: float = 60.0) -> None:
     """When a rank leaves while others continue, their waits raise PeerLost, which names that rank."""
     manifest = Manifest(tuple(TensorSpec(f"layer{i}", (300,), "float32") for i in range(6)))
@@ -339,6 +379,14 @@ class _Tensors:
     def __init__(self, core: Core, manifest: Manifest, world_size: int) -> None:
         self.group, self._buffers = _add_group(core, manifest)
         self._world_size = world_size
+        self._norms: Norms | None = None
+
+    def add_norms(self, core: Core, transport: Transport) -> None:
+        """Tell the norms of the averages from the next step on."""
+        manifest = rows_for(self.group, (2.0, math.inf, 1.0), transport)
+        data = bytearray(manifest.nbytes)
+        rows = core.add_group(cut(manifest, core.config.partition_bytes), {ROW_DTYPE: memoryview(data)})
+        self._norms = Norms(self.group, rows, data, core.fail)
 
     def average(self, rank: int, order: Sequence[int], before_each: Callable[[], None] = lambda: None) -> None:
         """Run one step: the tensors become ready in ``order``, then all averages are compared, front tensor first."""
@@ -359,6 +407,18 @@ class _Tensors:
             self.group.proxies[tensor].wait()
             expected = _expected(spec, tensor, step, self._world_size)
             assert self.read(tensor) == expected, f"rank {rank} got a wrong average of {spec} in step {step}"
+
+    def compare_norms(self, rank: int) -> None:
+        """Compare the norms of the averages of this step, if they were added. They are of small integers, so they are exact."""
+        norms, step = self._norms, self.group.step
+        if norms is None:
+            return
+        for order in norms.orders:
+            for tensor, spec in enumerate(self.group.manifest.tensors):
+                expected = np.abs(_from_bytes(_expected(spec, tensor, step, self._world_size), spec.dtype).astype(np.float64))
+                wanted = np.linalg.norm(expected, order) if spec.numel else 0.0
+                got = norms.of(order)[tensor]
+                assert got == wanted, f"rank {rank} got {got} as the {order:g}-norm of {spec} in step {step}, not {wanted}"
 
     def write(self, tensor: int, data: bytes) -> None:
         self._view(tensor)[:] = np.frombuffer(data, np.uint8)

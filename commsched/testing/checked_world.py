@@ -129,6 +129,9 @@ class Threads:
         finally:
             core.close()
 
+    def transport(self, rank: int) -> Transport:
+        return self.transports[rank]
+
     def gather(self, rank: int, value: Any) -> list[Any]:
         """Return the JSON value of every rank, in rank order. The Core of the rank must be open."""
         return self._controls[rank][-1].gather(str(next(self._gathers[rank])), value)
@@ -188,6 +191,10 @@ class CheckedJob:
 
     def use_all_reduce(self) -> None:
         self._uses_all_reduce = True
+
+    def transport(self, rank: int) -> Transport:
+        assert self._session is not None
+        return self._session.transport
 
     def gather(self, rank: int, value: Any) -> list[Any]:
         assert self._session is not None

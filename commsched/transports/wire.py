@@ -24,7 +24,8 @@ class DtypeMapping:
         self._original = manifest
         self._dtypes = dtypes
         self.manifest = Manifest(
-            tuple(TensorSpec(spec.name, spec.shape, dtypes.get(spec.dtype, spec.dtype)) for spec in manifest.tensors)
+            tuple(TensorSpec(spec.name, spec.shape, dtypes.get(spec.dtype, spec.dtype)) for spec in manifest.tensors),
+            norms=manifest.norms,
         )
 
     def partition(self, original: Partition) -> Partition:

@@ -38,12 +38,14 @@ def test_every_call_is_passed_on_with_its_arguments() -> None:
     inner = Inner()
     outer = ForwardingTransport(inner)
     outer.add_group(1, "manifest")  # type: ignore[arg-type]
+    outer.norm_rows("manifest")  # type: ignore[arg-type]
     outer.start("task", "completion")  # type: ignore[arg-type]
     outer.release(1)
     outer.leave(2)
     outer.close(False)
     assert inner.calls == [
         ("add_group", 1, "manifest"),
+        ("norm_rows", "manifest"),
         ("start", "task", "completion"),
         ("release", 1),
         ("leave", 2),

@@ -1,18 +1,26 @@
 """Aggregator: the averages of a parameter server, without network or threads of its own.
 
 The thread that brings the last contribution to a key computes the average, and passes the same read-only bytes to every rank's
-reply. A buffer is never written while a reader may still use it: the result of a key lies in memory that nothing else
+reply. Then it adds the average to the norms of the group, if there are any. A push to a group of norms is answered by a row of
+sums instead of an average (see ``core/norms.py``). A rank makes that push when all its contributions of the step have left, and
+its pushes are handled one after another. So when all ranks have made it, all averages of the step are made and added here.
+
+A buffer is never written while a reader may still use it: the result of a key lies in memory that nothing else
 refers to, and that memory is used again only when the last reply has dropped it. So the next step of a fast rank cannot
 overwrite an average that is still being sent to a slow rank.
 """
 
 from __future__ import annotations
 
+import threading
+
+from ...core.errors import ProtocolError
 from ...core.interfaces import OnFailure
 from ...core.manifest import Manifest
 from ..backend import Contributors
 from .buffer_pool import BufferPool
-from .contributions import Contributions, PartitionKey, Reply
+from .contributions import Complete, Contributions, PartitionKey, Reply
+from .norms import NormSums
 from .reduce import Bytes, average
 
 
@@ -29,10 +37,20 @@ class Aggregator:
         self._contributions = Contributions(contributors.members, on_failure)
         #: See ``Contributions``.
         self.require_fitting = self._contributions.require_fitting
+        self._lock = threading.Lock()  # guards additions to the two below
+        self._sums: dict[int, NormSums] = {}  # by group of norms
+        self._measured: dict[int, tuple[NormSums, ...]] = {}  # by the group that is measured
 
     def add_group(self, rank: int, group: int, manifest: Manifest) -> None:
         """See ``Contributions``."""
         self._contributions.add_group(rank, group, manifest)
+        if (norms := manifest.norms) is None:
+            return
+        with self._lock:
+            if group not in self._sums:
+                sums = NormSums(self._contributions.manifest_of(rank, norms.group), manifest)
+                self._measured[norms.group] = (*self._measured.get(norms.group, ()), sums)
+                self._sums[group] = sums
 
     def describe(self, key: PartitionKey, dtype: str, start: int, stop: int) -> str:
         """See ``Contributions``."""
@@ -62,12 +80,24 @@ class Aggregator:
         complete = self._contributions.push(rank, key, dtype, start, stop, payload, reply, given=given)
         if complete is None:
             return
-        result = self.buffers.take(stop - start) if complete.given is None else complete.given
-        average(complete.payloads, dtype, result, self.contributors.divisor)
+        result = self._row(key, stop - start) if key.group in self._sums else self._average(complete, dtype, stop - start)
         complete.payloads.clear()
         shared = result.toreadonly()
         for each in complete.replies:
             each(shared)
+        for sums in self._measured.get(key.group, ()):  # after the replies, which leave meanwhile
+            sums.add(key.step, dtype, start, shared)
+
+    def _average(self, complete: Complete, dtype: str, nbytes: int) -> memoryview:
+        result = self.buffers.take(nbytes) if complete.given is None else complete.given
+        average(complete.payloads, dtype, result, self.contributors.divisor)
+        return result
+
+    def _row(self, key: PartitionKey, nbytes: int) -> memoryview:
+        sums = self._sums[key.group]
+        if nbytes != sums.row_bytes:
+            raise ProtocolError(f"{nbytes} bytes of group {key.group} were pushed; a row of its norms has {sums.row_bytes}")
+        return sums.take_row(key.step).data.cast("B")
 
     def leave(self, rank: int) -> None:
         """``rank`` will push nothing more. Calls ``on_failure`` with PeerLost if a key waits for it. Idempotent."""

@@ -116,6 +116,18 @@ class Contributions:
             _require_same(known.manifest, self.members[min(known.ranks)], manifest, self.members[rank])
             known.ranks.add(rank)
 
+    def manifest_of(self, rank: int, group: int) -> Manifest:
+        """The tensors of ``group``, which ``rank`` has announced.
+
+        Raises:
+            ProtocolError: ``rank`` has not announced that group.
+        """
+        with self._lock:
+            known = self._groups.get(group)
+            if known is None or rank not in known.ranks:
+                raise ProtocolError(f"rank {self.members[rank]} asks for norms of group {group} without announcing the group")
+            return known.manifest
+
     def require_fitting(self, rank: int, key: PartitionKey, dtype: str, start: int, stop: int) -> None:
         """Check that ``rank`` may push such a range, before memory is taken for it.
 

@@ -103,6 +103,9 @@ class PsTransport(Transport):
         for lane in self._lanes:
             lane.add_group(group, manifest)
 
+    def norm_rows(self, manifest: Manifest) -> int:
+        return len(self._lanes)  # each shard makes its own averages
+
     def start(self, task: CommTask, completion: Completion) -> None:
         if self._closed:
             raise ClosedError("this transport is closed")
