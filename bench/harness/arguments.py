@@ -15,6 +15,10 @@ from commsched.transports import require_transport
 FLOAT32_BYTES = 4
 
 
+#: How every loop uses all averages before an update, by the value of ``--clip``, for readers. The first is that of no value.
+CLIPS = {"norm": "clipping by norm", "scaler": "with GradScaler"}
+
+
 def at_least(least: int) -> Callable[[str], int]:
     """Parse an option (``type=``): a whole number of at least ``least``."""
 

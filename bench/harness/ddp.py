@@ -77,6 +77,7 @@ class DdpSystem:
         options: dict[str, Any] = {no_broadcast: False, **buckets}
         self._ddp = DistributedDataParallel(self.model, gradient_as_bucket_view=True, static_graph=True, **options)
         self._optimizer = torch.optim.SGD(self.model.parameters(), lr=LEARNING_RATE)
+        self._loop = context.make_loop()
         self._recorder: Recorder | None = None
         self._last_bucket_at = 0.0
 
@@ -91,10 +92,10 @@ class DdpSystem:
         return self._workload.loss(self._ddp, step, self._rank)
 
     def update(self, loss: torch.Tensor) -> None:
-        loss.backward()
+        self._loop.backward(loss)
         if self._recorder is not None:
             self._recorder.on_span("wait", "all buckets", self._last_bucket_at, monotonic())
-        self._optimizer.step()
+        self._loop.step(self.model, self._optimizer)
 
     def end(self) -> None:
         """Does nothing: no work is ever outstanding."""

@@ -91,6 +91,11 @@ def least_loads(
     return [(2 * (workers - 1) / sum(worker_rates), 0.5), (1 / min(worker_rates), (workers - 1) / workers)]
 
 
+def first_share(clips: bool, servers: bool) -> float:
+    """The ``first_share`` of ``lower_bound.clipped_bound`` with equal shards, on separate servers or on each worker."""
+    return 0.0 if not clips else 1.0 if servers else 0.5
+
+
 def _check(worker_rates: Sequence[float], server_rates: Sequence[float]) -> None:
     if not worker_rates:
         raise ValueError("a job has at least 1 worker")

@@ -13,6 +13,7 @@ from commsched import Session
 from ..workloads import Workload
 from .averaging import ConfigBarrier
 from .layer_times import LayerTimer
+from .loop import Loop
 from .measure import LayerTimes
 
 #: Learning rate of plain SGD in every system.
@@ -31,20 +32,35 @@ def put_weights(model: torch.nn.Module, weights: Sequence[torch.Tensor]) -> None
         parameter.copy_(values)
 
 
-def plain_averaging(workload: Workload, steps: int, ranks: int) -> list[torch.Tensor]:
+def plain_averaging(workload: Workload, steps: int, ranks: int, loop: Loop | None = None) -> list[torch.Tensor]:
     """The weights after ``steps`` steps of SGD with the average of the gradients of ``ranks`` ranks."""
+    loop = loop or Loop()
     workload = workload.untimed()
     model = workload.make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
     for step in range(steps):
-        optimizer.zero_grad()
-        for rank in range(ranks):
-            workload.loss(model, step, rank).backward()
-        for parameter in model.parameters():
-            if parameter.grad is not None:
-                parameter.grad /= ranks
-        optimizer.step()
+        _average(workload, model, step, ranks, loop)
+        loop.step(model, optimizer)
     return weights_of(model)
+
+
+def clipping_norm(workload: Workload, ranks: int) -> float:
+    """A norm to clip by: half of the norm of the first step's averages, so that many steps are clipped, and some are not."""
+    workload = workload.untimed()
+    model = workload.make_model()
+    _average(workload, model, 0, ranks, Loop())
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    return 0.5 * torch.nn.utils.get_total_norm(gradients).item()
+
+
+def _average(workload: Workload, model: torch.nn.Module, step: int, ranks: int, loop: Loop) -> None:
+    """Leave the average of the ranks' gradients in ``.grad``."""
+    model.zero_grad()
+    for rank in range(ranks):
+        loop.backward(workload.loss(model, step, rank))
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad /= ranks
 
 
 @torch.no_grad()

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from .arguments import CLIPS
 from .measure import interval_words
 from .results import table, write
 from .rows import Row, disturbed, wrong
@@ -47,6 +48,11 @@ def heading(rows: Sequence[Mapping[str, Any]]) -> str:
         f"rho {row['rho']:.2f}; T*: no schedule can be faster; ms/step with the "
         f"{interval_words(row['step_seconds']['count'])}",
     ]
+    if row["clip"]:
+        lines.append(
+            f"{CLIPS[row['clip']]}: every update needs all averages, and T* is the bound of such loops; it would be "
+            f"{1000 * row['unclipped_bound_seconds']:.0f} ms without"
+        )
     if row["stands_for"]:
         real = row["stands_for"]
         lines.append(

@@ -11,10 +11,10 @@ from commsched.core.manifest import Manifest, TensorSpec
 from commsched.core.plan import cut
 
 from .arguments import FLOAT32_BYTES
-from .lower_bound import lower_bound, partitioned_bound, wfbp
+from .lower_bound import clipped_bound, partitioned_bound, wfbp
 from .measure import TOLERATED_DIFFERENCE, LayerTimes, median_interval, slowest
 from .network import Network
-from .network_load import least_seconds_per_byte, seconds_per_byte
+from .network_load import first_share, least_loads, seconds_per_byte
 
 Row = dict[str, Any]
 
@@ -24,7 +24,7 @@ class Header:
     """The values that are the same in all rows of one run and known before it.
 
     ``bandwidth_bps`` is the bandwidth of the slowest link. ``lane`` is the lane of the parameter server, if there is one.
-    ``commit`` is the commit of the program.
+    ``commit`` is the commit of the program. ``clip`` is how every loop uses all averages before an update; see ``loop.Loop``.
     """
 
     model: str
@@ -36,6 +36,7 @@ class Header:
     stands_for: dict[str, Any] | None
     lane: str | None = None
     commit: str | None = None
+    clip: str | None = None
 
 
 def make_rows(header: Header, by_rank: Sequence[Mapping[str, Any]]) -> list[Row]:
@@ -98,7 +99,9 @@ def _row(
     # Collectives run among the workers only, even if there are servers.
     server_rates = network.server_rates if system["transport"] == "ps" else []
     per_byte = seconds_per_byte(network.worker_rates, server_rates)
-    bound, layers = bound_of_ranks(layers_by_rank, least_seconds_per_byte(network.worker_rates, server_rates))
+    clips = header.clip is not None
+    bound, layers = bound_of_ranks(layers_by_rank, least_loads(network.worker_rates, server_rates, clips))
+    unclipped, _ = bound_of_ranks(layers_by_rank, least_loads(network.worker_rates, server_rates))
     times = layers.forward_seconds, layers.backward_seconds
     samples = list(slowest([rank["seconds"] for rank in by_rank]))
     step_seconds = median_interval(samples)
@@ -127,8 +130,10 @@ def _row(
         "rho": comm / compute,
         "step_seconds": step_seconds,
         "step_samples": samples,
+        "clip": header.clip,
         "bound_seconds": bound,
-        "bound_overhead_seconds": _bound_with_overhead(layers, per_byte, system),
+        "unclipped_bound_seconds": unclipped,
+        "bound_overhead_seconds": _bound_with_overhead(layers, per_byte, system, first_share(clips, bool(server_rates))),
         "fifo_bound_seconds": wfbp(*times, [per_byte * size for size in layers.nbytes]),
         "efficiency": bound / step_seconds["median"],
         "speedup_vs_ddp": None,
@@ -159,19 +164,22 @@ def _stands_for(header: Header, cores: float) -> dict[str, Any] | None:
     return {**header.stands_for, "host_cores": cores * header.stands_for["bandwidth_bps"] / header.bandwidth_bps}
 
 
-def bound_of_ranks(by_rank: Sequence[LayerTimes], per_byte: float) -> tuple[float, LayerTimes]:
-    """``T*``, and the layer times of the rank that determines it. No rank can continue before the slowest rank has contributed.
-    Therefore the step takes at least the greatest of the bounds computed from each rank's times alone. Taking the slowest rank
-    for each layer instead would not give a bound."""
+def bound_of_ranks(by_rank: Sequence[LayerTimes], loads: Sequence[tuple[float, float]]) -> tuple[float, LayerTimes]:
+    """``T*`` for ``loads`` (see ``least_loads``), and the layer times of the rank that determines it.
+
+    No rank can continue before the slowest rank has contributed. Therefore the step takes at least the greatest of the bounds
+    computed from each rank's times alone. Taking the slowest rank for each layer instead would not give a bound.
+    """
     bounds = [
-        (lower_bound(each.forward_seconds, each.backward_seconds, [per_byte * size for size in each.nbytes]), rank)
+        (clipped_bound(each.forward_seconds, each.backward_seconds, [per_byte * size for size in each.nbytes], share), rank)
         for rank, each in enumerate(by_rank)
+        for per_byte, share in loads
     ]
     bound, rank = max(bounds)
     return bound, by_rank[rank]
 
 
-def _bound_with_overhead(layers: LayerTimes, per_byte: float, system: Mapping[str, Any]) -> float | None:
+def _bound_with_overhead(layers: LayerTimes, per_byte: float, system: Mapping[str, Any], share: float) -> float | None:
     """``T*`` with the system's partitions and the measured cost of messages; None if the system has no partitions, or
     the cost was not measured."""
     if system["partition_bytes"] is None or system["message_seconds"] is None:
@@ -180,4 +188,4 @@ def _bound_with_overhead(layers: LayerTimes, per_byte: float, system: Mapping[st
     specs = (TensorSpec(str(index), (size // FLOAT32_BYTES,), "float32") for index, (_, size) in enumerate(tensors))
     plan = cut(Manifest(tuple(specs)), system["partition_bytes"], system["fusion_bytes"])
     partitions = [(tensors[partition.tensors[0]][0], per_byte * partition.nbytes) for partition in plan.partitions]
-    return partitioned_bound(layers.forward_seconds, layers.backward_seconds, partitions, system["message_seconds"])
+    return partitioned_bound(layers.forward_seconds, layers.backward_seconds, partitions, system["message_seconds"], share)

@@ -42,18 +42,29 @@ class ScheduledSystem:
 
     Args:
         barrier: whether every average is written before the next forward begins.
+        late_norm: whether a loop that clips leaves it to commsched how long to wait for the norm. Otherwise it waits for all
+            averages before it clips, as a loop on the peer that the system stands for has to.
         hold: whether nothing is sent before backward has ended.
         words: a description for readers, instead of the partition and the credit.
     """
 
     def __init__(
-        self, context: Context, wanted: SchedulerConfig, *, barrier: bool = False, hold: bool = False, words: str | None = None
+        self,
+        context: Context,
+        wanted: SchedulerConfig,
+        *,
+        barrier: bool = False,
+        hold: bool = False,
+        late_norm: bool = False,
+        words: str | None = None,
     ) -> None:
         self._context = context
         self._training = context.shared(Training)
         self._wanted = wanted
         self._barrier = barrier
         self._hold = hold
+        self._loop = context.make_loop()
+        self._waits_to_clip = self._loop.clips and not late_norm
         self.model = self._training.model
         self.initial = self._training.initial
         self.setup = Setup(
@@ -84,9 +95,12 @@ class ScheduledSystem:
 
     def update(self, loss: torch.Tensor) -> None:
         optimizer = self._training.optimizer
-        with optimizer.no_sync() if self._hold else nullcontext():
-            loss.backward()
-        optimizer.step()
+        self._loop.backward(loss, optimizer.no_sync() if self._hold else nullcontext())
+        if self._waits_to_clip:
+            for parameter in self.model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.detach()  # waits for the average
+        self._loop.step(self.model, optimizer)
         if self._barrier:
             optimizer.synchronize()
 
@@ -112,12 +126,13 @@ def _train_until_settled(context: Context) -> None:
     session, training = context.session, context.shared(Training)
     context.barrier.switch(replace(session.core.next_config, collective=context.collective))
     training.reset()
+    loop = context.make_loop()
     step = 0
     while not session.gather(session.is_settled)[0]:
         for _ in range(_STEPS_TO_ASK):
             training.optimizer.zero_grad()
-            context.workload.loss(training.model, step, session.rank).backward()
-            training.optimizer.step()
+            loop.backward(context.workload.loss(training.model, step, session.rank))
+            loop.step(training.model, training.optimizer)
             step += 1
     training.optimizer.synchronize()
 

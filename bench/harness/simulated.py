@@ -50,8 +50,12 @@ class Simulation(Protocol):
         """
         ...
 
+    def clipped(self) -> Simulation:
+        """The system in a loop in which every update needs a norm of all averages."""
+        ...
+
     def measured(self, row: Mapping[str, Any]) -> Rules:
-        """The rules with which ``row`` of ``bench train`` was measured.
+        """The rules with which ``row`` of ``bench train`` was measured. ``row`` did not clip, unless this is :meth:`clipped`.
 
         Raises:
             NotSimulated: the row lacks information.
@@ -67,7 +71,9 @@ class PartitionRules:
         partition_bytes, credit_bytes, fusion_bytes: sizes that the system does not choose; None means that it does. Sizes that
             depend on those of commsched need a subclass with ``rules`` of its own.
         exchange: the kind of averaging, if nothing was measured that says otherwise.
-        barrier, hold, pushes_first: see ``commsched.simulator.scenario.Rules``.
+        late_norm: whether a loop that clips waits for the norm only, in the next forward. Otherwise it waits for all averages
+            before it clips.
+        barrier, hold, norm, pushes_first: see ``commsched.simulator.scenario.Rules``.
     """
 
     policy: str
@@ -75,8 +81,10 @@ class PartitionRules:
     credit_bytes: int | None = None
     fusion_bytes: int | None = None
     exchange: Exchange = Exchange.PARAMETER_SERVER
+    late_norm: bool = False
     barrier: bool = False
     hold: bool = False
+    norm: bool = False
     pushes_first: bool = True
 
     is_on_commsched: ClassVar[bool] = True
@@ -84,12 +92,12 @@ class PartitionRules:
     def rules(self, partition_bytes: int, credit_bytes: int) -> Rules:
         sizes = self.partition_bytes or partition_bytes, self.credit_bytes or credit_bytes
         config = SchedulerConfig(*sizes, self.policy, self.fusion_bytes)
-        return Rules(config, self.exchange, self.barrier, self.hold, pushes_first=self.pushes_first)
+        return Rules(config, self.exchange, self.barrier, self.hold, norm=self.norm, pushes_first=self.pushes_first)
 
     def best(self, gradient_bytes: int, shards: int, partition: int | None, credit: int | None, seconds: StepSeconds) -> Rules:
         """Partition sizes are tried by factors of two, with credit for one partition on each shard and one more. Then other
         credits are tried for the best size."""
-        lanes = 1 if self.exchange is Exchange.ALL_REDUCE else shards
+        lanes = shards if self.exchange is Exchange.PARAMETER_SERVER else 1
 
         def credits(size: int) -> Iterable[int]:
             """The credits to try; the first one is used with every partition size."""
@@ -104,13 +112,20 @@ class PartitionRules:
             chosen = best.config.partition_bytes
         return _fastest([self.rules(chosen, each) for each in credits(chosen)], seconds)
 
+    def clipped(self) -> PartitionRules:
+        if not self.late_norm:
+            return replace(self, barrier=True)
+        return replace(self, norm=True, exchange=Exchange.SPLIT if self.exchange is Exchange.ALL_REDUCE else self.exchange)
+
     def measured(self, row: Mapping[str, Any]) -> Rules:
         if row["partition_bytes"] is None or row["credit_bytes"] is None:
             raise NotSimulated("the row has no partition and credit")
         rules = self.rules(row["partition_bytes"], row["credit_bytes"])
         config = replace(rules.config, partition_bytes=row["partition_bytes"], credit_bytes=row["credit_bytes"])
         # All collectives use one model, whatever decides their order: the model of a ring or of an equally fast algorithm.
-        exchange = Exchange.ALL_REDUCE if row.get("transport", "ps") in users_of("collective") else rules.exchange
+        exchange = rules.exchange
+        if row.get("transport", "ps") in users_of("collective"):
+            exchange = Exchange.SPLIT if self.norm or "+rsag" in row["system"] else Exchange.ALL_REDUCE
         return replace(rules, config=config, exchange=exchange)
 
 
@@ -145,6 +160,9 @@ class BucketRules:
     def best(self, gradient_bytes: int, shards: int, partition: int | None, credit: int | None, seconds: StepSeconds) -> Rules:
         shares = (1, 2, 4, 8, 16, 32) if self.tuned else ()
         return _fastest([self.rules(), *(self.buckets(gradient_bytes // share) for share in shares)], seconds)
+
+    def clipped(self) -> BucketRules:
+        return replace(self, barrier=True)
 
     def measured(self, row: Mapping[str, Any]) -> Rules:
         match = _BUCKETS.search(row["config"])

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import torch
 
     from ..workloads import Workload
+    from .loop import Loop
     from .simulated import Simulation
     from .timeline import Recorder
 
@@ -42,6 +43,7 @@ class Context:
     ``host`` is the address at which other ranks reach this one. ``bytes_scale`` is the factor by which an EMULATED model's
     gradients were multiplied; sizes that are meant for the real model must be multiplied by it too. ``partition_bytes`` and
     ``credit_bytes`` are commsched's. ``message_seconds`` is the overhead of a partition with ``carrier`` and ``collective``.
+    ``clip`` and ``max_norm`` are as in ``loop.Loop``.
     """
 
     session: Session
@@ -55,6 +57,14 @@ class Context:
     credit_bytes: int
     message_seconds: float
     _shared: dict[Any, Any]
+    clip: str | None = None
+    max_norm: float = 0.0
+
+    def make_loop(self) -> Loop:
+        """A training loop, as every system runs one."""
+        from .loop import Loop
+
+        return Loop(self.clip, self.max_norm)
 
     def shared(self, make: Callable[[Context], _T]) -> _T:
         """The object that ``make(self)`` returned on the first call. Systems of one session share it."""
@@ -125,6 +135,7 @@ class SystemInfo:
         make_system: makes the system on a rank. Collective. The system may train for a while to find its best settings. None if
             the system is only simulated. It imports engines and optional packages when it is called, because reports and
             predictions need neither, and raises UnsupportedError if they are missing.
+        clips: whether its loop can clip: there is a moment between averaging and the update.
     """
 
     order: int
@@ -132,6 +143,7 @@ class SystemInfo:
     marker: str
     simulated: Simulation
     make_system: Callable[[Context], System] | None = None
+    clips: bool = True
 
     @property
     def is_on_commsched(self) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ..harness.arguments import CLIPS
 from ..harness.measure import TOLERATED_DIFFERENCE
 
 TRACKS = ("forward", "backward", "network", "wait")
@@ -39,7 +40,7 @@ class Result:
     """A result. Values are seconds per step unless the name says otherwise. ``low`` and ``high`` are from
     ``measure.median_interval``.
 
-    None means not measured.
+    None means not measured. ``clip`` is empty if loops did not clip.
     """
 
     system: str
@@ -57,7 +58,9 @@ class Result:
     low: float | None
     high: float | None
     samples: tuple[float, ...]
+    clip: str
     bound: float | None
+    unclipped_bound: float | None
     bound_overhead: float | None
     fifo_bound: float | None
     efficiency: float | None
@@ -75,7 +78,8 @@ class Result:
     @property
     def mark(self) -> str:
         """The kind of the row if it is not simply measured."""
-        return ", ".join(word for word, holds in (("EMULATED", self.emulated), ("simulated", self.simulated)) if holds)
+        words = [word for word, holds in (("EMULATED", self.emulated), ("simulated", self.simulated)) if holds]
+        return ", ".join([*words, CLIPS[self.clip]] if self.clip else words)
 
     @property
     def wrong(self) -> bool:
@@ -112,7 +116,9 @@ def parse_result(row: object) -> Result:
         low=_number(step, "low"),
         high=_number(step, "high"),
         samples=tuple(_finite(each, "step_samples") for each in row.get("step_samples") or ()),
+        clip=_clip(row),
         bound=_number(row, "bound_seconds"),
+        unclipped_bound=_number(row, "unclipped_bound_seconds"),
         bound_overhead=_number(row, "bound_overhead_seconds"),
         fifo_bound=_number(row, "fifo_bound_seconds"),
         efficiency=_number(row, "efficiency"),
@@ -157,6 +163,13 @@ def _text(record: Mapping[str, Any], key: str, default: str | None = None) -> st
         return default
     if not isinstance(value, str):
         raise ValueError(f"{key} is {value!r}, not a text")
+    return value
+
+
+def _clip(record: Mapping[str, Any]) -> str:
+    value = _text(record, "clip", "")
+    if value and value not in CLIPS:
+        raise ValueError(f"clip is {value!r}, not one of {', '.join(CLIPS)}")
     return value
 
 

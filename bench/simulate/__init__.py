@@ -16,8 +16,10 @@ from typing import Any
 
 from commsched import ConfigError
 from commsched.settings import parse_bytes, parse_rate
+from commsched.simulator.profile import Profile
+from commsched.simulator.scenario import bytes_factor
 
-from ..harness.arguments import add_options, at_least, list_of, or_auto, setting
+from ..harness.arguments import add_options, at_least, list_of, or_auto, positive, setting
 from ..harness.results import SCHEMA, table, write
 from ..harness.rows import compare_with_ddp
 from ..harness.simulated import NotSimulated
@@ -77,6 +79,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
             f"--{name}", type=_number_from(least), default=value, metavar=unit, help=f"{text} (default: {value})"
         )
+    rho_help = "instead of --bandwidth: rates at which communication takes X times as long as computation"
+    parser.add_argument("--rho", type=list_of(positive), metavar="X,...", help=rho_help)
+    clip_help = "every loop clips by a norm; commsched waits for the norm only, all others wait for all averages"
+    parser.add_argument("--clip", action="store_const", const="norm", help=clip_help)
     parser.add_argument("--check", type=Path, metavar="FILE", help="simulate what bench train measured into FILE, and compare")
 
 
@@ -93,6 +99,12 @@ def _predict(args: argparse.Namespace) -> int:
         "Equal workers act in lock step: with a shard on each, steps were 1 % shorter to 12 % longer than in full detail.",
         flush=True,
     )
+    if args.clip:
+        print(
+            "Every loop clips by a norm: commsched waits for the norm in the next forward, the others for all averages.\n"
+            "T* is the bound of such loops.",
+            flush=True,
+        )
     for case in _cases(args):
         cell = compare_with_ddp(_cell(case, args))
         rows += cell
@@ -105,27 +117,38 @@ def _cases(args: argparse.Namespace) -> Iterator[Case]:
     for model in args.model:
         profile = load_profile(model)
         for workers in args.workers:
-            for servers in args.servers:
-                for bandwidth in args.bandwidth:
+            for servers in (workers if each == "n" else int(each) for each in args.servers):
+                for rate in _rates(args, profile, bytes_factor(workers, servers)):
                     yield Case(
                         profile,
                         workers,
-                        workers if servers == "n" else int(servers),
-                        parse_rate(bandwidth),
+                        servers,
+                        rate,
                         partition_seconds=args.overhead,
                         latency_seconds=args.latency,
                         straggler=args.straggler,
                     )
 
 
+def _rates(args: argparse.Namespace, profile: Profile, factor: float) -> list[float]:
+    if args.rho is None:
+        return [parse_rate(bandwidth) for bandwidth in args.bandwidth]
+    if not factor or not profile.compute_seconds:
+        raise ConfigError(
+            f"rho: {profile.model} has no computation, or nothing to send, so no rate gives it a rho; set bandwidth"
+        )
+    return [factor * profile.nbytes / (rho * profile.compute_seconds) for rho in args.rho]
+
+
 def _cell(case: Case, args: argparse.Namespace) -> list[dict[str, Any]]:
     partition, credit = (None if size == "auto" else parse_bytes(size) for size in (args.partition, args.credit))
     shards = case.servers or case.workers
-    simulations = ((name, SYSTEMS[name].simulated) for name in args.systems)
+    simulations = [(name, SYSTEMS[name].simulated) for name in args.systems]
+    if args.clip:
+        simulations = [(name, simulated.clipped()) for name, simulated in simulations]
     return [
-        make_row(case, name, simulated.best(case.profile.nbytes, shards, partition, credit, case.seconds))
+        make_row(case, name, simulated.best(case.profile.nbytes, shards, partition, credit, case.seconds), args.clip)
         for name, simulated in simulations
-        if simulated is not None
     ]
 
 

@@ -10,8 +10,9 @@ from commsched.simulator.profile import Profile
 from commsched.simulator.scenario import Cluster, Exchange, Rules, WorkerClass, bytes_factor
 from commsched.simulator.simulate import Outcome, simulate
 
-from ..harness.lower_bound import lower_bound, partitioned_bound, wfbp
+from ..harness.lower_bound import clipped_bound, lower_bound, partitioned_bound, wfbp
 from ..harness.measure import LayerTimes
+from ..harness.network_load import first_share
 
 _STRAGGLER_STEPS = 6  # after a few steps, all steps are alike
 
@@ -77,15 +78,19 @@ class _Bounds(NamedTuple):
     best: float
     with_overhead: float
     fifo: float
+    unclipped: float
 
 
-def make_row(case: Case, system: str, rules: Rules) -> dict[str, Any]:
-    """A row with the keys of ``bench train``. Values that only a measurement has are None, and ``simulated`` is True."""
+def make_row(case: Case, system: str, rules: Rules, clip: str | None = None) -> dict[str, Any]:
+    """A row with the keys of ``bench train``. Values that only a measurement has are None, and ``simulated`` is True.
+
+    ``clip`` is ``"norm"`` if ``rules`` are those of a loop that clips.
+    """
     outcome = case.simulate(rules)
     seconds = outcome.step_seconds[-1]
     profile = case.slowest_profile
     comm = case.bytes_factor(rules) * profile.nbytes / case.rate_bytes_per_second
-    bounds = _bounds(case, rules, outcome)
+    bounds = _bounds(case, rules, outcome, clip is not None)
     cuts = rules.bucket_bytes is None
     return {
         "system": system,
@@ -109,7 +114,9 @@ def make_row(case: Case, system: str, rules: Rules) -> dict[str, Any]:
         "rho": comm / profile.compute_seconds,
         "step_seconds": {"median": seconds, "low": seconds, "high": seconds, "count": 1},
         "step_samples": [seconds],
+        "clip": clip,
         "bound_seconds": bounds.best,
+        "unclipped_bound_seconds": bounds.unclipped,
         "bound_overhead_seconds": bounds.with_overhead,
         "fifo_bound_seconds": bounds.fifo,
         "efficiency": bounds.best / seconds,
@@ -137,7 +144,7 @@ def describe(rules: Rules) -> str:
     return f"{size}, credit {rules.config.credit_bytes / 1e6:.3g} MB"
 
 
-def _bounds(case: Case, rules: Rules, outcome: Outcome) -> _Bounds:
+def _bounds(case: Case, rules: Rules, outcome: Outcome, clips: bool) -> _Bounds:
     profile = case.slowest_profile
     per_byte = case.bytes_factor(rules) / case.rate_bytes_per_second
     forward = [layer.forward_seconds for layer in profile.layers]
@@ -147,9 +154,11 @@ def _bounds(case: Case, rules: Rules, outcome: Outcome) -> _Bounds:
     partitions = [
         (layers[0], per_byte * partition.nbytes) for layers, partition in zip(grouping.layers_of, grouping.plan.partitions)
     ]
+    share = first_share(clips, case.servers > 0 and rules.exchange is Exchange.PARAMETER_SERVER)
     overhead = case.partition_seconds if case.workers > 1 or case.servers else 0.0
     return _Bounds(
-        lower_bound(forward, backward, comm),
-        partitioned_bound(forward, backward, partitions, overhead),
+        clipped_bound(forward, backward, comm, share),
+        partitioned_bound(forward, backward, partitions, overhead, share),
         wfbp(forward, backward, comm),
+        lower_bound(forward, backward, comm),
     )

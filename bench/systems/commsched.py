@@ -9,7 +9,7 @@ from ..harness.system import Context, System, SystemInfo
 def make_system(context: Context) -> System:
     from ..harness.scheduled import ScheduledSystem, commsched_config
 
-    return ScheduledSystem(context, commsched_config(context))
+    return ScheduledSystem(context, commsched_config(context), late_norm=True)
 
 
-SYSTEM = SystemInfo(90, "#0072B2", "o", PartitionRules("priority"), make_system)
+SYSTEM = SystemInfo(90, "#0072B2", "o", PartitionRules("priority", late_norm=True), make_system)

@@ -10,4 +10,4 @@ from commsched.simulator.scenario import Exchange
 from ..harness.simulated import PartitionRules
 from ..harness.system import SystemInfo
 
-SYSTEM = SystemInfo(110, "#882255", "h", PartitionRules("priority", exchange=Exchange.ALL_REDUCE))
+SYSTEM = SystemInfo(110, "#882255", "h", PartitionRules("priority", exchange=Exchange.ALL_REDUCE, late_norm=True))

@@ -8,4 +8,4 @@ from __future__ import annotations
 from ..harness.simulated import PartitionRules
 from ..harness.system import SystemInfo
 
-SYSTEM = SystemInfo(100, "#3D5A80", "H", PartitionRules("priority", pushes_first=False))
+SYSTEM = SystemInfo(100, "#3D5A80", "H", PartitionRules("priority", pushes_first=False, late_norm=True))

@@ -12,7 +12,7 @@ from ..harness.system import Context, System, SystemInfo
 def make_system(context: Context) -> System:
     from ..harness.scheduled import ScheduledSystem, commsched_config
 
-    return ScheduledSystem(context, replace(commsched_config(context), policy="fifo"))
+    return ScheduledSystem(context, replace(commsched_config(context), policy="fifo"), late_norm=True)
 
 
-SYSTEM = SystemInfo(20, "#E69F00", "D", PartitionRules("fifo"), make_system)
+SYSTEM = SystemInfo(20, "#E69F00", "D", PartitionRules("fifo", late_norm=True), make_system)

@@ -1,4 +1,7 @@
-"""serial: backward, then all communication, then forward. The difference from wfbp is the gain from overlap alone."""
+"""serial: backward, then all communication, then forward. The difference from wfbp is the gain from overlap alone.
+
+Its gradients are averaged within ``step()``, so its loop cannot clip.
+"""
 
 from __future__ import annotations
 
@@ -14,4 +17,4 @@ def make_system(context: Context) -> System:
     return ScheduledSystem(context, replace(commsched_config(context), policy="fifo"), barrier=True, hold=True)
 
 
-SYSTEM = SystemInfo(10, "#8A5A2B", "v", PartitionRules("fifo", barrier=True, hold=True), make_system)
+SYSTEM = SystemInfo(10, "#8A5A2B", "v", PartitionRules("fifo", barrier=True, hold=True), make_system, clips=False)

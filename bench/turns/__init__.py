@@ -12,7 +12,7 @@ from commsched.settings import Settings, parse_rate, parse_seconds
 from commsched.simulator.scenario import bytes_factor
 
 from .. import systems
-from ..harness.arguments import add_options, at_least, check_settings, setting
+from ..harness.arguments import CLIPS, add_options, at_least, check_settings, setting
 from ..harness.job import Job, run_job
 from ..harness.links import Links, why_not_shaped
 from ..harness.results import commit
@@ -56,6 +56,8 @@ class TrainOptions:
         lane: lane of the parameter server's bytes; None means the default.
         partition, credit: sizes for systems on commsched, such as ``"1MB"``; with ``"auto"`` they choose themselves, as in a
             job that does not set them.
+        clip: how every loop uses all averages before an update: ``"norm"`` (``clip_grad_norm_``), ``"scaler"``
+            (``GradScaler``), or None.
         timeout_seconds: time limit of the whole job.
     """
 
@@ -74,6 +76,7 @@ class TrainOptions:
     lane: str | None = None
     partition: str = "auto"
     credit: str = "auto"
+    clip: str | None = None
     timeout_seconds: float = 1200.0
 
 
@@ -86,6 +89,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--servers", type=_servers, default=default.servers, metavar="K", help=servers_help)
     bandwidth_help = "rate of each link, such as 500mbit; or RATE,RATE,... for each host, workers first; without it: loopback"
     parser.add_argument("--bandwidth", type=_rates, metavar="RATE", help=bandwidth_help)
+    clip_help = "every loop clips by the norm of all averages, or has a GradScaler (scaler); T* is the bound of such loops"
+    parser.add_argument("--clip", nargs="?", choices=list(CLIPS), const=next(iter(CLIPS)), help=clip_help)
     parser.add_argument("--systems", type=_systems, default=default.systems, metavar="S,...", help=_systems_help())
 
 
@@ -112,6 +117,8 @@ def measure_rows(options: TrainOptions) -> list[dict[str, Any]]:
     servers = options.workers if options.servers == "n" else int(options.servers)
     links = Links.of(options.workers, servers, options.bandwidth)
     specs = [parse(text) for text in options.systems]
+    if options.clip and (unable := [spec.text for spec in specs if not systems.SYSTEMS[spec.base].clips]):
+        raise ConfigError(f"systems: {', '.join(unable)} averages within step(), so no loop can clip there: leave it out")
     own = carrier_of_job(specs, options.transport)
     missing = why_not_shaped(links, [spec.text for spec in specs if not spec.caps_itself(own.transport)])
     settings = _settings(options, own)
@@ -130,6 +137,7 @@ def measure_rows(options: TrainOptions) -> list[dict[str, Any]]:
         "servers": servers,
         "nominal_rates": links.rates,
         "capped": missing is not None,
+        "clip": options.clip,
     }
     mpi = any(spec.carrier is not None and spec.carrier.transport == "mpi" for spec in specs)
     job = Job(options.workers, servers, links.for_job(), settings, options.timeout_seconds, mpi=mpi, auto_sizes=True)
@@ -145,6 +153,7 @@ def measure_rows(options: TrainOptions) -> list[dict[str, Any]]:
         stands_for=None if scaling is None or links.rates is None else scaling.stands_for(min(links.rates)),
         lane=Settings.load(settings, {}).lane,
         commit=commit(),
+        clip=options.clip,
     )
     return make_rows(header, outcome.by_rank)
 

@@ -11,10 +11,11 @@ import torch
 
 from commsched import Session
 
+from ..harness.loop import Loop
 from ..harness.measure import LayerTimes, rotated
 from ..harness.message_cost import measure_message_seconds
 from ..harness.network import measure_network, own_address
-from ..harness.reference import ComputeOnly, largest_difference, plain_averaging
+from ..harness.reference import ComputeOnly, clipping_norm, largest_difference, plain_averaging
 from ..harness.scheduled import chosen_sizes
 from ..harness.system import Carrier, Context, OpenCarrier, System, open_carriers, timed_turn
 from ..harness.timeline import Entry, Recorder
@@ -32,6 +33,7 @@ class Assignment:
     ``workload`` is the argument of ``make_workload``. ``systems`` are specifications for ``bench.systems``. ``transport`` and
     ``order`` belong to the ranks' own session. ``nominal_rates`` are the rates of each host's link in bytes per second, workers
     before servers; None means that links are not shaped. ``capped`` says that the transport itself keeps to these rates.
+    ``clip`` is as in ``loop.Loop``.
     """
 
     workload: dict[str, Any]
@@ -45,6 +47,7 @@ class Assignment:
     servers: int
     nominal_rates: list[float] | None
     capped: bool
+    clip: str | None = None
     server_pids: list[int] = field(default_factory=list)
 
 
@@ -80,17 +83,30 @@ def _measure(
     compute = ComputeOnly(session, barrier, workload)
     layers = compute.measure(_LAYER_STEPS)
     on_commsched = {(spec.carrier or own, spec.collective) for spec in specs if SYSTEMS[spec.base].is_on_commsched}
+    max_norm = session.gather(clipping_norm(workload, session.world_size))[0] if task.clip == "norm" else 0.0
     contexts = {}
     for carrier, collective in dict.fromkeys((spec.carrier or own, spec.collective) for spec in specs):
         opened = carriers[carrier]
         context = Context(
-            opened.session, opened.barrier, workload, host, carrier, collective, task.bytes_scale, 0, 0, 0.0, opened.shared
+            opened.session,
+            opened.barrier,
+            workload,
+            host,
+            carrier,
+            collective,
+            task.bytes_scale,
+            partition_bytes=0,
+            credit_bytes=0,
+            message_seconds=0.0,
+            clip=task.clip,
+            max_norm=max_norm,
+            _shared=opened.shared,
         )
         if (carrier, collective) in on_commsched:
             context = _with_sizes(context, network.message_bytes)
         contexts[carrier, collective] = context
     made = {spec.text: make(spec.base, contexts[spec.carrier or own, spec.collective]) for spec in specs}
-    layers, found = _take_turns(task, carriers[own], workload, compute, made)
+    layers, found = _take_turns(task, carriers[own], workload, compute, made, Loop(task.clip, max_norm))
     return {
         "network": asdict(network),
         "layers": [asdict(each) for each in layers],
@@ -106,12 +122,17 @@ def _with_sizes(context: Context, message_bytes: int) -> Context:
 
 
 def _take_turns(
-    task: Assignment, opened: OpenCarrier, workload: Workload, compute: ComputeOnly, made: Mapping[str, System]
+    task: Assignment,
+    opened: OpenCarrier,
+    workload: Workload,
+    compute: ComputeOnly,
+    made: Mapping[str, System],
+    loop: Loop,
 ) -> tuple[list[LayerTimes], dict[str, _Found]]:
     """Alternate between training without communication and all systems, so that all are exposed to the same network and the
     same noise. Each round starts with another system, so that no system always follows the same one."""
     found = {name: _Found() for name in made}
-    wanted = plain_averaging(workload, task.settle + task.steps, opened.session.world_size)
+    wanted = plain_averaging(workload, task.settle + task.steps, opened.session.world_size, loop)
     for turn in range(task.rounds):
         layers = compute.measure(-(-task.steps // 2))
         for name in rotated(list(made), turn):

@@ -277,6 +277,12 @@ def test_real_rows_of_several_rates_are_one_group_and_emulated_ones_are_not():
     assert len(groups(parse_result(row(**rate)) for rate in rates)) == 2
 
 
+def test_clipped_rows_are_a_group_that_says_so():
+    plain, clipped = groups(parse_result(row(clip=clip, unclipped_bound_seconds=0.1)) for clip in ("norm", None))
+    assert plain.mark == "EMULATED"
+    assert clipped.mark == "EMULATED, clipping by norm"
+
+
 def test_gradients_of_several_sizes_are_several_groups():
     found = groups(parse_result(row(gradient_bytes=size)) for size in (72e6, 8e6, 72e6))
     assert [group.title.split(", ")[1] for group in found] == ["8 MB of gradients", "72 MB of gradients"]
@@ -364,6 +370,7 @@ def test_a_sweeps_lines_are_read_with_what_failed(tmp_path):
         ({"workers": "2"}, "row 1: workers is '2', not a whole number of at least 0"),
         ({"efficiency": "high"}, "row 1: efficiency is 'high', not a finite number"),
         ({"emulated": 1}, "row 1: emulated is 1, not true or false"),
+        ({"clip": "value"}, "row 1: clip is 'value', not one of norm, scaler"),
         ({"step_seconds": {}}, "row 1: median is None, not a finite number"),
         ({"step_seconds": 3}, "row 1: step_seconds is 3, not an object"),
         ({"timeline": [3]}, "row 1: timeline has 3, which is not an object"),

@@ -73,7 +73,7 @@ def test_options_of_a_command_line():
     where = ["--model", "vgg16", "--workers", "4", "--servers", "n", "--bandwidth", "500mbit,1gbit", "--rho", "2"]
     how_long = ["--megabytes", "12", "--rounds", "1", "--steps", "9", "--settle", "3", "--timeout", "60"]
     what = ["--systems", "ddp-tuned,p3", "--transport", "ps", "--lane", "tcp", "--partition", "1MB", "--credit", "auto"]
-    assert parse(*where, *how_long, *what) == TrainOptions(
+    assert parse(*where, *how_long, *what, "--clip", "scaler") == TrainOptions(
         model="vgg16",
         workers=4,
         servers="n",
@@ -86,6 +86,7 @@ def test_options_of_a_command_line():
         settle=3,
         lane="tcp",
         partition="1MB",
+        clip="scaler",
         timeout_seconds=60.0,
     )
 
@@ -100,6 +101,7 @@ def test_options_of_a_command_line():
         (["--systems", "fifo,p3,fifo"], "'fifo,p3,fifo' names a system twice"),
         (["--systems", "fifo:ps+rsag"], "systems: 'fifo:ps+rsag': ps has no rsag, which is for collectives"),
         (["--settle", "1"], "'1' is not a number of at least 3"),
+        (["--clip", "value"], "invalid choice: 'value' (choose from"),
         (["--partition", "4XB"], "'4XB' is not a size; write it like 4MB, 512KiB or 65536"),
     ],
 )
@@ -121,6 +123,10 @@ def test_wrong_arguments_are_said(argv, message, capsys):
         ({"bandwidth": "1gbit", "settle": 2}, "settle=2: the first 3 steps of a turn may still use the settings before it"),
         ({"bandwidth": "1gbit", "transport": "pigeon"}, "transport='pigeon' is unknown"),
         ({"bandwidth": "1gbit", "systems": ("pigeon",)}, "systems: 'pigeon' is unknown"),
+        (
+            {"bandwidth": "1gbit", "systems": ("ddp", "serial:gloo"), "clip": "norm"},
+            r"systems: serial:gloo averages within step\(\), so no loop can clip there",
+        ),
     ],
 )
 def test_wrong_options_are_said_before_anything_starts(options, message, monkeypatch):
@@ -178,6 +184,15 @@ def test_a_way_of_their_own(ran):
     measure_rows(TrainOptions(bandwidth="400mbit", systems=("ddp", "commsched:gloo")))
     assert (job.job.settings, job.job.by_mpiexec) == ({"transport": "ps", **SIZES}, False)
     assert job.arguments["settle"] == 3
+
+
+def test_clipping_is_told_to_the_ranks_and_to_the_reader(ran, capsys):
+    job = ran()
+    assert main(["train", "--bandwidth", "500mbit", "--clip", "--systems", "fifo"]) == 0
+    assert job.arguments["clip"] == "norm"
+    assert "clipping by norm: every update needs all averages, and T* is the bound of such loops; it would be " in (
+        capsys.readouterr().out
+    )
 
 
 def test_hosts_with_links_of_their_own(ran):

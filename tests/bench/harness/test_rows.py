@@ -39,8 +39,8 @@ def two_ranks(network=NETWORK, header=HEADER, difference=0.0):
 def test_a_row_has_every_key():
     keys = """system model workers servers bandwidth_bps link emulated transport lane config partition_bytes credit_bytes
     gradient_bytes link_bytes_per_second per_message_seconds compute_seconds comm_seconds rho step_seconds step_samples
-    bound_seconds bound_overhead_seconds fifo_bound_seconds efficiency speedup_vs_ddp speedup_vs_ddp_tuned
-    possible_speedup_vs_ddp
+    clip bound_seconds unclipped_bound_seconds bound_overhead_seconds fifo_bound_seconds efficiency speedup_vs_ddp
+    speedup_vs_ddp_tuned possible_speedup_vs_ddp
     exposed_seconds cpu_seconds_per_step max_difference correct stands_for simulated_seconds commit layers timeline"""
     assert [set(row) for row in two_ranks()] == [set(keys.split())] * 2
 
@@ -65,6 +65,19 @@ def test_figures():
     assert ddp["speedup_vs_ddp"] == 1
     assert ddp["bound_overhead_seconds"] is None
     assert ddp["per_message_seconds"] == 3e-4
+
+
+def test_clipped_rows_have_the_bound_of_the_norm():
+    """Layer b is ready at 0.2, and its halves take 0.2 each. The norm is known at 0.5, 0.1 after layer a is ready."""
+    commsched, ddp = two_ranks(header=replace(HEADER, clip="norm"))
+    assert commsched["clip"] == ddp["clip"] == "norm"
+    assert commsched["unclipped_bound_seconds"] == two_ranks()[0]["bound_seconds"] == pytest.approx(0.9)
+    assert commsched["bound_seconds"] == pytest.approx(0.9)  # the same here
+    network = Network([100e6] * 2, [100e6] * 2)
+    pushed, theirs = two_ranks(network, replace(HEADER, servers=2, clip="scaler"))
+    assert pushed["bound_seconds"] == pytest.approx(pushed["fifo_bound_seconds"]) == pytest.approx(0.2 + 0.6 + 0.2)
+    assert pushed["bound_overhead_seconds"] == pytest.approx(1.0 + 6e-3)
+    assert theirs["bound_seconds"] == pytest.approx(0.9)  # collectives do not use the servers
 
 
 def test_a_row_says_its_lane_and_commit():

@@ -12,6 +12,7 @@ import pytest
 
 from bench import simulate, systems
 from bench.harness import ddp
+from bench.harness.loop import Loop
 from bench.harness.system import Carrier
 from bench.report import group
 from bench.systems import SYSTEMS, ddp_tuned
@@ -156,7 +157,7 @@ class Calls:
         self.made.append(("sync",))
 
 
-def asked(name, collective="all_reduce", bytes_scale=1.0):
+def asked(name, collective="all_reduce", bytes_scale=1.0, loop=Loop):
     """The configuration that a system switches to, and what it does in ``update``."""
     calls = Calls()
     context = SimpleNamespace(
@@ -168,7 +169,13 @@ def asked(name, collective="all_reduce", bytes_scale=1.0):
         partition_bytes=4_000,
         credit_bytes=24_000,
         message_seconds=1e-4,
-        shared=lambda make: SimpleNamespace(model=None, initial=[], optimizer=calls, reset=lambda: None),
+        make_loop=loop,
+        shared=lambda make: SimpleNamespace(
+            model=SimpleNamespace(parameters=lambda: [SimpleNamespace(grad=calls), SimpleNamespace(grad=None)]),
+            initial=[],
+            optimizer=calls,
+            reset=lambda: None,
+        ),
     )
     system = systems.make(name, context)
     system.begin()
@@ -196,6 +203,30 @@ BARRIER = ["backward", "step", "synchronize"]
 def test_what_each_system_asks_of_the_scheduler(name, config, calls):
     assert asked(name) == (config, calls)
     assert asked(name, "rsag") == (replace(config, collective="rsag"), calls)
+
+
+class Clipping(Loop):
+    def __init__(self):
+        super().__init__("norm", 1.0)
+
+    def step(self, model, optimizer):
+        optimizer.clip()
+        optimizer.step()
+
+
+def test_only_commsched_clips_before_it_has_all_averages():
+    trained = [name for name in systems.names() if SYSTEMS[name].is_on_commsched]
+    late = {name for name in trained if "detach" not in asked(name, loop=Clipping)[1]}
+    assert late == {name for name in trained if SYSTEMS[name].simulated.clipped().rules(1, 1).norm} == {"commsched", "fifo"}
+    assert asked("commsched", loop=Clipping)[1] == ["backward", "clip", "step"]
+    assert asked("p3", loop=Clipping)[1] == ["backward", "detach", "clip", "step"]
+    assert asked("wfbp", loop=Clipping)[1] == ["backward", "detach", "clip", "step", "synchronize"]
+
+
+def test_without_a_late_norm_a_clipped_system_has_a_barrier():
+    for name, system in SYSTEMS.items():
+        rules = system.simulated.clipped().rules(1000, 2000)
+        assert rules.barrier != rules.norm, name
 
 
 def test_slices_shrink_like_the_bytes_but_not_below_a_size():

@@ -8,6 +8,7 @@ import pytest
 
 from bench.harness import network
 from bench.harness import system as harness_system
+from bench.harness.loop import Loop
 from bench.systems import SYSTEMS, names
 from bench.turns import rank as train_rank
 from bench.workloads import load_profile
@@ -96,6 +97,20 @@ def test_every_system_on_commsched_trains_as_plain_averaging_does():
         assert sizes["commsched"] == sizes["fifo"] == sizes["wfbp"] == sizes["serial"] == (4000, 24_000)
         assert sizes["p3"] == (160_000, 160_000)
         assert sizes["tictac"] == (256 * 2**20, 24_000)
+
+
+@pytest.mark.parametrize("clip", ["norm", "scaler"])
+def test_systems_that_clip_train_as_plain_averaging_does(clip):
+    chosen = ["commsched", "fifo", "p3", "wfbp"]
+    for found in run_ranks({**ASSIGNMENT, "systems": chosen, "clip": clip, "rounds": 1}):
+        for name in chosen:
+            assert found["systems"][name]["max_difference"] < 1e-5, name
+
+
+def test_systems_that_do_not_clip_are_seen(monkeypatch):
+    monkeypatch.setattr("bench.harness.system.Context.make_loop", lambda context: Loop())
+    for found in run_ranks({**ASSIGNMENT, "clip": "norm", "rounds": 1}):
+        assert found["systems"]["commsched"]["max_difference"] > 1e-2
 
 
 def test_a_timeline_is_that_of_the_systems_own_configuration():
