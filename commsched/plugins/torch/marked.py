@@ -184,7 +184,19 @@ class Twin:
     update.
     """
 
-    __slots__ = ("address", "average", "dtype", "keeps_average", "marked", "plain", "shape", "stride", "tensor", "version")
+    __slots__ = (
+        "address",
+        "average",
+        "dtype",
+        "keeps_average",
+        "marked",
+        "nbytes",
+        "plain",
+        "shape",
+        "stride",
+        "tensor",
+        "version",
+    )
 
     def __init__(self, parameter: torch.Tensor, own_class: type) -> None:
         self.tensor = alias(parameter, own_class)
@@ -199,6 +211,7 @@ class Twin:
         self.marked = marked_twin(self.plain)
         self.address = self.plain.data_ptr()
         self.shape, self.stride, self.dtype = self.plain.shape, self.plain.stride(), self.plain.dtype
+        self.nbytes = self.plain.nbytes
 
     def follow(self, parameter: torch.Tensor) -> bool:
         """Follow ``parameter`` if the user has given it other memory, and return whether that is so. The parameter must be

@@ -491,7 +491,7 @@ class ScheduledOptimizer(Optimizer):
         swapped = swap_into_twins(slots, keep=plain)
         try:
             with unguarded() if plain else nullcontext():
-                step_some(self.optimizer, self._hyper_parameters, slots, hooks=self._hooks_per_update)
+                step_some(self.optimizer, self._hyper_parameters, slots, hooks=self._hooks_per_update, plain=plain)
         finally:
             swap_out_of_twins(swapped)
         if not is_of_torch(self.optimizer):  # those of torch do not give parameters other memory

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -199,6 +199,26 @@ def _copy(value: Any) -> Any:
 _ITS_OWN = ("param_groups", "state", "step", *STEP_HOOKS)
 
 
+#: Optimizers of torch whose operations on lists of tensors, on the CPU, give the same bits as those on one tensor at a time.
+#: They write to no gradient either.
+_ALIKE_BY_LISTS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
+
+#: The size up to which parameters are updated by lists: a call of torch takes longer than the work on so few bytes.
+_MAX_BYTES_BY_LISTS = 4096
+
+
+def _may_use_lists(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
+    """Whether small parameters on the CPU, with the hyper-parameters ``group``, may be updated with ``foreach=True``: the user
+    has not chosen an implementation, and the result is the same bit for bit."""
+    values = [each for value in group.values() for each in (value if isinstance(value, tuple | list) else (value,))]
+    return (
+        type(optimizer) in _ALIKE_BY_LISTS
+        and group.get("foreach", False) is None
+        and not any(group.get(key) for key in ("fused", "differentiable", "capturable", "nesterov"))
+        and not any(isinstance(value, torch.Tensor) for value in values)
+    )
+
+
 def can_be_narrowed(optimizer: torch.optim.Optimizer) -> bool:
     """Whether ``optimizer`` keeps its groups and its state in its own attributes, as the optimizers of torch do."""
     return "param_groups" in vars(optimizer) and "state" in vars(optimizer)
@@ -207,8 +227,9 @@ def can_be_narrowed(optimizer: torch.optim.Optimizer) -> bool:
 def step_some(
     optimizer: torch.optim.Optimizer,
     hyper_parameters: list[dict[str, Any]],
-    slots: Iterable[Slot],
+    slots: Sequence[Slot],
     hooks: bool,
+    plain: bool,
 ) -> None:
     """Run ``optimizer.step()`` for some parameters only.
 
@@ -220,24 +241,31 @@ def step_some(
         hyper_parameters: the hyper-parameters of each group.
         slots: the parameters to update. The ``.grad`` of each twin is the average.
         hooks: whether the hooks of ``optimizer`` are called, with the copy.
+        plain: whether only torch's own code runs, on parameters of torch's own class.
     """
-    by_group: dict[int, list[torch.Tensor]] = {}
+    if not slots:
+        return
+    is_on_cpu = slots[0].device.type == "cpu"  # all parameters are on one device: see device_of
+    by_lists = [plain and is_on_cpu and _may_use_lists(optimizer, group) for group in hyper_parameters]
+    by_group: dict[tuple[int, bool], list[torch.Tensor]] = {}
     parameter_of: dict[int, torch.Tensor] = {}  # by the id of its twin
     for slot in slots:
-        twin = slot.twin.tensor
-        by_group.setdefault(slot.param_group, []).append(twin)
-        parameter_of[id(twin)] = slot.parameter
-    groups = [{**hyper_parameters[index], "params": chosen} for index, chosen in sorted(by_group.items())]
-    if not groups:
-        return
+        twin, index = slot.twin, slot.param_group
+        # A property of the parameter alone: which ones are updated together differs between ranks.
+        by_list = by_lists[index] and twin.nbytes <= _MAX_BYTES_BY_LISTS and slot.rows is None
+        by_group.setdefault((index, by_list), []).append(twin.tensor)
+        parameter_of[id(twin.tensor)] = slot.parameter
+    groups = [
+        {**hyper_parameters[index], "params": chosen, **({"foreach": True} if by_list else {})}
+        for (index, by_list), chosen in sorted(by_group.items())
+    ]
     attributes = {name: value for name, value in vars(optimizer).items() if name not in _ITS_OWN}
     copied: Any = object.__new__(type(optimizer))
     vars(copied).update(attributes, param_groups=groups, state=_StateOfTwins(optimizer.state, parameter_of))
     for name in STEP_HOOKS:
         setattr(copied, name, vars(optimizer)[name] if hooks else OrderedDict())
-    device = groups[0]["params"][0].device.type  # all parameters are on one device: see device_of
     try:
-        with torch.inference_mode(False), torch.no_grad(), torch.autocast(device, enabled=False):
+        with torch.inference_mode(False), torch.no_grad(), torch.autocast(slots[0].device.type, enabled=False):
             copied.step()
     finally:
         for name, value in vars(copied).items():
