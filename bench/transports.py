@@ -40,7 +40,7 @@ def _step(row: Row) -> str:
 
 
 def _transport(row: Row) -> str:
-    usual = {"policy": "priority", "collective": "all_reduce", "wire": "none"}
+    usual = {"policy": "priority", "collective": "auto", "wire": "none"}
     extra = [row[key] for key in usual if row[key] != usual[key]]
     return " ".join([row["transport"], *extra])
 

@@ -222,9 +222,11 @@ class Settings:
         some_transports=True,
     )
     collective: str = _setting(
-        _one_of(*COLLECTIVES),
-        "all_reduce",
-        "how an average is made: all_reduce, rsag (a reduce-scatter and an all-gather, between which others may go)",
+        _one_of("auto", *COLLECTIVES),
+        "auto",
+        "how an average is made: all_reduce, rsag (a reduce-scatter and an all-gather, between which others may go), "
+        "auto (all_reduce, but rsag for the gradients of a loop that uses their norm, as clipping does)",
+        same_on_all_ranks=True,
         run_option=True,
         some_transports=True,
     )
@@ -323,7 +325,8 @@ class Settings:
         """The configuration before anything is chosen. A credit that is chosen is four partitions until then."""
         partition = SchedulerConfig().partition_bytes if self.partition is None else self.partition
         credit = 4 * partition if self.credit is None else self.credit
-        return SchedulerConfig(partition, credit, self.policy, self.fusion, self.collective)
+        collective = SchedulerConfig().collective if self.collective == "auto" else self.collective
+        return SchedulerConfig(partition, credit, self.policy, self.fusion, collective)
 
     @property
     def chooses_sizes(self) -> bool:

@@ -17,8 +17,8 @@ from dataclasses import asdict
 from itertools import product
 from typing import Any
 
-from commsched import ConfigError, SchedulerConfig, Session
-from commsched.settings import parse_seconds
+from commsched import ConfigError, Session
+from commsched.settings import Settings, parse_seconds
 from commsched.transports import users_of
 
 from ..harness.arguments import TRANSPORT_OPTIONS, add_options, at_least, float32_bytes, transport_settings, transport_words
@@ -135,7 +135,7 @@ def rank_main(session: Session, arguments: Mapping[str, Any]) -> list[dict[str, 
             _, group = register(each, f"{carrier.order} order", arguments["partition"] * arguments["partitions"])
             for credit in arguments["credits"]:
                 size, kind = arguments["partition"], {name: arguments[name] for name in ("policy", "collective")}
-                barrier.switch(SchedulerConfig(size, credit * size, **kind))
+                barrier.switch(Settings(partition=size, credit=credit * size, **kind).scheduler)
                 step = functools.partial(average, group)
                 found.append(_measure(each, step, arguments["repetitions"], messages))
         return found

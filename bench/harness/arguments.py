@@ -104,7 +104,7 @@ _OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "lane": {"help": "connections to the parameter server: tcp or grpc"},
     "order": {"help": "how ranks agree on the order of collectives: agreed or static"},
     "policy": {"help": "policy of the scheduler"},
-    "collective": {"help": "all_reduce, or rsag: reduce-scatter and all-gather"},
+    "collective": {"help": "all_reduce, rsag (reduce-scatter and all-gather), or auto"},
     "wire": {"help": "dtype in which gradients travel: none, bfloat16 or float16"},
     "hierarchy": {"help": "whether the ranks of a host average among themselves first: auto, on or off"},
     "model": {"type": str, "metavar": "NAME", "help": "a model's name, or a profile's .json file"},
@@ -136,7 +136,7 @@ _OPTIONS: Mapping[str, Mapping[str, Any]] = {
 
 #: The options that choose one transport, the numbers of ranks and servers, and their defaults.
 TRANSPORT_OPTIONS = {
-    **{"transport": "ps", "lane": "tcp", "order": "agreed", "policy": "priority", "collective": "all_reduce"},
+    **{"transport": "ps", "lane": "tcp", "order": "agreed", "policy": "priority", "collective": "auto"},
     **{"wire": "none", "hierarchy": "auto", "workers": 2, "servers": 0},
 }
 

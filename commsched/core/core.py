@@ -159,7 +159,7 @@ class Core:
             raise UnsupportedError(
                 f"collective={config.collective!r} averages by reduce-scatter and all-gather, which "
                 f"{type(transport).__name__} does not have; use transport=gloo, mpi or nccl without hierarchy, or "
-                "collective=all_reduce"
+                "collective=auto"
             )
         if order == "static" and transport.ordered and transport.channels < 2:
             raise UnsupportedError(

@@ -221,7 +221,7 @@ def _require_same_settings(control: ControlEnd, settings: Settings) -> None:
     schedule = {name.removesuffix("_bytes"): value for name, value in settings.scheduler.to_record().items()}
     schedule |= {name: "auto" for name in ("partition", "credit") if getattr(settings, name) is None}
     tuning = {"tune": str(settings.tune), "whether there is a tuned file": settings.tuned is not None}
-    records = control.gather_next({**same, **tuning, **schedule})
+    records = control.gather_next({**tuning, **schedule, **same})
     require_same(records, lambda first: f"{first.key} is {first.text()}; give all the same", ConfigError)
 
 

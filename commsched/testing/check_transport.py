@@ -91,6 +91,7 @@ def check_results(open_ranks: OpenRanks, rounds: int) -> None:
     check_back_to_back(open_ranks, rounds)
     check_recut(open_ranks)
     check_static_order(open_ranks)
+    check_static_order(open_ranks, measures=True)
     check_norms(open_ranks)
 
 
@@ -258,10 +259,11 @@ def check_recut(open_ranks: OpenRanks) -> None:
     _run(open_ranks, body)
 
 
-def check_static_order(open_ranks: OpenRanks) -> None:
+def check_static_order(open_ranks: OpenRanks, measures: bool = False) -> None:
     """Steps that repeat are launched without messages until the plan or the order of readiness changes.
 
-    Each rank has its own delays. The check is skipped where no order may become static.
+    ``measures``: norms are added, which changes the tasks instead of the plan. Each rank has its own delays. The check is
+    skipped where no order may become static, or no norms can be told.
     """
     manifest = Manifest(tuple(TensorSpec(f"layer{i}", (1000 + i,), "float32") for i in range(6)))
     flags = Manifest((TensorSpec("flags", (3,), "float32"),))
@@ -275,12 +277,17 @@ def check_static_order(open_ranks: OpenRanks) -> None:
             static_steps: set[int] = set()
             core.observers = (TaskObserver(lambda task: static_steps.add(task.step) if core.is_static else None),)
             tensors, small = _Tensors(core, manifest, world.size), _Tensors(core, flags, world.size)
+            if measures and world.transport(rank).norm_rows(manifest) == 0:
+                return
             for step in range(3 * alike):
-                if step == alike:
+                if step == alike and measures:
+                    tensors.add_norms(core, world.transport(rank))
+                elif step == alike:
                     core.switch_at(SchedulerConfig(2000, 5000), {tensors.group.index: step, small.group.index: step})
                 order = range(5, -1, -1) if step < 2 * alike else range(6)
                 tensors.begin(rank, order, lambda: _pause(chance.random() * 0.0005))
                 small.average(rank, range(1))
+                tensors.compare_norms(rank)
                 tensors.compare(rank)
             # STABLE_STEPS equal steps freeze the order of the steps that follow: the first two phases end with a static step.
             assert static_steps >= {alike - 1, 2 * alike - 1}, f"launched without messages: {sorted(static_steps)}"
@@ -293,7 +300,7 @@ def check_static_order(open_ranks: OpenRanks) -> None:
 def check_norms(open_ranks: OpenRanks) -> None:
     """Norms of averages are exact: of two groups, from different steps on, while plans change and ranks have their own delays.
 
-    The check is skipped where the transport cannot tell norms.
+    Where the transport cannot tell norms of a group, only its averages are checked.
     """
     manifests = [
         Manifest(tuple(TensorSpec(f"{name}-{dtype}-{numel}", (numel,), dtype) for numel in sizes for dtype in dtypes))
@@ -307,10 +314,8 @@ def check_norms(open_ranks: OpenRanks) -> None:
         chance = random.Random(rank)
         with world.core(rank, SchedulerConfig(10_007, 30_000)) as core:
             groups = [_Tensors(core, manifest, world.size) for manifest in manifests]
-            if any(world.transport(rank).norm_rows(manifest) == 0 for manifest in manifests):
-                return
             for step, partition_bytes in enumerate((10_007, 1500, 2**20, 10_007, 2**20, 1500)):
-                if step in (1, 3):
+                if step in (1, 3) and world.transport(rank).norm_rows(manifests[step // 2]):
                     _pause(chance.random() * 0.01)
                     groups[step // 2].add_norms(core, world.transport(rank))
                 core.switch_at(SchedulerConfig(partition_bytes, 30_000), dict.fromkeys(range(core.group_count), step))

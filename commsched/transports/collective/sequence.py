@@ -31,6 +31,9 @@ class SequenceChecker:
     def add_group(self, group: int, manifest: Manifest) -> None:
         self._manifests[group] = manifest
 
+    def manifest(self, group: int) -> Manifest:
+        return self._manifests[group]
+
     def name(self, task: CommTask | _Start) -> str:
         """Name a task in a message, such as ``all_reduce tensor 'embedding' of step 7``."""
         at = task.partition

@@ -15,6 +15,7 @@ from ...core.interfaces import Completion, Transport
 from ...core.manifest import ITEMSIZE, Manifest
 from ...core.task import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, CommTask
 from ..averaging.buffer_pool import BufferPool
+from ..averaging.norms import NormSums
 from ..averaging.reduce import average
 from ..backend import TransportContext
 from .channel import MAX_TAGS, CannotBegin, Channel, Done
@@ -63,6 +64,9 @@ class CollectiveTransport(Transport):
         self._verdict = DeferredFailure(context.on_failure, context.when_failed)
         self._launches = SequenceChecker(self._who, len(channels))
         self._buffers = BufferPool()
+        self._collective = context.settings.collective
+        self._sums: dict[int, NormSums] = {}  # by group of norms
+        self._measured: dict[int, tuple[NormSums, ...]] = {}  # by the group that is measured
         self._lock = threading.Lock()
         self._under_way = 0
         self._closed = False
@@ -71,6 +75,15 @@ class CollectiveTransport(Transport):
 
     def add_group(self, group: int, manifest: Manifest) -> None:
         self._launches.add_group(group, manifest)
+        if (norms := manifest.norms) is not None:
+            sums = self._sums[group] = NormSums(self._launches.manifest(norms.group), manifest)
+            self._measured[norms.group] = (*self._measured.get(norms.group, ()), sums)
+
+    def norm_rows(self, manifest: Manifest) -> int:
+        """See ``interfaces.Transport``. Each rank makes the averages of its chunks, if it may split all-reduces for that. More
+        ranks than ``exchange_up_to`` would make the messages of both halves too small, so there only the user splits."""
+        splits = self._collective == "rsag" or (self._collective == "auto" and self.world_size <= EXCHANGE_UP_TO)
+        return self.world_size if splits else 0
 
     def start(self, task: CommTask, completion: Completion) -> None:
         """See ``interfaces.Transport``.
@@ -86,6 +99,10 @@ class CollectiveTransport(Transport):
         self._launches.add(task)
         then = partial(self._complete, task, completion)
         self._attempt(task, partial(self._begin, task, then))
+
+    def release(self, group: int) -> None:
+        self._sums.pop(group, None)
+        self._measured.pop(group, None)
 
     def close(self, graceful: bool = True) -> None:
         """See ``interfaces.Transport``. Outstanding operations give no result, whether ``graceful`` or not."""
@@ -110,8 +127,10 @@ class CollectiveTransport(Transport):
         elif task.verb == ALL_REDUCE:
             self._reduce_scatter(task, partial(self._all_gather, task, then))
         elif task.verb == REDUCE_SCATTER:
-            self._reduce_scatter(task, then)
+            self._reduce_scatter(task, partial(self._measure, task, then))
         else:
+            if task.group in self._sums:
+                self._write_row(task)
             self._all_gather(task, then)
 
     def _divide(self, task: CommTask, then: _Then) -> None:
@@ -146,6 +165,20 @@ class CollectiveTransport(Transport):
             if out is not own:
                 np.copyto(np.frombuffer(own, np.uint8), np.frombuffer(out, np.uint8))
         then()
+
+    def _measure(self, task: CommTask, then: _Then) -> None:
+        """Add the average of this rank's chunk to the norms of the group, if there are any."""
+        for sums in self._measured.get(task.group, ()):
+            itemsize, at = ITEMSIZE[task.partition.dtype], task.partition
+            before = len(task.data) // itemsize * self.rank // self.world_size * itemsize
+            if len(own := self._chunks(task)[self.rank]):
+                sums.add(task.step, at.dtype, at.start + before, own)
+        then()
+
+    def _write_row(self, task: CommTask) -> None:
+        """Write this rank's row of norms into its chunk. Every reduce-scatter of the step is done on this rank."""
+        row = self._sums[task.group].take_row(task.step)
+        np.copyto(np.frombuffer(self._chunks(task)[self.rank], row.dtype), row)
 
     def _all_gather(self, task: CommTask, then: _Then) -> None:
         """Send the average of this rank's chunk to all ranks, and receive the averages of the other chunks."""

@@ -12,6 +12,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from ...core.interfaces import Transport
+from ...core.manifest import Manifest
 from ...core.world import World
 from ..backend import Contributors, TransportContext
 from ..wire import WireTransport
@@ -71,7 +72,8 @@ def _lead(context: TransportContext, layout: HostTopology, open_network: OpenNet
             network = open_network(_among_leaders(context, layout))
             undo.callback(network.close, graceful=False)
         ordered, channels = (network.ordered, network.channels) if network is not None else (False, 1)
-        context.gather(["open", ordered, channels])
+        rows = 0 if network is None or ordered else network.norm_rows(Manifest(()))
+        context.gather(["open", ordered, channels, rows])
         transport = LeaderTransport(context, layout, links, network)
         undo.pop_all()
     meeting.close()
@@ -87,8 +89,8 @@ def _follow(context: TransportContext, layout: HostTopology) -> MemberTransport:
         said: list[Any] = ["opening"]
         while said[0] != "open":
             said = context.gather(["waiting"])[host[0]]
-        _, ordered, channels = said
-        return MemberTransport(context, link, host[0], ordered, channels)
+        _, ordered, channels, rows = said
+        return MemberTransport(context, link, host[0], ordered, channels, rows)
     except BaseException:
         link.close()
         raise

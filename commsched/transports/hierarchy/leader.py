@@ -22,13 +22,10 @@ from ..backend import TransportContext
 from ..wire import DtypeMapping
 from .launch_queue import LaunchQueue
 from .member import Connection
-from .messages import Kind, LocalMessage, SharedBuffers, UnixConnection, create_buffers
+from .messages import WIDER, Kind, LocalMessage, SharedBuffers, UnixConnection, create_buffers
 from .topology import HostTopology
 
 log = logging.getLogger("commsched")
-
-#: The dtype of a host's sum by the gradients' dtype. A sum that is still to be added to others is not rounded to 16 bits.
-_WIDER = {"float16": "float32", "bfloat16": "float32"}
 
 
 @dataclass(slots=True, eq=False)
@@ -79,7 +76,7 @@ class LeaderTransport(Transport):
         self._manifests: dict[int, Manifest] = {}
         self._recasts: dict[int, DtypeMapping] = {}
         wire = context.settings.wire
-        self._travels = _WIDER if wire == "none" else {**_WIDER, "float32": wire}  # sent dtype by gradient dtype
+        self._travels = WIDER if wire == "none" else {**WIDER, "float32": wire}  # sent dtype by gradient dtype
         self._buffers = BufferPool()  # for sums that are sent in another dtype
         self._averages: dict[int, SharedBuffers] = {}  # by group; the launching thread adds them
         self._host = layout.hosts[layout.host_of(rank)]
@@ -92,6 +89,10 @@ class LeaderTransport(Transport):
         self._started: dict[PartitionKey, _Started] = {}
         self._work = threading.Condition()  # the launching thread waits here
         self._launches: LaunchQueue[_Started] = LaunchQueue(self.ordered, self.channels)
+        # Rows of norms must not overtake the averages that they are about. A host's sums wait here for their turn, after the
+        # ranks' contributions have left. By group that is measured: the tasks whose sums have not left, and the rows that wait.
+        self._unsent: dict[int, set[PartitionKey]] = {}
+        self._rows: dict[int, list[_Started]] = {}
         self._launcher = threading.Thread(target=self._launch_all, name="commsched-host-launch", daemon=True)
         try:
             self._launcher.start()
@@ -107,9 +108,17 @@ class LeaderTransport(Transport):
     def add_group(self, group: int, manifest: Manifest) -> None:
         recast = DtypeMapping(manifest, self._travels)
         self._manifests[group], self._recasts[group] = manifest, recast
+        if manifest.norms is not None:
+            self._unsent.setdefault(manifest.norms.group, set())
         if self._network is not None:
             self._network.add_group(group, recast.manifest)
         self._contributions.add_group(0, group, manifest)
+
+    def norm_rows(self, manifest: Manifest) -> int:
+        """See ``interfaces.Transport``. The network measures what it averages, so averages that are rounded behind it have no
+        norms."""
+        rounds = any(spec.dtype in WIDER for spec in manifest.tensors)
+        return 0 if self._network is None or self.ordered or rounds else self._network.norm_rows(manifest)
 
     def start(self, task: CommTask, completion: Completion) -> None:
         if self._closed:
@@ -118,6 +127,8 @@ class LeaderTransport(Transport):
         self._started[key] = _Started(task, completion)
         with self._work:
             self._launches.expect(key, task.channel)
+            if task.group in self._unsent:
+                self._unsent[task.group].add(key)
         if not self.ordered:
             completion.on_sent(task)
 
@@ -130,7 +141,7 @@ class LeaderTransport(Transport):
     def release(self, group: int) -> None:
         """See ``interfaces.Transport``. Every member has made its last push to the group and was notified of the average. The
         member reads the average through a mapping of its own."""
-        for of in (self._manifests, self._recasts, self._averages):
+        for of in (self._manifests, self._recasts, self._averages, self._unsent):
             of.pop(group, None)
         for member in self._members:
             member.release(group)
@@ -172,7 +183,11 @@ class LeaderTransport(Transport):
             return
         started = self._started[key]
         started.complete = complete
+        norms = self._manifests[key.group].norms
         with self._work:
+            if norms is not None and self._unsent[norms.group]:
+                self._rows.setdefault(norms.group, []).append(started)
+                return
             self._launches.add(key, started.task.order, started)
             self._work.notify()
 
@@ -226,7 +241,7 @@ class LeaderTransport(Transport):
         dtype = task.partition.dtype
         travels = self._travels.get(dtype, dtype)
         data = result if travels == dtype else self._buffers.take(task.nbytes // ITEMSIZE[dtype] * ITEMSIZE[travels])
-        if dtype in _WIDER:
+        if dtype in WIDER:
             total(complete.payloads, dtype, data)
             return data
         if result is not task.data:  # the data of a host's only rank is its sum already
@@ -260,7 +275,7 @@ class LeaderTransport(Transport):
     def _arrived(self, started: _Started, data: memoryview, result: memoryview) -> None:
         """Convert ``data``, the average from the network, into ``result``, and finish the task."""
         dtype = started.task.partition.dtype
-        if dtype in _WIDER:
+        if dtype in WIDER:
             narrow(data, dtype, result)
         elif data is not result:
             widen(data, self._travels[dtype], result)
@@ -280,6 +295,17 @@ class LeaderTransport(Transport):
     def _sent(self, started: _Started) -> None:
         if self.ordered:
             started.completion.on_sent(started.task)
+        if started.task.group in self._unsent:
+            self._let_rows_follow(started.task)
+
+    def _let_rows_follow(self, task: CommTask) -> None:
+        """Launch the rows of norms that wait, if ``task`` was the last whose sum had not left."""
+        with self._work:
+            unsent = self._unsent[task.group]
+            unsent.discard(PartitionKey(task.group, task.step, task.partition.index))
+            for row in () if unsent else self._rows.pop(task.group, ()):
+                self._launches.add(PartitionKey(row.task.group, row.task.step, row.task.partition.index), row.task.order, row)
+            self._work.notify()
 
     # --- for messages ---
 

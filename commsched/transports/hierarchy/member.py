@@ -17,6 +17,7 @@ from ...core.task import CommTask
 from ..averaging.contributions import Complete, Contributions, PartitionKey
 from ..backend import TransportContext
 from .messages import (
+    WIDER,
     Kind,
     LocalMessage,
     SharedBuffers,
@@ -44,16 +45,19 @@ class MemberTransport(Transport):
         context: the arguments of a rank of the job. A leader that is lost or breaks the protocol is reported to ``on_failure``.
         link: the socket to the leader; closed with the transport.
         leader: the leader's rank.
-        ordered, channels: the values of the leader's transport.
+        ordered, channels, norm_rows: the values of the leader's transport.
     """
 
     one_per_host = True
 
-    def __init__(self, context: TransportContext, link: UnixConnection, leader: int, ordered: bool, channels: int) -> None:
+    def __init__(
+        self, context: TransportContext, link: UnixConnection, leader: int, ordered: bool, channels: int, norm_rows: int
+    ) -> None:
         self.rank = context.world.rank
         self.world_size = context.world.world_size
         self.ordered = ordered
         self.channels = channels
+        self._norm_rows = norm_rows
         self._link = link
         self._leader = f"rank {leader}, which leads this host,"
         self._on_failure = context.on_failure
@@ -73,6 +77,10 @@ class MemberTransport(Transport):
     def add_group(self, group: int, manifest: Manifest) -> None:
         self._manifests[group] = manifest
         self._pass(LocalMessage(Kind.GROUP, group=group), write_manifest(manifest))
+
+    def norm_rows(self, manifest: Manifest) -> int:
+        """See ``LeaderTransport``."""
+        return 0 if any(spec.dtype in WIDER for spec in manifest.tensors) else self._norm_rows
 
     def start(self, task: CommTask, completion: Completion) -> None:
         """See ``interfaces.Transport``. Copies the contribution before it returns."""

@@ -24,6 +24,9 @@ from ...core.task import CommTask
 _DTYPES = tuple(ITEMSIZE)
 _STRUCT = Struct("<BBxxIIIQQQ")
 
+#: The dtype of a host's sum by the gradients' dtype. A sum that is still to be added to others is not rounded to 16 bits.
+WIDER = {"float16": "float32", "bfloat16": "float32"}
+
 #: Space for the one descriptor of memory that may come with a message.
 _FDS_BYTES = socket.CMSG_LEN(array("i").itemsize)
 

@@ -86,7 +86,7 @@ def is_wanted(hierarchy: str, collective: str, layout: HostTopology, seats: Sequ
     if hierarchy == "on" and hindered_by is not None:
         raise ConfigError(f"hierarchy='on' is not possible: {hindered_by}")
     if hierarchy == "auto":  # a hierarchy has no reduce-scatter and all-gather tasks over all ranks
-        return layout.gains and hindered_by is None and collective == "all_reduce"
+        return layout.gains and hindered_by is None and collective != "rsag"
     return hierarchy == "on"
 
 

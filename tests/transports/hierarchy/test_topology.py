@@ -35,6 +35,7 @@ def test_ranks_of_one_address_share_a_host_and_the_lowest_local_rank_leads_but_r
 @pytest.mark.parametrize(
     ("hierarchy", "collective", "places", "wanted"),
     [
+        ("auto", "auto", TWO_BY_TWO, True),
         ("auto", "all_reduce", TWO_BY_TWO, True),
         ("auto", "rsag", TWO_BY_TWO, False),
         ("auto", "all_reduce", seats(("a", 0), ("a", 1)), False),

@@ -37,7 +37,7 @@ def checked(check: Callable[[OpenSession, int], None]) -> None:
             "partition": config.partition_bytes,
             "credit": config.credit_bytes,
             "policy": config.policy,
-            "collective": config.collective,
+            "collective": "rsag" if config.collective == "rsag" else "auto",  # which lets norms be told
             "fusion": config.fusion_bytes,
             "order": order,
             "rendezvous": f"{os.environ['COMMSCHED_RENDEZVOUS']}.{next(sessions)}",
