@@ -78,6 +78,15 @@ def test_a_norm_by_hand():
     assert simulate(model([(3, 5, 2)]), cluster, rules("fifo", 2, norm=True)).step_seconds == (11.5 + 1 + 0.5 + 3,)
 
 
+def test_a_norm_is_that_of_all_shards():
+    """The pushes to a fast and to a slow server have left after 8 s, and the slow one's reply has arrived after 16. Its part of
+    the norm comes behind that, so the front layer waits as long, although its average has arrived before."""
+    cluster = Cluster((WorkerClass(RATE),), (RATE, RATE / 4))
+    profile = model([(1, 0, 2), (1, 0, 2)])
+    assert simulate(profile, cluster, rules("priority", 2, 4)).step_seconds == (16 + 1,)
+    assert simulate(profile, cluster, rules("priority", 2, 4, norm=True)).step_seconds == (16 + 1 + 1,)
+
+
 @pytest.mark.parametrize("workers", [2, 4])
 def test_small_partitions_come_near_the_clipped_bound(workers):
     """Replies use what pushes leave of the link in backward, so the norm costs nearly nothing. The barrier costs 1/4."""
