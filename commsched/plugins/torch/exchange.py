@@ -219,9 +219,13 @@ class GradientExchange:
         """Called before code is compiled. The compiler must not find guarded parameters, so recording the order of first use
         ends here. It must not compile the hooks either, which backward calls within a compiled step."""
         self.places.use_order.end()
-        self._round.without.forget()  # NoGradients changes the classes of parameters, too
-        self._asks_at_once = True
         self._before, self._after = torch.compiler.disable(self._before_gradient), torch.compiler.disable(self._on_gradient)
+        if self._round.without.noted:  # NoGradients changes the classes of parameters, too
+            self._ask_for_gradients()
+
+    def gradients_are_read_by_compiled_code(self) -> None:
+        """Fill in missing gradients at the end of each backward from now on, because compiled code does not ask for them."""
+        self._asks_at_once = True
 
     # --- backward ---
 

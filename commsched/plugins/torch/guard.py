@@ -168,6 +168,11 @@ def is_guarded(tensor: torch.Tensor) -> bool:
     return known is not None and known.resolve is not None
 
 
+def was_guarded(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` was ever guarded, so that it may be guarded again at any time."""
+    return id(tensor) in _guarded
+
+
 def own_class(tensor: torch.Tensor) -> type:
     """The class of ``tensor`` when it is not guarded."""
     known = _guarded.get(id(tensor))

@@ -24,7 +24,7 @@ _awaited: dict[int, ref[NoGradients]] = {}
 _grad: Any = torch.Tensor.grad
 
 
-class _NoGradient:
+class NoGradient:
     """Mixin that precedes a parameter's own class."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -82,7 +82,7 @@ class NoGradients:
         for parameter in parameters:
             if _grad.__get__(parameter) is None:
                 _awaited[id(parameter)] = ref(self)
-                if not isinstance(parameter, _NoGradient):
+                if not isinstance(parameter, NoGradient):
                     parameter.__class__ = _class(type(parameter))
                     self.noted.append(parameter)
 
@@ -96,12 +96,12 @@ class NoGradients:
                 self.noted.clear()
 
 
-def _owner(parameter: _NoGradient) -> NoGradients | None:
+def _owner(parameter: NoGradient) -> NoGradients | None:
     known = _awaited.get(id(parameter))
     return known() if known is not None else None
 
 
-def _drop(parameter: _NoGradient) -> None:
+def _drop(parameter: NoGradient) -> None:
     owner = _owner(parameter)
     if owner is not None:
         owner.dropped.add(id(parameter))
@@ -110,4 +110,4 @@ def _drop(parameter: _NoGradient) -> None:
 
 @cache
 def _class(own: type) -> type:
-    return type(own.__name__, (_NoGradient, own), {"__slots__": ()})
+    return type(own.__name__, (NoGradient, own), {"__slots__": ()})

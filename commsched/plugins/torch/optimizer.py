@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 import commsched
 
 from ...core.errors import ClosedError, ConfigError, TransportError, UnsupportedError
-from . import torch_state
+from . import compiled
 from .checks import find_overlap, outside_of, require_optimizer_and_model, require_plain, sparse_weights
 from .compared import ComparedWeights, compared_keys, mean_loss
 from .device import init_for
@@ -49,6 +49,9 @@ from .update import (
 )
 
 log = logging.getLogger("commsched")
+
+#: In so many steps in a row the compiler may find updates outstanding. After that it must be because of them that it compiles.
+COMPILED_IN_STEPS = 6
 
 
 class ScheduledOptimizer(Optimizer):
@@ -135,9 +138,13 @@ class ScheduledOptimizer(Optimizer):
         self._exchange.places.record_first_use()
         self._steps = 0
         self._make_comparison()
-        torch_state.watch_compiled(self._before_compiling)
-        if torch_state.has_compiled():
-            self._before_compiling()
+        self._compiled_in_steps = 0  # in how many steps in a row code was compiled while updates were outstanding
+        self._is_compiled_anew = False  # it was so in this step
+        without_gates = compiled.watch_compiler(self._before_compiling, self._graph_made)
+        if without_gates is not None:
+            self._step_must_wait(without_gates)
+            self._exchange.before_compiling()
+            self._exchange.gradients_are_read_by_compiled_code()
         if session.observer is not None:
             trace_forward(model, session.observer, self._exchange.forward_began)
         # Code that still holds the user's optimizer must not save stale state.
@@ -315,20 +322,41 @@ class ScheduledOptimizer(Optimizer):
             self._step_must_wait(f"{type(self.optimizer).__name__} has hooks, or a wrapper around its step()")
 
     def _before_compiling(self) -> None:
+        """Called before code is compiled, which may read any parameter: the compiler must find all with their own class."""
         if self._exchange is None or self._session.closed:
             return
-        self._step_must_wait("compiled code reads parameters all at once")
-        self._exchange.before_compiling()
         try:
+            self._is_compiled_anew = self._is_compiled_anew or bool(self._pending)
+            self._exchange.before_compiling()
             self.synchronize()
         except Exception:
             pass  # the session keeps the error and readers of parameters get it; the compiled code may not use any of them
 
+    def _graph_made(self, tensors: Sequence[torch.Tensor], why_no_gate: str | None, reads_gradients: bool) -> bool:
+        """Called for each graph that is about to be compiled; see :data:`compiled.GraphMade`."""
+        exchange = self._exchange
+        if exchange is None or self._session.closed:
+            return False
+        if reads_gradients:
+            exchange.gradients_are_read_by_compiled_code()
+        slots = {id(slot.parameter): slot for slot in exchange.places.all}
+        read = [slots[id(tensor)] for tensor in tensors if id(tensor) in slots]
+        if read and why_no_gate is not None:
+            self._step_must_wait(why_no_gate)
+        names = {compiled.memory_of(slot.parameter): slot.name for slot in slots.values()}
+        for tensor in tensors:
+            memory = 0 if id(tensor) in slots else compiled.memory_of(tensor)
+            if memory and memory in names:
+                self._step_must_wait(f"compiled code reads the memory of '{names[memory]}' by another tensor")
+        exchange.places.use_order.note(read)
+        return bool(read)
+
     def _look_for_unseen_readers(self, exchange: GradientExchange) -> None:
-        torch_state.keep_watching()
+        self._compiled_in_steps = self._compiled_in_steps + 1 if self._is_compiled_anew else 0
+        self._is_compiled_anew = False
         if self._why_step_waits is None:
-            if torch_state.has_compiled():
-                self._before_compiling()
+            if self._compiled_in_steps >= COMPILED_IN_STEPS:
+                self._step_must_wait("code is compiled anew in each step while updates are outstanding")
             elif exchange.reader_unseen is not None:
                 self._step_must_wait(exchange.reader_unseen)
 

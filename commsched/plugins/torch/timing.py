@@ -99,6 +99,10 @@ class FirstUse:
         for slot in self._slots.values():
             release(slot.parameter)
 
+    def note(self, slots: Sequence[Slot]) -> None:
+        """Note that compiled code is about to use the parameters of ``slots``, in this order."""
+        self._order += [slot.flag for slot in slots if slot.flag in self._slots and slot.flag not in self._order]
+
     def order(self) -> list[int]:
         """The flags of all slots, in the order recorded so far."""
         seen = set(self._order)

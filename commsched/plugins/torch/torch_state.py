@@ -1,23 +1,14 @@
-"""Finds out what torch is doing, by ways that it does not document: which backward runs in this thread, when code is compiled.
-
-Compiled code reads parameters without waiting for their update: it uses their memory directly and does not call
-``__torch_function__``. But torch compiles code when it is first run, and again for tensors of another class, and it calls a
-function when a compilation begins. From then on, ``step()`` must leave no update outstanding. Compiled code then always finds
-parameters of their own class, and is not compiled again in each step for guarded ones.
-"""
+"""Finds out which backward runs in this thread, by ways that torch does not document."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any
-from weakref import WeakMethod
 
 import torch
-from torch._compile import _disable_dynamo
 from torch.autograd.function import BackwardCFunction
 
-from .guard import outside, unguarded
+from .guard import unguarded
 
 #: The number of the running backward; -1 if none runs.
 current_task: Callable[[], int] = torch._C._current_graph_task_id
@@ -53,42 +44,3 @@ def adds_to_grad(parameter: torch.Tensor) -> bool:
         if "running autograd.grad()" not in str(error):
             raise
         return False
-
-
-_watchers: list[WeakMethod[Callable[[], None]]] = []
-
-
-def watch_compiled(before_compiling: Callable[[], None]) -> None:
-    """Call ``before_compiling`` in every thread that is about to compile code.
-
-    It is a bound method, which is held weakly. It must not raise. It is not called for code that was compiled before; see
-    :func:`has_compiled`.
-    """
-    _watchers[:] = [watcher for watcher in _watchers if watcher() is not None]
-    _watchers.append(WeakMethod(before_compiling))
-    keep_watching()
-
-
-def keep_watching() -> None:
-    """Register with torch again, because ``torch._dynamo.reset()`` drops the registration."""
-    import torch._dynamo.callback  # already imported by every optimizer of torch, so this takes no time
-
-    callbacks = torch._dynamo.callback.callback_handler.start_callbacks
-    if _begins not in callbacks:
-        callbacks.append(_begins)
-
-
-def has_compiled() -> bool:
-    """Whether anything was compiled in this process so far."""
-    import torch._dynamo.utils
-
-    return torch._dynamo.utils.counters["frames"]["total"] > 0
-
-
-@_disable_dynamo  # if this function were compiled, it would wait for itself
-def _begins(_: Any) -> None:
-    with outside():
-        for watcher in list(_watchers):
-            before_compiling = watcher()
-            if before_compiling is not None:
-                before_compiling()

@@ -1,11 +1,10 @@
-"""torch.compile, wherever it is put: compiled code finds every parameter updated."""
+"""torch.compile, wherever it is put: compiled code finds every parameter updated, and waits for no others."""
 
 from __future__ import annotations
 
-import logging
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 
 import commsched
-from commsched.plugins.torch import ScheduledOptimizer, marked, torch_state
+from commsched.plugins.torch import ScheduledOptimizer, compiled, marked
 
 from .loops import loop as loops
 from .loops.loop import Data, Loop, batch, mlp, require_close, require_plain, run, train
@@ -27,7 +26,7 @@ Step = Callable[[int], object]
 MakeStep = Callable[[Data, Any, Any, Callable[..., Any]], Step]
 
 
-def _kernels(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+def kernels(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
     def call(*arguments: torch.Tensor) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             return graph(*arguments)
@@ -36,7 +35,7 @@ def _kernels(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
 
 
 #: As quick as eager, but reads tensors as generated kernels do: it asks nobody.
-KERNELS = aot_autograd(fw_compiler=_kernels, bw_compiler=_kernels)
+KERNELS = aot_autograd(fw_compiler=kernels, bw_compiler=kernels)
 
 
 class OfItsThread(ScheduledOptimizer):
@@ -51,19 +50,12 @@ class OfItsThread(ScheduledOptimizer):
             super()._before_compiling()
 
 
-class Careless(OfItsThread):
-    """Leaves updates outstanding after step(), whoever may read the parameters."""
-
-    def _step_must_wait(self, why: str) -> None:
-        pass
-
-    def _look_for_unseen_readers(self, exchange: object) -> None:
-        pass
-
-
 @pytest.fixture(autouse=True)
-def _nothing_compiled_so_far(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def nothing_compiled_so_far(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(loops, "ScheduledOptimizer", OfItsThread)
+    compiled._come_between()
+    monkeypatch.setattr(compiled, "_come_between", lambda: None)  # other tests may have compiled something before
+    monkeypatch.setattr(compiled, "MIN_FORWARD_PART_BYTES", 0)
     forget()
     yield
     forget()
@@ -246,28 +238,32 @@ def test_code_that_looks_at_nothing_finds_every_parameter_updated() -> None:
     require_plain(stepping(_model, backend=KERNELS, options={"guard_filter_fn": _by_identity}))
 
 
-def test_if_step_did_not_wait_such_code_would_read_stale_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loops, "ScheduledOptimizer", Careless)
+def test_without_gates_such_code_would_read_stale_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "gate", lambda *_: None)
     monkeypatch.setattr(marked, "marked_twin", lambda _: None)  # kernels that take addresses would see no marks
     with pytest.raises((AssertionError, commsched.CommschedError)):
-        require_plain(stepping(_model, backend=KERNELS, options={"guard_filter_fn": _by_identity}))
+        require_plain(stepping(_model, backend=KERNELS))
 
 
-@pytest.mark.parametrize("make_step", [_model, _parameters_of_a_closure, _whole_step], ids=lambda make: make.__name__)
+@pytest.mark.parametrize(
+    "make_step",
+    [_model, _submodule, _parameters_of_a_closure, _parameters_as_arguments, _forward_and_backward, _whole_step],
+    ids=lambda make: make.__name__,
+)
 def test_nothing_is_compiled_anew_in_each_step(make_step: MakeStep) -> None:
-    graphs: list[int] = []
+    parts: list[int] = []
 
     def count(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
-        graphs.append(1)
+        parts.append(1)
         return graph.forward
 
     def after(steps: int) -> int:
-        graphs.clear()
+        parts.clear()
         forget()
         run(stepping(make_step, steps=steps, backend=count))
-        return len(graphs)
+        return len(parts)
 
-    assert after(3) == after(6) == 1
+    assert after(2) == after(6) > 0
 
 
 def test_what_was_compiled_before_the_optimizer_was_wrapped_finds_every_parameter_updated() -> None:
@@ -292,19 +288,12 @@ def test_what_is_compiled_after_the_compiler_was_reset_finds_every_parameter_upd
     require_plain(stepping(make_step, backend=KERNELS, options={"guard_filter_fn": _by_identity}))
 
 
-def test_the_log_says_once_what_compiled_code_costs(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "commsched"):
-        run(stepping(_model, backend="eager"))
-    said = [record.message for record in caplog.records if "compiled code" in record.message]
-    assert said == ["compiled code reads parameters all at once: step() waits for all averages from now on"]
+def test_neither_uncompiled_nor_compiled_training_waits_in_step() -> None:
+    def loop(data: Data, model: Any, optimizer: Any) -> tuple[str | None, int]:
+        stepping(_model, backend=KERNELS)(data, model, optimizer)
+        return optimizer._why_step_waits, len(optimizer._pending)
 
-
-def test_uncompiled_training_does_not_wait_in_step() -> None:
-    def loop(data: Data, model: Any, optimizer: Any) -> str | None:
-        train(data, model, optimizer)
-        return optimizer._why_step_waits
-
-    assert run(loop) == [None, None]
+    assert run(loop) == [(None, 4), (None, 4)]
 
 
 def test_a_whole_step_as_one_graph_is_refused_by_the_compiler() -> None:
@@ -319,26 +308,30 @@ def test_a_model_as_one_graph() -> None:
 class Watcher:
     def __init__(self) -> None:
         self.saw: list[bool] = []
+        self.graphs: list[int] = []
 
     def before_compiling(self) -> None:
         self.saw.append(torch.compiler.is_compiling())
+
+    def graph_made(self, tensors: Sequence[torch.Tensor], why: str | None, reads_gradients: bool) -> bool:
+        self.graphs.append(len(tensors))
+        return False
 
 
 def test_whoever_watches_is_called_before_each_compilation_as_if_there_were_none() -> None:
     """torch's optimizers round otherwise while something compiles."""
     watcher, gone = Watcher(), Watcher()
-    torch_state.watch_compiled(watcher.before_compiling)
-    torch_state.watch_compiled(gone.before_compiling)
+    compiled.watch_compiler(watcher.before_compiling, watcher.graph_made)
+    compiled.watch_compiler(gone.before_compiling, gone.graph_made)
     seen = gone.saw
     del gone
-    assert not torch_state.has_compiled()
     function = torch.compile(lambda x: x + 1, backend="eager")
     require_close(function(torch.ones(2)), torch.full((2,), 2.0))
     require_close(function(torch.ones(2, 2)), torch.full((2, 2), 2.0))
     function(torch.ones(2))
     assert watcher.saw == [False, False]
+    assert watcher.graphs == [1, 1]
     assert seen == []
-    assert torch_state.has_compiled()
 
 
 def test_a_sequence_of_models() -> None:

@@ -1,0 +1,264 @@
+"""Compiled code: each part of a graph waits for the updates of its own parameters, and for no others.
+
+``torch.compile`` makes a graph of a forward and gives it to a backend. The code that the backend makes uses the memory of the
+parameters directly, so no guard and no mark is seen. This module therefore comes between the two: it splits the graph into some
+parts, as torch does itself for DDP, lets the backend compile each part alone, and puts a *gate* before each part. A gate waits
+for the updates of the parameters that the part is the first to use. In backward each part is a node of its own, so its
+gradients are submitted while the parts in front of it still run.
+
+The compiler also checks, at each call, that every parameter is what it was when the code was compiled, its class included. A
+parameter whose update is outstanding has another class, so here that check is replaced by one that looks at the parameter's own
+class. Otherwise the code would be compiled anew in each step. Nothing else is different while compiled code runs: readers that
+are not compiled, before, after and between its parts, find guarded parameters.
+
+All names of torch that this needs and that torch does not document are used here. If one of them is missing, or if graphs are
+not made to be run here and now, ``step()`` waits for all updates.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Sequence
+from functools import cache, partial, wraps
+from typing import Any
+from weakref import WeakMethod
+
+import torch
+from torch._compile import _disable_dynamo
+
+from .guard import Guarded, outside, resolve, unguarded, was_guarded
+from .no_gradient import NoGradient
+
+log = logging.getLogger("commsched")
+
+#: About how many parts the graph of a forward gets. The last one is smaller, so that backward soon has gradients to send.
+FORWARD_PARTS = 8
+#: Smaller parts have too little to wait for.
+MIN_FORWARD_PART_BYTES = 128 << 10
+
+#: Called before anything is compiled.
+BeforeCompiling = Callable[[], None]
+#: Called with the tensors that a graph reads, with the reason why no gate can be put before them (or None), and with whether
+#: the compiled code looks at gradients. Returns whether one of the tensors is a parameter of the optimizer that is asked.
+GraphMade = Callable[[Sequence[torch.Tensor], str | None, bool], bool]
+
+_watchers: list[tuple[WeakMethod[BeforeCompiling], WeakMethod[GraphMade]]] = []
+
+
+def watch_compiler(before_compiling: BeforeCompiling, graph_made: GraphMade) -> str | None:
+    """Call ``before_compiling`` in every thread that is about to compile code, and ``graph_made`` for each graph of it. Return
+    why there may be compiled code without gates all the same, as a clause; None if there is none.
+
+    Both are bound methods, which are held weakly. They must not raise.
+    """
+    _watchers[:] = [watcher for watcher in _watchers if watcher[0]() is not None]
+    _watchers.append((WeakMethod(before_compiling), WeakMethod(graph_made)))
+    return _come_between()
+
+
+@cache
+def _come_between() -> str | None:
+    """Come between the compiler and its backends, for the rest of the process."""
+    import torch._dynamo.utils  # already imported by every optimizer of torch, so this takes no time
+    from torch._dynamo.output_graph import OutputGraph
+
+    graph_class: Any = OutputGraph
+    graph_class.__init__ = _notifying(graph_class.__init__)
+    if not hasattr(graph_class, "call_user_compiler"):
+        return f"the compiler of PyTorch {torch.__version__} is not known"
+    graph_class.call_user_compiler = _gating(graph_class.call_user_compiler)
+    if torch._dynamo.utils.counters["frames"]["total"] > 0:
+        return "code that was compiled before the first ScheduledOptimizer was made may read parameters all at once"
+    return None
+
+
+def _notifying(make_graph: Callable[..., None]) -> Callable[..., None]:
+    """``make_graph`` is called when the compiler begins, before it has looked at any tensor."""
+
+    @wraps(make_graph)
+    def notify(*args: Any, **kwargs: Any) -> None:
+        _begins()
+        make_graph(*args, **kwargs)
+
+    return notify
+
+
+@_disable_dynamo  # if this function were compiled, it would wait for itself
+def _begins() -> None:
+    with outside():
+        for before_compiling, _ in list(_watchers):
+            call = before_compiling()
+            if call is not None:
+                call()
+
+
+def _tell(tensors: Sequence[torch.Tensor], why: str | None, reads_gradients: bool) -> bool:
+    """Tell each optimizer about a graph; returns whether any of them updates one of ``tensors``."""
+    with outside():
+        calls = [call for _, graph_made in list(_watchers) if (call := graph_made()) is not None]
+        read_by = [call(tensors, why, reads_gradients) for call in calls]  # each is told, whatever the others say
+        return any(read_by)
+
+
+def _gating(call_backend: Callable[..., Any]) -> Callable[..., Any]:
+    """``call_backend`` gives a graph to the backend of the user and returns what that makes of it."""
+
+    @wraps(call_backend)
+    def gated(graph: Any, module: torch.fx.GraphModule, *args: Any) -> Any:
+        backend, seen = graph.compiler_fn, False
+
+        def compile_gated(module: torch.fx.GraphModule, inputs: Any, **options: Any) -> Any:
+            nonlocal seen
+            seen = True
+            return _compile(graph, backend, module, inputs, options)
+
+        graph.compiler_fn = wraps(backend)(compile_gated)
+        try:
+            return call_backend(graph, module, *args)
+        finally:
+            graph.compiler_fn = backend
+            if not seen:  # torch has settings by which another backend than the user's compiles a graph
+                _tell(_read_by(module), "a graph is compiled by another backend than its own", True)
+
+    return gated
+
+
+def _compile(graph: Any, backend: Callable[..., Any], module: torch.fx.GraphModule, inputs: Any, options: Any) -> Any:
+    read, why = _read_by(module), _why_not(graph, backend, module)
+    reads_gradients = any(re.search(r"\.grad\b", guard.name) for guard in graph.guards)
+    is_trained = _tell(read, why, reads_gradients)
+    if why is not None:
+        return backend(module, inputs, **options)
+    for guard in graph.guards:
+        if guard.create_fn_name() == _TENSOR_MATCH and getattr(guard.create_fn, "func", None) is not _match_own_class:
+            guard.create_fn = partial(_match_own_class, guard.create_fn)
+    if is_trained and torch.is_grad_enabled() and torch._dynamo.config.optimize_ddp:
+        return _in_parts(backend, module, inputs, options)
+    return _behind_gate(backend(module, inputs, **options))
+
+
+def _read_by(module: torch.fx.GraphModule) -> list[torch.Tensor]:
+    """The tensors that the graph of ``module`` reads, in the order of their first use."""
+    examples = [node.meta["grapharg"].example for node in module.graph.nodes if "grapharg" in node.meta]
+    return [each for each in (*examples, *module.parameters(), *module.buffers()) if isinstance(each, torch.Tensor)]
+
+
+def memory_of(tensor: torch.Tensor) -> int:
+    """The address of the memory in which ``tensor`` lies, be it in a part of it only; 0 if it has none of its own."""
+    try:
+        with unguarded():
+            return tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):  # sparse, fake, or made of other tensors
+        return 0
+
+
+def _why_not(graph: Any, backend: Any, module: torch.fx.GraphModule) -> str | None:
+    """Why no gate can be put into ``graph``, as a clause; None if it can."""
+    if graph.export or not hasattr(backend, "_torchdynamo_orig_backend") or getattr(graph, "package", None) is not None:
+        return "a model is exported or stored as compiled code, which reads parameters all at once"
+    if next(module.parameters(), None) is not None:
+        return "compiled code keeps parameters as constants"
+    config = getattr(backend, "get_compiler_config", None)
+    is_recorded = getattr(backend, "_compiler_name", "") == "cudagraphs" or (config and config().get("triton.cudagraphs"))
+    return "a CUDA graph reads parameters without waiting for their update" if is_recorded else None
+
+
+# --- parts ---
+
+
+def gate(*tensors: Any) -> None:
+    """Wait for the update of each of ``tensors`` that has an outstanding one. Fake tensors never have."""
+    for tensor in tensors:
+        resolve(tensor)
+
+
+def _behind_gate(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    def gated(*args: Any) -> Any:
+        gate(*args)
+        return compiled(*args)
+
+    return gated
+
+
+def _in_parts(backend: Callable[..., Any], module: torch.fx.GraphModule, inputs: Any, options: Any) -> Any:
+    from torch._dynamo.backends.distributed import DDPOptimizer
+
+    total = sum(tensor.nbytes for tensor in _read_by(module) if tensor.requires_grad and tensor.is_leaf)
+    part_bytes = max(total // FORWARD_PARTS, MIN_FORWARD_PART_BYTES, 1)
+    splitter = DDPOptimizer(part_bytes, backend, max(part_bytes // 4, 1))
+    try:
+        compiled: Any = splitter.compile_fn(module, inputs, **options)
+    except torch._dynamo.exc.TorchDynamoException:
+        raise  # also those by which the compiler begins again
+    except Exception as error:
+        log.info("the forward is compiled as one part, since it cannot be split: %s: %s", type(error).__name__, error)
+        context: Any = torch._guards.TracingContext.try_get()
+        if context is not None:
+            context.ddp_optimizer_ctx = None
+        return _behind_gate(backend(module, inputs, **options))
+    if len(splitter.buckets) == 1:
+        return _behind_gate(compiled)
+    passed: set[torch.fx.Node] = set()
+    for node in list(compiled.graph.nodes):
+        if node.op in ("placeholder", "output"):
+            continue
+        needed = [each for each in node.all_input_nodes if each.op == "placeholder" and each not in passed]
+        if needed:
+            passed.update(needed)
+            with compiled.graph.inserting_before(node):
+                compiled.graph.call_function(gate, tuple(needed))
+    compiled.recompile()
+    return compiled
+
+
+# --- what the compiler checks at each call ---
+
+_TENSOR_MATCH = "TENSOR_MATCH"
+
+
+def _match_own_class(create: Callable[..., None], builder: Any, guard: Any) -> None:
+    """Make the check of one tensor. ``create`` would make the usual one, which fails while an update is outstanding."""
+    try:
+        tensor = builder.get(guard)
+        if was_guarded(tensor) and tensor.is_leaf and (tensor.requires_grad or isinstance(tensor, torch.nn.Parameter)):
+            text = [f"{guard.name} has the class, type, shape, strides and device of {type(tensor).__name__}"]
+            builder.get_guard_manager(guard).add_lambda_guard(_Alike(tensor), text, guard.user_stack)
+            return
+    except (AttributeError, TypeError):
+        pass  # a torch where these have other names or arguments: the code is compiled anew until step() waits
+    create(builder, guard)
+
+
+_match_own_class.__name__ = _TENSOR_MATCH  # by this name torch's filters of such checks know it
+
+
+class _Alike:
+    """Checks whether a tensor is like the given one in all that code is compiled for."""
+
+    __slots__ = ("_kind", "_looks")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        kind: type = type(tensor)
+        self._kind = _own(kind)
+        self._looks = _looks(tensor)
+
+    def __call__(self, tensor: Any) -> bool:
+        kind: type = type(tensor)
+        if kind is self._kind:
+            return _looks(tensor) == self._looks
+        if _own(kind) is not self._kind:
+            return False
+        with unguarded():
+            return _looks(tensor) == self._looks
+
+
+def _looks(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.dtype, tensor.shape, tensor.stride(), tensor.requires_grad, tensor.device, tensor.layout
+
+
+@cache
+def _own(kind: type) -> type:
+    """The class of a tensor whose class is ``kind`` now, once nothing is outstanding."""
+    own: type = kind.__mro__[2] if issubclass(kind, (Guarded, NoGradient)) else kind
+    return own
