@@ -15,6 +15,7 @@ import pytest
 
 from commsched.core.interfaces import Completion, ForwardingTransport, Transport
 from commsched.core.manifest import Manifest, TensorSpec
+from commsched.core.norms import NormsOf
 from commsched.core.plan import cut
 from commsched.core.task import CommTask
 from commsched.session.local import local_sessions
@@ -129,6 +130,57 @@ def test_sums_that_wait_go_to_the_network_in_the_order_of_their_tasks() -> None:
         networks[0].go.set()
         started = networks[0].wait_started(3, 30)
     assert [task.partition.index for task in started] == [0, 2, 1]
+
+
+class Measuring(RecordingTransport):
+    """A network that tells norms, in one row."""
+
+    def norm_rows(self, manifest: Manifest) -> int:
+        return 1
+
+
+def test_rows_of_norms_follow_the_sums_that_they_are_about() -> None:
+    networks: dict[int, Measuring] = {}
+
+    def open_network(context: TransportContext) -> Transport:
+        return networks.setdefault(context.world.rank, Measuring(context.world.rank, context.world.world_size))
+
+    manifest = one("float32", 30)
+    rows = Manifest((TensorSpec("row", (3,), "float64"),), norms=NormsOf(0, 0, (2.0,)))
+    with opened(lambda rank: rank, 2, lambda: open_network) as transports:
+        leader, network = transports[0], networks[0]
+        assert (leader.norm_rows(manifest), leader.norm_rows(one("bfloat16", 30))) == (1, 0)
+        leader.add_group(0, manifest)
+        leader.add_group(1, rows)
+        for step in range(2):
+            tasks = [CommTask(0, step, at, memoryview(bytearray(at.nbytes))) for at in cut(manifest, 40).partitions]
+            for task in tasks:
+                leader.start(task, Waiting(0))
+            [at] = cut(rows, 40).partitions
+            row = CommTask(1, step, at, memoryview(bytearray(at.nbytes)))
+            leader.start(row, Waiting(0))
+            *sums, last = network.wait_started(4 * step + 3)[4 * step :]
+            for task in (*sums, last):
+                assert task.group == 0
+            for task in sums:
+                network.sent(task)
+            assert len(network.started) == 4 * step + 3
+            network.sent(last)
+            assert network.wait_started(4 * step + 4)[-1].group == 1
+            for task in network.started[4 * step :]:
+                network.done(task)
+
+
+def test_a_network_without_norms_and_a_host_alone_have_none() -> None:
+    for host_of, size in ((lambda rank: rank, 2), (lambda rank: 0, 2)):
+        with opened(host_of, size, lambda: lambda context: RecordingTransport(context.world.rank, 2)) as transports:
+            assert [transport.norm_rows(one("float32", 3)) for transport in transports] == [0, 0]
+
+
+def test_members_tell_the_norms_that_their_leader_tells() -> None:
+    with opened(three_and_the_rest, 5) as transports:
+        assert {transport.norm_rows(one("float32", 3)) for transport in transports} == {1}
+        assert {transport.norm_rows(one("float16", 3)) for transport in transports} == {0}
 
 
 def shared_memories() -> int:
