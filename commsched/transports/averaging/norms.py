@@ -7,6 +7,7 @@ import threading
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,10 +15,11 @@ from numpy.typing import NDArray
 from ...core.errors import ProtocolError
 from ...core.manifest import ITEMSIZE, Manifest
 from ...core.norms import ROW_DTYPE
-from .reduce import Bytes, blocks_of_float64
+from .reduce import Bytes, widen
 
-#: Elements that are widened to 64 bits at a time. Few large calls take the interpreter's lock more seldom than many small ones.
-_BLOCK = 1 << 16
+#: Elements that are widened to 64 bits at a time. Many small calls would take longer, and after each of them a thread may have to
+#: wait for the interpreter's lock.
+_BLOCK = 1 << 18
 
 #: Elements of one dot product. Longer ones make OpenBLAS start threads, which spin beside the training.
 _DOT = 1 << 13
@@ -69,6 +71,7 @@ class NormSums:
             if tensor.nbytes > 0:
                 start = manifest.offset(index)
                 self._places.setdefault(tensor.dtype, []).append((start, start + tensor.nbytes, index))
+        self._scratches: list[Scratch] = []  # those that no thread uses now
         self._lock = threading.Lock()
         self._parts: dict[int, list[_Part]] = {}  # by step
 
@@ -78,20 +81,21 @@ class NormSums:
 
     def add(self, step: int, dtype: str, start: int, data: Bytes) -> None:
         """Add ``data``, the averages of ``step`` from byte ``start`` of the buffer of ``dtype`` on."""
-        if step < self._norms.first_step:
-            return
-        part = _Part(dtype, start, list(self._sums(dtype, start, data)))
         with self._lock:
+            scratch = self._scratches.pop() if self._scratches else Scratch()
+        part = _Part(dtype, start, list(self._sums(dtype, start, data, scratch)))
+        with self._lock:
+            self._scratches.append(scratch)
             self._parts.setdefault(step, []).append(part)
 
-    def _sums(self, dtype: str, start: int, data: Bytes) -> Iterator[_TensorSums]:
+    def _sums(self, dtype: str, start: int, data: Bytes, scratch: Scratch) -> Iterator[_TensorSums]:
         places, view = self._places[dtype], memoryview(data)
         stop = start + len(view)
         for first, end, tensor in places[bisect_right(places, start, key=lambda place: place[0]) - 1 :]:
             if first >= stop:
                 return
             part = view[max(first, start) - start : min(end, stop) - start]
-            yield _TensorSums(tensor, len(part) // ITEMSIZE[dtype], power_sums(part, dtype, self._norms.orders))
+            yield _TensorSums(tensor, len(part) // ITEMSIZE[dtype], power_sums(part, dtype, self._norms.orders, scratch))
 
     def take_row(self, step: int) -> NDArray[np.float64]:
         """Return the row of ``step``, in which nothing is missing that was added before. The sums of that step and of earlier
@@ -111,7 +115,15 @@ class NormSums:
         return np.array(row)
 
 
-def power_sums(data: Bytes, dtype: str, orders: Sequence[float]) -> list[float]:
+class Scratch:
+    """Memory for the sums of one thread at a time. What is not used of it takes no memory."""
+
+    def __init__(self) -> None:
+        self.single = np.empty(_BLOCK, np.float32)
+        self.wide, self.absolute = np.empty((2, _BLOCK), np.float64)
+
+
+def power_sums(data: Bytes, dtype: str, orders: Sequence[float], scratch: Scratch) -> list[float]:
     """For each of ``orders``, the sum of ``|x| ** order`` over the elements of ``data``, or the largest ``|x|`` if the order is
     infinite. NaN if an element is NaN.
 
@@ -120,18 +132,39 @@ def power_sums(data: Bytes, dtype: str, orders: Sequence[float]) -> list[float]:
     """
     sums = [0.0] * len(orders)
     with np.errstate(all="ignore"):  # infinities and NaN are results here, as in ``reduce.average``
-        for block in blocks_of_float64(data, dtype, _BLOCK):
-            absolute = None  # made for other orders than 2
+        for block in _blocks(memoryview(data), dtype, scratch):
+            wide = absolute = None
             for place, order in enumerate(orders):
-                if order == 2:
-                    sums[place] += _squares(block)
-                    continue
-                absolute = np.abs(block) if absolute is None else absolute
                 if math.isinf(order):
-                    sums[place] = larger(sums[place], float(absolute.max()))
-                else:
-                    sums[place] += float(np.add.reduce(absolute if order == 1 else np.power(absolute, order)))
+                    sums[place] = larger(sums[place], larger(float(block.max()), -float(block.min())))
+                    continue
+                wide = _widened(block, scratch) if wide is None else wide
+                if order == 2:
+                    sums[place] += _squares(wide)
+                    continue
+                absolute = np.abs(wide, out=scratch.absolute[: wide.size]) if absolute is None else absolute
+                sums[place] += float(np.add.reduce(absolute if order == 1 else np.power(absolute, order)))
     return sums
+
+
+def _blocks(data: memoryview, dtype: str, scratch: Scratch) -> Iterator[NDArray[Any]]:
+    """The elements of ``data`` in blocks of 32 or 64 bits. A block is valid until the next one."""
+    for start in range(0, len(data), _BLOCK * ITEMSIZE[dtype]):
+        part = data[start : start + _BLOCK * ITEMSIZE[dtype]]
+        if dtype in ("float32", "float64"):
+            yield np.frombuffer(part, dtype)
+            continue
+        single = scratch.single[: len(part) // ITEMSIZE[dtype]]
+        widen(part, dtype, single.data)
+        yield single
+
+
+def _widened(block: NDArray[Any], scratch: Scratch) -> NDArray[np.float64]:
+    if block.dtype == np.float64:
+        return block
+    wide = scratch.wide[: block.size]
+    np.copyto(wide, block)
+    return wide
 
 
 def _squares(block: NDArray[np.float64]) -> float:

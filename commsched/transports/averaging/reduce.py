@@ -68,24 +68,6 @@ def narrow(data: Bytes, dtype: str, out: Bytes) -> None:
             half.narrow(source[block], target[block])
 
 
-def blocks_of_float64(data: Bytes, dtype: str, size: int) -> Iterator[NDArray[np.float64]]:
-    """Yield the elements of ``data``, at most ``size`` at a time, as float64. A block is valid until the next one."""
-    half = _HALVES.get(dtype)
-    source = _array(data, half.storage if half is not None else dtype)
-    if dtype == "float64":
-        yield from (source[start : start + size] for start in range(0, source.size, size))
-        return
-    target = np.empty(min(size, source.size), np.float64)
-    between = np.empty(target.size if half is not None else 0, np.float32)
-    for start in range(0, source.size, size):
-        part = source[start : start + size]
-        if half is not None:
-            half.widen(part, between[: part.size])
-            part = between[: part.size]
-        np.copyto(target[: part.size], part)
-        yield target[: part.size]
-
-
 def _array(data: Bytes, dtype: str) -> NDArray[Any]:
     return np.frombuffer(data, dtype=dtype)
 
