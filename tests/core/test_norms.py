@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import Any
 
 import pytest
 
@@ -12,6 +14,7 @@ from commsched.core.errors import ManifestMismatch, ProtocolError
 from commsched.core.group import TensorGroup
 from commsched.core.manifest import Manifest, TensorSpec, require_equal
 from commsched.core.norms import ROW_DTYPE, NormsOf, require_orders
+from commsched.core.order.agreed import AgreedOrder
 from commsched.core.plan import cut, place
 from commsched.core.scheduler import SchedulerConfig
 from commsched.core.stalls import StepOfGroup
@@ -26,17 +29,28 @@ MANIFEST = Manifest(
 AMPLE = SchedulerConfig(partition_bytes=20, credit_bytes=1000)
 
 
+class Silent:
+    """A messenger whose messages reach nobody."""
+
+    def send_to_rank_0(self, topic: str, value: Any) -> None: ...
+
+    def announce(self, topic: str, value: Any) -> None: ...
+
+    def propose(self, config: dict[str, Any]) -> None: ...
+
+
 class World:
     """A Core, with a group whose norms come in two rows."""
 
-    def __init__(self, splits: bool, manifest: Manifest = MANIFEST) -> None:
-        self.transport = RecordingTransport()
+    def __init__(self, splits: bool, ordered: bool = False) -> None:
+        self.transport = RecordingTransport(ordered=ordered, channels=1 + ordered)
         if not splits:
             self.transport.verbs = frozenset({ALL_REDUCE})
         self.failures: list[Exception] = []
-        self.core = Core(self.transport, AMPLE, on_failure=self.failures.append)
+        messenger = Silent() if ordered else None
+        self.core = Core(self.transport, AMPLE, on_failure=self.failures.append, messenger=messenger)
         self.waits = watch_waits(self.core)
-        self.group = self.add(manifest)
+        self.group = self.add(MANIFEST)
         self.seen = 0
 
     def add(self, manifest: Manifest) -> TensorGroup:
@@ -68,7 +82,7 @@ class World:
         group.notify_all_ready(range(len(group.manifest.tensors)))
         return self.started(len(group.tasks))
 
-    def waiting(self, fn: Callable[[], object]):
+    def waiting(self, fn: Callable[[], object]) -> Future[object]:
         future = in_thread(fn)
         assert self.waits.acquire(timeout=10), "it did not wait"
         return future
@@ -150,6 +164,7 @@ def test_a_step_begins_when_the_norms_of_the_last_are_there(world: World) -> Non
     world.done([task for task in rest if task.group == 0])
     assert all(proxy.is_open for proxy in world.group.proxies)
     waiting = world.waiting(world.group.begin_step)
+    assert world.core._waits[0]() == ("to begin step 1", StepOfGroup(0, 0, -1))
     world.done(rows)
     assert waiting.result(10) == 1
 
@@ -265,6 +280,16 @@ def test_a_wait_for_norms_is_about_the_averages(world: World) -> None:
     assert wait == ("for the norms of the averages of step 0", StepOfGroup(0, 0, -1))
     world.group.notify_ready(0)
     assert world.core._progress_of(wait.place).names == ["back"]
+
+
+def test_rows_are_never_the_largest_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The largest group has a channel for launches that are decided ahead, and for a static order."""
+    added: list[tuple[int, int]] = []
+    monkeypatch.setattr(AgreedOrder, "add_group", lambda self, group, nbytes: added.append((group, nbytes)))
+    world = World(splits=True, ordered=True)
+    world.add_norms()
+    assert added == [(0, MANIFEST.nbytes), (1, 0)]
+    world.core.close()
 
 
 def test_a_row_goes_to_the_server_that_makes_it() -> None:

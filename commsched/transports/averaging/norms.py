@@ -17,8 +17,8 @@ from ...core.manifest import ITEMSIZE, Manifest
 from ...core.norms import ROW_DTYPE
 from .reduce import Bytes, widen
 
-#: Elements that are widened to 64 bits at a time. Many small calls would take longer, and after each of them a thread may have to
-#: wait for the interpreter's lock.
+#: Elements that are widened to 64 bits at a time. Many small calls would take longer, and after each of them a thread may have
+#: to wait for the interpreter's lock.
 _BLOCK = 1 << 18
 
 #: Elements of one dot product. Longer ones make OpenBLAS start threads, which spin beside the training.
