@@ -7,11 +7,11 @@ Everything else of Accelerate stays: its process group (for ``gather`` and the l
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 try:
     import accelerate
@@ -21,37 +21,42 @@ except ModuleNotFoundError as error:
     ) from error
 
 import torch
+from accelerate.data_loader import DataLoaderDispatcher
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import DDPCommunicationHookType, DistributedType
-from torch.utils.weak import WeakTensorKeyDictionary
 
 import commsched
 
 from ..core.errors import ConfigError, UnsupportedError
-from .torch import ScheduledOptimizer
-from .torch.initial_state import broadcast_model, parameters_of
+from .torch import Join, ScheduledOptimizer
+from .torch.initial_state import parameters_of
 
 __all__ = ["Accelerator"]
 
 #: The ScheduledOptimizers made by this module that still average their gradients.
 _attached: WeakSet[ScheduledOptimizer] = WeakSet()
 
-#: Parameters of prepared models that no attached optimizer has, each with the handle of the hook that refuses its gradient.
-_unaveraged = WeakTensorKeyDictionary()
+#: Those that average gradients of prepared models which are in no prepared optimizer.
+_averagers: WeakSet[ScheduledOptimizer] = WeakSet()
+
+#: The Accelerator that has prepared each optimizer.
+_owners: WeakKeyDictionary[AcceleratedOptimizer, ref[Accelerator]] = WeakKeyDictionary()
+
+_DATA_PARALLEL = (DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 
 
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate has no types
     """As ``accelerate.Accelerator``, but models are not wrapped, and a prepared optimizer contains a ScheduledOptimizer.
 
     An optimizer's gradients are averaged once all models whose parameters it has are prepared, too, in any order and in any
-    number of calls. These models then hold rank 0's parameters and buffers. With one rank, or with ``COMMSCHED_DISABLE=1``,
-    everything is as in Accelerate, DistributedDataParallel included. Make one on every rank, because it joins the job.
+    number of calls, and so are gradients of prepared models that no prepared optimizer has. These models then hold rank 0's
+    parameters and buffers. With one rank, or with ``COMMSCHED_DISABLE=1``, everything is as in Accelerate,
+    DistributedDataParallel included. Make one on every rank, because it joins the job.
 
     Raises:
         UnsupportedError: Accelerate was launched or configured for something other than plain data parallelism; the message
-            names it. It is also raised later: by ``backward`` if no prepared optimizer has a parameter of a prepared model, and
-            by ``step`` of an optimizer whose model was not prepared.
+            names it. It is also raised later, by ``step`` of an optimizer whose model was not prepared.
         CommschedError: ``commsched.init()`` or ScheduledOptimizer failed.
     """
 
@@ -74,6 +79,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
     def _join(self) -> None:
         self._session: commsched.Session | None = None  # None: everything is as in Accelerate
         self._trained: list[torch.nn.Module] = []  # models prepared for training, as prepare_model() returned them
+        self._averagers: list[tuple[ScheduledOptimizer, torch.nn.Module]] = []  # each with its model, as prepared
         self._preparing = False
         session = commsched.init(device=str(self.device) if self.device.type == "cuda" else "cpu")
         if session.world_size == 1:
@@ -92,6 +98,15 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
     def is_scheduled(self) -> bool:
         """Whether there are several ranks, so that gradients are averaged by commsched."""
         return self._session is not None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy or a pickle has nothing to average: it joins the job again, and models must be prepared again."""
+        ours = ("_session", "_trained", "_averagers", "_preparing")
+        return {name: value for name, value in self.__dict__.items() if name not in ours}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._join()
 
     # --- preparing ---
 
@@ -126,6 +141,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
             raise UnsupportedError(
                 f"{type(prepared.optimizer).__name__} updates within backward, before gradients are averaged"
             )
+        _owners[prepared] = ref(self)
         prepared.__class__ = _PreparedOptimizer  # changed in place: it only adds a check, and may have been prepared before
         self._schedule()
         return prepared
@@ -140,7 +156,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
         return prepared
 
     def _schedule(self) -> None:
-        """Schedule each optimizer whose models are all prepared, and refuse gradients that no optimizer averages."""
+        """Schedule each optimizer whose models are all prepared, and average the gradients that no optimizer averages."""
         if self._session is None or self._preparing:
             return
         places = {id(parameter): model for model in self._trained for parameter in model.parameters()}
@@ -152,38 +168,36 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
             if all(id(parameter) in places for parameter in trained):
                 inside = {id(places[id(parameter)]) for parameter in trained}
                 self._attach(optimizer, [model for model in self._trained if id(model) in inside])
-                _allow_gradients(parameters)
+        self._averagers = [pair for pair in self._averagers if pair[0] in _averagers]
         for model in self._trained:
-            self._refuse_unaveraged(model)
+            self._average(model)
 
     def _attach(self, optimizer: _PreparedOptimizer, models: list[torch.nn.Module]) -> None:
         plain = optimizer.optimizer
         if isinstance(plain, ScheduledOptimizer):  # from an earlier training, and detached
             plain = plain.optimizer
-        own = {id(parameter) for parameter in parameters_of(plain)}
-        for other in list(_attached):
-            if any(id(parameter) in own for parameter in parameters_of(other)):
-                _detach(other)
+        _detach_all_with(parameters_of(plain), [*_attached, *_averagers])
         scheduled = ScheduledOptimizer(plain, models[0] if len(models) == 1 else torch.nn.ModuleList(models))
         _attached.add(scheduled)
         optimizer.__setstate__({"optimizer": scheduled})  # also takes over the scaler, if there is one
         optimizer.models = [self.unwrap_model(model, keep_torch_compile=False) for model in models]
 
-    def _refuse_unaveraged(self, model: torch.nn.Module) -> None:
-        """Refuse gradients of ``model`` that no optimizer averages. If it has parameters for such gradients, it gets rank 0's
-        values, as Accelerate's wrapper would give it."""
-        assert self._session is not None
-        averaged = {id(parameter) for optimizer in _attached for parameter in parameters_of(optimizer)}
-        unaveraged = [
-            (name, parameter)
-            for name, parameter in model.named_parameters()
-            if parameter.requires_grad and id(parameter) not in averaged and parameter not in _unaveraged
-        ]
-        if unaveraged:
-            broadcast_model(self._session, model, {})
-        for name, parameter in unaveraged:
-            refuse = partial(_refuse_gradient, name, type(model).__name__)
-            _unaveraged[parameter] = parameter.register_post_accumulate_grad_hook(refuse)
+    def _average(self, model: torch.nn.Module) -> None:
+        """Average the gradients of ``model`` that no prepared optimizer averages, as Accelerate's wrapper would. They stay in
+        ``.grad``, for code that prepares no optimizer."""
+        averaged = {id(parameter) for optimizer in [*_attached, *_averagers] for parameter in parameters_of(optimizer)}
+        own = [each for each in model.parameters() if each.requires_grad and id(each) not in averaged]
+        if own:
+            averager = ScheduledOptimizer(torch.optim.SGD(own), model)  # whose step() is never called
+            _averagers.add(averager)
+            self._averagers.append((averager, model))
+
+    def _scheduled(self, model: torch.nn.Module) -> list[ScheduledOptimizer]:
+        """What averages gradients of the prepared ``model``."""
+        model = self.unwrap_model(model, keep_torch_compile=False)
+        pairs = [(each.optimizer, own) for each in self._optimizers if each.optimizer in _attached for own in each.models]
+        pairs += [(each, self.unwrap_model(own, keep_torch_compile=False)) for each, own in self._averagers]
+        return [each for each, own in pairs if own is model and (each in _attached or each in _averagers)]
 
     # --- training ---
 
@@ -195,29 +209,46 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
             if self._session is None:
                 stack.enter_context(super().no_sync(model))
             else:
-                model = self.unwrap_model(model, keep_torch_compile=False)
-                for optimizer in self._optimizers:
-                    if optimizer.optimizer in _attached and any(model is own for own in optimizer.models):
-                        stack.enter_context(optimizer.optimizer.no_sync())
+                for optimizer in self._scheduled(model):
+                    stack.enter_context(optimizer.no_sync())
             yield
 
-    def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Any:
-        """As in Accelerate, with one rank.
+    @contextmanager
+    def join_uneven_inputs(self, joinables: Sequence[Any], even_batches: bool | None = None) -> Iterator[None]:
+        """As in Accelerate, on CPUs too. ``joinables`` are prepared models and optimizers; a model stands for all its
+        optimizers. Ranks that run out of batches first take over the states of the prepared schedulers and of the scaler. See
+        :class:`commsched.plugins.torch.Join`.
 
         Raises:
-            UnsupportedError: there are several ranks. Ranks with more batches would wait for the others.
+            UnsupportedError: something in ``joinables`` is not prepared.
+            CommschedError: see :class:`commsched.plugins.torch.Join`.
         """
-        if self._session is not None:
-            raise UnsupportedError("join_uneven_inputs: every rank must take the same number of steps; use even_batches=True")
-        return super().join_uneven_inputs(joinables, even_batches)
+        with ExitStack() as stack:
+            if self._session is None or self.distributed_type not in _DATA_PARALLEL:
+                stack.enter_context(super().join_uneven_inputs(joinables, even_batches))
+            else:
+                evens = self.even_batches if even_batches is None else even_batches
+                if even_batches is not None:
+                    stack.enter_context(_overridden(self._dataloaders, even_batches))
+                joined = dict.fromkeys(optimizer for each in joinables for optimizer in self._joined(each))
+                states = [*self._schedulers, *([] if self.scaler is None else [self.scaler])]
+                stack.enter_context(Join(list(joined), enable=not evens, states=states))
+            yield
+
+    def _joined(self, joinable: Any) -> list[ScheduledOptimizer]:
+        scheduled = [joinable.optimizer] if isinstance(joinable, AcceleratedOptimizer) else self._scheduled(joinable)
+        if not scheduled or any(each not in _attached and each not in _averagers for each in scheduled):
+            raise UnsupportedError(f"join_uneven_inputs: a {type(joinable).__name__} among the joinables is not prepared")
+        return scheduled
 
     def free_memory(self, *objects: Any) -> Any:
         """As in Accelerate. Optimizers must be prepared again before they can be used."""
         for optimizer in self._optimizers:
             if optimizer.optimizer in _attached:
                 _detach(optimizer.optimizer)
-        _allow_gradients(parameter for model in self._trained for parameter in model.parameters())
-        self._trained = []
+        for averager, _ in self._averagers:
+            _detach(averager)
+        self._trained, self._averagers = [], []
         return super().free_memory(*objects)
 
 
@@ -225,6 +256,17 @@ class _PreparedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
     """Refuses to step while its gradients are not averaged."""
 
     models: Sequence[torch.nn.Module] = ()  # the models, unwrapped, whose gradients it averages
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        given: Any = param_group["params"]
+        if not isinstance(given, torch.Tensor):
+            given = param_group["params"] = list(given)  # as torch does it; it may be an iterator
+        added = [given] if isinstance(given, torch.Tensor) else [each[1] if type(each) is tuple else each for each in given]
+        _detach_all_with(added, _averagers)
+        super().add_param_group(param_group)
+        owner = _owners[self]()
+        if owner is not None:
+            owner._schedule()
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:
         if self.optimizer in _attached:
@@ -244,28 +286,40 @@ class _PreparedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
 def _detach(optimizer: ScheduledOptimizer) -> None:
     optimizer.detach()
     _attached.discard(optimizer)
+    _averagers.discard(optimizer)
 
 
-def _allow_gradients(parameters: Iterable[torch.nn.Parameter]) -> None:
-    for parameter in parameters:
-        if parameter in _unaveraged:
-            _unaveraged.pop(parameter).remove()
+def _detach_all_with(parameters: Iterable[torch.Tensor], optimizers: Iterable[ScheduledOptimizer]) -> None:
+    own = {id(parameter) for parameter in parameters}
+    for other in list(optimizers):
+        if any(id(parameter) in own for parameter in parameters_of(other)):
+            _detach(other)
 
 
-def _refuse_gradient(name: str, model: str, parameter: torch.Tensor) -> None:
-    if any(parameter is own for optimizer in _attached for own in parameters_of(optimizer)):
-        return  # add_param_group() has added the parameter since
-    raise UnsupportedError(
-        f"parameter '{name}' of the prepared {model} has a gradient, but no prepared optimizer has the parameter, so it would "
-        "not be averaged; prepare the optimizer too, or freeze the parameter with requires_grad_(False)"
-    )
+@contextmanager
+def _overridden(loaders: Sequence[Any], even_batches: bool) -> Iterator[None]:
+    """Let ``loaders`` give all ranks the same number of batches, or not, within the context."""
+    samplers = [loader.batch_sampler for loader in loaders if not isinstance(loader, DataLoaderDispatcher)]
+    if len(samplers) < len(loaders):
+        warnings.warn(
+            "Overriding even_batches is only supported for map-style datasets, yet some dataloaders given were iterable",
+            stacklevel=4,
+        )
+    before = [sampler.even_batches for sampler in samplers]
+    for sampler in samplers:
+        sampler.even_batches = even_batches
+    try:
+        yield
+    finally:
+        for sampler, value in zip(samplers, before):
+            sampler.even_batches = value
 
 
 def _require_data_parallel(accelerator: accelerate.Accelerator) -> None:
     """Require plain data parallelism on CPUs or CUDA devices. Raises UnsupportedError if Accelerate is configured for something
     else."""
     kind = accelerator.distributed_type
-    if kind not in (DistributedType.MULTI_CPU, DistributedType.MULTI_GPU):
+    if kind not in _DATA_PARALLEL:
         raise UnsupportedError(
             f"Accelerate is set to {kind.value}; only plain data parallelism, on CPUs or CUDA devices, is scheduled"
         )

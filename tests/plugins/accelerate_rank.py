@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import accelerate
@@ -285,6 +286,57 @@ def resumed(make: MakeAccelerator) -> Values:
     }
 
 
+def without_a_prepared_optimizer(make: MakeAccelerator) -> Values:
+    """Gradients are averaged even so, and stay in ``.grad``: of a whole model, then of a part of it."""
+    accelerator = make(cpu=True)
+    model, batches = accelerator.prepare(network(), loader(6))
+    optimizer = sgd(model)
+    norms = []
+    for number, (inputs, labels) in enumerate(batches):
+        with accelerator.no_sync(model) if number % 3 == 1 else nullcontext():
+            accelerator.backward(nn.functional.mse_loss(model(inputs), labels))
+        if number % 3 != 1:
+            norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+            optimizer.step()
+            optimizer.zero_grad()
+    return {**weights(accelerator.unwrap_model(model)), "norms": torch.stack(norms)}
+
+
+def a_part_without_a_prepared_optimizer(make: MakeAccelerator) -> Values:
+    accelerator = make(cpu=True)
+    plain = network()
+    head = sgd(plain[4])  # type: ignore[index]
+    rest = sgd(plain[:4])  # type: ignore[index]
+    model, head, batches = accelerator.prepare(plain, head, loader(4))
+    for number, (inputs, labels) in enumerate(batches):
+        accelerator.backward(nn.functional.mse_loss(model(inputs), labels))
+        for optimizer in (head, rest):
+            optimizer.step()
+            optimizer.zero_grad()
+        if number == 1:
+            rest.param_groups.clear()
+            head.add_param_group({"params": list(plain[:4].parameters()), "lr": 0.05})  # type: ignore[index]
+    return weights(accelerator.unwrap_model(model))
+
+
+def uneven_inputs(make: MakeAccelerator) -> Values:
+    """Nine batches of two processes. Accelerate joins no inputs on CPUs, so theirs are the join of DistributedDataParallel."""
+    accelerator = make(cpu=True)
+    model = network()
+    numbers = torch.Generator().manual_seed(1)
+    data = TensorDataset(torch.randn(9 * 4, 6, generator=numbers), torch.randn(9 * 4, 6, generator=numbers))
+    model, optimizer, batches = accelerator.prepare(model, sgd(model), DataLoader(data, batch_size=4))
+    for _ in range(2):
+        is_theirs = isinstance(model, nn.parallel.DistributedDataParallel)
+        batches.batch_sampler.even_batches = not is_theirs
+        with model.join() if is_theirs else accelerator.join_uneven_inputs([model], even_batches=False):
+            count = sum(1 for batch in batches if step(accelerator, model, optimizer, batch) is not None)
+        assert count == 5 - rank(), count
+        assert batches.batch_sampler.even_batches is not is_theirs
+        optimizer.optimizer.state.clear()  # DistributedDataParallel leaves momenta different
+    return weights(accelerator.unwrap_model(model))
+
+
 def trained_twice(make: MakeAccelerator) -> Values:
     """With an optimizer that goes on, then with a new one and another accelerator; and a copy that is not trained."""
     accelerator = make(cpu=True)
@@ -323,6 +375,9 @@ CASES = {
         autocast,
         resumed,
         trained_twice,
+        without_a_prepared_optimizer,
+        a_part_without_a_prepared_optimizer,
+        uneven_inputs,
         compiled,  # the last: once something is compiled, updates of all optimizers wait for their averages
     )
 }
@@ -347,17 +402,11 @@ def refusals() -> dict[str, str]:
     said["an optimizer without its model"] = refused(alone.step)
 
     model = accelerator.prepare(network())
-    said["a model without its optimizer"] = refused(lambda: accelerator.backward(model(torch.ones(2, 6)).sum()))
     head = accelerator.prepare(sgd(model[4]))
-    said["a part of a model without optimizer"] = refused(lambda: accelerator.backward(model(torch.ones(2, 6)).sum()))
-    model[:4].requires_grad_(False)
-    model.zero_grad()
-    said["what is frozen"] = refused(lambda: accelerator.backward(model(torch.ones(2, 6)).sum()))
-    head.step()
-
     accelerator.prepare(torch.optim.SGD(model[4].parameters(), 0.1))
     said["an optimizer that another one has replaced"] = refused(head.step)
-    said["uneven inputs"] = refused(lambda: accelerator.join_uneven_inputs([model]))
+    stranger = accelerator.join_uneven_inputs([network()], even_batches=False)
+    said["uneven inputs of a model that is not prepared"] = refused(stranger.__enter__)
     accelerator.free_memory()
     of_the_user = ScheduledOptimizer(sgd(model), model)
     said["an optimizer that is scheduled already"] = refused(lambda: accelerator.prepare(of_the_user))

@@ -28,6 +28,9 @@ CASES = (
     "autocast",
     "resumed",
     "trained_twice",
+    "without_a_prepared_optimizer",
+    "a_part_without_a_prepared_optimizer",
+    "uneven_inputs",
     "compiled",
     "disabled",
 )
@@ -88,20 +91,15 @@ def test_there_is_no_other_case(results: list[dict[str, Any]]) -> None:
             "averaged; give prepare() the model too",
         ),
         (
-            "a model without its optimizer",
-            "UnsupportedError: parameter '4.bias' of the prepared Sequential has a gradient, but no prepared optimizer has the "
-            "parameter, so it would not be averaged; prepare the optimizer too, or freeze the parameter with "
-            "requires_grad_(False)",
-        ),
-        ("a part of a model without optimizer", "UnsupportedError: parameter '2.bias' of the prepared Sequential has"),
-        ("what is frozen", "nothing was refused"),
-        (
             "an optimizer that another one has replaced",
             "UnsupportedError: this optimizer does not average gradients any more, since free_memory() was called or another "
             "one with the same parameters was prepared; prepare it again",
         ),
         ("an optimizer that is scheduled already", "ConfigError: give prepare() your own optimizer: it makes a Scheduled"),
-        ("uneven inputs", "UnsupportedError: join_uneven_inputs: every rank must take the same number of steps"),
+        (
+            "uneven inputs of a model that is not prepared",
+            "UnsupportedError: join_uneven_inputs: a Sequential among the joinables is not prepared",
+        ),
         ("a communication hook", "UnsupportedError: DistributedDataParallelKwargs(comm_hook='bf16') is a hook of Distrib"),
         ("another class", "UnsupportedError: the accelerator is a Special, not accelerate.Accelerator"),
         ("FSDP", "UnsupportedError: Accelerate is set to FSDP; only plain data parallelism, on CPUs or CUDA devices, is"),
@@ -111,6 +109,21 @@ def test_there_is_no_other_case(results: list[dict[str, Any]]) -> None:
 def test_what_cannot_be_is_refused_by_name(results: list[dict[str, Any]], what: str, message: str) -> None:
     for rank in range(2):
         assert results[rank]["refusals"][what].startswith(message), results[rank]["refusals"][what]
+
+
+@pytest.mark.parametrize("name", ["test_script", "test_sync", "test_distributed_data_loop"])
+def test_the_scripts_of_its_own_tests_pass(name: str) -> None:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*launcher, "-m", "tests.plugins.accelerate_scripts_rank", name],
+        env=clean_environ(GLOO_SOCKET_IFNAME="lo", CUDA_VISIBLE_DEVICES="", ACCELERATE_USE_CPU="true"),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=170,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert all(f"rank {rank} of 2 has run {name}" in done.stdout for rank in range(2)), done.stdout
 
 
 def test_a_missing_package_is_named_with_how_to_install_it(tmp_path: Path) -> None:

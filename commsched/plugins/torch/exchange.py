@@ -371,7 +371,7 @@ class GradientExchange:
             require_joined(self._session)
         elif not self._is_announced:
             self._announce_round()
-        self._is_announced = False
+        self._is_announced, self._average_in_sum = False, None
         self._own_sums.forget()
         self._round.begin()
         if first is not None:

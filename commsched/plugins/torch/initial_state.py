@@ -57,33 +57,34 @@ def _text(described: list[Any] | None) -> str:
     return "nothing more" if described is None else f"{described[0]} {described[2]}{described[1]}"
 
 
-def broadcast_optimizer(session: commsched.Session, optimizer: torch.optim.Optimizer, root: int = 0) -> None:
-    """Broadcast the state and hyper-parameters of ``root``'s optimizer. When optimizers are made that is rank 0, which may
-    have read a checkpoint that no other rank has. Collective. Raises ManifestMismatch if the ranks' optimizers have different
-    groups, and UnsupportedError if a rank's state holds an object that cannot be broadcast."""
+def broadcast_optimizer(session: commsched.Session, optimizer: torch.optim.Optimizer, root: int | None = None) -> None:
+    """Broadcast the state and hyper-parameters of ``root``'s optimizer. ``None`` means rank 0's, which may come from a
+    checkpoint that no other rank has read; a warning names hyper-parameters that differ. Collective. Raises ManifestMismatch if
+    the ranks' optimizers have different groups, and UnsupportedError if a rank's state holds an object that cannot be
+    broadcast."""
     records = session.gather({"groups": _options(optimizer), "state": _describe_state(optimizer)})
     sizes = [str([group["parameters"] for group in record["groups"]]) for record in records]
     require_same(sizes, lambda different: f"the optimizer's groups hold these numbers of parameters: {different.text()}")
+    says, root = root is None, root or 0
     ours, theirs = records[session.rank]["groups"], records[root]["groups"]
     if ours != theirs:  # both have travelled as JSON, which has no tuples
-        replaced = _differences(ours, theirs, root)
-        log.warning(
-            "rank %d: the optimizer's hyper-parameters are replaced by those of rank %d: %s", session.rank, root, replaced
-        )
+        if says:
+            replaced = _differences(ours, theirs)
+            log.warning("rank %d: the optimizer's hyper-parameters are replaced by those of rank 0: %s", session.rank, replaced)
         for group, options in zip(optimizer.param_groups, theirs):
             group.update({key: _like(group.get(key), value) for key, value in options["options"].items()})
     state = _adopt_state(optimizer, records[root]["state"], session.rank == root)
     _broadcast(session, "optimizer state", state, root)
 
 
-def _differences(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], root: int) -> str:
+def _differences(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> str:
     """Describe the first few options that differ."""
     texts = []
     for index, (here, there) in enumerate(zip(ours, theirs)):
         before, after = here["options"], there["options"]
         for key in dict.fromkeys([*after, *before]):  # keeps the order of the options
             if key not in after:
-                texts.append(f"param_groups[{index}]['{key}'], which rank {root} does not have, stays {before[key]}")
+                texts.append(f"param_groups[{index}]['{key}'], which rank 0 does not have, stays {before[key]}")
             elif key not in before or before[key] != after[key]:
                 texts.append(f"param_groups[{index}]['{key}'] {before.get(key, 'not set')} by {after[key]}")
     more = f", and {len(texts) - _NAMED} more" if len(texts) > _NAMED else ""

@@ -10,9 +10,11 @@ takes over what a rank has that made all of them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+import json
+from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -21,8 +23,8 @@ import commsched
 
 from ...core.comparison import Difference, require_same
 from ...core.errors import ConfigError, UnsupportedError
-from ...core.manifest import TensorSpec
-from .device import Device, register_on
+from .announcements import Announcements
+from .device import Device
 
 if TYPE_CHECKING:
     from .exchange import GradientExchange
@@ -46,43 +48,6 @@ def require_joined(session: commsched.Session) -> None:
         )
 
 
-class Announcements:
-    """Messages to which each rank contributes. A live rank says what it does, as a number, and all live ranks say the same."""
-
-    def __init__(self, session: commsched.Session, device: Device) -> None:
-        self._group, (self._said,) = register_on(session, device, [TensorSpec("commsched.announced", (3,), "float64")])
-        self._device = device
-
-    @property
-    def count(self) -> int:
-        """The number of messages to which this rank has contributed."""
-        return self._group.next_step
-
-    def say(self, device: Device, live: bool, number: int) -> None:
-        """Contribute to the next message. Waits until all ranks have contributed to the last one."""
-        self._group.begin_step()
-        self._device = device
-        with device.copying():
-            self._said.copy_(torch.tensor([live, number, number**2], dtype=torch.float64, device="cpu"))
-        self._group.notify_ready(0)
-
-    def hear(self) -> tuple[float, int]:
-        """Wait until all ranks have contributed to the last message. Return the share of live ranks and what they said. Raises
-        UnsupportedError if some are exhausted, and the live ranks do different things."""
-        self._group.proxies[0].wait()
-        with self._device.copying():
-            live, number, square = self._said.tolist()
-        if live in (0.0, 1.0):
-            return live, round(number)
-        number, square = number / live, square / live
-        if abs(square - number**2) > 0.1:
-            raise UnsupportedError(
-                "a rank has run out of batches, and the backward passes of the others reach the optimizers of the Join in "
-                "different orders: call backward and step() of several optimizers in the same order on all ranks"
-            )
-        return live, round(number)
-
-
 class Join:
     """Let ranks have different numbers of batches, as ``torch.distributed.algorithms.Join`` does::
 
@@ -99,6 +64,8 @@ class Join:
         throw_on_early_termination: end the context on all ranks with RuntimeError when the first one has run out of batches.
         divide_by_initial_world_size: whether sums of gradients are divided by the number of all ranks, or by the number of
             those that have not run out of batches when backward begins.
+        states: schedulers, a ``GradScaler`` and other objects with ``state_dict()`` and ``load_state_dict()`` that live ranks
+            change in each step. At the end the others take over the numbers in their states, too.
 
     Raises:
         ConfigError: an optimizer is no ScheduledOptimizer, is detached or in another Join, or the arguments differ between
@@ -114,10 +81,12 @@ class Join:
         throw_on_early_termination: bool = False,
         *,
         divide_by_initial_world_size: bool = True,
+        states: Sequence[Any] = (),
     ) -> None:
         self._members = [(each, exchange) for each in optimizers if enable and (exchange := each._joined()) is not None]
         self._throws = throw_on_early_termination
         self._by_all = divide_by_initial_world_size
+        self._states = states
         self._unheard: int | None = None  # the number of the exchange whose round is announced by the message not heard yet
         self._live: dict[int, float] = {}  # by number: the share of ranks that were live when the round began
 
@@ -240,17 +209,50 @@ class Join:
 
     def _share(self, left: list[bool], behind: list[bool], followed: list[bool]) -> None:
         """Take over what the live ranks had at the end."""
+        session = self._members[0][0]._session
         kept = [exchange.averages_kept for _, exchange in self._members]
-        records = self._members[0][0]._session.gather(list(zip(behind, followed, kept)), "to leave a Join")
+        records = session.gather(list(zip(behind, followed, kept)), "to leave a Join")
+        owner: int | None = None
         for place, (optimizer, exchange) in enumerate(self._members):
             of_each = [record[place] for record in records]
             # The first rank that has made all updates, one that was live in the last round if possible.
             root = min(range(len(of_each)), key=lambda rank: (of_each[rank][:2], rank))
             if any(late for late, *_ in of_each):
                 optimizer._take_over(root)
+                owner = root if owner is None else owner
             if left[place] and of_each[root][2] is not None:
                 exchange.keep_averages(of_each[root][2])
+        if self._states and owner is not None:
+            own = [each.state_dict() for each in self._states]
+            said = session.gather(json.dumps(list(map(_numbers, own))) if session.rank == owner else None, "to leave a Join")
+            for each, state, theirs in zip(self._states, own, json.loads(said[owner])):
+                each.load_state_dict(_with_numbers(state, theirs))
 
 
 def _other_arguments(different: Difference) -> str:
     return f"ranks enter a Join with other arguments: {different.key} is {different.text()}"
+
+
+def _numbers(state: Any) -> Any:
+    """The numbers, strings and the like in ``state``, in the same structure, as JSON."""
+    if isinstance(state, Mapping):
+        return {str(key): _numbers(value) for key, value in state.items()}
+    if isinstance(state, list | tuple):
+        return list(map(_numbers, state))
+    if isinstance(state, torch.Tensor) and state.numel() == 1:
+        return state.item()
+    return state if isinstance(state, int | float | str) else None
+
+
+def _with_numbers(state: Any, numbers: Any) -> Any:
+    """A copy of ``state`` that has ``numbers``, which :func:`_numbers` has made of another rank's state."""
+    if isinstance(state, dict) and isinstance(numbers, dict):
+        state = copy.copy(state)  # keeps its class
+        for key in [key for key in state if str(key) in numbers]:
+            state[key] = _with_numbers(state[key], numbers[str(key)])
+        return state
+    if type(state) in (list, tuple) and isinstance(numbers, list) and len(state) == len(numbers):
+        return type(state)(map(_with_numbers, state, numbers))
+    if isinstance(state, torch.Tensor) and state.numel() == 1 and numbers is not None:
+        return torch.full_like(state, numbers)
+    return numbers if state is None or isinstance(state, int | float | str) else state

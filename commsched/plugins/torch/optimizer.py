@@ -287,10 +287,15 @@ class ScheduledOptimizer(Optimizer):
                 self._put_in_place(next(iter(self._pending.values())))
 
     def join(
-        self, divide_by_initial_world_size: bool = True, enable: bool = True, throw_on_early_termination: bool = False
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+        states: Sequence[Any] = (),
     ) -> Join:
         """A :class:`Join` of this optimizer, for a loop in which ranks may have different numbers of batches."""
-        return Join([self], enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size)
+        by_all = divide_by_initial_world_size
+        return Join([self], enable, throw_on_early_termination, divide_by_initial_world_size=by_all, states=states)
 
     # --- readers that bypass PyTorch's dispatch, and therefore do not wait for outstanding updates ---
 

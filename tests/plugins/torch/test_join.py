@@ -292,6 +292,45 @@ def test_weights_are_compared_again_after_a_rank_ran_out_of_batches() -> None:
         run_counts(loop, (0, 0))
 
 
+def test_schedulers_and_scalers_are_taken_over_if_they_are_named() -> None:
+    """Else the learning rates of the next epoch would differ."""
+
+    def loop(data: Uneven, model: Any, optimizer: Any) -> Any:
+        schedulers = [
+            torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20),
+            torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 5], gamma=0.5),
+        ]
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
+        for _ in range(2):
+            with data.join(optimizer, **({} if data._session is None else {"states": [*schedulers, scaler]})):
+                for step in data.steps():
+                    optimizer.zero_grad()
+                    scaler.scale(data.loss(model, step)).backward()
+                    scaler.step(optimizer)
+                    scaler.update()
+                    for scheduler in schedulers:
+                        scheduler.step()
+        return scaler.get_scale(), [scheduler.last_epoch for scheduler in schedulers], schedulers[0].get_last_lr()
+
+    require_plain(loop, (2, 4, 3), optimizer=adam)
+
+
+def test_a_scheduler_that_is_not_named_is_noticed() -> None:
+    def loop(data: Uneven, model: Any, optimizer: Any) -> None:
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        for _ in range(2):
+            with data.join(optimizer):
+                for step in data.steps():
+                    optimizer.zero_grad()
+                    data.loss(model, step).backward()
+                    optimizer.step()
+                    scheduler.step()
+
+    message = r"hyper-parameters differ between ranks after step 4: .*param_groups\[0\]\['lr'\]"
+    with pytest.raises(commsched.RanksDiverged, match=message):
+        run_counts(loop, (2, 3))
+
+
 # --- mistakes and failures ---
 
 
