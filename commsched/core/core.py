@@ -37,7 +37,7 @@ from .pace import Pace, PaceReport, Stragglers
 from .plan import Partition, Plan, cut
 from .policies import make_policy
 from .reconfigure import Reconfiguration
-from .scheduler import COLLECTIVES, Scheduler, SchedulerConfig, is_key
+from .scheduler import COLLECTIVES, LAST_KEY, Scheduler, SchedulerConfig, is_key
 from .stalls import RankProgress, Stalls, StepOfGroup, Wait, progress_of
 from .task import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, CommTask, State
 
@@ -417,6 +417,8 @@ class Core:
             task.advance("start")
             task.started_at = monotonic()
             work.append(partial(self._start, task))
+            if task.verb == ALL_REDUCE and (group := self._groups[task.group]).norms:
+                self._measured(group, task.started_at)
         if self._released:
             work += [partial(self._transport.release, group.index) for group in self._released]
             self._released.clear()
@@ -585,9 +587,6 @@ class Core:
         task.advance("notify_sent")
         task.sent_at = monotonic()
         self._order.sent(task)
-        group = self._groups[task.group]
-        if group.norms and task.verb == ALL_REDUCE:
-            self._measured(group, task.sent_at)
         self._wake()
 
     def _measured(self, group: TensorGroup, now: float) -> None:
@@ -598,13 +597,15 @@ class Core:
             self._norms_ready(group, now)
 
     def _norms_ready(self, group: TensorGroup, now: float) -> None:
-        """The norms of ``group`` may be asked for. A reduce-scatter that is done is included here. A contribution that has left
-        comes to its server before what leaves later, so the server includes its average first. Called with the lock held."""
+        """The norms of ``group`` may be asked for. A reduce-scatter that is done is included here. Contributions that have been
+        started come to each server before the request, because every queue sends it behind them, so the server includes their
+        averages first. Called with the lock held."""
         for norms in group.norms:
             if norms.unfinished == 0:
                 continue  # added during this step, so the next one is its first
             for task in norms.gradients_written(range(len(norms.proxies))):
                 self._add(task, now)
+                task.order = LAST_KEY
 
     # --- failure and end ---
 

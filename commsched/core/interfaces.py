@@ -77,7 +77,8 @@ class Transport:
 
         A transport that can fills the rows of a group whose manifest has ``norms``. If it has reduce-scatter, that group is one
         tensor, which travels by all-gather tasks only, each row as the chunk of its rank. Otherwise each row is a tensor, and
-        its partition has the row's number. ``Core`` starts these tasks when all averages of the step are on their way.
+        its partition has the row's number. ``Core`` starts these tasks when it has started all others of the step, with the
+        largest ``order``. The maker of averages must get the request for its row behind the contributions of that rank.
         """
         return 0
 

@@ -73,9 +73,13 @@ class Schedulable(Protocol):
 T = TypeVar("T", bound=Schedulable)
 
 
+#: The largest key. Every queue sends a message with it behind all others that are there.
+LAST_KEY = (1 << 32) - 1
+
+
 def is_key(key: object) -> bool:
     """Whether ``key`` is what :meth:`Policy.key` may return, which is what the wire carries."""
-    return type(key) is int and 0 <= key < 1 << 32
+    return type(key) is int and 0 <= key <= LAST_KEY
 
 
 class Policy(Protocol):

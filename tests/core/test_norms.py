@@ -16,7 +16,7 @@ from commsched.core.manifest import Manifest, TensorSpec, require_equal
 from commsched.core.norms import ROW_DTYPE, NormsOf, require_orders
 from commsched.core.order.agreed import AgreedOrder
 from commsched.core.plan import cut, place
-from commsched.core.scheduler import SchedulerConfig
+from commsched.core.scheduler import LAST_KEY, SchedulerConfig
 from commsched.core.stalls import StepOfGroup
 from commsched.core.task import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, CommTask
 from tests.recording_transport import RecordingTransport
@@ -52,6 +52,7 @@ class World:
         self.waits = watch_waits(self.core)
         self.group = self.add(MANIFEST)
         self.seen = 0
+        self.rows: dict[int, list[CommTask]] = {}  # by group: started with the tasks of the last step
 
     def add(self, manifest: Manifest) -> TensorGroup:
         buffers = {dtype: memoryview(bytearray(nbytes)) for dtype, nbytes in manifest.buffer_bytes.items()}
@@ -80,7 +81,16 @@ class World:
         group = self.group if group is None else group
         group.begin_step()
         group.notify_all_ready(range(len(group.manifest.tensors)))
-        return self.started(len(group.tasks))
+        rows = 0 if group.splits else 2 * len(group.norms)
+        tasks = self.started(len(group.tasks) + rows)
+        self.rows[group.index] = tasks[len(group.tasks) :]
+        return tasks[: len(group.tasks)]
+
+    def rest(self, group: TensorGroup | None = None) -> list[CommTask]:
+        """What follows the tasks of the step that was begun last, which are done: the rows and, if there are any, the
+        all-gathers."""
+        group = self.group if group is None else group
+        return self.started(len(group.tasks) + len(group.norms)) if group.splits else self.rows[group.index]
 
     def waiting(self, fn: Callable[[], object]) -> Future[object]:
         future = in_thread(fn)
@@ -113,17 +123,19 @@ def collectives() -> Iterator[World]:
     in_thread(world.core.close).result(10)
 
 
-def test_rows_are_asked_for_when_all_contributions_have_left(server: World) -> None:
+def test_rows_are_asked_for_when_all_contributions_are_started_and_come_behind_them(server: World) -> None:
     server.add_norms()
-    *tasks, last = server.begin()
-    for task in tasks:
-        server.transport.done(task)
+    server.group.begin_step()
+    server.group.notify_all_ready((2, 1))
+    tasks = server.started(2)
+    server.done(tasks)
     assert server.transport.started[server.seen :] == []
-    server.transport.sent(last)
-    rows = server.started(2)
-    assert [(row.group, row.step, row.partition.index, row.verb, row.priority) for row in rows] == [
-        (1, 0, 0, ALL_REDUCE, 0),
-        (1, 0, 1, ALL_REDUCE, 0),
+    server.group.notify_ready(0)
+    *tasks, first, second = server.started(4)
+    assert {task.group for task in tasks} == {0}
+    assert [(row.group, row.step, row.partition.index, row.verb, row.priority, row.order) for row in (first, second)] == [
+        (1, 0, 0, ALL_REDUCE, 0, LAST_KEY),
+        (1, 0, 1, ALL_REDUCE, 0, LAST_KEY),
     ]
 
 
@@ -159,7 +171,7 @@ def test_a_step_begins_when_the_norms_of_the_last_are_there(world: World) -> Non
     world.add_norms()
     tasks = world.begin()
     world.done(tasks)
-    rest = world.started(1 + len(tasks) if world.group.splits else 2)
+    rest = world.rest()
     rows = [task for task in rest if task.group == 1]
     world.done([task for task in rest if task.group == 0])
     assert all(proxy.is_open for proxy in world.group.proxies)
@@ -187,7 +199,7 @@ def test_each_group_has_norms_of_its_own(world: World) -> None:
     mine = world.begin()
     assert {task.verb for task in mine} == {ALL_REDUCE}
     world.done(tasks)
-    rest = world.started(1 + len(tasks) if other.splits else 2)
+    rest = world.rest(other)
     assert {task.group for task in rest if task.priority == 0 and task.partition.dtype == ROW_DTYPE} == {2}
     world.done([task for task in rest if task.group == 2])
     world.done(mine)
@@ -199,7 +211,7 @@ def test_two_groups_of_norms_of_one_group(world: World) -> None:
     world.add_norms()
     tasks = world.begin()
     world.done(tasks)
-    rest = world.started(2 + len(tasks) if world.group.splits else 4)
+    rest = world.rest()
     rows = [task for task in rest if task.group > 0]
     assert sorted({task.group for task in rows}) == [1, 2]
     world.done([task for task in rest if task.group == 0])
@@ -229,7 +241,7 @@ def test_norms_are_never_cut_anew(world: World) -> None:
         assert norms.plan.partitions == plan.partitions
         assert world.group.splits == (ALL_GATHER in world.transport.verbs)
         world.done(tasks)
-        world.done(world.started(1 + len(tasks) if world.group.splits else 2))
+        world.done(world.rest())
     assert world.core.config.partition_bytes == 1000
 
 
@@ -238,7 +250,7 @@ def test_a_step_that_is_held_holds_its_norms(world: World) -> None:
     assert world.core.hold_steps() == {0: 1, 1: 1}
     tasks = world.begin()
     world.done(tasks)
-    world.done(world.started(1 + len(tasks) if world.group.splits else 2))
+    world.done(world.rest())
     waiting = world.waiting(world.group.begin_step)
     assert norms.step == 0
     world.core.switch_at(None, {0: 1, 1: 1})
@@ -250,7 +262,7 @@ def test_norms_are_released_with_their_group_when_they_are_there(world: World) -
     norms = world.add_norms()
     tasks = world.begin()
     world.done(tasks)
-    rest = world.started(1 + len(tasks) if world.group.splits else 2)
+    rest = world.rest()
     world.done([task for task in rest if task.group == 0])
     world.group.release()
     assert norms.is_over

@@ -2,8 +2,8 @@
 
 The thread that brings the last contribution to a key computes the average, and passes the same read-only bytes to every rank's
 reply. Then it adds the average to the norms of the group, if there are any. A push to a group of norms is answered by a row of
-sums instead of an average (see ``core/norms.py``). A rank makes that push when all its contributions of the step have left, and
-its pushes are handled one after another. So when all ranks have made it, all averages of the step are made and added here.
+sums instead of an average (see ``core/norms.py``). A rank's pushes are handled one after another, and that push comes behind
+its contributions of the step. So when all ranks have made it, all averages of the step are made and added here.
 
 A buffer is never written while a reader may still use it: the result of a key lies in memory that nothing else
 refers to, and that memory is used again only when the last reply has dropped it. So the next step of a fast rank cannot
@@ -80,13 +80,17 @@ class Aggregator:
         complete = self._contributions.push(rank, key, dtype, start, stop, payload, reply, given=given)
         if complete is None:
             return
-        result = self._row(key, stop - start) if key.group in self._sums else self._average(complete, dtype, stop - start)
+        result = self._row(key, stop - start) if self.has_rows(key.group) else self._average(complete, dtype, stop - start)
         complete.payloads.clear()
         shared = result.toreadonly()
         for each in complete.replies:
             each(shared)
         for sums in self._measured.get(key.group, ()):  # after the replies, which leave meanwhile
             sums.add(key.step, dtype, start, shared)
+
+    def has_rows(self, group: int) -> bool:
+        """Whether pushes to ``group`` are answered by rows of norms."""
+        return group in self._sums
 
     def _average(self, complete: Complete, dtype: str, nbytes: int) -> memoryview:
         result = self.buffers.take(nbytes) if complete.given is None else complete.given

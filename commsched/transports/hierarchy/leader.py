@@ -89,10 +89,6 @@ class LeaderTransport(Transport):
         self._started: dict[PartitionKey, _Started] = {}
         self._work = threading.Condition()  # the launching thread waits here
         self._launches: LaunchQueue[_Started] = LaunchQueue(self.ordered, self.channels)
-        # Rows of norms must not overtake the averages that they are about. A host's sums wait here for their turn, after the
-        # ranks' contributions have left. By group that is measured: the tasks whose sums have not left, and the rows that wait.
-        self._unsent: dict[int, set[PartitionKey]] = {}
-        self._rows: dict[int, list[_Started]] = {}
         self._launcher = threading.Thread(target=self._launch_all, name="commsched-host-launch", daemon=True)
         try:
             self._launcher.start()
@@ -108,8 +104,6 @@ class LeaderTransport(Transport):
     def add_group(self, group: int, manifest: Manifest) -> None:
         recast = DtypeMapping(manifest, self._travels)
         self._manifests[group], self._recasts[group] = manifest, recast
-        if manifest.norms is not None:
-            self._unsent.setdefault(manifest.norms.group, set())
         if self._network is not None:
             self._network.add_group(group, recast.manifest)
         self._contributions.add_group(0, group, manifest)
@@ -127,8 +121,6 @@ class LeaderTransport(Transport):
         self._started[key] = _Started(task, completion)
         with self._work:
             self._launches.expect(key, task.channel)
-            if task.group in self._unsent:
-                self._unsent[task.group].add(key)
         if not self.ordered:
             completion.on_sent(task)
 
@@ -141,7 +133,7 @@ class LeaderTransport(Transport):
     def release(self, group: int) -> None:
         """See ``interfaces.Transport``. Every member has made its last push to the group and was notified of the average. The
         member reads the average through a mapping of its own."""
-        for of in (self._manifests, self._recasts, self._averages, self._unsent):
+        for of in (self._manifests, self._recasts, self._averages):
             of.pop(group, None)
         for member in self._members:
             member.release(group)
@@ -183,11 +175,7 @@ class LeaderTransport(Transport):
             return
         started = self._started[key]
         started.complete = complete
-        norms = self._manifests[key.group].norms
         with self._work:
-            if norms is not None and self._unsent[norms.group]:
-                self._rows.setdefault(norms.group, []).append(started)
-                return
             self._launches.add(key, started.task.order, started)
             self._work.notify()
 
@@ -295,17 +283,6 @@ class LeaderTransport(Transport):
     def _sent(self, started: _Started) -> None:
         if self.ordered:
             started.completion.on_sent(started.task)
-        if started.task.group in self._unsent:
-            self._let_rows_follow(started.task)
-
-    def _let_rows_follow(self, task: CommTask) -> None:
-        """Launch the rows of norms that wait, if ``task`` was the last whose sum had not left."""
-        with self._work:
-            unsent = self._unsent[task.group]
-            unsent.discard(PartitionKey(task.group, task.step, task.partition.index))
-            for row in () if unsent else self._rows.pop(task.group, ()):
-                self._launches.add(PartitionKey(row.task.group, row.task.step, row.task.partition.index), row.task.order, row)
-            self._work.notify()
 
     # --- for messages ---
 

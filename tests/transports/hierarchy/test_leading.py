@@ -17,6 +17,7 @@ from commsched.core.interfaces import Completion, ForwardingTransport, Transport
 from commsched.core.manifest import Manifest, TensorSpec
 from commsched.core.norms import NormsOf
 from commsched.core.plan import cut
+from commsched.core.scheduler import LAST_KEY
 from commsched.core.task import CommTask
 from commsched.session.local import local_sessions
 from commsched.testing.world import run_world
@@ -132,7 +133,7 @@ def test_sums_that_wait_go_to_the_network_in_the_order_of_their_tasks() -> None:
     assert [task.partition.index for task in started] == [0, 2, 1]
 
 
-class Measuring(RecordingTransport):
+class Measuring(HeldUp):
     """A network that tells norms, in one row."""
 
     def norm_rows(self, manifest: Manifest) -> int:
@@ -143,7 +144,7 @@ def test_rows_of_norms_follow_the_sums_that_they_are_about() -> None:
     networks: dict[int, Measuring] = {}
 
     def open_network(context: TransportContext) -> Transport:
-        return networks.setdefault(context.world.rank, Measuring(context.world.rank, context.world.world_size))
+        return networks.setdefault(context.world.rank, Measuring(context))
 
     manifest = one("float32", 30)
     rows = Manifest((TensorSpec("row", (3,), "float64"),), norms=NormsOf(0, 0, (2.0,)))
@@ -152,23 +153,16 @@ def test_rows_of_norms_follow_the_sums_that_they_are_about() -> None:
         assert (leader.norm_rows(manifest), leader.norm_rows(one("bfloat16", 30))) == (1, 0)
         leader.add_group(0, manifest)
         leader.add_group(1, rows)
-        for step in range(2):
-            tasks = [CommTask(0, step, at, memoryview(bytearray(at.nbytes))) for at in cut(manifest, 40).partitions]
-            for task in tasks:
-                leader.start(task, Waiting(0))
-            [at] = cut(rows, 40).partitions
-            row = CommTask(1, step, at, memoryview(bytearray(at.nbytes)))
-            leader.start(row, Waiting(0))
-            *sums, last = network.wait_started(4 * step + 3)[4 * step :]
-            for task in (*sums, last):
-                assert task.group == 0
-            for task in sums:
-                network.sent(task)
-            assert len(network.started) == 4 * step + 3
-            network.sent(last)
-            assert network.wait_started(4 * step + 4)[-1].group == 1
-            for task in network.started[4 * step :]:
-                network.done(task)
+        tasks = [CommTask(0, 0, at, memoryview(bytearray(at.nbytes))) for at in cut(manifest, 40).partitions]
+        for order, task in enumerate(tasks):
+            task.order = order
+            leader.start(task, Waiting(0))
+        [at] = cut(rows, 40).partitions
+        row = CommTask(1, 0, at, memoryview(bytearray(at.nbytes)), order=LAST_KEY, priority=0)
+        leader.start(row, Waiting(0))
+        network.go.set()
+        started = network.wait_started(4, 30)
+        assert [(task.group, task.order) for task in started] == [(0, 0), (0, 1), (0, 2), (1, LAST_KEY)]
 
 
 def test_a_network_without_norms_and_a_host_alone_have_none() -> None:

@@ -171,7 +171,8 @@ class Service:
 
     def _push(self, rank: int, stream: Stream, frame: Frame) -> None:
         given = not memoryview(frame.payload).readonly  # the payload lies in the memory from ``_place``
-        reply = _reply_to(stream, frame)
+        # Every rank waits for all rows, which are small. Their pushes come last, so a reply has not the order of its push.
+        reply = _reply_to(stream, frame, 0 if self.aggregator.has_rows(frame.group) else frame.order)
         self.aggregator.push(rank, frame.key, frame.dtype, frame.start, frame.stop, frame.payload, reply, given=given)
 
     def _handle(self, worker: _Worker, frame: Frame) -> None:
@@ -249,8 +250,8 @@ def _out_of_turn(worker: _Worker, frame: Frame) -> ProtocolError:
     return ProtocolError(f"{frame.kind.name} {'before the hello' if worker.rank is None else 'out of turn'}")
 
 
-def _reply_to(stream: Stream, push: Frame) -> Reply:
-    _, group, step, partition, dtype, start, stop, _, order = push
+def _reply_to(stream: Stream, push: Frame, order: int) -> Reply:
+    _, group, step, partition, dtype, start, stop, _, _ = push
 
     def reply(result: memoryview) -> None:
         stream.outbox.put(Frame(FrameKind.RESULT, group, step, partition, dtype, start, stop, result, order))

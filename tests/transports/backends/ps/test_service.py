@@ -9,6 +9,8 @@ import pytest
 
 from commsched.core.errors import CommschedError, ManifestMismatch, PeerLost, ProtocolError
 from commsched.core.manifest import Manifest, TensorSpec
+from commsched.core.norms import NormsOf
+from commsched.core.scheduler import LAST_KEY
 from commsched.transports.backend import Contributors
 from commsched.transports.backends.ps.frame import RAW, Frame, FrameKind, WorkerHello, json_frame
 from commsched.transports.backends.ps.send_queue import SendQueue
@@ -132,6 +134,20 @@ def test_replies_leave_in_order_of_priority(world):
         got = [peer.receive() for _ in range(3)]
         assert [(frame.kind, frame.partition, frame.order) for frame in got] == [(FrameKind.RESULT, n, n) for n in (0, 3, 5)]
         assert {np.frombuffer(frame.payload, np.float32)[0] for frame in got} == {2.0}
+
+
+def test_rows_of_norms_leave_before_averages_although_they_are_asked_for_last(world):
+    rows = Manifest((TensorSpec("row", (3,), "float64"),), norms=NormsOf(0, 0, (2.0,)))
+    asked = Frame(FrameKind.PUSH, 1, 0, 0, "float64", 0, 24, bytes(24), order=LAST_KEY)
+    peers = [world.connect(0), world.connect(1)]
+    for peer in peers:
+        peer.send(json_frame(FrameKind.GROUP, rows.to_record(), 1))
+    for peer in peers:
+        peer.send(push(3, value=4.0), push(5, value=3.0), asked)
+    for peer in peers:
+        got = [peer.receive() for _ in range(3)]
+        assert [(frame.group, frame.partition, frame.order) for frame in got] == [(1, 0, 0), (0, 3, 3), (0, 5, 5)]
+        assert np.frombuffer(got[0].payload).tolist() == [0, 2, 25]  # step 0, two elements, 9 + 16
 
 
 def test_all_workers_are_sent_the_same_memory_which_is_none_of_the_next_step(world):
