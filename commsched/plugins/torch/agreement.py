@@ -19,11 +19,12 @@ from ...core.manifest import TensorSpec
 from ..common.step_flags import digests_differ, end_with_difference
 from .compared import by_name
 from .device import Device, register_on
+from .edits import Edits
 from .guard import guard, release, unguarded
 from .samples import Samples, first_sample_difference
 from .slot import CONTRIBUTED, Slot
 
-_FIRST = 5  # number of floats in the second set before the floats for each parameter
+_FIRST = 7  # number of floats in the second set before the floats for each parameter
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,8 @@ class StepShares:
     committed: float  # called step()
     unfrozen: float  # as in BackwardShares
     hyper_parameters_differ: bool  # whether the ranks' hyper-parameters differ
+    edits_differ: bool  # whether the ranks have recorded different edits of gradients
+    edit_sizes: float  # the mean of the sizes of the numbers in these edits
     share: list[float]  # by flag: still have a gradient for the parameter
     changed: list[float]  # by flag: have something other than the gradient they submitted or its average
     samples: torch.Tensor  # means over ranks of the sample norms and projections of read or changed gradients, on the host
@@ -87,7 +90,7 @@ class Flags:
         self._all_used: BackwardShares | None = None  # the averaged flags of this round, once they were read
         self._all_kept: StepShares | None = None
         self._own: torch.Tensor | None = None  # this rank's norms and projections of samples
-        self._digest = 0.0  # of this rank's hyper-parameters
+        self._digests = 0.0, 0.0  # of this rank's hyper-parameters and edits
         self._say_used, self._say_kept = _Floats(torch.float32), _Floats(torch.float64)
 
     @property
@@ -119,13 +122,13 @@ class Flags:
         kept: Sequence[bool],
         changed: Sequence[bool],
         samples: torch.Tensor | None,
-        hyper_parameters: float,
+        compared: tuple[float, float, float],
     ) -> None:
         """Submit this rank's second set of flags, whose meaning :class:`StepShares` says. Never waits. ``samples`` is the
-        result of ``Samples.of``, and ``hyper_parameters`` the digest of these."""
+        result of ``Samples.of``; ``compared`` are the digests of hyper-parameters and edits, and the sizes of the edits."""
         self._all_kept = None
-        self._own, self._digest = samples, hyper_parameters
-        numbers = [live, own_changed, committed, unfrozen, hyper_parameters, *kept, *changed]
+        self._own, self._digests = samples, compared[:2]
+        numbers = [live, own_changed, committed, unfrozen, *compared, *kept, *changed]
         with self._device.copying():
             self._kept.copy_(self._say_kept.of(numbers, 2 * len(kept)))
         if samples is not None:
@@ -155,11 +158,13 @@ class Flags:
             live, own_changed = kept[:2].tolist()
             if 0.0 < live < 1.0:
                 kept[2:] /= live
-            committed, unfrozen, digest = kept[2:_FIRST].tolist()
-            differ = digests_differ(self._digest, digest)
+            committed, unfrozen, *digests, sizes = kept[2:_FIRST].tolist()
+            differ, edits_differ = (digests_differ(own, digest) for own, digest in zip(self._digests, digests))
             share, changed = kept[_FIRST : _FIRST + 2 * count].view(2, count).tolist()
             samples = kept[_FIRST + 2 * count :].view(2, count)
-            self._all_kept = StepShares(live, own_changed, committed, unfrozen, differ, share, changed, samples, own)
+            self._all_kept = StepShares(
+                live, own_changed, committed, unfrozen, differ, edits_differ, sizes, share, changed, samples, own
+            )
         return self._all_kept
 
 
@@ -295,16 +300,19 @@ def require_changed_alike(kept: StepShares, slots: Sequence[Slot]) -> None:
 
 
 def require_equal_values(
-    kept: StepShares, slots: Sequence[Slot], samples: Samples, unaveraged: Callable[[], str | None]
+    kept: StepShares, slots: Sequence[Slot], samples: Samples, edits: Edits, unaveraged: Callable[[], str | None]
 ) -> None:
     """Require that a gradient which all ranks have read, and may have changed, has the same values on all ranks, as far as
-    ``samples`` show. ``slots`` are by flag. Raises UnsupportedError if values differ by more than rounding.
+    ``samples`` and recorded ``edits`` show. ``slots`` are by flag. Raises UnsupportedError if values differ by more than
+    rounding.
 
     ``unaveraged`` returns the name of a parameter of the model whose gradient nothing averages, if there is one.
     """
-    if kept.own_samples is None:
-        return
-    different = first_sample_difference(kept.samples, kept.own_samples, samples.rounding)
+    different = None
+    if kept.edits_differ or edits.differs(kept.edit_sizes):
+        different = next(iter(edits.flags), 0)
+    elif kept.own_samples is not None:
+        different = first_sample_difference(kept.samples, kept.own_samples, samples.rounding)
     if different is None:
         return
     other = unaveraged()

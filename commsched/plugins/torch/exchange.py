@@ -23,7 +23,8 @@ import commsched
 
 from ...core.errors import ClosedError, UnsupportedError
 from .agreement import OwnSums, norm
-from .guard import unguarded
+from .edits import AwaitedGradient, Edits
+from .guard import release, unguarded
 from .join import require_joined
 from .layout import GradientLayout, end_abandoned
 from .rounds import Round, RoundState
@@ -83,7 +84,9 @@ class GradientExchange:
         self._left_with: list[bool] = []  # by flag: had a gradient when it left the round, for want of batches
         self._backward = -1  # the last backward that made a gradient (its graph task)
         self._running = (-1, -1)  # the running backward and its thread; remains set if that backward ended in an error
-        self._asks_at_once = False  # fill in missing gradients when backward ends, not when the first of them is read
+        # Compiled code may read gradients. Missing ones are filled in when backward ends, not when the first of them is read,
+        # and a gradient that was read is a plain tensor.
+        self._is_compiled = False
         self._graph_kept = False  # a backward has run with retain_graph
         self.reader_unseen: str | None = None  # why step() should wait for all updates from now on, as a clause
         self._says_accumulation = session.rank == 0  # log once that gradients accumulate
@@ -100,8 +103,8 @@ class GradientExchange:
 
     def _hook_all(self, slots: Sequence[Slot]) -> None:
         for slot in slots:
-            slot.await_gradient = self._weakly(slot, GradientExchange._await_gradient)
-            slot.await_update = self._weakly(slot, GradientExchange._await_update)
+            slot.await_gradient = AwaitedGradient(ref(self), slot.flag, slot.name)
+            slot.await_update = self._weakly(slot)
             parameter = slot.parameter
             if not (parameter.is_floating_point() or parameter.dtype.is_complex) or parameter.is_inference():
                 continue  # it can never have a gradient
@@ -126,19 +129,19 @@ class GradientExchange:
             slot.parameter.register_post_accumulate_grad_hook(after),
         ]
 
-    def _weakly(self, slot: Slot, call: Callable[[GradientExchange, Slot], None]) -> Callable[[], None]:
-        """Return a function that calls ``call`` for ``slot`` and does not keep this exchange alive."""
+    def _weakly(self, slot: Slot) -> Callable[[], None]:
+        """Return a function that awaits the update of ``slot`` and does not keep this exchange alive."""
         weak, flag, name = ref(self), slot.flag, slot.name
 
-        def call_now() -> None:
+        def await_update() -> None:
             exchange = weak()
             if exchange is None:
-                raise ClosedError(f"the gradient of '{name}' is read, but its model is gone, and its average with it")
-            call(exchange, exchange.places.all[flag])
+                raise ClosedError(f"parameter '{name}' is read, but its model is gone, and its update with it")
+            exchange._await_update(exchange.places.all[flag])
 
-        return call_now
+        return await_update
 
-    def _await_gradient(self, slot: Slot) -> None:
+    def await_gradient(self, slot: Slot) -> None:
         """Called when the gradient is read: waits for its average, and between ``step()`` and the update for the update."""
         if slot.state is GradientState.OUTSTANDING:
             self._await_update(slot)
@@ -225,7 +228,7 @@ class GradientExchange:
 
     def gradients_are_read_by_compiled_code(self) -> None:
         """Fill in missing gradients at the end of each backward from now on, because compiled code does not ask for them."""
-        self._asks_at_once = True
+        self._is_compiled = True
 
     # --- backward ---
 
@@ -283,7 +286,7 @@ class GradientExchange:
             self._running = -1, -1
         if nested:
             return
-        if self._asks_at_once:
+        if self._is_compiled:
             self._ask_for_gradients()
         else:
             self._round.backward_ended()
@@ -621,13 +624,34 @@ class GradientExchange:
                     f"the gradient of '{slot.name}' is read while backward runs in another thread: its average cannot be there "
                     "yet; read it after backward"
                 )
+            if slot.was_read:
+                return  # its edits are done, too
             with self.barrier.waiting("gradients are read before step()"):
                 self._round.complete()
                 self._round.fill()
-                self._round.await_average(slot)
-            slot.was_read = True
+                self._round.await_arrival(slot)
+                self.edits.apply([slot])
+            slot.was_read = slot.await_gradient.is_there = True
+            if slot.rows is not None or self._is_compiled:
+                release(slot.gradient)  # edits of it are not recorded
             return
         self._round.await_average(slot)
+
+    @property
+    def edits(self) -> Edits:
+        return self._round.edits
+
+    def prepare_to_edit(self) -> bool:
+        """Called before gradients are edited. Returns whether edits may be recorded: whether this is between backward and
+        ``step()``."""
+        if not self._round.is_open or self._session.is_forked or current_task() != -1 or self._is_compiled:
+            return False  # step() waits for all updates if there is compiled code
+        task, thread = self._running
+        if task != -1 and thread != threading.get_ident():
+            return False
+        self._round.complete()
+        self._round.fill()  # all ranks edit the same gradients
+        return True
 
     def _require_this_process(self) -> None:
         if self._session.is_forked:
@@ -640,6 +664,9 @@ class GradientExchange:
 
     def wait_for_all(self) -> None:
         """Wait until every average is in its view, and the flags of ``step()`` have arrived."""
+        for slot in self.places.slots:
+            self._round.await_arrival(slot)
+        self.edits.apply(self.places.slots)
         for slot in self.places.slots:
             self.wait(slot)
         self.places.flags.kept()

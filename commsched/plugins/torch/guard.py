@@ -125,6 +125,11 @@ _VALUE_FREE: frozenset[Any] = frozenset(
 )
 
 
+#: Operations that need not be done at once: the function is called with the operation and its arguments, and returns what the
+#: operation would, or NotImplemented if it must be done at once.
+LATER: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {}
+
+
 def guard(tensor: torch.Tensor, resolve: Resolve, twin: Twin | None = None) -> None:
     """Let operations that need the values of ``tensor`` call ``resolve`` first, until :func:`release`. It waits for the values,
     and raises if they cannot be made. Guarding the tensor again replaces it.
@@ -173,6 +178,12 @@ def was_guarded(tensor: torch.Tensor) -> bool:
     return id(tensor) in _guarded
 
 
+def resolver_of(tensor: torch.Tensor) -> Resolve | None:
+    """The function that readers of ``tensor`` call first; None if the tensor is not guarded."""
+    known = _guarded.get(id(tensor))
+    return known.resolve if known is not None else None
+
+
 def own_class(tensor: torch.Tensor) -> type:
     """The class of ``tensor`` when it is not guarded."""
     known = _guarded.get(id(tensor))
@@ -190,12 +201,16 @@ def address(tensor: torch.Tensor) -> int:
 def resolve(tensor: torch.Tensor) -> None:
     """Wait for the values of ``tensor``, if it is guarded; called before a read. Raises the error of its resolve function."""
     known = _guarded.get(id(tensor))
-    resolves = known.resolve if known is not None else None
+    if known is None:
+        return
+    resolves = known.resolve
     if resolves is None:
         return
     if is_surrounded():
         with outside():
             resolves()
+        if getattr(known.resolve, "is_there", False):
+            release(tensor)  # what surrounds this thread may know plain tensors only
     else:
         resolves()
 
@@ -227,12 +242,17 @@ class Guarded:
         if func in _VALUE_FREE:
             with unguarded():
                 return func(*args, **kwargs)
+        later = LATER.get(func)
+        if later is not None and not is_surrounded():
+            done = later(func, args, kwargs)
+            if done is not NotImplemented:
+                return done
         guarded = [tensor for tensor in tensors_in((args, kwargs)) if isinstance(tensor, Guarded)]
         for tensor in guarded:
             resolve(tensor)
         if not any(isinstance(tensor, Guarded) for tensor in guarded):
             return func(*args, **kwargs)  # dispatches to the classes of the other tensors
-        # A tensor that is still guarded is being updated by this very thread.
+        # A tensor that is still guarded is a gradient that is there, or is being updated by this very thread.
         with unguarded():
             return func(*args, **kwargs)
 

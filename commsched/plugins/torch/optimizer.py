@@ -462,6 +462,7 @@ class ScheduledOptimizer(Optimizer):
                 for slot in batch:
                     exchange.wait_to_update(slot)
             used = exchange.kept_by_any_rank(batch)
+            exchange.edits.apply(batch)
             for slot in used:
                 twin = slot.twin
                 if twin.plain._version != twin.version:

@@ -25,6 +25,7 @@ from .agreement import (
     require_unfrozen_alike,
 )
 from .compared import HyperParameters
+from .edits import Edits
 from .guard import guard, is_guarded, release, unguarded
 from .layout import GradientLayout
 from .no_gradient import NoGradients
@@ -107,6 +108,7 @@ class Round:
         self.announce_late: Callable[[], None] | None = None
         self.factor = 1.0  # every gradient of this rank is multiplied by it, for another divisor than the number of ranks
         self.given: dict[Slot, torch.UntypedStorage] = {}  # the memory that the user gave to gradients through .data
+        self.edits = Edits()
         self.without = NoGradients(ask_for_gradients)
         self._own_changed: str | None = None  # the name of a parameter whose gradient was changed before it was averaged
         self._turn = 0  # rounds so far
@@ -128,6 +130,7 @@ class Round:
     def begin(self) -> None:
         self.without.forget()
         self.without.dropped.clear()
+        self.edits.begin_round()
         flags = self._places.flags
         for group in self._places.groups:
             group.begin_step()
@@ -287,6 +290,8 @@ class Round:
         self._hyper_parameters = hyper_parameters or ()
         slots = self._places.all
         read = [kept and (slot.was_read or edit) for slot, kept, edit in zip(slots, keeps, changed)]
+        for flag in self.edits.flags:
+            changed[flag] = changed[flag] or keeps[flag]
         if len(self._samples) != len(slots):
             self._samples = Samples(tuple(slots))
         self._own_changed, self._agreed = own_changed, None
@@ -298,7 +303,7 @@ class Round:
             keeps,
             changed,
             self._samples.of(read, self._turn, adopted=committed),
-            digest,
+            (digest, self.edits.digest(), self.edits.sizes),
         )
 
     def leave(self, changed: list[bool], own_changed: str | None = None) -> None:
@@ -316,7 +321,7 @@ class Round:
         self._has_ended, self._own_changed, self._agreed = True, own_changed, None
         nothing = [False] * len(changed)
         samples = torch.zeros(2, len(changed), dtype=torch.float64, device=self._session.device)
-        self._places.flags.offer_kept(False, own_changed is not None, False, False, nothing, changed, samples, 0.0)
+        self._places.flags.offer_kept(False, own_changed is not None, False, False, nothing, changed, samples, (0.0, 0.0, 0.0))
 
     def exchange_late(self) -> None:
         """Take part when the live ranks of a round that this rank has left give places to parameters."""
@@ -339,6 +344,7 @@ class Round:
 
     def await_average(self, slot: Slot) -> None:
         self.await_arrival(slot)
+        self.edits.apply([slot])
         release(slot.gradient)
 
     def await_arrival(self, slot: Slot) -> None:
@@ -370,15 +376,16 @@ class Round:
 
     def fill(self) -> None:
         """Put averages into ``.grad`` where other ranks have gradients and this rank has none nor has dropped it. Call it after
-        :meth:`complete`. It waits until backward is over on all ranks, but not for averages."""
+        :meth:`complete`. If this rank has no gradient somewhere, it waits until backward is over on all ranks, but never for
+        averages."""
         with self._lock:
             if self.state is not RoundState.COMPLETE:
                 return
             self.advance("fill")
-            used = self.used()
-            for slot in self._places.slots:
-                is_lacking = slot.state is GradientState.ZEROS and slot.parameter.grad is None
-                if is_lacking and used.share[slot.flag] > 0 and id(slot.parameter) not in self.without.dropped:
+            lacking = [slot for slot in self._places.slots if slot.state is GradientState.ZEROS and slot.parameter.grad is None]
+            used = self.used() if lacking else None
+            for slot in lacking:
+                if used is not None and used.share[slot.flag] > 0 and id(slot.parameter) not in self.without.dropped:
                     slot.parameter.grad = slot.gradient
                     guard(slot.gradient, slot.await_gradient)
 
@@ -403,7 +410,7 @@ class Round:
         require_unfrozen_alike(kept.unfrozen, self._places.late, rank)
         require_averaged_before_changed(kept.own_changed, self._own_changed, rank)
         require_changed_alike(kept, slots)
-        require_equal_values(kept, slots, self._samples, self._places.unaveraged)
+        require_equal_values(kept, slots, self._samples, self.edits, self._places.unaveraged)
         self._agreed = kept
         return kept
 
@@ -414,5 +421,5 @@ class Round:
         nothing = [False] * len(self._places.all)
         flags.begin_step()
         flags.offer_used(True, False, True, nothing)
-        flags.offer_kept(True, False, False, False, nothing, nothing, None, 0.0)
+        flags.offer_kept(True, False, False, False, nothing, nothing, None, (0.0, 0.0, 0.0))
         self.used()

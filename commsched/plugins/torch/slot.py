@@ -22,6 +22,7 @@ from .guard import Record, address, guard, record_of, release, unguarded
 from .marked import Twin, increment_versions
 
 if TYPE_CHECKING:
+    from .edits import AwaitedGradient
     from .packs import Pack
 
 log = logging.getLogger("commsched")
@@ -147,7 +148,7 @@ class Slot:
         self.filled = True  # a sparse ``gradient`` holds the average; any thread that reads it, or updates, may fill it
         self.version = 0  # version of ``gradient`` when it was submitted; the user's in-place operations increase it
         self.was_read = False  # the gradient was read in this round, before step(); by any thread, which changes no state
-        self.await_gradient: Callable[[], None]  # called before the gradient is read
+        self.await_gradient: AwaitedGradient  # called before the gradient is read
         self.record = self.gradient_record = record_of(parameter)  # see ``record_of_gradient`` for the second
         self.await_update: Callable[[], None]  # called before the parameter is read, while an update is outstanding
         # Zero ``gradient`` after the outstanding update, which still needs its values. No state, because the training thread
@@ -171,7 +172,8 @@ class Slot:
         if self.waiting is not None:
             self.release_waiting()
         self.state = GRADIENT_TRANSITIONS[self.state, "begin"]  # advance() would be one more call for each parameter
-        self.was_read = False
+        if self.was_read:
+            self.was_read = self.await_gradient.is_there = False
 
     def specs(self) -> list[TensorSpec]:
         """Return the specs of the tensors that travel for this parameter. Raises UnsupportedError if the parameter's type

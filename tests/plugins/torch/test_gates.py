@@ -27,11 +27,12 @@ from commsched.plugins.torch import layout as places
 from commsched.plugins.torch import timing as first_use
 from commsched.plugins.torch import update as narrow
 from commsched.plugins.torch.agreement import Flags
+from commsched.plugins.torch.edits import Edits
 from commsched.plugins.torch.exchange import GradientExchange
 from commsched.plugins.torch.rounds import Round
 from commsched.testing.check_plugin import Delayed
 
-from . import test_accumulation, test_dropped, test_late_parameters, test_several_optimizers, test_unseen
+from . import test_accumulation, test_dropped, test_edits, test_late_parameters, test_several_optimizers, test_unseen
 from .loops import (
     loop,
     test_ends,
@@ -97,6 +98,26 @@ def without(
         return call
 
     return wrapper
+
+
+def as_if_unread(record: Callable[..., None]) -> Callable[..., None]:
+    def call(self: Edits, edit: Any, name: str, slots: list[Any], numbers: Any) -> None:
+        read = [slot for slot in slots if slot.was_read]
+        for slot in read:
+            slot.was_read = False
+        record(self, edit, name, slots, numbers)
+        for slot in read:
+            slot.was_read = True
+
+    return call
+
+
+def releasing(wait: Callable[..., None]) -> Callable[..., None]:
+    def call(self: GradientExchange, slot: Any) -> None:
+        wait(self, slot)
+        guard.release(slot.gradient)
+
+    return call
 
 
 def do_not_wait(slot: Any) -> None:
@@ -408,6 +429,37 @@ GATES: dict[str, tuple[Take, Callable[[], None], str]] = {
         partial(test_unseen.test_only_later, test_unseen.extension),
         WRONG_OR_NAMED,
     ),
+    # edits
+    "updates use the edited gradients": (
+        put(Edits, "apply", nothing),
+        partial(test_gradients.test_clipping_and_editing, "value", SMALL),
+        WRONG,
+    ),
+    "gradients that are read are edited at once": (
+        wrap(Edits, "record", as_if_unread),
+        partial(test_edits.test_what_is_read_before_and_after_an_edit, "through views", "nothing"),
+        WRONG,
+    ),
+    "gradients stay guarded when they were read": (
+        wrap(GradientExchange, "wait", releasing),
+        partial(test_edits.test_what_is_read_before_and_after_an_edit, "on one rank", "nothing"),
+        "to other values here than on other ranks",
+    ),
+    "edits are compared": (
+        put(Edits, "digest", lambda self: 0.0),
+        partial(test_edits.test_edits_that_differ_between_ranks_are_refused, test_edits._other_limit, False),
+        NOT_REFUSED,
+    ),
+    "numbers of edits are compared": (
+        put(Edits, "differs", lambda self, mean: False),
+        partial(test_edits.test_edits_that_differ_between_ranks_are_refused, test_edits._other_number, False),
+        NOT_REFUSED,
+    ),
+    "all ranks have the same gradients to edit": (
+        put(Round, "fill", nothing),
+        partial(test_used.test_gradients_are_read_where_each_rank_uses_other_experts, "clip by value", SMALL, False),
+        rf"{WRONG}|was changed or dropped before",
+    ),
     # waiting
     "an update waits for its average": (
         wrap(GradientExchange, "wait_to_update", without("await_arrival", do_not_wait, of="_round")),
@@ -498,7 +550,7 @@ GATES: dict[str, tuple[Take, Callable[[], None], str]] = {
     ),
     "the last gradient ends backward": (
         both(wrap(Round, "take", without("submit_rest")), put(loop, "TIMEOUT_SECONDS", 1.0)),
-        partial(test_gradients.test_one_rank_may_log_its_gradients, False),
+        test_gradients.test_one_rank_may_log_its_gradients_where_it_lacks_some,
         "not every rank ended",
     ),
     "a gradient kept over step() was kept by all": (

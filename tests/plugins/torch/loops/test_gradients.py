@@ -155,6 +155,23 @@ def test_one_rank_may_log_its_gradients(ordered: bool) -> None:
     require_plain(loop, config=LARGE, ordered=ordered)
 
 
+def test_one_rank_may_log_its_gradients_where_it_lacks_some() -> None:
+    """It learns which of them other ranks have, though these wait for it elsewhere before step()."""
+    barrier = threading.Barrier(2)
+
+    def loop(data: Data, model: Any, optimizer: Any) -> None:
+        for step in range(3):
+            optimizer.zero_grad()
+            data.mean(lambda rank: (model if rank else model[0])(batch(rank, step)).square().mean()).backward()
+            if 0 in data.ranks:
+                assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+            if len(data.ranks) == 1:
+                barrier.wait(20)
+            optimizer.step()
+
+    require_plain(loop, config=LARGE)
+
+
 def _added_to_the_next(data: Data, model: nn.Module, optimizer: Any, step: int) -> None:
     first = gradients(model)
     optimizer.zero_grad()

@@ -1,0 +1,228 @@
+"""Edits: operations in place on gradients whose averages are on the way, to be done when the averages have come.
+
+``clip_grad_value_`` and the like multiply or clamp all gradients between backward and ``step()``. To do that at once would wait
+for all averages. So the operation is recorded, and done by the update of each parameter, or for an earlier reader of its
+gradient. All ranks must record the same: what they have recorded is compared at the end of the round.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, Protocol
+from weakref import ref
+
+import torch
+
+from ...core.errors import ClosedError
+from ..common.step_flags import digest_of_record
+from .guard import LATER, resolver_of, unguarded
+from .slot import GradientState, Slot
+
+_HAVE_PLACES = (GradientState.SUBMITTED, GradientState.ZEROS)
+
+
+class _Places(Protocol):
+    all: list[Slot]
+
+
+class Owner(Protocol):
+    """The exchange of some gradients, as this module uses it."""
+
+    places: _Places
+
+    @property
+    def edits(self) -> Edits: ...
+
+    def await_gradient(self, slot: Slot) -> None: ...
+
+    def prepare_to_edit(self) -> bool: ...
+
+
+class AwaitedGradient:
+    """What the guard of a gradient calls before the gradient is read. It does not keep the exchange alive."""
+
+    __slots__ = ("flag", "is_there", "name", "owner")
+
+    def __init__(self, owner: ref[Any], flag: int, name: str) -> None:
+        self.owner: Callable[[], Owner | None] = owner
+        self.flag = flag
+        self.name = name
+        self.is_there = False  # the average was read in the open round; the gradient stays guarded, to see edits of it
+
+    def __call__(self) -> None:
+        owner = self.owner()
+        if owner is not None:
+            owner.await_gradient(owner.places.all[self.flag])
+        elif not self.is_there:
+            raise ClosedError(f"the gradient of '{self.name}' is read, but its model is gone, and its average with it")
+
+
+class Recorded(NamedTuple):
+    """A number in an edit, and how ranks compare it: what they must have in common exactly, and up to rounding."""
+
+    value: Any  # a number, or a tensor without dimensions
+    kind: str
+    size: float
+
+
+class Edit:
+    """One operation in place on some gradients. ``arguments`` and ``keywords`` are those after the gradients."""
+
+    __slots__ = ("_arguments", "_function", "_is_foreach", "_keywords")
+
+    def __init__(self, function: Any, is_foreach: bool, arguments: Sequence[Any], keywords: dict[str, Any]) -> None:
+        self._function = function
+        self._is_foreach = is_foreach
+        self._arguments = tuple(arguments)
+        self._keywords = keywords
+
+    def apply(self, gradients: list[torch.Tensor]) -> None:
+        """Do it to ``gradients``. The calling thread must be within ``unguarded()`` and ``no_grad()``."""
+        if self._is_foreach:
+            self._function(gradients, *self._arguments, **self._keywords)
+        else:
+            for gradient in gradients:
+                self._function(gradient, *self._arguments, **self._keywords)
+
+
+class Edits:
+    """The edits of one exchange in one round. Any thread may record or apply them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._edits: dict[int, list[Edit]] = {}  # by flag, in the order in which they were made
+        self._outstanding: set[int] = set()  # the flags of gradients whose edits are not done yet
+        self._log: list[Any] = []  # what all ranks must have in common exactly, as JSON values
+        self._sizes = 0.0  # and up to rounding: the sum of the logarithms of all numbers, with different weights
+        self._rounding = 0.0  # how much that may differ
+        self._digest: tuple[list[Any], float] = [], 0.0  # of the last log that was not empty
+
+    def begin_round(self) -> None:
+        """Forget the edits of the last round, which are done."""
+        if self._log:
+            self._digest = self._log, self.digest()
+            self._log, self._edits, self._outstanding = [], {}, set()
+            self._sizes = self._rounding = 0.0
+
+    @property
+    def flags(self) -> Iterable[int]:
+        """The flags of gradients that were edited in this round."""
+        return self._edits
+
+    def record(self, edit: Edit, name: str, slots: Sequence[Slot], numbers: Sequence[Recorded]) -> None:
+        """Note ``edit`` of the gradients of ``slots``. It is done now for gradients that were read, as other tensors in their
+        memory may be read at any time, without a guard."""
+        with self._lock:
+            self._log.append([name, [slot.flag for slot in slots], [number.kind for number in numbers]])
+            exact = all(slot.dtype in (torch.float64, torch.complex128) for slot in slots)
+            for number in numbers:
+                weight = 1 + len(self._log) * 0.6180339887 % 1.0
+                self._sizes += weight * number.size
+                self._rounding += 1e-10 if exact else 1e-5
+            there = []
+            for slot in slots:
+                self._edits.setdefault(slot.flag, []).append(edit)
+                if slot.was_read:
+                    there.append(slot.gradient)
+                else:
+                    self._outstanding.add(slot.flag)
+            if there:
+                with torch.inference_mode(False), torch.no_grad(), unguarded():
+                    edit.apply(there)
+
+    def apply(self, slots: Iterable[Slot]) -> None:
+        """Do what was recorded for the gradients of ``slots`` and is not done yet. Their averages must be there."""
+        if not self._outstanding:
+            return
+        with self._lock:
+            alike: dict[tuple[Edit, ...], list[torch.Tensor]] = {}
+            for slot in slots:
+                if slot.flag in self._outstanding:
+                    self._outstanding.remove(slot.flag)
+                    alike.setdefault(tuple(self._edits[slot.flag]), []).append(slot.gradient)
+            with torch.inference_mode(False), torch.no_grad(), unguarded():
+                for edits, gradients in alike.items():
+                    for edit in edits:
+                        edit.apply(gradients)
+
+    def digest(self) -> float:
+        """A digest of what all ranks must have in common exactly; 0 if nothing was recorded."""
+        if not self._log:
+            return 0.0
+        known, digest = self._digest
+        return digest if self._log == known else digest_of_record(self._log)
+
+    @property
+    def sizes(self) -> float:
+        """What all ranks must have in common up to rounding: see :meth:`differs`."""
+        return self._sizes
+
+    def differs(self, mean: float) -> bool:
+        """Whether other ranks have recorded other numbers than this one. ``mean`` is the mean of their :attr:`sizes`."""
+        return not abs(mean - self._sizes) <= self._rounding
+
+
+def _recorded(value: Any) -> Recorded | None:
+    """Return ``value``, an argument of an operation, to be recorded; None if that is not possible."""
+    if value is None:
+        return Recorded(None, "none", 0.0)
+    if isinstance(value, torch.Tensor):
+        is_plain = type(value) is torch.Tensor and value.dim() == 0 and value.is_cpu and not value.requires_grad
+        if not is_plain or value.dtype.is_complex:
+            return None
+        value = value.detach().clone()
+    elif not isinstance(value, int | float):
+        return None
+    return Recorded(value, *_compared(float(value)))
+
+
+def _compared(number: float) -> tuple[str, float]:
+    if not math.isfinite(number):
+        return str(number), 0.0
+    return ("0", 0.0) if number == 0 else ("+" if number > 0 else "-", math.log2(abs(number)))
+
+
+def _find(tensors: Sequence[Any]) -> dict[Owner, list[Slot]] | None:
+    """Return whose gradients ``tensors`` are, if all of them are gradients that can be edited later."""
+    found: dict[Owner, list[tuple[Slot, torch.Tensor]]] = {}
+    for tensor in tensors:
+        awaited: Any = resolver_of(tensor)
+        owner = awaited.owner() if type(awaited) is AwaitedGradient else None
+        if owner is None:
+            return None
+        found.setdefault(owner, []).append((owner.places.all[awaited.flag], tensor))
+    for owner, pairs in found.items():
+        if not owner.prepare_to_edit():
+            return None
+        if any(slot.rows is not None or slot.gradient is not it or slot.state not in _HAVE_PLACES for slot, it in pairs):
+            return None
+    return {owner: [slot for slot, _ in pairs] for owner, pairs in found.items()}
+
+
+def _edit(function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    """Record a call of ``function``, an operation in place. Return what the call returns, or NotImplemented."""
+    is_foreach = function in _FOREACH
+    given = arguments[0] if is_foreach else arguments[:1]
+    numbers = [_recorded(value) for value in (*arguments[1:], *keywords.values())]
+    if not numbers or None in numbers or not given:
+        return NotImplemented
+    found = _find(given)
+    if found is None:
+        return NotImplemented
+    values = [number.value for number in numbers if number is not None]
+    count = len(arguments) - 1
+    edit = Edit(function, is_foreach, values[:count], dict(zip(keywords, values[count:])))
+    for owner, slots in found.items():
+        owner.edits.record(edit, f"{function.__name__} {sorted(keywords)}", slots, [number for number in numbers if number])
+    return arguments[0]
+
+
+_FOREACH = frozenset(
+    getattr(torch, name)
+    for name in ("_foreach_mul_", "_foreach_div_", "_foreach_clamp_min_", "_foreach_clamp_max_")
+    if hasattr(torch, name)
+)
+_IN_PLACE = [getattr(torch.Tensor, name) for name in ("mul_", "div_", "clamp_", "clip_", "clamp_min_", "clamp_max_")]
+LATER.update(dict.fromkeys((*_FOREACH, *_IN_PLACE, torch.clamp_, torch.clip_), _edit))
