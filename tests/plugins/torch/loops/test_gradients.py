@@ -162,7 +162,7 @@ def test_one_rank_may_log_its_gradients_where_it_lacks_some() -> None:
     def loop(data: Data, model: Any, optimizer: Any) -> None:
         for step in range(3):
             optimizer.zero_grad()
-            data.mean(lambda rank: (model if rank else model[0])(batch(rank, step)).square().mean()).backward()
+            data.mean(lambda rank, step=step: (model if rank else model[0])(batch(rank, step)).square().mean()).backward()
             if 0 in data.ranks:
                 assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
             if len(data.ranks) == 1:
