@@ -58,6 +58,17 @@ def outside() -> Iterator[None]:
         yield
 
 
+def _is_in_compiled_function() -> bool:
+    """Whether a function that was compiled has called. What it does in Python depends on what could be compiled, which may
+    change from call to call."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None:
+        if frame.f_code.co_name == "compile_wrapper":  # of torch._dynamo
+            return True
+        frame = frame.f_back
+    return False
+
+
 Resolve = Callable[[], None]
 
 
@@ -243,7 +254,7 @@ class Guarded:
             with unguarded():
                 return func(*args, **kwargs)
         later = LATER.get(func)
-        if later is not None and not is_surrounded():
+        if later is not None and not is_surrounded() and not _is_in_compiled_function():
             done = later(func, args, kwargs)
             if done is not NotImplemented:
                 return done
