@@ -24,7 +24,7 @@ from .guard import guard, release, unguarded
 from .samples import Samples, first_sample_difference
 from .slot import CONTRIBUTED, Slot
 
-_FIRST = 7  # number of floats in the second set before the floats for each parameter
+_FIRST = 8  # number of floats in the second set before the floats for each parameter
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,7 @@ class StepShares:
     committed: float  # called step()
     unfrozen: float  # as in BackwardShares
     hyper_parameters_differ: bool  # whether the ranks' hyper-parameters differ
+    recorded: float  # have recorded edits of gradients; others have made them at once, if any: in compiled code, say
     edits_differ: bool  # whether the ranks have recorded different edits of gradients
     edit_sizes: float  # the mean of the sizes of the numbers in these edits
     share: list[float]  # by flag: still have a gradient for the parameter
@@ -122,12 +123,13 @@ class Flags:
         kept: Sequence[bool],
         changed: Sequence[bool],
         samples: torch.Tensor | None,
-        compared: tuple[float, float, float],
+        compared: tuple[float, bool, float, float],
     ) -> None:
         """Submit this rank's second set of flags, whose meaning :class:`StepShares` says. Never waits. ``samples`` is the
-        result of ``Samples.of``; ``compared`` are the digests of hyper-parameters and edits, and the sizes of the edits."""
+        result of ``Samples.of``; ``compared`` are the digest of hyper-parameters, whether edits were recorded,
+        and their digest and sizes."""
         self._all_kept = None
-        self._own, self._digests = samples, compared[:2]
+        self._own, self._digests = samples, (compared[0], compared[2])
         numbers = [live, own_changed, committed, unfrozen, *compared, *kept, *changed]
         with self._device.copying():
             self._kept.copy_(self._say_kept.of(numbers, 2 * len(kept)))
@@ -158,12 +160,12 @@ class Flags:
             live, own_changed = kept[:2].tolist()
             if 0.0 < live < 1.0:
                 kept[2:] /= live
-            committed, unfrozen, *digests, sizes = kept[2:_FIRST].tolist()
-            differ, edits_differ = (digests_differ(own, digest) for own, digest in zip(self._digests, digests))
+            committed, unfrozen, digest, recorded, edits, sizes = kept[2:_FIRST].tolist()
+            differ, edits_differ = digests_differ(self._digests[0], digest), digests_differ(self._digests[1], edits)
             share, changed = kept[_FIRST : _FIRST + 2 * count].view(2, count).tolist()
             samples = kept[_FIRST + 2 * count :].view(2, count)
             self._all_kept = StepShares(
-                live, own_changed, committed, unfrozen, differ, edits_differ, sizes, share, changed, samples, own
+                live, own_changed, committed, unfrozen, differ, recorded, edits_differ, sizes, share, changed, samples, own
             )
         return self._all_kept
 
@@ -309,7 +311,7 @@ def require_equal_values(
     ``unaveraged`` returns the name of a parameter of the model whose gradient nothing averages, if there is one.
     """
     different = None
-    if kept.edits_differ or edits.differs(kept.edit_sizes):
+    if kept.recorded == 1.0 and (kept.edits_differ or edits.differs(kept.edit_sizes)):
         different = next(iter(edits.flags), 0)
     elif kept.own_samples is not None:
         different = first_sample_difference(kept.samples, kept.own_samples, samples.rounding)

@@ -111,6 +111,11 @@ class Edits:
         """The flags of gradients that were edited in this round."""
         return self._edits
 
+    @property
+    def are_recorded(self) -> bool:
+        """Whether there are any in this round."""
+        return bool(self._log)
+
     def record(self, edit: Edit, name: str, slots: Sequence[Slot], numbers: Sequence[Recorded]) -> None:
         """Note ``edit`` of the gradients of ``slots``. It is done now for gradients that were read, as other tensors in their
         memory may be read at any time, without a guard."""

@@ -303,7 +303,7 @@ class Round:
             keeps,
             changed,
             self._samples.of(read, self._turn, adopted=committed),
-            (digest, self.edits.digest(), self.edits.sizes),
+            (digest, self.edits.are_recorded, self.edits.digest(), self.edits.sizes),
         )
 
     def leave(self, changed: list[bool], own_changed: str | None = None) -> None:
@@ -321,7 +321,9 @@ class Round:
         self._has_ended, self._own_changed, self._agreed = True, own_changed, None
         nothing = [False] * len(changed)
         samples = torch.zeros(2, len(changed), dtype=torch.float64, device=self._session.device)
-        self._places.flags.offer_kept(False, own_changed is not None, False, False, nothing, changed, samples, (0.0, 0.0, 0.0))
+        self._places.flags.offer_kept(
+            False, own_changed is not None, False, False, nothing, changed, samples, (0.0, False, 0.0, 0.0)
+        )
 
     def exchange_late(self) -> None:
         """Take part when the live ranks of a round that this rank has left give places to parameters."""
@@ -421,5 +423,5 @@ class Round:
         nothing = [False] * len(self._places.all)
         flags.begin_step()
         flags.offer_used(True, False, True, nothing)
-        flags.offer_kept(True, False, False, False, nothing, nothing, None, (0.0, 0.0, 0.0))
+        flags.offer_kept(True, False, False, False, nothing, nothing, None, (0.0, False, 0.0, 0.0))
         self.used()

@@ -112,14 +112,6 @@ def as_if_unread(record: Callable[..., None]) -> Callable[..., None]:
     return call
 
 
-def releasing(wait: Callable[..., None]) -> Callable[..., None]:
-    def call(self: GradientExchange, slot: Any) -> None:
-        wait(self, slot)
-        guard.release(slot.gradient)
-
-    return call
-
-
 def do_not_wait(slot: Any) -> None:
     slot.proxies[0]._core._transport.wait_until_under_way(slot.name)  # or there is nothing to be overwritten yet
     guard.release(slot.gradient)
@@ -439,11 +431,6 @@ GATES: dict[str, tuple[Take, Callable[[], None], str]] = {
         wrap(Edits, "record", as_if_unread),
         partial(test_edits.test_what_is_read_before_and_after_an_edit, "through views", "nothing"),
         WRONG,
-    ),
-    "gradients stay guarded when they were read": (
-        wrap(GradientExchange, "wait", releasing),
-        partial(test_edits.test_what_is_read_before_and_after_an_edit, "on one rank", "nothing"),
-        "to other values here than on other ranks",
     ),
     "edits are compared": (
         put(Edits, "digest", lambda self: 0.0),
