@@ -161,6 +161,23 @@ def test_sums_of_each_rank_travel_even_if_it_runs_out_of_batches_first(counts: S
 
 
 @CONFIGS
+def test_a_rank_that_leaves_between_backward_and_step(config: SchedulerConfig, ordered: bool) -> None:
+    """The others make the update with its gradient, and all compare the weights that they had before."""
+
+    def loop(data: Uneven, model: Any, optimizer: Any) -> None:
+        for _ in range(2):
+            with data.join(optimizer):
+                for step in data.steps():
+                    optimizer.zero_grad()
+                    data.loss(model, step).backward()
+                    if data.ranks == [0] and step == 1:
+                        break
+                    optimizer.step()
+
+    require_plain(loop, (2, 4), optimizer=adam, config=config, ordered=ordered)
+
+
+@CONFIGS
 @pytest.mark.parametrize("counts", [(4, 1, 2), (1, 3, 4), (0, 2, 3)], ids=str)
 def test_several_optimizers(counts: Sequence[int], config: SchedulerConfig, ordered: bool) -> None:
     """One is stepped less often, and gets gradients from the loss of another: as the discriminator of a GAN."""
