@@ -58,6 +58,7 @@ class TrainOptions:
             job that does not set them.
         clip: how every loop uses all averages before an update: ``"norm"`` (``clip_grad_norm_``), ``"scaler"``
             (``GradScaler``), or None.
+        compile: whether the forward of every system is compiled by ``torch.compile``. T* is that of the uncompiled model.
         timeout_seconds: time limit of the whole job.
     """
 
@@ -77,6 +78,7 @@ class TrainOptions:
     partition: str = "auto"
     credit: str = "auto"
     clip: str | None = None
+    compile: bool = False
     timeout_seconds: float = 1200.0
 
 
@@ -91,6 +93,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--bandwidth", type=_rates, metavar="RATE", help=bandwidth_help)
     clip_help = "every loop clips by the norm of all averages, or has a GradScaler (scaler); T* is the bound of such loops"
     parser.add_argument("--clip", nargs="?", choices=list(CLIPS), const=next(iter(CLIPS)), help=clip_help)
+    parser.add_argument("--compile", action="store_true", help="torch.compile the forward; T* is that of the uncompiled model")
     parser.add_argument("--systems", type=_systems, default=default.systems, metavar="S,...", help=_systems_help())
 
 
@@ -138,13 +141,15 @@ def measure_rows(options: TrainOptions) -> list[dict[str, Any]]:
         "nominal_rates": links.rates,
         "capped": missing is not None,
         "clip": options.clip,
+        "compile": options.compile,
     }
     mpi = any(spec.carrier is not None and spec.carrier.transport == "mpi" for spec in specs)
     job = Job(options.workers, servers, links.for_job(), settings, options.timeout_seconds, mpi=mpi, auto_sizes=True)
     outcome = run_job(job, "bench.turns.rank", arguments)
     links.require_as_planned(outcome.link, missing)
     header = Header(
-        model=f"{options.model} (reduced)" if scaling is None else scaling.real.model,
+        model=(f"{options.model} (reduced)" if scaling is None else scaling.real.model)
+        + (" (compiled)" if options.compile else ""),
         workers=options.workers,
         servers=servers,
         bandwidth_bps=None if links.rates is None else 8 * min(links.rates),

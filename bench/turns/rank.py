@@ -21,6 +21,7 @@ from ..harness.system import Carrier, Context, OpenCarrier, System, open_carrier
 from ..harness.timeline import Entry, Recorder
 from ..systems import SYSTEMS, SystemSpec, make, parse
 from ..workloads import Workload, make_workload
+from ..workloads.compiled import CompiledWorkload
 
 #: Steps that time the layers before the systems take turns. Each round adds half as many steps as a system's turn counts.
 _LAYER_STEPS = 3
@@ -48,6 +49,7 @@ class Assignment:
     nominal_rates: list[float] | None
     capped: bool
     clip: str | None = None
+    compile: bool = False
     server_pids: list[int] = field(default_factory=list)
 
 
@@ -78,6 +80,7 @@ def _measure(
 ) -> dict[str, Any]:
     session, barrier = carriers[own].session, carriers[own].barrier
     workload = make_workload(task.workload, session.world_size)
+    trained = CompiledWorkload(workload) if task.compile else workload
     host = own_address()
     network = measure_network(session, host, task.nominal_rates, task.servers, task.capped)
     compute = ComputeOnly(session, barrier, workload)
@@ -90,7 +93,7 @@ def _measure(
         context = Context(
             opened.session,
             opened.barrier,
-            workload,
+            trained,
             host,
             carrier,
             collective,

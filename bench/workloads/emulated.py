@@ -11,7 +11,9 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any, Protocol
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
@@ -56,10 +58,16 @@ class Device:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._late_seconds = 0.0
+        self._ended_at = 0.0
 
     def idle(self) -> None:
         """Mark the device as idle: the next layer begins when the host calls :meth:`begin`."""
         self._late_seconds = 0.0
+
+    def idle_if_waited(self) -> None:
+        """Mark the device as idle if the host has done something else for long since the last layer ended: it has waited."""
+        if self._clock.now() - self._ended_at > _READING_SECONDS:
+            self.idle()
 
     def now(self) -> float:
         return self._clock.now()
@@ -74,7 +82,8 @@ class Device:
         left = ends - self._clock.now()
         if seconds > 0 and left > 0:
             self._clock.sleep(left)
-        self._late_seconds = max(0.0, self._clock.now() - ends)
+        self._ended_at = self._clock.now()
+        self._late_seconds = max(0.0, self._ended_at - ends)
 
 
 @dataclass(frozen=True)
@@ -139,12 +148,19 @@ class EmulatedLayer(nn.Module):
         self.backward_seconds = layer.backward_seconds
         self.device = device
         self.feedback = feedback
+        self.number = next(_numbers)
+        _layers[self.number] = self
         self.patterns = list(patterns)  # not buffers, which would be broadcast and saved
         self._firsts = [pattern.flatten()[0].item() for pattern in patterns]
         for index, pattern in enumerate(patterns):
             self.register_parameter(f"weight{index}", nn.Parameter(_INITIAL_SCALE * pattern))
 
     def forward(self, number: torch.Tensor) -> torch.Tensor:
+        if torch.compiler.is_compiling():
+            # torch's splitter counts the bytes of arguments, but not of those in a list.
+            own = [parameter.view(parameter.shape) for parameter in self._parameters.values() if parameter is not None]
+            result: torch.Tensor = _compiled_forward(number, self.number, own)[0]
+            return result
         # This call is dispatched to each parameter, at a cost that does not grow with its size. A guarded parameter waits here
         # for its update.
         asked = self.device.now()
@@ -185,6 +201,64 @@ class _EmulatedFunction(torch.autograd.Function):
         number = upstream[0] * ctx.gain
         layer.device.end(began, layer.backward_seconds)
         return number, None, *gradients
+
+
+#: The layers, by number: operations of a compiled graph take numbers.
+_layers: WeakValueDictionary[int, EmulatedLayer] = WeakValueDictionary()
+_numbers = count()
+
+# The same layer in a compiled graph. A compiler cannot look into these operations, as it cannot look into the kernels of a GPU.
+
+
+@torch.library.custom_op("commsched_bench::forward", mutates_args=())
+def _compiled_forward(number: torch.Tensor, layer: int, weights: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The layer's result, and its gain."""
+    its = _layers[layer]
+    its.device.idle_if_waited()
+    began = its.device.begin()
+    gain = its.gain(weights)
+    result = number * gain
+    its.device.end(began, its.forward_seconds)
+    return result, torch.full_like(number, gain)
+
+
+@torch.library.custom_op("commsched_bench::backward", mutates_args=())
+def _compiled_backward(
+    upstream: torch.Tensor, number: torch.Tensor, gain: torch.Tensor, layer: int, weights: list[torch.Tensor]
+) -> list[torch.Tensor]:
+    its = _layers[layer]
+    began = its.device.begin()
+    scale = upstream.item() * number.item()
+    gradients = [pattern * scale for pattern in its.patterns]
+    before = upstream * gain
+    its.device.end(began, its.backward_seconds)
+    return [before, *gradients]
+
+
+@_compiled_forward.register_fake
+def _(number: torch.Tensor, layer: int, weights: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(number), torch.empty_like(number)
+
+
+@_compiled_backward.register_fake
+def _(
+    upstream: torch.Tensor, number: torch.Tensor, gain: torch.Tensor, layer: int, weights: list[torch.Tensor]
+) -> list[torch.Tensor]:
+    return [torch.empty_like(number), *map(torch.empty_like, weights)]
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    number, ctx.layer, weights = inputs
+    ctx.save_for_backward(number, output[1], *weights)
+
+
+def _differentiate(ctx: Any, upstream: torch.Tensor, _: Any) -> tuple[Any, ...]:
+    number, gain, *weights = ctx.saved_tensors
+    before, *gradients = _compiled_backward(upstream, number, gain, ctx.layer, weights)
+    return before, None, gradients
+
+
+_compiled_forward.register_autograd(_differentiate, setup_context=_save)
 
 
 def _patterns(shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:

@@ -73,7 +73,7 @@ def test_options_of_a_command_line():
     where = ["--model", "vgg16", "--workers", "4", "--servers", "n", "--bandwidth", "500mbit,1gbit", "--rho", "2"]
     how_long = ["--megabytes", "12", "--rounds", "1", "--steps", "9", "--settle", "3", "--timeout", "60"]
     what = ["--systems", "ddp-tuned,p3", "--transport", "ps", "--lane", "tcp", "--partition", "1MB", "--credit", "auto"]
-    assert parse(*where, *how_long, *what, "--clip", "scaler") == TrainOptions(
+    assert parse(*where, *how_long, *what, "--clip", "scaler", "--compile") == TrainOptions(
         model="vgg16",
         workers=4,
         servers="n",
@@ -87,6 +87,7 @@ def test_options_of_a_command_line():
         lane="tcp",
         partition="1MB",
         clip="scaler",
+        compile=True,
         timeout_seconds=60.0,
     )
 
@@ -184,6 +185,13 @@ def test_a_way_of_their_own(ran):
     measure_rows(TrainOptions(bandwidth="400mbit", systems=("ddp", "commsched:gloo")))
     assert (job.job.settings, job.job.by_mpiexec) == ({"transport": "ps", **SIZES}, False)
     assert job.arguments["settle"] == 3
+
+
+def test_compiling_is_told_to_the_ranks_and_to_the_reader(ran, capsys):
+    job = ran()
+    assert main(["train", "--bandwidth", "500mbit", "--compile", "--systems", "fifo"]) == 0
+    assert job.arguments["compile"] is True
+    assert "EMULATED uniform (compiled), " in capsys.readouterr().out
 
 
 def test_clipping_is_told_to_the_ranks_and_to_the_reader(ran, capsys):
@@ -323,6 +331,8 @@ def test_an_emulated_model_in_namespaces(tmp_path):
     assert fifo["step_seconds"]["median"] >= fifo["compute_seconds"] * 0.9
     assert ddp["speedup_vs_ddp"] == 1
     assert ddp["stands_for"]["gradient_bytes"] == 72_000_000
+    (compiled,) = measured(tmp_path, "--megabytes", "1", "--systems", "commsched", "--compile", *links)
+    assert compiled["model"] == "uniform (compiled)"
 
 
 def test_a_rank_ends_whatever_its_engine_left_behind(tmp_path, monkeypatch):

@@ -33,7 +33,7 @@ from .no_gradient import NoGradient
 log = logging.getLogger("commsched")
 
 #: About how many parts the graph of a forward gets. The last one is smaller, so that backward soon has gradients to send.
-FORWARD_PARTS = 8
+FORWARD_PARTS = 16
 #: Smaller parts have too little to wait for.
 MIN_FORWARD_PART_BYTES = 128 << 10
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from bench.workloads import load_profile
+from bench.workloads.compiled import CompiledWorkload
 from bench.workloads.emulated import EmulatedModel, EmulatedWorkload, batch_value
 from commsched.simulator.profile import LayerProfile, Profile
 
@@ -24,6 +25,24 @@ PROFILE = Profile(
     ),
     "made up",
 )
+
+
+def test_a_compiled_model_trains_as_the_plain_one() -> None:
+    plain = EmulatedWorkload(PROFILE).untimed()
+    compiled = CompiledWorkload(plain)
+    first, second = plain.make_model(), compiled.make_model()
+    for step in range(3):
+        losses = plain.loss(first, step, 0), compiled.loss(second, step, 0)
+        assert torch.equal(*losses)
+        for loss in losses:
+            loss.backward()
+        for mine, its in zip(first.parameters(), second.parameters()):
+            assert mine.grad is not None
+            assert its.grad is not None
+            assert torch.equal(mine.grad, its.grad)
+            for each in (mine, its):
+                each.data.add_(each.grad, alpha=-0.01)  # type: ignore[arg-type]
+                each.grad = None
 
 
 def gradient_times(model: EmulatedModel, clock: FakeClock) -> list[tuple[str, float]]:

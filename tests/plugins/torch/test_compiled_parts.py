@@ -134,6 +134,40 @@ def test_sizes_that_cross_the_borders() -> None:
     require_plain(compiled_training(dynamic=True), model=WithSizes)
 
 
+def test_as_one_graph() -> None:
+    require_plain(compiled_training(fullgraph=True), model=Deep)
+
+
+def test_in_place() -> None:
+    def loop(data: Data, model: Any, optimizer: Any) -> None:
+        if compiles(data):
+            model.compile(backend=KERNELS, fullgraph=True)
+        train(data, model, optimizer)
+
+    require_plain(loop, model=Deep)
+
+
+def test_compiled_before_the_optimizer_is_wrapped() -> None:
+    def loop(data: Data, model: Any, optimizer: Any) -> None:
+        forward = compile_model(data, model)
+        if len(data.ranks) == 1:
+            optimizer.detach()
+        train(data, forward, data.scheduled(torch.optim.SGD(model.parameters(), lr=0.05), model))
+
+    require_plain(loop, model=Deep)
+
+
+def test_what_is_compiled_for_other_parameters_first() -> None:
+    """Modules of one class share compiled code: a gate looks at what it is given."""
+
+    def loop(data: Data, model: Any, optimizer: Any) -> None:
+        other = copy.deepcopy(model)
+        compile_model(data, other)(batch(7)).sum().backward()
+        train(data, compile_model(data, model), optimizer)
+
+    require_plain(loop, model=Deep)
+
+
 def test_blocks_that_share_their_code() -> None:
     def loop(data: Data, model: Any, optimizer: Any) -> None:
         model.blocks = [compile_model(data, block) for block in model.blocks]
