@@ -303,7 +303,7 @@ def check_norms(open_ranks: OpenRanks) -> None:
     Where the transport cannot tell norms of a group, only its averages are checked.
     """
     manifests = [
-        Manifest(tuple(TensorSpec(f"{name}-{dtype}-{numel}", (numel,), dtype) for numel in sizes for dtype in dtypes))
+        Manifest(tuple(TensorSpec(f"{name}-{dtype}-{numel}", (numel,), dtype) for dtype in dtypes for numel in sizes))
         for name, sizes, dtypes in (
             ("a", (0, 1, 1021, 20_011), ("float32", "float64")),
             ("b", (3, 700), ("float16", "bfloat16")),
