@@ -24,7 +24,7 @@ from .guard import guard, release, unguarded
 from .samples import Samples, first_sample_difference
 from .slot import CONTRIBUTED, Slot
 
-_FIRST = 8  # number of floats in the second set before the floats for each parameter
+_FIRST = 9  # number of floats in the second set before the floats for each parameter
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,12 @@ class StepShares:
     own_samples: torch.Tensor | None  # this rank's norms and projections
 
 
+def _live(exhausted: float, live: float, none: float) -> float:
+    """The share of live ranks, and ``none`` if there are none. A rank whose model is gone sends zeros only (see layout.py). It
+    is not exhausted, so the others notice that it does not do as they do."""
+    return (live or none) if exhausted else 1.0
+
+
 class _Floats:
     """Holds numbers as a tensor on the host. The tensor is reused while the numbers stay the same, as in most steps."""
 
@@ -83,7 +89,7 @@ class Flags:
     def __init__(self, session: commsched.Session, device: Device, parameters: int) -> None:
         self._device = device
         self._used_group, (self._used,) = register_on(
-            session, device, [TensorSpec("commsched.used", (3 + parameters,), "float32")]
+            session, device, [TensorSpec("commsched.used", (4 + parameters,), "float32")]
         )
         self._kept_group, (self._kept,) = register_on(
             session, device, [TensorSpec("commsched.kept", (_FIRST + 4 * parameters,), "float64")]
@@ -111,7 +117,7 @@ class Flags:
     def offer_used(self, live: bool, unfrozen: bool, adding: bool, used: Sequence[bool]) -> None:
         self._all_used = None
         with self._device.copying():
-            self._used.copy_(self._say_used.of([live, unfrozen, adding, *used], 0))
+            self._used.copy_(self._say_used.of([not live, live, unfrozen, adding, *used], 0))
         self._used_group.notify_ready(0)
 
     def offer_kept(
@@ -130,7 +136,7 @@ class Flags:
         and their digest and sizes."""
         self._all_kept = None
         self._own, self._digests = samples, (compared[0], compared[2])
-        numbers = [live, own_changed, committed, unfrozen, *compared, *kept, *changed]
+        numbers = [not live, live, own_changed, committed, unfrozen, *compared, *kept, *changed]
         with self._device.copying():
             self._kept.copy_(self._say_kept.of(numbers, 2 * len(kept)))
         if samples is not None:
@@ -145,8 +151,8 @@ class Flags:
         if self._all_used is None:
             self._used_group.proxies[0].wait()
             with self._device.copying():
-                live, unfrozen, adding, *share = self._used.tolist()
-            self._all_used = BackwardShares(unfrozen / (live or 1.0), adding, share)
+                exhausted, live, unfrozen, adding, *share = self._used.tolist()
+            self._all_used = BackwardShares(unfrozen / _live(exhausted, live, 1.0), adding, share)
         return self._all_used
 
     def kept(self) -> StepShares:
@@ -157,10 +163,11 @@ class Flags:
                 kept = self._kept.to("cpu", copy=True)
                 own = self._own.to("cpu") if self._own is not None else None
             count = (len(kept) - _FIRST) // 4
-            live, own_changed = kept[:2].tolist()
+            exhausted, live, own_changed = kept[:3].tolist()
+            live = _live(exhausted, live, 0.0)
             if 0.0 < live < 1.0:
-                kept[2:] /= live
-            committed, unfrozen, digest, recorded, edits, sizes = kept[2:_FIRST].tolist()
+                kept[3:] /= live
+            committed, unfrozen, digest, recorded, edits, sizes = kept[3:_FIRST].tolist()
             differ, edits_differ = digests_differ(self._digests[0], digest), digests_differ(self._digests[1], edits)
             share, changed = kept[_FIRST : _FIRST + 2 * count].view(2, count).tolist()
             samples = kept[_FIRST + 2 * count :].view(2, count)
