@@ -47,7 +47,7 @@ class StepShares:
     committed: float  # called step()
     unfrozen: float  # as in BackwardShares
     hyper_parameters_differ: bool  # whether the ranks' hyper-parameters differ
-    recorded: float  # have recorded edits of gradients; others have made them at once, if any: in compiled code, say
+    recorded: float  # record all edits of gradients that can be recorded: others may make them in compiled code
     edits_differ: bool  # whether the ranks have recorded different edits of gradients
     edit_sizes: float  # the mean of the sizes of the numbers in these edits
     share: list[float]  # by flag: still have a gradient for the parameter
@@ -132,7 +132,7 @@ class Flags:
         compared: tuple[float, bool, float, float],
     ) -> None:
         """Submit this rank's second set of flags, whose meaning :class:`StepShares` says. Never waits. ``samples`` is the
-        result of ``Samples.of``; ``compared`` are the digest of hyper-parameters, whether edits were recorded,
+        result of ``Samples.of``; ``compared`` are the digest of hyper-parameters, whether edits are compared,
         and their digest and sizes."""
         self._all_kept = None
         self._own, self._digests = samples, (compared[0], compared[2])

@@ -91,6 +91,7 @@ class Edits:
     """The edits of one exchange in one round. Any thread may record or apply them."""
 
     def __init__(self) -> None:
+        self.are_compared = True  # False: compiled code may edit gradients, which is not recorded
         self._lock = threading.RLock()
         self._edits: dict[int, list[Edit]] = {}  # by flag, in the order in which they were made
         self._outstanding: set[int] = set()  # the flags of gradients whose edits are not done yet
@@ -110,11 +111,6 @@ class Edits:
     def flags(self) -> Iterable[int]:
         """The flags of gradients that were edited in this round."""
         return self._edits
-
-    @property
-    def are_recorded(self) -> bool:
-        """Whether there are any in this round."""
-        return bool(self._log)
 
     def record(self, edit: Edit, name: str, slots: Sequence[Slot], numbers: Sequence[Recorded]) -> None:
         """Note ``edit`` of the gradients of ``slots``. It is done now for gradients that were read, as other tensors in their

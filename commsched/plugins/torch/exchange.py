@@ -222,6 +222,7 @@ class GradientExchange:
         """Called before code is compiled. The compiler must not find guarded parameters, so recording the order of first use
         ends here. It must not compile the hooks either, which backward calls within a compiled step."""
         self.places.use_order.end()
+        self.edits.are_compared = False
         self._before, self._after = torch.compiler.disable(self._before_gradient), torch.compiler.disable(self._on_gradient)
         if self._round.without.noted:  # NoGradients changes the classes of parameters, too
             self._ask_for_gradients()

@@ -303,7 +303,7 @@ class Round:
             keeps,
             changed,
             self._samples.of(read, self._turn, adopted=committed),
-            (digest, self.edits.are_recorded, self.edits.digest(), self.edits.sizes),
+            (digest, self.edits.are_compared, self.edits.digest(), self.edits.sizes),
         )
 
     def leave(self, changed: list[bool], own_changed: str | None = None) -> None:

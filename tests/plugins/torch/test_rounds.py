@@ -132,14 +132,15 @@ def test_threads_that_read_at_once_are_served_by_one_of_them() -> None:
         training.backward()
         training.round.complete()
         filled = []
-        used = training.round.used
+        advance = training.round.advance
 
-        def noted() -> object:
-            filled.append(True)
-            training.round.fill()  # the other thread has come in the meantime
-            return used()
+        def noted(event: str) -> None:
+            advance(event)
+            if event == "fill":
+                filled.append(True)
+                training.round.fill()  # the other thread has come in the meantime
 
-        training.round.used = noted
+        training.round.advance = noted
         training.read()
         training.step()
         return len(filled)
