@@ -240,23 +240,31 @@ class Core:
     def release(self, group: TensorGroup) -> None:
         """Release ``group``, and the groups of its norms, in the transport: each at once if none of its tasks is outstanding,
         otherwise when the last is done."""
-        released = (group, *group.norms)
         with self._lock:
-            for each in released:
+            for each in (group, *group.norms):
                 each.is_released = True
             self._changes.drop_released()
             self._adopt_config()
-            idle = [each for each in released if each.active == 0]
+            # Norms that are not there yet follow the outstanding averages, because other ranks may wait for them.
+            idle = [each for each in group.norms if each.active == 0 and each.unfinished == 0]
+            if group.active == 0:
+                idle += self._over(group)
             for each in idle:
                 self._forget(each)
         for each in idle:
             self._transport.release(each.index)
+
+    def _over(self, group: TensorGroup) -> list[TensorGroup]:
+        """``group``, released and with its last task done, and the groups of its norms if those never come, because the
+        step was broken off. Called with the lock held."""
+        return [group, *(norms for norms in group.norms if norms.active == 0 and norms.unfinished > 0)]
 
     def _forget(self, group: TensorGroup) -> None:
         """Called with the lock held, when no task of the group is outstanding."""
         if self._agreement is not None:
             self._agreement.release(group.index)
         self._pace.forget(group.index)
+        group.tasks = ()
 
     def begin_step(self, group: TensorGroup) -> int:
         with self._lock:
@@ -575,8 +583,9 @@ class Core:
             elif group.task_done(task):
                 self._progress.notify_all()
             if group.is_released and group.active == 0:
-                self._forget(group)
-                self._released.append(group)
+                for each in (over := self._over(group)):
+                    self._forget(each)
+                self._released += over
                 self._work.notify()
             if self._releases:
                 self._work.notify()

@@ -192,7 +192,7 @@ class TensorGroup:
         self.buffers = {}
         self.tasks = ()
         for norms in self.norms:
-            norms.free_memory()
+            norms.buffers = {}  # its tasks become ready after this group's, and other ranks may wait for them
 
     # Core calls the methods below with its lock held.
 
@@ -253,7 +253,7 @@ class TensorGroup:
     def scattered(self, task: CommTask) -> CommTask:
         """Return the ready all-gather that follows ``task``, a reduce-scatter that is done."""
         # The norms need all reduce-scatters of the step, and no update is made before them.
-        behind = len(self.tasks) if self.norms else 0
+        behind = len(self.plan.partitions) if self.norms else 0
         priority = behind + task.partition.index
         gather = CommTask(task.group, task.step, task.partition, task.data, ALL_GATHER, priority=priority)
         gather.missing = 0

@@ -90,7 +90,7 @@ class World:
         """What follows the tasks of the step that was begun last, which are done: the rows and, if there are any, the
         all-gathers."""
         group = self.group if group is None else group
-        return self.started(len(group.tasks) + len(group.norms)) if group.splits else self.rows[group.index]
+        return self.started(len(group.plan.partitions) + len(group.norms)) if group.splits else self.rows[group.index]
 
     def waiting(self, fn: Callable[[], object]) -> Future[object]:
         future = in_thread(fn)
@@ -280,6 +280,33 @@ def test_norms_are_released_with_their_group_when_they_are_there(world: World) -
     assert sorted(world.transport.released) == [0, 1]
     with pytest.raises(ValueError, match="group 0 was released"):
         world.group.open_step()
+
+
+def test_a_group_that_is_released_within_a_step_still_tells_its_norms_to_other_ranks(world: World) -> None:
+    world.add_norms()
+    tasks = world.begin()
+    world.group.release()
+    world.done(tasks)
+    rest = world.rest()
+    assert 1 in {task.group for task in rest}
+    world.done(rest)
+    in_thread(world.core.drain).result(10)
+    in_thread(world.core.close).result(10)
+    assert sorted(world.transport.released) == [0, 1]
+    assert world.failures == []
+
+
+def test_norms_of_a_step_that_is_broken_off_are_released_with_their_group(world: World) -> None:
+    world.add_norms()
+    world.group.begin_step()
+    world.group.notify_ready(0)
+    tasks = world.started(2)
+    world.group.release()
+    world.done(tasks)
+    world.done(world.started(2) if world.group.splits else [])
+    in_thread(world.core.drain).result(10)
+    in_thread(world.core.close).result(10)
+    assert sorted(world.transport.released) == [0, 1]
 
 
 def test_a_step_that_is_broken_off_leaves_no_norms_to_wait_for(world: World) -> None:

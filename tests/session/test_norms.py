@@ -286,6 +286,21 @@ def test_a_rank_that_leaves_is_named_to_those_who_wait_for_norms() -> None:
         ranks(2, main, SMALL)
 
 
+def test_a_rank_that_releases_the_group_still_tells_its_norms_to_the_others() -> None:
+    def main(session: Session) -> None:
+        group, views = register_flat(session, MANIFEST)
+        norms = session.add_norms(group, (2,))
+        for _ in range(3):
+            begin(session, group, views)
+        if session.rank == 1:
+            require_norms_of(views, group, norms)
+        group.release()
+        other, views = register_flat(session, MANIFEST)
+        begin(session, other, views)
+
+    ranks(2, main, SMALL)
+
+
 def test_waits_for_norms_end_with_the_job() -> None:
     begun = threading.Barrier(2)
 
