@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Mapping, Sequence
+from threading import get_ident
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -34,8 +35,8 @@ if TYPE_CHECKING:
 #: has ended may leave a message that other ranks have not sent yet.
 _announcements: WeakKeyDictionary[commsched.Session, dict[tuple[int, ...], Announcements]] = WeakKeyDictionary()
 
-#: The number of Joins that are in use in each session, which has several if several threads train a model each.
-_in_use: WeakKeyDictionary[commsched.Session, int] = WeakKeyDictionary()
+#: The threads that use a Join in each session. There are several if each trains a model of its own.
+_in_use: WeakKeyDictionary[commsched.Session, list[int]] = WeakKeyDictionary()
 
 
 def require_joined(session: commsched.Session) -> None:
@@ -68,8 +69,8 @@ class Join:
             change in each step. At the end the others take over the numbers in their states, too.
 
     Raises:
-        ConfigError: an optimizer is no ScheduledOptimizer, is detached or in another Join, or the arguments differ between
-            ranks.
+        ConfigError: an optimizer is no ScheduledOptimizer, is detached or in another Join, this is within another Join, or the
+            arguments differ between ranks.
         UnsupportedError: see ``docs/pytorch.md``.
         CommschedError: the session failed or was closed.
     """
@@ -97,6 +98,12 @@ class Join:
         session = self._members[0][0]._session
         if any(exchange.join is not None for exchange in exchanges) or len(set(exchanges)) < len(exchanges):
             raise ConfigError("a ScheduledOptimizer is in two Joins at once, or twice in one")
+        in_use = _in_use.setdefault(session, [])
+        if get_ident() in in_use:
+            raise ConfigError(
+                "a Join within another one: a rank that leaves the inner one would take part in the rounds of its optimizers "
+                "only, and the others would wait; give one Join all optimizers"
+            )
         numbers = tuple(exchange.places.number for exchange in exchanges)
         known = _announcements.setdefault(session, {})
         count = known[numbers].count if numbers in known else 0
@@ -110,7 +117,8 @@ class Join:
             self._say(False, 0)  # ranks have left the last Join by an exception, after different numbers of rounds
         for exchange in exchanges:
             exchange.use_join(self)
-        _in_use[session] = _in_use.get(session, 0) + 1
+        self._thread = get_ident()
+        in_use.append(self._thread)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -120,7 +128,7 @@ class Join:
             if kind is None:
                 self._follow()
         finally:
-            _in_use[self._members[0][0]._session] -= 1
+            _in_use[self._members[0][0]._session].remove(self._thread)
             for _, exchange in self._members:
                 exchange.use_join(None)
 

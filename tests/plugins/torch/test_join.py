@@ -428,6 +428,28 @@ def test_an_optimizer_outside_of_the_context_is_refused() -> None:
     run_counts(loop, (1, 1))
 
 
+def test_a_context_within_another_is_refused() -> None:
+    """A rank that leaves the inner one would wait for ranks that wait for it in the other."""
+
+    def loop(data: Uneven, model: Any, optimizer: Any) -> None:
+        other = nn.Linear(2, 1).double()
+        second = data.scheduled(torch.optim.SGD(other.parameters(), lr=0.1), other)
+
+        def train() -> None:
+            with data.join(optimizer), data.join(second):
+                for step in data.steps():
+                    data.loss(lambda inputs: other(model(inputs)), step).backward()
+                    optimizer.step()
+                    second.step()
+
+        with pytest.raises(ConfigError, match="give one Join all optimizers"):
+            train()
+        with data.join(second):
+            pass
+
+    run_counts(loop, (1, 3))
+
+
 def test_contexts_that_differ_between_ranks_are_refused() -> None:
     def loop(data: Uneven, model: Any, optimizer: Any) -> None:
         data.by_live = data.ranks == [1]
