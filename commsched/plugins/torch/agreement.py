@@ -24,7 +24,7 @@ from .guard import guard, release, unguarded
 from .samples import Samples, first_sample_difference
 from .slot import CONTRIBUTED, Slot
 
-_FIRST = 9  # number of floats in the second set before the floats for each parameter
+_FIRST = 14  # number of floats in the second set before the floats for each parameter
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,7 @@ class StepShares:
     recorded: float  # record all edits of gradients that can be recorded: others may make them in compiled code
     edits_differ: bool  # whether the ranks have recorded different edits of gradients
     edit_sizes: float  # the mean of the sizes of the numbers in these edits
+    asked: list[float]  # by order: asked for norms of gradients
     share: list[float]  # by flag: still have a gradient for the parameter
     changed: list[float]  # by flag: have something other than the gradient they submitted or its average
     samples: torch.Tensor  # means over ranks of the sample norms and projections of read or changed gradients, on the host
@@ -130,13 +131,14 @@ class Flags:
         changed: Sequence[bool],
         samples: torch.Tensor | None,
         compared: tuple[float, bool, float, float],
+        asks: list[bool],
     ) -> None:
         """Submit this rank's second set of flags, whose meaning :class:`StepShares` says. Never waits. ``samples`` is the
         result of ``Samples.of``; ``compared`` are the digest of hyper-parameters, whether edits are compared,
-        and their digest and sizes."""
+        and their digest and sizes; ``asks`` are ``Measures.asks``."""
         self._all_kept = None
         self._own, self._digests = samples, (compared[0], compared[2])
-        numbers = [not live, live, own_changed, committed, unfrozen, *compared, *kept, *changed]
+        numbers = [not live, live, own_changed, committed, unfrozen, *compared, *asks, *kept, *changed]
         with self._device.copying():
             self._kept.copy_(self._say_kept.of(numbers, 2 * len(kept)))
         if samples is not None:
@@ -167,12 +169,25 @@ class Flags:
             live = _live(exhausted, live, 0.0)
             if 0.0 < live < 1.0:
                 kept[3:] /= live
-            committed, unfrozen, digest, recorded, edits, sizes = kept[3:_FIRST].tolist()
+            committed, unfrozen, digest, recorded, edits, sizes = kept[3:9].tolist()
             differ, edits_differ = digests_differ(self._digests[0], digest), digests_differ(self._digests[1], edits)
+            asked = kept[9:_FIRST].tolist()
             share, changed = kept[_FIRST : _FIRST + 2 * count].view(2, count).tolist()
             samples = kept[_FIRST + 2 * count :].view(2, count)
             self._all_kept = StepShares(
-                live, own_changed, committed, unfrozen, differ, recorded, edits_differ, sizes, share, changed, samples, own
+                live,
+                own_changed,
+                committed,
+                unfrozen,
+                differ,
+                recorded,
+                edits_differ,
+                sizes,
+                asked,
+                share,
+                changed,
+                samples,
+                own,
             )
         return self._all_kept
 
@@ -318,7 +333,7 @@ def require_equal_values(
     ``unaveraged`` returns the name of a parameter of the model whose gradient nothing averages, if there is one.
     """
     different = None
-    if kept.recorded == 1.0 and (kept.edits_differ or edits.differs(kept.edit_sizes)):
+    if (kept.recorded > 0.99 or edits.use_norms) and (kept.edits_differ or edits.differs(kept.edit_sizes)):
         different = next(iter(edits.flags), 0)
     elif kept.own_samples is not None:
         different = first_sample_difference(kept.samples, kept.own_samples, samples.rounding)

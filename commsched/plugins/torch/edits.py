@@ -10,15 +10,19 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from weakref import ref
 
 import torch
 
 from ...core.errors import ClosedError
 from ..common.step_flags import digest_of_record
+from .deferred import Deferred, Value, describe, is_number, value_of, weight
 from .guard import LATER, resolver_of, unguarded
 from .slot import GradientState, Slot
+
+if TYPE_CHECKING:
+    from .norms import Measures
 
 _HAVE_PLACES = (GradientState.SUBMITTED, GradientState.ZEROS)
 
@@ -34,6 +38,9 @@ class Owner(Protocol):
 
     @property
     def edits(self) -> Edits: ...
+
+    @property
+    def measures(self) -> Measures: ...
 
     def await_gradient(self, slot: Slot) -> None: ...
 
@@ -62,7 +69,7 @@ class AwaitedGradient:
 class Recorded(NamedTuple):
     """A number in an edit, and how ranks compare it: what they must have in common exactly, and up to rounding."""
 
-    value: Any  # a number, or a tensor without dimensions
+    value: Any  # a number, a tensor without dimensions, or a deferred one
     kind: str
     size: float
 
@@ -78,13 +85,37 @@ class Edit:
         self._arguments = tuple(arguments)
         self._keywords = keywords
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether its numbers are there."""
+        return all(value.is_there for value in (*self._arguments, *self._keywords.values()) if isinstance(value, Value))
+
     def apply(self, gradients: list[torch.Tensor]) -> None:
-        """Do it to ``gradients``. The calling thread must be within ``unguarded()`` and ``no_grad()``."""
+        """Do it to ``gradients``. It waits for its numbers. The calling thread must be within ``unguarded()`` and
+        ``no_grad()``."""
+        arguments = [_got(value) for value in self._arguments]
+        keywords = {name: _got(value) for name, value in self._keywords.items()}
         if self._is_foreach:
-            self._function(gradients, *self._arguments, **self._keywords)
+            self._function(gradients, *arguments, **keywords)
         else:
             for gradient in gradients:
-                self._function(gradient, *self._arguments, **self._keywords)
+                self._function(gradient, *arguments, **keywords)
+
+    @property
+    def is_scaling(self) -> bool:
+        """Whether it multiplies all gradients by the same number."""
+        return self._function in SCALING and len(self._arguments) == 1 and not self._keywords
+
+    def factor(self) -> float:
+        """By how much it changes the norm of a gradient, if it :attr:`is_scaling`. Waits for the number."""
+        factor = abs(float(_got(self._arguments[0])))
+        if not SCALING[self._function]:
+            return factor
+        return 1 / factor if factor else math.inf
+
+
+def _got(value: Any) -> Any:
+    return value.get() if isinstance(value, Value) else value
 
 
 class Edits:
@@ -98,6 +129,8 @@ class Edits:
         self._log: list[Any] = []  # what all ranks must have in common exactly, as JSON values
         self._sizes = 0.0  # and up to rounding: the sum of the logarithms of all numbers, with different weights
         self._rounding = 0.0  # how much that may differ
+        self.use_norms = False  # an edit depends on a norm, whose bits other ranks have only if they have recorded the same
+        self._unready: list[Edit] = []  # may have to wait for their numbers
         self._digest: tuple[list[Any], float] = [], 0.0  # of the last log that was not empty
 
     def begin_round(self) -> None:
@@ -106,11 +139,23 @@ class Edits:
             self._digest = self._log, self.digest()
             self._log, self._edits, self._outstanding = [], {}, set()
             self._sizes = self._rounding = 0.0
+            self._unready, self.use_norms = [], False
 
     @property
     def flags(self) -> Iterable[int]:
         """The flags of gradients that were edited in this round."""
         return self._edits
+
+    @property
+    def are_ready(self) -> bool:
+        """Whether :meth:`apply` would not wait."""
+        while self._unready and self._unready[-1].is_ready:
+            self._unready.pop()
+        return not self._unready
+
+    def of(self, slot: Slot) -> list[Edit]:
+        """What was recorded for the gradient of ``slot`` in this round so far."""
+        return self._edits.get(slot.flag, [])
 
     def record(self, edit: Edit, name: str, slots: Sequence[Slot], numbers: Sequence[Recorded]) -> None:
         """Note ``edit`` of the gradients of ``slots``. It is done now for gradients that were read, as other tensors in their
@@ -119,9 +164,11 @@ class Edits:
             self._log.append([name, [slot.flag for slot in slots], [number.kind for number in numbers]])
             exact = all(slot.dtype in (torch.float64, torch.complex128) for slot in slots)
             for number in numbers:
-                weight = 1 + len(self._log) * 0.6180339887 % 1.0
-                self._sizes += weight * number.size
+                self._sizes += weight(len(self._log)) * number.size
                 self._rounding += 1e-10 if exact else 1e-5
+            self.use_norms = self.use_norms or any(isinstance(number.value, Value) for number in numbers)
+            if not edit.is_ready:
+                self._unready.append(edit)
             there = []
             for slot in slots:
                 self._edits.setdefault(slot.flag, []).append(edit)
@@ -165,27 +212,21 @@ class Edits:
         return not abs(mean - self._sizes) <= self._rounding
 
 
-def _recorded(value: Any) -> Recorded | None:
+def recorded(value: Any) -> Recorded | None:
     """Return ``value``, an argument of an operation, to be recorded; None if that is not possible."""
-    if value is None:
-        return Recorded(None, "none", 0.0)
+    if isinstance(value, Deferred) and value.dim() == 0:
+        value = value_of(value)
+        return Recorded(value, value.kind, value.size)
     if isinstance(value, torch.Tensor):
-        is_plain = type(value) is torch.Tensor and value.dim() == 0 and value.is_cpu and not value.requires_grad
-        if not is_plain or value.dtype.is_complex:
+        if not is_number(value):
             return None
         value = value.detach().clone()
-    elif not isinstance(value, int | float):
+    elif not isinstance(value, int | float | None):
         return None
-    return Recorded(value, *_compared(float(value)))
+    return Recorded(value, *describe(value))
 
 
-def _compared(number: float) -> tuple[str, float]:
-    if not math.isfinite(number):
-        return str(number), 0.0
-    return ("0", 0.0) if number == 0 else ("+" if number > 0 else "-", math.log2(abs(number)))
-
-
-def _find(tensors: Sequence[Any]) -> dict[Owner, list[Slot]] | None:
+def find(tensors: Sequence[Any]) -> dict[Owner, list[Slot]] | None:
     """Return whose gradients ``tensors`` are, if all of them are gradients that can be edited later."""
     found: dict[Owner, list[tuple[Slot, torch.Tensor]]] = {}
     for tensor in tensors:
@@ -206,10 +247,10 @@ def _edit(function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -
     """Record a call of ``function``, an operation in place. Return what the call returns, or NotImplemented."""
     is_foreach = function in _FOREACH
     given = arguments[0] if is_foreach else arguments[:1]
-    numbers = [_recorded(value) for value in (*arguments[1:], *keywords.values())]
+    numbers = [recorded(value) for value in (*arguments[1:], *keywords.values())]
     if not numbers or None in numbers or not given:
         return NotImplemented
-    found = _find(given)
+    found = find(given)
     if found is None:
         return NotImplemented
     values = [number.value for number in numbers if number is not None]
@@ -220,6 +261,9 @@ def _edit(function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -
     return arguments[0]
 
 
+#: Operations that multiply; whether they divide.
+SCALING: dict[Any, bool] = {torch.Tensor.mul_: False, torch.Tensor.div_: True}
+SCALING.update({torch._foreach_mul_: False, torch._foreach_div_: True})
 _FOREACH = frozenset(
     getattr(torch, name)
     for name in ("_foreach_mul_", "_foreach_div_", "_foreach_clamp_min_", "_foreach_clamp_max_")

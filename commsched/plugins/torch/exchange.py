@@ -21,12 +21,13 @@ import torch
 
 import commsched
 
-from ...core.errors import ClosedError, UnsupportedError
+from ...core.errors import ClosedError, CommschedError, UnsupportedError
 from .agreement import OwnSums, norm
 from .edits import AwaitedGradient, Edits
 from .guard import release, unguarded
 from .join import require_joined
 from .layout import GradientLayout, end_abandoned
+from .norms import Measures
 from .rounds import Round, RoundState
 from .slot import BEFORE_SUBMISSION, GradientState, Slot, is_held
 from .timing import FullWaitReport
@@ -191,6 +192,7 @@ class GradientExchange:
         if self._round.is_open:
             self._fold()
         self.settle()
+        self.measures.end_round()
         self._own_sums.forget()
         for handle in self._handles:
             handle.remove()
@@ -208,6 +210,8 @@ class GradientExchange:
             self._round.end(nothing, nothing)
             self._round.advance("close")
         self.settle()
+        with suppress(CommschedError):  # whoever reads one of them gets the error
+            self.measures.end_round()
 
     def forget_missing(self) -> None:
         """Called when gradients are dropped or zeroed: from now on, reading a missing ``.grad`` need not fill in the averages
@@ -642,6 +646,10 @@ class GradientExchange:
     def edits(self) -> Edits:
         return self._round.edits
 
+    @property
+    def measures(self) -> Measures:
+        return self._round.measures
+
     def prepare_to_edit(self) -> bool:
         """Called before gradients are edited. Returns whether edits may be recorded: whether this is between backward and
         ``step()``."""
@@ -674,7 +682,7 @@ class GradientExchange:
 
     def those_there(self, slots: Iterable[Slot]) -> Iterator[Slot]:
         """Yield ``slots`` up to the first one for which :meth:`wait` or :meth:`kept_by_any_rank` would not return at once."""
-        if self.places.flags.are_there():
+        if self.places.flags.are_there() and self.edits.are_ready:
             for slot in slots:
                 if not (slot.proxies[0].is_open and slot.proxies[-1].is_open):
                     return

@@ -126,7 +126,7 @@ _T = torch.Tensor
 #: Operations that read no values. ``grad`` is included because the gradient is guarded itself. ``is_complex`` reads no values
 #: either, but is not included: it is the only method that ``torch.distributed.scatter`` calls on tensors in a list, where
 #: marks are not seen.
-_VALUE_FREE: frozenset[Any] = frozenset(
+VALUE_FREE: frozenset[Any] = frozenset(
     [getattr(_T, name).__get__ for name in ("shape", "dtype", "device", "layout", "ndim", "grad", "grad_fn")]
     + [getattr(_T, name).__get__ for name in ("requires_grad", "is_leaf", "is_cpu", "is_cuda", "is_sparse", "nbytes")]
     + [getattr(_T, name).__set__ for name in ("grad", "requires_grad")]
@@ -250,7 +250,7 @@ class Guarded:
     @_disable_dynamo
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _VALUE_FREE:
+        if func in VALUE_FREE:
             with unguarded():
                 return func(*args, **kwargs)
         later = LATER.get(func)
@@ -260,12 +260,18 @@ class Guarded:
                 return done
         guarded = [tensor for tensor in tensors_in((args, kwargs)) if isinstance(tensor, Guarded)]
         for tensor in guarded:
-            resolve(tensor)
+            its_class = type(tensor)
+            if issubclass(its_class, Guarded):  # else it was released with another one
+                its_class.commsched_resolve(tensor, func)
         if not any(isinstance(tensor, Guarded) for tensor in guarded):
             return func(*args, **kwargs)  # dispatches to the classes of the other tensors
         # A tensor that is still guarded is a gradient that is there, or is being updated by this very thread.
         with unguarded():
             return func(*args, **kwargs)
+
+    def commsched_resolve(self: Any, func: Any = None) -> None:
+        """Wait for the values, because ``func`` is called with the tensor."""
+        resolve(self)
 
     # Python looks these up before any operation.
 

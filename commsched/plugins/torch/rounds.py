@@ -29,6 +29,7 @@ from .edits import Edits
 from .guard import guard, is_guarded, release, unguarded
 from .layout import GradientLayout
 from .no_gradient import NoGradients
+from .norms import Measures
 from .packs import Packs
 from .samples import Samples
 from .slot import BEFORE_SUBMISSION, CONTRIBUTED, GradientState, Slot
@@ -109,6 +110,7 @@ class Round:
         self.factor = 1.0  # every gradient of this rank is multiplied by it, for another divisor than the number of ranks
         self.given: dict[Slot, torch.UntypedStorage] = {}  # the memory that the user gave to gradients through .data
         self.edits = Edits()
+        self.measures = Measures(session)
         self.without = NoGradients(ask_for_gradients)
         self._own_changed: str | None = None  # the name of a parameter whose gradient was changed before it was averaged
         self._turn = 0  # rounds so far
@@ -131,6 +133,9 @@ class Round:
         self.without.forget()
         self.without.dropped.clear()
         self.edits.begin_round()
+        if self.state is not RoundState.IDLE:
+            ended = self._places.flags.kept()
+            self.measures.begin_round(self._places.groups, ended.asked, ended.committed > 0)
         flags = self._places.flags
         for group in self._places.groups:
             group.begin_step()
@@ -304,6 +309,7 @@ class Round:
             changed,
             self._samples.of(read, self._turn, adopted=committed),
             (digest, self.edits.are_compared, self.edits.digest(), self.edits.sizes),
+            self.measures.asks,
         )
 
     def leave(self, changed: list[bool], own_changed: str | None = None) -> None:
@@ -322,7 +328,7 @@ class Round:
         nothing = [False] * len(changed)
         samples = torch.zeros(2, len(changed), dtype=torch.float64, device=self._session.device)
         self._places.flags.offer_kept(
-            False, own_changed is not None, False, False, nothing, changed, samples, (0.0, False, 0.0, 0.0)
+            False, own_changed is not None, False, False, nothing, changed, samples, (0.0, False, 0.0, 0.0), Measures.NOTHING
         )
 
     def exchange_late(self) -> None:
@@ -423,5 +429,5 @@ class Round:
         nothing = [False] * len(self._places.all)
         flags.begin_step()
         flags.offer_used(True, False, True, nothing)
-        flags.offer_kept(True, False, False, False, nothing, nothing, None, (0.0, False, 0.0, 0.0))
+        flags.offer_kept(True, False, False, False, nothing, nothing, None, (0.0, False, 0.0, 0.0), Measures.NOTHING)
         self.used()

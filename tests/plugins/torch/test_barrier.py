@@ -98,11 +98,35 @@ def _clip(model: nn.Module, optimizer: Any) -> None:
     nn.utils.clip_grad_norm_(model.parameters(), 0.01)
 
 
+def _clip_what_is_clamped(model: nn.Module, optimizer: Any) -> None:
+    nn.utils.clip_grad_value_(model.parameters(), 0.1)
+    nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+
+
 READS: dict[str, tuple[Callable[[nn.Module, Any], Any], int]] = {
-    "clip_grad_norm_": (_clip, _clip.__code__.co_firstlineno + 1),
-    "a log line": (read := lambda model, optimizer: model[0].weight.grad.norm().item(), read.__code__.co_firstlineno),
-    "GradScaler": (_unscale, _unscale.__code__.co_firstlineno + 4),
+    "a norm of what was clamped": (_clip_what_is_clamped, _clip_what_is_clamped.__code__.co_firstlineno + 2),
+    "a log line": (read := lambda model, optimizer: model[0].weight.grad.sum().item(), read.__code__.co_firstlineno),
 }
+WAITS_FOR_NORMS: dict[str, Callable[[nn.Module, Any], Any]] = {
+    "clip_grad_norm_": _clip,
+    "a log line": lambda model, optimizer: model[0].weight.grad.norm().item(),
+    "GradScaler": _unscale,
+}
+
+
+@pytest.mark.parametrize("name", WAITS_FOR_NORMS)
+def test_a_line_that_waits_for_norms_only_is_not_named(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    def loop(session: Session, model: nn.Module) -> None:
+        optimizer = ScheduledOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, session=session)
+        for step in range(STEPS + 4):
+            optimizer.zero_grad()
+            backward(session, model, step)
+            WAITS_FOR_NORMS[name](model, optimizer)
+            optimizer.step()
+
+    with caplog.at_level(logging.INFO, logger="commsched"):
+        run(loop)
+    assert messages(caplog) == []
 
 
 @pytest.mark.parametrize("name", READS)

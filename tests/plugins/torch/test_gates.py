@@ -22,17 +22,27 @@ from commsched.core.group import DependencyProxy
 from commsched.core.interfaces import Completion, Transport
 from commsched.core.manifest import Manifest
 from commsched.core.task import CommTask
-from commsched.plugins.torch import ScheduledOptimizer, exchange, guard, marked, optimizer, rounds
+from commsched.plugins.torch import ScheduledOptimizer, exchange, guard, marked, norms, optimizer, rounds
 from commsched.plugins.torch import layout as places
 from commsched.plugins.torch import timing as first_use
 from commsched.plugins.torch import update as narrow
 from commsched.plugins.torch.agreement import Flags
+from commsched.plugins.torch.deferred import Value
 from commsched.plugins.torch.edits import Edits
 from commsched.plugins.torch.exchange import GradientExchange
+from commsched.plugins.torch.norms import Measures
 from commsched.plugins.torch.rounds import Round
 from commsched.testing.check_plugin import Delayed
 
-from . import test_accumulation, test_dropped, test_edits, test_late_parameters, test_several_optimizers, test_unseen
+from . import (
+    test_accumulation,
+    test_dropped,
+    test_edits,
+    test_late_parameters,
+    test_norms,
+    test_several_optimizers,
+    test_unseen,
+)
 from .loops import (
     loop,
     test_ends,
@@ -110,6 +120,18 @@ def as_if_unread(record: Callable[..., None]) -> Callable[..., None]:
             slot.was_read = True
 
     return call
+
+
+def releasing(wait: Callable[..., None]) -> Callable[..., None]:
+    def call(self: GradientExchange, slot: Any) -> None:
+        wait(self, slot)
+        guard.release(slot.gradient)
+
+    return call
+
+
+def placeholder(self: Value) -> torch.Tensor:
+    return torch.ones(self.length, dtype=torch.float64) if self.length else torch.ones((), dtype=torch.float64)
 
 
 def do_not_wait(slot: Any) -> None:
@@ -430,6 +452,36 @@ GATES: dict[str, tuple[Take, Callable[[], None], str]] = {
     "gradients that are read are edited at once": (
         wrap(Edits, "record", as_if_unread),
         partial(test_edits.test_what_is_read_before_and_after_an_edit, "through views", "nothing"),
+        WRONG,
+    ),
+    "the next round begins when norms were taken": (
+        put(Measures, "end_round", nothing),
+        test_norms.test_a_norm_outlives_its_round_and_its_session,
+        rf"{WRONG}|differs",
+    ),
+    "a norm includes what was recorded before": (
+        put(Edits, "of", lambda self, slot: []),
+        partial(test_norms.test_clipping_by_a_norm, "twice"),
+        WRONG,
+    ),
+    "gradients that were read and changed have another norm": (
+        put(norms, "_ROUNDING", {torch.float64: 10.0}),
+        partial(test_norms.test_what_is_done_to_gradients_before_they_are_clipped, test_norms._doubled_through_data),
+        WRONG,
+    ),
+    "gradients that were read and not changed have the same norm": (
+        put(norms, "_ROUNDING", {torch.float64: -1.0}),
+        partial(test_norms.test_what_is_done_to_gradients_before_they_are_clipped, test_norms._histograms),
+        rf"{WRONG}|DID NOT RAISE",
+    ),
+    "gradients stay guarded when they were read": (
+        wrap(GradientExchange, "wait", releasing),
+        partial(test_norms.test_what_is_done_to_gradients_before_they_are_clipped, test_norms._histograms),
+        "to other values here than on other ranks",
+    ),
+    "an update waits for its coefficient": (
+        put(Value, "get", placeholder),
+        partial(test_norms.test_clipping_by_a_norm, "2"),
         WRONG,
     ),
     "edits are compared": (
