@@ -1,4 +1,4 @@
-"""Norms of gradients whose averages are on the way are measured where the averages are made; who needs one waits for no more."""
+"""Norms of gradients whose averages are on the way: whoever needs one waits for the norm, and not for the averages."""
 
 from __future__ import annotations
 
@@ -145,6 +145,21 @@ def test_what_is_done_to_gradients_before_they_are_clipped(before: Callable[...,
     require_plain(loop)
 
 
+def test_one_rank_begins_to_read_gradients_that_are_clipped() -> None:
+    def loop(data: Data, model: Any, optimizer: Any) -> Any:
+        seen: list[Any] = []
+
+        def edit(model: Any) -> Any:
+            if len(seen) >= 4 and 0 in data.ranks:
+                [gradient.sum() for gradient in gradients(model)]
+            seen.append(clip()(model))
+
+        _train(data, model, optimizer, edit)
+        return seen
+
+    require_plain(loop)
+
+
 @pytest.mark.parametrize("synced", [True, False])
 def test_accumulation(synced: bool) -> None:
     def loop(data: Data, model: Any, optimizer: Any) -> list[Any]:
@@ -232,7 +247,7 @@ def test_an_infinite_norm_is_an_error_if_that_is_asked_for() -> None:
 
 def test_a_norm_outlives_its_round_and_its_session() -> None:
     def loop(data: Data, model: Any, optimizer: Any) -> Any:
-        norms = _train(data, model, optimizer, clip())
+        norms = _train(data, model, optimizer, lambda model: nn.utils.get_total_norm(gradients(model)))
         if len(data.ranks) == 1:
             assert all(isinstance(norm, Deferred) for norm in norms[2:])
         return norms
