@@ -10,7 +10,7 @@ import logging
 import math
 import threading
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -19,7 +19,6 @@ import commsched
 
 from ...core.errors import UnsupportedError
 from ...core.group import TensorGroup
-from ...session.norms import Norms
 from .deferred import Deferred, Value, defer, digest_of_text, value_of
 from .edits import SCALING, Edit, Owner, find, recorded
 from .guard import LATER, unguarded
@@ -32,6 +31,15 @@ ORDERS = (2.0, math.inf, 1.0, 3.0)
 
 #: How far a norm of a dtype that torch computes may be from a measured one, relatively.
 _ROUNDING = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 3e-2}
+
+
+class Norms(Protocol):
+    """The norms of the averages of one group, as ``Session.add_norms`` returns them."""
+
+    @property
+    def is_open(self) -> bool: ...
+
+    def of(self, order: float) -> Any: ...
 
 
 class RoundNorms:
