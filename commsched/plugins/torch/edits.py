@@ -226,7 +226,7 @@ def recorded(value: Any) -> Recorded | None:
     return Recorded(value, *describe(value))
 
 
-def find(tensors: Sequence[Any]) -> dict[Owner, list[Slot]] | None:
+def owners_of(tensors: Sequence[Any]) -> dict[Owner, list[Slot]] | None:
     """Return whose gradients ``tensors`` are, if all of them are gradients that can be edited later."""
     found: dict[Owner, list[tuple[Slot, torch.Tensor]]] = {}
     for tensor in tensors:
@@ -250,7 +250,7 @@ def _edit(function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -
     numbers = [recorded(value) for value in (*arguments[1:], *keywords.values())]
     if not numbers or None in numbers or not given:
         return NotImplemented
-    found = find(given)
+    found = owners_of(given)
     if found is None:
         return NotImplemented
     values = [number.value for number in numbers if number is not None]

@@ -20,7 +20,7 @@ import commsched
 from ...core.errors import UnsupportedError
 from ...core.group import TensorGroup
 from .deferred import Deferred, Value, defer, digest_of_text, value_of
-from .edits import SCALING, Edit, Owner, find, recorded
+from .edits import SCALING, Edit, Owner, owners_of, recorded
 from .guard import LATER, unguarded
 from .slot import Slot
 
@@ -33,7 +33,7 @@ ORDERS = (2.0, math.inf, 1.0, 3.0)
 _ROUNDING = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 3e-2}
 
 
-class Norms(Protocol):
+class GroupNorms(Protocol):
     """The norms of the averages of one group, as ``Session.add_norms`` returns them."""
 
     @property
@@ -45,7 +45,7 @@ class Norms(Protocol):
 class RoundNorms:
     """The norms of one round. They can be had after the round, too."""
 
-    def __init__(self, norms: dict[tuple[TensorGroup, float], Norms]) -> None:
+    def __init__(self, norms: dict[tuple[TensorGroup, float], GroupNorms]) -> None:
         self._norms = norms
         self._lock = threading.Lock()  # held while norms of the round are awaited, so that the next round begins after that
         self._kept: dict[tuple[TensorGroup, float], Any] = {}
@@ -88,7 +88,7 @@ class Measures:
     def __init__(self, session: commsched.Session) -> None:
         self._session = session
         self._orders: list[float] = []
-        self._norms: dict[tuple[TensorGroup, float], Norms] = {}
+        self._norms: dict[tuple[TensorGroup, float], GroupNorms] = {}
         self._asked_before: set[float] = set()  # by all ranks, in the last round that ended with step()
         self._is_refused = not session.can_measure_norms
         self.asked: set[float] = set()  # by this rank, in this round; 0: for any order
@@ -199,7 +199,7 @@ def _norm(function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -
 def _deferred_norms(gradients: list[Any], order: Any) -> list[torch.Tensor] | None:
     if isinstance(order, bool) or not isinstance(order, int | float) or float(order) not in ORDERS or not gradients:
         return None
-    found = find(gradients)
+    found = owners_of(gradients)
     if found is None:
         return None
     dtypes = {slot.dtype for slots in found.values() for slot in slots}
@@ -227,7 +227,7 @@ def _check_and_unscale(function: Any, arguments: tuple[Any, ...], keywords: dict
     number = recorded(inverse)
     if number is None or recorded(found_inf) is None or found_inf.dtype is not torch.float32:
         return NotImplemented
-    found = find(gradients)
+    found = owners_of(gradients)
     if found is None:
         return NotImplemented
     measured = []  # for each owner: the norms, and what they are of
