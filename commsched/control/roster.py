@@ -249,6 +249,8 @@ class Roster:
                     f"{self.members[connection]} contributed to '{tag}' {'twice' if rank in gave else 'after it left'}"
                 )
             )
+        if (other := self._same_turn(tag)) is not None:
+            return self._other_purposes(tag, rank, other)
         last = next(reversed(gave.values()), None)
         gave[rank] = last if last == message.value else message.value  # values are mostly equal: keep one
         if gone := [other for other in self.left if other not in gave]:
@@ -258,6 +260,21 @@ class Roster:
         del self._gathers[tag]
         ranks = tuple(self._ranks.values())
         return [Send(ranks, messages.GatherPart(tag, runs)) for runs in _parts([gave[rank] for rank in range(self.world_size)])]
+
+    def _same_turn(self, tag: str) -> str | None:
+        """The tag of another gather that is as far in its ranks' order of gathers as ``tag``. Neither can ever be complete."""
+        turn = tag.partition(",")[0]
+        return next((other for other in self._gathers if other != tag and other.partition(",")[0] == turn), None)
+
+    def _other_purposes(self, tag: str, rank: int, other: str) -> list[Send]:
+        theirs = min(self._gathers[other])
+        purposes = [each.partition(", ")[2] or "for another purpose" for each in (other, tag)]
+        return self.fail(
+            ConfigError(
+                f"rank {theirs} waits for all ranks {purposes[0]}, and rank {rank} {purposes[1]}: all ranks must make these calls "
+                "in the same order"
+            )
+        )
 
     def _ask_missing(self, connection: int, message: messages.AskMissing) -> list[Send]:
         gave = self._gathers.get(message.tag)

@@ -297,6 +297,16 @@ def test_large_values_travel_in_several_messages(monkeypatch: pytest.MonkeyPatch
     assert parts == [((1, "a" * 99),), ((1, "b" * 6), (1, "c" * 4)), ((2, "d"),)]
 
 
+def test_ranks_that_gather_for_different_purposes_are_told_instead_of_waiting_for_ever() -> None:
+    roster = joined(2)
+    assert roster.received(0, Gather("gather 11", "1"), 0.0) == []
+    assert roster.received(0, Gather("gather 12, to make a model", "1"), 0.0) == []
+    roster.received(1, Gather("gather 11", "1"), 0.0)
+    assert told(roster.received(1, Gather("gather 12, to enter a Join", "1"), 0.0)) == (
+        "rank 0 waits for all ranks to make a model, and rank 1 to enter a Join: all ranks must make these calls in the same order"
+    )
+
+
 def test_who_waits_long_for_a_gather_may_ask_for_whom() -> None:
     roster = joined(5)
     for rank in (0, 2):
