@@ -271,8 +271,8 @@ class Roster:
         purposes = [each.partition(", ")[2] or "for another purpose" for each in (other, tag)]
         return self.fail(
             ConfigError(
-                f"rank {theirs} waits for all ranks {purposes[0]}, and rank {rank} {purposes[1]}: all ranks must make these calls "
-                "in the same order"
+                f"rank {theirs} waits for all ranks {purposes[0]}, and rank {rank} {purposes[1]}: all ranks must make these "
+                "calls in the same order"
             )
         )
 

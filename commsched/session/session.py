@@ -178,11 +178,13 @@ class Session:
             CommschedError: see :meth:`gather`.
         """
         require_buffers(manifest, buffers, self.device)
-        if self._first_sizes is not None:
+        # Plugins also register tensors of their own, in which each rank reports its actions.
+        has_gradients = any(not spec.name.startswith("commsched.") for spec in manifest.tensors)
+        if self._first_sizes is not None and has_gradients:
             self._use_first_sizes(self._first_sizes, manifest)
         try:
             plan, collective = self._agree_on(manifest)
-            for callback in self._register_callbacks:
+            for callback in self._register_callbacks if has_gradients else ():
                 callback(self.core.group_count, manifest)
         except BaseException:
             self.core.cancel_reservation()
@@ -367,8 +369,9 @@ class Session:
         return lambda: self._close_callbacks.remove(callback)
 
     def on_register(self, callback: Callable[[int, Manifest], None]) -> None:
-        """Call ``callback`` with the index and the tensors of each group that :meth:`register` is about to add, once all ranks
-        agree on them. An exception of ``callback`` ends the registration; ``callback`` must raise it on every rank."""
+        """Call ``callback`` with the index and the tensors of each group of gradients that :meth:`register` is about to add,
+        once all ranks agree on them. An exception of ``callback`` ends the registration; ``callback`` must raise it on every
+        rank."""
         self._register_callbacks.append(callback)
 
     def observe(self, observer: Observer) -> Callable[[], None]:

@@ -303,7 +303,8 @@ def test_ranks_that_gather_for_different_purposes_are_told_instead_of_waiting_fo
     assert roster.received(0, Gather("gather 12, to make a model", "1"), 0.0) == []
     roster.received(1, Gather("gather 11", "1"), 0.0)
     assert told(roster.received(1, Gather("gather 12, to enter a Join", "1"), 0.0)) == (
-        "rank 0 waits for all ranks to make a model, and rank 1 to enter a Join: all ranks must make these calls in the same order"
+        "rank 0 waits for all ranks to make a model, and rank 1 to enter a Join: all ranks must make these calls in the same "
+        "order"
     )
 
 

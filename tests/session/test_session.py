@@ -277,16 +277,18 @@ def test_observers_come_and_go() -> None:
     assert ranks(2, main) == [([(0, 0), (0, 1)], [(0, 1), (0, 2)])] * 2
 
 
-def test_who_asks_is_told_of_groups_but_not_of_broadcasts() -> None:
+def test_who_asks_is_told_of_gradients_but_not_of_broadcasts_and_the_plugins_own_tensors() -> None:
+    reports = Manifest((TensorSpec("commsched.announced", (3,), "float64"),))
+
     def main(session: Session) -> list[tuple[int, Manifest]]:
         groups: list[tuple[int, Manifest]] = []
         session.on_register(lambda group, described: groups.append((group, described)))
         session.broadcast("something", memoryview(bytearray(5)))
-        for size in (10, 20):
-            session.register(manifest(size), buffers(manifest(size)))
+        for described in (reports, manifest(10), manifest(20)):
+            session.register(described, buffers(described))
         return groups
 
-    assert ranks(2, main) == [[(1, manifest(10)), (2, manifest(20))]] * 2
+    assert ranks(2, main) == [[(2, manifest(10)), (3, manifest(20))]] * 2
 
 
 def test_tuners_are_told_of_switches_and_rank_0s_of_reports() -> None:

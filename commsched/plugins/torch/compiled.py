@@ -34,8 +34,8 @@ log = logging.getLogger("commsched")
 
 #: About how many parts the graph of a forward gets. The last one is smaller, so that backward soon has gradients to send.
 FORWARD_PARTS = 16
-#: Smaller parts have too little to wait for.
-MIN_FORWARD_PART_BYTES = 128 << 10
+#: Smaller parts have too little to wait for, and each takes time to compile. DDP's first bucket has as much.
+MIN_FORWARD_PART_BYTES = 1 << 20
 
 #: Called before anything is compiled.
 BeforeCompiling = Callable[[], None]
