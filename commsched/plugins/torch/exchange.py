@@ -392,6 +392,7 @@ class GradientExchange:
         """From now on ranks may run out of batches as ``join`` says. ``None`` means that none may."""
         self.join, self._round.factor, self._is_announced = join, 1.0, False
         self._round.announce_late = None if join is None else partial(join.gives_places, self)
+        self._round.before_wait = None if join is None else partial(join.live_share, self)
 
     def _before_joined_gradient(self, slot: Slot) -> None:
         """Called within a Join, before autograd adds to the ``.grad`` of ``slot`` and no round is open."""

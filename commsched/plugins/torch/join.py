@@ -13,7 +13,8 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Mapping, Sequence
-from threading import get_ident
+from contextlib import suppress
+from threading import Lock, get_ident
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -69,7 +70,9 @@ class Join:
             change in each step. At the end the others take over the numbers in their states, too.
 
     Raises:
-        ConfigError: an optimizer is no ScheduledOptimizer, is detached or in another Join, this is within another Join, or the
+        TypeError: ``optimizers`` or ``states`` is not a sequence of such objects.
+        ValueError: there are no optimizers.
+        ConfigError: an optimizer is detached or in another Join, this is within another Join, or the
             arguments differ between ranks.
         UnsupportedError: see ``docs/pytorch.md``.
         CommschedError: the session failed or was closed.
@@ -84,10 +87,12 @@ class Join:
         divide_by_initial_world_size: bool = True,
         states: Sequence[Any] = (),
     ) -> None:
+        _require_arguments(optimizers, states)
         self._members = [(each, exchange) for each in optimizers if enable and (exchange := each._joined()) is not None]
         self._throws = throw_on_early_termination
         self._by_all = divide_by_initial_world_size
         self._states = states
+        self._hearing = Lock()  # several threads may wait for averages
         self._unheard: int | None = None  # the number of the exchange whose round is announced by the message not heard yet
         self._live: dict[int, float] = {}  # by number: the share of ranks that were live when the round began
 
@@ -107,7 +112,12 @@ class Join:
         numbers = tuple(exchange.places.number for exchange in exchanges)
         known = _announcements.setdefault(session, {})
         count = known[numbers].count if numbers in known else 0
-        record = {"optimizers": list(numbers), "throws": self._throws, "by_all": self._by_all}
+        record = {
+            "optimizers": list(numbers),
+            "throw_on_early_termination": self._throws,
+            "divide_by_initial_world_size": self._by_all,
+            "states": [type(each).__name__ for each in self._states],
+        }
         records = session.gather({"arguments": record, "count": count}, "to enter a Join")
         require_same([each["arguments"] for each in records], _other_arguments, ConfigError)
         if numbers not in known:
@@ -127,10 +137,22 @@ class Join:
         try:
             if kind is None:
                 self._follow()
+        except BaseException:
+            self._break_off()
+            raise
+        else:
+            if kind is not None:
+                self._break_off()
         finally:
             _in_use[self._members[0][0]._session].remove(self._thread)
             for _, exchange in self._members:
                 exchange.use_join(None)
+
+    def _break_off(self) -> None:
+        """Tell the other ranks that an exception makes this one leave: those that stay would wait for it. Waits for no rank.
+        A failure to do so is not raised: the exception that made this rank leave says more."""
+        with suppress(Exception):
+            self._announcements.say(self._device, False, 0, broken=True)
 
     # --- a live rank ---
 
@@ -149,6 +171,7 @@ class Join:
     def gives_places(self, exchange: GradientExchange) -> None:
         """Announce that parameters of ``exchange`` get places, which is collective."""
         self._announce(2 * exchange.places.number + 1)
+        self._announcements.hear()  # a rank that has left by an exception would not take part
 
     def live_share(self, exchange: GradientExchange) -> float:
         """The share of ranks that were live when the last round of ``exchange`` began. May wait until all have begun it."""
@@ -162,9 +185,10 @@ class Join:
         self._say(True, number)
 
     def _hear(self) -> None:
-        if self._unheard is not None:
-            self._live[self._unheard], _ = self._announcements.hear()
-            self._unheard = None
+        with self._hearing:
+            if self._unheard is not None:
+                self._live[self._unheard], _ = self._announcements.hear()
+                self._unheard = None
 
     def _say(self, live: bool, number: int) -> None:
         self._announcements.say(self._device, live, number)
@@ -235,6 +259,29 @@ class Join:
             said = session.gather(json.dumps(list(map(_numbers, own))) if session.rank == owner else None, "to leave a Join")
             for each, state, theirs in zip(self._states, own, json.loads(said[owner])):
                 each.load_state_dict(_with_numbers(state, theirs))
+
+
+def _require_arguments(optimizers: Any, states: Any) -> None:
+    if not _listed(optimizers) or not all(hasattr(each, "_joined") for each in optimizers):
+        raise TypeError(f"Join takes a list of ScheduledOptimizers, as in Join([optimizer]), not {_kinds(optimizers)}")
+    if not optimizers:
+        raise ValueError("Join needs at least one ScheduledOptimizer, as in Join([optimizer])")
+    loads = (
+        [hasattr(each, "state_dict") and hasattr(each, "load_state_dict") for each in states] if _listed(states) else [False]
+    )
+    if not all(loads):
+        raise TypeError(
+            "states of a Join is a list of objects with state_dict() and load_state_dict(), as in states=[scheduler, scaler], "
+            f"not {_kinds(states)}"
+        )
+
+
+def _listed(value: Any) -> bool:
+    return isinstance(value, list | tuple)
+
+
+def _kinds(value: Any) -> str:
+    return f"[{', '.join(type(each).__name__ for each in value)}]" if _listed(value) else f"a {type(value).__name__}"
 
 
 def _other_arguments(different: Difference) -> str:

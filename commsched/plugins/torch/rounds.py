@@ -107,6 +107,8 @@ class Round:
         self._unfrozen = False  # a slot without a place has a gradient or requires one
         #: Called before parameters get a place in the round, if ranks may have run out of batches: those must take part.
         self.announce_late: Callable[[], None] | None = None
+        #: Called before a wait for gradients or flags of other ranks, if ranks may run out of batches.
+        self.before_wait: Callable[[], object] | None = None
         self.factor = 1.0  # every gradient of this rank is multiplied by it, for another divisor than the number of ranks
         self.given: dict[Slot, torch.UntypedStorage] = {}  # the memory that the user gave to gradients through .data
         self.edits = Edits()
@@ -358,6 +360,8 @@ class Round:
     def await_arrival(self, slot: Slot) -> None:
         for proxy in slot.proxies:
             if not proxy.is_open:
+                if self.before_wait is not None:
+                    self.before_wait()
                 proxy.wait()
         if slot.rows is not None and not slot.filled:
             slot.filled = True
@@ -368,6 +372,8 @@ class Round:
     def used(self) -> BackwardShares:
         """Wait until backward is over on all ranks, and return their first flags. Raises UnsupportedError if some ranks add
         parameters instead, or have unfrozen parameters that others have not."""
+        if self.before_wait is not None:
+            self.before_wait()
         used = self._places.flags.used()
         require_added_alike(used.adding, self._session.rank)
         require_unfrozen_alike(used.unfrozen, self._places.late, self._session.rank)

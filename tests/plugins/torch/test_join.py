@@ -12,7 +12,7 @@ from torch import nn
 
 import commsched
 from commsched import ConfigError, SchedulerConfig, UnsupportedError
-from commsched.plugins.torch import Join
+from commsched.plugins.torch import Join, announcements
 
 from .loops.loop import LARGE, SMALL, TOLERANCE, Data, alone, batch, require_close, run
 
@@ -394,6 +394,78 @@ def test_an_exception_that_all_ranks_catch() -> None:
     assert torch.equal(first, second)
 
 
+@pytest.mark.parametrize("broken", [0, 1], ids=["with fewer batches", "with more"])
+@pytest.mark.parametrize("then", ["another loop", "a Join"])
+def test_an_exception_that_one_rank_catches_outside_ends_the_job(
+    then: str, broken: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others learn of it: they would wait in the Join for a rank that is elsewhere."""
+    monkeypatch.setattr(announcements, "EXCEPTION_SECONDS", 0.1)
+
+    def loop(data: Uneven, model: Any, optimizer: Any) -> None:
+        with suppress(Broken), data.join(optimizer):
+            for step in data.steps():
+                if data.ranks == [broken] and step == 2:
+                    raise Broken
+                optimizer.zero_grad()
+                data.loss(model, step).backward()
+                optimizer.step()
+        with nullcontext() if then == "another loop" else data.join(optimizer):
+            for step in data.steps():
+                optimizer.zero_grad()
+                data.loss(model, step).backward()
+                optimizer.step()
+
+    with pytest.raises((UnsupportedError, commsched.TransportError), match="another rank has left the Join by an exception"):
+        run_counts(loop, (4, 5))
+
+
+def test_an_exception_after_another_rank_ran_out_of_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(announcements, "EXCEPTION_SECONDS", 0.1)
+
+    def loop(data: Uneven, model: Any, optimizer: Any) -> None:
+        with suppress(Broken), data.join(optimizer):
+            for step in data.steps():
+                if step == 3:
+                    raise Broken
+                optimizer.zero_grad()
+                data.loss(model, step).backward()
+                optimizer.step()
+        data._session.gather(None)
+
+    with pytest.raises((UnsupportedError, commsched.TransportError), match="another rank has left the Join by an exception"):
+        run_counts(loop, (1, 5))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (lambda model, optimizer: {"optimizers": [model]}, TypeError, r"a list of ScheduledOptimizers, .* not \[Sequential\]"),
+        (lambda model, optimizer: {"optimizers": [adam(model)]}, TypeError, r"a list of ScheduledOptimizers, .* not \[AdamW\]"),
+        (lambda model, optimizer: {"optimizers": optimizer}, TypeError, r"Join\(\[optimizer\]\), not a ScheduledOptimizer"),
+        (lambda model, optimizer: {"optimizers": []}, ValueError, "at least one ScheduledOptimizer"),
+        (lambda model, optimizer: {"optimizers": [optimizer], "states": adam(model)}, TypeError, "not a AdamW"),
+        (lambda model, optimizer: {"optimizers": [optimizer], "states": [3]}, TypeError, r"load_state_dict\(\).* not \[int\]"),
+    ],
+)
+def test_arguments_that_are_refused(arguments: Any, error: type[Exception], message: str) -> None:
+    def loop(data: Uneven, model: Any, optimizer: Any) -> None:
+        with pytest.raises(error, match=message), Join(**arguments(model, optimizer)):
+            pass
+
+    run_counts(loop, (1, 1))
+
+
+def test_states_that_differ_between_ranks_are_refused() -> None:
+    def loop(data: Uneven, model: Any, optimizer: Any) -> None:
+        states = [model] if data.ranks == [0] else []
+        message = r"states is \['Sequential'\] on rank 0 but \[\] on rank 1"
+        with pytest.raises(ConfigError, match=message), data.join(optimizer, states=states):
+            pass
+
+    run_counts(loop, (1, 1))
+
+
 @pytest.mark.parametrize(
     ("act", "error", "message"),
     [
@@ -453,7 +525,7 @@ def test_a_context_within_another_is_refused() -> None:
 def test_contexts_that_differ_between_ranks_are_refused() -> None:
     def loop(data: Uneven, model: Any, optimizer: Any) -> None:
         data.by_live = data.ranks == [1]
-        message = "ranks enter a Join with other arguments: by_all is True on rank 0 but False on rank 1"
+        message = "ranks enter a Join with other arguments: divide_by_initial_world_size is True on rank 0 but False on rank 1"
         with pytest.raises(ConfigError, match=message), data.join(optimizer):
             pass
 
