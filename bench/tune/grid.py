@@ -65,7 +65,7 @@ def _row(case: Case, link: str, settle: int, by_rank: Sequence[Mapping[str, Any]
     layers = [LayerTimes(**each) for each in measured["layers"]]
     rate = min(measured["network"]["worker_rates"])
     per_byte = bytes_factor(case.workers) / rate
-    bound, slowest_layers = bound_of_ranks(layers, per_byte)
+    bound, slowest_layers = bound_of_ranks(layers, [(per_byte, 0.0)])
     windows = [
         [list(slowest([rank["passes"][number][place] for rank in by_rank])) for number in range(len(measured["passes"]))]
         for place in range(len(case.grid))
