@@ -302,7 +302,8 @@ def measured(tmp_path, *argv):
     for row in document["rows"]:
         assert row.keys() >= KEYS
         assert row["step_seconds"]["count"] == 2
-        assert row["max_difference"] < 1e-5
+        # torch adds up squares in 32 bits, so its norm of a million elements is off by some 1e-5; that of averages is not.
+        assert row["max_difference"] < (1e-4 if "--clip" in argv else 1e-5)
         assert {entry["track"] for entry in row["timeline"]} >= {"forward", "backward", "network"}
     return document["rows"]
 

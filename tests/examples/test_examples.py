@@ -23,6 +23,7 @@ from tests.jobs.job import ROOT, run_job
 
 EXAMPLES = ROOT / "examples"
 NAMES = ("language_model", "digits_convolutional", "digits_transformer", "gan")
+CLIPS = ("language_model", "digits_transformer")  # by a norm, which torch adds up in 32 bits and commsched in 64
 RANKS, STEPS = 2, 6
 OURS = re.compile(r"^(?P<indent> *)(?P<code>\S.*)  # line [12]\n", re.MULTILINE)
 WRAPS = re.compile(r"(\w+) = cs\.ScheduledOptimizer\(\1, (?P<model>\w+)\)")
@@ -93,7 +94,10 @@ def test_every_loss_is_that_of_distributed_data_parallel(name: str, printed: Pri
     ours, theirs = printed
     for rank in range(RANKS):
         assert [line.split(" loss ")[0] for line in ours[name, rank]] == [f"rank {rank} step {step}" for step in range(STEPS)]
-        assert ours[name, rank] == theirs[name, rank]
+        if name in CLIPS:
+            assert list(map(loss_of, ours[name, rank])) == pytest.approx(list(map(loss_of, theirs[name, rank])), rel=1e-6)
+        else:
+            assert ours[name, rank] == theirs[name, rank]
     assert ours[name, 0] != ours[name, 1]  # of different data
 
 
