@@ -202,7 +202,7 @@ class TensorGroup:
         return self.unfinished == 0 and not any(norms.unfinished for norms in self.norms)
 
     def add_norms(self, norms: TensorGroup) -> None:
-        """From the next step on, ``norms`` carries the norms of this group's averages. It has the same steps as this group."""
+        """Let ``norms`` carry the norms of this group's averages from the next step on. It has the same steps as this group."""
         self.norms += (norms,)
         norms.measured, norms.next_step = self, self.next_step
 

@@ -193,7 +193,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
             self._averagers.append((averager, model))
 
     def _scheduled(self, model: torch.nn.Module) -> list[ScheduledOptimizer]:
-        """What averages gradients of the prepared ``model``."""
+        """Return everything that averages gradients of the prepared ``model``."""
         model = self.unwrap_model(model, keep_torch_compile=False)
         pairs = [(each.optimizer, own) for each in self._optimizers if each.optimizer in _attached for own in each.models]
         pairs += [(each, self.unwrap_model(own, keep_torch_compile=False)) for each, own in self._averagers]
@@ -203,8 +203,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
 
     @contextmanager
     def no_sync(self, model: torch.nn.Module) -> Iterator[None]:
-        """As in Accelerate: backward passes within the context accumulate on this rank only. This includes the backward passes
-        of other models with the same optimizer."""
+        """Let backward passes within the context accumulate on this rank only, as Accelerate does. This includes the
+        backward passes of other models with the same optimizer."""
         with ExitStack() as stack:
             if self._session is None:
                 stack.enter_context(super().no_sync(model))
@@ -215,9 +215,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
 
     @contextmanager
     def join_uneven_inputs(self, joinables: Sequence[Any], even_batches: bool | None = None) -> Iterator[None]:
-        """As in Accelerate, on CPUs too. ``joinables`` are prepared models and optimizers; a model stands for all its
-        optimizers. Ranks that run out of batches first take over the states of the prepared schedulers and of the scaler. See
-        :class:`commsched.plugins.torch.Join`.
+        """Do what Accelerate's method does, on CPUs too. ``joinables`` are prepared models and optimizers; a model stands for
+        all its optimizers. Ranks that run out of batches first take over the states of the prepared schedulers and of the
+        scaler. See :class:`commsched.plugins.torch.Join`.
 
         Raises:
             UnsupportedError: something in ``joinables`` is not prepared.

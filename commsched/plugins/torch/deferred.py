@@ -17,14 +17,14 @@ from typing import Any, Protocol
 import torch
 from torch._compile import _disable_dynamo
 
-from .guard import VALUE_FREE, Guarded, is_surrounded, outside, unguarded
+from .guard import Guarded, is_surrounded, outside, unguarded
 
 #: The most elements of a deferred tensor.
 _MOST = 1 << 16
 
 
 class Source(Protocol):
-    """What a deferred value has to wait for."""
+    """A deferred value has to wait for this."""
 
     @property
     def is_open(self) -> bool: ...
@@ -82,12 +82,8 @@ class Deferred(Guarded, torch.Tensor):
     @classmethod
     @_disable_dynamo
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in VALUE_FREE:
-            with unguarded():
-                return func(*args, **kwargs)
         if func in _ARITHMETIC and not is_surrounded():
-            result = _combine(func, args, kwargs)
+            result = _combine(func, args, kwargs or {})
             if result is not None:
                 return result
         return super().__torch_function__(func, types, args, kwargs)
@@ -107,7 +103,7 @@ class Deferred(Guarded, torch.Tensor):
             self.__dict__.pop("_deferred", None)
 
     def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """As ``Tensor.to``, but without a detour in the usual case: ``clip_grad_norm_`` calls it for each gradient."""
+        """Do what ``Tensor.to`` does, without a detour in the usual case: ``clip_grad_norm_`` calls it for each gradient."""
         if len(args) == 1 and not kwargs and type(args[0]) is torch.device and args[0].type == "cpu":
             return self
         return super().to(*args, **kwargs)

@@ -48,7 +48,7 @@ class Owner(Protocol):
 
 
 class AwaitedGradient:
-    """What the guard of a gradient calls before the gradient is read. It does not keep the exchange alive."""
+    """The guard of a gradient calls this before the gradient is read. It does not keep the exchange alive."""
 
     __slots__ = ("flag", "is_there", "name", "owner")
 
@@ -154,7 +154,7 @@ class Edits:
         return not self._unready
 
     def of(self, slot: Slot) -> list[Edit]:
-        """What was recorded for the gradient of ``slot`` in this round so far."""
+        """Return the edits that were recorded for the gradient of ``slot`` in this round so far."""
         return self._edits.get(slot.flag, [])
 
     def record(self, edit: Edit, name: str, slots: Sequence[Slot], numbers: Sequence[Recorded]) -> None:
@@ -204,7 +204,7 @@ class Edits:
 
     @property
     def sizes(self) -> float:
-        """What all ranks must have in common up to rounding: see :meth:`differs`."""
+        """A number that all ranks must have in common up to rounding: see :meth:`differs`."""
         return self._sizes
 
     def differs(self, mean: float) -> bool:

@@ -85,9 +85,9 @@ class GradientExchange:
         self._left_with: list[bool] = []  # by flag: had a gradient when it left the round, for want of batches
         self._backward = -1  # the last backward that made a gradient (its graph task)
         self._running = (-1, -1)  # the running backward and its thread; remains set if that backward ended in an error
-        # Compiled code may read gradients. Missing ones are filled in when backward ends, not when the first of them is read,
-        # and a gradient that was read is a plain tensor.
-        self._is_compiled = False
+        # Then missing gradients are filled in when backward ends, not when the first of them is read, and a gradient that was
+        # read is a plain tensor.
+        self._compiled_code_reads = False
         self._graph_kept = False  # a backward has run with retain_graph
         self.reader_unseen: str | None = None  # why step() should wait for all updates from now on, as a clause
         self._says_accumulation = session.rank == 0  # log once that gradients accumulate
@@ -233,7 +233,7 @@ class GradientExchange:
 
     def gradients_are_read_by_compiled_code(self) -> None:
         """Fill in missing gradients at the end of each backward from now on, because compiled code does not ask for them."""
-        self._is_compiled = True
+        self._compiled_code_reads = True
 
     # --- backward ---
 
@@ -291,7 +291,7 @@ class GradientExchange:
             self._running = -1, -1
         if nested:
             return
-        if self._is_compiled:
+        if self._compiled_code_reads:
             self._ask_for_gradients()
         else:
             self._round.backward_ended()
@@ -638,7 +638,7 @@ class GradientExchange:
                 self._round.await_arrival(slot)
                 self.edits.apply([slot])
             slot.was_read = slot.await_gradient.is_there = True
-            if slot.rows is not None or self._is_compiled:
+            if slot.rows is not None or self._compiled_code_reads:
                 release(slot.gradient)  # edits of it are not recorded
             return
         self._round.await_average(slot)
@@ -654,7 +654,7 @@ class GradientExchange:
     def prepare_to_edit(self) -> bool:
         """Called before gradients are edited. Returns whether edits may be recorded: whether this is between backward and
         ``step()``."""
-        if not self._round.is_open or self._session.is_forked or current_task() != -1 or self._is_compiled:
+        if not self._round.is_open or self._session.is_forked or current_task() != -1 or self._compiled_code_reads:
             return False  # step() waits for all updates if there is compiled code
         task, thread = self._running
         if task != -1 and thread != threading.get_ident():
