@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import logging
 import re
+import threading
 from collections.abc import Callable, Sequence
 from functools import cache, partial, wraps
 from typing import Any
@@ -44,6 +45,7 @@ BeforeCompiling = Callable[[], None]
 GraphMade = Callable[[Sequence[torch.Tensor], str | None, bool], bool]
 
 _watchers: list[tuple[WeakMethod[BeforeCompiling], WeakMethod[GraphMade]]] = []
+_coming_between = threading.Lock()
 
 
 def watch_compiler(before_compiling: BeforeCompiling, graph_made: GraphMade) -> str | None:
@@ -54,7 +56,8 @@ def watch_compiler(before_compiling: BeforeCompiling, graph_made: GraphMade) -> 
     """
     _watchers[:] = [watcher for watcher in _watchers if watcher[0]() is not None]
     _watchers.append((WeakMethod(before_compiling), WeakMethod(graph_made)))
-    return _come_between()
+    with _coming_between:
+        return _come_between()
 
 
 @cache
@@ -69,7 +72,10 @@ def _come_between() -> str | None:
         return f"the compiler of PyTorch {torch.__version__} is not known"
     graph_class.call_user_compiler = _gating(graph_class.call_user_compiler)
     if torch._dynamo.utils.counters["frames"]["total"] > 0:
-        return "code that was compiled before the first ScheduledOptimizer was made may read parameters all at once"
+        log.info(
+            "what was compiled before the first ScheduledOptimizer was made has no gates: it is compiled anew at its next call"
+        )
+        torch.compiler.reset()
     return None
 
 

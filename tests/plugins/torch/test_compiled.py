@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +23,7 @@ from commsched.plugins.torch import ScheduledOptimizer, compiled, marked
 from .loops import loop as loops
 from .loops.loop import Data, Loop, batch, mlp, require_close, require_plain, run, train
 
+TOP = Path(__file__).parents[3]
 STEPS = 4
 Step = Callable[[int], object]
 #: From data, model and optimizer a function that makes one step of training, compiled or not.
@@ -229,13 +233,13 @@ def test_inductor(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     require_plain(stepping(_model, steps=3, backend="inductor", options=options))
 
 
-def _by_identity(guards: Any) -> list[bool]:
+def by_identity(guards: Any) -> list[bool]:
     return [False for _ in guards]
 
 
 def test_code_that_looks_at_nothing_finds_every_parameter_updated() -> None:
     """It does not notice that the parameters' class has changed, so nothing else makes it wait."""
-    require_plain(stepping(_model, backend=KERNELS, options={"guard_filter_fn": _by_identity}))
+    require_plain(stepping(_model, backend=KERNELS, options={"guard_filter_fn": by_identity}))
 
 
 def test_without_gates_such_code_would_read_stale_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,13 +283,19 @@ def test_what_was_compiled_before_the_optimizer_was_wrapped_finds_every_paramete
     require_plain(loop)
 
 
+def test_what_was_compiled_before_commsched_was_used_finds_every_parameter_updated_and_step_does_not_wait() -> None:
+    command = [sys.executable, "-m", "tests.plugins.torch.compiled_first"]
+    done = subprocess.run(command, cwd=TOP, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stdout) == (0, "right\n"), done.stderr
+
+
 def test_what_is_compiled_after_the_compiler_was_reset_finds_every_parameter_updated() -> None:
     def make_step(data: Data, model: Any, optimizer: Any, wrap: Callable[..., Any]) -> Step:
         if compiles(data):
             torch._dynamo.reset()
         return _second_half(data, model, optimizer, wrap)
 
-    require_plain(stepping(make_step, backend=KERNELS, options={"guard_filter_fn": _by_identity}))
+    require_plain(stepping(make_step, backend=KERNELS, options={"guard_filter_fn": by_identity}))
 
 
 def test_neither_uncompiled_nor_compiled_training_waits_in_step() -> None:
