@@ -1,10 +1,12 @@
-"""Public conformance suites for authors of transports, plugins and policies. They need no test framework."""
+"""Public conformance suites for authors of transports, plugins, policies and devices, and a device without hardware. They need
+no test framework."""
 
 from ..core.interfaces import OnFailure
 from .check_plugin import Delayed, PluginAdapter, check_plugin
 from .check_policy import check_policy
 from .check_transport import check_job, check_transport
 from .checked_world import Meeting, OpenSession, OpenWorld, world_of
+from .simulated_device import SimulatedBuffer, SimulatedDevice, SimulatedEvent, SimulatedFailure, SimulatedStream
 from .world import run_world
 
 __all__ = [
@@ -20,4 +22,9 @@ __all__ = [
     "world_of",
     "run_world",
     "Delayed",
+    "SimulatedDevice",
+    "SimulatedBuffer",
+    "SimulatedStream",
+    "SimulatedEvent",
+    "SimulatedFailure",
 ]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from ...devices.arithmetic import HALVES, Half
 
 #: Contiguous bytes. A numpy array is passed as its ``.data``.
 Bytes = bytes | bytearray | memoryview
@@ -44,15 +45,15 @@ def total(contributions: Sequence[Bytes], dtype: str, out: Bytes) -> None:
     contribution as in ``average``.
     """
     with np.errstate(all="ignore"):
-        if dtype in _HALVES:
-            _total_wide(_HALVES[dtype], contributions, out)
+        if dtype in HALVES:
+            _total_wide(HALVES[dtype], contributions, out)
         else:
             _sum(contributions, out, dtype)
 
 
 def widen(data: Bytes, dtype: str, out: Bytes) -> None:
     """Write the elements of ``data``, of a 16-bit ``dtype``, into ``out`` as float32. Exact."""
-    half = _HALVES[dtype]
+    half = HALVES[dtype]
     half.widen(_array(data, half.storage), _array(out, "float32"))
 
 
@@ -61,7 +62,7 @@ def narrow(data: Bytes, dtype: str, out: Bytes) -> None:
 
     A value that ``dtype`` cannot hold becomes infinite; for float16 this begins at 65520. NaN stays NaN.
     """
-    half = _HALVES[dtype]
+    half = HALVES[dtype]
     source, target = _array(data, "float32"), _array(out, half.storage)
     with np.errstate(all="ignore"):
         for block in _blocks(source.size):
@@ -98,7 +99,7 @@ def _sum_bytes(contributions: Sequence[Bytes], out: Bytes, divisor: int) -> None
 
 def _average_wide(dtype: str) -> Callable[[Sequence[Bytes], Bytes, int], None]:
     """Averages of a 16-bit type, block by block in float32."""
-    half = _HALVES[dtype]
+    half = HALVES[dtype]
 
     def average_wide(contributions: Sequence[Bytes], out: Bytes, divisor: int) -> None:
         arrays = [_array(contribution, half.storage) for contribution in contributions]
@@ -114,7 +115,7 @@ def _average_wide(dtype: str) -> Callable[[Sequence[Bytes], Bytes, int], None]:
 
 
 def _sum_wide(
-    half: _Half, contributions: Sequence[NDArray[Any]], total: NDArray[np.float32], scratch: NDArray[np.float32]
+    half: Half, contributions: Sequence[NDArray[Any]], total: NDArray[np.float32], scratch: NDArray[np.float32]
 ) -> None:
     half.widen(contributions[0], total)
     for contribution in contributions[1:]:
@@ -122,7 +123,7 @@ def _sum_wide(
         np.add(total, scratch, out=total)
 
 
-def _total_wide(half: _Half, contributions: Sequence[Bytes], out: Bytes) -> None:
+def _total_wide(half: Half, contributions: Sequence[Bytes], out: Bytes) -> None:
     arrays = [_array(contribution, half.storage) for contribution in contributions]
     sums = _array(out, "float32")
     scratch = np.empty(min(_BLOCK, sums.size), np.float32)
@@ -134,37 +135,6 @@ def _blocks(size: int) -> Iterator[slice]:
     for start in range(0, size, _BLOCK):
         yield slice(start, min(start + _BLOCK, size))
 
-
-def _copy(source: NDArray[Any], target: NDArray[Any]) -> None:
-    np.copyto(target, source, casting="same_kind")
-
-
-def _widen_bfloat16(source: NDArray[np.uint16], target: NDArray[np.float32]) -> None:
-    # A bfloat16 is the upper half of the float32 of the same value.
-    np.left_shift(source, np.uint32(16), out=target.view(np.uint32), dtype=np.uint32)
-
-
-def _narrow_bfloat16(source: NDArray[np.float32], target: NDArray[np.uint16]) -> None:
-    bits = source.view(np.uint32)
-    # Adding just under half of the lost part, and one more if the kept part is odd, carries exactly when nearest-even does.
-    rounded = bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
-    np.right_shift(rounded, np.uint32(16), out=target, casting="unsafe")
-    # In a NaN the addition would carry into the exponent or the sign.
-    lost = np.isnan(source)
-    if lost.any():
-        target[lost] = (bits[lost] >> np.uint32(16)) | np.uint32(0x40)
-
-
-@dataclass(frozen=True, slots=True)
-class _Half:
-    """A 16-bit type: numpy's dtype for its storage, and its conversions to float32 and, rounded to nearest even, back."""
-
-    storage: str
-    widen: Callable[[NDArray[Any], NDArray[np.float32]], None]
-    narrow: Callable[[NDArray[np.float32], NDArray[Any]], None]
-
-
-_HALVES = {"float16": _Half("float16", _copy, _copy), "bfloat16": _Half("uint16", _widen_bfloat16, _narrow_bfloat16)}
 
 _AVERAGES: dict[str, Callable[[Sequence[Bytes], Bytes, int], None]] = {
     "float16": _average_wide("float16"),
