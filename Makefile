@@ -9,7 +9,7 @@ ENVIRONMENTS := openmpi $(ENGINES)
 # One more than there are cores, since tests wait for each other's ranks as well.
 PYTEST := -m pytest -n $(shell expr $$(nproc) + 1) --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo check environments test clean
+.PHONY: demo check environments test gpu clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed-examples
@@ -32,6 +32,10 @@ test:
 	  .venv-$$engine/bin/python $(PYTEST) tests/plugins/$$engine tests/examples/test_engines.py -k $$engine; \
 	done
 	$(BIN)/python -m tests.examples.engine_table --check
+
+# With the packages that are there, of whatever version. Its exit code is 2 if nothing ran.
+gpu:
+	$(PYTHON) -m tests.gpu
 
 clean:
 	rm -rf $(VENV) $(ENVIRONMENTS:%=.venv-%)

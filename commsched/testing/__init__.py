@@ -2,6 +2,7 @@
 no test framework."""
 
 from ..core.interfaces import OnFailure
+from .check_device import CheckedDevice, check_device
 from .check_plugin import Delayed, PluginAdapter, check_plugin
 from .check_policy import check_policy
 from .check_transport import check_job, check_transport
@@ -10,6 +11,8 @@ from .simulated_device import SimulatedBuffer, SimulatedDevice, SimulatedEvent, 
 from .world import run_world
 
 __all__ = [
+    "check_device",
+    "CheckedDevice",
     "check_transport",
     "check_job",
     "check_plugin",

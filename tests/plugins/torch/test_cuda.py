@@ -14,6 +14,7 @@ from .test_equality import OPTIMIZERS
 from .training import MLP, require_equal, train_alone
 
 pytestmark = [
+    pytest.mark.gpu,
     pytest.mark.timeout(180),
     pytest.mark.skipif(
         not (torch.cuda.is_available() and torch.distributed.is_nccl_available() and torch.cuda.device_count() > 1),

@@ -16,9 +16,12 @@ from commsched.transports.backends.nccl.transport import NcclTransport  # noqa: 
 from ...worlds import a_context  # noqa: E402
 from .test_transport import Done, make_task  # noqa: E402
 
-pytestmark = pytest.mark.skipif(
-    not (torch.cuda.is_available() and torch.distributed.is_nccl_available()), reason="needs a CUDA device and NCCL"
-)
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not (torch.cuda.is_available() and torch.distributed.is_nccl_available()), reason="needs a CUDA device and NCCL"
+    ),
+]
 
 
 @pytest.fixture

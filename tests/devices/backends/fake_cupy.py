@@ -1,0 +1,241 @@
+"""The part of cupy that ``commsched.devices.backends.cuda`` uses, over a simulated device: the names, arguments and meanings of
+cupy 14, as its source has them. The kernels for bfloat16 are functions of numpy here."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from commsched.devices.arithmetic import HALVES
+from commsched.testing import SimulatedDevice
+
+NOT_READY, ILLEGAL_ADDRESS = 600, 700
+
+
+class CUDARuntimeError(RuntimeError):
+    def __init__(self, status: int) -> None:
+        super().__init__(f"error {status}")
+        self.status = status
+
+
+def install(device: SimulatedDevice, count: int = 1) -> ModuleType:
+    """Return a module ``cupy`` whose GPU is ``device``. All ``count`` GPUs share its memory."""
+    thread = threading.local()
+    events: dict[int, Any] = {}
+
+    def translated(call: Callable[[], Any]) -> Any:
+        try:
+            return call()
+        except (ValueError, TypeError):
+            raise
+        except Exception as error:
+            raise CUDARuntimeError(ILLEGAL_ADDRESS) from error
+
+    def require_current(number: int) -> None:
+        if getattr(thread, "devices", [0])[-1] != number:
+            raise CUDARuntimeError(400)  # cudaErrorInvalidResourceHandle
+
+    class Device:
+        def __init__(self, device: int | None = None) -> None:
+            self.id = getDevice() if device is None else device
+
+        def __enter__(self) -> Device:
+            thread.devices = [*getattr(thread, "devices", [0]), self.id]
+            return self
+
+        def __exit__(self, *exception: object) -> None:
+            thread.devices = thread.devices[:-1]
+
+    def getDevice() -> int:
+        return int(getattr(thread, "devices", [0])[-1])
+
+    class Stream:
+        def __init__(self, null: bool = False, non_blocking: bool = False, ptds: bool = False, priority: Any = None) -> None:
+            assert non_blocking, "a stream that waits for the null stream"
+            self.device_id = getDevice()
+            self.of = device.stream(priority or 0)
+            self.ptr = id(self.of)
+
+        @classmethod
+        def from_external(cls, obj: Any) -> Stream:
+            version, address = obj.__cuda_stream__()
+            assert version == 0
+            assert isinstance(address, int)
+            return cls._around(next(each for each in device._streams if id(each) == address), obj)
+
+        @classmethod
+        def _around(cls, of: Any, owner: Any = None) -> Stream:
+            stream = cls.__new__(cls)
+            stream.of, stream.ptr, stream.device_id, stream.owner = of, id(of), -1, owner
+            return stream
+
+        def __cuda_stream__(self) -> tuple[int, int]:
+            return 0, self.ptr
+
+        def __enter__(self) -> Stream:
+            if self.device_id != -1:
+                require_current(self.device_id)
+            thread.streams = [*getattr(thread, "streams", []), self]
+            return self
+
+        def __exit__(self, *exception: object) -> None:
+            thread.streams.pop()
+
+        def wait_event(self, event: Event) -> None:
+            translated(lambda: self.of.wait(event.of))
+
+        def synchronize(self) -> None:
+            translated(self.of.synchronize)
+
+    class Event:
+        def __init__(self, block: bool = False, disable_timing: bool = False, interprocess: bool = False) -> None:
+            assert block, "a thread that waits for it spins"
+            assert disable_timing
+            self.device_id = getDevice()
+            self.ptr = id(self)
+            events[self.ptr] = self
+
+        def record(self, stream: Stream) -> None:
+            require_current(self.device_id)
+            self.of = translated(stream.of.record)
+
+        def synchronize(self) -> None:
+            translated(self.of.synchronize)
+
+    def eventQuery(ptr: int) -> int:
+        try:
+            return 0 if events[ptr].of.is_done() else NOT_READY
+        except Exception:
+            return ILLEGAL_ADDRESS
+
+    def get_current_stream(device_id: int = -1) -> Stream:
+        inner = getattr(thread, "streams", [])
+        return inner[-1] if inner else Stream._around(device.current_stream())
+
+    class MemoryPointer:
+        def __init__(self, mem: Any, offset: int) -> None:
+            self.mem = mem
+            self.buffer = mem.buffer[offset:]
+            self.device_id = mem.device_id
+
+        def memset_async(self, value: int, size: int, stream: Stream) -> None:
+            translated(lambda: stream.of.launch(lambda out: out.fill(value), writes=[self.buffer[:size]]))
+
+        def copy_to_host_async(self, mem: int, size: int, stream: Stream) -> None:
+            if size > 0:
+                translated(lambda: stream.of.copy(at(mem, size), self.buffer[:size]))
+
+        def copy_from_host_async(self, mem: int, size: int, stream: Stream) -> None:
+            if size > 0:
+                translated(lambda: stream.of.copy(self.buffer[:size], at(mem, size)))
+
+        def copy_from_device_async(self, src: MemoryPointer, size: int, stream: Stream) -> None:
+            translated(lambda: stream.of.copy(self.buffer[:size], src.buffer[:size]))
+
+    def at(address: int, size: int) -> memoryview:
+        assert isinstance(address, int)
+        return memoryview((ctypes.c_ubyte * size).from_address(address)).cast("B")
+
+    def alloc(size: int) -> MemoryPointer:
+        buffer = device.allocate(size)
+        buffer._memory.fill(0xEE)  # cupy's memory is not cleared
+        return MemoryPointer(SimpleNamespace(buffer=buffer, device_id=getDevice()), 0)
+
+    def alloc_pinned_memory(size: int) -> Any:
+        """A little more than was asked for, and not cleared."""
+        memory = device.allocate_host(size + 512)
+        np.asarray(memory).fill(0xEE)
+        return memory
+
+    class UnownedMemory:
+        def __init__(self, ptr: int, size: int, owner: Any, device_id: int = -1) -> None:
+            self.buffer = device.view(owner)[:size] if size else device.allocate(0)
+            self.device_id = owner.device_id if device_id == -1 else device_id
+
+    class ndarray:
+        def __init__(self, shape: Any, dtype: Any = float, memptr: Any = None, strides: Any = None) -> None:
+            self.shape, self.dtype, self.data, self.strides = shape, np.dtype(dtype), memptr, strides
+            self.ndim = len(shape)
+            self.nbytes = self.dtype.itemsize * int(np.prod(shape))
+            self.flags = SimpleNamespace(c_contiguous=strides is None)
+
+        def __len__(self) -> int:
+            return int(self.shape[0])
+
+        def __getitem__(self, span: slice) -> ndarray:
+            start, stop, step = span.indices(len(self))
+            assert step == 1
+            memory = MemoryPointer(self.data, start * self.dtype.itemsize)
+            return ndarray((max(0, stop - start),), self.dtype, memory)
+
+        def view(self, dtype: Any) -> ndarray:
+            return ndarray((self.nbytes // np.dtype(dtype).itemsize,), dtype, self.data)
+
+        @property
+        def bytes(self) -> Any:
+            return self.data.buffer[: self.nbytes]
+
+    def kernel(run: Callable[..., None], reads: list[ndarray], write: ndarray) -> None:
+        stream = get_current_stream()
+
+        def work(*arrays: Any) -> None:
+            with np.errstate(all="ignore"):
+                run(*(each.view(array.dtype) for each, array in zip(arrays, [*reads, write])))
+
+        translated(lambda: stream.of.launch(work, [array.bytes for array in reads], [write.bytes]))
+
+    def add(x: ndarray, y: ndarray, *, out: ndarray) -> None:
+        kernel(lambda a, b, c: np.add(a, b, out=c), [x, y], out)
+
+    def copyto(dst: ndarray, src: ndarray, casting: str = "same_kind") -> None:
+        kernel(lambda a, b: np.copyto(b, a, casting=casting), [src], dst)  # type: ignore[arg-type]
+
+    def ElementwiseKernel(in_params: str, out_params: str, operation: str, name: str, **options: Any) -> Callable[..., None]:
+        assert options.keys() == {"preamble"}
+        half = HALVES["bfloat16"]
+
+        def added(a: Any, b: Any, c: Any) -> None:
+            one, other = np.empty((2, a.size), np.float32)
+            half.widen(a, one)
+            half.widen(b, other)
+            half.narrow(one + other, c)
+
+        run = {"bfloat16_add": added, "bfloat16_widen": half.widen, "bfloat16_narrow": half.narrow}[name]
+        types = [part.split()[0] for part in f"{in_params}, {out_params}".split(", ")]
+
+        def call(*arrays: ndarray) -> None:
+            assert [array.dtype.name for array in arrays] == types
+            kernel(run, list(arrays[:-1]), arrays[-1])
+
+        return call
+
+    def from_dlpack(array: Any) -> ndarray:
+        if not hasattr(array, "__dlpack__"):
+            raise AttributeError(f"{type(array).__name__!r} object has no attribute '__dlpack__'")
+        result: ndarray = array.__dlpack__()
+        return result
+
+    cupy: Any = ModuleType("cupy")
+    cupy.__version__ = "14.2.0"
+    runtime = SimpleNamespace(
+        getDeviceCount=lambda: count, getDevice=getDevice, eventQuery=eventQuery, CUDARuntimeError=CUDARuntimeError
+    )
+    cupy.cuda = SimpleNamespace(
+        runtime=runtime,
+        Device=Device,
+        Stream=Stream,
+        Event=Event,
+        MemoryPointer=MemoryPointer,
+        UnownedMemory=UnownedMemory,
+        alloc=alloc,
+        alloc_pinned_memory=alloc_pinned_memory,
+        get_current_stream=get_current_stream,
+    )
+    for each in (ndarray, add, copyto, ElementwiseKernel, from_dlpack):
+        setattr(cupy, each.__name__, each)
+    return cupy

@@ -1,0 +1,197 @@
+"""The device on CUDA: over a stand-in for cupy here, and on GPUs where there are some."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from commsched.core.errors import ConfigError, UnsupportedError
+from commsched.devices import open_device
+from commsched.devices.backends import cuda
+from commsched.testing import SimulatedDevice, check_device
+
+from .fake_cupy import CUDARuntimeError, install
+
+MODULE = "commsched.devices.backends.cuda.device"
+
+
+@pytest.fixture
+def gpu() -> SimulatedDevice:
+    return SimulatedDevice(3)
+
+
+@pytest.fixture
+def cupy(gpu: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The stand-in, with two GPUs, under the name of cupy."""
+    fake = install(gpu, count=2)
+    monkeypatch.setitem(sys.modules, "cupy", fake)
+    monkeypatch.delitem(sys.modules, MODULE, raising=False)
+    yield fake
+    sys.modules.pop(MODULE, None)
+
+
+def gpus() -> int:
+    if find_spec("cupy") is None:
+        return 0
+    import cupy
+
+    try:
+        return int(cupy.cuda.runtime.getDeviceCount())
+    except cupy.cuda.runtime.CUDARuntimeError:
+        return 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(gpus() == 0, reason="needs a CUDA device and cupy")
+def test_gpus_are_what_the_check_asks_for() -> None:
+    import cupy
+
+    for number in range(gpus()):
+
+        def make_array(nbytes: int, number: int = number) -> Any:
+            with cupy.cuda.Device(number):
+                return cupy.zeros(nbytes // 4, cupy.float32)
+
+        check_device(open_device(f"cuda:{number}"), make_array=make_array)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(gpus() == 0, reason="needs a CUDA device and cupy")
+def test_tensors_of_torch_are_viewed() -> None:
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("needs a PyTorch with CUDA")
+    device = open_device("cuda:0")
+    host = device.allocate_host(16)
+    np.asarray(host)[:] = range(16)
+    with torch.cuda.device(0):
+        for dtype in (torch.float32, torch.bfloat16):
+            tensor = torch.zeros(16 // dtype.itemsize, dtype=dtype, device="cuda:0")
+            torch.cuda.current_stream().synchronize()
+            stream = device.current_stream(torch.cuda.current_stream().cuda_stream)
+            stream.copy(device.view(tensor), host)
+            assert tensor.view(torch.uint8).tolist() == list(range(16))
+        with pytest.raises(UnsupportedError, match=r"not in one piece"):
+            device.view(torch.zeros(4, 4, device="cuda:0").t())
+    with pytest.raises(UnsupportedError, match=r"^the memory of a Tensor is not to be had on cuda:0: "):
+        device.view(torch.zeros(4))
+
+
+def test_the_stand_in_passes_the_check(gpu: SimulatedDevice, cupy: Any) -> None:
+    """So streams, events, sizes, offsets and dtypes reach cupy as they should."""
+    check_device(
+        open_device("cuda:1"), make_array=cupy_array(gpu, 1, dlpack=False), break_device=gpu.fail, rounds=5, busy_bytes=64
+    )
+
+
+def cupy_array(gpu: SimulatedDevice, number: int, *, dlpack: bool, strides: Any = None) -> Any:
+    def make(nbytes: int) -> Any:
+        memory = gpu.allocate(nbytes)
+        described = {"typestr": "<V2", "shape": (2, nbytes // 4), "strides": strides, "data": (4711, False), "version": 3}
+        if not dlpack:
+            return SimpleNamespace(__cuda_array_interface__=described, __simulated_memory__=memory, device_id=number)
+        fake = sys.modules["cupy"]
+        pointer = fake.cuda.MemoryPointer(SimpleNamespace(buffer=memory, device_id=number), 0)
+        array = fake.ndarray((nbytes // 4,), np.float32, pointer, strides)
+        array.__dlpack__ = lambda: array
+        return array
+
+    return make
+
+
+@pytest.mark.parametrize("dlpack", [False, True])
+def test_arrays_are_viewed_by_both_protocols(gpu: SimulatedDevice, cupy: Any, dlpack: bool) -> None:
+    device = open_device("cuda:0")
+    array = cupy_array(gpu, 0, dlpack=dlpack)(64)
+    assert len(device.view(array)) == 64
+    said = r"^the memory of a \w+ is on cuda:1, not on cuda:0$"
+    with pytest.raises(UnsupportedError, match=said):
+        device.view(cupy_array(gpu, 1, dlpack=dlpack)(64))
+    with pytest.raises(UnsupportedError, match=r"^the memory of a \w+ is not to be had on cuda:0: .* is not in one piece$"):
+        device.view(cupy_array(gpu, 0, dlpack=dlpack, strides=(2, 4))(64))
+
+
+def test_whole_arrays_may_have_strides(gpu: SimulatedDevice, cupy: Any) -> None:
+    device = open_device("cuda:0")
+    assert len(device.view(cupy_array(gpu, 0, dlpack=False, strides=(32, 2))(64))) == 64
+    assert len(device.view(cupy_array(gpu, 0, dlpack=False, strides=(7, 5))(0))) == 0
+
+
+def test_a_stream_of_an_engine_is_used_by_its_protocol_or_its_address(gpu: SimulatedDevice, cupy: Any) -> None:
+    device, engines = open_device("cuda:0"), gpu.stream()
+    host, memory = device.allocate_host(4), device.allocate(4)
+    for of in (id(engines), SimpleNamespace(__cuda_stream__=lambda: (0, id(engines)))):
+        stream = device.current_stream(of)
+        stream.copy(host, memory)
+        assert [len(each.queue) for each in gpu._streams if each.queue] == [1]
+        assert engines.queue
+        stream.record().synchronize()
+
+
+def test_a_poll_learns_of_a_failure(gpu: SimulatedDevice, cupy: Any) -> None:
+    event = open_device("cuda:0").stream().record()
+    gpu.fail()
+    with pytest.raises(CUDARuntimeError, match=r"^error 700$"):
+        event.is_done()
+
+
+def test_memory_and_events_of_others_are_refused(gpu: SimulatedDevice, cupy: Any) -> None:
+    device, other = open_device("cuda:0"), open_device("cuda:1")
+    stream = device.stream()
+    with pytest.raises(ValueError, match=r"^the memory is on cuda:1, not on cuda:0$"):
+        stream.copy(device.allocate(4), other.allocate(4))
+    with pytest.raises(ValueError, match=r"^a SimulatedEvent is not an event of cuda:0$"):
+        stream.wait(gpu.stream().record())
+    with pytest.raises(ValueError, match=r"^an array of float32, shape \(1,\), is not flat bytes$"):
+        stream.copy(device.allocate(1), device.allocate(4).view(np.float32))
+
+
+INSTALL = r'pip install "commsched\[cuda\]" for CUDA 12, or "commsched\[cuda13\]" for CUDA 13$'
+
+
+def test_a_missing_cupy_is_named_with_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "cupy", raising=False)
+    monkeypatch.setattr(cuda, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=rf"^the device 'cuda:0' needs cupy: {INSTALL}"):
+        open_device("cuda")
+
+
+def test_a_cupy_that_does_not_load_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.raises(ConfigError, match=rf"^the device 'cuda:0' needs cupy, which does not load \(.*\): {INSTALL}"):
+        open_device("cuda:0")
+
+
+def test_an_old_cupy_is_named(cupy: Any) -> None:
+    cupy.__version__ = "13.6.0"
+    with pytest.raises(ConfigError, match=rf"^the device 'cuda:0' needs cupy 14 or newer, and this is 13.6.0: {INSTALL}"):
+        open_device("cuda:0")
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "said"),
+    [
+        ("cuda:2", 2, r"^there is no device 'cuda:2': this process sees 2 GPUs, cuda:0 to cuda:1$"),
+        ("cuda:7", 1, r"^there is no device 'cuda:7': this process sees one GPU, cuda:0$"),
+        ("cuda", 0, r"^there is no device 'cuda:0': this process sees no GPU$"),
+    ],
+)
+def test_a_gpu_that_is_not_there_is_named(cupy: Any, name: str, count: int, said: str) -> None:
+    cupy.cuda.runtime.getDeviceCount = lambda: count
+    with pytest.raises(ConfigError, match=said):
+        open_device(name)
+
+
+def test_a_machine_without_a_gpu_is_one_line(cupy: ModuleType) -> None:
+    def count() -> int:
+        raise CUDARuntimeError(35)
+
+    cupy.cuda.runtime.getDeviceCount = count
+    with pytest.raises(ConfigError, match=r"^there is no device 'cuda:0': this process sees no GPU \(error 35\)$"):
+        open_device("cuda:0")
