@@ -12,9 +12,11 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from time import monotonic
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 from weakref import WeakSet
 
+from .device import Device
+from .device_events import Event
 from .errors import (
     FEWER_BATCHES,
     FORKED,
@@ -38,6 +40,7 @@ from .plan import Partition, Plan, cut
 from .policies import make_policy
 from .reconfigure import Reconfiguration
 from .scheduler import COLLECTIVES, LAST_KEY, Scheduler, SchedulerConfig, is_key
+from .staging import StagedGroup, StagedTask, Staging
 from .stalls import RankProgress, Stalls, StepOfGroup, Wait, progress_of
 from .task import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, CommTask, State
 
@@ -108,6 +111,7 @@ class Core:
         self._agreement = self._make_agreement(config, order) if transport.ordered else None
         self._order: Order = self._agreement or Scheduler(make_policy(config.policy), config.credit_bytes)
         self._groups: list[TensorGroup] = []
+        self._stagings: dict[Device, Staging] = {}
         self._failure: CommschedError | None = None
         self.has_raised = False  # the failure was raised to a caller
         self._failed_inside: CommschedError | None = None  # a failure found with the lock held; the dispatcher reports it
@@ -206,8 +210,11 @@ class Core:
             self._changes.cancel_reservation()
             self._adopt_config()
 
-    def add_group(self, plan: Plan, buffers: Mapping[str, Buffer], collective: str | None = None) -> TensorGroup:
-        """Add the tensors of ``plan`` as a group; ``buffers`` maps each dtype to its flat buffer of bytes.
+    def add_group(
+        self, plan: Plan, buffers: Mapping[str, Buffer], collective: str | None = None, device: Device | None = None
+    ) -> TensorGroup:
+        """Add the tensors of ``plan`` as a group; ``buffers`` maps each dtype to its flat buffer of bytes. They are memory that
+        the transport averages, or memory of ``device``, whose gradients then travel from the host's memory.
 
         The caller ensures that all ranks add equal plans in the same order, each with the same ``collective``. ``None`` means
         the collective of ``config``.
@@ -216,13 +223,17 @@ class Core:
             TransportError: the job failed; the message names the first cause.
             CommschedError: any other error that ``Transport.add_group`` raises.
         """
+        staging = None if device is None else self._staging(device)
         with self._lock:
             self._check()
             splits, nbytes = self._splits(collective or self.config.collective), plan.manifest.nbytes
             if plan.manifest.norms is not None:
                 # Rows are gathered, if there is a gather. They are never the largest group, whose order may be static.
                 splits, nbytes = ALL_GATHER in self._transport.verbs, 0
-            group = TensorGroup(self, len(self._groups), plan, buffers, splits)
+            if staging is None:
+                group = TensorGroup(self, len(self._groups), plan, buffers, splits)
+            else:
+                group = StagedGroup(self, len(self._groups), plan, buffers, splits, staging)
             if plan.manifest.norms is not None:
                 self._groups[plan.manifest.norms.group].add_norms(group)
             self._groups.append(group)
@@ -232,10 +243,15 @@ class Core:
         try:
             self._transport.add_group(group.index, plan.manifest)
         except TransportError as error:  # a lost peer may be the consequence of another failure
-            self._report(error)
-            with self._lock:
-                self._wait_until(lambda: False, lambda: Wait("to learn why the job failed"))
+            self.raise_cause(error)
         return group
+
+    def raise_cause(self, error: CommschedError) -> NoReturn:
+        """Report ``error``, and raise the failure of the job."""
+        self._report(error)
+        with self._lock:
+            self._wait_until(lambda: False, lambda: Wait("to learn why the job failed"))
+        raise error  # never: the wait ends by raising the failure
 
     def release(self, group: TensorGroup) -> None:
         """Release ``group``, and the groups of its norms, in the transport: each at once if none of its tasks is outstanding,
@@ -319,6 +335,18 @@ class Core:
             for tensor in tensors:
                 observer.on_ready(group.index, tensor, now)
 
+    def notify_queued(self, group: StagedGroup, tensors: Sequence[int], after: Event) -> None:
+        """Do what :meth:`notify_ready` does, for a group on a device, where the gradients are there ``after`` an event."""
+        tasks: list[CommTask] = []
+        with self._lock:
+            if self._failure is not None or self._closed:
+                self._check()
+            try:
+                tasks += group.gradients_written(tensors)
+            finally:
+                # With the lock held: no other thread's event may come between the last gradient of a task and those before.
+                group.staging.notified(group, tensors, tasks, after)
+
     def _add(self, task: CommTask, now: float) -> None:
         """Called with the lock held."""
         task.ready_at = now
@@ -353,6 +381,9 @@ class Core:
         """Wait until every task that became ready is done, but for those stuck in a static order behind one that is not."""
         with self._lock:
             self._wait_until(lambda: not self._is_moving(), self._wait_for_last, drains=True)
+            stagings = list(self._stagings.values())
+        for staging in stagings:
+            staging.settle()
 
     def _is_moving(self) -> bool:
         return any(map(self._moves, self._groups))
@@ -391,6 +422,8 @@ class Core:
         if self.config != self._changes.current:
             self.config = self._changes.current
             self._order.reconfigure(make_policy(self.config.policy), self.config.credit_bytes)
+            for staging in self._stagings.values():
+                staging.use(make_policy(self.config.policy))
             self._work.notify()
 
     # --- the dispatcher thread ---
@@ -570,6 +603,8 @@ class Core:
             self._sent(task)
 
     def on_done(self, task: CommTask) -> None:
+        if isinstance(task, StagedTask) and not task.owner.staging.copy_back(task):
+            return
         with self._lock:
             if task.state is State.STARTED:
                 self._sent(task)
@@ -616,6 +651,40 @@ class Core:
                 self._add(task, now)
                 task.order = LAST_KEY
 
+    # --- gradients on a device (see ``staging``) ---
+
+    def _staging(self, device: Device) -> Staging:
+        """The copies between ``device`` and the host. Groups are added one after another, so no two threads make them."""
+        if self._transport.device != "cpu":
+            kind, where = type(self._transport).__name__, self._transport.device
+            raise UnsupportedError(
+                f"{kind} averages on {where}: memory of {device.name} would be averaged in the host's memory"
+            )
+        with self._lock:
+            self._check()
+            staging = self._stagings.get(device)
+            if staging is None:
+                staging = self._stagings[device] = Staging(
+                    device,
+                    make_policy(self.config.policy),
+                    self._transport.rank,
+                    ready=self._staged,
+                    made=self._made,
+                    report=self._report,
+                )
+            return staging
+
+    def _staged(self, task: StagedTask) -> None:
+        with self._lock:
+            if self._failure is None and not self._closed:
+                task.advance("notify_ready")
+                self._add(task, task.ready_at)
+
+    def _made(self, group: StagedGroup, tensors: Sequence[int], now: float) -> None:
+        for observer in self.observers:
+            for tensor in tensors:
+                observer.on_ready(group.index, tensor, now)
+
     # --- failure and end ---
 
     def fail(self, error: CommschedError) -> None:
@@ -660,6 +729,8 @@ class Core:
             self._work.notify_all()
             self._progress.notify_all()
         self._dispatcher.join()
+        for staging in self._stagings.values():
+            staging.close()
 
     def leave_in_child(self) -> None:
         """Make every wait and call raise ClosedError in a forked process, where no thread starts or completes tasks. The locks
@@ -765,7 +836,7 @@ class Core:
                 return RankProgress()
             travel = group.plan.by_tensor[place.tensor] if place.tensor >= 0 else range(len(group.plan.partitions))
             together = {tensor for partition in travel for tensor in group.plan.partitions[partition].tensors}
-            made = group.notified | group.on_hand
+            made = group.made | group.on_hand
             missing = [tensor for tensor in range(len(group.proxies)) if tensor not in made]
             here = [group.proxies[tensor].name for tensor in missing if tensor in together]
             return progress_of(here, [group.proxies[tensor].name for tensor in missing if tensor not in together])

@@ -21,6 +21,10 @@ class _Now:
         pass
 
 
+#: An event that has happened.
+NOW: Event = _Now()
+
+
 _Item = tuple[Event, Callable[[], None], Callable[[Exception], None]]
 
 
@@ -45,7 +49,7 @@ class EventWatcher:
     def settle(self) -> None:
         """Return when all earlier :meth:`call_after` calls are carried out; after :meth:`close`, return at once."""
         settled = threading.Event()
-        if self._put((_Now(), settled.set, lambda _: None)):
+        if self._put((NOW, settled.set, lambda _: None)):
             settled.wait()
 
     def close(self, within_seconds: float | None = None) -> bool:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol
+from typing import ClassVar, Protocol
 
+from .device import DeviceStream
+from .device_events import Event
 from .interfaces import Buffer
 from .manifest import Manifest
 from .plan import Plan
@@ -74,8 +76,9 @@ class DependencyProxy:
         self.is_open = True
         self.name = name
 
-    def wait(self) -> None:
-        """Return when the average is complete."""
+    def wait(self, stream: DeviceStream | None = None) -> None:
+        """Return when the average is complete. With a ``stream`` of the device that holds the average it may return earlier:
+        only work that is queued there from now on finds the average complete."""
         if not self.is_open:
             self._core.wait_for(self)
 
@@ -104,23 +107,31 @@ class TensorGroup:
     notify every tensor of every step. Between ``notify_ready`` and the opening of the proxy the tensor's bytes belong to
     commsched.
 
+    On a device the host runs ahead: by the arguments ``after`` and ``stream`` it notifies a gradient with the event behind its
+    kernel, and lets a stream wait for averages. Groups in the host's memory need neither.
+
     ``begin_step``, the notifications and the waits of proxies raise the session's failure, or ClosedError after its close.
 
     ``Core.add_group`` makes groups. ``begin_step`` and ``release`` are for one engine thread. ``notify_ready`` and the waits
     of proxies may come from any thread, also concurrently. Ranks need not make any of these calls at the same time.
     """
 
+    _task_type: ClassVar[type[CommTask]] = CommTask
+    _proxy_type: ClassVar[type[DependencyProxy]] = DependencyProxy
+    _when_notified: ClassVar[str] = "notify_ready"  # the event of a task when all its gradients are notified
+
     def __init__(self, core: GroupCalls, index: int, plan: Plan, buffers: Mapping[str, Buffer], splits: bool = False) -> None:
         self.index = index
         self.plan = plan
         self.splits = splits
-        self.proxies = tuple(DependencyProxy(core, spec.name) for spec in plan.manifest.tensors)
+        self.proxies = tuple(self._proxy_type(core, spec.name) for spec in plan.manifest.tensors)
         self.buffers = buffers
         self.next_step = 0
         self.tasks: tuple[CommTask, ...] = ()
         self.active = 0  # tasks between ready and done
         self.unfinished = 0  # tasks of this step that are not done
         self.notified: set[int] = set()
+        self.made = self.notified  # gradients that are there, of those that are notified
         self.on_hand: set[int] = set()  # gradients that the engine has made, and that the plugin notifies later
         self.is_released = False
         self.norms: tuple[TensorGroup, ...] = ()  # the groups that carry the norms of this group's averages
@@ -137,24 +148,30 @@ class TensorGroup:
         """The current step, which is the one begun last; -1 before the first."""
         return self.next_step - 1
 
-    def begin_step(self) -> int:
+    def begin_step(self, stream: DeviceStream | None = None) -> int:
         """Begin the next step, which closes all proxies, and return its number. Waits until the previous step is done. If one
         of that step's tensors is never notified, it waits for ever and logs a warning now and then.
+
+        On a device the averages of the previous step may still be on their way into the flat buffers. This method waits for
+        them. With a ``stream`` it does not, and only work that is queued there from now on may write gradients.
 
         Raises:
             ValueError: the group was released.
         """
         return self._core.begin_step(self)
 
-    def notify_ready(self, tensor: int) -> None:
-        """Report that the gradient of ``tensor`` (its index in the manifest) is in the buffer. Never waits for the network.
+    def notify_ready(self, tensor: int, after: Event | None = None) -> None:
+        """Report that the gradient of ``tensor`` (its index in the manifest) is in the buffer, or will be there when the event
+        ``after`` has happened. Never waits for the network.
 
         Raises:
             ValueError: the tensor was already notified in this step, or there is no such tensor, or no step has begun.
         """
+        if after is not None:
+            after.synchronize()
         self._core.notify_ready(self, (tensor,))
 
-    def notify_all_ready(self, tensors: Sequence[int]) -> None:
+    def notify_all_ready(self, tensors: Sequence[int], after: Event | None = None) -> None:
         """Do what :meth:`notify_ready` does for each of ``tensors``, but take the core's lock once.
 
         A plugin that collects tensors for this call adds them to ``on_hand`` meanwhile, so that this rank is not said to be
@@ -163,6 +180,8 @@ class TensorGroup:
         Raises:
             ValueError: see :meth:`notify_ready`; the tensors before the wrong one count as ready.
         """
+        if after is not None:
+            after.synchronize()
         self._core.notify_ready(self, tensors)
 
     def stalled(self, tensor: int, seconds: float) -> None:
@@ -217,7 +236,7 @@ class TensorGroup:
         if self.measured is not None:  # every rank waits for all rows, and they are small
             verb, priority = ALL_GATHER if self.splits else ALL_REDUCE, 0
         self.tasks = tuple(
-            CommTask(
+            self._task_type(
                 self.index,
                 step,
                 partition,
@@ -233,7 +252,7 @@ class TensorGroup:
         return step
 
     def gradients_written(self, tensors: Sequence[int]) -> Iterator[CommTask]:
-        """Note that the gradients of ``tensors`` are in the buffer. Yields the tasks that thereby become ready."""
+        """Note that the gradients of ``tensors`` are notified. Yields the tasks of which that was the last missing one."""
         tasks, by_tensor, notified = self.tasks, self.plan.by_tensor, self.notified
         for tensor in tensors:
             if not 0 <= tensor < len(self.proxies):  # a negative index would mean another tensor
@@ -246,7 +265,7 @@ class TensorGroup:
                 task = tasks[index]
                 task.missing -= 1
                 if task.missing == 0:
-                    task.advance("notify_ready")
+                    task.advance(self._when_notified)
                     self.active += 1
                     yield task
 
@@ -255,7 +274,7 @@ class TensorGroup:
         # The norms need all reduce-scatters of the step, and no update is made before them.
         behind = len(self.plan.partitions) if self.norms else 0
         priority = behind + task.partition.index
-        gather = CommTask(task.group, task.step, task.partition, task.data, ALL_GATHER, priority=priority)
+        gather = self._task_type(task.group, task.step, task.partition, task.data, ALL_GATHER, priority=priority)
         gather.missing = 0
         gather.advance("notify_ready")
         return gather

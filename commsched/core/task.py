@@ -13,6 +13,7 @@ class State(Enum):
     """The state of a CommTask; see :data:`TRANSITIONS`."""
 
     PENDING = "pending"  # its gradients are not all computed yet
+    STAGED = "staged"  # they are queued on a device, or computed there, and on their way to the host's memory
     READY = "ready"  # waits in the scheduler for credit and its turn
     STARTED = "started"  # submitted to the transport; holds credit
     SENT = "sent"  # its bytes have left this rank; its credit is returned
@@ -24,6 +25,8 @@ class State(Enum):
 #: All transitions between a CommTask's states. Any other event is a bug of ours and raises KeyError.
 TRANSITIONS: dict[tuple[State, str], State] = {
     (State.PENDING, "notify_ready"): State.READY,
+    (State.PENDING, "stage"): State.STAGED,
+    (State.STAGED, "notify_ready"): State.READY,
     (State.READY, "start"): State.STARTED,
     (State.STARTED, "notify_sent"): State.SENT,
     (State.SENT, "notify_finish"): State.DONE,
@@ -76,7 +79,7 @@ class CommTask:
             self.priority = self.partition.index
 
     def advance(self, event: str) -> None:
-        """Follow :data:`TRANSITIONS`; ``event`` is notify_ready, start, notify_sent or notify_finish."""
+        """Follow :data:`TRANSITIONS`; ``event`` is stage, notify_ready, start, notify_sent or notify_finish."""
         self.state = TRANSITIONS[self.state, event]
 
     def __repr__(self) -> str:

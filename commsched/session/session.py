@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from ..control.end import ControlEnd
 from ..core.comparison import Comparison
 from ..core.core import Core
-from ..core.errors import FORKED, ClosedError, CommschedError, PeerLost, RanksDiverged, TransportError
+from ..core.device import Device
+from ..core.errors import FORKED, ClosedError, CommschedError, PeerLost, RanksDiverged, TransportError, UnsupportedError
 from ..core.group import TensorGroup, require_buffer, require_buffers
 from ..core.interfaces import Buffer, Observer, Transport
 from ..core.manifest import Manifest, TensorSpec, require_equal
@@ -137,7 +138,8 @@ class Session:
 
     @property
     def device(self) -> str:
-        """The device of the flat buffers given to :meth:`register`: "cpu", or a device as PyTorch names it."""
+        """Where averages are made: "cpu", or a device as PyTorch names it. Flat buffers lie there, or, if it is "cpu", on any
+        device that is given with them."""
         return self.transport.device
 
     # --- interface for plugins ---
@@ -164,20 +166,24 @@ class Session:
             self._has_raised = True
             raise
 
-    def register(self, manifest: Manifest, buffers: Mapping[str, Buffer]) -> TensorGroup:
+    def register(self, manifest: Manifest, buffers: Mapping[str, Buffer], device: Device | None = None) -> TensorGroup:
         """Announce tensors, in forward order, and the flat buffer of each dtype. Collective; moves no data.
 
         A buffer has ``manifest.buffer_bytes[dtype]`` writable bytes on :attr:`device`. In the host's memory it is a
-        ``memoryview`` of format ``B``. The buffers belong to the session until ``release`` of the returned group, so the engine
+        ``memoryview`` of format ``B``. With ``device`` it is memory of that device, although averages are made in the host's:
+        gradients are copied to the host and averages back, through pinned memory of the same size. Ranks may have different
+        devices. The buffers belong to the session until ``release`` of the returned group, so the engine
         must neither move nor free them. The engine writes each gradient into the tensor's place in its flat buffer, and the
         average replaces it there. uint8 is summed; every other dtype is averaged.
 
         Raises:
             ManifestMismatch: ranks disagree; names the tensor and both values, on every rank, before any data moves.
             ValueError: a buffer does not meet these requirements; on this rank only.
+            UnsupportedError: averages are made on another device than ``device``; on this rank only.
             CommschedError: see :meth:`gather`.
         """
-        require_buffers(manifest, buffers, self.device)
+        device = self._to_stage(device)
+        require_buffers(manifest, buffers, self.device if device is None else device.name)
         # Plugins also register tensors of their own, in which each rank reports its actions.
         has_gradients = any(not spec.name.startswith("commsched.") for spec in manifest.tensors)
         if self._first_sizes is not None and has_gradients:
@@ -189,7 +195,15 @@ class Session:
         except BaseException:
             self.core.cancel_reservation()
             raise
-        return self._add_group(plan, buffers, collective)
+        return self._add_group(plan, buffers, collective, device)
+
+    def _to_stage(self, device: Device | None) -> Device | None:
+        """``device``, if its memory is copied to the host's to be averaged; None if it is averaged where it is."""
+        if device is None or device.name == ("host" if self.device == "cpu" else self.device):
+            return None
+        if self.device != "cpu":
+            raise UnsupportedError(f"averages are made on {self.device}, but the memory given is on {device.name}")
+        return device
 
     def _use_first_sizes(self, choose: Callable[[Manifest], SchedulerConfig | None], manifest: Manifest) -> None:
         """Make all ranks use the configuration that ``choose`` returns on rank 0, if it returns one."""
@@ -214,10 +228,12 @@ class Session:
         require_equal([first if each["manifest"] == ours else Manifest.from_record(each["manifest"]) for each in records])
         return cut(manifest, **records[0]["sizes"]), records[0]["collective"]
 
-    def _add_group(self, plan: Plan, buffers: Mapping[str, Buffer], collective: str) -> TensorGroup:
+    def _add_group(
+        self, plan: Plan, buffers: Mapping[str, Buffer], collective: str, device: Device | None = None
+    ) -> TensorGroup:
         if self.observer is not None:
             self.observer.add_group(self.core.group_count, plan.manifest)
-        return self.core.add_group(plan, buffers, collective)
+        return self.core.add_group(plan, buffers, collective, device)
 
     @property
     def can_measure_norms(self) -> bool:
@@ -253,12 +269,13 @@ class Session:
         rows = self._add_group(plan, {ROW_DTYPE: memoryview(data)}, collective)
         return Norms(group, rows, data, self.report)
 
-    def broadcast(self, name: str, data: Buffer, root: int = 0) -> None:
+    def broadcast(self, name: str, data: Buffer, root: int = 0, device: Device | None = None) -> None:
         """Replace ``data`` on every rank by the data of rank ``root``, bit for bit, whatever type it holds. Collective; returns
         when the data have arrived.
 
-        ``data`` is a ``memoryview`` of format ``B``, or uint8 on another :attr:`device`. On another device the data must be
-        complete before the call, and already be zeros on every rank but ``root``. The broadcast is a sum to which every other
+        ``data`` is a ``memoryview`` of format ``B``, or uint8 on another :attr:`device`, or memory of ``device`` (see
+        :meth:`register`). On another device the data must be complete before the call, and already be zeros on every rank but
+        ``root``. The broadcast is a sum to which every other
         rank contributes zero bytes, so it needs only a transport's sum. Each call costs one or two round trips, so join small
         data.
 
@@ -267,18 +284,19 @@ class Session:
             ValueError: ``data`` is not such memory, or there is no rank ``root``; on this rank only.
             CommschedError: see :meth:`gather`.
         """
-        require_buffer(data, f"the memory to broadcast as '{name}'", self.device)
+        device = self._to_stage(device)
+        require_buffer(data, f"the memory to broadcast as '{name}'", self.device if device is None else device.name)
         if not 0 <= root < self.world_size:
             raise ValueError(f"'{name}' cannot be broadcast from rank {root} of {self.world_size}")
         name = name if root == 0 else f"{name} of rank {root}"
         plan, collective = self._agree_on(Manifest((TensorSpec(name, (len(data),), "uint8"),)))
         if self.rank != root and isinstance(data, memoryview):
             data[:] = bytes(len(data))
-        self._run_once(plan, data, collective)
+        self._run_once(plan, data, collective, device)
 
-    def average(self, spec: TensorSpec, data: Buffer) -> None:
+    def average(self, spec: TensorSpec, data: Buffer, device: Device | None = None) -> None:
         """Replace ``data``, the bytes of ``spec``, on every rank by the average of all ranks. The tensor is averaged once
-        and belongs to no group. Collective; returns when the average is complete.
+        and belongs to no group. Collective; returns when the average is complete. ``device`` is as in :meth:`broadcast`.
 
         Raises:
             ManifestMismatch: ``spec`` differs between ranks; on every rank, with ``data`` unchanged.
@@ -286,15 +304,16 @@ class Session:
             CommschedError: see :meth:`gather`.
         """
         manifest = Manifest((spec,))
-        require_buffers(manifest, {spec.dtype: data}, self.device)
+        device = self._to_stage(device)
+        require_buffers(manifest, {spec.dtype: data}, self.device if device is None else device.name)
         plan, collective = self._agree_on(manifest)
-        self._run_once(plan, data, collective)
+        self._run_once(plan, data, collective, device)
 
-    def _run_once(self, plan: Plan, data: Buffer, collective: str) -> None:
+    def _run_once(self, plan: Plan, data: Buffer, collective: str, device: Device | None) -> None:
         """Sum or average ``data``, the one tensor of ``plan``."""
         if len(data) == 0:
             return
-        group = self._add_group(plan, {plan.manifest.tensors[0].dtype: data}, collective)
+        group = self._add_group(plan, {plan.manifest.tensors[0].dtype: data}, collective, device)
         group.begin_step()
         group.notify_ready(0)
         group.proxies[0].wait()

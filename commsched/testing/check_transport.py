@@ -2,7 +2,8 @@
 
 Contributions are small integers whose average over the ranks is also an integer. The expected bits are therefore known
 exactly, for every dtype and every rounding. Contributions depend on rank, step and position, so a missing, stale or misplaced
-contribution is detected.
+contribution is detected. With ``open_device`` they are in the memory of a device, and no check waits for the device where the
+interface says that a stream may.
 
 Ranks are threads of one process (``check_transport``). Where a transport needs it, ranks are processes of a real job, and each
 process calls ``check_job``.
@@ -23,16 +24,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..core.core import Core
+from ..core.device import Device, DeviceStream
+from ..core.device_events import Event
 from ..core.errors import PeerLost
-from ..core.group import TensorGroup
-from ..core.interfaces import TaskObserver, Transport
+from ..core.interfaces import Buffer, TaskObserver, Transport
 from ..core.manifest import ITEMSIZE, Manifest, TensorSpec
 from ..core.norms import ROW_DTYPE
 from ..core.order.static import STABLE_STEPS
 from ..core.plan import cut
 from ..core.scheduler import COLLECTIVES, SchedulerConfig
 from ..session.norms import Norms, rows_for
-from .checked_world import CheckedJob, CheckedWorld, OpenRanks, OpenSession, OpenWorld, Threads
+from .checked_world import CheckedJob, CheckedWorld, OpenDevice, OpenRanks, OpenSession, OpenWorld, Threads
 from .world import run_world
 
 _ONE_AT_A_TIME = 1  # credit in bytes that allows a single partition in flight
@@ -44,6 +46,7 @@ def check_transport(
     world_sizes: Sequence[int] = (1, 2, 3, 4, 5),
     rounds: int = 200,
     timeout_seconds: float = 60.0,
+    open_device: OpenDevice | None = None,
 ) -> None:
     """Run all checks of this module, with ranks as threads.
 
@@ -53,19 +56,20 @@ def check_transport(
         rounds: number of rounds in ``check_random_rounds`` and ``check_back_to_back`` with two ranks. Other world sizes run a
             tenth of them.
         timeout_seconds: limit for the ranks of one check. ``check_close`` has a fixed limit of 30 s.
+        open_device: opens the device of a rank, whose memory holds the tensors. ``None`` means the host's memory.
 
     Raises:
         AssertionError: a result is wrong, or a failure was not reported correctly. Names the check that failed.
         TimeoutError: a rank does not end. Shows its stack.
     """
     for size in world_sizes:
-        check_results(partial(Threads, open_world, size, timeout_seconds), rounds if size == 2 else rounds // 10)
-    check_large_tensors(partial(Threads, open_world, 2, timeout_seconds))
-    check_leaver(open_world, timeout_seconds=timeout_seconds)
+        check_results(partial(Threads, open_world, size, timeout_seconds, open_device), rounds if size == 2 else rounds // 10)
+    check_large_tensors(partial(Threads, open_world, 2, timeout_seconds, open_device))
+    check_leaver(open_world, timeout_seconds=timeout_seconds, open_device=open_device)
     check_close(open_world)
 
 
-def check_job(open_session: OpenSession, world_size: int, *, rounds: int = 200) -> None:
+def check_job(open_session: OpenSession, world_size: int, *, rounds: int = 200, open_device: OpenDevice | None = None) -> None:
     """Run all checks of results, each with its own session. Every rank of a job of ``world_size`` ranks must call it.
 
     Large tensors are checked with two ranks only, as in ``check_transport``.
@@ -74,7 +78,7 @@ def check_job(open_session: OpenSession, world_size: int, *, rounds: int = 200) 
         AssertionError: a result is wrong. Names the result.
         CommschedError: the job failed, for example on another rank.
     """
-    open_ranks = partial(CheckedJob, open_session, world_size)
+    open_ranks = partial(CheckedJob, open_session, world_size, open_device)
     check_results(open_ranks, rounds)
     if world_size == 2:
         check_large_tensors(open_ranks)
@@ -124,7 +128,7 @@ def check_averages(open_ranks: OpenRanks, collective: str = "all_reduce") -> Non
     def body(world: CheckedWorld, rank: int) -> None:
         chance = random.Random(rank)
         with world.core(rank, SchedulerConfig(10_007, 30_000, collective=collective)) as core:
-            tensors = _Tensors(core, manifest, world.size)
+            tensors = _Tensors(core, manifest, world, rank)
             for _ in range(4):
                 order = list(range(len(manifest.tensors)))
                 chance.shuffle(order)
@@ -148,7 +152,7 @@ def check_random_rounds(open_ranks: OpenRanks, rounds: int, collective: str = "a
     def body(world: CheckedWorld, rank: int) -> None:
         chance = random.Random(rank)
         with world.core(rank, SchedulerConfig(1200, _ONE_AT_A_TIME, collective=collective)) as core:
-            groups = [_Tensors(core, manifest, world.size) for manifest in manifests]
+            groups = [_Tensors(core, manifest, world, rank) for manifest in manifests]
             for round in range(rounds):
                 if round == half:
                     several = SchedulerConfig(1200, 3000, collective=collective)
@@ -174,7 +178,7 @@ def check_large_tensors(open_ranks: OpenRanks) -> None:
 
         def body(world: CheckedWorld, rank: int, manifest: Manifest = manifest, partition_bytes: int = partition_bytes) -> None:
             with world.core(rank, SchedulerConfig(partition_bytes=partition_bytes)) as core:
-                _Tensors(core, manifest, world.size).average(rank, range(1))
+                _Tensors(core, manifest, world, rank).average(rank, range(1))
 
         _run(open_ranks, body)
 
@@ -189,17 +193,16 @@ def check_equal_bits(open_ranks: OpenRanks, collective: str = "all_reduce") -> N
 
     def body(world: CheckedWorld, rank: int) -> None:
         with world.core(rank, SchedulerConfig(30_000, collective=collective)) as core:
-            tensors = _Tensors(core, manifest, world.size)
-            tensors.group.begin_step()
+            tensors = _Tensors(core, manifest, world, rank)
+            tensors.begin_step()
             for tensor, spec in enumerate(manifest.tensors):
-                tensors.write(tensor, _to_bytes(inputs(rank)[tensor], spec.dtype))
-                tensors.group.notify_ready(tensor)
+                tensors.submit(tensor, _to_bytes(inputs(rank)[tensor], spec.dtype))
             everybodys = [inputs(rank) for rank in range(world.size)]
             digest = hashlib.sha256()
             for tensor, spec in enumerate(manifest.tensors):
-                tensors.group.proxies[tensor].wait()
-                digest.update(tensors.read(tensor))
-                average = _from_bytes(tensors.read(tensor), spec.dtype)
+                received = tensors.receive(tensor)
+                digest.update(received)
+                average = _from_bytes(received, spec.dtype)
                 expected = np.mean([values[tensor] for values in everybodys], axis=0, dtype=np.float64)
                 tolerance = 2**-8 if spec.dtype == "bfloat16" else 1e-6
                 assert np.allclose(average, expected, rtol=tolerance, atol=tolerance), f"'{spec.name}' is far from the average"
@@ -214,7 +217,7 @@ def check_opposite_orders(open_ranks: OpenRanks) -> None:
 
     def body(world: CheckedWorld, rank: int) -> None:
         with world.core(rank, SchedulerConfig(1028, _ONE_AT_A_TIME, "fifo")) as core:
-            tensors = _Tensors(core, manifest, world.size)
+            tensors = _Tensors(core, manifest, world, rank)
             for _ in range(3):
                 tensors.average(rank, range(8) if rank == 0 else range(7, -1, -1))
 
@@ -230,15 +233,14 @@ def check_back_to_back(open_ranks: OpenRanks, rounds: int) -> None:
 
     def body(world: CheckedWorld, rank: int) -> None:
         with world.core(rank, SchedulerConfig()) as core:
-            group, buffer = _add_group(core, manifest)
-            values = buffer["float32"].view(np.float32)
+            tensors = _Tensors(core, manifest, world, rank)
             for step in range(rounds):
-                group.begin_step()
-                values.fill(step + 2 * rank - (world.size - 1))
+                tensors.begin_step()
+                mine = np.full(64, step + 2 * rank - (world.size - 1), np.float32).tobytes()
                 if rank == world.size - 1 and step % 50 == 0:
                     _pause(0.001)
-                group.notify_ready(0)
-                group.proxies[0].wait()
+                tensors.submit(0, mine)
+                values = np.frombuffer(tensors.receive(0), np.float32)
                 wrong = np.count_nonzero(values != step)
                 assert wrong == 0, f"rank {rank} got {wrong} wrong numbers in round {step}, such as {values[values != step][0]}"
 
@@ -251,7 +253,7 @@ def check_recut(open_ranks: OpenRanks) -> None:
 
     def body(world: CheckedWorld, rank: int) -> None:
         with world.core(rank, SchedulerConfig(partition_bytes=1000)) as core:
-            tensors = _Tensors(core, manifest, world.size)
+            tensors = _Tensors(core, manifest, world, rank)
             for step, partition_bytes in enumerate((1000, 40_000, 900, 7000, 7000, 1000, 40_000)):
                 core.switch_at(SchedulerConfig(partition_bytes=partition_bytes), {tensors.group.index: step})
                 tensors.average(rank, range(5, -1, -1))
@@ -276,7 +278,7 @@ def check_static_order(open_ranks: OpenRanks, measures: bool = False) -> None:
         with world.core(rank, SchedulerConfig(4100, 9000), "static") as core:
             static_steps: set[int] = set()
             core.observers = (TaskObserver(lambda task: static_steps.add(task.step) if core.is_static else None),)
-            tensors, small = _Tensors(core, manifest, world.size), _Tensors(core, flags, world.size)
+            tensors, small = _Tensors(core, manifest, world, rank), _Tensors(core, flags, world, rank)
             if measures and world.transport(rank).norm_rows(manifest) == 0:
                 return
             for step in range(3 * alike):
@@ -313,7 +315,7 @@ def check_norms(open_ranks: OpenRanks) -> None:
     def body(world: CheckedWorld, rank: int) -> None:
         chance = random.Random(rank)
         with world.core(rank, SchedulerConfig(10_007, 30_000)) as core:
-            groups = [_Tensors(core, manifest, world.size) for manifest in manifests]
+            groups = [_Tensors(core, manifest, world, rank) for manifest in manifests]
             for step, partition_bytes in enumerate((10_007, 1500, 2**20, 10_007, 2**20, 1500)):
                 if step in (1, 3) and world.transport(rank).norm_rows(manifests[step // 2]):
                     _pause(chance.random() * 0.01)
@@ -331,7 +333,7 @@ def check_norms(open_ranks: OpenRanks) -> None:
     _run(open_ranks, body)
 
 
-def check_leaver(open_world: OpenWorld, *, timeout_seconds: float = 60.0) -> None:
+def check_leaver(open_world: OpenWorld, *, timeout_seconds: float = 60.0, open_device: OpenDevice | None = None) -> None:
     """When a rank leaves while others continue, their waits raise PeerLost, which names that rank."""
     manifest = Manifest(tuple(TensorSpec(f"layer{i}", (300,), "float32") for i in range(6)))
     leaver, world_size = 1, 3
@@ -339,7 +341,7 @@ def check_leaver(open_world: OpenWorld, *, timeout_seconds: float = 60.0) -> Non
 
     def body(world: CheckedWorld, rank: int) -> None:
         with world.core(rank, SchedulerConfig(partition_bytes=1200)) as core:
-            tensors = _Tensors(core, manifest, world_size)
+            tensors = _Tensors(core, manifest, world, rank)
             tensors.average(rank, range(6))
             core.drain()
             if rank == leaver:
@@ -358,7 +360,7 @@ def check_leaver(open_world: OpenWorld, *, timeout_seconds: float = 60.0) -> Non
                 left.wait(timeout_seconds)
             assert f"rank {leaver} left" in outcome, f"rank {rank} waited for rank {leaver}, which left, and got: {outcome}"
 
-    with Threads(open_world, world_size, timeout_seconds) as world:
+    with Threads(open_world, world_size, timeout_seconds, open_device) as world:
         world.failures_expected = True
         world.run(body)
 
@@ -378,12 +380,52 @@ def check_close(open_world: OpenWorld) -> None:
     assert not left, f"threads are left after close: {[thread.name for thread in left]}"
 
 
+class _HostMemory:
+    """Flat buffers in the host's memory. ``stream`` and events are for nothing."""
+
+    stream: DeviceStream | None = None
+
+    def __init__(self, manifest: Manifest) -> None:
+        self._arrays = {dtype: np.zeros(nbytes, np.uint8) for dtype, nbytes in manifest.buffer_bytes.items()}
+        self.buffers: dict[str, Buffer] = {dtype: array.data for dtype, array in self._arrays.items()}
+
+    def write(self, dtype: str, at: slice, data: bytes) -> Event | None:
+        self._arrays[dtype][at] = np.frombuffer(data, np.uint8)
+        return None
+
+    def read(self, dtype: str, at: slice) -> bytes:
+        return self._arrays[dtype][at].tobytes()
+
+
+class _DeviceMemory:
+    """Flat buffers on a device. What is written and read passes through memory of the host, in the order of ``stream``."""
+
+    def __init__(self, device: Device, manifest: Manifest) -> None:
+        sizes = manifest.buffer_bytes.items()
+        self.stream = device.stream()
+        self.buffers = {dtype: device.allocate(nbytes) for dtype, nbytes in sizes}
+        self._given = {dtype: device.allocate_host(nbytes) for dtype, nbytes in sizes}
+        self._taken = {dtype: device.allocate_host(nbytes) for dtype, nbytes in sizes}
+
+    def write(self, dtype: str, at: slice, data: bytes) -> Event | None:
+        self._given[dtype][at] = data
+        self.stream.copy(self.buffers[dtype][at], self._given[dtype][at])
+        return self.stream.record()
+
+    def read(self, dtype: str, at: slice) -> bytes:
+        self.stream.copy(self._taken[dtype][at], self.buffers[dtype][at])
+        self.stream.synchronize()
+        return self._taken[dtype][at].tobytes()
+
+
 class _Tensors:
     """A group on one rank with its buffers. Writes contributions into the buffers and compares the averages."""
 
-    def __init__(self, core: Core, manifest: Manifest, world_size: int) -> None:
-        self.group, self._buffers = _add_group(core, manifest)
-        self._world_size = world_size
+    def __init__(self, core: Core, manifest: Manifest, world: CheckedWorld, rank: int) -> None:
+        device = world.device(rank)
+        self._memory = _HostMemory(manifest) if device is None else _DeviceMemory(device, manifest)
+        self.group = core.add_group(cut(manifest, core.config.partition_bytes), self._memory.buffers, device=device)
+        self._world_size = world.size
         self._norms: Norms | None = None
 
     def add_norms(self, core: Core, transport: Transport) -> None:
@@ -399,19 +441,17 @@ class _Tensors:
         self.compare(rank)
 
     def begin(self, rank: int, order: Sequence[int], before_each: Callable[[], None] = lambda: None) -> None:
-        step = self.group.begin_step()
+        step = self.begin_step()
         tensors = self.group.manifest.tensors
         for tensor in order:
             before_each()
-            self.write(tensor, _contribution(tensors[tensor], tensor, rank, step, self._world_size))
-            self.group.notify_ready(tensor)
+            self.submit(tensor, _contribution(tensors[tensor], tensor, rank, step, self._world_size))
 
     def compare(self, rank: int) -> None:
         step = self.group.step
         for tensor, spec in enumerate(self.group.manifest.tensors):
-            self.group.proxies[tensor].wait()
             expected = _expected(spec, tensor, step, self._world_size)
-            assert self.read(tensor) == expected, f"rank {rank} got a wrong average of {spec} in step {step}"
+            assert self.receive(tensor) == expected, f"rank {rank} got a wrong average of {spec} in step {step}"
 
     def compare_norms(self, rank: int) -> None:
         """Compare the norms of the averages of this step, if they were added. They are of small integers, so they are exact."""
@@ -425,21 +465,19 @@ class _Tensors:
                 got = norms.of(order)[tensor]
                 assert got == wanted, f"rank {rank} got {got} as the {order:g}-norm of {spec} in step {step}, not {wanted}"
 
-    def write(self, tensor: int, data: bytes) -> None:
-        self._view(tensor)[:] = np.frombuffer(data, np.uint8)
+    def begin_step(self) -> int:
+        return self.group.begin_step(self._memory.stream)
 
-    def read(self, tensor: int) -> bytes:
-        return self._view(tensor).tobytes()
+    def submit(self, tensor: int, data: bytes) -> None:
+        self.group.notify_ready(tensor, self._memory.write(*self._place(tensor), data))
 
-    def _view(self, tensor: int) -> NDArray[np.uint8]:
+    def receive(self, tensor: int) -> bytes:
+        self.group.proxies[tensor].wait(self._memory.stream)
+        return self._memory.read(*self._place(tensor))
+
+    def _place(self, tensor: int) -> tuple[str, slice]:
         spec, start = self.group.manifest.tensors[tensor], self.group.manifest.offset(tensor)
-        return self._buffers[spec.dtype][start : start + spec.nbytes]
-
-
-def _add_group(core: Core, manifest: Manifest) -> tuple[TensorGroup, dict[str, NDArray[np.uint8]]]:
-    buffers = {dtype: np.zeros(nbytes, np.uint8) for dtype, nbytes in manifest.buffer_bytes.items()}
-    plan = cut(manifest, core.config.partition_bytes)
-    return core.add_group(plan, {dtype: buffer.data for dtype, buffer in buffers.items()}), buffers
+        return spec.dtype, slice(start, start + spec.nbytes)
 
 
 def _run(open_ranks: OpenRanks, body: Callable[[CheckedWorld, int], None], collective: str = "all_reduce") -> None:

@@ -9,6 +9,7 @@ from itertools import count
 from typing import Any
 
 from ..core.core import Core
+from ..core.device import Device
 from ..core.errors import CommschedError
 from ..core.interfaces import OnFailure, Transport
 from ..core.scheduler import SchedulerConfig
@@ -28,6 +29,9 @@ OpenWorld = Callable[[Sequence[OnFailure]], AbstractContextManager[Sequence[Tran
 
 #: Opens the session of this process with a configuration and an order (``agreed`` or ``static``), the same on every rank.
 OpenSession = Callable[[SchedulerConfig, str], Session]
+
+#: Opens the device of a rank.
+OpenDevice = Callable[[int], Device]
 
 
 class Meeting:
@@ -76,8 +80,11 @@ class Threads:
     have an all-reduce, which is used in large worlds only.
     """
 
-    def __init__(self, open_world: OpenWorld, size: int, timeout_seconds: float = 60.0) -> None:
+    def __init__(
+        self, open_world: OpenWorld, size: int, timeout_seconds: float = 60.0, open_device: OpenDevice | None = None
+    ) -> None:
         self.size = size
+        self._devices = None if open_device is None else [open_device(rank) for rank in range(size)]
         self.failures: list[CommschedError] = []
         self.failures_expected = False
         self.transports: Sequence[Transport] = ()
@@ -132,6 +139,10 @@ class Threads:
     def transport(self, rank: int) -> Transport:
         return self.transports[rank]
 
+    def device(self, rank: int) -> Device | None:
+        """The device that holds the tensors of a rank; None is the host."""
+        return None if self._devices is None else self._devices[rank]
+
     def gather(self, rank: int, value: Any) -> list[Any]:
         """Return the JSON value of every rank, in rank order. The Core of the rank must be open."""
         return self._controls[rank][-1].gather(str(next(self._gathers[rank])), value)
@@ -161,7 +172,7 @@ class Threads:
 class CheckedJob:
     """One rank of a job: this process, with the methods of :class:`Threads`. Each Core belongs to its own session."""
 
-    def __init__(self, open_session: OpenSession, size: int) -> None:
+    def __init__(self, open_session: OpenSession, size: int, open_device: OpenDevice | None = None) -> None:
         self.size = size
         self._open_session = open_session
         self._session: Session | None = None
@@ -172,6 +183,7 @@ class CheckedJob:
             self.freezes = transport.ordered and transport.channels > 1
             self.sums = isinstance(transport, CollectiveTransport)
             self.rank = session.rank
+        self._device = None if open_device is None else open_device(self.rank)
 
     def __enter__(self) -> CheckedJob:
         return self
@@ -195,6 +207,9 @@ class CheckedJob:
     def transport(self, rank: int) -> Transport:
         assert self._session is not None
         return self._session.transport
+
+    def device(self, rank: int) -> Device | None:
+        return self._device
 
     def gather(self, rank: int, value: Any) -> list[Any]:
         assert self._session is not None

@@ -27,7 +27,7 @@ def test_conformance() -> None:
 def train(world: CheckedWorld, rank: int, order: str, averages: list[bool]) -> None:
     manifest = Manifest(tuple(TensorSpec(f"layer{i}", (300,), "float32") for i in range(6)))
     with world.core(rank, SchedulerConfig(1200, 10**6), order) as core:
-        tensors = _Tensors(core, manifest, world.size)
+        tensors = _Tensors(core, manifest, world, rank)
         for _ in range(20):
             tensors.average(rank, range(5, -1, -1))
             averages.append(True)
@@ -74,7 +74,7 @@ def test_launching_out_of_order_gives_wrong_numbers_without_agreement() -> None:
     def body(world: CheckedWorld, rank: int) -> None:
         manifest = Manifest(tuple(TensorSpec(f"layer{i}", (300,), "float32") for i in range(2)))
         with world.core(rank, SchedulerConfig(1200, 10**6, "fifo")) as core:
-            _Tensors(core, manifest, world.size).average(rank, [0, 1] if rank == 0 else [1, 0])
+            _Tensors(core, manifest, world, rank).average(rank, [0, 1] if rank == 0 else [1, 0])
 
     with Threads(unordered, 2) as world, pytest.raises(AssertionError, match="got a wrong average"):
         world.run(body)

@@ -21,7 +21,7 @@ CONFIG = SchedulerConfig(1200, 2400)
 
 def trained(core: Core, world: CheckedWorld, rank: int) -> _Tensors:
     """After so many steps that a static order is frozen, if it may be."""
-    tensors = _Tensors(core, MANIFEST, world.size)
+    tensors = _Tensors(core, MANIFEST, world, rank)
     for _ in range(STABLE_STEPS + 3):
         tensors.average(rank, range(5, -1, -1))
     return tensors
@@ -86,7 +86,7 @@ def test_a_change_that_is_wanted_by_a_static_order_does_not_undo_another() -> No
 def test_a_group_that_rests_keeps_one_change_in_waiting() -> None:
     def body(world: CheckedWorld, rank: int) -> None:
         with world.core(rank, CONFIG) as core:
-            tensors, resting = _Tensors(core, MANIFEST, world.size), _Tensors(core, MANIFEST, world.size)
+            tensors, resting = _Tensors(core, MANIFEST, world, rank), _Tensors(core, MANIFEST, world, rank)
             for step in range(1, 9):
                 tensors.average(rank, range(6))
                 core.switch_at(SchedulerConfig(100 * step, 1000), {tensors.group.index: step, resting.group.index: 1})
