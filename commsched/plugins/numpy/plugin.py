@@ -4,6 +4,9 @@
 (b) it reports each gradient as soon as backward has written it (``notify_ready``);
 (c) it makes each parameter's update before anything reads the parameter (``proxy.wait``, then the update, before each layer);
 (d) it updates with the user's own optimizer, restricted to the layers whose averages are complete.
+
+The arrays may be those of another library with numpy's interface, on a device (cupy's, say). There the host only queues work:
+(b) gives the event behind the work that writes the gradient, and (c) lets the stream wait, and not the host.
 """
 
 from __future__ import annotations
@@ -11,19 +14,23 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from time import monotonic
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 import commsched
 
+from ...core.device import Device, DeviceStream
 from ...core.errors import UnsupportedError
+from ...core.interfaces import Buffer
 from ...core.manifest import Manifest, TensorSpec
+from ...devices import open_device
 from ..common.collectives import register_flat
 from ..common.weights_check import WeightsCheck, digest_of, number_in
-from .engine import SGD
+from .engine import SGD, Network
 
 
 class ScheduledOptimizer:
@@ -46,17 +53,20 @@ class ScheduledOptimizer:
     Args:
         optimizer: updates one layer at a time, with the hyper-parameters that it has when ``step`` is called.
         session: the running session. The default is the session of ``commsched.init()``.
+        device: the device that holds the arrays. The default is that of cupy's arrays, and the host for numpy's.
 
     Raises:
-        UnsupportedError: a parameter's dtype or memory layout cannot be communicated.
+        ConfigError: the device's library is missing; see ``commsched.devices.open_device``.
+        UnsupportedError: a parameter's dtype, memory layout or device cannot be communicated.
         ManifestMismatch: ranks have different networks. Raised on every rank. Parameters before the first that differs may
             already have the values of rank 0.
     """
 
-    def __init__(self, optimizer: SGD, session: commsched.Session | None = None) -> None:
+    def __init__(self, optimizer: SGD, session: commsched.Session | None = None, device: Device | None = None) -> None:
         self._session = commsched.init() if session is None else session
         self._optimizer = optimizer
         self._network = optimizer.network
+        self._device = _device_of(self._network) if device is None else device
         self._names = [f"{index} {type(layer).__name__}" for index, layer in enumerate(self._network.layers)]
         self._begin_from_rank_0()
         self._register()
@@ -96,22 +106,48 @@ class ScheduledOptimizer:
         for index, name in slots:
             parameter = layers[index].parameters[name]
             specs.append(TensorSpec(f"{index}.{name}", parameter.shape, parameter.dtype.name))
-        self._group, places = register_flat(self._session, Manifest(tuple(specs)))
+        parameters = [layers[index].parameters[name] for index, name in slots]
+        self._group, places = register_flat(
+            self._session, Manifest(tuple(specs)), allocate=partial(self._allocate, parameters), device=self._device
+        )
         self._tensors: list[list[int]] = [[] for _ in layers]
         for tensor, (place, (index, name)) in enumerate(zip(places, slots)):
             layers[index].gradients[name] = place
             self._tensors[index].append(tensor)
-        self._parameters = [layers[index].parameters[name] for index, name in slots]
+        self._parameters = parameters
         _, label = number_in(self._session)
         names, nbytes = [spec.name for spec in specs], [spec.nbytes for spec in specs]
         self._check = WeightsCheck(self._session, names, nbytes, f"weights{label}")
 
+    def _allocate(self, parameters: list[NDArray[Any]], nbytes: int) -> tuple[NDArray[np.uint8], Buffer]:
+        flat = np.zeros_like(parameters[0], dtype=np.uint8, shape=(nbytes,))  # on the device of the parameters
+        return flat, self._bytes_of(flat, "the gradients")
+
     def _begin_from_rank_0(self) -> None:
         for index, layer in enumerate(self._network.layers):
             for name, parameter in layer.parameters.items():
-                self._session.broadcast(f"{index}.{name}", _bytes_of(parameter, f"{index}.{name}"))
-                velocity = self._optimizer.velocities[index][name]
-                self._session.broadcast(f"{index}.{name}.velocity", _bytes_of(velocity, f"{index}.{name}.velocity"))
+                self._broadcast(f"{index}.{name}", parameter)
+                self._broadcast(f"{index}.{name}.velocity", self._optimizer.velocities[index][name])
+
+    def _broadcast(self, name: str, array: NDArray[Any]) -> None:
+        memory = self._bytes_of(array, name)
+        if (stream := self._stream()) is not None:
+            if self._session.rank != 0:
+                array.fill(0)
+            stream.synchronize()
+        self._session.broadcast(name, memory, device=self._device)
+
+    def _bytes_of(self, array: NDArray[Any], name: str) -> Buffer:
+        """Return the memory of ``array`` as bytes, without a copy."""
+        if self._device is not None:
+            return self._device.view(array)
+        if not array.flags.c_contiguous or not array.flags.writeable:
+            raise UnsupportedError(f"tensor '{name}' is not one writable piece of memory; give the layer a contiguous array")
+        return array.reshape(-1).view(np.uint8).data
+
+    def _stream(self) -> DeviceStream | None:
+        """The stream that computes; None is the host, where work is done when a call returns."""
+        return None if self._device is None else self._device.current_stream()
 
     # --- (b) report written gradients ---
 
@@ -121,15 +157,16 @@ class ScheduledOptimizer:
             self._begin_step()
         with self._span("backward", index):
             yield
-        for tensor in self._tensors[index]:
-            self._group.notify_ready(tensor)
+        if self._tensors[index]:
+            stream = self._stream()
+            self._group.notify_all_ready(self._tensors[index], None if stream is None else stream.record())
 
     def _begin_step(self) -> None:
         missing = len(self._group.manifest.tensors) - len(self._group.notified)
         if self._group.step >= 0 and missing:  # the other ranks wait for these gradients: to continue would hang
             raise RuntimeError(f"backward of step {self._group.step} was broken off: {missing} gradients were never written")
         self.synchronize()  # if no forward followed the last step: this backward overwrites its averages
-        self._group.begin_step()
+        self._group.begin_step(self._stream())
 
     # --- (c) and (d) update each layer before its forward ---
 
@@ -142,13 +179,22 @@ class ScheduledOptimizer:
 
     def _update(self, index: int) -> None:
         for tensor in self._tensors[index]:
-            self._group.proxies[tensor].wait()
+            self._group.proxies[tensor].wait(self._stream())
         with self._span("update", index):
             self._due.pop(index).update(index)
         for tensor in self._tensors[index]:
             if (part := self._check.wanted(tensor)) is not None:
-                weights = self._parameters[tensor].reshape(-1).view(np.uint8).data
-                self._check.add(tensor, digest_of(weights[slice(*part)]))
+                weights = self._bytes_of(self._parameters[tensor], "")[slice(*part)]
+                self._check.add(tensor, digest_of(self._in_host(weights)))
+
+    def _in_host(self, memory: Buffer) -> memoryview:
+        stream = self._stream()
+        if self._device is None or stream is None:
+            return cast("memoryview", memory)
+        copied = self._device.allocate_host(len(memory))
+        stream.copy(copied, memory)
+        stream.synchronize()  # the host waits, in the few steps that compare weights
+        return copied
 
     # --- for the timeline ---
 
@@ -160,8 +206,14 @@ class ScheduledOptimizer:
             self._session.observer.on_span(track, self._names[index], start, monotonic())
 
 
-def _bytes_of(array: NDArray[Any], name: str) -> memoryview:
-    """Return a writable view of the memory of ``array`` as bytes, without a copy."""
-    if not array.flags.c_contiguous or not array.flags.writeable:
-        raise UnsupportedError(f"tensor '{name}' is not one writable piece of memory; give the layer a contiguous array")
-    return array.reshape(-1).view(np.uint8).data
+def _device_of(network: Network) -> Device | None:
+    for layer in network.layers:
+        for parameter in layer.parameters.values():
+            if isinstance(parameter, np.ndarray):
+                return None
+            if hasattr(parameter, "__cuda_array_interface__"):
+                return open_device(f"cuda:{parameter.device.id}")
+            raise UnsupportedError(
+                f"a {type(parameter).__name__} is an array of numpy or cupy on no known device; give device="
+            )
+    return None
