@@ -156,7 +156,7 @@ class ComparedWeights:
         self._device = device
         self._slots = slots
         with unguarded():
-            nbytes = [slot.parameter.nbytes if _is_comparable(slot.parameter, session.device) else 0 for slot in slots]
+            nbytes = [slot.parameter.nbytes if _is_comparable(slot.parameter, device.name) else 0 for slot in slots]
         self._check = WeightsCheck(session, [slot.name for slot in slots], nbytes, f"weights{label}")
         self._is_wanted = False
 

@@ -13,10 +13,13 @@ import torch.distributed as dist
 
 import commsched
 
+from ...core.device import Device as DeviceLayer
+from ...core.device import DeviceStream
 from ...core.device_events import EventWatcher
 from ...core.errors import CommschedError, ConfigError, TransportError, UnsupportedError
-from ...core.group import TensorGroup
+from ...core.group import DependencyProxy, TensorGroup
 from ...core.manifest import Manifest, TensorSpec
+from ...devices import open_device as open_layer
 from ..common.collectives import register_flat
 from ..common.weights_check import digest_of
 
@@ -34,7 +37,15 @@ class Device:
     """The device that holds the parameters of one exchange, their gradients and the flat buffers.
 
     This class is the CPU, where operations are done when they return.
+
+    ``name`` is that of the parameters' device, as PyTorch writes it. ``layer`` is given with the flat buffers: see
+    ``Session.register``. ``arrived`` is called when averages are there and before they are read; None means that there is
+    nothing to do.
     """
+
+    name = "cpu"
+    layer: DeviceLayer | None = None
+    arrived: Callable[[Iterable[DependencyProxy]], None] | None = None
 
     def allocate(self, nbytes: int) -> tuple[torch.Tensor, Any]:
         """Allocate zeros, and return them as a tensor of uint8 and as the buffer to register."""
@@ -42,8 +53,9 @@ class Device:
         memory = np.zeros(nbytes, np.uint8)
         return torch.from_numpy(memory), memory.data
 
-    def when_written(self, notify: Callable[[], None]) -> None:
-        """Call ``notify`` once the work queued so far on the current stream is done. Never waits."""
+    def when_written(self, notify: Callable[..., None]) -> None:
+        """Call ``notify`` once the work queued so far on the current stream is done, or now with an event behind that work.
+        Never waits."""
         notify()
 
     def copying(self) -> AbstractContextManager[object]:
@@ -86,6 +98,7 @@ class Cuda(Device):
     """
 
     def __init__(self, device: torch.device, session: commsched.Session) -> None:
+        self.name = str(device)
         self._device = device
         self._report = session.report
         self._stream: torch.cuda.Stream | None = None  # the first stream that read a parameter
@@ -99,9 +112,8 @@ class Cuda(Device):
         torch.cuda.current_stream(self._device).synchronize()  # another stream may write to it next
         return flat, flat
 
-    def when_written(self, notify: Callable[[], None]) -> None:
-        if torch.cuda.is_current_stream_capturing():
-            raise UnsupportedError("backward is captured in a CUDA graph: gradients would be averaged once, not in each replay")
+    def when_written(self, notify: Callable[..., None]) -> None:
+        _refuse_capturing()
         event = torch.cuda.Event(blocking=True)
         event.record(torch.cuda.current_stream(self._device))
         self._watcher.call_after(event, notify, self._failed)
@@ -147,6 +159,41 @@ class Cuda(Device):
         self._watcher.close(_CLOSE_SECONDS)
 
 
+class StagedCuda(Cuda):
+    """A CUDA device whose gradients travel from the host's memory, since the session's transport averages there.
+
+    The core copies them, by the device layer's streams (see ``core/staging.py``). So a gradient is notified at once, with the
+    event behind its kernel, and the stream that reads an average waits for its copy to the device. Once several streams have
+    read parameters, the host waits for it.
+    """
+
+    def __init__(self, device: torch.device, session: commsched.Session, layer: DeviceLayer) -> None:
+        super().__init__(device, session)
+        self.layer: DeviceLayer = layer
+        self.arrived = self._arrived
+
+    def allocate(self, nbytes: int) -> tuple[torch.Tensor, Any]:
+        flat, _ = super().allocate(nbytes)
+        return flat, self.layer.view(flat)
+
+    def when_written(self, notify: Callable[..., None]) -> None:
+        _refuse_capturing()
+        notify(self._current_stream().record())
+
+    def _arrived(self, proxies: Iterable[DependencyProxy]) -> None:
+        stream = None if self._several_streams else self._current_stream()
+        for proxy in proxies:
+            proxy.wait(stream)
+
+    def _current_stream(self) -> DeviceStream:
+        return self.layer.current_stream(torch.cuda.current_stream(self._device).cuda_stream)
+
+
+def _refuse_capturing() -> None:
+    if torch.cuda.is_current_stream_capturing():
+        raise UnsupportedError("backward is captured in a CUDA graph: gradients would be averaged once, not in each replay")
+
+
 def digest_on_device(values: torch.Tensor) -> torch.Tensor:
     """Compute a digest of ``values`` (bytes in one dimension) on their device: one int64. Any single different bit changes the
     digest."""
@@ -174,16 +221,18 @@ def device_of(parameters: Sequence[tuple[str, torch.Tensor]]) -> torch.device:
 
 def open_device(session: commsched.Session, parameters: Sequence[tuple[str, torch.Tensor]]) -> Device:
     """Return the Device for the parameters' device. Raises UnsupportedError if the session's transport does not average tensors
-    on that device."""
+    of that device, and ConfigError if a package is missing that it needs for that."""
     device = device_of(parameters)
     if str(device) == session.device == "cpu":
         return Device()
     where = f"parameter '{parameters[0][0]}' is on {device}"
     if device.type == "cuda" and session.device == "cpu":
-        raise UnsupportedError(
-            f"{where}, but the session's transport averages in the host's memory; set transport=nccl, or let "
-            "this plugin open the session"
-        )
+        try:
+            return StagedCuda(device, session, open_layer(str(device)))
+        except ConfigError as error:
+            raise ConfigError(
+                f"{where}, and the session's transport averages in the host's memory: {error}; or set transport=nccl"
+            ) from error
     if device.type == "cuda" and str(device) != session.device:
         raise UnsupportedError(
             f"{where}, but the session was opened on {session.device}; call torch.cuda.set_device before commsched.init"
@@ -210,7 +259,8 @@ def register_on(
     session: commsched.Session, device: Device, specs: Sequence[TensorSpec]
 ) -> tuple[TensorGroup, list[torch.Tensor]]:
     """Register tensors, in forward order, in new flat buffers on ``device``. See :func:`register_flat`."""
-    return register_flat(session, Manifest(tuple(specs)), as_dtype=partial(getattr, torch), allocate=device.allocate)
+    manifest, as_dtype = Manifest(tuple(specs)), partial(getattr, torch)
+    return register_flat(session, manifest, as_dtype=as_dtype, allocate=device.allocate, device=device.layer)
 
 
 def init_for(parameters: Iterable[torch.Tensor]) -> commsched.Session:

@@ -687,7 +687,7 @@ class GradientExchange:
             for slot in slots:
                 if not (slot.proxies[0].is_open and slot.proxies[-1].is_open):
                     return
-                if slot.rows is not None:
+                if slot.rows is not None or self.places.device.arrived is not None:
                     self.wait_to_update(slot)
                 yield slot
 

@@ -85,19 +85,20 @@ class Measures:
 
     NOTHING: ClassVar = [False] * (len(ORDERS) + 1)  # the ``asks`` of a rank that takes no part
 
-    def __init__(self, session: commsched.Session) -> None:
+    def __init__(self, session: commsched.Session, on_host: bool = True) -> None:
         self._session = session
         self._orders: list[float] = []
         self._norms: dict[tuple[TensorGroup, float], GroupNorms] = {}
         self._asked_before: set[float] = set()  # by all ranks, in the last round that ended with step()
-        self._is_refused = not session.can_measure_norms
+        # On a device the user's norms are tensors there, and the measured ones are not.
+        self._is_refused = not (session.can_measure_norms and on_host)
         self.asked: set[float] = set()  # by this rank, in this round; 0: for any order
         self.current = RoundNorms({})
 
     @property
     def asks(self) -> list[bool]:
         """What this rank has asked for in this round, to be sent to all ranks."""
-        return [order in self.asked for order in (*ORDERS, 0.0)]
+        return [order in self.asked and not self._is_refused for order in (*ORDERS, 0.0)]
 
     def any_order(self, slots: Sequence[Slot]) -> float | None:
         """An order in which the norms of ``slots`` are measured, the largest if there are several."""

@@ -112,7 +112,7 @@ class Round:
         self.factor = 1.0  # every gradient of this rank is multiplied by it, for another divisor than the number of ranks
         self.given: dict[Slot, torch.UntypedStorage] = {}  # the memory that the user gave to gradients through .data
         self.edits = Edits()
-        self.measures = Measures(session)
+        self.measures = Measures(session, places.device.name == "cpu")
         self.without = NoGradients(ask_for_gradients)
         self._own_changed: str | None = None  # the name of a parameter whose gradient was changed before it was averaged
         self._turn = 0  # rounds so far
@@ -154,7 +154,8 @@ class Round:
     def _may_pack(self) -> bool:
         """Whether gradients may be submitted together. A device says itself when each of them is there, and an observer notes
         the time of each."""
-        return self._session.device == "cpu" and not self._session.is_observed and self.factor == 1.0
+        is_host = self._session.device == "cpu" and self._places.device.layer is None
+        return is_host and not self._session.is_observed and self.factor == 1.0
 
     # --- gradients into the buffers ---
 
@@ -251,10 +252,8 @@ class Round:
 
     def _keep_late(self, slot: Slot, gradient: torch.Tensor) -> None:
         slot.specs()  # raises if its type cannot be averaged, before other ranks wait for it
-        if str(gradient.device) != self._session.device:
-            raise UnsupportedError(
-                f"the gradient of '{slot.name}' is on {gradient.device}, but gradients are averaged on {self._session.device}"
-            )
+        if str(gradient.device) != (device := self._places.device.name):
+            raise UnsupportedError(f"the gradient of '{slot.name}' is on {gradient.device}, but the others are on {device}")
         slot.advance("need place")
         slot.gradient = gradient
         guard(gradient, slot.await_gradient)
@@ -328,7 +327,7 @@ class Round:
             return
         self._has_ended, self._own_changed, self._agreed = True, own_changed, None
         nothing = [False] * len(changed)
-        samples = torch.zeros(2, len(changed), dtype=torch.float64, device=self._session.device)
+        samples = torch.zeros(2, len(changed), dtype=torch.float64, device=self._places.device.name)
         self._places.flags.offer_kept(
             False, own_changed is not None, False, False, nothing, changed, samples, (0.0, False, 0.0, 0.0), Measures.NOTHING
         )
@@ -363,6 +362,8 @@ class Round:
                 if self.before_wait is not None:
                     self.before_wait()
                 proxy.wait()
+        if self._places.device.arrived is not None:
+            self._places.device.arrived(slot.proxies)
         if slot.rows is not None and not slot.filled:
             slot.filled = True
             with torch.no_grad(), unguarded():

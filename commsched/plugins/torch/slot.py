@@ -13,6 +13,7 @@ import torch
 
 import commsched
 
+from ...core.device_events import Event
 from ...core.errors import UnsupportedError
 from ...core.group import DependencyProxy, TensorGroup
 from ...core.manifest import TensorSpec
@@ -128,7 +129,7 @@ class Slot:
         self.is_sparse = is_sparse  # its module makes sparse gradients
         self.flag = -1  # its index in the flags
         self.proxies: tuple[DependencyProxy, ...] = ()
-        self.notify_ready: Callable[[], None]  # set with the proxies: notifies the core that the gradient is in the view
+        self.notify_ready: Callable[..., None]  # set with the proxies: notifies the core that the gradient is in the view
         self.group: TensorGroup  # set with the proxies
         self.tensor = -1  # its index in the group, if exactly one tensor travels for it
         self.pack: Pack | None = None  # submits the gradient together with others
@@ -435,9 +436,8 @@ def _aligned(slots: Sequence[Slot]) -> list[list[TensorSpec]]:
     return specs
 
 
-def _make_notify(group: TensorGroup, first: int, last: int) -> Callable[[], None]:
-    def notify_ready() -> None:
-        for tensor in range(first, last + 1):
-            group.notify_ready(tensor)
+def _make_notify(group: TensorGroup, first: int, last: int) -> Callable[..., None]:
+    def notify_ready(after: Event | None = None) -> None:
+        group.notify_all_ready(range(first, last + 1), after)
 
     return notify_ready if last > first else partial(group.notify_ready, first)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -17,8 +17,9 @@ from commsched.core.errors import ClosedError, ConfigError, UnsupportedError
 from commsched.plugins.torch import ScheduledOptimizer
 from commsched.plugins.torch import device as device_module
 from commsched.plugins.torch import layout as places
-from commsched.plugins.torch.device import Cuda, Device, device_of, init_for, open_device
+from commsched.plugins.torch.device import Cuda, Device, StagedCuda, device_of, init_for, open_device
 from commsched.session.local import local_sessions
+from commsched.testing import SimulatedDevice, SimulatedStream
 from commsched.testing.world import run_world
 
 from .test_equality import OPTIMIZERS
@@ -47,12 +48,6 @@ def test_parameters_on_the_cpu_cost_nothing() -> None:
         ),
         (["cpu", "cuda:0"], "cpu", "parameter 'p0' is on cpu but 'p1' on cuda:0; one process averages gradients of one device"),
         (
-            ["cuda:0"],
-            "cpu",
-            "parameter 'p0' is on cuda:0, but the session's transport averages in the host's memory; set transport=nccl, or "
-            "let this plugin open the session",
-        ),
-        (
             ["cuda:1"],
             "cuda:0",
             "parameter 'p0' is on cuda:1, but the session was opened on cuda:0; call torch.cuda.set_device before "
@@ -66,6 +61,17 @@ def test_devices_that_do_not_fit_are_named(devices: list[str], session: str, mes
     with pytest.raises(UnsupportedError) as raised:
         open_device(session_on(session), [(f"p{i}", on(name)) for i, name in enumerate(devices)])
     assert str(raised.value) == message
+
+
+def test_what_staging_lacks_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lacking(name: str) -> Any:
+        raise ConfigError(f"the device '{name}' needs cupy")
+
+    monkeypatch.setattr(device_module, "open_layer", lacking)
+    with pytest.raises(ConfigError) as raised:
+        open_device(session_on("cpu"), [("w", on("cuda:0"))])
+    where = "parameter 'w' is on cuda:0, and the session's transport averages in the host's memory"
+    assert str(raised.value) == f"{where}: the device 'cuda:0' needs cupy; or set transport=nccl"
 
 
 def test_the_device_of_all() -> None:
@@ -112,6 +118,8 @@ class FakeEvent:
 
 
 class FakeStream:
+    cuda_stream = 17
+
     def __init__(self, *arguments: Any, **options: Any) -> None:
         self.events: list[FakeEvent] = []
         self.synchronized = 0
@@ -148,12 +156,12 @@ class FakeCuda:
 
 
 class Opened:
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, on_device: str = "cuda:0") -> None:
         self.cuda = FakeCuda()
         self.reported: list[Exception] = []
         self.cleanup = ExitStack()
         monkeypatch.setattr(device_module.torch, "cuda", self.cuda)
-        session: Any = SimpleNamespace(device="cuda:0", report=self.reported.append, cleanup=self.cleanup)
+        session: Any = SimpleNamespace(device=on_device, report=self.reported.append, cleanup=self.cleanup)
         device = open_device(session, [("w", on("cuda:0"))])
         assert isinstance(device, Cuda)
         self.device = device
@@ -236,6 +244,55 @@ def test_once_two_streams_read_parameters_every_update_waits_for_the_device(open
     with opened.device.updating():
         assert (opened.cuda.synchronized, opened.cuda.default.synchronized) == (before + 1, 0)
     assert opened.cuda.default.synchronized == 1
+
+
+# --- gradients that the core copies to the host ---
+
+
+class FakeLayer(SimulatedDevice):
+    """A device of the layer beneath, whose only stream stands for PyTorch's."""
+
+    name = "cuda:0"
+
+    def current_stream(self, of: Any = None) -> SimulatedStream:
+        assert of == FakeStream.cuda_stream
+        return super().current_stream()
+
+
+@pytest.fixture
+def staged(monkeypatch: pytest.MonkeyPatch) -> Iterator[Opened]:
+    monkeypatch.setattr(device_module, "open_layer", lambda name: FakeLayer())
+    opened = Opened(monkeypatch, on_device="cpu")
+    assert isinstance(opened.device, StagedCuda)
+    yield opened
+    opened.cleanup.close()
+
+
+def test_a_staged_gradient_is_notified_at_once_with_the_event_behind_its_kernel(staged: Opened) -> None:
+    layer = staged.device.layer
+    assert isinstance(layer, FakeLayer)
+    buffer = layer.allocate(4)
+    layer.current_stream(17).launch(lambda gradient: gradient.fill(7), writes=[buffer])
+    events: list[Any] = []
+    staged.device.when_written(events.append)
+    assert layer.outstanding == 1
+    events[0].synchronize()
+    assert layer.peek(buffer) == bytes([7] * 4)
+    staged.cuda.capturing = True
+    with pytest.raises(UnsupportedError, match="backward is captured in a CUDA graph: gradients would be averaged once"):
+        staged.device.when_written(events.append)
+
+
+def test_the_stream_waits_for_a_staged_average_until_several_read_parameters(staged: Opened) -> None:
+    waits: list[Any] = []
+    proxy: Any = SimpleNamespace(wait=waits.append)
+    assert staged.device.arrived is not None
+    staged.device.read()
+    staged.device.arrived([proxy])
+    with staged.cuda.stream(FakeStream()):
+        staged.device.read()
+    staged.device.arrived([proxy])
+    assert [type(stream) for stream in waits] == [SimulatedStream, type(None)]
 
 
 # --- training ---
