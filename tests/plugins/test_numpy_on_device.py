@@ -1,4 +1,4 @@
-"""The numpy engine with arrays of a device: a simulated one, and cupy's where there is a CUDA device."""
+"""The numpy engine with arrays of a simulated device. With cupy's: see ``test_numpy_on_cuda.py``."""
 
 from __future__ import annotations
 
@@ -60,23 +60,9 @@ class OnDevice(Adapter):
         }
 
 
-def has_cuda() -> bool:
-    try:
-        import cupy
-
-        return bool(cupy.cuda.runtime.getDeviceCount())
-    except Exception:
-        return False
-
-
 @pytest.mark.parametrize("seed", range(3))
 def test_training_on_a_simulated_device_equals_training_alone(seed: int) -> None:
     check_plugin(OnDevice(1e-9), seed=seed)
-
-
-@pytest.mark.skipif(not has_cuda(), reason="needs a CUDA device and cupy")
-def test_training_on_cuda_equals_training_alone() -> None:
-    check_plugin(OnDevice(1e-9, cuda=True))
 
 
 def test_a_reader_that_waits_in_the_host_only_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""One rank of a training on a CUDA device of its own: cuda_rank.py OUT. Saves its weights as OUT.<rank>."""
+"""One rank of a training on a CUDA device, its own if there are enough: cuda_rank.py OUT. Saves its weights as OUT.<rank>."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.plugins.torch.training import MLP, ROWS, STEPS, loss_of, scheduler_of
 
 def main() -> None:
     rank, world_size = int(os.environ["COMMSCHED_RANK"]), int(os.environ["COMMSCHED_WORLD_SIZE"])
-    device = torch.device("cuda", rank)
+    device = torch.device("cuda", rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     model = MLP.model(seed=rank).to(device)
     optimizer = ScheduledOptimizer(OPTIMIZERS["AdamW"](model), model)

@@ -21,6 +21,7 @@ from commsched.core.world import detect_world
 from commsched.session.opening import open_session
 from commsched.session.session import Session
 from commsched.settings import Settings
+from commsched.testing import SimulatedDevice
 from commsched.testing.check_transport import check_job, check_random_rounds
 from commsched.testing.checked_world import CheckedJob, OpenSession
 from tests.jobs.rank import say
@@ -53,6 +54,11 @@ def checked(check: Callable[[OpenSession, int], None]) -> None:
 def check(rounds: str) -> None:
     """Everything a transport must do."""
     checked(partial(check_job, rounds=int(rounds)))
+
+
+def check_on_device(rounds: str) -> None:
+    """The same with tensors on a simulated device."""
+    checked(partial(check_job, rounds=int(rounds), open_device=lambda rank: SimulatedDevice(seed=rank, number=rank)))
 
 
 def random_rounds(rounds: str) -> None:

@@ -23,6 +23,13 @@ def test_it_does_what_every_transport_must(mpi: Mpi, ranks: int) -> None:
     assert sorted(out.split("\n")) == ["", *(f"rank {rank} passed" for rank in range(ranks))]
 
 
+@BOTH
+def test_it_averages_the_memory_of_a_device(mpi: Mpi) -> None:
+    code, out, err = run(mpi, 2, *RANK, "check_on_device", "6", timeout_seconds=110)
+    assert code == 0, err
+    assert out.count("passed") == 2
+
+
 def test_random_rounds_end_and_are_exact() -> None:
     code, out, err = run(MPICH, 2, *RANK, "random_rounds", "200", timeout_seconds=110)
     assert code == 0, err
