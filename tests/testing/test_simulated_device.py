@@ -142,7 +142,7 @@ def test_a_held_device_lets_waits_wait() -> None:
     stream.copy(device.allocate(4), device.allocate_host(4))
     event, ended = stream.record(), threading.Event()
     device.hold()
-    waits = threading.Thread(target=lambda: (event.synchronize(), ended.set()))
+    waits = threading.Thread(target=lambda: (event.synchronize(), ended.set()), daemon=True)
     waits.start()
     assert not any(event.is_done() for _ in range(50))
     assert not ended.is_set()
