@@ -44,7 +44,8 @@ def check_device(
 
     Args:
         device: the device to check.
-        make_array: returns an engine's array of so many bytes on the device, for ``Device.view``.
+        make_array: returns an engine's array of so many bytes on the device, for ``Device.view``. It may be filled on the
+            device's current stream.
         break_device: makes the device fail. Without it, failures are not checked. It is called last, since a GPU that has
             failed is of no more use to this process.
         rounds: number of random programs in ``check_programs``.
@@ -143,7 +144,8 @@ def check_memory(checked: CheckedDevice) -> None:
     _require(checked.download(memory), values, "memory some time after it was allocated")
     # Slices.
     zeros = np.zeros(values.size, np.uint8)
-    stream.copy(memory, checked.upload(zeros))
+    cleared = checked.upload(zeros)
+    stream.copy(memory, cleared)
     stream.copy(memory[100:300][50:60], host[7:17])
     zeros[150:160] = values[7:17]
     _require(checked.download(memory, stream), zeros, "memory of which a slice of a slice was written")
@@ -378,7 +380,7 @@ def check_views(checked: CheckedDevice, make_array: Callable[[int], Any] | None 
     assert "Stranger" in said, f"the error does not name the type of what cannot be viewed: {said}"
     if make_array is not None:
         array, values, stream = make_array(4096), _random_bytes(4, 4096), device.stream()
-        stream.synchronize()
+        device.current_stream().synchronize()  # the array may have been filled there
         host = checked.on_host(values)
         assert len(device.view(array)) == 4096, f"the view of an array of 4096 bytes has {len(device.view(array))}"
         stream.copy(device.view(array), host)
