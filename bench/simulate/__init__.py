@@ -81,6 +81,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         )
     rho_help = "instead of --bandwidth: rates at which communication takes X times as long as computation"
     parser.add_argument("--rho", type=list_of(positive), metavar="X,...", help=rho_help)
+    copies_help = "gradients are copied from devices, and averages back, at this rate each way (96gbit is 12 GB/s)"
+    parser.add_argument("--copy-rate", type=setting(parse_rate), metavar="RATE", help=copies_help)
     clip_help = "every loop clips by a norm; commsched waits for the norm only, all others wait for all averages"
     parser.add_argument("--clip", action="store_const", const="norm", help=clip_help)
     parser.add_argument("--check", type=Path, metavar="FILE", help="simulate what bench train measured into FILE, and compare")
@@ -99,6 +101,8 @@ def _predict(args: argparse.Namespace) -> int:
         "Equal workers act in lock step: with a shard on each, steps were 1 % shorter to 12 % longer than in full detail.",
         flush=True,
     )
+    if args.copy_rate:
+        print(f"Every system copies gradients to the host and averages back, at {args.copy_rate} each way.", flush=True)
     if args.clip:
         print(
             "Every loop clips by a norm: commsched waits for the norm in the next forward, the others for all averages.\n"
@@ -127,6 +131,7 @@ def _cases(args: argparse.Namespace) -> Iterator[Case]:
                         partition_seconds=args.overhead,
                         latency_seconds=args.latency,
                         straggler=args.straggler,
+                        copy_rate=None if args.copy_rate is None else parse_rate(args.copy_rate),
                     )
 
 

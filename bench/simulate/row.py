@@ -23,6 +23,7 @@ class Case:
     Args:
         partition_seconds: overhead of each partition or all-reduce, besides its bytes.
         straggler: factor by which the last worker's layers take longer than the others'.
+        copy_rate: bytes per second of copies between a device and its host; None: gradients are in the host's memory.
     """
 
     def __init__(
@@ -35,6 +36,7 @@ class Case:
         partition_seconds: float,
         latency_seconds: float = 0.0,
         straggler: float = 1.0,
+        copy_rate: float | None = None,
         detailed: bool = False,
     ) -> None:
         self.profile = profile
@@ -44,6 +46,7 @@ class Case:
         self.partition_seconds = partition_seconds
         self.latency_seconds = latency_seconds
         self.straggler = straggler
+        self.copy_rate = copy_rate
         self.detailed = detailed
 
     def simulate(self, rules: Rules) -> Outcome:
@@ -71,7 +74,7 @@ class Case:
         if rules.exchange is Exchange.PARAMETER_SERVER and self.bytes_factor(rules) > 0:
             # ``bytes_factor`` is the number of messages per partition on the busiest NIC, in each direction.
             message_seconds /= self.bytes_factor(rules)
-        return Cluster(tuple(classes), (rate,) * self.servers, self.latency_seconds, message_seconds)
+        return Cluster(tuple(classes), (rate,) * self.servers, self.latency_seconds, message_seconds, self.copy_rate)
 
 
 class _Bounds(NamedTuple):

@@ -67,18 +67,23 @@ class Cluster:
         latency_seconds: time from when a message's last byte leaves until the message can be used. It occupies no NIC.
         message_seconds: time that each message, or each all-reduce, occupies its connection's share of the network in addition
             to the time of its bytes.
+        copy_rate: bytes per second of copies between a worker's device and its host, in each direction at the same time.
+            ``None`` means that gradients are made in the host's memory.
     """
 
     workers: tuple[WorkerClass, ...]
     server_rates: tuple[float, ...] = ()
     latency_seconds: float = 0.0
     message_seconds: float = 0.0
+    copy_rate: float | None = None
 
     def __post_init__(self) -> None:
         if not self.workers or any(rate <= 0 for rate in self.server_rates):
             raise ValueError("a cluster has at least one worker, and servers with a positive rate")
         if self.latency_seconds < 0 or self.message_seconds < 0:
             raise ValueError(f"times are not negative: {self.latency_seconds} s latency, {self.message_seconds} s per message")
+        if self.copy_rate is not None and self.copy_rate <= 0:
+            raise ValueError(f"copies have a positive rate, not {self.copy_rate} bytes per second")
 
     @property
     def world_size(self) -> int:

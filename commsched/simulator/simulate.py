@@ -11,6 +11,7 @@ from typing import Any
 from ..core.task import CommTask
 from .clock import VirtualClock
 from .collectives import AllReduce, SimulatedReduceScatterAllGather, Split
+from .copies import Copies, SimulatedExchange
 from .network_sharing import FairShareCache
 from .parameter_server import ParameterServers
 from .profile import Grouping, Profile
@@ -51,7 +52,7 @@ class Worker:
         #: The last step: track, name, priority, start and stop in seconds from the step's start; for the network also ready.
         self.timeline: list[dict[str, Any]] = []
 
-    def begin(self, exchange: ParameterServers | AllReduce) -> None:
+    def begin(self, exchange: SimulatedExchange) -> None:
         """Begin the first step."""
         self._exchange = exchange
         self._backward()
@@ -190,7 +191,13 @@ def simulate(
     def on_norm(worker: int, step: int) -> None:
         workers[worker].normed(step)
 
-    exchange = _exchange(clock, cluster, shares, rules, on_done, on_norm, len(grouping.plan.partitions))
+    partitions = len(grouping.plan.partitions)
+    exchange: SimulatedExchange
+    if cluster.copy_rate is None:
+        exchange = _exchange(clock, cluster, shares, rules, on_done, on_norm, partitions)
+    else:
+        exchange = copies = Copies(clock, cluster, rules.config, on_done)
+        copies.inner = _exchange(clock, cluster, shares, rules, copies.done, on_norm, partitions)
     for worker in workers:
         worker.begin(exchange)
     clock.run()

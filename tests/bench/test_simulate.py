@@ -48,6 +48,12 @@ def rows_of(systems=("ddp", "ddp-tuned", "commsched"), **more):
     return compare_with_ddp([make_row(chosen, system, rules_of(system, 250_000, 1_250_000)) for system in systems])
 
 
+def test_copies_from_a_device_take_time():
+    host, copied, slow = (rows_of(["commsched"], copy_rate=rate)[0]["step_seconds"]["median"] for rate in (None, 1e9, 20e6))
+    assert host < copied < 1.05 * host
+    assert slow > 1.5 * host
+
+
 def test_every_system_gives_a_row_of_the_schema_above_the_bound():
     for row in rows_of(SYSTEMS):
         assert row.keys() == KEYS | {"simulated"}

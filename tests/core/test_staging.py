@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import threading
 from collections.abc import Callable, Iterator
@@ -492,6 +493,28 @@ def test_a_group_may_be_released_while_its_gradients_are_on_their_way(world: Wor
     for task in world.transport.wait_started(TENSORS):
         world.average(task, 1)
     eventually(lambda: world.transport.released == [0])
+
+
+def test_a_copy_keeps_what_it_uses_though_the_group_is_released(world: World) -> None:
+    def staged_tasks() -> int:
+        gc.collect()
+        return sum(type(each) is staging.StagedTask for each in gc.get_objects())
+
+    before = staged_tasks()
+    world.group.begin_step()
+    for tensor in range(TENSORS):
+        world.submit(tensor, 1)
+    world.transport.wait_started(TENSORS)
+    world.device.hold()
+    for task in world.transport.started:
+        world.average(task, 1)
+    world.group.release()
+    for holder in (world.transport.started, world.transport._completions, world.tasks):
+        holder.clear()
+    del task
+    assert staged_tasks() >= before + TENSORS
+    world.device.resume()
+    eventually(lambda: staged_tasks() == before)
 
 
 def test_two_groups_of_a_device_share_its_threads_and_a_host_needs_none(world: World) -> None:
