@@ -497,7 +497,8 @@ def _require_numbers(got: _Bytes, expected: NDArray[Any], dtype: str, what: str)
     values, wanted = (_from_bfloat16(each) if dtype == "bfloat16" else each for each in (numbers, expected))
     bits = f"u{expected.itemsize}"
     wrong = np.flatnonzero((numbers.view(bits) != expected.view(bits)) & ~(_is_nan(values) & _is_nan(wanted)))
-    assert not wrong.size, f"{what}: {wrong.size} of {got.size} are wrong, such as {values[wrong[0]]} for {wanted[wrong[0]]}"
+    first = wrong[:1]
+    assert not wrong.size, f"{what}: {wrong.size} of {numbers.size} are wrong, such as {values[first]} for {wanted[first]}"
 
 
 def _is_nan(values: NDArray[Any]) -> NDArray[np.bool_]:
