@@ -345,7 +345,7 @@ class Core:
                 tasks += group.gradients_written(tensors)
             finally:
                 # With the lock held: no other thread's event may come between the last gradient of a task and those before.
-                group.staging.notified(group, tensors, tasks, after)
+                group.staging.notified(group, [tensor for tensor in tensors if tensor in group.notified], tasks, after)
 
     def _add(self, task: CommTask, now: float) -> None:
         """Called with the lock held."""
@@ -384,6 +384,9 @@ class Core:
             stagings = list(self._stagings.values())
         for staging in stagings:
             staging.settle()
+        if stagings:
+            with self._lock:  # a copy may have failed
+                self._wait_until(lambda: not self._reported, lambda: Wait("to learn why the job failed"))
 
     def _is_moving(self) -> bool:
         return any(map(self._moves, self._groups))

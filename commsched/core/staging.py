@@ -102,8 +102,7 @@ class StagedGroup(TensorGroup):
     def begin_step(self, stream: DeviceStream | None = None) -> int:
         step = super().begin_step()
         if self._arrival is not None:
-            self.staging.keep_mirror(self._arrival)
-        self.wait(self._arrival, stream, self.proxies[0].name)
+            self.wait(self._arrival, stream, self.proxies[0].name, keep_mirror=True)
         return step
 
     def notify_ready(self, tensor: int, after: Event | None = None) -> None:
@@ -112,8 +111,9 @@ class StagedGroup(TensorGroup):
     def notify_all_ready(self, tensors: Sequence[int], after: Event | None = None) -> None:
         self._calls.notify_queued(self, tensors, NOW if after is None else after)
 
-    def wait(self, arrival: Arrival | None, stream: DeviceStream | None, name: str) -> None:
+    def wait(self, arrival: Arrival | None, stream: DeviceStream | None, name: str, keep_mirror: bool = False) -> None:
         """Let later work of ``stream`` wait for ``arrival``, of tensor ``name``; without a stream the host waits.
+        ``keep_mirror``: so do later copies to the host.
 
         Raises:
             CommschedError: the device has failed, so the job has; see ``DependencyProxy.wait``.
@@ -121,6 +121,8 @@ class StagedGroup(TensorGroup):
         if arrival is None:
             return
         try:
+            if keep_mirror:
+                self.staging.keep_mirror(arrival)
             if stream is not None:
                 stream.wait(arrival.event)
             else:

@@ -281,7 +281,14 @@ def test_mistakes_of_the_engine_are_told_at_once(world: World) -> None:
         world.group.notify_ready(1)
     with pytest.raises(ValueError, match="there is no tensor 4"):
         world.group.notify_all_ready([0, 4])  # the first counts
+    for wrong in (4, -1):
+        with pytest.raises(ValueError, match=f"there is no tensor {wrong}"):
+            world.group.notify_ready(wrong)
     assert sorted(order(world.transport.wait_started(2))) == [0, 1]
+    world.submit(2, 1)
+    world.transport.wait_started(3)
+    assert {tensor for tensor, _ in world.ready} == {0, 1, 2}  # observers learn of no others
+    assert world.core._progress_of(StepOfGroup(0, 0, 2)) == progress_of([], ["layer3"])
 
 
 # --- to the device ---
@@ -337,6 +344,11 @@ def test_a_gradient_is_not_written_before_an_average_that_nobody_read(open_world
     world = open_world(seed=seed)
     for value in (3, 4, 5):  # each step checks that what travels is its gradient
         world.step(value)
+
+
+def test_a_group_without_tensors_has_steps(world: World) -> None:
+    group = world.core.add_group(cut(Manifest(()), 8), {}, device=world.device)
+    assert [group.begin_step(world.stream), group.begin_step()] == [0, 1]
 
 
 def test_begin_step_waits_itself_without_a_stream(world: World) -> None:
@@ -421,6 +433,14 @@ def test_a_copy_to_the_device_that_fails_ends_the_job_by_name(world: World, queu
             world.group.proxies[1].wait(stream)
 
 
+def test_a_device_that_has_failed_between_two_steps_ends_the_job_by_name(world: World) -> None:
+    world.step(3)
+    world.core.drain()
+    world.device.fail(RuntimeError("it fell off the bus"))
+    with pytest.raises(TransportError, match=r"simulated:0 failed while it .*: RuntimeError: it fell off the bus"):
+        world.group.begin_step(world.stream)
+
+
 # --- the end ---
 
 
@@ -448,6 +468,21 @@ def test_drain_waits_for_kernels_and_copies(world: World) -> None:
     world.device.resume()
     assert drained.wait(10)
     assert world.device.peek(world.buffer) == bytes([1]) * 32
+    thread.join()
+
+
+def test_drain_raises_the_failure_of_a_copy(world: World) -> None:
+    world.group.begin_step()
+    for tensor in range(TENSORS):
+        world.submit(tensor, 3)
+    started = world.transport.wait_started(TENSORS)
+    world.device.hold()
+    for task in started:
+        world.average(task, 6)
+    thread = threading.Timer(0.05, world.device.fail)
+    thread.start()
+    with pytest.raises(TransportError, match="simulated:0 failed while it received the average of"):
+        world.core.drain()
     thread.join()
 
 

@@ -163,8 +163,8 @@ class StagedCuda(Cuda):
     """A CUDA device whose gradients travel from the host's memory, since the session's transport averages there.
 
     The core copies them, by the device layer's streams (see ``core/staging.py``). So a gradient is notified at once, with the
-    event behind its kernel, and the stream that reads an average waits for its copy to the device. Once several streams have
-    read parameters, the host waits for it.
+    event behind its kernel, and the stream that reads an average waits for its copy to the device. A reader on any other stream
+    than that of the training waits in the host: the gradient is not guarded after it, so the training would find no wait.
     """
 
     def __init__(self, device: torch.device, session: commsched.Session, layer: DeviceLayer) -> None:
@@ -181,7 +181,8 @@ class StagedCuda(Cuda):
         notify(self._current_stream().record())
 
     def _arrived(self, proxies: Iterable[DependencyProxy]) -> None:
-        stream = None if self._several_streams else self._current_stream()
+        is_usual = not self._several_streams and torch.cuda.current_stream(self._device) == self._stream
+        stream = self._current_stream() if is_usual else None
         for proxy in proxies:
             proxy.wait(stream)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Iterator
 from importlib.util import find_spec
 from types import ModuleType, SimpleNamespace
@@ -12,8 +13,10 @@ import numpy as np
 import pytest
 
 from commsched.core.errors import ConfigError, UnsupportedError
+from commsched.core.manifest import Manifest, TensorSpec
 from commsched.devices import open_device
 from commsched.devices.backends import cuda
+from commsched.session.local import local_sessions
 from commsched.testing import SimulatedDevice, check_device
 
 from .fake_cupy import CUDARuntimeError, install
@@ -139,6 +142,26 @@ def test_a_poll_learns_of_a_failure(gpu: SimulatedDevice, cupy: Any) -> None:
     gpu.fail()
     with pytest.raises(CUDARuntimeError, match=r"^error 700$"):
         event.is_done()
+
+
+def test_a_gpu_that_is_opened_again_is_staged_by_the_same_threads(gpu: SimulatedDevice, cupy: Any) -> None:
+    [session] = local_sessions(1)
+
+    def threads() -> list[str]:
+        names = [thread.name for thread in threading.enumerate()]
+        return sorted(name for name in names if name.startswith(("commsched-copies", "commsched-gradients")))
+
+    def register(name: str) -> None:
+        device = open_device(name)
+        session.register(Manifest((TensorSpec("w", (4,), "uint8"),)), {"uint8": device.allocate(4)}, device)
+
+    with session:
+        register("cuda:0")
+        before = threads()
+        register("cuda:0")
+        assert threads() == before
+        register("cuda:1")
+        assert len(threads()) == 2 * len(before)
 
 
 def test_memory_and_events_of_others_are_refused(gpu: SimulatedDevice, cupy: Any) -> None:

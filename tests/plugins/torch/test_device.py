@@ -287,12 +287,14 @@ def test_the_stream_waits_for_a_staged_average_until_several_read_parameters(sta
     waits: list[Any] = []
     proxy: Any = SimpleNamespace(wait=waits.append)
     assert staged.device.arrived is not None
+    staged.device.arrived([proxy])  # which stream will be the one of the training is not known yet
     staged.device.read()
     staged.device.arrived([proxy])
     with staged.cuda.stream(FakeStream()):
+        staged.device.arrived([proxy])  # a gradient is read, and the training would not wait for it again
         staged.device.read()
     staged.device.arrived([proxy])
-    assert [type(stream) for stream in waits] == [SimulatedStream, type(None)]
+    assert [type(stream) for stream in waits] == [type(None), SimulatedStream, type(None), type(None)]
 
 
 # --- training ---

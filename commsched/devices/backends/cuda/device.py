@@ -113,12 +113,18 @@ class CudaStream:
 
 
 class CudaDevice:
-    """See ``Device``. Its buffers are cupy arrays of uint8."""
+    """See ``Device``. Its buffers are cupy arrays of uint8. Two of the same number are equal: they are the same GPU."""
 
     def __init__(self, number: int) -> None:
         self.name = f"cuda:{number}"
         self._number = number
         self._device = cupy.cuda.Device(number)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, CudaDevice) and other._number == self._number
+
+    def __hash__(self) -> int:
+        return self._number
 
     @_on_device
     def allocate(self, nbytes: int) -> Any:
