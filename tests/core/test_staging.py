@@ -291,6 +291,19 @@ def test_mistakes_of_the_engine_are_told_at_once(world: World) -> None:
     assert world.core._progress_of(StepOfGroup(0, 0, 2)) == progress_of([], ["layer3"])
 
 
+def test_devices_that_are_equal_share_threads_and_copies(world: World) -> None:
+    class Another(SimulatedDevice):
+        def __eq__(self, other: object) -> bool:
+            return other is world.device
+
+        def __hash__(self) -> int:
+            return hash(world.device)
+
+    group = world.core.add_group(cut(MANIFEST, 8), {"uint8": world.device.allocate(32)}, device=Another())
+    assert isinstance(group, staging.StagedGroup)
+    assert group.staging is world.group.staging
+
+
 # --- to the device ---
 
 

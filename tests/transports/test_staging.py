@@ -6,6 +6,7 @@ import pytest
 
 from commsched.testing import SimulatedDevice
 from commsched.testing.check_transport import check_transport
+from tests.transports.hierarchy.worlds import LocalNetwork, hierarchy
 from tests.transports.worlds import embedded_world, gloo_world, local_world, ordered_world
 
 
@@ -20,6 +21,7 @@ def device_of(rank: int) -> SimulatedDevice:
         pytest.param(ordered_world, 30, id="ordered"),
         pytest.param(embedded_world, 30, id="ps"),
         pytest.param(gloo_world, 8, id="gloo"),
+        pytest.param(hierarchy(lambda rank: rank // 2, LocalNetwork), 8, id="hierarchy"),
     ],
 )
 def test_conformance(open_world: object, rounds: int) -> None:

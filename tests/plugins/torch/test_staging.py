@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from commsched.core.staging import StagedProxy
+from commsched.plugins.torch.packs import Packs
 
 from .simulated import OnSimulatedDevice, on_simulated_devices
 from .test_accumulation import *  # noqa: F403
@@ -24,6 +25,18 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[OnSimulatedDevice]]
 def test_the_gradients_are_there(opened: list[OnSimulatedDevice]) -> None:
     require_equal(train_scheduled(MLP, OPTIMIZERS["SGD"], 2), train_alone(MLP, OPTIMIZERS["SGD"], 2), MLP.tolerance)
     assert len(opened) == 2
+
+
+def test_gradients_are_not_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pack has no event behind its kernels."""
+    allowed: list[bool] = []
+    begin = Packs.begin
+    monkeypatch.setattr(
+        Packs, "begin", lambda packs, groups, slots, may: [allowed.append(may), begin(packs, groups, slots, may)]
+    )
+    train_scheduled(MLP, OPTIMIZERS["SGD"], 2)
+    assert allowed
+    assert not any(allowed)
 
 
 def test_an_average_that_is_read_when_it_has_come_to_the_host_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
