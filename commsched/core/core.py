@@ -11,6 +11,7 @@ import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from queue import SimpleQueue
 from time import monotonic
 from typing import Any, NoReturn, cast
 from weakref import WeakSet
@@ -105,7 +106,9 @@ class Core:
         self._first_not_finite = FirstNotFinite(transport.world_size)
         self._waits: list[Callable[[], Wait]] = []  # the current waits of engine threads
         self._lock = threading.Lock()
-        self._work = threading.Condition(self._lock)  # the dispatcher waits on it
+        self._wakes: SimpleQueue[None] = (
+            SimpleQueue()
+        )  # the dispatcher waits for an item; a Condition costs several times as much
         self._is_idle = False  # the dispatcher waits, and has not been woken
         self._progress = threading.Condition(self._lock)  # engine threads wait on it
         self._agreement = self._make_agreement(config, order) if transport.ordered else None
@@ -367,8 +370,13 @@ class Core:
         """Wake the dispatcher if it waits and has something to do: a wake-up costs more than most calls that lead here. Called
         with the lock held."""
         if self._is_idle and (self._failed_inside is not None or self._order.has_work()):
+            self._rouse()
+
+    def _rouse(self) -> None:
+        """Wake the dispatcher if it waits. Called with the lock held."""
+        if self._is_idle:
             self._is_idle = False
-            self._work.notify()
+            self._wakes.put(None)
 
     def wait_for(self, proxy: DependencyProxy) -> None:
         began = monotonic()
@@ -427,45 +435,48 @@ class Core:
             self._order.reconfigure(make_policy(self.config.policy), self.config.credit_bytes)
             for staging in self._stagings.values():
                 staging.use(make_policy(self.config.policy))
-            self._work.notify()
+            self._rouse()
 
     # --- the dispatcher thread ---
 
     def _dispatch(self) -> None:
         while True:
             with self._lock:
-                while not (work := self._next_work()):
+                if not (work := self._next_work()):
                     if self._closed:
                         return
                     self._is_idle = True
-                    self._work.wait()
-                    self._is_idle = False
+            if not work:
+                self._wakes.get()
+                continue
             for act in work:
                 act()
             del act, work  # they hold a task, which must not keep its buffer alive until the next work comes
 
     def _next_work(self) -> list[Callable[[], None]]:
         """The calls to make now, after the lock is released. Called with the lock held."""
+        work: list[Callable[[], None]] = []
+        if self._released:
+            work += [partial(self._transport.release, group.index) for group in self._released]
+            self._released.clear()
         if self._failure or self._reported or self._closed:
-            return []
+            return work
         if (error := self._failed_inside) is not None:
-            return [lambda: self._report(error)]
+            return [*work, lambda: self._report(error)]
         try:
             task = self._order.next()
-            work = [] if self._agreement is None else self._messages(self._agreement)
+            if self._agreement is not None:
+                work += self._messages(self._agreement)
         except Exception as error:  # a bug of ours must end the job, not silently end the dispatcher
             log.exception("the agreed order of launches failed")
             broken = TransportError(f"the agreed order of launches failed: {type(error).__name__}: {error}")
-            return [lambda: self._report(broken)]
+            return [*work, lambda: self._report(broken)]
         if task is not None:
             task.advance("start")
             task.started_at = monotonic()
             work.append(partial(self._start, task))
             if task.verb == ALL_REDUCE and (group := self._groups[task.group]).norms:
                 self._measured(group, task.started_at)
-        if self._released:
-            work += [partial(self._transport.release, group.index) for group in self._released]
-            self._released.clear()
         if self._releases and not self._is_moving():
             work += self._releases
             self._releases = []
@@ -546,7 +557,7 @@ class Core:
         with self._lock:
             self._parted = rank if self._parted is None else self._parted
             self._releases.append(release)
-            self._work.notify()
+            self._rouse()
 
     def _left_behind(self, rank: int, task: CommTask) -> PeerLost:
         at = task.partition
@@ -569,7 +580,7 @@ class Core:
             steps = {group.index: group.step if group.unfinished else group.next_step for group in self._groups}
             agreement.prepare_leave(steps)
             self._flushing = True
-            self._work.notify()
+            self._rouse()
             self._wait_until(lambda: not self._flushing, lambda: Wait("to leave"), drains=True)
 
     def _agree(self, event: Callable[[AgreedOrder], None]) -> None:
@@ -624,9 +635,9 @@ class Core:
                 for each in (over := self._over(group)):
                     self._forget(each)
                 self._released += over
-                self._work.notify()
+                self._rouse()
             if self._releases:
-                self._work.notify()
+                self._rouse()
         for observer in self.observers:
             observer.on_task(task)
 
@@ -634,7 +645,8 @@ class Core:
         task.advance("notify_sent")
         task.sent_at = monotonic()
         self._order.sent(task)
-        self._wake()
+        if self._order.wants_more():
+            self._wake()
 
     def _measured(self, group: TensorGroup, now: float) -> None:
         """Note that the norms of ``group`` include one more task of the step, whatever becomes ready from now on. Called with
@@ -699,7 +711,7 @@ class Core:
             self._failure = error
             if isinstance(error, PeerLost | PeerTimeout) and error.step is None:
                 self._say_where(error)
-            self._work.notify_all()
+            self._rouse()
             self._progress.notify_all()
 
     def _say_where(self, error: CommschedError) -> None:
@@ -729,7 +741,7 @@ class Core:
         """End the dispatcher. Waits and later calls raise ClosedError. Idempotent. Any thread except a transport's."""
         with self._lock:
             self._closed = True
-            self._work.notify_all()
+            self._rouse()
             self._progress.notify_all()
         self._dispatcher.join()
         for staging in self._stagings.values():
@@ -739,7 +751,7 @@ class Core:
         """Make every wait and call raise ClosedError in a forked process, where no thread starts or completes tasks. The locks
         are replaced because threads that do not exist in the child may hold them."""
         self._lock = threading.Lock()
-        self._work = threading.Condition(self._lock)
+        self._wakes = SimpleQueue()
         self._progress = threading.Condition(self._lock)
         self._failure = ClosedError(FORKED)
 
@@ -786,7 +798,7 @@ class Core:
         error = self._agreement.deadlock_error(include_blocked=not drains) if self._agreement is not None else None
         if error is not None:
             self._failed_inside = self._failed_inside or error
-            self._work.notify()
+            self._rouse()
 
     def _warn(self, wait: Wait, seconds: float) -> None:
         """Called with the lock held. Releases it meanwhile, because log handlers and the messenger are other people's code."""

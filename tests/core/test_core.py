@@ -180,6 +180,33 @@ def test_credit_comes_back_when_bytes_have_left_not_when_the_average_is_there(wo
     assert not any(proxy.is_open for proxy in group.proxies)
 
 
+def test_the_dispatcher_is_woken_when_half_of_the_credit_has_come_back_or_a_task_becomes_ready(world: World) -> None:
+    world.make_core(SchedulerConfig(10, 30))
+    group = world.add_group()
+    group.begin_step()
+    for tensor in (2, 3, 1):
+        group.notify_ready(tensor)
+    started = world.transport.wait_started(3)
+    group.notify_ready(0)
+    world.transport.sent(started[0])
+    with world.core._lock:
+        assert world.core._wakes.empty()  # 20 of 30 bytes are not enough for a wake-up
+    assert len(world.transport.started) == 3
+    world.transport.sent(started[1])
+    assert order(world.transport.wait_started(4))[-1] == 0
+
+
+def test_what_becomes_ready_while_less_than_half_of_the_credit_is_free_starts_at_once(world: World) -> None:
+    world.make_core(SchedulerConfig(10, 30))
+    group = world.add_group()
+    group.begin_step()
+    for tensor in (3, 2, 1):
+        group.notify_ready(tensor)
+    world.transport.sent(world.transport.wait_started(3)[0])
+    group.notify_ready(0)
+    assert order(world.transport.wait_started(4))[-1] == 0
+
+
 def test_nothing_starts_above_the_credit(world: World) -> None:
     """A task that is wrongly admitted would be started before the group's only other task, and out of order."""
     world.make_core(SchedulerConfig(10, 20))
@@ -206,13 +233,16 @@ def test_a_rank_that_left_is_spared_once_all_averages_are_here(world: World) -> 
 
 
 def test_a_rank_that_left_is_spared_by_the_last_average_though_its_bytes_have_long_left(world: World) -> None:
-    rests, wait = threading.Semaphore(0), world.core._work.wait
+    rests, wakes = threading.Semaphore(0), world.core._wakes
 
-    def rest(timeout: float | None = None) -> bool:
-        rests.release()
-        return wait(timeout)
+    class Watched:
+        put = wakes.put
 
-    world.core._work.wait = rest  # type: ignore[method-assign]
+        def get(self) -> None:
+            rests.release()
+            wakes.get()
+
+    world.core._wakes = Watched()  # type: ignore[assignment]
     group = world.add_group()
     group.begin_step()
     group.notify_ready(0)
@@ -222,7 +252,7 @@ def test_a_rank_that_left_is_spared_by_the_last_average_though_its_bytes_have_lo
     world.transport.sent(task)
     for _ in iter(lambda: rests.acquire(timeout=10), False):
         with world.core._lock:
-            if world.core._work._waiters:  # type: ignore[attr-defined]
+            if world.core._is_idle:
                 break  # the dispatcher has done all that it was told of
     assert not released.is_set()
     world.transport.done(task)

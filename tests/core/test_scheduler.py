@@ -158,3 +158,26 @@ def test_repr_shows_what_is_ready_and_in_flight() -> None:
     scheduler = scheduler_of(Task(4, 0), Task(4, 1))
     scheduler.next()
     assert repr(scheduler) == "<Scheduler 1 ready, <CreditWindow 4/10 B>>"
+
+
+def test_has_work_means_that_next_returns_a_task() -> None:
+    scheduler = scheduler_of(Task(6, 0), Task(6, 1))
+    assert scheduler.has_work()
+    first = scheduler.next()
+    assert first is not None
+    assert not scheduler.has_work()  # the second does not fit the credit
+    assert scheduler.next() is None
+    scheduler.sent(first)
+    assert scheduler.has_work()
+
+
+def test_it_wants_more_when_half_of_the_credit_is_free() -> None:
+    scheduler = scheduler_of(Task(4, 0), Task(4, 1), Task(2, 2))
+    four, _, two = scheduler.next(), scheduler.next(), scheduler.next()
+    assert four is not None
+    assert two is not None
+    assert not scheduler.wants_more()
+    scheduler.sent(two)
+    assert not scheduler.wants_more()
+    scheduler.sent(four)
+    assert scheduler.wants_more()

@@ -42,35 +42,41 @@ class PushPriority:
         return self._taken == 0 or reply.step < self._latest.get(reply.group, 0)
 
     def take(self, group: int, step: int) -> None:
+        waiting: list[Callable[[], None]] = []
         with self._lock:
             self._taken += 1
-            is_later = step > self._latest.get(group, -1)
-            if is_later:
+            if step > self._latest.get(group, -1):
                 self._latest[group] = step
-        if is_later:  # replies of the step before need not give way any more
-            self._wake()
-
-    def give_back(self) -> None:
-        with self._lock:
-            self._taken -= 1
-            is_free = self._taken == 0
-        if is_free:
-            self._wake()
-
-    def add(self, when_free: Callable[[], None]) -> None:
-        """Call ``when_free`` each time replies may leave that could not before. It asks ``is_free_for`` again."""
-        with self._lock:
-            self._waiting.append(when_free)
-
-    def remove(self, when_free: Callable[[], None]) -> None:
-        with self._lock:
-            self._waiting.remove(when_free)
-
-    def _wake(self) -> None:
-        with self._lock:
-            waiting = list(self._waiting)
+                waiting, self._waiting = self._waiting, waiting  # replies of the step before need not give way any more
         for when_free in waiting:
             when_free()
+
+    def give_back(self) -> None:
+        waiting: list[Callable[[], None]] = []
+        with self._lock:
+            self._taken -= 1
+            if self._taken == 0:
+                waiting, self._waiting = self._waiting, waiting
+        for when_free in waiting:
+            when_free()
+
+    def must_wait(self, reply: Frame, when_free: Callable[[], None]) -> bool:
+        """Whether ``reply`` may not leave now. Then ``when_free`` is called once, when it may or another one may. It asks
+        again."""
+        if self.is_free_for(reply):
+            return False
+        with self._lock:
+            if self.is_free_for(reply):
+                return False
+            if when_free not in self._waiting:
+                self._waiting.append(when_free)
+            return True
+
+    def forget(self, when_free: Callable[[], None]) -> None:
+        """Do not call ``when_free`` any more."""
+        with self._lock:
+            if when_free in self._waiting:
+                self._waiting.remove(when_free)
 
     def __repr__(self) -> str:
         return f"<PushPriority {self._taken} pushes leaving, {len(self._waiting)} streams give way>"
@@ -130,7 +136,6 @@ class SendQueue:
 
     def yield_to(self, way: PushPriority) -> None:
         """Send gradients only while ``way`` is free for them, until ``stop_yielding``."""
-        way.add(self._way_is_free)
         with self._lock:
             self._way = way
 
@@ -138,7 +143,7 @@ class SendQueue:
         with self._lock:
             way, self._way = self._way, None
         if way is not None:
-            way.remove(self._way_is_free)
+            way.forget(self._way_is_free)
 
     def finish(self) -> None:
         """End the stream once the control messages have left. Waiting gradients are dropped. Idempotent."""
@@ -177,7 +182,7 @@ class SendQueue:
             if self._finished:
                 self._wake.put(None)  # for the next call
             elif self._gradients:
-                if self._way is None or self._way.is_free_for(self._gradients[0][2].frame):
+                if self._way is None or not self._way.must_wait(self._gradients[0][2].frame, self._way_is_free):
                     return heappop(self._gradients)[2]
                 self._kept_back += 1
             return None

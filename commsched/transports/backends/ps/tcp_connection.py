@@ -7,6 +7,7 @@ covers. The messages that follow are neither encrypted nor signed.
 
 from __future__ import annotations
 
+import select
 import socket
 import struct
 import threading
@@ -120,6 +121,9 @@ _UNSENT_BYTES = 256 * 1024
 #: the answer comes.
 _REST_BYTES = 64 * 1024
 
+#: A larger message is received when it is there as a whole, or when this many of its bytes are there.
+_LARGE_BYTES, _AWAITED_BYTES = 32 * 1024, 256 * 1024
+
 #: The most parts of messages that leave by one call. Linux accepts 1024.
 _MAX_PARTS = 512
 
@@ -151,6 +155,10 @@ class TcpConnection:
         self._fail_after_seconds = fail_after_seconds
         self._send_error: Exception | None = None
         _set_options(connected, fail_after_seconds)
+        self._awaited = 1  # the socket's SO_RCVLOWAT
+        self._readable = select.poll()
+        self._readable.register(connected, select.POLLIN)
+        self._poll_ms = 1e3 * _silence_seconds(fail_after_seconds)
         self._sender = threading.Thread(target=self._send_all, name=name, daemon=True)
         self._sender.start()
 
@@ -200,23 +208,43 @@ class TcpConnection:
     def _fill(self, memory: memoryview) -> bool:
         """Fill ``memory`` from the socket. Returns False if the other end had ended before the first byte."""
         filled, wanted = 0, len(memory)
+        receive, is_large = self._socket.recv_into, wanted > _LARGE_BYTES
+        flags = socket.MSG_DONTWAIT if is_large else socket.MSG_WAITALL
         try:
             while True:
                 try:
-                    received = self._socket.recv_into(memory[filled:] if filled else memory, 0, socket.MSG_WAITALL)
-                except BlockingIOError:  # nothing has come for a while
-                    _require_answers(self._socket, self._fail_after_seconds + 2.0)
-                    continue
-                filled += received
-                if filled == wanted:
-                    return True
-                if not received:
-                    break
+                    received = receive(memory[filled:] if filled else memory, 0, flags)
+                except BlockingIOError:  # nothing is there, or nothing has come for a while
+                    if not is_large:
+                        _require_answers(self._socket, self._fail_after_seconds + 2.0)
+                        continue
+                else:
+                    filled += received
+                    if filled == wanted:
+                        if self._awaited > 1:
+                            self._await(1)
+                        return True
+                    if not received:
+                        break
+                if is_large:
+                    self._wait_for(wanted - filled)
         except OSError as error:
             raise self._broken(error) from error
         if filled:
             raise self._broken("it ended in the middle of a message")
         return False
+
+    def _wait_for(self, nbytes: int) -> None:
+        """Return when ``nbytes`` or half of the kernel's memory for them have come, or the other end has ended. Waking up for
+        each packet instead takes more time than to receive them."""
+        if (awaited := min(nbytes, _AWAITED_BYTES)) != self._awaited:
+            self._await(awaited)
+        if not self._readable.poll(self._poll_ms):
+            _require_answers(self._socket, self._fail_after_seconds + 2.0)
+
+    def _await(self, nbytes: int) -> None:
+        self._awaited = nbytes
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, nbytes)
 
     def _broken(self, why: object) -> Exception:
         """Return the error to raise. The sender's error comes first, since other errors follow from it."""
@@ -280,7 +308,12 @@ def _set_options(connected: socket.socket, fail_after_seconds: float) -> None:
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, probe_seconds)
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, probe_seconds)
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _UNANSWERED_PROBES)
-    _set_receive_timeout(connected, min(fail_after_seconds / 4, _MAX_PROBE_SECONDS))
+    _set_receive_timeout(connected, _silence_seconds(fail_after_seconds))
+
+
+def _silence_seconds(fail_after_seconds: float) -> float:
+    """The time without a byte after which the other end's kernel is asked whether it is there."""
+    return min(fail_after_seconds / 4, _MAX_PROBE_SECONDS)
 
 
 def _require_answers(connected: socket.socket, within_seconds: float) -> None:

@@ -627,6 +627,47 @@ def test_a_stream_cut_anywhere_gives_whole_frames_and_says_that_it_broke(sent, d
     assert got == sent[: len(got)]
 
 
+LARGE, AWAITED = tcp_connection._LARGE_BYTES, tcp_connection._AWAITED_BYTES
+
+
+@pytest.mark.parametrize("nbytes", [LARGE, LARGE + 1, AWAITED, AWAITED + 1, 3 * AWAITED])
+@pytest.mark.parametrize("pieces", [1, 3])
+def test_a_large_message_is_waited_for_until_it_is_there_and_not_longer(monkeypatch, nbytes, pieces):
+    payload = bytes(range(256)) * (nbytes // 256) + bytes(nbytes % 256)
+    large = Frame(FrameKind.PUSH, 0, 0, 0, "uint8", 0, nbytes, payload)
+    last = Frame(FrameKind.PUSH, 0, 0, 1, "uint8", 0, 3, b"abc")
+    message, end = encode(large), encode(last)
+    with Pair(fail_after_seconds=0.1) as pair:
+        wait, piece = pair.connection._wait_for, -(-nbytes // pieces)
+        rest = message[HEADER_BYTES:]
+
+        def send_and_wait(missing: int) -> None:
+            nonlocal rest
+            pair.bare.sendall(rest[:piece])
+            rest = rest[piece:]
+            wait(missing)
+
+        monkeypatch.setattr(pair.connection, "_wait_for", send_and_wait)
+        pair.bare.sendall(message[:HEADER_BYTES] if nbytes > LARGE else message)
+        frames = pair.connection.frames(place)
+        assert next(frames) == large
+        assert pair.connection._socket.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT) == 1
+        pair.bare.sendall(end)
+        assert next(frames) == last
+        pair.bare.shutdown(socket.SHUT_WR)
+        assert list(frames) == []
+
+
+def test_an_end_within_a_large_message_is_found_at_once():
+    frame = Frame(FrameKind.PUSH, 0, 0, 0, "uint8", 0, AWAITED, bytes(AWAITED))
+    with Pair(fail_after_seconds=NEVER_SECONDS) as pair:
+        reader = DaemonExecutor("test").submit(list, pair.connection.frames(place))
+        pair.bare.sendall(encode(frame)[:-1])
+        pair.bare.shutdown(socket.SHUT_WR)
+        with pytest.raises(StreamBroken, match="it ended in the middle of a message"):
+            reader.result(20)
+
+
 def test_what_is_sent_arrives_in_order_and_sent_is_called_before_the_end_has_left():
     payload = bytes(range(256)) * 4096
     frame = Frame(FrameKind.PUSH, 0, 0, 0, "uint8", 0, len(payload), payload)
