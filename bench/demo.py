@@ -20,11 +20,11 @@ from typing import Any
 from commsched import ConfigError
 from commsched.cli.launch import run as launch
 from commsched.settings import parse_rate
+from commsched.simulator.lower_bound import lower_bound, wfbp
 from commsched.simulator.scenario import bytes_factor
 
 from .demo_worker import BLOCK_STEPS
 from .harness.arguments import add_options, at_least, setting
-from .harness.lower_bound import lower_bound, wfbp
 from .harness.processes import JobFailed
 from .harness.results import Row, write
 

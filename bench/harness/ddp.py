@@ -16,9 +16,9 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
 from commsched import Session
+from commsched.simulator.scenario import DDP_BUCKET_MIB, DDP_FIRST_BUCKET_MIB
 
 from .reference import LEARNING_RATE, put_weights, weights_of
-from .simulated import DDP_BUCKET_MIB, DDP_FIRST_BUCKET_MIB
 from .system import Context, Setup
 from .timeline import Recorder
 

@@ -70,8 +70,8 @@ def least_seconds_per_byte(
 def least_loads(
     worker_rates: Sequence[float], server_rates: Sequence[float] = (), clips: bool = False
 ) -> list[tuple[float, float]]:
-    """Pairs of seconds per byte and ``first_share``, for ``lower_bound.clipped_bound``: no placement of shards is faster than
-    the bound with any of the pairs.
+    """Pairs of seconds per byte and ``first_share``, for ``simulator.lower_bound.clipped_bound``: no placement of shards is
+    faster than the bound with any of the pairs.
 
     Without clipping there is one pair, :func:`least_seconds_per_byte`. With separate servers pushes travel in one direction and
     replies in the other, so that all time of the busier direction of pushes comes before the norm. With shards on ``n`` workers
@@ -89,11 +89,6 @@ def least_loads(
     if server_rates:
         return [(least, 1.0)]
     return [(2 * (workers - 1) / sum(worker_rates), 0.5), (1 / min(worker_rates), (workers - 1) / workers)]
-
-
-def first_share(clips: bool, servers: bool) -> float:
-    """The ``first_share`` of ``lower_bound.clipped_bound`` with equal shards, on separate servers or on each worker."""
-    return 0.0 if not clips else 1.0 if servers else 0.5
 
 
 def _check(worker_rates: Sequence[float], server_rates: Sequence[float]) -> None:

@@ -9,12 +9,12 @@ from typing import Any
 
 from commsched.core.manifest import Manifest, TensorSpec
 from commsched.core.plan import cut
+from commsched.simulator.lower_bound import clipped_bound, first_share, partitioned_bound, wfbp
 
 from .arguments import FLOAT32_BYTES
-from .lower_bound import clipped_bound, partitioned_bound, wfbp
 from .measure import TOLERATED_DIFFERENCE, LayerTimes, median_interval, slowest
 from .network import Network
-from .network_load import first_share, least_loads, seconds_per_byte
+from .network_load import least_loads, seconds_per_byte
 
 Row = dict[str, Any]
 

@@ -8,12 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol
 
 from commsched import SchedulerConfig
-from commsched.simulator.scenario import Exchange, Rules
+from commsched.simulator.scenario import DDP_BUCKET_MIB, DDP_FIRST_BUCKET_MIB, Exchange, Rules
 from commsched.transports import users_of
-
-#: DDP's defaults: a small first bucket, so that sending starts early, and larger ones after it.
-DDP_FIRST_BUCKET_MIB = 1
-DDP_BUCKET_MIB = 25
 
 _MIN_PARTITION_BYTES = 16_000
 _MAX_PARTITION_BYTES = 16_000_000

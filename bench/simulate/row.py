@@ -6,13 +6,12 @@ from dataclasses import asdict, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from commsched.simulator.lower_bound import clipped_bound, first_share, lower_bound, partitioned_bound, wfbp
 from commsched.simulator.profile import Profile
 from commsched.simulator.scenario import Cluster, Exchange, Rules, WorkerClass, bytes_factor
 from commsched.simulator.simulate import Outcome, simulate
 
-from ..harness.lower_bound import clipped_bound, lower_bound, partitioned_bound, wfbp
 from ..harness.measure import LayerTimes
-from ..harness.network_load import first_share
 
 _STRAGGLER_STEPS = 6  # after a few steps, all steps are alike
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from commsched.simulator.scenario import Exchange
+from commsched.simulator.scenario import DDP_FIRST_BUCKET_MIB, Exchange
 
-from ..harness.simulated import DDP_FIRST_BUCKET_MIB, BucketRules
+from ..harness.simulated import BucketRules
 from ..harness.system import Context, System, SystemInfo
 
 

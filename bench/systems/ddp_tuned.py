@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
-from commsched.simulator.scenario import Exchange
+from commsched.simulator.scenario import DDP_FIRST_BUCKET_MIB, Exchange
 
 from ..harness.measure import slowest
-from ..harness.simulated import DDP_FIRST_BUCKET_MIB, BucketRules
+from ..harness.simulated import BucketRules
 from ..harness.system import Context, System, SystemInfo
 
 #: Bucket sizes to try, as divisors of the size of all gradients.

@@ -11,13 +11,13 @@ from itertools import chain, combinations
 from statistics import median
 
 from commsched import SchedulerConfig
+from commsched.simulator.lower_bound import lower_bound
 from commsched.simulator.scenario import bytes_factor
 from commsched.tuner.meter import standard_error
 from commsched.tuner.space import Space
 from commsched.tuner.trials import Window
 
 from ..harness.links import Links
-from ..harness.lower_bound import lower_bound
 from ..harness.scaling import Scaling, scale
 from ..workloads import load_profile
 

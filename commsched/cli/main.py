@@ -1,21 +1,23 @@
-"""``commsched run``, ``commsched tune`` and ``commsched server``."""
+"""``commsched run``, ``tune``, ``server``, ``doctor`` and ``predict``."""
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import shlex
 import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, fields
+from pathlib import Path
 from typing import Any
 
 from ..control.rendezvous import read_token, require_strong
 from ..core.errors import CommschedError, ConfigError
 from ..core.standard_streams import occupy, say_error
 from ..session.opening import quiet_grpc
-from ..settings import Settings, parse_address
+from ..settings import Settings, parse_address, parse_rate
 from ..transports import require_transport, without_effect
 from ..version import __version__
 
@@ -32,6 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_run(commands.add_parser("run", help="start the ranks of a job on this machine"))
     _add_tune(commands.add_parser("tune", help="start the ranks of a job, and search for the best partition and credit"))
     _add_server(commands.add_parser("server", help="serve a job as a parameter server"))
+    _add_doctor(commands.add_parser("doctor", help="show what commsched finds on this machine, and test the way to another"))
+    _add_predict(commands.add_parser("predict", help="simulate the training of a model on a cluster that is not there"))
     arguments = parser.parse_args(argv)
     try:
         return int(arguments.function(arguments))
@@ -114,6 +118,82 @@ def _serve(arguments: argparse.Namespace) -> int:
     if arguments.keep:
         serve_jobs(address, token, settings)
     return serve(address, token, settings)
+
+
+def _add_doctor(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "commsched doctor [--listen [HOST:PORT] | --peer HOST:PORT]"
+    ends = parser.add_mutually_exclusive_group()
+    listen_help = "wait for another machine's commsched doctor --peer; default: this machine's address, port 29600"
+    ends.add_argument("--listen", nargs="?", const="", metavar="HOST:PORT", help=listen_help)
+    peer_help = "test the control channel and the network to the machine that listens there, with COMMSCHED_TOKEN"
+    ends.add_argument("--peer", metavar="HOST:PORT", help=peer_help)
+    parser.set_defaults(function=_doctor)
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    quiet_grpc()
+    from .doctor import examine
+    from .peer_test import listen, reach
+
+    if arguments.listen is not None:
+        return listen(arguments.listen, os.environ)
+    if arguments.peer is not None:
+        return reach(arguments.peer, os.environ)
+    return examine(os.environ)
+
+
+def _add_predict(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "commsched predict --model m.json --workers 8,64 --bandwidth 10gbit,25gbit [options]"
+    model_help = "layers and their times: a profile, or what session.stats() gave on rank 0, as JSON"
+    parser.add_argument("--model", type=Path, required=True, metavar="FILE", help=model_help)
+    workers_help = "numbers of workers, each with a network card of its own"
+    parser.add_argument("--workers", type=_list_of(_at_least(2)), required=True, metavar="N,...", help=workers_help)
+    rates_help = "rates of the network cards, such as 1gbit,10gbit"
+    parser.add_argument("--bandwidth", type=_list_of(_rate), required=True, metavar="RATE,...", help=rates_help)
+    servers_help = "parameter servers on machines of their own; default: 0, a shard on every worker"
+    parser.add_argument("--servers", type=_at_least(0), default=0, metavar="K", help=servers_help)
+    for name, default, text in (
+        ("overhead", 50e-6, "seconds that a message costs besides its bytes"),
+        ("latency", 50e-6, "seconds in which a message arrives after it has left"),
+    ):
+        parser.add_argument(f"--{name}", type=_seconds, default=default, metavar="SECONDS", help=f"{text} (default: {default})")
+    parser.add_argument("--clip", action="store_true", help="every loop clips by the norm of the averages")
+    parser.add_argument("--wire16", action="store_true", help="commsched sends gradients in 16 bits (wire=bfloat16)")
+    parser.add_argument("--json", action="store_true", help="print the rows as JSON instead of a table")
+    parser.set_defaults(function=_predict)
+
+
+def _predict(arguments: argparse.Namespace) -> int:
+    from .predict import Question, predict, read_model
+
+    profile = read_model(arguments.model)
+    questions = [
+        Question(workers, rate, arguments.servers, arguments.overhead, arguments.latency, arguments.clip, arguments.wire16)
+        for workers in arguments.workers
+        for rate in arguments.bandwidth
+    ]
+    return predict(profile, questions, as_json=arguments.json)
+
+
+def _list_of(parse: Callable[[str], Any]) -> Callable[[str], list[Any]]:
+    return lambda text: [parse(part.strip()) for part in text.split(",")]
+
+
+def _rate(text: str) -> float:
+    try:
+        return parse_rate(text, "bandwidth")
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a time; write it in seconds, like 50e-6")
+    return seconds
 
 
 def _add_job(parser: argparse.ArgumentParser) -> None:

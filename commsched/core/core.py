@@ -385,6 +385,21 @@ class Core:
         for observer in self.observers:
             observer.on_span("wait", proxy.name, began, monotonic())
 
+    def pace(self, group: int, steps: int) -> PaceReport | None:
+        """Medians over the last ``steps`` steps of ``group`` on this rank; None before its first step has ended. Any thread."""
+        with self._lock:
+            return self._pace.latest(group, self._groups[group].step, steps)
+
+    def measures_norms(self, group: int) -> bool:
+        """Whether norms of the averages of ``group`` are told before the averages. Any thread."""
+        return bool(self._groups[group].norms)
+
+    def own_seconds(self, group: int) -> dict[int, float]:
+        """On rank 0: by rank, the median seconds of a step of ``group`` without waiting, as all ranks have last reported them.
+        Empty before that. Any thread."""
+        with self._lock:
+            return dict(self._stragglers.own_seconds.get(group, {}))
+
     def drain(self) -> None:
         """Wait until every task that became ready is done, but for those stuck in a static order behind one that is not."""
         with self._lock:

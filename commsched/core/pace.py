@@ -4,12 +4,17 @@ ranks compare the time of a step that they spend without waiting. Pure: no threa
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
+from itertools import islice
 from statistics import median
 from typing import NamedTuple
 
 #: Steps between two reports of a rank.
 REPORT_STEPS = 50
+
+#: The step of one more, early report, by which no rank is named as slow: the first steps are not like the others.
+EARLY_REPORT = 20
 
 #: A rank is slow if, in ``SLOW_REPORTS`` consecutive reports, its own time is at least ``SLOW_FACTOR`` times the median of the
 #: others and exceeds it by at least ``SLOW_SECONDS`` and by at least ``SLOW_SHARE`` of the whole step.
@@ -20,8 +25,8 @@ SLOW_REPORTS = 2
 
 
 class PaceReport(NamedTuple):
-    """Medians over the :data:`REPORT_STEPS` steps before ``step``, in seconds per step. ``own`` is the time without waiting,
-    ``whole`` the whole time."""
+    """Medians over the :data:`REPORT_STEPS` steps before ``step``, or as many as there were, in seconds per step. ``own`` is
+    the time without waiting, ``whole`` the whole time."""
 
     group: int
     step: int
@@ -37,7 +42,7 @@ class Pace:
         self._since = 0.0  # time when the first of them began to wait
         self._waited = 0.0  # seconds before that in which any thread waited
         self._begun: dict[int, tuple[float, float]] = {}  # by group: start of the step, and the seconds waited until then
-        self._steps: dict[int, list[tuple[float, float]]] = {}  # by group: own and whole seconds of each step
+        self._steps: dict[int, deque[tuple[float, float]]] = {}  # by group: own and whole seconds of the last steps
 
     def wait_begins(self, now: float) -> None:
         if self._waits == 0:
@@ -50,18 +55,27 @@ class Pace:
             self._waited += now - self._since
 
     def step_begins(self, group: int, step: int, now: float) -> PaceReport | None:
-        """Note that ``step`` begins. Returns a report every :data:`REPORT_STEPS` steps of a group, otherwise None."""
+        """Note that ``step`` begins. Returns a report at :data:`EARLY_REPORT` and every :data:`REPORT_STEPS` steps of a group,
+        otherwise None."""
         waited = self._waited + (now - self._since if self._waits else 0.0)
         began, waited_before = self._begun.get(group, (now, waited))
         self._begun[group] = (now, waited)
         if step == 0:
             return None
-        steps = self._steps.setdefault(group, [])
+        steps = self._steps.setdefault(group, deque(maxlen=REPORT_STEPS))
         steps.append((now - began - (waited - waited_before), now - began))
-        if step % REPORT_STEPS:
+        if step % REPORT_STEPS and step != EARLY_REPORT:
             return None
-        del self._steps[group]
-        return PaceReport(group, step, *(median(times) for times in zip(*steps, strict=True)))
+        return self.latest(group, step)
+
+    def latest(self, group: int, step: int, steps: int = REPORT_STEPS) -> PaceReport | None:
+        """Medians over the last ``steps`` steps of ``group`` before ``step``, as far as they are remembered; None before the
+        first step has ended."""
+        known = self._steps.get(group)
+        if not known:
+            return None
+        chosen = list(islice(known, max(0, len(known) - steps), None))
+        return PaceReport(group, step, *(median(times) for times in zip(*chosen, strict=True)))
 
     def forget(self, group: int) -> None:
         """Forget ``group``, which has had its last step."""
@@ -77,6 +91,7 @@ class Stragglers:
         self._reports: dict[tuple[int, int], dict[int, PaceReport]] = {}  # by group and step, then by rank
         self._slow: dict[tuple[int, int], int] = {}  # by group and rank: consecutive reports in which it was slow
         self._named: set[int] = set()
+        self.own_seconds: dict[int, dict[int, float]] = {}  # by group, then by rank: of the last step reported by all ranks
 
     def add(self, rank: int, report: PaceReport) -> list[str]:
         """Add the report of ``rank``. Returns sentences about the ranks now found to be slow, each rank only once."""
@@ -87,6 +102,9 @@ class Stragglers:
             return []
         # Not all ranks made the older reports of this group, and none of them still will.
         self._reports = {other: kept for other, kept in self._reports.items() if other[0] != key[0] or other[1] > key[1]}
+        self.own_seconds[report.group] = {rank: each.own for rank, each in sorted(reports.items())}
+        if report.step == EARLY_REPORT:
+            return []
         return [line for rank in sorted(reports) if (line := self._judge(rank, reports)) is not None]
 
     def _judge(self, rank: int, reports: Mapping[int, PaceReport]) -> str | None:

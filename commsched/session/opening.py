@@ -155,8 +155,7 @@ def _open_joined(world: World, settings: Settings, device: str) -> Session:
         session.on_register(ModelCheck(settings.tuned, warn=world.rank == 0).on_register)
     if world.rank == 0:
         session.on_register(FirstLine(say, partial(_first_lines, session, world, settings, name, hosts)).on_register)
-    if settings.tune is not None or settings.chooses_sizes:
-        _start_choosing(session, settings, name, host, hosts)
+    _start_tuner(session, settings, name, host, hosts)
     return session
 
 
@@ -292,8 +291,8 @@ def _first_lines(
     return [line] if more is None else [line, more]
 
 
-def _start_choosing(session: Session, settings: Settings, transport: str, host: str, hosts: int) -> None:
-    from .tuning import facts_of, start_choosing, start_tuning  # here: it imports the simulator's dependencies
+def _start_tuner(session: Session, settings: Settings, transport: str, host: str, hosts: int) -> None:
+    from .tuning import facts_of, start_assessing, start_choosing, start_tuning  # here: it imports the simulator's dependencies
 
     try:
         job = facts_of(session, settings, transport, host, hosts)
@@ -301,6 +300,8 @@ def _start_choosing(session: Session, settings: Settings, transport: str, host: 
             start_choosing(session, settings, job, say)
         if settings.tune is not None:
             start_tuning(session, settings, job, say)
+        elif session.rank == 0 and (job.workers < 2 or not settings.chooses_sizes):
+            start_assessing(session, settings, job, say)
     except BaseException as error:
         session.abort(f"{type(error).__name__}: {error}")
         raise

@@ -19,7 +19,10 @@ from ..core.manifest import Manifest, TensorSpec, require_equal
 from ..core.norms import ROW_DTYPE
 from ..core.plan import Plan, cut
 from ..core.scheduler import SchedulerConfig
+from ..tuner.paced import FullWait
 from .events import COMPARE, TUNER, SessionListener, Tuner
+from .log import say
+from .stats import Statistics
 from .trace import TraceObserver
 
 if TYPE_CHECKING:
@@ -70,6 +73,7 @@ class Session:
         disabled: the setting ``disable`` is on; a plugin then leaves the engine unchanged.
         observer: records the timeline; a plugin reports the engine's activity to its ``on_span``. ``None`` means no timeline.
         check_weights: steps between two comparisons of weights (see ``plugins/common/weights_check.py``); 0 means none.
+        statistics: what this rank knows of its steps.
         cleanup: closed last, however the session ends; for the threads of a plugin.
     """
 
@@ -97,6 +101,7 @@ class Session:
         self.cleanup = ExitStack()
         self._pid = os.getpid()
         self.check_weights = check_weights
+        self.statistics = Statistics(core)
         self._comparison = Comparison(self.world_size)
         self._diverged: RanksDiverged | None = None
         self.observer = trace
@@ -192,6 +197,8 @@ class Session:
             plan, collective = self._agree_on(manifest)
             for callback in self._register_callbacks if has_gradients else ():
                 callback(self.core.group_count, manifest)
+            if has_gradients:
+                self.statistics.add_group(self.core.group_count, manifest)
         except BaseException:
             self.core.cancel_reservation()
             raise
@@ -435,6 +442,45 @@ class Session:
         ranks is passed to the callbacks of :meth:`when_failed`, and every wait raises it."""
         self._control.report(error)
 
+    # --- statistics ---
+
+    def stats(self) -> dict[str, Any]:
+        """Numbers about the training so far, for loggers: JSON values, always with the same keys. None means that a value is
+        not known (yet). Any thread; not collective; never waits.
+
+        Every rank knows (medians are of the last 50 steps, of the largest group of gradients that is trained):
+
+        - ``rank``, ``world_size``
+        - ``steps``: steps that have begun
+        - ``step_seconds``: median time of a step
+        - ``compute_seconds``: the median time for which this rank does not wait for averages, and ``exposed_seconds``, the
+          rest; None with engines that do not show what they wait for (TensorFlow, MXNet)
+        - ``gradient_bytes`` of a step, ``partition_bytes`` and ``credit_bytes`` in use
+
+        Rank 0 also knows, after some 20 steps or when partition and credit are chosen:
+
+        - ``full_wait``: the line of the loop that waits for all averages: ``line`` (``file:line``), ``why``, ``seconds``
+        - ``slowest_rank``: the rank that computes longest, if it is slower than rank 0, and ``late_seconds``, the part of
+          ``exposed_seconds`` that ranks wait for it
+        - ``network_bytes_per_second``: bytes of gradient that the network averages per second
+        - ``bound_seconds``: the least time of a step with these layers and this network; ``bound_16_bits_seconds``: the same if
+          gradients travel in 16 bits; ``bound_with_servers_seconds``: the same with as many parameter servers as ranks, on
+          machines of their own
+        - ``layers``: for each tensor ``name``, ``bytes``, ``forward_seconds``, ``backward_seconds``, ``waited_seconds``; the
+          times of tensors that are not waited for one by one are split in proportion
+        """
+        return {"rank": self.rank, "world_size": self.world_size, **self.statistics.record()}
+
+    def report_full_wait(self, line: str, why: str, seconds: float, step_seconds: float) -> None:
+        """Note that the user's code waits for all averages of a step at ``line`` (``file:line``), where the next forward cannot
+        overlap. A plugin that finds such lines calls it on rank 0, once for each line.
+
+        Args:
+            why: the reason, as a clause.
+            seconds, step_seconds: medians of the time that is waited there, and of the whole step.
+        """
+        self.statistics.add_full_wait(FullWait(line, why, seconds, step_seconds))
+
     # --- end ---
 
     def close(self) -> None:
@@ -461,6 +507,8 @@ class Session:
             self._control.wait_for_callbacks()  # the last comparisons arrive as callbacks
             if self._diverged is not None:
                 raise self._diverged
+            if self.rank == 0 and (line := self.statistics.summary()) is not None:
+                say(line)
         except BaseException as error:
             self.abort(f"{type(error).__name__}: {error}")
             raise

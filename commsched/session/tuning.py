@@ -1,4 +1,4 @@
-"""Adds tuning, or the choice of partition and credit, to a session that was just opened."""
+"""Adds tuning, or the choice of partition and credit, and the assessment of steps to a session that was just opened."""
 
 from __future__ import annotations
 
@@ -10,15 +10,20 @@ from typing import Any
 
 from ..core.core import Core
 from ..core.errors import CommschedError, from_record, to_record
+from ..core.manifest import Manifest
 from ..core.order.static import SLACK, STABLE_STEPS
 from ..settings import Settings
-from ..tuner.learn import FirstSizes, JobFacts, Learner, TuningContext, most_seconds_per_byte
+from ..tuner.learn import FirstSizes, JobFacts, Learner, NothingMeasured, TuningContext, is_end, most_seconds_per_byte
 from ..tuner.meter import StepTimer
-from ..tuner.online import SETTLE_STEPS, OnlineTuner, Search
+from ..tuner.online import SETTLE_STEPS, OnlineTuner, Search, no_search
+from ..tuner.profiler import Measured
 from ..tuner.trials import TrialRunner
 from .session import Session
 
 log = logging.getLogger("commsched")
+
+#: Steps after which they are assessed at the earliest, and the number of the last ones that count.
+ASSESSED_AFTER, ASSESSED_STEPS = 20, 8
 
 
 def facts_of(session: Session, settings: Settings, transport: str, host: str, hosts: int) -> JobFacts:
@@ -45,7 +50,72 @@ def start_choosing(session: Session, settings: Settings, job: JobFacts, say: Cal
 
     meter = _meter(session, lambda report: None)  # there are no windows to report
     context = _context(session, settings, job, meter, say)
-    _start(session, context, AutoSizes(context).run, lambda why: None)
+    sizes = AutoSizes(context)
+    _start(session, context, sizes.run, lambda why: None, Assessor(session, context, lambda: sizes.profiled))
+
+
+def start_assessing(session: Session, settings: Settings, job: JobFacts, say: Callable[[str], None]) -> None:
+    """Assess the steps of a session in which nothing is chosen. Called on rank 0 before the first group is registered; not
+    collective."""
+    meter = _meter(session, lambda report: None)
+    context = _context(session, settings, job, meter, say)
+    _start(session, context, no_search, lambda why: None, Assessor(session, context))
+
+
+class Assessor:
+    """Says once, on rank 0, what communication costs in the running training, and keeps that for ``Session.stats``. Call it
+    from the tuner's thread.
+
+    Args:
+        profiled: returns a profile of steps with the configuration in use, if there is one; otherwise a new one is made.
+    """
+
+    def __init__(
+        self, session: Session, context: TuningContext, profiled: Callable[[], Measured | None] = lambda: None
+    ) -> None:
+        self._session = session
+        self._context = context
+        self._profiled = profiled
+
+    def run(self, group: int, manifest: Manifest) -> bool:
+        """Assess the training of ``group``, whose tensors are in ``manifest``. False if it ended first, or another group is
+        trained.
+
+        Raises:
+            Stopped, ClosedError: training ends.
+        """
+        try:
+            meter = self._context.meter
+            main = meter.wait_until_training(ASSESSED_AFTER)
+            if main is None or main[0] != group:
+                return False
+            measured = self._profiled() or self._profile(group, manifest)
+            if not meter.wait_for_steps(group, ASSESSED_STEPS):
+                return False
+            self._assess(group, manifest, measured)
+        except Exception as error:
+            if is_end(error):
+                raise
+            log.warning("the steps were not assessed: %s: %s", type(error).__name__, error)
+        return True
+
+    def _profile(self, group: int, manifest: Manifest) -> Measured | None:
+        try:
+            return self._context.learner.profile(group, manifest)
+        except NothingMeasured as error:
+            log.debug("no profile of the steps: %s", error)
+            return None
+
+    def _assess(self, group: int, manifest: Manifest, measured: Measured | None) -> None:
+        from ..tuner.assessment import assess, in_words  # here: it imports the simulator's dependencies
+
+        paced = self._session.statistics.paced(group, ASSESSED_STEPS)
+        if paced is None:
+            return
+        found = assess(paced, manifest, measured, self._context.job, self._context.settings)
+        self._session.statistics.assessment = found
+        for line in in_words(found, self._context.settings):
+            self._context.say(line)
 
 
 def start_tuning(session: Session, settings: Settings, job: JobFacts, say: Callable[[str], None]) -> None:
@@ -69,7 +139,7 @@ def start_tuning(session: Session, settings: Settings, job: JobFacts, say: Calla
     context = _context(session, settings, job, meter, say)
     trials = context.trials  # what it has applied may not be agreed on yet when the next search begins
     context = replace(context, current=lambda: trials.applied or session.core.next_config)
-    _start(session, context, TuningJob(context).run, partial(_tell_end, settings.tune_end))
+    _start(session, context, TuningJob(context).run, partial(_tell_end, settings.tune_end), Assessor(session, context))
 
 
 def _meter(session: Session, tell: Callable[[Any], None]) -> StepTimer:
@@ -89,8 +159,8 @@ def _context(
     return TuningContext(settings, job, meter, trials, learner, lambda: session.core.next_config, say)
 
 
-def _start(session: Session, context: TuningContext, search: Search, end: Callable[[str], None]) -> None:
-    tuner = OnlineTuner(context, search, end)
+def _start(session: Session, context: TuningContext, search: Search, end: Callable[[str], None], assessor: Assessor) -> None:
+    tuner = OnlineTuner(context, search, end, assessor.run)
     session.use_tuner(tuner)
     session.when_failed(tuner.on_failure)
     tuner.start()

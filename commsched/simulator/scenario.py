@@ -156,3 +156,15 @@ class Rules:
     def __post_init__(self) -> None:
         if self.norm and self.exchange not in (Exchange.PARAMETER_SERVER, Exchange.SPLIT):
             raise ValueError(f"no norm before the averages with: {self.exchange.value}")
+
+
+#: DDP's defaults: a small first bucket, so that sending starts early, and larger ones after it.
+DDP_FIRST_BUCKET_MIB = 1
+DDP_BUCKET_MIB = 25
+
+
+def ddp_rules() -> Rules:
+    """The behaviour of torch's DistributedDataParallel with its default buckets."""
+    bucket, first = DDP_BUCKET_MIB * 2**20, DDP_FIRST_BUCKET_MIB * 2**20
+    config = SchedulerConfig(bucket, 2**62, "fifo")
+    return Rules(config, Exchange.ALL_REDUCE, barrier=True, bucket_bytes=bucket, first_bucket_bytes=first)

@@ -24,12 +24,14 @@ class Backend:
         prepare: called on every rank of the job before ``open``, also if only the leaders of hosts open the transport.
             Collective.
         listens_at_host: whether the other ranks connect to ``context.host``. They check first that they can.
+        library: the Python module that it needs, and the extra of commsched that installs it; None if it needs none.
     """
 
     open: Callable[[TransportContext], Transport]
     settings: frozenset[str] = frozenset()
     prepare: Callable[[TransportContext], object] = lambda context: None
     listens_at_host: bool = False
+    library: tuple[str, str] | None = None
 
 
 #: Registers a callback for the failure of the job.

@@ -6,4 +6,5 @@ space       the configurations to choose from          searchers    proposals of
 meter       step times, on every rank                  trials       windows of all ranks, on rank 0
 profiler    measured layer and link times              model        simulated step times (run by model_process)
 journal     the file that keeps trials                 result    the verdict, and the tuned file
+auto        sizes without trials                       assessment  the cost of communication, in two lines
 """

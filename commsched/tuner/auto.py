@@ -13,7 +13,7 @@ from ..core.manifest import Manifest
 from ..core.scheduler import SchedulerConfig
 from .learn import TuningContext, is_end
 from .model_process import RemoteModel
-from .profiler import LinkEstimate
+from .profiler import LinkEstimate, Measured
 from .result import describe_config, milliseconds
 from .space import Space, fixed_by
 
@@ -59,6 +59,7 @@ class AutoSizes:
     def __init__(self, context: TuningContext) -> None:
         self._context = context
         self.chosen: Chosen | None = None  # the latest result
+        self.profiled: Measured | None = None  # the profile of steps with the configuration that was kept last
 
     def run(self, group: int, manifest: Manifest, again: bool = False) -> Chosen | None:
         """Choose sizes for ``manifest``, the tensors of ``group``. Returns None if there is nothing to choose.
@@ -66,7 +67,7 @@ class AutoSizes:
         Raises:
             Stopped: training ends.
         """
-        incumbent = self._context.current()
+        incumbent, self.profiled = self._context.current(), None
         space = Space(incumbent, manifest.nbytes, fixed_by(self._context.settings))
         if space.dimensions == 0 or self._context.job.workers < 2:
             return None
@@ -86,6 +87,7 @@ class AutoSizes:
             return Chosen(incumbent, incumbent, "unfinished")
         current = incumbent = context.current()
         measured: dict[SchedulerConfig, float] = {}
+        profiles: dict[SchedulerConfig, Measured] = {}
         link = None
         with ExitStack() as stack:
             model: RemoteModel | None = None
@@ -97,6 +99,7 @@ class AutoSizes:
                 if context.current() != current:  # somebody else has changed the configuration; it stays
                     return Chosen(incumbent, context.current(), "chosen")
                 measured[current] = profile.step_seconds
+                profiles[current] = profile
                 if round_ == ROUNDS:
                     break
                 if model is None:
@@ -117,6 +120,7 @@ class AutoSizes:
             context.trials.apply(kept)
             if not self._settle(group):
                 return Chosen(incumbent, kept, "unfinished")
+        self.profiled = profiles[kept]
         context.say(self._line(kept, incumbent, measured, link))
         return Chosen(incumbent, kept, "chosen")
 

@@ -37,6 +37,18 @@ def _describe(host: str) -> str:
     return f"{interface}, {speed} Mb/s" if speed > 0 else interface
 
 
+def describe_interfaces() -> list[str]:
+    """This machine's interfaces but loopback, with their addresses and speeds: ``eth0: 10.0.0.7/24, 10000 Mb/s``."""
+    found = []
+    for _, name in socket.if_nameindex():
+        addresses = [str(address) for address in _addresses_in_networks(name) if not address.is_link_local]
+        if addresses and not all(ip_address(address.partition("/")[0]).is_loopback for address in addresses):
+            speed = _megabits_per_second(name)
+            known = f"{speed} Mb/s" if speed > 0 else "speed unknown to the system"
+            found.append(f"{name}: {', '.join(addresses)}, {known}{'' if _is_card(name) else ' (made by software)'}")
+    return found
+
+
 def known_rate(host: str) -> float | None:
     """Bytes per second of the network at the address ``host``: of a card that reports its speed, or of loopback. None if it is
     not known."""

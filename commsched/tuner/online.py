@@ -42,6 +42,14 @@ _MAX_CUT_OFF = 3
 #: argument says whether step times have changed since the last search. None means that there is nothing to choose.
 Search = Callable[[int, Manifest, bool], "Verdict | Chosen | None"]
 
+#: Assesses the training of the tensors of a group, once no search is under way (``Assessor.run``). False if that was not
+#: possible yet.
+Assess = Callable[[int, Manifest], bool]
+
+
+def no_search(group: int, manifest: Manifest, again: bool) -> None:
+    """A :data:`Search` with nothing to choose."""
+
 
 class OnlineTuner:
     """Rank 0's tuner (``session.events.Tuner``). Its thread waits until training is under way, searches, and then watches
@@ -49,6 +57,7 @@ class OnlineTuner:
 
     Args:
         end: is called with the reason when no further search follows and there is no result.
+        assess: is called until it returns true, whenever a search is over.
         make_drift: makes the detector that decides when to tune again, given the steps that must pass first.
     """
 
@@ -57,6 +66,7 @@ class OnlineTuner:
         context: TuningContext,
         search: Search,
         end: Callable[[str], None] = lambda why: None,
+        assess: Assess = lambda group, manifest: True,
         make_drift: Callable[[int], DriftDetector] = lambda rest_steps: DriftDetector(rest_steps=rest_steps),
     ) -> None:
         self._meter = context.meter
@@ -65,6 +75,8 @@ class OnlineTuner:
         self._say = context.say
         self._search = search
         self._end = end
+        self._assess = assess
+        self._is_assessed = False
         self._make_drift = make_drift
         self._rest_steps = REST_STEPS
         self._before: SchedulerConfig | None = None  # in use before any search
@@ -72,7 +84,7 @@ class OnlineTuner:
         self._drifted: int | None = None  # a group whose steps have become slower or faster since its search
         self._left_alone: set[int] = set()  # groups with nothing to choose, or that come and go
         self._cut_off: Counter[int] = Counter()  # by group: searches that another group cut off
-        self.is_settled = False  # whether no search is under way or about to begin
+        self.is_settled = search is no_search  # whether no search is under way or about to begin
         self._thread = threading.Thread(target=self._run, name="commsched-tuner", daemon=True)
 
     def start(self) -> None:
@@ -116,7 +128,7 @@ class OnlineTuner:
             while (main := self._meter.wait_until_training(WARM_UP_STEPS)) is not None:
                 group, manifest = main
                 if group not in self._left_alone and (group not in self._kept or group == self._drifted):
-                    self.is_settled = False
+                    self.is_settled = self._search is no_search
                     verdict = self._search(group, manifest, group == self._drifted)
                     if not self._goes_on(group, verdict):
                         return
@@ -124,6 +136,7 @@ class OnlineTuner:
                         continue  # with the group that is trained now
                 self._drifted = None
                 self.is_settled = True
+                self._is_assessed = self._is_assessed or self._assess(group, manifest)
                 if not self._watch(group):
                     return
         except Exception as error:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from statistics import median
 from typing import NamedTuple
@@ -56,12 +57,20 @@ class LinkEstimate:
 
 @dataclass(frozen=True)
 class Measured:
-    """The result of a profile. ``step_seconds`` is the median over ``steps`` steps with the configuration in use."""
+    """The result of a profile. ``step_seconds`` is the median over ``steps`` steps with the configuration in use.
+
+    ``waited_seconds`` has the median time per step for which the engine waited for a tensor's average, by the tensor's name.
+    ``sending_seconds_per_byte`` is the time for which this rank's contribution of a byte of gradient occupies its own link,
+    over a parameter server; None if it was not seen. Unlike the time until the average is there, it does not depend on other
+    ranks.
+    """
 
     profile: Profile
     link: LinkEstimate
     step_seconds: float
     steps: int
+    waited_seconds: Mapping[str, float] = field(default_factory=dict)
+    sending_seconds_per_byte: float | None = None
 
 
 class _Task(NamedTuple):
@@ -178,7 +187,12 @@ class Profiler(Observer):
             shapes = ((max(1, round(spec.nbytes / ITEMSIZE)),),) if spec.nbytes else ()
             layers.append(LayerProfile(spec.name, shapes, scale * f, b))
         return Measured(
-            Profile("training", tuple(layers), "measured"), link, median(step.seconds for step in steps), len(steps)
+            Profile("training", tuple(layers), "measured"),
+            link,
+            median(step.seconds for step in steps),
+            len(steps),
+            _waited(steps),
+            None if ordered else _sending(self._tasks_of({step for step, _ in began[:-1]})),
         )
 
     def _steps(self, manifest: Manifest, began: Sequence[tuple[int, float]]) -> Iterator[_Step | None]:
@@ -196,9 +210,12 @@ class Profiler(Observer):
             shifted = (_Wait(w.name, w.start - start, min(w.stop, stop) - start) for w in own)
             yield _Step(stop - start, tuple(at_last), tuple(shifted))
 
+    def _tasks_of(self, steps: set[int]) -> list[_Task]:
+        return [task for step, task in list(self._tasks) if step in steps and task.done_at > task.started_at]
+
     def _link(self, steps: set[int], ordered: bool, most_seconds_per_byte: float) -> LinkEstimate | None:
         bounds = _COLLECTIVE_PARTITION_SECONDS if ordered else _PARTITION_SECONDS
-        tasks = [task for step, task in list(self._tasks) if step in steps and task.done_at > task.started_at]
+        tasks = self._tasks_of(steps)
         periods = _busy_periods(tasks)
         long = [period for period in periods if len(period) >= _BUSY_TASKS] or periods
         nbytes = sum(task.nbytes for period in long for task in period)
@@ -222,6 +239,28 @@ class Profiler(Observer):
 def _latency(tasks: Sequence[_Task], seconds_per_byte: float) -> float:
     beyond = sorted(task.done_at - task.sent_at - seconds_per_byte * task.nbytes for task in tasks)
     return max(0.0, beyond[len(beyond) // 4] / 2)
+
+
+def _sending(tasks: Sequence[_Task]) -> float | None:
+    """Seconds per byte in which this rank's contributions leave, while several follow each other immediately. The first task of
+    such a period only fills the queues on the way. None if there is no such period."""
+    nbytes = seconds = 0.0
+    for period in _busy_periods([task._replace(done_at=task.sent_at) for task in tasks]):
+        if len(period) >= _BUSY_TASKS:
+            first, *rest = sorted(period, key=lambda task: task.sent_at)
+            nbytes += sum(task.nbytes for task in rest)
+            seconds += rest[-1].sent_at - first.sent_at
+    return seconds / nbytes if nbytes > 0 and seconds > 0 else None
+
+
+def _waited(steps: Sequence[_Step]) -> dict[str, float]:
+    """The median time per step of the waits for each tensor that was waited for."""
+    totals: list[defaultdict[str, float]] = [defaultdict(float) for _ in steps]
+    for total, step in zip(totals, steps):
+        for wait in step.waits:
+            total[wait.name] += wait.stop - wait.start
+    names = {name for total in totals for name in total}
+    return {name: median(total[name] for total in totals) for name in names}
 
 
 def _busy_periods(tasks: Sequence[_Task]) -> list[list[_Task]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from commsched.core.pace import REPORT_STEPS, Pace, PaceReport, Stragglers
+from commsched.core.pace import EARLY_REPORT, REPORT_STEPS, Pace, PaceReport, Stragglers
 
 
 def train(own_seconds: list[float], windows: int, noise: float = 0.0) -> list[str]:
@@ -57,7 +57,7 @@ def test_waits_of_several_threads_count_once_and_a_step_may_begin_within_one() -
     pace.wait_begins(2.0)
     pace.wait_ends(3.0)
     for step in range(1, REPORT_STEPS):  # all within the wait that goes on
-        assert pace.step_begins(0, step, 4.0) is None
+        assert (pace.step_begins(0, step, 4.0) is None) is (step != EARLY_REPORT)
     pace.wait_ends(5.0)
     report = pace.step_begins(0, REPORT_STEPS, 10.0)
     assert report == PaceReport(0, REPORT_STEPS, 0.0, 0.0)  # the medians; the first step had 1 s of its own, the last 5
@@ -75,6 +75,29 @@ def test_a_wait_lasts_from_the_first_thread_that_waits_to_the_last() -> None:
         pace.wait_ends(now + 3)
         pace.wait_ends(now + 5)
     assert report == PaceReport(0, REPORT_STEPS, 6.0, 10.0)
+
+
+def test_the_latest_steps_are_known_at_any_time() -> None:
+    pace = Pace()
+    assert pace.latest(0, 0) is None
+    now = 0.0
+    for step in range(2 * REPORT_STEPS):
+        assert (pace.latest(0, step) is None) is (step < 2)
+        pace.step_begins(0, step, now)
+        pace.wait_begins(now + step)
+        now += step + 1.0
+        pace.wait_ends(now)
+    # The last five steps that have ended are those with the numbers 94 to 98: the median one has 96 s of its own, of 97 s.
+    assert pace.latest(0, step, 5) == PaceReport(0, step, 96.0, 97.0)
+    assert pace.latest(0, step) == PaceReport(0, step, 73.5, 74.5)  # of the last 50
+
+
+def test_an_early_report_names_nobody_but_is_kept() -> None:
+    stragglers = Stragglers(2)
+    for step in (EARLY_REPORT, REPORT_STEPS):
+        assert stragglers.add(1, PaceReport(0, step, 0.3, 0.3)) == []
+        assert stragglers.add(0, PaceReport(0, step, 0.1, 0.3)) == []
+    assert stragglers.own_seconds == {0: {0: 0.1, 1: 0.3}}
 
 
 def test_what_is_a_small_part_of_a_long_step_names_nobody() -> None:

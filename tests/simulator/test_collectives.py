@@ -6,7 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.harness.lower_bound import (
+from commsched.core.policies import policy_names
+from commsched.core.scheduler import SchedulerConfig
+from commsched.simulator import Exchange, Rules, equal_workers, simulate
+from commsched.simulator.collectives import hops
+from commsched.simulator.lower_bound import (
     bucketed_wfbp,
     clipped_bound,
     dear,
@@ -16,10 +20,6 @@ from bench.harness.lower_bound import (
     wfbp,
     window_bound,
 )
-from commsched.core.policies import policy_names
-from commsched.core.scheduler import SchedulerConfig
-from commsched.simulator import Exchange, Rules, equal_workers, simulate
-from commsched.simulator.collectives import hops
 from commsched.simulator.profile import ITEMSIZE
 
 from .models import RATE, model, models, times

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.harness.lower_bound import clipped_bound, lower_bound, window_bound
 from bench.harness.network_load import least_loads
 from commsched.core.policies import policy_names
 from commsched.core.scheduler import SchedulerConfig
 from commsched.simulator import Cluster, Rules, WorkerClass, equal_workers, simulate
+from commsched.simulator.lower_bound import clipped_bound, lower_bound, window_bound
 from commsched.simulator.profile import ITEMSIZE
 from commsched.simulator.scenario import bytes_factor
 

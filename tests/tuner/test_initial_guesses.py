@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.harness.lower_bound import partitioned_bound
 from commsched.core.scheduler import SchedulerConfig
+from commsched.simulator.lower_bound import partitioned_bound
 from commsched.simulator.profile import LayerProfile, Profile
 from commsched.tuner.initial_guesses import MAX_FIRST_PARTITION_BYTES, before_first_step, best_partition, seeds
 from commsched.tuner.profiler import LinkEstimate

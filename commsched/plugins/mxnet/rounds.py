@@ -50,6 +50,7 @@ class RoundExchange:
     def __init__(self, session: commsched.Session) -> None:
         self.done = RoundOutcome()
         self._session = session
+        session.statistics.waits_elsewhere = True  # the engine's operations wait
         self._rounds: Rounds | None = None  # set when averages are queued for the first time
 
     def end_with_session(self) -> None:

@@ -67,6 +67,7 @@ class GradientExchange:
                     "can be averaged"
                 )
         self._session = session
+        session.statistics.waits_elsewhere = True  # graphs wait in the runtime
         self._agreement = agreement
         self._submitted = submitted
         self._paths = [variable.path for variable in variables]

@@ -73,7 +73,7 @@ class GradientExchange:
     ) -> None:
         self.enabled = True  # False within no_sync()
         self.join: Join | None = None  # while ranks may run out of batches
-        self.barrier = FullWaitReport(session.rank == 0)
+        self.barrier = FullWaitReport(session.report_full_wait if session.rank == 0 else None)
         self.places = GradientLayout(session, model, slots, self._end)
         self._round = Round(session, self.places, self._ask_for_gradients, compared)
         self._complete_updates, self._superseded = WeakMethod(before_round), WeakMethod(superseded)

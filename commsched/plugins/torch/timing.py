@@ -127,16 +127,20 @@ class FullWaitReport:
     """Measures where this rank waits for all averages of a step at once, instead of for each when the next forward reads it.
 
     Such waits occur if gradients are read before ``step()``, for a global norm or a log line, or if the update needs all
-    gradients. Communication then overlaps with backward only. After :data:`STEPS` such steps the log reports the line and its
-    cost, and the measurement ends. Ranks with ``say=False`` measure nothing. Call it from the training thread only.
+    gradients. Communication then overlaps with backward only. After :data:`STEPS` such steps the log and ``report`` (see
+    ``Session.report_full_wait``) get the line and its cost, and the measurement ends. Ranks without ``report`` measure nothing.
+    Call it from the training thread only.
     """
 
-    def __init__(self, say: bool) -> None:
-        self._measures = say
-        self._line: str | None = None  # the line of the first wait in this step, and the reason
+    def __init__(self, report: Callable[[str, str, float, float], object] | None) -> None:
+        self._report = report
+        self._measures = report is not None
+        self._line: tuple[str, str] | None = None  # the line of the first wait in this step, and the reason
         self._waited_seconds = 0.0
         self._last_step_at: float | None = None
-        self._steps: dict[str, list[tuple[float, float]]] = {}  # by line: seconds waited, and seconds of the whole step
+        self._steps: dict[
+            tuple[str, str], list[tuple[float, float]]
+        ] = {}  # by line: seconds waited, and seconds of the whole step
 
     def waiting(self, why: str) -> contextlib.AbstractContextManager[object]:
         """Return the context for a wait for averages. ``why`` is the reason for the wait, as a clause."""
@@ -145,7 +149,7 @@ class FullWaitReport:
     @contextlib.contextmanager
     def _measure(self, why: str) -> Iterator[None]:
         if self._line is None:
-            self._line = f"{line_of_the_user()}: {why}"
+            self._line = line_of_the_user(), why
         began = monotonic()
         try:
             yield
@@ -161,17 +165,20 @@ class FullWaitReport:
             steps = self._steps.setdefault(self._line, [])
             steps.append((self._waited_seconds, now - self._last_step_at))
             if len(steps) == STEPS:
-                self._say(self._line, steps)
+                self._tell(*self._line, steps)
         self._last_step_at, self._line, self._waited_seconds = now, None, 0.0
 
-    def _say(self, line: str, steps: list[tuple[float, float]]) -> None:
+    def _tell(self, line: str, why: str, steps: list[tuple[float, float]]) -> None:
         self._measures = False
         self._steps = {}
         waited, whole = (median(seconds) for seconds in zip(*steps))
+        assert self._report is not None
+        self._report(line, why, waited, whole)
         log.info(
-            "%s, so all averages are waited for there: median %.1f ms of %.1f ms per step (%.0f %%), which the next forward "
-            "cannot overlap",
+            "%s: %s, so all averages are waited for there: median %.1f ms of %.1f ms per step (%.0f %%), which the next "
+            "forward cannot overlap",
             line,
+            why,
             1e3 * waited,
             1e3 * whole,
             100 * waited / whole,

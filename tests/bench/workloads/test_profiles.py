@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import nn
 
-from bench.harness.lower_bound import lower_bound, wfbp
 from bench.profile.derive import derive, forward_flops, profile_of
 from bench.profile.full_size import FULL_SIZE, FullSize, to_json
 from bench.workloads import PROFILES, load_profile, model_names, real_model_names
 from commsched.core.errors import ConfigError
+from commsched.simulator.lower_bound import lower_bound, wfbp
 from commsched.simulator.profile import Profile
 
 ROOT = Path(__file__).parents[3]

@@ -199,7 +199,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def test_waits_of_a_step_are_added_and_steps_without_one_do_not_count(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
-    measured = FullWaitReport(say=True)
+    measured = FullWaitReport(lambda *wait: None)
     with caplog.at_level(logging.INFO, logger="commsched"):
         for step in range(2 * STEPS):
             assert messages(caplog) == []
@@ -215,7 +215,7 @@ def test_waits_of_a_step_are_added_and_steps_without_one_do_not_count(clock: Clo
 
 
 def test_each_line_is_counted_by_itself(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
-    measured = FullWaitReport(say=True)
+    measured = FullWaitReport(lambda *wait: None)
     with caplog.at_level(logging.INFO, logger="commsched"):
         for step in range(STEPS + 3):
             clock.seconds += 1.0
@@ -232,7 +232,7 @@ def test_each_line_is_counted_by_itself(clock: Clock, caplog: pytest.LogCaptureF
 
 
 def test_a_wait_that_fails_is_no_wait_of_the_next_step(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
-    measured = FullWaitReport(say=True)
+    measured = FullWaitReport(lambda *wait: None)
     with pytest.raises(RuntimeError, match="the network is gone"), measured.waiting("gradients are read"):
         raise RuntimeError("the network is gone")
     with caplog.at_level(logging.INFO, logger="commsched"):

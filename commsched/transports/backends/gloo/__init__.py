@@ -102,4 +102,4 @@ def _require_same_world(dist: Any, rank: int, world_size: int) -> None:
         )
 
 
-BACKEND = Backend(open_transport, settings=COLLECTIVE_SETTINGS, listens_at_host=True)
+BACKEND = Backend(open_transport, settings=COLLECTIVE_SETTINGS, listens_at_host=True, library=("torch", "torch"))

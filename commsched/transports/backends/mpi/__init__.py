@@ -47,4 +47,4 @@ def open_transport(context: TransportContext) -> Transport:
     return CollectiveTransport(context, channels)
 
 
-BACKEND = Backend(open_transport, settings=COLLECTIVE_SETTINGS, prepare=prepare)
+BACKEND = Backend(open_transport, settings=COLLECTIVE_SETTINGS, prepare=prepare, library=("mpi4py", "mpi"))

@@ -27,4 +27,4 @@ def open_transport(context: TransportContext) -> NcclTransport:
 
 
 # Without wire and hierarchy: it moves device memory, and uses the links within a host better than the hierarchy.
-BACKEND = Backend(open_transport, settings=frozenset({"order", "collective"}))
+BACKEND = Backend(open_transport, settings=frozenset({"order", "collective"}), library=("torch", "torch"))

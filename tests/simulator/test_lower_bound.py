@@ -1,4 +1,4 @@
-"""None"""
+"""The bounds and the times of the usual orders, compared with a link that is followed event by event."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.harness.lower_bound import (
+from commsched.simulator.lower_bound import (
     bucketed_wfbp,
     clipped_bound,
     dear,

@@ -8,7 +8,7 @@ no overhead; ``partitioned_bound`` and ``window_bound`` are for the partitions o
 
 In every function index 0 is the layer at the input side, the sequences have one item per layer, and times are seconds.
 ``comm_seconds[h]`` is ``bytes_factor(...) * bytes of layer h / bytes per second of a NIC``; that factor is in
-``commsched.simulator.scenario``.
+``scenario``.
 """
 
 from __future__ import annotations
@@ -74,6 +74,11 @@ def clipped_bound(
     # A layer without parameters does not wait for the norm.
     partitions = [(layer, seconds) for layer, seconds in enumerate(comm_seconds) if seconds]
     return partitioned_bound(forward_seconds, backward_seconds, partitions, first_share=first_share)
+
+
+def first_share(clips: bool, servers: bool) -> float:
+    """The ``first_share`` of :func:`clipped_bound` with equal shards, on separate servers or on each worker."""
+    return 0.0 if not clips else 1.0 if servers else 0.5
 
 
 def wfbp(forward_seconds: Sequence[float], backward_seconds: Sequence[float], comm_seconds: Sequence[float]) -> float:

@@ -1,0 +1,112 @@
+"""``commsched doctor --listen`` and ``--peer``: two machines join a job of two ranks over the parameter server, and measure.
+
+The job is a real one, so it needs what training needs: the control channel with the token, and a connection from each machine
+to the other's shard.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Mapping
+from statistics import median
+
+from ..control.rendezvous import own_host, read_token
+from ..core.manifest import Manifest, TensorSpec
+from ..core.standard_streams import say_out
+from ..core.world import World
+from ..session.opening import open_session
+from ..session.session import Session
+from ..settings import Settings, parse_address
+from ..tuner.link import describe_link
+from .doctor import address_towards_the_world
+
+#: The port of ``--listen`` without one, and the seconds for which it waits for the other machine.
+PORT = 29600
+LISTEN_SECONDS = 600.0
+
+#: Bytes of the first transfer, and the seconds that the second one is to take.
+_FIRST_BYTES = 4_000_000
+_SECONDS = 2.0
+_MOST_BYTES = 1_000_000_000
+_ROUND_TRIPS = 20
+_LAUNCHER = "commsched doctor"
+
+
+def listen(address: str, environ: Mapping[str, str]) -> int:
+    """Wait at ``address`` (empty: this machine's, :data:`PORT`) for the other machine, and measure. Returns 0.
+
+    Raises:
+        CommschedError: no machine came, or it could not be reached.
+    """
+    where = parse_address(address or f"{address_towards_the_world()}:{PORT}", "--listen")
+    token = read_token(Settings.load({}, environ))
+    if token is None:
+        token = secrets.token_hex(32)
+        shown = token
+    else:
+        shown = "(the same token)"
+    say_out(f"listening on {where}; on the other machine: COMMSCHED_TOKEN={shown} commsched doctor --peer {where}")
+    return _measure(0, where, token, LISTEN_SECONDS, environ)
+
+
+def reach(address: str, environ: Mapping[str, str]) -> int:
+    """Join the machine that listens at ``address``, and measure. Returns 0.
+
+    Raises:
+        CommschedError: it does not listen there, has another token, or cannot reach this machine.
+    """
+    return _measure(1, parse_address(address, "--peer"), None, None, environ)
+
+
+def _measure(rank: int, where: str, token: str | None, join_within: float | None, environ: Mapping[str, str]) -> int:
+    kept = {name: value for name, value in environ.items() if name in _USED}
+    settings = Settings.load({**_FIXED, "control": where, "token": token, "join_within": join_within}, kept)
+    with open_session(World(rank, 2, 0, 1, _LAUNCHER), settings) as session:
+        host = own_host(settings, where)
+        there = session.gather([host, describe_link(host)], "to be examined")[1 - rank]
+        say_out(f"control channel: joined, both ends have proved the token; {there[0]} ({there[1]}) is the other machine")
+        trip = session.gather(_round_trip(session))[1]  # rank 0 answers itself
+        say_out(f"control channel: {1e3 * trip:.2f} ms for a round trip")
+        say_out(f"this machine is reached at {host} ({describe_link(host)}), and reaches the other one's shard")
+        first = _rate(session, _FIRST_BYTES)
+        nbytes = min(_MOST_BYTES, max(_FIRST_BYTES, round(_SECONDS * first)))
+        rate = _rate(session, session.gather(nbytes)[0])
+        say_out(f"gradients: {rate / 1e6:.4g} MB/s, both ways at the same time ({8 * rate / 1e9:.3g} Gbit/s in each direction)")
+        return 0
+
+
+#: Settings of the test, and the environment variables that count for it beside them.
+_FIXED = {
+    "transport": "ps",
+    "hierarchy": "off",
+    "partition": "1MB",
+    "credit": "8MB",
+    "log": "warning",
+}
+_USED = frozenset({"COMMSCHED_TOKEN", "COMMSCHED_TOKEN_FILE", "COMMSCHED_HOST", "COMMSCHED_LANE", "COMMSCHED_FAIL_AFTER"})
+
+
+def _round_trip(session: Session) -> float:
+    times = []
+    for _ in range(_ROUND_TRIPS):
+        began = time.perf_counter()
+        session.gather(None)
+        times.append(time.perf_counter() - began)
+    return median(times)
+
+
+def _rate(session: Session, nbytes: int) -> float:
+    """Bytes per second and direction while ``nbytes`` are averaged: each machine sends half of them as contributions and half
+    as averages, and receives as many. The slower machine counts."""
+    spec = TensorSpec("commsched.doctor", (nbytes // 4,), "float32")
+    buffer = memoryview(bytearray(spec.nbytes))
+    group = session.register(Manifest((spec,)), {"float32": buffer})
+    group.begin_step()
+    session.gather(None)  # both begin together
+    began = time.perf_counter()
+    group.notify_ready(0)
+    group.proxies[0].wait()
+    seconds = time.perf_counter() - began
+    group.release()
+    return spec.nbytes / float(max(session.gather(seconds)))

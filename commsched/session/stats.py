@@ -1,0 +1,92 @@
+"""The numbers of a session for users, and the line at the end of a job."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ..core.core import Core
+from ..core.manifest import Manifest
+from ..core.pace import REPORT_STEPS
+from ..tuner.paced import FullWait, Paced
+
+if TYPE_CHECKING:
+    from ..tuner.assessment import Assessment  # which needs the simulator's dependencies
+
+
+class Statistics:
+    """Collects what one rank knows of its steps. Any thread may call it.
+
+    Attributes:
+        waits_elsewhere: the engine waits for averages where the core does not see it, so nobody knows how long.
+        assessment: rank 0's assessment of its steps, once it is made.
+    """
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self._groups: dict[int, Manifest] = {}  # those of gradients
+        self._full_wait: FullWait | None = None
+        self.waits_elsewhere = False
+        self.assessment: Assessment | None = None
+
+    def add_group(self, group: int, manifest: Manifest) -> None:
+        self._groups[group] = manifest
+
+    def add_full_wait(self, wait: FullWait) -> None:
+        """Note a line at which all averages are waited for. The one that costs most counts."""
+        if self._full_wait is None or wait.seconds > self._full_wait.seconds:
+            self._full_wait = wait
+
+    def paced(self, group: int, steps: int = REPORT_STEPS) -> Paced | None:
+        """Medians over the last ``steps`` steps of ``group``; None before its first step has ended."""
+        pace = self._core.pace(group, steps)
+        if pace is None:
+            return None
+        by_rank = {} if self.waits_elsewhere else self._core.own_seconds(group)
+        return Paced(
+            steps=pace.step + 1,
+            step_seconds=pace.whole,
+            own_seconds=None if self.waits_elsewhere else pace.own,
+            config=self._core.config,
+            own_by_rank=by_rank,
+            needs_norm=self._core.measures_norms(group),
+            full_wait=self._full_wait,
+        )
+
+    def last(self) -> Paced | None:
+        """The last steps of the largest group of gradients that is trained."""
+        found = [(group, self.paced(group)) for group in sorted(self._groups, key=lambda group: self._groups[group].nbytes)]
+        return next((paced for _, paced in reversed(found) if paced is not None), None)
+
+    def summary(self) -> str | None:
+        """The line at the end of the job; None if the steps were not assessed."""
+        paced = self.last()
+        if self.assessment is None or paced is None:
+            return None
+        from ..tuner.assessment import summary
+
+        return summary(self.assessment, paced)
+
+    def record(self) -> dict[str, Any]:
+        """See ``Session.stats``."""
+        paced, found = self.last(), self.assessment
+        own = None if paced is None else paced.own_seconds
+        wait = self._full_wait
+        per_byte = None if found is None else found.seconds_per_byte
+        config = self._core.config
+        return {
+            "steps": 0 if paced is None else paced.steps,
+            "step_seconds": None if paced is None else paced.step_seconds,
+            "compute_seconds": own,
+            "exposed_seconds": None if paced is None or own is None else paced.step_seconds - own,
+            "gradient_bytes": max((manifest.nbytes for manifest in self._groups.values()), default=0),
+            "partition_bytes": config.partition_bytes,
+            "credit_bytes": config.credit_bytes,
+            "full_wait": None if wait is None else {"line": wait.line, "why": wait.why, "seconds": wait.seconds},
+            "slowest_rank": None if found is None else found.slowest_rank,
+            "late_seconds": None if found is None or own is None else found.late_seconds,
+            "network_bytes_per_second": None if per_byte is None else 1 / per_byte,
+            "bound_seconds": None if found is None else found.bound_seconds,
+            "bound_16_bits_seconds": None if found is None else found.half_seconds,
+            "bound_with_servers_seconds": None if found is None else found.served_seconds,
+            "layers": [] if found is None else [dict(layer) for layer in found.layers],
+        }

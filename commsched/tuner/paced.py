@@ -1,0 +1,42 @@
+"""What a rank sees of its steps while it trains, without a profile."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ..core.scheduler import SchedulerConfig
+
+
+@dataclass(frozen=True, slots=True)
+class FullWait:
+    """A line of the user's at which all averages of a step are waited for: ``file:line``, the reason as a clause, and medians
+    of the seconds that it waits and of the whole step."""
+
+    line: str
+    why: str
+    seconds: float
+    step_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Paced:
+    """Steps of one group as rank 0 sees them, with the configuration in use.
+
+    Attributes:
+        steps: steps that have begun so far.
+        step_seconds: median time of the last few steps.
+        own_seconds: median time of these steps without waiting for averages; None if the engine waits where commsched does not
+            see it.
+        own_by_rank: the last report of each rank's own seconds; may be empty.
+        needs_norm: whether every update needs a norm of all averages.
+        full_wait: a line at which all averages are waited for; None if there is none.
+    """
+
+    steps: int
+    step_seconds: float
+    own_seconds: float | None
+    config: SchedulerConfig
+    own_by_rank: Mapping[int, float] = field(default_factory=dict)
+    needs_norm: bool = False
+    full_wait: FullWait | None = None

@@ -1,0 +1,150 @@
+"""What is said of the cost of communication, from figures that are known."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from commsched.core.manifest import Manifest, TensorSpec
+from commsched.core.scheduler import SchedulerConfig
+from commsched.settings import Settings
+from commsched.simulator.lower_bound import clipped_bound, lower_bound
+from commsched.simulator.profile import LayerProfile, Profile
+from commsched.tuner.assessment import assess, in_words, summary
+from commsched.tuner.learn import JobFacts
+from commsched.tuner.paced import FullWait, Paced
+from commsched.tuner.profiler import LinkEstimate, Measured
+
+#: Ten layers of 1 MB; each takes 10 ms forward and 20 ms backward.
+MANIFEST = Manifest(tuple(TensorSpec(f"layer {number}", (250_000,), "float32") for number in range(10)))
+PROFILE = Profile(
+    "training", tuple(LayerProfile(spec.name, ((250_000,),), 0.010, 0.020) for spec in MANIFEST.tensors), "measured"
+)
+TIMES = [0.010] * 10, [0.020] * 10
+
+
+def measured(megabytes_per_second: float, **more: Any) -> Measured:
+    return Measured(PROFILE, LinkEstimate(1e-6 / megabytes_per_second, 0.0), 0.3, 5, **more)
+
+
+def paced(step: float, own: float | None = 0.3, **more: Any) -> Paced:
+    return Paced(24, step, own, SchedulerConfig(), **more)
+
+
+def job(world_size: int = 2, transport: str = "ps", servers: int = 0, workers: int | None = None) -> JobFacts:
+    return JobFacts(world_size, transport, False, "10.0.0.1", world_size, workers or world_size, servers)
+
+
+def words(steps: Paced, found: Measured | None, where: JobFacts | None = None, **settings: Any) -> list[str]:
+    chosen = Settings.load(settings, {})
+    return in_words(assess(steps, MANIFEST, found, where or job(), chosen), chosen)
+
+
+def test_where_nothing_is_exposed_nothing_can_be_gained() -> None:
+    assert words(paced(0.302), measured(1000)) == [
+        "after 24 steps, a step takes 302.0 ms: 300.0 ms of computation and 2.0 ms of exposed communication (0.7 %); with this "
+        "model and network (1 GB/s of gradients) the bound is 301.0 ms",
+        "communication is 0.7 % of a step: nothing can be gained",
+    ]
+
+
+def test_at_the_bound_only_fewer_bytes_help() -> None:
+    bound = lower_bound(*TIMES, [1 / 25] * 10)
+    first, second = words(paced(1.02 * bound), measured(25), wire="none")
+    assert first.endswith(f"the bound is {1e3 * bound:.1f} ms")
+    half = lower_bound(*TIMES, [0.5 / 25] * 10)
+    assert second == (
+        "that is within 5 % of the bound: no other order or size of messages helps; "
+        f"wire=bfloat16 (16 bits on the network): {1e3 * half:.1f} ms at best"
+    )
+    _, again = words(paced(1.02 * bound), measured(25), wire="bfloat16")
+    assert again == "that is within 5 % of the bound: no other order or size of messages helps"
+
+
+def test_more_servers_are_named_where_they_would_carry_less_each() -> None:
+    """With a shard on each of 4 workers a card carries 1.5 bytes for a byte of gradient, with 4 servers 1."""
+    found = assess(paced(0.6), MANIFEST, measured(25), job(4), Settings())
+    assert found.servers == 4
+    assert found.served_seconds == pytest.approx(lower_bound(*TIMES, [1 / 25 / 1.5] * 10))
+    assert assess(paced(0.6), MANIFEST, measured(25), job(2), Settings()).served_seconds is None  # 1 byte already
+    halves = assess(paced(0.6), MANIFEST, measured(25), job(4, servers=2), Settings())
+    assert halves.served_seconds == pytest.approx(lower_bound(*TIMES, [1 / 25 / 2] * 10))
+    assert assess(paced(0.6), MANIFEST, measured(25), job(4, "gloo"), Settings()).served_seconds is None
+
+
+def test_a_line_that_waits_for_everything_is_named_with_what_it_costs() -> None:
+    wait = FullWait("train.py:53", "gradients are read before step()", 0.25, 0.7)
+    _, second = words(paced(0.7, full_wait=wait), measured(25))
+    assert second.startswith(
+        "train.py:53 waits 250.0 ms for all averages (gradients are read before step()), which the next forward cannot "
+        "overlap; without that a step takes 430.0 ms at best; "
+    )
+
+
+def test_settings_that_stand_in_the_way_are_named() -> None:
+    far = paced(0.6)
+    assert "28 % above the bound: commsched tune may find better sizes" in words(far, measured(25))[1]
+    assert "leave partition and credit open" in words(far, measured(25), credit="64MB")[1]
+    fifo = Paced(24, 0.6, 0.3, SchedulerConfig(policy="fifo"))
+    assert "try policy=priority" in words(fifo, measured(25), policy="fifo")[1]
+    assert "that is the cost of messages" in words(far, measured(25), tune="1")[1]
+
+
+def test_a_slow_rank_is_no_fault_of_the_network() -> None:
+    found = assess(paced(0.5, own_by_rank={0: 0.3, 1: 0.48}), MANIFEST, measured(1000), job(), Settings())
+    assert (found.slowest_rank, found.late_seconds) == (1, pytest.approx(0.18))
+    assert found.bound_seconds == pytest.approx(lower_bound(*([1.6 * each for each in part] for part in TIMES), [0.001] * 10))
+    first, second = in_words(found, Settings())
+    assert "200.0 ms of exposed communication (40 %), 180.0 ms of which are for rank 1, which computes longer" in first
+    assert second.startswith("rank 1 is slow, and no network changes that")
+
+
+def test_ranks_that_are_nearly_alike_name_nobody() -> None:
+    found = assess(paced(0.5, own_by_rank={0: 0.31, 1: 0.32}), MANIFEST, measured(25), job(), Settings())
+    assert (found.slowest_rank, found.late_seconds) == (None, 0.0)
+
+
+def test_a_loop_that_clips_has_the_bound_of_such_loops() -> None:
+    for servers, share in ((0, 0.5), (2, 1.0)):
+        found = assess(paced(0.6, needs_norm=True), MANIFEST, measured(25), job(servers=servers), Settings())
+        assert found.bound_seconds == pytest.approx(clipped_bound(*TIMES, [1 / 25] * 10, share))
+
+
+def test_late_averages_of_other_ranks_do_not_make_the_network_slow() -> None:
+    """A contribution leaves at 50 MB/s, and the averages that leave this rank's shard as well: 25 MB/s of gradients."""
+    late = measured(10, sending_seconds_per_byte=1e-6 / 50)
+    assert assess(paced(0.6), MANIFEST, late, job(), Settings()).seconds_per_byte == pytest.approx(1e-6 / 25)
+    assert assess(paced(0.6), MANIFEST, late, job(servers=1), Settings()).seconds_per_byte == pytest.approx(1e-6 / 50)
+    quick = measured(40, sending_seconds_per_byte=1e-6 / 50)
+    assert assess(paced(0.6), MANIFEST, quick, job(), Settings()).seconds_per_byte == pytest.approx(1e-6 / 40)
+    hosts = assess(paced(0.6), MANIFEST, late, job(4, workers=2), Settings())  # the leaders of two hosts send
+    assert hosts.seconds_per_byte == pytest.approx(1e-6 / 10)
+
+
+def test_an_engine_that_shows_no_waits_and_steps_without_a_profile_leave_out_what_they_do_not_know() -> None:
+    assert words(paced(0.6, None), measured(25)) == [
+        "after 24 steps, a step takes 600.0 ms, and the network is busy for 400.0 ms of it; this engine does not show what it "
+        "waits for"
+    ]
+    assert words(paced(0.6, None), measured(2000))[1:] == ["the network is busy for 0.8 % of a step: nothing can be gained"]
+    assert words(paced(0.6, None), None) == ["after 24 steps, a step takes 600.0 ms"]
+    assert words(paced(0.6), None) == [
+        "after 24 steps, a step takes 600.0 ms: 300.0 ms of computation and 300.0 ms of exposed communication (50 %)"
+    ]
+
+
+def test_a_bound_above_the_step_itself_is_shown_as_the_step() -> None:
+    first, second = words(paced(0.40), measured(25))
+    assert first.endswith("the bound is 400.0 ms")
+    assert second.startswith("that is within 5 % of the bound")
+
+
+def test_the_line_at_the_end_has_the_last_steps() -> None:
+    found = assess(paced(0.6), MANIFEST, measured(25), job(), Settings())
+    now = Paced(1000, 0.5, 0.3, SchedulerConfig())
+    assert summary(found, now) == (
+        "1000 steps, at the end 500.0 ms each: 300.0 ms of computation and 200.0 ms of exposed communication (40 %); "
+        "the bound was 430.0 ms"
+    )
+    assert summary(found, paced(0.5, None)) == "24 steps, at the end 500.0 ms each"
