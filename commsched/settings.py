@@ -271,7 +271,7 @@ class Settings:
     log: str | None = _setting(
         _one_of("warning", "info", "debug"),
         None,
-        "how much is logged: warning, info, debug; none: one line when the job begins, and warnings",
+        "how much is logged: warning, info, debug; none: a few lines on the job, and warnings",
         run_option=True,
     )
     check_weights: int = _setting(

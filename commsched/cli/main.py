@@ -133,12 +133,12 @@ def _add_doctor(parser: argparse.ArgumentParser) -> None:
 def _doctor(arguments: argparse.Namespace) -> int:
     quiet_grpc()
     from .doctor import examine
-    from .peer_test import listen, reach
+    from .peer_test import await_peer, join_peer
 
     if arguments.listen is not None:
-        return listen(arguments.listen, os.environ)
+        return await_peer(arguments.listen, os.environ)
     if arguments.peer is not None:
-        return reach(arguments.peer, os.environ)
+        return join_peer(arguments.peer, os.environ)
     return examine(os.environ)
 
 

@@ -33,7 +33,7 @@ _ROUND_TRIPS = 20
 _LAUNCHER = "commsched doctor"
 
 
-def listen(address: str, environ: Mapping[str, str]) -> int:
+def await_peer(address: str, environ: Mapping[str, str]) -> int:
     """Wait at ``address`` (empty: this machine's, :data:`PORT`) for the other machine, and measure. Returns 0.
 
     Raises:
@@ -50,7 +50,7 @@ def listen(address: str, environ: Mapping[str, str]) -> int:
     return _measure(0, where, token, LISTEN_SECONDS, environ)
 
 
-def reach(address: str, environ: Mapping[str, str]) -> int:
+def join_peer(address: str, environ: Mapping[str, str]) -> int:
     """Join the machine that listens at ``address``, and measure. Returns 0.
 
     Raises:

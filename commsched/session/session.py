@@ -507,7 +507,7 @@ class Session:
             self._control.wait_for_callbacks()  # the last comparisons arrive as callbacks
             if self._diverged is not None:
                 raise self._diverged
-            if self.rank == 0 and (line := self.statistics.summary()) is not None:
+            if self.rank == 0 and (line := self.statistics.last_line()) is not None:
                 say(line)
         except BaseException as error:
             self.abort(f"{type(error).__name__}: {error}")

@@ -57,14 +57,14 @@ class Statistics:
         found = [(group, self.paced(group)) for group in sorted(self._groups, key=lambda group: self._groups[group].nbytes)]
         return next((paced for _, paced in reversed(found) if paced is not None), None)
 
-    def summary(self) -> str | None:
+    def last_line(self) -> str | None:
         """The line at the end of the job; None if the steps were not assessed."""
         paced = self.last()
         if self.assessment is None or paced is None:
             return None
-        from ..tuner.assessment import summary
+        from ..tuner.assessment import last_line
 
-        return summary(self.assessment, paced)
+        return last_line(self.assessment, paced)
 
     def record(self) -> dict[str, Any]:
         """See ``Session.stats``."""

@@ -71,7 +71,7 @@ def assess(paced: Paced, manifest: Manifest, measured: Measured | None, job: Job
         measured: the profile of steps with the same configuration; None if there is none.
     """
     nbytes = manifest.nbytes
-    per_byte = None if measured is None else _network_seconds_per_byte(measured, job)
+    per_byte = None if measured is None else measured.transfer_seconds_per_byte or measured.link.seconds_per_byte
     if paced.own_seconds is None:
         return Assessment(paced, nbytes, seconds_per_byte=per_byte)
     own, step = paced.own_seconds, paced.step_seconds
@@ -87,7 +87,9 @@ def assess(paced: Paced, manifest: Manifest, measured: Measured | None, job: Job
     }
     if measured is None or per_byte is None:
         return Assessment(paced, nbytes, **known)
-    bound = _bound_of(measured, slowest, paced.needs_norm)
+    if slowest > own:
+        per_byte = _without_lateness(per_byte, measured, job)
+    bound = _bound_of(measured, slowest, paced)
     servers = job.servers
     known["bound_seconds"] = bound(per_byte, servers)
     known["layers"] = _layers(manifest, measured)
@@ -100,14 +102,14 @@ def assess(paced: Paced, manifest: Manifest, measured: Measured | None, job: Job
     return Assessment(paced, nbytes, seconds_per_byte=per_byte, **known)
 
 
-def _network_seconds_per_byte(measured: Measured, job: JobFacts) -> float:
-    """The time that the network takes for a byte of gradient. Averages come later if another rank is late, so the rate at which
-    this rank's own contributions leave counts if it is higher. With a hierarchy they are the host's."""
+def _without_lateness(seconds_per_byte: float, measured: Measured, job: JobFacts) -> float:
+    """The time that the network takes for a byte of gradient if another rank is late, and averages therefore come late. The
+    rate at which this rank's own contributions leave does not depend on that. With a hierarchy they are the host's."""
     sending = measured.sending_seconds_per_byte
     if sending is None or job.workers != job.world_size:
-        return measured.link.seconds_per_byte
+        return seconds_per_byte
     # Each byte of a shard on this rank's machine leaves it twice, as a contribution and as an average of others'.
-    return min(measured.link.seconds_per_byte, sending if job.servers else 2 * sending)
+    return min(seconds_per_byte, sending if job.servers else 2 * sending)
 
 
 #: The transports with the setting ``wire``.
@@ -118,17 +120,20 @@ def _is_float32(manifest: Manifest) -> bool:
     return sum(spec.nbytes for spec in manifest.tensors if spec.dtype == "float32") > manifest.nbytes / 2
 
 
-def _bound_of(measured: Measured, compute_seconds: float, needs_norm: bool) -> Callable[[float, int], float]:
+def _bound_of(measured: Measured, compute_seconds: float, paced: Paced) -> Callable[[float, int], float]:
     """The bound as a function of the seconds per byte and the number of servers, for layers that take ``compute_seconds`` in
-    all. No schedule takes longer than the measured steps, so they limit it."""
+    all."""
     profile = measured.profile
     factor = compute_seconds / profile.compute_seconds if profile.compute_seconds > 0 else 0.0
-    forward = [factor * layer.forward_seconds for layer in profile.layers]
     backward = [factor * layer.backward_seconds for layer in profile.layers]
+    forward = [factor * layer.forward_seconds for layer in profile.layers]
+    if paced.full_wait is not None and sum(backward) > 0:
+        # All averages are waited for before the forward, so its waits do not show which layer takes how long.
+        forward = [sum(forward) * each / sum(backward) for each in backward]
 
     def bound(seconds_per_byte: float, servers: int) -> float:
         comm = [seconds_per_byte * layer.nbytes for layer in profile.layers]
-        return clipped_bound(forward, backward, comm, first_share(needs_norm, servers > 0))
+        return clipped_bound(forward, backward, comm, first_share(paced.needs_norm, servers > 0))
 
     return bound
 
@@ -156,7 +161,7 @@ def in_words(found: Assessment, settings: Settings) -> list[str]:
     return [f"{what}{_least(found)}", *_advice(found, settings)]
 
 
-def summary(found: Assessment, now: Paced) -> str:
+def last_line(found: Assessment, now: Paced) -> str:
     """The line at the end of the job. ``now``: its last steps."""
     step = now.step_seconds
     line = f"{now.steps} steps, at the end {_ms(step, step)} each"
@@ -209,6 +214,8 @@ def _advice(found: Assessment, settings: Settings) -> list[str]:
     bound = _shown_bound(found)
     if found.late_seconds >= WORTH_ADVICE * step:
         said.append(f"rank {found.slowest_rank} is slow, and no network changes that: give it less work, or a faster machine")
+        if found.exposed_seconds - found.late_seconds < WORTH_ADVICE * step:
+            return said
     wait = paced.full_wait
     if wait is not None and wait.seconds >= WORTH_ADVICE * wait.step_seconds:
         text = (
@@ -227,7 +234,7 @@ def _setting(found: Assessment, bound: float, settings: Settings) -> list[str]:
     step = found.paced.step_seconds
     if bound >= (1 - WORTH_ADVICE) * step:
         return ["that is within 5 % of the bound: no other order or size of messages helps"]
-    more = f"{_percent(step - bound, step)} above the bound"
+    more = f"{_percent(step - bound, bound)} above the bound"
     if found.paced.config.policy != "priority":
         return [f"{more}: try policy=priority"]
     if not settings.given.isdisjoint({"partition", "credit"}):

@@ -60,6 +60,9 @@ class Measured:
     """The result of a profile. ``step_seconds`` is the median over ``steps`` steps with the configuration in use.
 
     ``waited_seconds`` has the median time per step for which the engine waited for a tensor's average, by the tensor's name.
+
+    ``transfer_seconds_per_byte`` is the time that a byte of gradient takes on the network without the latency at the end of
+    each busy period; None means the same as ``link``.
     ``sending_seconds_per_byte`` is the time for which this rank's contribution of a byte of gradient occupies its own link,
     over a parameter server; None if it was not seen. Unlike the time until the average is there, it does not depend on other
     ranks.
@@ -70,6 +73,7 @@ class Measured:
     step_seconds: float
     steps: int
     waited_seconds: Mapping[str, float] = field(default_factory=dict)
+    transfer_seconds_per_byte: float | None = None
     sending_seconds_per_byte: float | None = None
 
 
@@ -172,7 +176,8 @@ class Profiler(Observer):
         """
         began = list(self._began)
         steps = [step for step in self._steps(manifest, began) if step is not None]
-        link = self._link({step for step, _ in began[:-1]}, ordered, most_seconds_per_byte)
+        whole = {step for step, _ in began[:-1]}
+        link = self._link(whole, ordered, most_seconds_per_byte)
         if not steps or link is None:
             return None
         backward = [median(times) for times in zip(*(_backward(step.ready) for step in steps))]
@@ -192,7 +197,8 @@ class Profiler(Observer):
             median(step.seconds for step in steps),
             len(steps),
             _waited(steps),
-            None if ordered else _sending(self._tasks_of({step for step, _ in began[:-1]})),
+            None if ordered else min(_transfer(self._tasks_of(whole)), most_seconds_per_byte),
+            None if ordered else _sending(self._tasks_of(whole)),
         )
 
     def _steps(self, manifest: Manifest, began: Sequence[tuple[int, float]]) -> Iterator[_Step | None]:
@@ -239,6 +245,16 @@ class Profiler(Observer):
 def _latency(tasks: Sequence[_Task], seconds_per_byte: float) -> float:
     beyond = sorted(task.done_at - task.sent_at - seconds_per_byte * task.nbytes for task in tasks)
     return max(0.0, beyond[len(beyond) // 4] / 2)
+
+
+def _transfer(tasks: Sequence[_Task]) -> float:
+    """Seconds per byte of busy periods over a parameter server. Each period lasts for the time of its bytes and one latency."""
+    periods = _busy_periods(tasks)
+    periods = [period for period in periods if len(period) >= _BUSY_TASKS] or periods
+    nbytes = sum(task.nbytes for period in periods for task in period)
+    busy = sum(max(task.done_at for task in period) - period[0].started_at for period in periods)
+    latency = _latency(tasks, busy / nbytes)
+    return max(busy - latency * len(periods), busy / 2) / nbytes
 
 
 def _sending(tasks: Sequence[_Task]) -> float | None:

@@ -317,3 +317,38 @@ def test_a_real_training():
     assert 0 < measured.profile.forward_seconds < measured.step_seconds
     assert measured.profile.compute_seconds <= measured.step_seconds * 2  # each a median of few
     assert 0 < measured.link.seconds_per_byte < 1
+
+
+# --- for the bound ---
+
+
+def test_a_busy_period_has_one_latency_besides_its_bytes_and_what_leaves_first_only_fills_queues():
+    """Each of 4 tasks of 1000 bytes takes 0.25 s on the link. It leaves then, and its average is there 0.4 s later."""
+    profiler = Profiler(0, 1)
+    step(profiler, 0, 100.0)
+    for index in range(4):
+        sent = 101.0 + 0.25 * (index + 1)
+        profiler.on_task(make_task(0, index, 1000, 101.0 if index < 2 else sent - 0.5, sent + 0.4, sent=sent))
+    profiler.on_step(0, 1, 120.0)
+    measured = profiler.result(MANIFEST)
+    busy = 4 * 0.25 + 0.4
+    latency = (0.4 - busy / 4) / 2
+    assert measured.transfer_seconds_per_byte == pytest.approx((busy - latency) / 4000)
+    assert measured.sending_seconds_per_byte == pytest.approx(0.25 / 1000)
+    limited = profiler.result(MANIFEST, most_seconds_per_byte=1e-4)
+    assert limited.transfer_seconds_per_byte == 1e-4
+    collective = profiler.result(MANIFEST, ordered=True)
+    assert (collective.transfer_seconds_per_byte, collective.sending_seconds_per_byte) == (None, None)
+
+
+def test_few_tasks_do_not_show_how_fast_they_leave():
+    assert profile_of().sending_seconds_per_byte is None
+
+
+def test_waits_are_medians_over_steps_of_all_waits_for_a_tensor():
+    profiler = Profiler(0, 3)
+    for number, second in enumerate((1.0, 2.0, 4.0)):
+        waits = [("a", 5.0, 6.0), ("a", 7.0, 7.0 + second), *([("b", 8.5, 9.0)] if number == 0 else [])]
+        step(profiler, number, 100 + 20 * number, waits=waits, tasks=[(1000, 1.0, 5.0)])
+    profiler.on_step(0, 3, 160)
+    assert profiler.result(MANIFEST).waited_seconds == pytest.approx({"a": 3.0, "b": 0.0})

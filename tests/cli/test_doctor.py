@@ -1,0 +1,88 @@
+"""``commsched doctor``: what it finds here, and two of them that test the way to each other."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from commsched.cli import doctor
+from commsched.cli.main import main
+from commsched.transports import transport_names
+from tests.jobs.job import Job
+
+
+@pytest.fixture(autouse=True)
+def environ(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRPC_VERBOSITY", "NONE")
+    for name in ("COMMSCHED_TOKEN", "COMMSCHED_LANE", "COMMSCHED_CONTROL", "COMMSCHED_WIRE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def examined(capsys: pytest.CaptureFixture[str], code: int = 0) -> str:
+    assert main(["doctor"]) == code
+    return capsys.readouterr().out
+
+
+def test_every_transport_and_engine_is_there_or_has_its_pip_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "find_spec", lambda module: None)
+    out = examined(capsys)
+    shown = {line.split()[0]: line for line in out.splitlines() if line.startswith("  ")}
+    assert set(transport_names()) <= set(shown)
+    for name, extra in (("gloo", "torch"), ("mpi", "mpi"), ("nccl", "torch"), ("JAX", "jax"), ("PyTorch", "torch")):
+        assert shown[name].endswith(f'no; pip install "commsched[{extra}]"')
+    assert shown["ps"].endswith("yes")
+
+
+def test_settings_and_addresses_are_shown(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COMMSCHED_CONTROL", "127.0.0.1:29600")
+    monkeypatch.setenv("COMMSCHED_TOKEN", "short")
+    monkeypatch.setenv("COMMSCHED_WIRE", "bfloat16")
+    out = examined(capsys)
+    assert "towards control=127.0.0.1:29600, this machine's address is 127.0.0.1 (loopback)" in out
+    assert "control='127.0.0.1:29600', wire='bfloat16'" in out
+    assert "the token has 5 characters" in out
+    assert "short" not in out
+
+
+def test_a_wrong_setting_is_named_and_the_rest_is_shown(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COMMSCHED_WIRE", "float8")
+    out = examined(capsys, 1)
+    assert "ConfigError: COMMSCHED_WIRE='float8' is unknown" in out
+    assert "shared memory: " in out
+
+
+def free_address() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+def test_two_of_them_join_and_measure() -> None:
+    address, token = free_address(), "of this test, which nobody guesses"
+    with Job("--listen", address, subcommand="doctor", environ={"COMMSCHED_TOKEN": token}) as one:
+        with Job("--peer", address, subcommand="doctor", environ={"COMMSCHED_TOKEN": token}) as other:
+            ended = [job.process.communicate(timeout=90) for job in (one, other)]
+            assert [job.process.returncode for job in (one, other)] == [0, 0], ended
+    for out, err in ended:
+        assert "control channel: joined, both ends have proved the token; 127.0.0.1 (loopback) is the other machine" in out
+        assert "ms for a round trip" in out
+        assert "Gbit/s in each direction" in out
+        assert all("which ranks on other machines cannot reach" in line for line in err.splitlines())  # it is loopback
+    assert ended[0][0].startswith(f"listening on {address}; on the other machine: COMMSCHED_TOKEN=(the same token)")
+
+
+def test_another_token_is_refused_by_name() -> None:
+    address = free_address()
+    with Job("--listen", address, subcommand="doctor", environ={"COMMSCHED_TOKEN": "one token of this test"}) as one:
+        assert one.process.stdout is not None
+        one.process.stdout.readline()
+        theirs = {"COMMSCHED_TOKEN": "another token of this test", "COMMSCHED_FAIL_AFTER": "2"}
+        with Job("--peer", address, subcommand="doctor", environ=theirs) as other:
+            _, err = other.process.communicate(timeout=90)
+            assert other.process.returncode == 2
+    assert "refuses this token; set the same COMMSCHED_TOKEN" in err

@@ -1,0 +1,102 @@
+"""``commsched predict``: what it reads, and that its figures are those of the bound and the simulator."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from commsched.cli.main import main
+from commsched.simulator.lower_bound import lower_bound
+
+LAYERS = [
+    {"name": f"layer {number}", "shapes": [[250_000]], "forward_seconds": 0.010, "backward_seconds": 0.020}
+    for number in range(10)
+]
+PROFILE = {"model": "ten layers", "layers": LAYERS, "source": "by hand"}
+STATS = {
+    "world_size": 2,
+    "layers": [
+        {"name": each["name"], "bytes": 1_000_000, "forward_seconds": 0.010, "backward_seconds": 0.020} for each in LAYERS
+    ],
+}
+
+
+def rows(tmp_path: Path, capsys: pytest.CaptureFixture[str], record: object, *options: str) -> list[dict[str, Any]]:
+    path = tmp_path / "m.json"
+    path.write_text(json.dumps(record))
+    arguments = ["predict", "--model", str(path), "--workers", "2", "--bandwidth", "200mbit", *options, "--json"]
+    assert main(arguments) == 0
+    found: list[dict[str, Any]] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_a_row_has_the_bound_and_two_systems_that_do_not_beat_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    [row] = rows(tmp_path, capsys, PROFILE)
+    bound = 1e3 * lower_bound([0.010] * 10, [0.020] * 10, [0.040] * 10)
+    assert row["bound"] == pytest.approx(bound)
+    assert bound <= row["commsched"] < 1.1 * bound
+    assert row["ddp"] > row["commsched"]
+    assert row["speedup"] == pytest.approx(row["ddp"] / row["commsched"])
+    assert row["rho"] == pytest.approx(0.4 / 0.3)
+
+
+def test_the_statistics_of_a_job_are_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert rows(tmp_path, capsys, STATS) == rows(tmp_path, capsys, PROFILE)
+
+
+def test_clipping_16_bits_and_servers_change_the_bound_as_they_should(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    [plain] = rows(tmp_path, capsys, PROFILE)
+    [halved] = rows(tmp_path, capsys, PROFILE, "--wire16")
+    assert halved["bound"] == pytest.approx(1e3 * lower_bound([0.010] * 10, [0.020] * 10, [0.020] * 10))
+    assert halved["ddp"] == plain["ddp"]
+    [clipped] = rows(tmp_path, capsys, PROFILE, "--clip")
+    assert clipped["bound"] >= plain["bound"] * (1 - 1e-9)
+    assert clipped["commsched"] >= clipped["bound"] * (1 - 1e-9)
+    [served] = rows(tmp_path, capsys, PROFILE, "--servers", "1")
+    assert served["bound"] > plain["bound"]
+
+
+def test_the_table_has_a_row_for_each_cluster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "m.json"
+    path.write_text(json.dumps(PROFILE))
+    assert main(["predict", "--model", str(path), "--workers", "2,64", "--bandwidth", "1gbit"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("SIMULATED: ten layers, 10.0 MB of gradients in 10 layers, 300.0 ms of computation per step.")
+    assert lines[2].split()[:3] == ["workers", "Gbit/s", "rho"]
+    assert [line.split()[0] for line in lines[3:]] == ["2", "64"]
+    assert len({len(line) for line in lines[2:]}) == 1
+
+
+@pytest.mark.parametrize(
+    ("record", "said"),
+    [
+        ({}, "not a profile: KeyError"),
+        ({"world_size": 2, "layers": []}, "these statistics have no layers; take those of rank 0"),
+        ([], "not a profile"),
+    ],
+)
+def test_other_files_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], record: object, said: str) -> None:
+    path = tmp_path / "m.json"
+    path.write_text(json.dumps(record))
+    assert main(["predict", "--model", str(path), "--workers", "2", "--bandwidth", "1gbit"]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [
+        ("--workers", "1", "'1' is not a number of at least 2"),
+        ("--bandwidth", "10", "bandwidth='10' is not a rate"),
+        ("--latency", "-1", "'-1' is not a time"),
+    ],
+)
+def test_wrong_options_are_named(capsys: pytest.CaptureFixture[str], option: str, value: str, said: str) -> None:
+    options = {"--workers": "2", "--bandwidth": "1gbit", option: value}
+    with pytest.raises(SystemExit):
+        main(["predict", "--model", "m.json", *(f"{name}={each}" for name, each in options.items())])
+    assert said in capsys.readouterr().err
