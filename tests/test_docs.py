@@ -21,7 +21,15 @@ PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
 IN_REPOSITORY = ("bench", "commsched", "docs", "environments", "examples", "tests", ".ci")
 
 #: Files that a reader of the pages makes: training scripts and results.
-MADE_BY_READERS = {"train.py", "stats.json", "results/tables.md", "trace.json", "traces/trace.json", "figures/regret.svg", "docs/<engine>.md"}
+MADE_BY_READERS = {
+    "train.py",
+    "stats.json",
+    "results/tables.md",
+    "trace.json",
+    "traces/trace.json",
+    "figures/regret.svg",
+    "docs/<engine>.md",
+}
 PATH = re.compile(r"(\./)?[\w.-]+(/[\w.-]+)+/?|[\w-]+\.(py|md|json)")
 
 

@@ -112,10 +112,12 @@ def answer(profile: Profile, question: Question) -> Row:
     backward = [layer.backward_seconds for layer in profile.layers]
     comm = [per_byte * layer.nbytes for layer in halved.layers]
     bound = clipped_bound(forward, backward, comm, first_share(question.clips, question.servers > 0))
-    config = _best_sizes(halved, question, per_byte)
-    rules = Rules(config, norm=question.clips)
     servers = question.servers
-    ours = _seconds(halved, _cluster(question, servers, question.overhead / factor), rules)
+    cluster = _cluster(question, servers, question.overhead / factor)
+    ours, config = min(
+        ((_seconds(halved, cluster, Rules(each, norm=question.clips)), each) for each in _sizes(halved, question, per_byte)),
+        key=lambda found: found[0],
+    )
     ddp = _seconds(profile, _cluster(question, 0, question.overhead), ddp_rules())
     return {
         "workers": question.workers,
@@ -134,12 +136,16 @@ def answer(profile: Profile, question: Question) -> Row:
     }
 
 
-def _best_sizes(profile: Profile, question: Question, per_byte: float) -> SchedulerConfig:
-    """The sizes that a job chooses for itself, if its measurements are exact."""
+def _sizes(profile: Profile, question: Question, per_byte: float) -> list[SchedulerConfig]:
+    """The sizes that a job chooses for itself if its measurements are exact, and the same partitions with credit for all
+    shards."""
     link = LinkEstimate(per_byte, question.overhead, question.latency)
     starts = seeds(profile, link, question.workers, servers=question.servers)
     model = Model(profile, link, question.workers, servers=question.servers, anchor_bytes=starts[0].partition_bytes)
-    return best_sizes(model.predict, Space(starts[0], profile.nbytes), starts)
+    best = best_sizes(model.predict, Space(starts[0], profile.nbytes), starts)
+    shards = question.servers or question.workers
+    credits = (best.credit_bytes, *(lanes * best.partition_bytes for lanes in (shards + 1, 2 * shards)))
+    return [replace(best, credit_bytes=min(credit, max(best.credit_bytes, profile.nbytes))) for credit in credits]
 
 
 def _cluster(question: Question, servers: int, message_seconds: float) -> Cluster:

@@ -1,0 +1,167 @@
+"""What a session says of its steps, and what ``Session.stats`` has for loggers."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import threading
+from typing import Any
+
+import pytest
+
+from commsched.session.local import local_sessions
+from commsched.session.session import Session
+from commsched.session.tuning import facts_of, start_assessing
+from commsched.settings import Settings
+from commsched.tuner.learn import NothingMeasured
+from tests.tuner.training import UNTIL_ENDED, WIDE, Training, choosing
+
+RANK_0_KNOWS = {
+    "slowest_rank",
+    "late_seconds",
+    "network_bytes_per_second",
+    "bound_seconds",
+    "bound_16_bits_seconds",
+    "bound_with_servers_seconds",
+    "full_wait",
+}
+
+
+class Assessed:
+    """A training that ends soon after it was assessed; ``lines`` are those of rank 0, ``stats`` the last ones of each rank."""
+
+    def __init__(self, settings: Settings | None = None, **training: Any) -> None:
+        self.lines: list[str] = []
+        self.stats: dict[int, dict[str, Any]] = {}
+        self._settings = settings or Settings()
+        self._ended = threading.Event()
+        given = {"steps": UNTIL_ENDED, "width": WIDE, "delay_seconds": 0.002, "until": self._ended, **training}
+        self.training = Training(open_rank=self._open_rank, before_step=self._before_step, **given)
+        self.by_rank = self.training.run()
+
+    def _open_rank(self, session: Session) -> None:
+        if session.rank == 0:
+            start_assessing(session, self._settings, facts_of(session, self._settings, "local", "127.0.0.1", 1), self._say)
+
+    def _before_step(self, session: Session, step: int) -> None:
+        self.stats[session.rank] = session.stats()
+
+    def _say(self, line: str) -> None:
+        self.lines.append(line)
+        self._ended.set()
+
+
+@pytest.fixture(scope="module")
+def assessed() -> Assessed:
+    return Assessed()
+
+
+def test_two_lines_are_said_once(assessed: Assessed) -> None:
+    first, *rest = assessed.lines
+    assert len(rest) <= 1
+    number = r"[\d.]+"
+    assert re.fullmatch(
+        rf"after (\d+) steps, a step takes {number} ms: {number} ms of computation and {number} ms of exposed communication "
+        rf"\({number} %\); with this model and network \({number} [MG]B/s of gradients\) the bound is {number} ms",
+        first,
+    )
+    assert int(first.split()[1]) >= 20
+
+
+def test_statistics_are_json_with_the_same_keys_on_every_rank(assessed: Assessed) -> None:
+    ours, theirs = assessed.stats[0], assessed.stats[1]
+    assert ours.keys() == theirs.keys() == json.loads(json.dumps(ours)).keys()
+    assert (ours["rank"], theirs["rank"], ours["world_size"]) == (0, 1, 2)
+    assert ours["step_seconds"] == pytest.approx(ours["compute_seconds"] + ours["exposed_seconds"], rel=1.0)
+    assert ours["gradient_bytes"] == theirs["gradient_bytes"] > 0
+    assert ours["exposed_seconds"] > 0.001  # every send and every reply takes 2 ms
+    assert ours["bound_seconds"] > 0
+    assert ours["network_bytes_per_second"] > 0
+    assert [theirs[key] for key in sorted(RANK_0_KNOWS)] == [None] * len(RANK_0_KNOWS)
+    assert theirs["layers"] == []
+    assert sum(layer["bytes"] for layer in ours["layers"]) == ours["gradient_bytes"]
+    assert sum(layer["waited_seconds"] for layer in ours["layers"]) > 0
+
+
+def test_before_any_step_nothing_is_known() -> None:
+    sessions = local_sessions(2)
+    try:
+        stats = sessions[0].stats()
+        assert (stats["steps"], stats["gradient_bytes"], stats["layers"]) == (0, 0, [])
+        assert stats["step_seconds"] is stats["compute_seconds"] is stats["bound_seconds"] is None
+    finally:
+        for session in sessions:
+            session.abort("the test is over")
+
+
+def test_the_end_has_one_more_line_if_there_were_two(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="commsched"):
+        Assessed()
+        ends = [message for message in caplog.messages if "steps, at the end" in message]
+        assert len(ends) == 1
+        assert re.match(
+            r"\d+ steps, at the end [\d.]+ ms each: .* of exposed communication \([\d.]+ %\); the bound was", ends[0]
+        )
+        caplog.clear()
+        Training(steps=25).run()
+    assert not any("steps, at the end" in message for message in caplog.messages)
+
+
+def test_an_engine_whose_waits_are_not_seen_says_less() -> None:
+    class Hidden(Assessed):
+        def _before_step(self, session: Session, step: int) -> None:
+            session.statistics.waits_elsewhere = True
+            super()._before_step(session, step)
+
+    found = Hidden()
+    assert "this engine does not show what it waits for" in found.lines[0]
+    assert found.stats[0]["compute_seconds"] is found.stats[0]["bound_seconds"] is None
+    assert found.stats[0]["step_seconds"] > 0
+
+
+def test_steps_that_cannot_be_profiled_are_still_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def profile(*_: object) -> None:
+        raise NothingMeasured("nothing was sent")
+
+    monkeypatch.setattr("commsched.tuner.learn.Learner.profile", profile)
+    found = Assessed()
+    assert re.fullmatch(r"after \d+ steps, a step takes .* of exposed communication \([\d.]+ %\)", found.lines[0])
+
+
+def test_an_error_of_the_assessment_does_not_end_training(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: object) -> None:
+        raise ValueError("a mistake of ours")
+
+    monkeypatch.setattr("commsched.tuner.assessment.assess", broken)
+    warned = threading.Event()
+
+    class Watch(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if "the steps were not assessed" in record.getMessage():
+                warned.set()
+
+    handler = Watch()
+    logging.getLogger("commsched").addHandler(handler)
+    try:
+        found = Assessed(until=warned)
+    finally:
+        logging.getLogger("commsched").removeHandler(handler)
+    assert found.lines == []
+    assert any(message == "the steps were not assessed: ValueError: a mistake of ours" for message in caplog.messages)
+
+
+def test_sizes_are_chosen_first() -> None:
+    lines: list[str] = []
+    ended = threading.Event()
+
+    def say(line: str) -> None:
+        lines.append(line)
+        if line.startswith("after"):
+            ended.set()
+
+    Training(steps=UNTIL_ENDED, width=WIDE, delay_seconds=0.002, until=ended, open_rank=choosing(Settings(), say)).run()
+    kinds = ["chosen" if " chosen: steps of" in line else "assessed" for line in lines]
+    assert kinds[:2] == ["chosen", "assessed"]
