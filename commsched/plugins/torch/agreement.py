@@ -208,6 +208,8 @@ class OwnSums:
         """Remember ``gradient``, the ``.grad`` of ``slot``, after backward has added to it."""
         known = self._sums.get(slot)
         if known is not None:
+            if known.follow(gradient):
+                return
             release(known.gradient)
         self._sums[slot] = _OwnSum(gradient)
 
@@ -229,6 +231,14 @@ class _OwnSum:
         self._version = gradient._version
         self._norm: float | None = None  # norm of the gradient when it was first read
         guard(gradient, self._read_by(ref(self)))
+
+    def follow(self, gradient: torch.Tensor) -> bool:
+        """Note that backward has added to ``gradient``. Return whether that is this gradient, which nobody has read so far."""
+        if gradient is not self.gradient or self._norm is not None:
+            return False
+        with unguarded():
+            self._version = gradient._version
+        return True
 
     @staticmethod
     def _read_by(weak: ref[_OwnSum]) -> Callable[[], None]:

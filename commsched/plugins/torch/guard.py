@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cache
 from typing import Any
 from weakref import ref
@@ -102,7 +102,8 @@ class Record(ref[torch.Tensor]):
             tensor.__class__ = self.guarded
 
     def release(self, tensor: torch.Tensor) -> None:
-        """Do what the function :func:`release` does for the tensor of this record. The call must be within ``unnoticed()``."""
+        """Do what the function :func:`release` does for the tensor of this record. The call must be within ``unnoticed()`` if
+        the tensor is marked."""
         if self.resolve is not None:
             tensor.__class__ = self.original
             if self.plain is not None:
@@ -174,8 +175,8 @@ def _forget(gone: Record) -> None:
 def release(tensor: torch.Tensor) -> None:
     """Give ``tensor`` its own class back. Its average or update must be complete. No-op if the tensor is not guarded."""
     known = _guarded.get(id(tensor))
-    if known is not None:
-        with unnoticed():
+    if known is not None and known.resolve is not None:
+        with unnoticed() if known.plain is not None else nullcontext():
             known.release(tensor)
 
 

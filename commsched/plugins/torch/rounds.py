@@ -191,7 +191,8 @@ class Round:
             slot.bring_into_buffer(self.given)
         known = slot.waiting
         if gradient is not None and gradient is not slot.gradient:
-            slot.require_averageable(gradient)
+            with unguarded():  # else each attribute of a gradient that has waited would call its guard
+                slot.require_averageable(gradient)
         slot.release_waiting()
         if not slot.proxies:
             assert gradient is not None
