@@ -22,6 +22,7 @@ import re
 import threading
 from collections.abc import Callable, Sequence
 from functools import cache, partial, wraps
+from itertools import accumulate
 from typing import Any
 from weakref import WeakMethod
 
@@ -30,10 +31,12 @@ from torch._compile import _disable_dynamo
 
 from .guard import Guarded, outside, resolve, unguarded, was_guarded
 from .no_gradient import NoGradient
+from .parts import beginnings
 
 log = logging.getLogger("commsched")
 
-#: About how many parts the graph of a forward gets. The last one is smaller, so that backward soon has gradients to send.
+#: About how many parts the graph of a forward gets. If communication takes as long as computation, a step takes longer by the
+#: share of the largest part; otherwise by that of the first or of the last one, which are therefore smaller.
 FORWARD_PARTS = 16
 #: Smaller parts have too little to wait for, and each takes time to compile. DDP's first bucket has as much.
 MIN_FORWARD_PART_BYTES = 1 << 20
@@ -172,6 +175,11 @@ def _why_not(graph: Any, backend: Any, module: torch.fx.GraphModule) -> str | No
 
 # --- parts ---
 
+#: A part of this size is full, for torch's splitter.
+_FULL = 2
+#: How many values a value counts as that cannot cross the border of a part.
+_MANY = 1 << 30
+
 
 def gate(*tensors: Any) -> None:
     """Wait for the update of each of ``tensors`` that has an outstanding one. Fake tensors never have."""
@@ -188,13 +196,12 @@ def _behind_gate(compiled: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _in_parts(backend: Callable[..., Any], module: torch.fx.GraphModule, inputs: Any, options: Any) -> Any:
-    from torch._dynamo.backends.distributed import DDPOptimizer
-
-    total = sum(tensor.nbytes for tensor in _read_by(module) if tensor.requires_grad and tensor.is_leaf)
-    part_bytes = max(total // FORWARD_PARTS, MIN_FORWARD_PART_BYTES, 1)
-    splitter = DDPOptimizer(part_bytes, backend, max(part_bytes // 4, 1))
+    begins = _beginnings(module.graph)
+    if not begins:
+        return _behind_gate(backend(module, inputs, **options))
     try:
-        compiled: Any = splitter.compile_fn(module, inputs, **options)
+        splitter = _splitter(backend, begins)
+        compiled = splitter.compile_fn(module, inputs, **options)
     except torch._dynamo.exc.TorchDynamoException:
         raise  # also those by which the compiler begins again
     except Exception as error:
@@ -204,7 +211,7 @@ def _in_parts(backend: Callable[..., Any], module: torch.fx.GraphModule, inputs:
             context.ddp_optimizer_ctx = None
         return _behind_gate(backend(module, inputs, **options))
     if len(splitter.buckets) == 1:
-        return _behind_gate(compiled)
+        return _behind_gate(compiled)  # the graph cannot be split there
     passed: set[torch.fx.Node] = set()
     for node in list(compiled.graph.nodes):
         if node.op in ("placeholder", "output"):
@@ -216,6 +223,43 @@ def _in_parts(backend: Callable[..., Any], module: torch.fx.GraphModule, inputs:
                 compiled.graph.call_function(gate, tuple(needed))
     compiled.recompile()
     return compiled
+
+
+def _splitter(backend: Callable[..., Any], begins: set[torch.fx.Node]) -> Any:
+    """torch's splitter for DDP, but with parts that begin at the nodes ``begins``.
+
+    It goes through the graph from its end, and begins another part as soon as the one that it is at is full.
+    """
+    from torch._dynamo.backends.distributed import DDPOptimizer
+
+    splitter: Any = DDPOptimizer(_FULL, backend, _FULL)
+    if not hasattr(splitter, "add_param_args"):
+        raise RuntimeError("torch's splitter for DDP is not known")
+
+    def note(part: Any, node: torch.fx.Node) -> None:
+        part.size = _FULL if node in begins or part.size == _FULL else _FULL - 1
+
+    splitter.add_param_args, splitter.add_param = note, lambda *_: None
+    return splitter
+
+
+def _beginnings(graph: torch.fx.Graph) -> set[torch.fx.Node]:
+    """The nodes of ``graph`` at which parts begin, but for the first part."""
+    nodes = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
+    place = {node: index for index, node in enumerate(nodes)}
+    nbytes, crossing = [0] * len(nodes), [0] * (len(nodes) + 1)
+    for node in graph.nodes:
+        users = [place.get(user, len(nodes) - 1) for user in node.users]
+        example = node.meta["grapharg"].example if "grapharg" in node.meta else None
+        if isinstance(example, torch.Tensor) and example.requires_grad and example.is_leaf and users:
+            nbytes[min(users)] += example.nbytes
+        if node in place and users:
+            values = _MANY if isinstance(node.meta.get("example_value"), tuple | list) else 1  # parts exchange tensors only
+            crossing[place[node] + 1] += values
+            crossing[max(users) + 1] -= values
+    part_bytes = max(sum(nbytes) // (FORWARD_PARTS - 1), MIN_FORWARD_PART_BYTES, 1)
+    crosses = [each if each < _MANY and node.op == "call_function" else None for node, each in zip(nodes, accumulate(crossing))]
+    return {nodes[index] for index in beginnings(nbytes, crosses, part_bytes)}
 
 
 # --- what the compiler checks at each call ---
