@@ -252,7 +252,7 @@ def _beginnings(graph: torch.fx.Graph) -> set[torch.fx.Node]:
         users = [place.get(user, len(nodes) - 1) for user in node.users]
         example = node.meta["grapharg"].example if "grapharg" in node.meta else None
         if isinstance(example, torch.Tensor) and example.requires_grad and example.is_leaf and users:
-            nbytes[min(users)] += example.nbytes
+            nbytes[min(users)] += example.numel() * example.element_size()
         if node in place and users:
             values = _MANY if isinstance(node.meta.get("example_value"), tuple | list) else 1  # parts exchange tensors only
             crossing[place[node] + 1] += values
