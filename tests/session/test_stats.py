@@ -10,12 +10,16 @@ from typing import Any
 
 import pytest
 
+from commsched.core.scheduler import SchedulerConfig
 from commsched.session.local import local_sessions
 from commsched.session.session import Session
 from commsched.session.tuning import facts_of, start_assessing
 from commsched.settings import Settings
 from commsched.tuner.learn import NothingMeasured
 from tests.tuner.training import UNTIL_ENDED, WIDE, Training, choosing
+
+#: Few partitions of the default network, so that a step takes some milliseconds.
+FEW = SchedulerConfig(2000, 4000)
 
 RANK_0_KNOWS = {
     "slowest_rank",
@@ -36,7 +40,7 @@ class Assessed:
         self.stats: dict[int, dict[str, Any]] = {}
         self._settings = settings or Settings()
         self._ended = threading.Event()
-        given = {"steps": UNTIL_ENDED, "width": WIDE, "delay_seconds": 0.002, "until": self._ended, **training}
+        given = {"steps": UNTIL_ENDED, "config": FEW, "delay_seconds": 0.002, "until": self._ended, **training}
         self.training = Training(open_rank=self._open_rank, before_step=self._before_step, **given)
         self.by_rank = self.training.run()
 
