@@ -270,14 +270,25 @@ _TENSOR_MATCH = "TENSOR_MATCH"
 def _match_own_class(create: Callable[..., None], builder: Any, guard: Any) -> None:
     """Make the check of one tensor. ``create`` would make the usual one, which fails while an update is outstanding."""
     try:
-        tensor = builder.get(guard)
+        tensor = _first_that_fits(builder.get, (guard,), (guard.name,))
         if was_guarded(tensor) and tensor.is_leaf and (tensor.requires_grad or isinstance(tensor, torch.nn.Parameter)):
             text = [f"{guard.name} has the class, type, shape, strides and device of {type(tensor).__name__}"]
-            builder.get_guard_manager(guard).add_lambda_guard(_Alike(tensor), text, guard.user_stack)
+            alike, add = _Alike(tensor), builder.get_guard_manager(guard).add_lambda_guard
+            _first_that_fits(add, (alike, text, guard.user_stack), (alike, text))
             return
     except (AttributeError, TypeError):
         pass  # a torch where these have other names or arguments: the code is compiled anew until step() waits
     create(builder, guard)
+
+
+def _first_that_fits(call: Callable[..., Any], *arguments: tuple[Any, ...]) -> Any:
+    """Call ``call`` with the first of ``arguments``, which are those of PyTorch 2.13 and of 2.9, that it takes."""
+    for each in arguments[:-1]:
+        try:
+            return call(*each)
+        except TypeError:
+            pass
+    return call(*arguments[-1])
 
 
 _match_own_class.__name__ = _TENSOR_MATCH  # by this name torch's filters of such checks know it
