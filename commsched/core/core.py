@@ -660,8 +660,7 @@ class Core:
         task.advance("notify_sent")
         task.sent_at = monotonic()
         self._order.sent(task)
-        if self._order.wants_more():
-            self._wake()
+        self._wake()
 
     def _measured(self, group: TensorGroup, now: float) -> None:
         """Note that the norms of ``group`` include one more task of the step, whatever becomes ready from now on. Called with

@@ -152,10 +152,6 @@ class Scheduler(ReadyTasks[T]):
         """Whether :meth:`next` returns a task."""
         return bool(self._heap) and self.credit.admits(self._heap[0][2].nbytes)
 
-    def wants_more(self) -> bool:
-        """Whether half of the credit is free. A caller that is woken only then starts several tasks at a time."""
-        return 2 * self.credit.in_flight <= self.credit.limit
-
     def sent(self, task: T) -> None:
         """Return the credit of a started task, whose bytes have left this rank."""
         self.credit.give_back(task.nbytes)

@@ -180,23 +180,7 @@ def test_credit_comes_back_when_bytes_have_left_not_when_the_average_is_there(wo
     assert not any(proxy.is_open for proxy in group.proxies)
 
 
-def test_the_dispatcher_is_woken_when_half_of_the_credit_has_come_back_or_a_task_becomes_ready(world: World) -> None:
-    world.make_core(SchedulerConfig(10, 30))
-    group = world.add_group()
-    group.begin_step()
-    for tensor in (2, 3, 1):
-        group.notify_ready(tensor)
-    started = world.transport.wait_started(3)
-    group.notify_ready(0)
-    world.transport.sent(started[0])
-    with world.core._lock:
-        assert world.core._wakes.empty()  # 20 of 30 bytes are not enough for a wake-up
-    assert len(world.transport.started) == 3
-    world.transport.sent(started[1])
-    assert order(world.transport.wait_started(4))[-1] == 0
-
-
-def test_what_becomes_ready_while_less_than_half_of_the_credit_is_free_starts_at_once(world: World) -> None:
+def test_credit_that_came_back_while_nothing_was_ready_starts_the_next_task_at_once(world: World) -> None:
     world.make_core(SchedulerConfig(10, 30))
     group = world.add_group()
     group.begin_step()

@@ -169,15 +169,3 @@ def test_has_work_means_that_next_returns_a_task() -> None:
     assert scheduler.next() is None
     scheduler.sent(first)
     assert scheduler.has_work()
-
-
-def test_it_wants_more_when_half_of_the_credit_is_free() -> None:
-    scheduler = scheduler_of(Task(4, 0), Task(4, 1), Task(2, 2))
-    four, _, two = scheduler.next(), scheduler.next(), scheduler.next()
-    assert four is not None
-    assert two is not None
-    assert not scheduler.wants_more()
-    scheduler.sent(two)
-    assert not scheduler.wants_more()
-    scheduler.sent(four)
-    assert scheduler.wants_more()

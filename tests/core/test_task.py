@@ -24,14 +24,21 @@ def test_a_whole_life() -> None:
     assert tuple(seen) == LIFE
 
 
-def test_the_table_has_a_row_for_each_event() -> None:
-    assert {event for _, event in TRANSITIONS} == set(EVENTS)
-    assert len(TRANSITIONS) == len(EVENTS)
+def test_the_life_of_a_task_on_a_device() -> None:
+    task = make_task()
+    for event, state in (("stage", State.STAGED), ("notify_ready", State.READY)):
+        task.advance(event)
+        assert task.state is state
+
+
+def test_the_table_has_no_other_row() -> None:
+    assert {event for _, event in TRANSITIONS} == {*EVENTS, "stage"}
+    assert len(TRANSITIONS) == len(EVENTS) + 2  # two ways lead from PENDING to READY
 
 
 @pytest.mark.parametrize(
     ("state", "event"),
-    [pair for pair in product(State, (*EVENTS, "no such event")) if pair not in TRANSITIONS],
+    [pair for pair in product(State, (*EVENTS, "stage", "no such event")) if pair not in TRANSITIONS],
 )
 def test_every_other_transition_raises_and_changes_nothing(state: State, event: str) -> None:
     task = make_task(state)

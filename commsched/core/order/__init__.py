@@ -29,11 +29,6 @@ class Order(Protocol):
         """Whether a call of ``next`` may return a task, or there is a message to send. False spares a wake-up."""
         ...
 
-    def wants_more(self) -> bool:
-        """Whether so much credit has come back that the caller should look for work. It need not be woken for every message
-        that has left: a wake-up costs more than most of what is done then."""
-        ...
-
     def sent(self, task: CommTask) -> None:
         """Return the credit of a started task, whose bytes have left this rank."""
 

@@ -140,9 +140,6 @@ class AgreedOrder:
             or (self._decider is not None and self._decider.has_ready)
         )
 
-    def wants_more(self) -> bool:
-        return True
-
     def _begin_after_frozen(self) -> None:
         self._agreed[LARGEST].extend(self._after_frozen)
         self._after_frozen.clear()
