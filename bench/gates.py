@@ -22,7 +22,7 @@ from torch import nn
 import commsched.plugins.torch as cs
 from commsched import SchedulerConfig, Session, TransportError
 from commsched.control.end import ControlEnd
-from commsched.control.messages import Member
+from commsched.control.messages import Member, Message
 from commsched.core.core import Core
 from commsched.plugins.torch.compared import ComparedWeights
 from commsched.plugins.torch.guard import guard, release
@@ -161,7 +161,7 @@ class _Echo(ControlEnd):
         super().__init__(Member.thread(0, world_size), threading.Condition(), lazily=True)
         self._world_size = world_size
 
-    def _put(self, data: bytes) -> None: ...
+    def _put(self, message: Message) -> None: ...
 
     def report(self, error: BaseException) -> None:
         with self._changed:

@@ -47,6 +47,7 @@ _COLUMNS = {
 
 _COLUMNS_OF_RANK_0 = {
     "ranks": "ranks",
+    "ranks_per_host": "on a host",
     "order": "order",
     "received": "received/launch",
     "sent": "sent/launch",
@@ -61,6 +62,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--partitions", type=at_least(1), default=64, metavar="N", help="partitions in a step (default: 64)")
     ranks_help = "count what rank 0 has to do in jobs of so many ranks, in a backward pass, without a network"
     parser.add_argument("--ranks", type=at_least(2), nargs="+", metavar="N", help=ranks_help)
+    per_host_help = "with --ranks: how many ranks of a host sum before the network (default: 1)"
+    parser.add_argument("--ranks-per-host", type=at_least(1), nargs="+", default=[1], metavar="N", help=per_host_help)
     credits_help = "credits to measure, in partitions (default: 1 2 4 8 16)"
     parser.add_argument("--credits", type=at_least(1), nargs="+", default=[1, 2, 4, 8, 16], metavar="N", help=credits_help)
 
@@ -87,8 +90,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _show_rank_0(args: argparse.Namespace) -> int:
     rows: list[Row] = [
-        {"ranks": ranks, "order": order, **asdict(rank_0.measure(ranks, order))}
-        for ranks, order in product(args.ranks, _ORDERS)
+        {"ranks": ranks, "ranks_per_host": per_host, "order": order, **asdict(rank_0.measure(ranks, order, per_host))}
+        for per_host, ranks, order in product(args.ranks_per_host, args.ranks, _ORDERS)
+        if ranks > per_host
     ]
     print("at rank 0, for each launch: messages of the order, and processor time without gRPC; 24 layers of 10 partitions")
     print(table(rows, _COLUMNS_OF_RANK_0))
@@ -162,11 +166,11 @@ def _counted_messages() -> Iterator[Callable[[], int]]:
 
     count = 0
 
-    def counting(send: Callable[[ControlClient, str, Any], None]) -> Callable[[ControlClient, str, Any], None]:
-        def counted(client: ControlClient, topic: str, value: Any) -> None:
+    def counting(send: Callable[..., None]) -> Callable[..., None]:
+        def counted(client: ControlClient, *args: Any) -> None:
             nonlocal count  # only one dispatcher sends at a time: the other session of this process is idle
             count += 1
-            send(client, topic, value)
+            send(client, *args)
 
         return counted
 

@@ -16,7 +16,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from commsched.control.messages import PROTOCOL, Announce, Announced, FromRank, Hello, Member, ToRank0, decode, encode
+from commsched.control.messages import (
+    PROTOCOL,
+    Announce,
+    Announced,
+    FromRank,
+    Hello,
+    Member,
+    Message,
+    ToRank0,
+    decode,
+    encode,
+    to_json,
+)
 from commsched.control.roster import Roster
 from commsched.core.interfaces import ORDER
 from commsched.core.order.agreed import AgreedOrder
@@ -42,9 +54,10 @@ class Cost:
     cpu_microseconds: float
 
 
-def measure(ranks: int, order: str) -> Cost:
-    """The cost in a job of so many ``ranks``, with that setting ``order``."""
-    job = _Job(ranks, freeze=order == "static")
+def measure(ranks: int, order: str, per_host: int = 1) -> Cost:
+    """The cost in a job of so many ``ranks``, of which so many share a host (``per_host``) and sum first, with that setting
+    ``order``."""
+    job = _Job(ranks, per_host, freeze=order == "static")
     for step in range(STABLE_STEPS + 2):
         job.step(step)
     job.counts.clear()
@@ -56,17 +69,21 @@ def measure(ranks: int, order: str) -> Cost:
 
 
 class _Job:
-    def __init__(self, ranks: int, freeze: bool) -> None:
+    def __init__(self, ranks: int, per_host: int, freeze: bool) -> None:
         self._ranks = ranks
         self._chance = random.Random(ranks)
         policy, credit = make_policy("priority"), _CREDIT * _NBYTES
-        self._orders = [AgreedOrder(rank, ranks, policy, credit, freeze=freeze) for rank in range(ranks)]
+        self._leaders = [rank - rank % per_host for rank in range(ranks)]
+        self._orders = [AgreedOrder(rank, self._leaders, policy, credit, freeze=freeze) for rank in range(ranks)]
+        self._collecting: dict[tuple[int, int, int], CommTask] = {}  # by leader, step and partition
+        self._contributed: Counter[tuple[int, int, int]] = Counter()
+        self._to_settle: set[int] = set()  # leaders that have got contributions, which come together
         for order in self._orders:
             order.add_group(0, _LAYERS * _PARTITIONS * _NBYTES)
         self._roster = Roster(ranks, "", 0, fail_after_seconds=1e9, join_within_seconds=1e9, now=0.0)
         for rank in range(ranks):
             self._roster.received(rank, Hello(__version__, PROTOCOL, Member.thread(rank, ranks), 1e9), 0.0)
-        self._wires: deque[tuple[int, bytes]] = deque()  # receiver and message
+        self._wires: deque[tuple[int, Message | bytes]] = deque()  # receiver and message
         self._started: list[deque[CommTask]] = [deque() for _ in range(ranks)]
         self.counts: Counter[str] = Counter()
         self.cpu_seconds = 0.0
@@ -79,6 +96,10 @@ class _Job:
                         at = Partition(index, "uint8", index * _NBYTES, (index + 1) * _NBYTES, (layer,))
                         self._orders[rank].add(CommTask(0, step, at, memoryview(b"")))
                     self._settle(rank)
+                for leader in self._to_settle:
+                    with self._of_rank_0(leader):
+                        self._settle(leader)
+                self._to_settle.clear()
             self._deliver()
             for _ in range(_SENT_PER_LAYER):
                 self._send_a_partition()
@@ -107,28 +128,47 @@ class _Job:
         order = self._orders[rank]
         while True:
             task = order.next()
-            for message in order.outgoing():
-                value = json.dumps(message, separators=(",", ":"))
-                self._put(rank, encode(Announce(ORDER, value) if rank == 0 else ToRank0(ORDER, value)))
-            if task is None:
+            collect = order.to_collect()
+            for message, to in order.outgoing():
+                value = to_json(message)
+                self._put(rank, Announce(ORDER, value, tuple(to)) if rank == 0 else encode(ToRank0(ORDER, value)))
+            for each in collect:
+                self._collecting[rank, each.step, each.partition.index] = each
+                self._contribute(rank, each)
+            if task is not None and self._leaders[rank] == rank:
+                self._started[rank].append(task)
+            elif task is not None:
+                order.sent(task)
+                self._contribute(rank, task)
+            elif not collect:
                 return
-            self._started[rank].append(task)
 
-    def _put(self, rank: int, data: bytes) -> None:
-        """``rank`` sends ``data`` to the control server, which is part of rank 0."""
+    def _contribute(self, rank: int, task: CommTask) -> None:
+        """What ``rank`` contributes is there, in the memory of its host."""
+        leader = self._leaders[rank]
+        key = leader, task.step, task.partition.index
+        self._contributed[key] += 1
+        if self._contributed[key] == self._leaders.count(leader) and key in self._collecting:
+            with self._of_rank_0(leader if leader != rank else -1):  # rank 0's own is counted by who called
+                self._orders[leader].collected([self._collecting.pop(key)])
+                if leader != rank:
+                    self._to_settle.add(leader)
+
+    def _put(self, rank: int, sent: Message | bytes) -> None:
+        """``rank`` sends ``sent`` to the control server, which is part of rank 0. Rank 0's own messages are not encoded."""
         with self._of_rank_0(0 if rank > 0 else -1):  # rank 0's own is counted by who called
             self.counts["received"] += rank > 0
-            for send in self._roster.received(rank, decode(data), 0.0):
-                message = encode(send.message)
+            for send in self._roster.received(rank, decode(sent) if isinstance(sent, bytes) else sent, 0.0):
+                data = encode(send.message) if any(send.connections) else b""
                 for to in send.connections:
                     self.counts["sent"] += to > 0
-                    self._wires.append((to, message))
+                    self._wires.append((to, data if to > 0 else send.message))
 
     def _deliver(self) -> None:
         while self._wires:
             rank, data = self._wires.popleft()
             with self._of_rank_0(rank):
-                match decode(data):
+                match decode(data) if isinstance(data, bytes) else data:
                     case FromRank(sender, _, value):
                         self._orders[rank].on_message(sender, json.loads(value))
                     case Announced(_, value):

@@ -14,7 +14,7 @@ from ..net.rpc import Unproven
 from ..version import __version__
 from .end import ControlEnd
 from .liveness import ClockOffset, FailureDetector, heartbeat_seconds, tick_seconds, too_silent
-from .messages import PROTOCOL, End, Hello, Member, Message, Ping, Pong, Ready, Welcome, decode, encode
+from .messages import PROTOCOL, End, Hello, Member, Message, Ping, Pong, Ready, Welcome, decode
 from .server import ControlServer, InProcessStream
 from .stream import ControlStream, refusal
 from .witnessed import Doubts
@@ -75,11 +75,11 @@ class ControlClient(ControlEnd):
 
         self._doubts: Doubts[Member] = Doubts(fail_after_seconds, self._rank_0_runs)
         self._watch = threading.Thread(target=self._tick, name="commsched-control-watch", daemon=True)
-        events: Any = {"hello": self._hello, "on_data": self._on_data, "on_end": self._stream_ended}
+        ends: Any = {"hello": self._hello, "on_end": self._stream_ended}
         self._stream = (
-            ControlStream(address, token, job, fail_after_seconds, **events)
+            ControlStream(address, token, job, fail_after_seconds, on_data=self._on_data, **ends)
             if server is None
-            else InProcessStream(server, fail_after_seconds, **events)
+            else InProcessStream(server, fail_after_seconds, on_message=self._on_message, **ends)
         )
         try:
             self._watch.start()
@@ -93,8 +93,8 @@ class ControlClient(ControlEnd):
             self.close()
             raise
 
-    def _put(self, data: bytes) -> None:
-        self._stream.put(data)
+    def _put(self, message: Message) -> None:
+        self._stream.put(message)
 
     def _finish(self) -> None:
         self._stream.finish()
@@ -107,8 +107,8 @@ class ControlClient(ControlEnd):
 
     # --- joining ---
 
-    def _hello(self) -> bytes:
-        return encode(Hello(__version__, PROTOCOL, self._member, max(0.0, self._join_by - time.monotonic())))
+    def _hello(self) -> Message:
+        return Hello(__version__, PROTOCOL, self._member, max(0.0, self._join_by - time.monotonic()))
 
     def _wait_until_joined(self) -> None:
         def decided() -> bool:
@@ -129,12 +129,15 @@ class ControlClient(ControlEnd):
     # --- the stream's thread ---
 
     def _on_data(self, data: bytes) -> None:
-        now = time.monotonic()
         try:
             message = decode(data)
         except ProtocolError as error:
             self.report(ProtocolError(f"rank 0 sent {self._member} {error}"))
             return
+        self._on_message(message)
+
+    def _on_message(self, message: Message) -> None:
+        now = time.monotonic()
         with self._changed:
             if self._rank_0 is not None:
                 self._heard_at = now
@@ -145,11 +148,11 @@ class ControlClient(ControlEnd):
         match message:
             case Welcome(host, pid):
                 self._rank_0 = Member("rank", 0, self._member.world_size, host, pid)
-                self._put(encode(Ping(time.monotonic())))
+                self._put(Ping(time.monotonic()))
             case Pong(sent_at, server_time):
                 self._clock.add(sent_at, server_time, self._heard_at)
                 if self._clock.round_trips < _ROUND_TRIPS:
-                    self._put(encode(Ping(time.monotonic())))
+                    self._put(Ping(time.monotonic()))
             case Ready(witness):
                 self._witness_of_rank_0 = witness
                 self._ready = True

@@ -7,7 +7,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from operator import methodcaller
 from typing import Any
@@ -27,12 +27,11 @@ from ..core.errors import (
 )
 from . import messages
 from .events import CallbackThread, Listener
-from .messages import MAX_MESSAGE_BYTES, Member, Message, encode, ranks_in
+from .messages import MAX_MESSAGE_BYTES, Member, Message, encode, ranks_in, to_json
 
 log = logging.getLogger("commsched")
 
 _WARN_AFTER_SECONDS = 10.0
-_COMPACT = (",", ":")  # JSON without spaces
 _ANSWER_SECONDS = 1.0  # longest time that a warning waits for rank 0 to say which ranks are missing
 _MAX_OF_AN_ERROR = 10_000  # most characters of a failure's message that are sent
 
@@ -85,8 +84,8 @@ class ControlEnd:
         self._turns = 0
         self._callbacks = CallbackThread(self.report, lazily)
 
-    def _put(self, data: bytes) -> None:
-        """Send the encoded message ``data`` to rank 0. Never blocks."""
+    def _put(self, message: Message) -> None:
+        """Send ``message`` to rank 0. Never blocks."""
         raise NotImplementedError
 
     # --- any thread; callbacks may call the methods that do not wait ---
@@ -134,12 +133,13 @@ class ControlEnd:
             PeerLost: a rank left instead (the message names the rank and the tag), or a member is gone.
             UnsupportedError: ``value`` is longer than the control channel takes.
         """
-        data = self._encode(messages.Gather(tag, json.dumps(value)), f"'{tag}' would gather")
+        message = messages.Gather(tag, json.dumps(value))
+        self._require_short(message, f"'{tag}' would gather")
         with self._changed:
             self._check()
             if self._has_left:
                 raise ClosedError(f"{self._member} has left and cannot gather '{tag}'")
-            self._put(data)
+            self._put(message)
             values = self._gathers.setdefault(tag, [])
             self._wait_until(
                 lambda: len(values) == self._member.world_size,
@@ -167,7 +167,7 @@ class ControlEnd:
                 return
             self._reported = error
             self._reported_at = time.monotonic()
-            self._put(encode(messages.ReportFailure(_record(error))))
+            self._put(messages.ReportFailure(_record(error)))
 
     def report_and_wait(self, error: CommschedError) -> None:
         """Report ``error`` and wait, for a limited time, until the job's failure is decided. Otherwise other ranks might notice
@@ -185,7 +185,7 @@ class ControlEnd:
             self._check()
             if not self._has_left:
                 self._left.add(self._member.index)
-                self._put(encode(messages.Leave()))
+                self._put(messages.Leave())
 
     def wait_until_all_left(self) -> None:
         """Return when every rank has left; or, after ``part_after_seconds``, when no other rank waits for an average that this
@@ -193,7 +193,7 @@ class ControlEnd:
         with self._changed:
             self._changed.wait_for(lambda: self._over, self._part_after_seconds)
             if not self._over:
-                self._put(encode(messages.Part()))
+                self._put(messages.Part())
             self._wait_until(lambda: self._ended, self._not_left, "leave, or to have all their averages")
 
     def wait_for_callbacks(self) -> None:
@@ -207,7 +207,7 @@ class ControlEnd:
             if self._is_over_for_all:
                 return
             self._check()
-            self._put(encode(messages.Propose(config, dict(window or {}))))
+            self._put(messages.Propose(config, dict(window or {})))
 
     def send_to_rank_0(self, topic: str, value: Any) -> None:
         """Send the JSON ``value`` about ``topic`` to rank 0, whose ``listener.on_message`` receives it. Rank 0 must not call
@@ -217,28 +217,31 @@ class ControlEnd:
             UnsupportedError: ``value`` is longer than the control channel takes.
             ClosedError: this rank has left.
         """
-        data = self._encode(messages.ToRank0(topic, json.dumps(value, separators=_COMPACT)), "a message to rank 0 would be")
+        message = messages.ToRank0(topic, to_json(value))
+        self._require_short(message, "a message to rank 0 would be")
         with self._changed:
             if self._is_over_for_all:
                 return
             self._check()
             if self._has_left:
                 raise ClosedError(f"{self._member} has left and cannot send to rank 0")
-            self._put(data)
+            self._put(message)
 
-    def announce(self, topic: str, value: Any) -> None:
-        """Send the JSON ``value`` about ``topic`` to every other rank that has not left; its ``listener.on_announced`` receives
-        it. Only rank 0 may call it, even after it has left. Never blocks; announced values arrive in order.
+    def announce(self, topic: str, value: Any, to: Sequence[int] = ()) -> None:
+        """Send the JSON ``value`` about ``topic`` to the other ranks in ``to``, or to all others if it is empty; not to those
+        that have left. The ``listener.on_announced`` of each receives it. Only rank 0 may call it, even after it left. Never
+        blocks; announced values arrive in order.
 
         Raises:
             UnsupportedError: ``value`` is longer than the control channel takes.
         """
-        data = self._encode(messages.Announce(topic, json.dumps(value, separators=_COMPACT)), "an announcement would be")
+        message = messages.Announce(topic, to_json(value), tuple(to))
+        self._require_short(message, "an announcement would be")
         with self._changed:
             if self._is_over_for_all:
                 return
             self._check()
-            self._put(data)
+            self._put(message)
 
     def close(self) -> None:
         """End the channel; the listener is not called afterwards. Idempotent; the listener may call it too.
@@ -248,7 +251,7 @@ class ControlEnd:
         with self._changed:
             was_over, self._closed = self._over, True
             if not was_over:
-                self._put(encode(messages.Disconnect()))
+                self._put(messages.Disconnect())
             self._changed.notify_all()
         self._disconnect()
         self._callbacks.close()
@@ -256,14 +259,15 @@ class ControlEnd:
     def _disconnect(self) -> None:
         """End what carries the messages. Idempotent."""
 
-    def _encode(self, message: Message, what: str) -> bytes:
-        data = encode(message)
-        if len(data) > MAX_MESSAGE_BYTES:
+    def _require_short(self, message: messages.Gather | messages.ToRank0 | messages.Announce, what: str) -> None:
+        if len(message.value) < MAX_MESSAGE_BYTES // 4:  # the value is ASCII, and at most twice as long within the message
+            return
+        nbytes = len(encode(message))
+        if nbytes > MAX_MESSAGE_BYTES:
             raise UnsupportedError(
-                f"{what} {len(data)} bytes from {self._member}; the control channel takes at most "
+                f"{what} {nbytes} bytes from {self._member}; the control channel takes at most "
                 f"{MAX_MESSAGE_BYTES // 2**20} MiB of each rank"
             )
-        return data
 
     # --- messages from rank 0 ---
 
@@ -293,14 +297,14 @@ class ControlEnd:
                         self._left.add(rank)
                         self._notify(methodcaller("on_leave", rank))
             case messages.Parting(rank):
-                release = partial(self._put, encode(messages.Released(rank)))
+                release = partial(self._put, messages.Released(rank))
                 self._notify(lambda listener: listener.on_parting(rank, release))
             case messages.FromRank(rank, topic, value):
                 self._notify(lambda listener: listener.on_message(rank, topic, json.loads(value)))
             case messages.Announced(topic, value):
                 self._notify(lambda listener: listener.on_announced(topic, json.loads(value)))
             case messages.Prepare():
-                self._notify(lambda listener: self._put(encode(messages.Prepared(listener.hold_steps()))))
+                self._notify(lambda listener: self._put(messages.Prepared(listener.hold_steps())))
             case messages.Commit(config, steps, window):
                 self._notify(lambda listener: listener.switch_at(config, steps, window))
             case messages.End():
@@ -377,7 +381,7 @@ class ControlEnd:
     def _ask_missing(self, tag: str) -> list[int]:
         """Ask rank 0, which alone knows, for which ranks the gather ``tag`` waits. Empty if there is no answer."""
         self._missing.pop(tag, None)  # an answer that came too late
-        self._put(encode(messages.AskMissing(tag)))
+        self._put(messages.AskMissing(tag))
         all_there = self._member.world_size
         self._changed.wait_for(
             lambda: tag in self._missing or self._over or len(self._gathers[tag]) == all_there, _ANSWER_SECONDS

@@ -64,7 +64,7 @@ class Member:
 
 
 #: Incremented whenever a message changes. Members of different protocols or versions refuse each other.
-PROTOCOL = 5
+PROTOCOL = 6
 
 #: The gRPC method whose one stream per member carries the messages.
 SERVICE, METHOD = "commsched.Control", "Join"
@@ -161,10 +161,12 @@ class ToRank0(Message):
 
 
 class Announce(Message):
-    """A value from rank 0 for all other ranks, as JSON text that the server need not parse."""
+    """A value from rank 0 for the other ranks in ``to``, or all others if it is empty, as JSON text that the server need not
+    parse."""
 
     topic: str
     value: str
+    to: tuple[int, ...] = ()
 
 
 class Prepared(Message):
@@ -282,9 +284,13 @@ def ranks_in(ranges: dict[int, int]) -> list[int]:
     return [rank for first, last in ranges.items() for rank in range(first, min(last, _MAX_RANK) + 1)]
 
 
+#: JSON without spaces. ``json.dumps`` would make an encoder for each call.
+to_json = json.JSONEncoder(separators=(",", ":")).encode
+
+
 def encode(message: Message) -> bytes:
     record = {name: _plain(value) for name, value in vars(message).items()}
-    return json.dumps({"message": type(message).__name__, **record}, separators=(",", ":")).encode()
+    return to_json({"message": type(message).__name__, **record}).encode()
 
 
 def _plain(value: Any) -> Any:
@@ -326,10 +332,10 @@ def _require_our_protocol(hello: dict[str, Any]) -> None:
 
 
 def _build(kind: type[Any], record: dict[str, Any]) -> Any:
-    known = fields(kind)
-    if record.keys() != {each.name for each in known}:
+    known = _FIELDS[kind]
+    if record.keys() != known.keys():
         raise ValueError(f"{kind.__name__} with fields {sorted(record)}")
-    return kind(**{each.name: _READERS[str(each.type)](record[each.name]) for each in known})
+    return kind(*[read(record[name]) for name, read in known.items()])
 
 
 def _text(value: Any) -> str:
@@ -343,6 +349,12 @@ def _count(value: Any) -> int:
     if type(value) is not int or not 0 <= value < 2**63:
         raise ValueError("not a count")
     return value
+
+
+def _counts(value: Any) -> tuple[int, ...]:
+    if not isinstance(value, list):
+        raise ValueError("not a list")
+    return tuple(map(_count, value))
 
 
 def _seconds(value: Any) -> float:
@@ -379,4 +391,10 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "dict[str, Any]": _pairs(_text, lambda value: value),
     "dict[int, int]": _pairs(_count, _count),
     "tuple[tuple[int, str], ...]": _pairs(_count, _text, tuple),
+    "tuple[int, ...]": _counts,
+}
+
+#: By kind of message: the reader of each field.
+_FIELDS: dict[type[Any], dict[str, Callable[[Any], Any]]] = {
+    kind: {each.name: _READERS[str(each.type)] for each in fields(kind)} for kind in (*_KINDS.values(), Member)
 }

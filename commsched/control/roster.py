@@ -350,7 +350,10 @@ class Roster:
     def _announce(self, connection: int, message: messages.Announce) -> list[Send]:
         if self.members[connection].index != 0:
             return self.fail(ProtocolError(f"{self.members[connection]} announced something; only rank 0 may"))
-        others = tuple(other for other in self._present() if other != connection)
+        others: Iterable[int] = self._present()
+        if message.to:
+            others = (self._ranks[rank] for rank in message.to if rank in self._ranks and rank not in self.left)
+        others = tuple(other for other in others if other != connection)
         return [Send(others, messages.Announced(message.topic, message.value))] if others else []
 
     def _present(self) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from itertools import count
+from typing import Any
 
 import grpc
 
@@ -16,7 +17,7 @@ from ..core import timeouts
 from ..core.errors import PeerLost, ProtocolError
 from ..net.rpc import DaemonExecutor, Unproven, bind, make_server
 from .liveness import heartbeat_seconds, tick_seconds
-from .messages import MAX_WIRE_BYTES, METHOD, SERVICE, decode, encode
+from .messages import MAX_WIRE_BYTES, METHOD, SERVICE, Heartbeat, Message, decode, encode
 from .roster import Roster, Send
 from .stream import BEAT, MessageQueue
 from .witnessed import Doubts
@@ -62,7 +63,8 @@ class ControlServer:
             join_within_seconds=join_within_seconds,
             now=time.monotonic(),
         )
-        self._outboxes: dict[int, MessageQueue] = {}
+        self._outboxes: dict[int, MessageQueue[Any]] = {}
+        self._in_process: set[int] = set()  # connections whose messages are not encoded
         self._numbers = count()
         self._closing = False
 
@@ -96,12 +98,14 @@ class ControlServer:
         self._executor.shutdown()
         self._watch.join()
 
-    def connect(self) -> MemberConnection:
-        """A new connection, for a member in this process or at the other end of a stream."""
-        outbox = MessageQueue(self._heartbeat_seconds)
+    def connect(self, in_process: bool = False) -> MemberConnection:
+        """A new connection, for a member at the other end of a stream, or ``in_process``."""
+        outbox: MessageQueue[Any] = MessageQueue(self._heartbeat_seconds, Heartbeat() if in_process else BEAT)
         with self._changed:
             number = next(self._numbers)
             self._outboxes[number] = outbox
+            if in_process:
+                self._in_process.add(number)
         return MemberConnection(self, number, outbox)
 
     # --- a stream: one thread takes messages from its outbox, another thread reads ---
@@ -151,17 +155,24 @@ class ControlServer:
         """Called with the lock held, so that every member gets the messages in the order of the decisions. ``put`` never
         blocks."""
         for send in sends:
-            data = encode(send.message)
+            data: bytes | None = None
             for connection in send.connections:
-                if (outbox := self._outboxes.get(connection)) is not None:
-                    outbox.put(data)
+                outbox = self._outboxes.get(connection)
+                if outbox is None:
+                    continue
+                if connection in self._in_process:
+                    outbox.put(send.message)
+                    continue
+                if data is None:
+                    data = encode(send.message)
+                outbox.put(data)
 
 
 class MemberConnection:
     """The server's end of the connection to one member. Messages to the member are taken from ``outbox``. Any thread; never
     blocks."""
 
-    def __init__(self, server: ControlServer, number: int, outbox: MessageQueue) -> None:
+    def __init__(self, server: ControlServer, number: int, outbox: MessageQueue[Any]) -> None:
         self.outbox = outbox
         self._server = server
         self._number = number
@@ -169,16 +180,20 @@ class MemberConnection:
 
     def received(self, data: bytes) -> None:
         """The member sent ``data``. Ignored after :meth:`finish`."""
-        if self._finished:
-            return
-        roster, now = self._server._roster, time.monotonic()
         try:
             message = decode(data)
         except ProtocolError as error:
             refusal = error
-            self._server._decide(lambda: roster.invalid_message(self._number, refusal))
+            if not self._finished:
+                self._server._decide(lambda: self._server._roster.invalid_message(self._number, refusal))
         else:
-            self._server._decide(lambda: roster.received(self._number, message, now))
+            self.put(message)
+
+    def put(self, message: Message) -> None:
+        """The member sent ``message``. Ignored after :meth:`finish`."""
+        if not self._finished:
+            now = time.monotonic()
+            self._server._decide(lambda: self._server._roster.received(self._number, message, now))
 
     def finish(self) -> None:
         """The member will send nothing more. ``outbox`` ends after the messages that are in it. Idempotent."""
@@ -197,7 +212,8 @@ class MemberConnection:
 class InProcessStream:
     """Has the interface of :class:`~.stream.ControlStream`, but ``put`` lets ``server`` decide at once, in the caller's thread.
 
-    Every value that another rank sends to rank 0, or that rank 0 announces, takes this stream on half of its way.
+    Every value that another rank sends to rank 0, or that rank 0 announces, takes this stream on half of its way. Messages are
+    passed on as they are.
     """
 
     def __init__(
@@ -205,24 +221,24 @@ class InProcessStream:
         server: ControlServer,
         fail_after_seconds: float,
         *,
-        hello: Callable[[], bytes],
-        on_data: Callable[[bytes], None],
+        hello: Callable[[], Message],
+        on_message: Callable[[Message], None],
         on_end: Callable[[grpc.RpcError | Unproven | RuntimeError | None], bool],
     ) -> None:
-        self._connection = server.connect()
+        self._connection = server.connect(in_process=True)
         self._heartbeat_seconds = heartbeat_seconds(fail_after_seconds)
         self._hello = hello
-        self._on_data = on_data
+        self._on_message = on_message
         self._on_end = on_end
         self._thread = threading.Thread(target=self._run, name="commsched-control-receive", daemon=True)
 
     def start(self) -> None:
-        self._connection.received(self._hello())
+        self._connection.put(self._hello())
         self._thread.start()
 
-    def put(self, data: bytes) -> None:
-        """Send ``data``; never blocks. Any thread."""
-        self._connection.received(data)
+    def put(self, message: Message) -> None:
+        """Send ``message``; never blocks. Any thread."""
+        self._connection.put(message)
 
     def finish(self) -> None:
         """Send nothing more. Never blocks; any thread."""
@@ -236,11 +252,11 @@ class InProcessStream:
 
     def _run(self) -> None:
         beat_at = 0.0
-        for data in self._connection.outbox:
+        for message in self._connection.outbox:
             now = time.monotonic()
             if now >= beat_at:  # the server gives up any silent member, even in its own process
                 beat_at = now + self._heartbeat_seconds
-                self._connection.received(BEAT)
-            self._on_data(data)
+                self._connection.put(Heartbeat())
+            self._on_message(message)
         self._connection.ended()
         self._on_end(None)

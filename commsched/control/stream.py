@@ -6,13 +6,18 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
+from typing import Generic, TypeVar
 
 import grpc
 
 from ..core.errors import CommschedError, ConfigError, TransportError
 from ..net.rpc import Call, Unproven, make_channel
 from .liveness import heartbeat_seconds
-from .messages import MAX_WIRE_BYTES, METHOD, SERVICE, Heartbeat, encode
+from .messages import MAX_WIRE_BYTES, METHOD, SERVICE, Heartbeat, Message, encode
+
+T = TypeVar("T")
+
+BEAT = encode(Heartbeat())
 
 _RETRY_SECONDS = 0.1  # between attempts to connect
 _FAREWELL_SECONDS = 0.5  # longest time that close waits for the server to take the last message
@@ -34,7 +39,7 @@ class ControlStream:
         job: str,
         fail_after_seconds: float,
         *,
-        hello: Callable[[], bytes],
+        hello: Callable[[], Message],
         on_data: Callable[[bytes], None],
         on_end: Callable[[grpc.RpcError | Unproven | RuntimeError | None], bool],
     ) -> None:
@@ -47,16 +52,16 @@ class ControlStream:
         self._changed = threading.Condition()
         self._closed = False
         self._call: Call | None = None
-        self._outbox = MessageQueue(self._heartbeat_seconds)
+        self._outbox = MessageQueue(self._heartbeat_seconds, BEAT)
         self._channel = make_channel(address, fail_after_seconds, MAX_WIRE_BYTES)
         self._thread = threading.Thread(target=self._run, name="commsched-control-receive", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
-    def put(self, data: bytes) -> None:
-        """Send ``data``; never blocks. Any thread."""
-        self._outbox.put(data)
+    def put(self, message: Message) -> None:
+        """Send ``message``; never blocks. Any thread."""
+        self._outbox.put(encode(message))
 
     def finish(self) -> None:
         """Send the messages put so far, and nothing more. Never blocks; any thread."""
@@ -88,8 +93,8 @@ class ControlStream:
 
     def _converse(self) -> bool:
         """Make one attempt to connect; return True if there should be another."""
-        outbox = MessageQueue(self._heartbeat_seconds, "commsched-control-send")
-        outbox.put(self._hello())
+        outbox = MessageQueue(self._heartbeat_seconds, BEAT, "commsched-control-send")
+        outbox.put(encode(self._hello()))
         with self._changed:
             if self._closed:
                 return False
@@ -127,30 +132,28 @@ def refusal(error: grpc.RpcError | Unproven | RuntimeError | None, address: str)
     return TransportError(f"rank 0 at {address} cannot be joined: {code.name}: {error.details()}")
 
 
-BEAT = encode(Heartbeat())
-
-
-class MessageQueue:
-    """The iterator from which gRPC takes a stream's outgoing messages: the messages put, in order, and a heartbeat when there
-    was no message for ``heartbeat_seconds``. After :meth:`close` it ends when it has yielded all messages put.
+class MessageQueue(Generic[T]):
+    """The iterator from which gRPC takes a stream's outgoing messages: the messages put, in order, and ``beat`` when there was
+    no message for ``heartbeat_seconds``. After :meth:`close` it ends when it has yielded all messages put.
 
     ``put`` and ``close`` never block; any thread. gRPC asks for the next message only when the last one has gone into its
     window, so heartbeats do not pile up for a peer that does not read.
     """
 
-    def __init__(self, heartbeat_seconds: float, thread_name: str | None = None) -> None:
+    def __init__(self, heartbeat_seconds: float, beat: T, thread_name: str | None = None) -> None:
+        self._beat = beat
         self._heartbeat_seconds = heartbeat_seconds
         self._changed = threading.Condition()
-        self._queue: deque[bytes] = deque()
+        self._queue: deque[T] = deque()
         self._closed = False
         self._thread_name = thread_name
         self.thread: threading.Thread | None = None  # the thread that takes the messages, once it has begun
 
-    def put(self, data: bytes) -> None:
-        """Send ``data``; does nothing if the queue is closed."""
+    def put(self, message: T) -> None:
+        """Send ``message``; does nothing if the queue is closed."""
         with self._changed:
             if not self._closed:
-                self._queue.append(data)
+                self._queue.append(message)
                 self._changed.notify()
 
     def close(self, *, discard: bool = False) -> None:
@@ -161,10 +164,10 @@ class MessageQueue:
                 self._queue.clear()
             self._changed.notify()
 
-    def __iter__(self) -> MessageQueue:
+    def __iter__(self) -> MessageQueue[T]:
         return self
 
-    def __next__(self) -> bytes:
+    def __next__(self) -> T:
         if self.thread is None:
             self.thread = threading.current_thread()
             if self._thread_name is not None:
@@ -176,4 +179,4 @@ class MessageQueue:
                 return self._queue.popleft()
             if self._closed:
                 raise StopIteration
-        return BEAT
+        return self._beat

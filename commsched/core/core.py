@@ -131,7 +131,7 @@ class Core:
     def _make_agreement(self, config: SchedulerConfig, order: str) -> AgreedOrder:
         return AgreedOrder(
             self._transport.rank,
-            self._transport.world_size,
+            self._transport.leaders or range(self._transport.world_size),
             make_policy(config.policy),
             config.credit_bytes,
             channels=self._transport.channels,
@@ -497,12 +497,21 @@ class Core:
             self._releases = []
         return work
 
+    def _collect(self, task: CommTask) -> None:
+        self._call_transport(task, lambda: self._transport.collect(task, self._collected))
+
+    def _collected(self, tasks: Sequence[CommTask]) -> None:
+        self._agree(lambda agreement: agreement.collected(tasks))
+
     def _start(self, task: CommTask) -> None:
         # Data on a device cannot be checked without waiting for the device. An all-gather sends averages, not gradients.
         if self._looks and isinstance(task.data, memoryview) and not looks_finite(task.partition.dtype, task.data):
             self._warn_of_not_finite(task)
+        self._call_transport(task, lambda: self._transport.start(task, self))
+
+    def _call_transport(self, task: CommTask, call: Callable[[], None]) -> None:
         try:
-            self._transport.start(task, self)
+            call()
         except CommschedError as error:
             self._report(error)
         except Exception as error:
@@ -512,11 +521,16 @@ class Core:
     # --- agreement on an order: only the dispatcher sends, so that messages stay in order ---
 
     def _messages(self, agreement: AgreedOrder) -> list[Callable[[], None]]:
-        send = partial(self._messenger.announce if self._transport.rank == 0 else self._messenger.send_to_rank_0, ORDER)
-        work: list[Callable[[], None]] = [partial(self._send, send, message) for message in agreement.outgoing()]
+        work: list[Callable[[], None]] = [partial(self._collect, task) for task in agreement.to_collect()]
+        announces = self._transport.rank == 0
+        for message, to in agreement.outgoing():
+            if announces:
+                work.append(partial(self._send, partial(self._messenger.announce, ORDER, message, to)))
+            else:
+                work.append(partial(self._send, partial(self._messenger.send_to_rank_0, ORDER, message)))
         if agreement.wants_change():
             # Every agreed change ends a frozen order. This one changes nothing else, whatever is agreed on meanwhile.
-            work.append(partial(self._send, self._messenger.propose, {}))
+            work.append(partial(self._send, partial(self._messenger.propose, {})))
         if self._flushing:
             work.append(self._flushed)
         return work
@@ -526,9 +540,9 @@ class Core:
             self._flushing = False
             self._progress.notify_all()
 
-    def _send(self, send: Callable[[Any], None], message: Any) -> None:
+    def _send(self, send: Callable[[], None]) -> None:
         try:
-            send(message)
+            send()
         except CommschedError as error:  # the control channel is lost or closed
             self._report(error)
 

@@ -3,7 +3,7 @@ methods do nothing; all others are protocols."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from .errors import CommschedError
@@ -41,6 +41,11 @@ class Calls(NamedTuple):
     on_done: Callable[[CommTask], None]
 
 
+#: The callback of ``Transport.collect``, with tasks whose contributions are all there. The same one is given with each task.
+#: Called from any thread, without a lock held.
+Collected = Callable[[Sequence[CommTask]], None]
+
+
 class Transport:
     """A way to average partitions over all ranks. It reports errors during operation to the ``OnFailure`` given to its
     constructor. Only :meth:`start` must be implemented. The other methods do nothing here, and the attributes other than
@@ -51,6 +56,8 @@ class Transport:
             ``all_gather`` or neither.
         ordered: its messages carry no identity, so every rank must start the same tasks in the same order on each of its
             ``channels``; ``Core`` ensures that (``core/order``). A transport that is not ordered has one channel.
+        leaders: if it is ordered and some ranks launch for others: by rank, the rank that launches for it. Only these agree on
+            the order of launches; a task that another rank starts is its contribution. Empty: each rank launches for itself.
         device: where ``task.data`` lies: "cpu", or a device as PyTorch names it.
         one_per_host: one rank of each host uses the network, for all ranks of the host.
     """
@@ -60,6 +67,7 @@ class Transport:
     verbs: frozenset[str] = frozenset({ALL_REDUCE})
     ordered: bool = False
     channels: int = 1
+    leaders: tuple[int, ...] = ()
     device: str = "cpu"
     one_per_host: bool = False
 
@@ -81,6 +89,14 @@ class Transport:
         largest ``order``. The maker of averages must get the request for its row behind the contributions of that rank.
         """
         return 0
+
+    def collect(self, task: CommTask, collected: Collected) -> None:
+        """Begin to collect what the ranks for which this one launches contribute to ``task``, which is ready here. Call
+        ``collected`` when all of it is there. :meth:`start` follows, possibly before that.
+
+        Called by the dispatcher thread, only on a rank among ``leaders``, and not while the task's order is static. Raises as
+        :meth:`start` does."""
+        raise NotImplementedError
 
     def start(self, task: CommTask, completion: Completion) -> None:
         """Begin to average ``task.data`` over all ranks, in place. Must not wait for other ranks.
@@ -120,6 +136,7 @@ class ForwardingTransport(Transport):
         self.verbs = inner.verbs
         self.ordered = inner.ordered
         self.channels = inner.channels
+        self.leaders = inner.leaders
         self.device = inner.device
         self.one_per_host = inner.one_per_host
         self._inner = inner
@@ -129,6 +146,9 @@ class ForwardingTransport(Transport):
 
     def norm_rows(self, manifest: Manifest) -> int:
         return self._inner.norm_rows(manifest)
+
+    def collect(self, task: CommTask, collected: Collected) -> None:
+        self._inner.collect(task, collected)
 
     def start(self, task: CommTask, completion: Completion) -> None:
         self._inner.start(task, completion)
@@ -154,8 +174,8 @@ class Messenger(Protocol):
     def send_to_rank_0(self, topic: str, value: Any) -> None:
         """Send ``value`` to rank 0, from another rank."""
 
-    def announce(self, topic: str, value: Any) -> None:
-        """Send ``value`` to all other ranks, from rank 0."""
+    def announce(self, topic: str, value: Any, to: Sequence[int] = ()) -> None:
+        """Send ``value`` from rank 0 to the other ranks in ``to``, or to all others if it is empty."""
 
     def propose(self, config: dict[str, Any]) -> None:
         """Ask that all ranks switch to ``config`` at one agreed step."""

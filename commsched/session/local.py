@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from ..control.end import ControlEnd
-from ..control.messages import PROTOCOL, Hello, Member, decode, encode
+from ..control.messages import PROTOCOL, Hello, Member, Message, decode, encode
 from ..control.roster import Roster
 from ..core.core import Core
 from ..core.interfaces import Transport
@@ -46,9 +46,9 @@ class LocalControl(ControlEnd):
         self._world = world
         self._callbacks.start()
 
-    def _put(self, data: bytes) -> None:
+    def _put(self, message: Message) -> None:
         with self._changed:
-            self._world.received(self._member.index, data)
+            self._world.received(self._member.index, encode(message))
 
 
 def local_sessions(

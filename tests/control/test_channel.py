@@ -644,7 +644,7 @@ def test_garbage_with_the_token_is_turned_away_and_the_job_goes_on(garbage: byte
 
 def test_garbage_of_a_member_fails_the_job_and_names_it() -> None:
     with running(2) as job:
-        job.clients[1]._stream.put(b"\x80\x04garbage")
+        job.clients[1]._stream._outbox.put(b"\x80\x04garbage")
         error = job.listeners[0].next("failure")
         assert isinstance(error, ProtocolError)
         assert str(error).startswith("rank 1 (host host-1, pid ")
@@ -653,7 +653,7 @@ def test_garbage_of_a_member_fails_the_job_and_names_it() -> None:
 
 def test_a_longer_message_than_allowed_ends_the_stream_and_names_the_member() -> None:
     with running(2) as job:
-        job.clients[1]._stream.put(b"x" * (messages.MAX_WIRE_BYTES + 1))
+        job.clients[1]._stream._outbox.put(b"x" * (messages.MAX_WIRE_BYTES + 1))
         assert "rank 1 (host host-1" in str(job.listeners[0].next("failure"))
 
 

@@ -448,6 +448,8 @@ def test_what_rank_0_announces_goes_to_all_other_ranks_that_have_not_left() -> N
     assert roster.received(10, Announce("t", "[1]"), 0.0) == [Send((11, 12, 13), Announced("t", "[1]"))]
     roster.received(12, Leave(), 0.0)
     assert roster.received(10, Announce("t", "[2]"), 0.0) == [Send((11, 13), Announced("t", "[2]"))]
+    assert roster.received(10, Announce("t", "[3]", (0, 2, 3)), 0.0) == [Send((13,), Announced("t", "[3]"))]
+    assert roster.received(10, Announce("t", "[4]", (2, 9)), 0.0) == []
     assert joined(1).received(0, Announce("t", "[1]"), 0.0) == []
 
 

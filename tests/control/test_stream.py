@@ -5,11 +5,11 @@ import threading
 import pytest
 
 from commsched.control.messages import Heartbeat, decode
-from commsched.control.stream import MessageQueue
+from commsched.control.stream import BEAT, MessageQueue
 
 
 def test_what_was_put_comes_in_order_and_then_it_ends() -> None:
-    outbox = MessageQueue(heartbeat_seconds=60)
+    outbox = MessageQueue(60, BEAT)
     outbox.put(b"1")
     outbox.put(b"2")
     outbox.close()
@@ -19,18 +19,18 @@ def test_what_was_put_comes_in_order_and_then_it_ends() -> None:
 
 
 def test_a_heartbeat_when_nothing_was_put() -> None:
-    assert decode(next(MessageQueue(heartbeat_seconds=0.001))) == Heartbeat()
+    assert decode(next(MessageQueue(0.001, BEAT))) == Heartbeat()
 
 
 def test_nothing_more_after_discard() -> None:
-    outbox = MessageQueue(heartbeat_seconds=60)
+    outbox = MessageQueue(60, BEAT)
     outbox.put(b"1")
     outbox.close(discard=True)
     assert list(outbox) == []
 
 
 def test_close_ends_a_wait() -> None:
-    outbox = MessageQueue(heartbeat_seconds=60, thread_name="test-outbox")
+    outbox = MessageQueue(60, BEAT, thread_name="test-outbox")
     thread = threading.Thread(target=lambda: list(outbox), daemon=True)
     thread.start()
     outbox.close()
@@ -41,7 +41,7 @@ def test_close_ends_a_wait() -> None:
 
 
 def test_a_put_ends_a_wait() -> None:
-    outbox = MessageQueue(heartbeat_seconds=60)
+    outbox = MessageQueue(60, BEAT)
     got: list[bytes] = []
     thread = threading.Thread(target=lambda: got.append(next(outbox)), daemon=True)
     thread.start()

@@ -305,5 +305,5 @@ def test_a_lost_member_is_told_to_rank_0() -> None:
 
 def test_garbage_of_a_member_reaches_rank_0_as_an_error() -> None:
     with running(2, direct=True) as job:
-        job.clients[1]._stream.put(encode(Announce("t", "1"))[:-1])
+        job.clients[1]._stream._outbox.put(encode(Announce("t", "1"))[:-1])
         assert "that are not a message of the control channel" in str(job.listeners[0].next("failure"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -34,7 +34,7 @@ class Silent:
 
     def send_to_rank_0(self, topic: str, value: Any) -> None: ...
 
-    def announce(self, topic: str, value: Any) -> None: ...
+    def announce(self, topic: str, value: Any, to: Sequence[int] = ()) -> None: ...
 
     def propose(self, config: dict[str, Any]) -> None: ...
 

@@ -22,8 +22,9 @@ from commsched.transports.collective.transport import chunks_of
 class OrderedWorld:
     """The shared state of all ranks: the tasks launched at each position of each channel."""
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, divisor: int | None = None) -> None:
         self.world_size = world_size
+        self._divisor = divisor  # of averages, if the ranks of this world stand for others
         self._lock = threading.Lock()
         self._places: dict[
             tuple[int, int], dict[int, tuple[CommTask, Completion]]
@@ -43,7 +44,7 @@ class OrderedWorld:
         tasks = [launched[rank][0] for rank in range(self.world_size)]
         if len({task.nbytes for task in tasks}) > 1:
             raise TransportError(f"sizes differ at {place}: {tasks}")
-        _carry_out(tasks)
+        _carry_out(tasks, self._divisor)
         for task, completion in launched.values():
             completion.on_done(task)
 
@@ -73,7 +74,7 @@ class OrderedTransport(Transport):
         self._closed = True
 
 
-def _carry_out(tasks: list[CommTask]) -> None:
+def _carry_out(tasks: list[CommTask], divisor: int | None) -> None:
     """Run the collective on all tasks. The verb of rank 0's task decides which collective."""
     dtype = tasks[0].partition.dtype
     by_rank = [chunks_of(task.data, ITEMSIZE[dtype], len(tasks)) for task in tasks]
@@ -84,6 +85,6 @@ def _carry_out(tasks: list[CommTask]) -> None:
             result = np.frombuffer(chunks[rank], np.uint8).copy()
         else:
             result = np.empty(len(chunks[rank]), np.uint8)
-            average(chunks, dtype, result.data)
+            average(chunks, dtype, result.data, divisor)
         for receiver in [chunks[rank]] if tasks[0].verb == REDUCE_SCATTER else chunks:
             receiver[:] = result.data

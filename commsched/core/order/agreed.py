@@ -14,6 +14,7 @@ from .leader import OrderLeader, peer_left_error
 from .messages import (
     EMPTY,
     LARGEST,
+    OTHERS,
     Freeze,
     FreezeRefused,
     Launch,
@@ -28,7 +29,7 @@ from .messages import (
     extend_digest,
     extend_digest_by_text,
 )
-from .static import ReadinessPattern, StaticOrder
+from .static import PatternEntry, ReadinessPattern, StaticOrder
 
 
 class AgreedOrder:
@@ -40,7 +41,12 @@ class AgreedOrder:
     credit goes. The first task that is not done anywhere is the next of every rank that has not launched it, so credits cannot
     block each other.
 
+    With a hierarchy, only the leaders of hosts agree, each for the ranks of its host. Another rank starts a task, which is its
+    contribution, as soon as it is ready. A leader reports a task when it has all contributions of its host
+    (``Transport.collect``). In a frozen order every rank starts tasks by that order.
+
     Args:
+        leaders: by rank, the rank that launches for it. Rank 0 is a leader.
         channels: the number of the transport's channels: see ``messages.LARGEST``.
         freeze: once the order of the largest group has repeated for some steps, it is frozen: launched without messages
             (:class:`~.static.StaticOrder`), until the configuration changes. Needs two channels.
@@ -51,7 +57,7 @@ class AgreedOrder:
     def __init__(
         self,
         rank: int,
-        world_size: int,
+        leaders: Sequence[int],
         policy: Policy,
         credit_bytes: int,
         *,
@@ -71,7 +77,6 @@ class AgreedOrder:
         self._sequences = [0] * channels
         self._received = 0  # number of agreed launches known here
         self._digest = EMPTY  # digest of these launches
-        self._unconfirmed: list[LaunchKey] = []  # the last of these launches, not yet reported to rank 0
         self._offers: list[LaunchKey] = []  # tasks that are ready here and not yet reported to rank 0
         self._outgoing: list[OrderMessage] = []
         self._frozen: StaticOrder | None = None
@@ -82,10 +87,17 @@ class AgreedOrder:
         self._last_frozen: StaticOrder | None = None  # the current frozen order, or the last one if it has ended
         self._freezes = 0  # number of frozen orders so far
         self._asked = False  # an end of the frozen order was requested
-        self._decider = OrderLeader(world_size, policy, describe, channels) if rank == 0 else None
+        self._decider = OrderLeader(leaders, policy, describe, channels) if rank == 0 else None
         self._pattern = ReadinessPattern() if rank == 0 and freeze else None
         self._static_digests: dict[int, dict[int, str]] = {}  # on rank 0: digests of static steps, by step and rank
-        self._world_size = world_size
+        self._leaders = leaders
+        self._launchers = sorted(set(leaders))
+        self._is_led = leaders[rank] != rank
+        self._collects = leaders.count(rank) > 1
+        self._collecting: set[LaunchKey] = set()  # tasks in ``_ready`` to which other ranks of this host have yet to contribute
+        self._to_collect: list[CommTask] = []
+        # On a rank that is led, by group: the last step that it has contributed to outside a frozen order, and what.
+        self._contributed: dict[int, tuple[int, list[PatternEntry]]] = {}
         self._left: set[int] = set()
         self._last_steps: dict[int, dict[int, tuple[int, int]]] = {}  # by rank that left and group; see ``StaticOrder.leave``
 
@@ -100,15 +112,32 @@ class AgreedOrder:
         key = LaunchKey.of(task)
         if self._frozen is not None and self._frozen.covers(key):
             self._frozen.add(task)
+        elif self._is_led:
+            self._contribute(task)
         else:
             self._ready[key] = task
-            if self._decider is not None:
-                self._offered(self._decider, 0, key, self._freezes)
-            elif 0 in self._left:
-                raise peer_left_error(0, self._describe(key))
+            if self._collects:
+                self._collecting.add(key)
+                self._to_collect.append(task)
             else:
-                self._offers.append(key)
+                self._offer(key)
         return self._policy.key(task)
+
+    def _contribute(self, task: CommTask) -> None:
+        self._agreed[OTHERS].append(task)
+        step, entries = self._contributed[task.group]
+        if task.step != step:
+            entries = []
+            self._contributed[task.group] = task.step, entries
+        entries.append((task.partition.index, task.verb))
+
+    def _offer(self, key: LaunchKey) -> None:
+        if self._decider is not None:
+            self._offered(self._decider, 0, key, self._freezes)
+        elif 0 in self._left:
+            raise peer_left_error(0, self._describe(key))
+        else:
+            self._offers.append(key)
 
     def next(self) -> CommTask | None:
         for channel, (agreed, credit) in enumerate(zip(self._agreed, self._credits)):
@@ -135,6 +164,7 @@ class AgreedOrder:
         return bool(
             self._offers
             or self._outgoing
+            or self._to_collect
             or self._frozen is not None
             or any(self._agreed)
             or (self._decider is not None and self._decider.has_ready)
@@ -165,12 +195,14 @@ class AgreedOrder:
 
     def add_group(self, group: int, nbytes: int) -> None:
         """Add a group of ``nbytes`` bytes. Call it before the group's first task."""
+        self._contributed[group] = (-1, [])
         if self._decider is not None:
             self._decider.add_group(group, nbytes)
 
     def release(self, group: int) -> None:
         """Forget ``group``, which has had its last step."""
         self._thaw(group)
+        self._contributed.pop(group, None)
         if self._pattern is not None:
             self._pattern.forget(group)
         if self._decider is not None:
@@ -222,17 +254,36 @@ class AgreedOrder:
         None. ``include_blocked`` includes the tasks that :meth:`blocked_count` counts."""
         return self._frozen.deadlock_error(include_blocked) if self._frozen is not None else None
 
+    # --- collecting ---
+
+    def to_collect(self) -> list[CommTask]:
+        """Return the tasks to pass to ``Transport.collect`` now."""
+        tasks, self._to_collect = self._to_collect, []
+        return tasks
+
+    def collected(self, tasks: Sequence[CommTask]) -> None:
+        """Note that all ranks of this host have contributed to ``tasks``.
+
+        Raises:
+            PeerLost: see :meth:`add`.
+        """
+        for key in map(LaunchKey.of, tasks):
+            if key in self._collecting:  # otherwise a frozen order includes it by now
+                self._collecting.discard(key)
+                self._offer(key)
+
     # --- messages ---
 
-    def outgoing(self) -> list[dict[str, Any]]:
-        """Return the messages to send now, in order, as JSON: to rank 0, or from rank 0 to all others."""
+    def outgoing(self) -> list[tuple[dict[str, Any], Sequence[int]]]:
+        """Return the messages to send now, in order, as JSON: to rank 0; or from rank 0 to the other ranks given with each, or
+        to all others if none are given."""
         if self._offers:
             # A task that will start unconditionally, in the agreed order, counts as launched.
-            first = self._received - len(self._unconfirmed)
-            self._outgoing.append(TasksReady(self._offers, self._freezes, first, self._unconfirmed, self._digest))
-            self._offers, self._unconfirmed = [], []
+            self._outgoing.append(TasksReady(self._offers, self._freezes, self._received, self._digest))
+            self._offers = []
         messages, self._outgoing = self._outgoing, []
-        return [encode(message) for message in messages]
+        leaders = self._launchers if len(self._launchers) < len(self._leaders) else ()
+        return [(encode(message), leaders if isinstance(message, Launch) else ()) for message in messages]
 
     def on_message(self, rank: int, record: Any) -> None:
         """Handle a message that ``rank`` sent to rank 0; called on rank 0.
@@ -249,6 +300,8 @@ class AgreedOrder:
             message = decode(record)
         except (KeyError, TypeError, ValueError) as error:
             raise ProtocolError(f"rank {rank} sent rank 0 a message that no order knows: {error!r}") from error
+        if self._leaders[rank] != rank and not isinstance(message, Leaves | FreezeRefused):
+            raise ProtocolError(f"rank {rank} sent rank 0 a message that only leaders of hosts send: {message}")
         match message:
             case Leaves(left, steps):
                 self._outgoing.append(message)  # forwarded to the other ranks
@@ -263,8 +316,8 @@ class AgreedOrder:
                     f"rank {rank} cannot launch {self._describe(launched[-1])} as rank 0 does: it is not ready there, "
                     "or that rank has cut its tensors differently"
                 )
-            case TasksReady(ready, freezes, first, launched, digest):
-                decider.confirm(rank, first, launched, digest)
+            case TasksReady(ready, freezes, count, digest):
+                decider.confirm(rank, count, digest)
                 for key in ready:
                     self._offered(decider, rank, key, freezes)
             case _:
@@ -294,7 +347,7 @@ class AgreedOrder:
         mine, tasks = self._digest, []
         for key in keys:
             task = self._ready.get(key)
-            if task is None:
+            if task is None or key in self._collecting:
                 break
             mine = extend_digest(mine, task, channel)
             tasks.append(task)
@@ -308,7 +361,6 @@ class AgreedOrder:
         is_after_frozen = channel == LARGEST and self._frozen is not None
         (self._after_frozen if is_after_frozen else self._agreed[channel]).extend(tasks)
         self._received += len(tasks)
-        self._unconfirmed += keys
         self._digest = digest
 
     # --- rank 0 ---
@@ -339,7 +391,7 @@ class AgreedOrder:
         if self._pattern is not None:
             for task in tasks:
                 self._pattern.launched(LaunchKey.of(task))
-        if self._world_size > 1:
+        if len(self._launchers) > 1:
             self._outgoing.append(Launch(channel, first, [LaunchKey.of(task) for task in tasks], decider.digest))
 
     # --- a frozen order ---
@@ -360,6 +412,8 @@ class AgreedOrder:
         self._freezes += 1
         self._asked = False
         self._offers = [key for key in self._offers if not frozen.covers(key)]
+        self._collecting = {key for key in self._collecting if not frozen.covers(key)}
+        self._to_collect = [task for task in self._to_collect if not frozen.covers(LaunchKey.of(task))]
         if self._decider is not None:
             self._decider.forget(frozen.covers)
             self._decider.end_ahead()
@@ -380,8 +434,17 @@ class AgreedOrder:
         if self._digest_of(keys) != digest or len({(key.group, key.step) for key in keys}) != 1:
             self._outgoing.append(FreezeRefused(keys))  # rank 0 raises an error with both tensors
             return
+        group, first_step = keys[0].group, keys[0].step
         order = [(key.partition, key.verb) for key in keys]
-        self._freeze(StaticOrder(keys[0].group, keys[0].step, order, self._credits[LARGEST], self._describe))
+        frozen = StaticOrder(group, first_step, order, self._credits[LARGEST], self._describe)
+        if self._is_led:
+            # This rank may have contributed to these steps already, without waiting for the message.
+            if group not in self._contributed:
+                return  # and has released the group since
+            step, entries = self._contributed[group]
+            if step >= first_step:
+                frozen.resume(step, entries)
+        self._freeze(frozen)
 
     def _refused_freeze(self, rank: int, keys: Sequence[LaunchKey]) -> None:
         """Raise OrderMismatch about ``rank``, which received another order, or whose plan has other bytes in these places."""
@@ -396,7 +459,7 @@ class AgreedOrder:
     def _static_step_ended(self, frozen: StaticOrder, step: int, digest: str) -> None:
         if self._decider is not None:
             self._confirm_static(0, step, digest)
-        else:
+        elif not self._is_led:
             self._outgoing.append(StaticStep(step, digest))
 
     def _confirm_static(self, rank: int, step: int, digest: str) -> None:
@@ -411,7 +474,7 @@ class AgreedOrder:
                 raise OrderMismatch(
                     f"ranks {other} and {rank} launched different tasks in the static order that begins with {what}"
                 )
-        if len(digests) == self._world_size:
+        if len(digests) == len(self._launchers):
             del self._static_digests[step]
 
     def _rank_leaves(self, rank: int, last: Sequence[tuple[int, int, int]]) -> None:

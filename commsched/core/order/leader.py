@@ -20,6 +20,8 @@ _AHEAD = 1 / 32
 class OrderLeader:
     """Decides which tasks are launched next, on each of ``channels``. Pure. ``describe`` names a task for messages.
 
+    ``leaders[rank]`` is the rank that launches for ``rank``. Only these report, each for all its ranks.
+
     No launched task ever waits for a rank that is not ready. So tasks may become ready in any order on each rank, and a rank
     can wait for any average, without a deadlock. Other tasks within the credit are in flight meanwhile and hide the latency of
     the two messages.
@@ -28,19 +30,20 @@ class OrderLeader:
     become ready soon: by a share of the bytes of its step that are not ready yet, and all at once when the last are ready.
     """
 
-    def __init__(self, world_size: int, policy: Policy, describe: Callable[[LaunchKey], str], channels: int) -> None:
+    def __init__(self, leaders: Sequence[int], policy: Policy, describe: Callable[[LaunchKey], str], channels: int) -> None:
         self._ready: list[ReadyTasks[CommTask]] = [ReadyTasks(policy) for _ in range(channels)]  # on all ranks
         self._group_bytes: dict[int, int] = {}
         self._step_bytes: dict[int, tuple[int, int]] = {}  # by group: its step, and the bytes of it that became ready
-        self._world_size = world_size
+        self._leaders = leaders
+        self._count = len(set(leaders))
         self._describe = describe
-        self._offered: dict[LaunchKey, set[int]] = {}  # the ranks on which a task is ready, until it is ready on all
+        self._offered: dict[LaunchKey, set[int]] = {}  # the leaders whose ranks have a task ready, until all have
         self._left: set[int] = set()
         self._history: deque[tuple[LaunchKey, str]] = (
             deque()
         )  # decided launches with their digests, since the last launch that all ranks have confirmed
         self._first = 0  # place of the first launch in the history
-        self._confirmed = [0] * world_size
+        self._confirmed = dict.fromkeys(set(leaders) - {0}, 0)
         self._digest = EMPTY
 
     @property
@@ -69,7 +72,7 @@ class OrderLeader:
             raise OrderMismatch(f"rank {rank} reported twice that {self._describe(key)} is ready")
         ranks.add(rank)
         self._require_present(key)
-        if len(ranks) < self._world_size:
+        if len(ranks) < self._count:
             return False
         del self._offered[key]
         return True
@@ -131,7 +134,7 @@ class OrderLeader:
             batch.append(ready.pop())
             decided += task.nbytes
             self._digest = extend_digest(self._digest, task, channel)
-            if self._world_size > 1:
+            if self._count > 1:
                 self._history.append((LaunchKey.of(task), self._digest))
         return batch
 
@@ -160,14 +163,14 @@ class OrderLeader:
                     f"rank {rank} launched {self._describe(key)} where rank 0 launched {self._describe(wanted)} (place {place})"
                 )
 
-    def confirm(self, rank: int, first: int, launched: Sequence[LaunchKey], digest: str) -> None:
-        """Check ``launched`` as :meth:`require_same` does, and ``digest``, the rank's digest of all launches up to their end.
+    def confirm(self, rank: int, count: int, digest: str) -> None:
+        """Check ``digest``, that of the ``count`` launches that ``rank`` has made so far.
 
         Raises:
-            OrderMismatch: launches or digest are not what was decided; the message names the tensors.
+            OrderMismatch: they are not what was decided; the message names the last of them.
         """
-        self.require_same(rank, first, launched)
-        count = first + len(launched)
+        if not self._confirmed[rank] <= count <= self.decided:
+            raise OrderMismatch(f"rank {rank} has launched {count} times, where rank 0 has decided on {self.decided} launches")
         if self._digest_at(count) not in (None, digest):
             last = self._history[count - 1 - self._first][0]
             raise OrderMismatch(
@@ -175,7 +178,7 @@ class OrderLeader:
                 "cut their tensors differently"
             )
         self._confirmed[rank] = count
-        confirmed = min(self._confirmed[1:], default=count)
+        confirmed = min(self._confirmed.values())
         while self._first < confirmed - 1:  # the last confirmed launch is kept, because a report may have its digest
             self._history.popleft()
             self._first += 1
@@ -185,7 +188,10 @@ class OrderLeader:
         return self._history[place][1] if 0 <= place < len(self._history) else None
 
     def _require_present(self, key: LaunchKey) -> None:
-        gone = self._left - self._offered[key]
+        if not self._left:
+            return
+        ready = self._offered[key]
+        gone = [rank for rank in self._left if self._leaders[rank] not in ready]
         if gone:
             raise peer_left_error(min(gone), self._describe(key))
 

@@ -26,20 +26,35 @@ class LaunchKey(NamedTuple):
     def of(cls, task: CommTask) -> LaunchKey:
         return cls(task.group, task.step, task.partition.index, task.verb)
 
-    def to_record(self) -> list[int]:
-        return [self.group, self.step, self.partition, _VERBS.index(self.verb)]
 
-    @classmethod
-    def from_record(cls, record: Sequence[Any]) -> LaunchKey:
-        """The inverse of :meth:`to_record`.
+#: Neighbours with the same group, step and verb in JSON: these, and the list of their partitions.
+_Run = tuple[int, int, int, list[int]]
 
-        Raises:
-            ValueError: ``record`` is not a valid result of :meth:`to_record`.
-        """
-        group, step, partition, verb = (int(number) for number in record)
+
+def to_runs(keys: Sequence[LaunchKey]) -> list[_Run]:
+    """``keys`` for JSON. Each message of a step has many keys that differ in their partitions only."""
+    runs: list[_Run] = []
+    last = None
+    for group, step, partition, verb in keys:
+        if last != (group, step, verb):
+            last = group, step, verb
+            runs.append((group, step, _VERBS.index(verb), []))
+        runs[-1][3].append(partition)
+    return runs
+
+
+def from_runs(runs: Any) -> list[LaunchKey]:
+    """The inverse of :func:`to_runs`.
+
+    Raises:
+        TypeError, ValueError: ``runs`` is not its result.
+    """
+    keys: list[LaunchKey] = []
+    for group, step, verb, partitions in runs:
         if not 0 <= verb < len(_VERBS):
             raise ValueError(f"verb {verb}")
-        return cls(group, step, partition, _VERBS[verb])
+        keys += [LaunchKey(int(group), int(step), int(partition), _VERBS[verb]) for partition in partitions]
+    return keys
 
 
 #: The channels of an ordered transport. The launches of one channel do not wait for those of the other. The largest group has
@@ -74,13 +89,12 @@ class OrderMessage:
 
 @dataclass(slots=True)
 class TasksReady(OrderMessage):
-    """The tasks ``ready`` became ready on this rank, which knew of so many ``freezes``. ``launched`` are its launches since its
-    last report, from place ``first`` on; ``digest`` is the digest of all its launches so far."""
+    """The tasks ``ready`` became ready on this rank, which knew of so many ``freezes``. It has made so many launches
+    (``launched``) so far; ``digest`` is their digest."""
 
     ready: list[LaunchKey]
     freezes: int
-    first: int
-    launched: list[LaunchKey]
+    launched: int
     digest: str
 
 
@@ -141,18 +155,19 @@ class Leaves(OrderMessage):
     steps: list[tuple[int, int, int]]
 
 
-_KINDS = {kind.__name__: kind for kind in (TasksReady, LaunchRefused, FreezeRefused, StaticStep, Launch, Freeze, Leaves)}
+_KINDS: dict[str, Any] = {
+    kind.__name__: kind for kind in (TasksReady, LaunchRefused, FreezeRefused, StaticStep, Launch, Freeze, Leaves)
+}
 
 
 def encode(message: OrderMessage) -> dict[str, Any]:
     """``message`` as a JSON object."""
-    return {"kind": type(message).__name__, **{field.name: _plain(getattr(message, field.name)) for field in fields(message)}}
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, list):
-        return [item.to_record() if isinstance(item, LaunchKey) else item for item in value]
-    return value
+    kind = type(message)
+    record: dict[str, Any] = {"kind": kind.__name__}
+    for name, of_keys, _ in _FIELDS[kind.__name__]:
+        value = getattr(message, name)
+        record[name] = to_runs(value) if of_keys else value
+    return record
 
 
 def decode(record: Any) -> Any:
@@ -161,12 +176,8 @@ def decode(record: Any) -> Any:
     Raises:
         KeyError, TypeError, ValueError: ``record`` is not such a message.
     """
-    kind: Any = _KINDS[record["kind"]]
-    return kind(**{field.name: _READERS[str(field.type)](record[field.name]) for field in fields(kind)})
-
-
-def _keys(records: Any) -> list[LaunchKey]:
-    return [LaunchKey.from_record(record) for record in records]
+    name = record["kind"]
+    return _KINDS[name](*[read(record[field]) for field, _, read in _FIELDS[name]])
 
 
 def _steps(records: Any) -> list[tuple[int, int, int]]:
@@ -177,6 +188,12 @@ def _steps(records: Any) -> list[tuple[int, int, int]]:
 _READERS: dict[str, Callable[[Any], Any]] = {
     "int": int,
     "str": str,
-    "list[LaunchKey]": _keys,
+    "list[LaunchKey]": from_runs,
     "list[tuple[int, int, int]]": _steps,
+}
+
+#: The fields of each kind of message: the name, whether it holds keys, and the function that reads it.
+_FIELDS = {
+    name: [(field.name, str(field.type) == "list[LaunchKey]", _READERS[str(field.type)]) for field in fields(kind)]
+    for name, kind in _KINDS.items()
 }

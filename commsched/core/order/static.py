@@ -103,6 +103,20 @@ class StaticOrder:
         self._usual: list[PatternEntry] = []  # order of readiness in the first static step
         self._unusual_steps = 0
         self._missing: dict[int, tuple[int, int]] = {}  # by rank that left: see ``leave``
+        self._given: set[LaunchKey] = set()  # tasks ahead of this rank's place that it has launched; see ``resume``
+
+    def resume(self, step: int, launched: Sequence[PatternEntry]) -> None:
+        """Begin in ``step``, of which this rank has launched the tasks ``launched`` before it knew of this order."""
+        self._step = step
+        self._readiness = list(launched)
+        self._given = {LaunchKey(self.group, step, *place) for place in launched}
+        self._pass_given()
+
+    def _pass_given(self) -> None:
+        while self._given and self._head() in self._given:
+            self._given.discard(self._head())
+            self._place += 1
+            self.end_step()
 
     def covers(self, key: LaunchKey) -> bool:
         return key.group == self.group and key.step >= self.first_step
@@ -125,6 +139,8 @@ class StaticOrder:
         self._credit.take(task.nbytes)
         self._digest = extend_digest(self._digest, task, LARGEST)
         self._place += 1
+        if self._place < len(self.order):
+            self._pass_given()
         return task
 
     def _head(self) -> LaunchKey:
@@ -133,7 +149,7 @@ class StaticOrder:
     def blocked_count(self) -> int:
         """The number of ready tasks that wait for an earlier task which is not ready. That task may never become ready, if its
         step was broken off."""
-        return 0 if self._head() in self._ready else len(self._ready)
+        return 0 if self._head() in self._ready else len(self._ready) + len(self._given)
 
     def sent(self, task: CommTask) -> None:
         self._outstanding.discard(LaunchKey.of(task))
@@ -176,7 +192,7 @@ class StaticOrder:
         if not self._missing:
             return None  # a fast path: called whenever a wait wakes, with the core's lock held
         blocked = self._ready.keys() if self.blocked_count() and not include_blocked else ()
-        for key in sorted(self._outstanding.difference(blocked)):
+        for key in sorted(self._outstanding.difference(blocked).union(self._given if include_blocked else ())):
             for rank, (step, launched) in self._missing.items():
                 if (key.step, self.order.index((key.partition, key.verb))) >= (step, launched):
                     return peer_left_error(rank, self._describe(key))

@@ -90,7 +90,7 @@ def _follow(context: TransportContext, layout: HostTopology) -> MemberTransport:
         while said[0] != "open":
             said = context.gather(["waiting"])[host[0]]
         _, ordered, channels, rows = said
-        return MemberTransport(context, link, host[0], ordered, channels, rows)
+        return MemberTransport(context, link, host[0], layout.leader_of if ordered else (), channels, rows)
     except BaseException:
         link.close()
         raise

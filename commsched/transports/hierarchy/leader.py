@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...core.errors import ClosedError, CommschedError, TransportError
-from ...core.interfaces import Calls, Completion, Transport
+from ...core.interfaces import Calls, Collected, Completion, Transport
 from ...core.manifest import ITEMSIZE, Manifest
 from ...core.task import CommTask
 from ..averaging.buffer_pool import BufferPool
@@ -30,10 +30,11 @@ log = logging.getLogger("commsched")
 
 @dataclass(slots=True, eq=False)
 class _Started:
-    """A task of this rank. ``complete`` holds the contributions once all ranks of the host have contributed."""
+    """A task of this rank, which is collected first (``completion`` is None), or started at once. ``complete`` holds the
+    contributions once all ranks of the host have contributed."""
 
     task: CommTask
-    completion: Completion
+    completion: Completion | None = None
     complete: Complete | None = None
 
 
@@ -42,9 +43,10 @@ class LeaderTransport(Transport):
 
     See ``interfaces.Transport``. Contributions are summed in the order of the host's ranks in ``layout``.
 
-    If ``network`` is ordered, sums go to it in the order in which this rank started their tasks, and a task's credit returns
-    when ``network`` has sent its sum. If ``network`` is not ordered, sums go to it by priority, and a task's credit returns at
-    once, because the members may be waiting for another task of this rank first.
+    If ``network`` is ordered, this rank agrees on the order with the other leaders, and speaks for its members: it reports a
+    task when all of them have contributed. Sums go to ``network`` in the order in which this rank started their tasks, and a
+    task's credit returns when ``network`` has sent its sum. If ``network`` is not ordered, sums go to it by priority, and a
+    task's credit returns at once, because the members may be waiting for another task of this rank first.
 
     16-bit gradients go to ``network`` as float32, so that they are rounded only once. float32 gradients go to ``network`` as
     ``settings.wire``, if that is a dtype. Only a host's sum is rounded, never the contribution of one of its ranks.
@@ -69,6 +71,7 @@ class LeaderTransport(Transport):
         self.world_size = context.world.world_size
         if network is not None:
             self.ordered, self.channels = network.ordered, network.channels
+        self.leaders = layout.leader_of if self.ordered else ()
         self._layout = layout
         self._network = network
         self._on_failure = context.on_failure
@@ -82,12 +85,14 @@ class LeaderTransport(Transport):
         self._host = layout.hosts[layout.host_of(rank)]
         self._contributions = Contributions(self._host, context.on_failure)
         self._members = [
-            Connection(rank, each, self._host.index(each), link, self._contributions, self._gathered, self._fail)
+            Connection(rank, each, self._host.index(each), link, self._contributions, self._gathered, self._report, self._fail)
             for each, link in links.items()
         ]
         # Single operations on a dict are atomic; the dispatcher adds a key, and it is removed when its average is there.
         self._started: dict[PartitionKey, _Started] = {}
-        self._work = threading.Condition()  # the launching thread waits here
+        self._work = threading.Condition()  # the launching thread waits here; guards what follows
+        self._collected: list[CommTask] = []  # to be reported
+        self._on_collected: Collected = lambda tasks: None
         self._launches: LaunchQueue[_Started] = LaunchQueue(self.ordered, self.channels)
         self._launcher = threading.Thread(target=self._launch_all, name="commsched-host-launch", daemon=True)
         try:
@@ -114,15 +119,31 @@ class LeaderTransport(Transport):
         rounds = any(spec.dtype in WIDER for spec in manifest.tensors)
         return 0 if self._network is None or self.ordered or rounds else self._network.norm_rows(manifest)
 
+    def collect(self, task: CommTask, collected: Collected) -> None:
+        self._on_collected = collected
+        self._push(_key(task), _Started(task))
+        self._report()
+
     def start(self, task: CommTask, completion: Completion) -> None:
-        if self._closed:
-            raise ClosedError("this transport is closed")
-        key, at = PartitionKey(task.group, task.step, task.partition.index), task.partition
-        self._started[key] = _Started(task, completion)
+        key = _key(task)
         with self._work:
             self._launches.expect(key, task.channel)
+            started = self._started.get(key)
+            if started is not None:  # it is collected already
+                started.completion = completion
+                if started.complete is not None:
+                    self._queue(key, started)
         if not self.ordered:
             completion.on_sent(task)
+        if started is None:
+            self._push(key, _Started(task, completion=completion))
+
+    def _push(self, key: PartitionKey, started: _Started) -> None:
+        """Add this rank's contribution to those of its members."""
+        if self._closed:
+            raise ClosedError("this transport is closed")
+        task, at = started.task, started.task.partition
+        self._started[key] = started
 
         def reply(result: memoryview) -> None:
             if result is not task.data:
@@ -174,10 +195,25 @@ class LeaderTransport(Transport):
         if complete is None:
             return
         started = self._started[key]
-        started.complete = complete
         with self._work:
-            self._launches.add(key, started.task.order, started)
-            self._work.notify()
+            started.complete = complete
+            if started.completion is None:
+                self._collected.append(started.task)
+            else:
+                self._queue(key, started)
+
+    def _report(self) -> None:
+        """Report the tasks that are collected. Those that were completed together are reported together."""
+        if not self._collected:
+            return
+        with self._work:
+            tasks, self._collected = self._collected, []
+        self._on_collected(tasks)
+
+    def _queue(self, key: PartitionKey, started: _Started) -> None:
+        """Queue the launch of ``key``, which is started and complete. Called with the lock held."""
+        self._launches.add(key, started.task.order, started)
+        self._work.notify()
 
     def _fail(self, error: CommschedError) -> None:
         if not self._closed:
@@ -270,18 +306,19 @@ class LeaderTransport(Transport):
         self._finish(started, result)
 
     def _finish(self, started: _Started, result: memoryview) -> None:
-        task, complete = started.task, started.complete
+        task, complete, completion = started.task, started.complete, started.completion
         assert complete is not None
+        assert completion is not None
         own, *others = complete.replies
         for reply in (*others, own):  # the members may copy while this thread copies
             reply(result)
         del result, own, others
         complete.replies.clear()
-        del self._started[PartitionKey(task.group, task.step, task.partition.index)]
-        started.completion.on_done(task)
+        del self._started[_key(task)]
+        completion.on_done(task)
 
     def _sent(self, started: _Started) -> None:
-        if self.ordered:
+        if self.ordered and started.completion is not None:
             started.completion.on_sent(started.task)
 
     # --- for messages ---
@@ -289,3 +326,7 @@ class LeaderTransport(Transport):
     def _name(self, task: CommTask) -> str:
         at = task.partition
         return f"tensor {self._manifests[task.group].names_in(at.dtype, at.start, at.stop)} of step {task.step}"
+
+
+def _key(task: CommTask) -> PartitionKey:
+    return PartitionKey(task.group, task.step, task.partition.index)

@@ -45,17 +45,24 @@ class MemberTransport(Transport):
         context: the arguments of a rank of the job. A leader that is lost or breaks the protocol is reported to ``on_failure``.
         link: the socket to the leader; closed with the transport.
         leader: the leader's rank.
-        ordered, channels, norm_rows: the values of the leader's transport.
+        leaders, channels, norm_rows: the values of the leader's transport.
     """
 
     one_per_host = True
 
     def __init__(
-        self, context: TransportContext, link: UnixConnection, leader: int, ordered: bool, channels: int, norm_rows: int
+        self,
+        context: TransportContext,
+        link: UnixConnection,
+        leader: int,
+        leaders: tuple[int, ...],
+        channels: int,
+        norm_rows: int,
     ) -> None:
         self.rank = context.world.rank
         self.world_size = context.world.world_size
-        self.ordered = ordered
+        self.ordered = bool(leaders)
+        self.leaders = leaders
         self.channels = channels
         self._norm_rows = norm_rows
         self._link = link
@@ -188,6 +195,10 @@ class MemberTransport(Transport):
             self._on_failure(error)
 
 
+#: The most messages of a member that are read before the leader reports what they complete. A report costs a message to rank 0.
+_MAX_TOGETHER = 16
+
+
 class Connection:
     """Handles the messages of the member ``rank``, in a thread of its own, and maps the member's memory.
 
@@ -198,6 +209,7 @@ class Connection:
         link: the socket to the member; closed with this object.
         contributions: the contributions of the host's ranks.
         gathered: called with the key and the result of each push.
+        report: called behind pushes that came together.
         fail: called when the member is lost or breaks the protocol.
     """
 
@@ -209,6 +221,7 @@ class Connection:
         link: UnixConnection,
         contributions: Contributions,
         gathered: Callable[[PartitionKey, Complete | None], None],
+        report: Callable[[], None],
         fail: OnFailure,
     ) -> None:
         self.link = link
@@ -217,6 +230,7 @@ class Connection:
         self._index = index
         self._contributions = contributions
         self._gathered = gathered
+        self._report = report
         self._fail = fail
         self._said_goodbye = False
         self._manifests: dict[int, Manifest] = {}
@@ -242,8 +256,13 @@ class Connection:
 
     def _read(self) -> None:
         try:
+            unreported = 0
             while (received := self.link.receive()) is not None:
                 self._handle(*received)
+                unreported += 1
+                if unreported == _MAX_TOGETHER or not self.link.has_more:
+                    self._report()
+                    unreported = 0
             if not self._said_goodbye:
                 raise PeerLost(f"rank {self._rank} is gone: it ended its connection to rank {self._leader} without a goodbye")
         except CommschedError as error:

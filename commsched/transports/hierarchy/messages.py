@@ -106,6 +106,17 @@ class UnixConnection:
             close_all(fds)
             raise ProtocolError(f"not a message of this host's ranks: {error}") from error
 
+    @property
+    def has_more(self) -> bool:
+        """Whether ``receive`` would return at once."""
+        try:
+            self._connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except OSError:
+            pass  # a reset is an end
+        return True
+
     def limit(self, seconds: float | None) -> None:
         """Set the time limit of ``receive``. ``None`` means no limit."""
         self._connection.settimeout(seconds)

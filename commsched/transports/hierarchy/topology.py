@@ -54,6 +54,12 @@ class HostTopology:
     def leaders(self) -> tuple[int, ...]:
         return tuple(ranks[0] for ranks in self.hosts)
 
+    @property
+    def leader_of(self) -> tuple[int, ...]:
+        """By rank: the leader of its host."""
+        leaders = {rank: ranks[0] for ranks in self.hosts for rank in ranks}
+        return tuple(leaders[rank] for rank in sorted(leaders))
+
     def host_of(self, rank: int) -> int:
         return next(host for host, ranks in enumerate(self.hosts) if rank in ranks)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any
 
@@ -27,7 +27,8 @@ def make_task(
 
 
 class Ranks:
-    """``started[rank]`` are tasks in order of start; messages wait in ``wires[sender, receiver]``."""
+    """``started[rank]`` are tasks in order of start; messages wait in ``wires[sender, receiver]``, and
+    contributions to the leader of a host in ``wires[sender, -1]``."""
 
     def __init__(
         self,
@@ -38,19 +39,27 @@ class Ranks:
         policy: str = "priority",
         channels: int = 2,
         tasks: int = 10,
+        per_host: int = 1,
     ) -> None:
-        """``tasks``: how many a step of group 0 has; group 1 has one fewer."""
+        """``tasks``: how many a step of group 0 has; group 1 has one fewer. ``per_host``: of so many
+        ranks the first launches for all."""
         self.size = size
+        self.leaders = [rank - rank % per_host for rank in range(size)]
         self.orders = [
-            AgreedOrder(rank, size, make_policy(policy), credit_bytes, channels=channels, freeze=freeze, describe=describe)
+            AgreedOrder(
+                rank, self.leaders, make_policy(policy), credit_bytes, channels=channels, freeze=freeze, describe=describe
+            )
             for rank in range(size)
         ]
+        self.contributed: dict[int, dict[LaunchKey, list[int]]] = {leader: {} for leader in self.leaders}
+        self.collecting: dict[tuple[int, LaunchKey], CommTask] = {}
+        self.kinds: Counter[tuple[int, int, str]] = Counter()  # messages by sender, receiver and kind
         for order in self.orders:
             for group in range(2):
                 order.add_group(group, NBYTES * (tasks - group))
         self.started: list[list[CommTask]] = [[] for _ in range(size)]
         self.how: list[list[str]] = [[] for _ in range(size)]
-        self.wires: dict[tuple[int, int], deque[str]] = {}
+        self.wires: dict[tuple[int, int], deque[Any]] = {}
         self.tamper: Callable[[int, Any], Any] = lambda to, message: message
         self.messages = 0
 
@@ -58,7 +67,23 @@ class Ranks:
         self.orders[rank].add(task)
         self.settle(rank)
 
+    def is_led(self, rank: int) -> bool:
+        return self.leaders[rank] != rank
+
+    def contribute(self, rank: int, key: LaunchKey) -> None:
+        """A contribution of ``rank`` is there, on the leader of its host."""
+        leader = self.leaders[rank]
+        ranks = self.contributed[leader].setdefault(key, [])
+        assert rank not in ranks, f"rank {rank} contributed {key} twice"
+        ranks.append(rank)
+        task = self.collecting.get((leader, key))
+        if task is not None and len(ranks) == self.leaders.count(leader):
+            self.orders[leader].collected([task])
+            self.settle(leader)
+
     def sent(self, rank: int, task: CommTask) -> None:
+        if self.is_led(rank):
+            return  # its credit came back when its contribution was there
         self.orders[rank].sent(task)
         self.settle(rank)
 
@@ -67,13 +92,23 @@ class Ranks:
         order = self.orders[rank]
         while True:
             had_work = order.has_work()
-            task, outgoing = order.next(), order.outgoing()
-            assert had_work or (task is None and not outgoing), "the dispatcher would sleep"
-            for message in outgoing:
-                for to in range(1, self.size) if rank == 0 else [0]:
-                    self.wires.setdefault((rank, to), deque()).append(json.dumps(message))
+            task, collect, outgoing = order.next(), order.to_collect(), order.outgoing()
+            assert had_work or (task is None and not outgoing and not collect), "the dispatcher would sleep"
+            for message, among in outgoing:
+                for to in (among or range(self.size)) if rank == 0 else [0]:
+                    if to != rank:
+                        self.wires.setdefault((rank, to), deque()).append(json.dumps(message))
+                        self.kinds[rank, to, message["kind"]] += 1
+            for each in collect:
+                self.collecting[rank, LaunchKey.of(each)] = each
+                self.contribute(rank, LaunchKey.of(each))
+            if task is None and collect:
+                continue
             if task is None:
                 return
+            if self.is_led(rank):
+                self.wires.setdefault((rank, -1), deque()).append(LaunchKey.of(task))
+                order.sent(task)
             self.started[rank].append(task)
             static = order._frozen is not None and order._frozen.covers(LaunchKey.of(task))
             self.how[rank].append(STATIC if static else AGREED)
@@ -82,7 +117,11 @@ class Ranks:
         """The oldest message of that wire."""
         self.messages += 1
         sender, to = wire
-        message = json.loads(self.wires[wire].popleft())
+        data = self.wires[wire].popleft()
+        if to < 0:
+            self.contribute(sender, data)
+            return
+        message = json.loads(data)
         if to == 0:
             self.orders[0].on_message(sender, message)
         else:

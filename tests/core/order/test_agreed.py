@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections import deque
 from random import Random
 
 import pytest
@@ -9,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commsched.core.errors import FEWER_BATCHES, OrderMismatch, PeerLost, ProtocolError
-from commsched.core.order.messages import LARGEST, OTHERS, LaunchKey
+from commsched.core.order.messages import LARGEST, OTHERS, LaunchKey, from_runs, to_runs
 from commsched.core.order.static import STABLE_STEPS
 from commsched.core.policies import make_policy
 from commsched.core.task import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, CommTask
@@ -17,6 +19,7 @@ from commsched.core.task import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, CommTask
 from .ranks import AGREED, NBYTES, STATIC, Ranks, make_task
 
 TASKS = 5
+KINDS_OF_LEADERS = ("TasksReady", "StaticStep", "LaunchRefused")
 
 
 class Step:
@@ -54,7 +57,7 @@ class Step:
 @settings(max_examples=60)
 @given(
     chance=st.randoms(use_true_random=True),
-    size=st.integers(1, 4),
+    size=st.integers(1, 5),
     credit_bytes=st.sampled_from([1, NBYTES, 3 * NBYTES]),
     freeze=st.booleans(),
     steps=st.integers(1, 9),
@@ -62,6 +65,7 @@ class Step:
     shuffled=st.booleans(),
     channels=st.integers(1, 2),
     known=st.booleans(),
+    per_host=st.integers(1, 3),
 )
 def test_all_ranks_launch_the_same_whatever_the_delays(
     chance: Random,
@@ -73,11 +77,13 @@ def test_all_ranks_launch_the_same_whatever_the_delays(
     shuffled: bool,
     channels: int,
     known: bool,
+    per_host: int,
 ) -> None:
     """``shuffled``: every step in another order. ``known``: the largest group has so many bytes as its tasks, so what is ready
     last is decided all at once."""
     freeze = freeze and channels == 2
-    ranks = Ranks(size, credit_bytes=credit_bytes, freeze=freeze, channels=channels, tasks=TASKS if known else 2 * TASKS)
+    tasks = TASKS if known else 2 * TASKS
+    ranks = Ranks(size, credit_bytes=credit_bytes, freeze=freeze, channels=channels, tasks=tasks, per_host=per_host)
     usual = chance.sample(range(TASKS), TASKS)
     at = [[0] * groups for _ in range(size)]  # the next step of each rank and group
     waiting: list[list[CommTask]] = [[] for _ in range(size)]  # to become ready
@@ -116,9 +122,12 @@ def test_all_ranks_launch_the_same_whatever_the_delays(
             order = chance.sample(range(TASKS), TASKS) if shuffled else usual
             waiting[rank] += [make_task(at[rank][other], partition, group=other) for partition in order]
             at[rank][other] += 1
+    leaders = sorted(set(ranks.leaders))
+    assert all(ranks.kinds[rank, 0, kind] == 0 for rank in range(size) if ranks.is_led(rank) for kind in KINDS_OF_LEADERS)
+    assert all(ranks.kinds[0, rank, "Launch"] == 0 for rank in range(size) if ranks.is_led(rank))
     for channel in range(channels):
         wanted = [LaunchKey.of(task) for task in ranks.on_channel(0, channel)]
-        for rank in range(size):
+        for rank in leaders:
             assert [LaunchKey.of(task) for task in ranks.on_channel(rank, channel)] == wanted
             assert [task.sequence for task in ranks.on_channel(rank, channel)] == list(range(len(wanted)))
     assert len(set(ranks.launched(0, AGREED) + ranks.launched(0, STATIC))) == groups * steps * TASKS
@@ -255,7 +264,8 @@ def test_two_tensors_that_rank_0_announces_in_another_order_are_named_and_not_la
     ranks = Ranks(2, credit_bytes=10 * NBYTES)
 
     def swap(to: int, message: dict) -> dict:
-        return {**message, "launch": message["launch"][::-1]}
+        [[*where, partitions]] = message["launch"]
+        return {**message, "launch": [[*where, partitions[::-1]]]}
 
     ranks.tamper = swap
     for partition in (2, 1):
@@ -293,29 +303,21 @@ def test_a_plan_that_is_cut_differently_is_named_and_not_launched() -> None:
     assert ranks.started[1] == []
 
 
-def test_a_rank_that_launched_something_else_is_found_by_what_it_reports() -> None:
+@pytest.mark.parametrize("count", [-1, TASKS + 1])
+def test_a_rank_that_cannot_have_launched_so_often_is_found_by_what_it_reports(count: int) -> None:
     ranks = Ranks(2, credit_bytes=10 * NBYTES)
     Step(ranks, 0).run()
-    wrong = {
-        "kind": "TasksReady",
-        "ready": [],
-        "freezes": 0,
-        "first": 0,
-        "launched": [[0, 0, 4, 0], [0, 0, 1, 0]],
-        "digest": "x",
-    }
-    with pytest.raises(
-        OrderMismatch, match=r"rank 1 launched tensor 'layer1' \(step 0\) where rank 0 launched tensor 'layer3' \(step"
-    ):
+    wrong = {"kind": "TasksReady", "ready": [], "freezes": 0, "launched": count, "digest": "x"}
+    with pytest.raises(OrderMismatch, match=rf"rank 1 has launched {count} times, where rank 0 has decided on 5 launches"):
         ranks.orders[0].on_message(1, wrong)
 
 
 def test_a_rank_that_launched_other_bytes_is_found_by_its_digest() -> None:
     ranks = Ranks(2, credit_bytes=10 * NBYTES)
     Step(ranks, 0).run()
-    launched = [key.to_record() for key in ranks.launched(1, AGREED)]
-    wrong = {"kind": "TasksReady", "ready": [], "freezes": 0, "first": 0, "launched": launched, "digest": "x"}
-    last = launched[-1][2]
+    launched = ranks.launched(1, AGREED)
+    wrong = {"kind": "TasksReady", "ready": [], "freezes": 0, "launched": len(launched), "digest": "x"}
+    last = launched[-1].partition
     with pytest.raises(
         OrderMismatch, match=rf"^rank 1 launched other bytes than rank 0 for tensor 'layer{last}' \(step 0\), or "
     ):
@@ -477,9 +479,9 @@ def test_what_rank_0_announces_after_its_static_order_comes_after_the_rest_of_th
 
 def test_an_offer_that_is_heard_after_the_order_it_did_not_know_of_is_dropped() -> None:
     ranks, step = frozen(3)
-    old = {"kind": "TasksReady", "ready": [[0, step - 1, 0, 0]], "freezes": 0, "first": 0, "launched": [], "digest": ""}
-    old["first"] = ranks.orders[0]._decider.decided
-    old["digest"] = ranks.orders[0]._decider.digest
+    decider = ranks.orders[0]._decider
+    ready = to_runs([LaunchKey(0, step - 1, 0, ALL_REDUCE)])
+    old = {"kind": "TasksReady", "ready": ready, "freezes": 0, "launched": decider.decided, "digest": decider.digest}
     for order in ranks.orders:
         order.recut(0)
     ranks.orders[0].on_message(1, old)
@@ -492,7 +494,8 @@ def test_a_static_order_that_changes_on_its_way_is_refused_and_both_tensors_are_
 
     def swap(to: int, message: dict) -> dict:
         if message["kind"] == "Freeze":
-            message["keys"][1:3] = message["keys"][2:0:-1]
+            [[*_, partitions]] = message["keys"]
+            partitions[1:3] = partitions[2:0:-1]
         return message
 
     ranks.tamper = swap
@@ -700,8 +703,10 @@ def test_who_leaves_within_a_step_is_missed_by_what_it_did_not_launch() -> None:
         {"kind": "Nothing"},
         {"kind": "Launch", "first": 0},
         {"kind": "Launch", "first": "x", "launch": [], "digest": ""},
-        {"kind": "Launch", "first": 0, "launch": [[0, 0, 0, 9]], "digest": ""},
-        {"kind": "Launch", "first": 0, "launch": 7, "digest": ""},
+        {"kind": "Launch", "channel": 0, "first": 0, "launch": [[0, 0, 9, [0]]], "digest": ""},
+        {"kind": "Launch", "channel": 0, "first": 0, "launch": [[0, 0, "0", [0]]], "digest": ""},
+        {"kind": "Launch", "channel": 0, "first": 0, "launch": [[0, 0, 0, 0]], "digest": ""},
+        {"kind": "Launch", "channel": 0, "first": 0, "launch": 7, "digest": ""},
         {"kind": "Freeze", "keys": [0], "digest": ""},
         {"kind": "Leaves", "rank": 1, "steps": [[1, 2]]},
     ],
@@ -715,7 +720,8 @@ def test_what_is_no_announcement(message: dict) -> None:
     "message",
     [
         {},
-        {"kind": "TasksReady", "ready": [[0]], "freezes": 0, "first": 0, "launched": [], "digest": ""},
+        {"kind": "TasksReady", "ready": [[0]], "freezes": 0, "launched": 0, "digest": ""},
+        {"kind": "TasksReady", "ready": [], "freezes": 0, "digest": ""},
         {"kind": "StaticStep", "step": "x", "digest": ""},
     ],
 )
@@ -729,6 +735,90 @@ def test_each_message_goes_one_way() -> None:
         Ranks(2).orders[1].on_announced({"kind": "StaticStep", "step": 1, "digest": ""})
     with pytest.raises(ProtocolError, match="rank 1 sent rank 0 a message that only rank 0 sends: Freeze"):
         Ranks(2).orders[0].on_message(1, {"kind": "Freeze", "keys": [], "digest": ""})
+
+
+keys = st.builds(LaunchKey, st.integers(0, 2), st.integers(0, 2), st.integers(0, 9), st.sampled_from([ALL_REDUCE, ALL_GATHER]))
+
+
+@given(st.lists(keys))
+def test_keys_keep_their_order_on_the_way(keys: list[LaunchKey]) -> None:
+    assert from_runs(json.loads(json.dumps(to_runs(keys)))) == keys
+
+
+def test_a_rank_for_which_its_leader_launches_reports_nothing() -> None:
+    ranks = Ranks(4, per_host=2)
+    with pytest.raises(ProtocolError, match="rank 1 sent rank 0 a message that only leaders of hosts send: TasksReady"):
+        ranks.orders[0].on_message(1, {"kind": "TasksReady", "ready": [], "freezes": 0, "launched": 0, "digest": ""})
+
+
+@pytest.mark.parametrize("leaver", [2, 3])
+def test_who_left_another_host_is_named_with_what_waits_for_it(leaver: int) -> None:
+    ranks = Ranks(4, per_host=2)
+    for rank in range(4):
+        ranks.add(rank, make_task(0, 0))
+    for rank in (0, 1):
+        ranks.add(rank, make_task(0, 1))
+    ranks.deliver_all()
+    assert [[task.partition.index for task in started] for started in ranks.started] == [[0], [0, 1], [0], [0]]
+    with pytest.raises(PeerLost, match=rf"^rank {leaver} left; tensor 'layer1'"):
+        ranks.orders[0].leave(leaver)
+
+
+def test_a_contribution_is_made_at_once_and_a_launch_waits_for_all_contributions() -> None:
+    ranks = Ranks(4, per_host=2)
+    ranks.add(1, make_task(0, 0))
+    assert len(ranks.started[1]) == 1
+    for rank in (0, 2):
+        ranks.add(rank, make_task(0, 0))
+    ranks.deliver_all()
+    assert ranks.started[0] == ranks.started[2] == []
+    ranks.add(3, make_task(0, 0))
+    ranks.deliver_all()
+    assert [len(started) for started in ranks.started] == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("later", [0, 1, 2])
+def test_a_static_order_of_which_a_rank_hears_late_goes_on_where_the_rank_is(later: int) -> None:
+    """``later``: the steps of the static order that rank 1 has contributed to before it hears of that order."""
+    ranks = Ranks(4, per_host=2, freeze=True, credit_bytes=10 * NBYTES)
+    for step in range(STABLE_STEPS + 1):
+        Step(ranks, step).run()
+    held = ranks.wires[0, 1] = Held()
+    for step in range(STABLE_STEPS + 1, STABLE_STEPS + 1 + later):
+        Step(ranks, step).run()
+    first = [make_task(STABLE_STEPS + 1 + later, partition) for partition in range(TASKS)]
+    for partition in (4, 1):
+        ranks.add(1, first[partition])
+    assert not ranks.orders[1].is_static
+    if later == 0:  # the message is sent now
+        for rank in (0, 2, 3):
+            ranks.add(rank, make_task(STABLE_STEPS + 1, 4))
+        ranks.deliver_all()
+    held.is_held = False
+    ranks.deliver_all()
+    assert ranks.orders[1].is_static
+    before = len(ranks.started[1])
+    for partition in (3, 2, 0):
+        ranks.add(1, first[partition])
+    assert len(ranks.started[1]) == before + 3
+    for rank in (0, 2, 3):
+        for partition in (4, 3, 2, 1, 0)[later == 0 :]:
+            ranks.add(rank, make_task(STABLE_STEPS + 1 + later, partition))
+    ranks.deliver_all()
+    assert all(len(started) == (STABLE_STEPS + 2 + later) * TASKS for started in ranks.started)
+    for step in range(STABLE_STEPS + 2 + later, 3 * STABLE_STEPS + later):
+        Step(ranks, step).run()
+    assert not any(order.wants_change() for order in ranks.orders)  # it is what it is used to
+    assert all(order.is_static for order in ranks.orders)
+
+
+class Held(deque[str]):
+    """A wire whose messages are on the way until ``is_held`` is False."""
+
+    is_held = True
+
+    def __bool__(self) -> bool:
+        return not self.is_held and len(self) > 0
 
 
 def test_only_rank_0_is_told() -> None:

@@ -13,6 +13,7 @@ from commsched.core.order.static import STABLE_STEPS
 from commsched.core.scheduler import SchedulerConfig
 from commsched.testing.check_transport import _Tensors
 from commsched.testing.checked_world import CheckedWorld, Threads
+from tests.transports.hierarchy.worlds import OrderedNetwork, hierarchy
 from tests.transports.worlds import ordered_world
 
 MANIFEST = Manifest(tuple(TensorSpec(f"layer{i}", (300,), "float32") for i in range(6)))
@@ -27,9 +28,14 @@ def trained(core: Core, world: CheckedWorld, rank: int) -> _Tensors:
     return tensors
 
 
+#: Ranks that are alone, and hosts of two ranks, whose first launches for both.
+WORLDS = {"alone": ordered_world, "in pairs": hierarchy(lambda rank: rank // 2, OrderedNetwork)}
+
+
 @pytest.mark.parametrize("order", ["agreed", "static"])
 @pytest.mark.parametrize("ready", [[5, 4], [0, 1], [5, 0, 3]])
-def test_a_last_step_that_all_break_off_is_no_hindrance_to_closing(order: str, ready: list[int]) -> None:
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_last_step_that_all_break_off_is_no_hindrance_to_closing(order: str, ready: list[int], world: str) -> None:
     def body(world: CheckedWorld, rank: int) -> None:
         with world.core(rank, CONFIG, order) as core:
             tensors = trained(core, world, rank)
@@ -38,33 +44,39 @@ def test_a_last_step_that_all_break_off_is_no_hindrance_to_closing(order: str, r
             core.drain()
             core.prepare_leave()
 
-    with Threads(ordered_world, 3, 20.0) as world:
-        world.run(body)
+    with Threads(WORLDS[world], 4, 20.0) as threads:
+        threads.run(body)
 
 
 @pytest.mark.parametrize("order", ["agreed", "static"])
 @pytest.mark.parametrize("notified", [0, 1, 3])
-def test_who_waits_for_what_one_rank_has_broken_off_is_told_so(order: str, notified: int) -> None:
-    quitter, closed = 1, threading.Event()
+@pytest.mark.parametrize(("world", "quitter"), [("alone", 1), ("in pairs", 1), ("in pairs", 2), ("in pairs", 3)])
+def test_who_waits_for_what_one_rank_has_broken_off_is_told_so(order: str, notified: int, world: str, quitter: int) -> None:
+    closed = threading.Event()
 
     def body(world: CheckedWorld, rank: int) -> None:
         with world.core(rank, CONFIG, order) as core:
             tensors = trained(core, world, rank)
+            world.gather(rank, None)  # a leader may end the job as soon as a rank of its host has left
             if rank == quitter:
                 tensors.begin(rank, range(5, 5 - notified, -1))
                 core.drain()
                 core.prepare_leave()
                 closed.set()
                 return
-            tensors.begin(rank, range(5, -1, -1))
-            assert closed.wait(20)
-            core.leave(quitter)
-            with pytest.raises(PeerLost, match=r"rank 1 left; tensor 'layer\d' \(partition \d of step \d+, all_reduce\) waits"):
+
+            def go_on() -> None:
+                tensors.begin(rank, range(5, -1, -1))
+                assert closed.wait(20)
+                core.leave(quitter)
                 tensors.compare(rank)
 
-    with Threads(ordered_world, 2, 20.0) as world:
-        world.failures_expected = True
-        world.run(body)
+            with pytest.raises(PeerLost, match=rf"rank {quitter} left.*; tensor 'layer\d' .*step \d+.* waits"):
+                go_on()
+
+    with Threads(WORLDS[world], 2 if world == "alone" else 4, 20.0) as threads:
+        threads.failures_expected = True
+        threads.run(body)
 
 
 def test_a_change_that_is_wanted_by_a_static_order_does_not_undo_another() -> None:

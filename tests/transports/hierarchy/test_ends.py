@@ -69,7 +69,7 @@ def make_task(step: int = 0) -> CommTask:
 def member(told: Told):
     """A member, rank 5, and the link of its leader, rank 4."""
     link, leaders = linked()
-    transport = MemberTransport(told.context(5, 8), link, 4, ordered=False, channels=1, norm_rows=0)
+    transport = MemberTransport(told.context(5, 8), link, 4, leaders=(), channels=1, norm_rows=0)
     transport.add_group(0, MANIFEST)
     yield transport, leaders
     transport.close(graceful=False)

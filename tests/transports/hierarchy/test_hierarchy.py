@@ -6,14 +6,14 @@ from functools import partial
 
 import pytest
 
+from commsched.core.interfaces import Transport
 from commsched.testing.check_transport import check_leaver, check_results, check_transport
 from commsched.testing.checked_world import OpenWorld, Threads
 from commsched.transports.backend import TransportContext
-from commsched.transports.backends.local import LocalTransport
 from commsched.transports.backends.ps import open_transport as open_ps
 
 from ..worlds import close_together
-from .worlds import HostOf, LocalNetwork, hierarchy, open_all
+from .worlds import HostOf, LocalNetwork, OrderedNetwork, hierarchy, open_all
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -54,6 +54,11 @@ def test_several_hosts_over_memory(host_of: HostOf, world_size: int) -> None:
     check(hierarchy(host_of, LocalNetwork), world_size)
 
 
+@pytest.mark.parametrize("host_of", [in_pairs, three_and_the_rest])
+def test_is_a_transport_over_collectives_that_do_not_see_a_wrong_order(host_of: HostOf) -> None:
+    check_transport(hierarchy(host_of, OrderedNetwork), world_sizes=(2, 4, 5), rounds=40)
+
+
 @pytest.mark.parametrize(("host_of", "world_size"), SEVERAL_HOSTS)
 def test_is_a_transport_over_a_parameter_server(host_of: HostOf, world_size: int) -> None:
     check(hierarchy(host_of, lambda: open_ps), world_size)
@@ -72,7 +77,7 @@ def test_of_the_only_host_the_leader_meets_servers_which_wait_for_somebody(serve
     worlds: list[int] = []
 
     class Network(LocalNetwork):
-        def __call__(self, context: TransportContext) -> LocalTransport:
+        def __call__(self, context: TransportContext) -> Transport:
             worlds.append(context.world.world_size)
             return super().__call__(context)
 

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -275,6 +276,47 @@ def test_an_ordered_network_is_started_in_the_order_of_the_leader_and_members_kn
 
         run_world(4, rank)
     assert started == [[(index, 0, place, 10 * index) for place, index in enumerate(agreed)]] * 2
+
+
+def test_what_is_collected_is_reported_when_all_have_contributed_and_launched_when_it_is_started() -> None:
+    started: list[list[Start]] = [[], []]
+
+    def open_network() -> Callable[[TransportContext], Transport]:
+        network = LocalNetwork()
+        return lambda context: Ordered(network(context), started[context.world.rank])
+
+    manifest = Manifest(tuple(TensorSpec(f"t{i}", (250,), "float32") for i in range(6)))
+    partitions = cut(manifest, 1000).partitions
+    agreed = [3, 0, 5, 1, 4, 2]
+    with opened(three_and_the_rest, 5, open_network) as transports:
+        assert {transport.leaders for transport in transports} == {(0, 0, 0, 3, 3)}
+        add_group(transports, 0, manifest)
+        tasks = [[CommTask(0, 0, at, memoryview(bytearray(1000))) for at in partitions] for _ in transports]
+        waiting = [Waiting(6) for _ in transports]
+        reported: list[SimpleQueue[int]] = [SimpleQueue() for _ in transports]
+
+        def collected(rank: int) -> Callable[[Sequence[CommTask]], None]:
+            return lambda tasks: [reported[rank].put(task.partition.index) for task in tasks]  # type: ignore[func-returns-value]
+
+        for leader in (0, 3):
+            for task in tasks[leader]:
+                transports[leader].collect(task, collected(leader))
+        for member in (1, 4):
+            for task in reversed(tasks[member]):
+                transports[member].start(task, waiting[member])
+        assert [reported[3].get(timeout=30) for _ in range(6)] == [5, 4, 3, 2, 1, 0]
+        assert reported[0].empty()  # rank 2 has contributed nothing yet
+        for task in tasks[2]:
+            transports[2].start(task, waiting[2])
+        assert [reported[0].get(timeout=30) for _ in range(6)] == [0, 1, 2, 3, 4, 5]
+        assert started == [[], []]
+        for leader in (0, 3):
+            for place, index in enumerate(agreed):
+                tasks[leader][index].sequence = place
+                transports[leader].start(tasks[leader][index], waiting[leader])
+        for each in waiting:
+            each.wait()
+    assert [[index for index, *_ in each] for each in started] == [agreed] * 2
 
 
 # --- opening by name ---

@@ -13,9 +13,10 @@ from commsched.core.world import World
 from commsched.testing.checked_world import Meeting, OpenWorld
 from commsched.testing.world import run_world
 from commsched.transports.backend import TransportContext
-from commsched.transports.backends.local import LocalTransport, LocalWorld
+from commsched.transports.backends.local import LocalWorld
 from commsched.transports.hierarchy import open_hierarchy
 
+from ..ordered import OrderedWorld
 from ..worlds import close_together
 
 #: Which host a rank is on.
@@ -48,15 +49,25 @@ class LocalNetwork:
     """Hosts that meet in memory, too. Made for one opening."""
 
     def __init__(self) -> None:
-        self._world: LocalWorld | None = None
+        self._world: LocalWorld | OrderedWorld | None = None
 
-    def __call__(self, context: TransportContext) -> LocalTransport:
+    def make_world(self, context: TransportContext) -> LocalWorld | OrderedWorld:
+        return LocalWorld(context.world.world_size, context.contributors)
+
+    def __call__(self, context: TransportContext) -> Transport:
         context.gather(None)
         if context.world.rank == 0:
-            self._world = LocalWorld(context.world.world_size, context.contributors)
+            self._world = self.make_world(context)
         context.gather(None)
         assert self._world is not None
         return self._world.transport(context.world.rank, context.on_failure)
+
+
+class OrderedNetwork(LocalNetwork):
+    """The same for collectives without identity, which give wrong numbers if hosts start them in different orders."""
+
+    def make_world(self, context: TransportContext) -> OrderedWorld:
+        return OrderedWorld(context.world.world_size, context.contributors.divisor)
 
 
 def open_all(
