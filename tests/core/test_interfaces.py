@@ -10,7 +10,7 @@ from commsched.core.interfaces import ForwardingTransport, Transport
 class Inner(Transport):
     """Every attribute differs from its default; every call is recorded."""
 
-    rank, world_size, channels = 3, 5, 7
+    rank, world_size, channels, leaders = 3, 5, 7, (0, 0, 2)
     verbs = frozenset({"another"})
     ordered = one_per_host = True
     device = "elsewhere"
@@ -39,6 +39,7 @@ def test_every_call_is_passed_on_with_its_arguments() -> None:
     outer = ForwardingTransport(inner)
     outer.add_group(1, "manifest")  # type: ignore[arg-type]
     outer.norm_rows("manifest")  # type: ignore[arg-type]
+    outer.collect("task", "collected")  # type: ignore[arg-type]
     outer.start("task", "completion")  # type: ignore[arg-type]
     outer.release(1)
     outer.leave(2)
@@ -46,6 +47,7 @@ def test_every_call_is_passed_on_with_its_arguments() -> None:
     assert inner.calls == [
         ("add_group", 1, "manifest"),
         ("norm_rows", "manifest"),
+        ("collect", "task", "collected"),
         ("start", "task", "completion"),
         ("release", 1),
         ("leave", 2),
