@@ -98,6 +98,8 @@ class AgreedOrder:
         self._to_collect: list[CommTask] = []
         # On a rank that is led, by group: the last step that it has contributed to outside a frozen order, and what.
         self._contributed: dict[int, tuple[int, list[PatternEntry]]] = {}
+        # By group: the last step in ``_contributed`` when the plan changed. An order that was frozen before then has ended.
+        self._contributed_before: dict[int, int] = {}
         self._left: set[int] = set()
         self._last_steps: dict[int, dict[int, tuple[int, int]]] = {}  # by rank that left and group; see ``StaticOrder.leave``
 
@@ -203,6 +205,7 @@ class AgreedOrder:
         """Forget ``group``, which has had its last step."""
         self._thaw(group)
         self._contributed.pop(group, None)
+        self._contributed_before.pop(group, None)
         if self._pattern is not None:
             self._pattern.forget(group)
         if self._decider is not None:
@@ -212,6 +215,8 @@ class AgreedOrder:
         """Note that ``group`` begins a step with another plan, the same on every rank. A frozen order of the group does not fit
         that plan, so it ends. No task of the group is outstanding."""
         self._thaw(group)
+        if group in self._contributed:
+            self._contributed_before[group] = self._contributed[group][0]
         if self._pattern is not None:
             self._pattern.forget(group)
 
@@ -230,12 +235,16 @@ class AgreedOrder:
     def prepare_leave(self, first_missing_steps: Mapping[int, int]) -> None:
         """Announce that this rank will launch nothing more. ``first_missing_steps`` maps each group to the first step that this
         rank does not complete."""
-        frozen = self._frozen
-        steps = [
-            (group, step, frozen.launched(step) if frozen is not None and frozen.group == group else 0)
-            for group, step in first_missing_steps.items()
-        ]
+        steps = [(group, step, self._launched(group, step)) for group, step in first_missing_steps.items()]
         self._outgoing.append(Leaves(self._rank, steps))
+
+    def _launched(self, group: int, step: int) -> int:
+        """The number of tasks of ``step`` that count as launched in a frozen order. A rank that is led may not have heard of
+        that order yet. All that it contributed to is complete when it leaves, so it is the beginning of that order."""
+        if self._frozen is not None and self._frozen.group == group:
+            return self._frozen.launched(step)
+        contributed, entries = self._contributed.get(group, (-1, []))
+        return len(entries) if contributed == step else 0
 
     def wants_change(self) -> bool:
         """Whether to request a change of configuration, because the frozen order does not fit any more. Any agreed change ends
@@ -431,6 +440,8 @@ class AgreedOrder:
         return digest
 
     def _follow_freeze(self, keys: list[LaunchKey], digest: str) -> None:
+        if self._is_led and keys and self._is_over(*keys[0][:2]):
+            return  # and its bytes may be those of another plan
         if self._digest_of(keys) != digest or len({(key.group, key.step) for key in keys}) != 1:
             self._outgoing.append(FreezeRefused(keys))  # rank 0 raises an error with both tensors
             return
@@ -439,12 +450,14 @@ class AgreedOrder:
         frozen = StaticOrder(group, first_step, order, self._credits[LARGEST], self._describe)
         if self._is_led:
             # This rank may have contributed to these steps already, without waiting for the message.
-            if group not in self._contributed:
-                return  # and has released the group since
             step, entries = self._contributed[group]
             if step >= first_step:
                 frozen.resume(step, entries)
         self._freeze(frozen)
+
+    def _is_over(self, group: int, first_step: int) -> bool:
+        """Whether this rank, which is led, has released ``group`` or changed its plan since ``first_step``."""
+        return group not in self._contributed or first_step <= self._contributed_before.get(group, -1)
 
     def _refused_freeze(self, rank: int, keys: Sequence[LaunchKey]) -> None:
         """Raise OrderMismatch about ``rank``, which received another order, or whose plan has other bytes in these places."""

@@ -60,12 +60,13 @@ class Step:
     size=st.integers(1, 5),
     credit_bytes=st.sampled_from([1, NBYTES, 3 * NBYTES]),
     freeze=st.booleans(),
-    steps=st.integers(1, 9),
+    steps=st.integers(1, 12),
     groups=st.integers(1, 2),
     shuffled=st.booleans(),
     channels=st.integers(1, 2),
     known=st.booleans(),
     per_host=st.integers(1, 3),
+    recuts=st.sets(st.integers(1, 11), max_size=2),
 )
 def test_all_ranks_launch_the_same_whatever_the_delays(
     chance: Random,
@@ -78,9 +79,10 @@ def test_all_ranks_launch_the_same_whatever_the_delays(
     channels: int,
     known: bool,
     per_host: int,
+    recuts: set[int],
 ) -> None:
     """``shuffled``: every step in another order. ``known``: the largest group has so many bytes as its tasks, so what is ready
-    last is decided all at once."""
+    last is decided all at once. ``recuts``: the steps with another plan than the step before."""
     freeze = freeze and channels == 2
     tasks = TASKS if known else 2 * TASKS
     ranks = Ranks(size, credit_bytes=credit_bytes, freeze=freeze, channels=channels, tasks=tasks, per_host=per_host)
@@ -121,6 +123,8 @@ def test_all_ranks_launch_the_same_whatever_the_delays(
         else:
             order = chance.sample(range(TASKS), TASKS) if shuffled else usual
             waiting[rank] += [make_task(at[rank][other], partition, group=other) for partition in order]
+            if at[rank][other] in recuts:
+                ranks.orders[rank].recut(other)
             at[rank][other] += 1
     leaders = sorted(set(ranks.leaders))
     assert all(ranks.kinds[rank, 0, kind] == 0 for rank in range(size) if ranks.is_led(rank) for kind in KINDS_OF_LEADERS)
@@ -810,6 +814,72 @@ def test_a_static_order_of_which_a_rank_hears_late_goes_on_where_the_rank_is(lat
         Step(ranks, step).run()
     assert not any(order.wants_change() for order in ranks.orders)  # it is what it is used to
     assert all(order.is_static for order in ranks.orders)
+
+
+@pytest.mark.parametrize("later", [1, 2])
+def test_a_static_order_of_which_a_rank_hears_when_it_has_ended_is_not_followed(later: int) -> None:
+    """``later``: the steps of the static order, all of which rank 1 contributes to before it hears of that order."""
+    ranks = Ranks(4, per_host=2, freeze=True, credit_bytes=10 * NBYTES)
+    for step in range(STABLE_STEPS + 1):
+        Step(ranks, step).run()
+    held = ranks.wires[0, 1] = Held()
+    ended = STABLE_STEPS + 1 + later
+    for step in range(STABLE_STEPS + 1, ended):
+        Step(ranks, step).run()
+    assert [order.is_static for order in ranks.orders] == [True, False, True, True]
+    for order in ranks.orders:
+        order.recut(0)
+        order._locate = lambda key: "elsewhere"  # the bytes of another plan
+    task = make_task(ended, 4)
+    ranks.add(1, task)
+    held.is_held = False
+    ranks.deliver_all()
+    assert not ranks.orders[1].is_static
+    for rank in (0, 2, 3):
+        ranks.add(rank, make_task(ended, 4))
+    ranks.deliver_all()
+    for partition in (2, 0, 1, 3):
+        for rank in range(4):
+            ranks.add(rank, make_task(ended, partition))
+        ranks.deliver_all()
+    assert all(len(started) == (ended + 1) * TASKS for started in ranks.started)
+    for step in range(ended + 1, ended + 2 * STABLE_STEPS):
+        Step(ranks, step).run()
+    assert all(order.is_static for order in ranks.orders)  # that of the new plan
+
+
+def test_a_rank_that_has_not_heard_of_a_static_order_leaves_with_what_it_contributed() -> None:
+    ranks = Ranks(4, per_host=2, freeze=True, credit_bytes=10 * NBYTES)
+    for step in range(STABLE_STEPS + 1):
+        Step(ranks, step).run()
+    held, step = Held(), STABLE_STEPS + 1
+    ranks.wires[0, 1] = held
+    for rank in range(4):
+        ranks.add(rank, make_task(step, 4))
+    ranks.deliver_all()
+    assert [order.is_static for order in ranks.orders] == [True, False, True, True]
+    ranks.orders[1].prepare_leave({0: step})
+    ranks.settle(1)
+    ranks.deliver_all()
+    for rank in (0, 2, 3):  # all ranks have launched it
+        assert ranks.orders[rank].deadlock_error() is None
+    ranks.add(2, make_task(step, 3))
+    error = ranks.orders[2].deadlock_error()
+    assert str(error).startswith("rank 1 left; tensor 'layer3'")
+
+
+def test_a_static_order_of_a_group_that_the_rank_has_released_is_not_followed() -> None:
+    ranks = Ranks(4, per_host=2, freeze=True, credit_bytes=10 * NBYTES)
+    for step in range(STABLE_STEPS + 1):
+        Step(ranks, step).run()
+    held = ranks.wires[0, 1] = Held()
+    Step(ranks, STABLE_STEPS + 1).run()
+    ranks.orders[1].recut(0)
+    ranks.orders[1]._locate = lambda key: "elsewhere"  # the bytes of another plan
+    ranks.orders[1].release(0)
+    held.is_held = False
+    ranks.deliver_all()
+    assert [order.is_static for order in ranks.orders] == [True, False, True, True]
 
 
 class Held(deque[str]):
