@@ -197,12 +197,13 @@ class Session:
             plan, collective = self._agree_on(manifest)
             for callback in self._register_callbacks if has_gradients else ():
                 callback(self.core.group_count, manifest)
-            if has_gradients:
-                self.statistics.add_group(self.core.group_count, manifest)
         except BaseException:
             self.core.cancel_reservation()
             raise
-        return self._add_group(plan, buffers, collective, device)
+        group = self._add_group(plan, buffers, collective, device)
+        if has_gradients:  # not earlier: another thread may ask for statistics at any time
+            self.statistics.add_group(group.index, manifest)
+        return group
 
     def _to_stage(self, device: Device | None) -> Device | None:
         """``device``, if its memory is copied to the host's to be averaged; None if it is averaged where it is."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 from ..core.core import Core
@@ -11,6 +12,9 @@ from ..tuner.paced import FullWait, Paced
 
 if TYPE_CHECKING:
     from ..tuner.assessment import Assessment  # which needs the simulator's dependencies
+
+
+log = logging.getLogger("commsched")
 
 
 class Statistics:
@@ -58,13 +62,17 @@ class Statistics:
         return next((paced for _, paced in reversed(found) if paced is not None), None)
 
     def last_line(self) -> str | None:
-        """The line at the end of the job; None if the steps were not assessed."""
-        paced = self.last()
-        if self.assessment is None or paced is None:
-            return None
-        from ..tuner.assessment import last_line
+        """The line at the end of the job; None if the steps were not assessed. Never raises: the job has succeeded."""
+        try:
+            paced = self.last()
+            if self.assessment is None or paced is None:
+                return None
+            from ..tuner.assessment import last_line
 
-        return last_line(self.assessment, paced)
+            return last_line(self.assessment, paced)
+        except Exception as error:
+            log.warning("the last steps were not assessed: %s: %s", type(error).__name__, error)
+            return None
 
     def record(self) -> dict[str, Any]:
         """See ``Session.stats``."""
@@ -78,7 +86,7 @@ class Statistics:
             "step_seconds": None if paced is None else paced.step_seconds,
             "compute_seconds": own,
             "exposed_seconds": None if paced is None or own is None else paced.step_seconds - own,
-            "gradient_bytes": max((manifest.nbytes for manifest in self._groups.values()), default=0),
+            "gradient_bytes": max((manifest.nbytes for manifest in list(self._groups.values())), default=0),
             "partition_bytes": config.partition_bytes,
             "credit_bytes": config.credit_bytes,
             "full_wait": None if wait is None else {"line": wait.line, "why": wait.why, "seconds": wait.seconds},

@@ -97,7 +97,8 @@ class FirstSizes:
 
 def most_seconds_per_byte(job: JobFacts, settings: Settings) -> float:
     """The most that a byte of gradient takes on the network of ``job``; infinite if nothing is known of it."""
-    rate = least_rate(job.host, job.workers) if settings.rate is None else None
+    alone = job.workers < 2  # ranks that sum in the memory of their host, which is no network
+    rate = least_rate(job.host, job.workers) if settings.rate is None and not alone else None
     return math.inf if rate is None else bytes_factor(job.workers, job.servers) / rate
 
 

@@ -99,6 +99,31 @@ def test_before_any_step_nothing_is_known() -> None:
             session.abort("the test is over")
 
 
+def test_statistics_may_be_asked_for_while_tensors_are_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By another thread, here just before the core knows the tensors."""
+    seen: list[dict[str, Any]] = []
+    add_group = Session._add_group
+
+    def ask_first(session: Session, *args: Any) -> Any:
+        seen.append(session.stats())
+        return add_group(session, *args)
+
+    monkeypatch.setattr(Session, "_add_group", ask_first)
+    Training(steps=2).run()
+    assert {stats["steps"] for stats in seen} == {0}
+
+
+def test_an_error_in_the_last_line_does_not_end_a_job_that_has_succeeded(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: object) -> None:
+        raise ValueError("a mistake of ours")
+
+    monkeypatch.setattr("commsched.tuner.assessment.last_line", broken)
+    Assessed()
+    assert "the last steps were not assessed: ValueError: a mistake of ours" in caplog.messages
+
+
 def test_the_end_has_one_more_line_if_there_were_two(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="commsched"):
         Assessed()

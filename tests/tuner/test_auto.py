@@ -6,6 +6,7 @@ import math
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -352,4 +353,5 @@ def test_only_loopback_without_a_rate_of_its_own_is_known_to_be_fast() -> None:
     here, elsewhere = (JobFacts(4, "gloo", True, host, 1, 4) for host in ("127.0.0.1", "192.0.2.77"))
     assert most_seconds_per_byte(here, Settings()) == bytes_factor(4) / (LOOPBACK_RATE / 8)  # four ranks share the machine
     assert most_seconds_per_byte(here, Settings(rate=1e6)) == math.inf
+    assert most_seconds_per_byte(replace(here, workers=1), Settings()) == math.inf  # ranks of one host, in shared memory
     assert most_seconds_per_byte(elsewhere, Settings()) == math.inf

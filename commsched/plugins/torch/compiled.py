@@ -257,9 +257,57 @@ def _beginnings(graph: torch.fx.Graph) -> set[torch.fx.Node]:
             values = _MANY if isinstance(node.meta.get("example_value"), tuple | list) else 1  # parts exchange tensors only
             crossing[place[node] + 1] += values
             crossing[max(users) + 1] -= values
+    for first, last in _changing(graph, place):
+        crossing[first + 1] += _MANY
+        crossing[last + 1] -= _MANY
     part_bytes = max(sum(nbytes) // (FORWARD_PARTS - 1), MIN_FORWARD_PART_BYTES, 1)
     crosses = [each if each < _MANY and node.op == "call_function" else None for node, each in zip(nodes, accumulate(crossing))]
     return {nodes[index] for index in beginnings(nbytes, crosses, part_bytes)}
+
+
+#: Methods and functions that may return the memory of their first argument.
+_VIEWS = re.compile(
+    "getitem|view|reshape|transpose|t|permute|squeeze|unsqueeze|expand|narrow|select|chunk|split|tensor_split|unbind|flatten|"
+    "unflatten|detach|contiguous|expand_as|view_as|movedim|swapaxes|swapdims|diagonal|unfold|to|type_as|real|imag|getattr"
+)
+#: Methods and functions that change their first argument.
+_CHANGES = re.compile("_*(setitem|iadd|isub|imul|imatmul|itruediv|ifloordiv|imod|ipow|iand|ior|ixor|ilshift|irshift)_*|.*[^_]_")
+
+
+def _changing(graph: torch.fx.Graph, place: dict[torch.fx.Node, int]) -> list[tuple[int, int]]:
+    """Where no part may begin, because a value is changed in place: after the first place of each pair, up to the second. The
+    parts are ordered by the values that they exchange. So a part that reads a value might run before the one that changes
+    it."""
+    whose: dict[torch.fx.Node, torch.fx.Node] = {}  # by value: the value whose memory it may share
+    until: dict[torch.fx.Node, int] = {}  # by value: the place of its last change
+    for node in graph.nodes:
+        changed, name = _changed_by(node), str(getattr(node.target, "__name__", node.target))
+        source = changed if changed is not None else node.args[0] if _VIEWS.fullmatch(name) and node.args else None
+        if isinstance(source, torch.fx.Node):
+            whose[node] = whose.get(source, source)
+            if changed is not None:
+                until[whose[node]] = place[node]
+    found = []
+    for value, last in until.items():
+        if value in place:
+            found.append((place[value], last))
+        else:  # an argument of the graph, which is not handed on from part to part
+            names = [value, *(each for each, its in whose.items() if its is value)]
+            used = [place[user] for each in names for user in each.users if user in place]
+            found.append((min(used), max(used)))
+    return found
+
+
+def _changed_by(node: torch.fx.Node) -> Any:
+    """The value that ``node`` changes in place; None if it changes none."""
+    if node.op not in ("call_method", "call_function"):
+        return None
+    if isinstance(into := node.kwargs.get("out"), torch.fx.Node):
+        return into
+    name = str(getattr(node.target, "__name__", node.target))
+    if not (_CHANGES.fullmatch(name) or node.kwargs.get("inplace")):
+        return None
+    return node.args[0] if node.args else node.kwargs.get("input")
 
 
 # --- what the compiler checks at each call ---

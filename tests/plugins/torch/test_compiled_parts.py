@@ -107,6 +107,30 @@ class Block(nn.Module):
         return x + torch.tanh(self.layer(x))
 
 
+class ChangesParameters(Deep):
+    """Each change is of a value that no later part gets from another part, so nothing says when it is made."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            with torch.no_grad():
+                layer.bias.clamp_(-0.05, 0.05)  # type: ignore[union-attr,operator]
+            x = x + torch.tanh(layer(x))
+        return x
+
+
+class ChangesAView(Deep):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * 1.0
+        view = x[:, :2]
+        for index, layer in enumerate(self.layers):
+            y = torch.tanh(layer(x.clone()))
+            if index % 2:
+                x += y
+            else:
+                view.mul_(1 + 0.1 * y[:, :2])
+        return x
+
+
 def compile_model(data: Data, model: nn.Module, **options: Any) -> Any:
     """Compiled on rank 0 only: ranks are threads, and the compiler lets one in at a time."""
     return torch.compile(model, backend=KERNELS, **options) if compiles(data) else model
@@ -125,13 +149,17 @@ def compiled_training(**options: Any) -> Loop:
     return lambda data, model, optimizer: train(data, compile_model(data, model, **options), optimizer)
 
 
-@pytest.mark.parametrize("make", [Deep, WithABreak, Tied, Checkpointed], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("make", [Deep, WithABreak, Tied, Checkpointed, ChangesParameters], ids=lambda make: make.__name__)
 def test_training_equals_that_of_uncompiled_plain_torch(make: Callable[[], nn.Module]) -> None:
     require_plain(compiled_training(), model=make)
 
 
 def test_sizes_that_cross_the_borders() -> None:
     require_plain(compiled_training(dynamic=True), model=WithSizes)
+
+
+def test_a_view_of_any_size_that_is_changed() -> None:
+    require_plain(compiled_training(dynamic=True), model=ChangesAView)
 
 
 def test_as_one_graph() -> None:
