@@ -22,7 +22,7 @@ import re
 import threading
 from collections.abc import Callable, Sequence
 from functools import cache, partial, wraps
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 from weakref import WeakMethod
 
@@ -196,12 +196,12 @@ def _behind_gate(compiled: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _in_parts(backend: Callable[..., Any], module: torch.fx.GraphModule, inputs: Any, options: Any) -> Any:
-    begins = _beginnings(module.graph)
-    if not begins:
-        return _behind_gate(backend(module, inputs, **options))
     try:
+        begins = _beginnings(module.graph)
         splitter = _splitter(backend, begins)
         compiled = splitter.compile_fn(module, inputs, **options)
+        if len(splitter.buckets) > 1:
+            _put_in_order(compiled.graph)
     except torch._dynamo.exc.TorchDynamoException:
         raise  # also those by which the compiler begins again
     except Exception as error:
@@ -223,6 +223,21 @@ def _in_parts(backend: Callable[..., Any], module: torch.fx.GraphModule, inputs:
                 compiled.graph.call_function(gate, tuple(needed))
     compiled.recompile()
     return compiled
+
+
+def _put_in_order(graph: torch.fx.Graph) -> None:
+    """Let the parts run in the order of the forward. torch orders them by the values that they exchange, and a part that
+    changes a value in place need not exchange any."""
+    number: dict[torch.fx.Node, int] = {}  # by node: that of the part that it is, or of the last part that it needs
+    for node in graph.nodes:
+        part = re.fullmatch(r"(compiled_)?submod_(\d+)", str(node.target)) if node.op == "call_module" else None
+        needs = max((number[each] for each in node.all_input_nodes), default=-1)
+        number[node] = int(part[2]) if part else needs
+        if node.op == "call_module" and (part is None or needs >= number[node]):
+            raise RuntimeError("the parts that torch's splitter for DDP makes are not known")
+    order = sorted(graph.nodes, key=lambda node: (node.op == "output", number[node], node.op != "call_module"))
+    for before, node in pairwise(order):
+        before.append(node)
 
 
 def _splitter(backend: Callable[..., Any], begins: set[torch.fx.Node]) -> Any:

@@ -118,6 +118,17 @@ class ChangesParameters(Deep):
         return x
 
 
+class ChangesAList(Deep):
+    """No part may seem to change anything."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            with torch.no_grad():
+                torch._foreach_clamp_max_([layer.bias], -0.05)  # type: ignore[union-attr,list-item]
+            x = x + torch.tanh(layer(x))
+        return x
+
+
 class ChangesAView(Deep):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x * 1.0
@@ -149,7 +160,9 @@ def compiled_training(**options: Any) -> Loop:
     return lambda data, model, optimizer: train(data, compile_model(data, model, **options), optimizer)
 
 
-@pytest.mark.parametrize("make", [Deep, WithABreak, Tied, Checkpointed, ChangesParameters], ids=lambda make: make.__name__)
+@pytest.mark.parametrize(
+    "make", [Deep, WithABreak, Tied, Checkpointed, ChangesParameters, ChangesAList], ids=lambda make: make.__name__
+)
 def test_training_equals_that_of_uncompiled_plain_torch(make: Callable[[], nn.Module]) -> None:
     require_plain(compiled_training(), model=make)
 
