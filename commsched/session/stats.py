@@ -93,7 +93,7 @@ class Statistics:
             "slowest_rank": None if found is None else found.slowest_rank,
             "late_seconds": None if found is None or own is None else found.late_seconds,
             "network_bytes_per_second": None if per_byte is None else 1 / per_byte,
-            "bound_seconds": None if found is None else found.bound_seconds,
+            "bound_seconds": None if found is None else found.shown_bound_seconds,
             "bound_16_bits_seconds": None if found is None else found.half_seconds,
             "bound_with_servers_seconds": None if found is None else found.served_seconds,
             "layers": [] if found is None else [dict(layer) for layer in found.layers],

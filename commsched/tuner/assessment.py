@@ -39,6 +39,7 @@ class Assessment:
         slowest_rank, late_seconds: the rank that computes longest, if it takes longer than rank 0, and the part of
             ``exposed_seconds`` for which ranks wait for it rather than for the network.
         seconds_per_byte: the time that the network takes for a byte of gradient.
+        is_assumed: that time is not measured, but the most that a byte takes between processes of one machine.
         bound_seconds: the least time of a step over all orders of sending, with these layer times and this network.
         half_seconds: the bound if gradients travelled in 16 bits; None also if they do, or cannot.
         served_seconds, servers: the bound with so many parameter servers on machines of their own; None if they would not help.
@@ -52,6 +53,7 @@ class Assessment:
     slowest_rank: int | None = None
     late_seconds: float = 0.0
     seconds_per_byte: float | None = None
+    is_assumed: bool = False
     bound_seconds: float | None = None
     half_seconds: float | None = None
     served_seconds: float | None = None
@@ -62,6 +64,11 @@ class Assessment:
     def communication_seconds(self) -> float | None:
         """The time for which the network is busy in a step."""
         return None if self.seconds_per_byte is None else self.seconds_per_byte * self.gradient_bytes
+
+    @property
+    def shown_bound_seconds(self) -> float | None:
+        """The bound, which is never above the step time: what was measured can be done."""
+        return None if self.bound_seconds is None else min(self.bound_seconds, self.paced.step_seconds)
 
 
 def assess(paced: Paced, manifest: Manifest, measured: Measured | None, job: JobFacts, settings: Settings) -> Assessment:
@@ -91,6 +98,7 @@ def assess(paced: Paced, manifest: Manifest, measured: Measured | None, job: Job
         per_byte = _without_lateness(per_byte, measured, job)
     bound = _bound_of(measured, slowest, paced)
     servers = job.servers
+    known["is_assumed"] = measured.is_assumed
     known["bound_seconds"] = bound(per_byte, servers)
     known["layers"] = _layers(manifest, measured)
     if settings.wire == "none" and job.transport in _NARROWS and _is_float32(manifest):
@@ -170,7 +178,7 @@ def last_line(found: Assessment, now: Paced) -> str:
     exposed = step - now.own_seconds
     line += f": {_ms(now.own_seconds, step)} of computation and {_ms(exposed, step)} of exposed communication"
     line += f" ({_percent(exposed, step)})"
-    bound = _shown_bound(found)
+    bound = found.shown_bound_seconds
     return line if bound is None else f"{line}; the bound was {_ms(bound, step)}"
 
 
@@ -191,15 +199,12 @@ def _what(found: Assessment) -> str:
 
 
 def _least(found: Assessment) -> str:
-    bound = _shown_bound(found)
+    bound = found.shown_bound_seconds
     if bound is None or found.seconds_per_byte is None:
         return ""
     rate, bound_ms = _rate(found.seconds_per_byte), _ms(bound, found.paced.step_seconds)
-    return f"; with this model and network ({rate} of gradients) the bound is {bound_ms}"
-
-
-def _shown_bound(found: Assessment) -> float | None:
-    return None if found.bound_seconds is None else min(found.bound_seconds, found.paced.step_seconds)
+    network = f"at least {rate} of gradients within one machine" if found.is_assumed else f"{rate} of gradients"
+    return f"; with this model and network ({network}) the bound is {bound_ms}"
 
 
 def _advice(found: Assessment, settings: Settings) -> list[str]:
@@ -211,16 +216,14 @@ def _advice(found: Assessment, settings: Settings) -> list[str]:
     if found.exposed_seconds < NOTHING_TO_GAIN * step:
         return [f"communication is {_percent(found.exposed_seconds, step)} of a step: nothing can be gained"]
     said = []
-    bound = _shown_bound(found)
+    bound = found.shown_bound_seconds
     if found.late_seconds >= WORTH_ADVICE * step:
         said.append(f"rank {found.slowest_rank} is slow, and no network changes that: give it less work, or a faster machine")
         if found.exposed_seconds - found.late_seconds < WORTH_ADVICE * step:
             return said
     wait = paced.full_wait
     if wait is not None and wait.seconds >= WORTH_ADVICE * wait.step_seconds:
-        text = (
-            f"{wait.line} waits {_ms(wait.seconds, step)} for all averages ({wait.why}), which the next forward cannot overlap"
-        )
+        text = f"{wait.line} waits for all averages ({wait.why}), which the next forward cannot overlap"
         if bound is not None and bound < (1 - WORTH_ADVICE) * step:
             text += f"; without that a step takes {_ms(bound, step)} at best"
         said.append(text)
@@ -235,6 +238,8 @@ def _setting(found: Assessment, bound: float, settings: Settings) -> list[str]:
     if bound >= (1 - WORTH_ADVICE) * step:
         return ["that is within 5 % of the bound: no other order or size of messages helps"]
     more = f"{_percent(step - bound, bound)} above the bound"
+    if found.is_assumed:
+        return [f"{more}: within one machine messages take the ranks' own processors, not a network"]
     if found.paced.config.policy != "priority":
         return [f"{more}: try policy=priority"]
     if not settings.given.isdisjoint({"partition", "credit"}):

@@ -121,7 +121,7 @@ class AutoSizes:
             if not self._settle(group):
                 return Chosen(incumbent, kept, "unfinished")
         self.profiled = profiles[kept]
-        context.say(self._line(kept, incumbent, measured, link))
+        context.say(self._line(kept, incumbent, measured, link, profiles[kept]))
         return Chosen(incumbent, kept, "chosen")
 
     def _settle(self, group: int) -> bool:
@@ -135,13 +135,15 @@ class AutoSizes:
         incumbent: SchedulerConfig,
         measured: dict[SchedulerConfig, float],
         link: LinkEstimate | None,
+        profile: Measured,
     ) -> str:
         line = f"{describe_config(kept)} chosen: steps of {milliseconds(measured[kept])} ms"
         if kept != incumbent:
             line += f" (with {describe_config(incumbent)}: {milliseconds(measured[incumbent])} ms)"
         if link is not None:
             rate, each = 1e-6 / link.seconds_per_byte, 1e3 * link.partition_seconds
-            line += f"; the network averages {rate:.3g} MB/s of gradients, and a partition costs {each:.2g} ms besides"
+            least = "at least " if profile.is_assumed else ""
+            line += f"; the network averages {least}{rate:.3g} MB/s of gradients, and a partition costs {each:.2g} ms besides"
         return line
 
 

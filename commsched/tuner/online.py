@@ -192,7 +192,7 @@ class OnlineTuner:
         """Report why the tuner ended. The search has already applied the configuration from before it; all ranks use it from a
         later step on."""
         if self._trials.stopped is not None or is_end(error):
-            log.debug("the tuner ended with the session", exc_info=error)
+            log.debug("the tuner ended with the session: %s", error)
             return
         if isinstance(error, CommschedError):
             self._say(f"tuning: not possible: {error}")

@@ -66,6 +66,7 @@ class Measured:
     ``sending_seconds_per_byte`` is the time for which this rank's contribution of a byte of gradient occupies its own link,
     over a parameter server; None if it was not seen. Unlike the time until the average is there, it does not depend on other
     ranks.
+    ``is_assumed``: the rate of the network is the least that is known of it, because what was seen is slower.
     """
 
     profile: Profile
@@ -75,6 +76,7 @@ class Measured:
     waited_seconds: Mapping[str, float] = field(default_factory=dict)
     transfer_seconds_per_byte: float | None = None
     sending_seconds_per_byte: float | None = None
+    is_assumed: bool = False
 
 
 class _Task(NamedTuple):
@@ -199,6 +201,7 @@ class Profiler(Observer):
             _waited(steps),
             None if ordered else min(_transfer(self._tasks_of(whole)), most_seconds_per_byte),
             None if ordered else _sending(self._tasks_of(whole)),
+            link.seconds_per_byte == most_seconds_per_byte,
         )
 
     def _steps(self, manifest: Manifest, began: Sequence[tuple[int, float]]) -> Iterator[_Step | None]:

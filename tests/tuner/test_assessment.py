@@ -77,7 +77,7 @@ def test_a_line_that_waits_for_everything_is_named_with_what_it_costs() -> None:
     wait = FullWait("train.py:53", "gradients are read before step()", 0.25, 0.7)
     _, second = words(paced(0.7, full_wait=wait), measured(25))
     assert second.startswith(
-        "train.py:53 waits 250.0 ms for all averages (gradients are read before step()), which the next forward cannot "
+        "train.py:53 waits for all averages (gradients are read before step()), which the next forward cannot "
         "overlap; without that a step takes 430.0 ms at best; "
     )
 

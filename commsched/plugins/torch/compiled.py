@@ -276,8 +276,15 @@ def _beginnings(graph: torch.fx.Graph) -> set[torch.fx.Node]:
         crossing[first + 1] += _MANY
         crossing[last + 1] -= _MANY
     part_bytes = max(sum(nbytes) // (FORWARD_PARTS - 1), MIN_FORWARD_PART_BYTES, 1)
-    crosses = [each if each < _MANY and node.op == "call_function" else None for node, each in zip(nodes, accumulate(crossing))]
+    crosses = [each if each < _MANY and _is_noted(node) else None for node, each in zip(nodes, accumulate(crossing))]
     return {nodes[index] for index in beginnings(nbytes, crosses, part_bytes)}
+
+
+def _is_noted(node: torch.fx.Node) -> bool:
+    """Whether torch's splitter for DDP looks for parameters at ``node``, so that a part can begin there."""
+    if node.op != "call_method":
+        return node.op == "call_function"
+    return isinstance(node.args[0], torch.fx.Node) and isinstance(node.args[0].target, str)
 
 
 #: Methods and functions that may return the memory of their first argument.

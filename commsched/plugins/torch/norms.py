@@ -267,7 +267,7 @@ def _are_finite(norms: Value, slots: Sequence[Slot]) -> bool:
 
 
 def _unscale(gradients: list[torch.Tensor], inverse: torch.Tensor) -> None:
-    torch._amp_foreach_non_finite_check_and_unscale_(gradients, torch.zeros(()), inverse)
+    torch._amp_foreach_non_finite_check_and_unscale_(gradients, torch.zeros((), dtype=torch.float32), inverse)
 
 
 SCALING[_unscale] = False

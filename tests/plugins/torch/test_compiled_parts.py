@@ -44,6 +44,20 @@ class Deep(nn.Module):
         return x
 
 
+class ByMethods(Deep):
+    """The first use of a weight is a method, before the function that computes with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(LAYERS))
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + torch.tanh(torch.mm(x, layer.weight.t()))  # type: ignore[operator,arg-type,union-attr]
+        return x
+
+
 class WithABreak(Deep):
     """The compiler cannot read the middle, where code that is not compiled reads a weight of the end."""
 
@@ -239,7 +253,10 @@ def test_without_one_gate_its_part_reads_stale_parameters(index: int, monkeypatc
         require_plain(compiled_training(), model=Deep)
 
 
-def test_each_part_waits_for_its_own_parameters_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("make", [Deep, ByMethods])
+def test_each_part_waits_for_its_own_parameters_and_no_others(
+    make: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(compiled, "FORWARD_PARTS", 100)
     monkeypatch.setattr(GradientExchange, "those_there", lambda *_: ())
 
@@ -248,7 +265,7 @@ def test_each_part_waits_for_its_own_parameters_and_no_others(monkeypatch: pytes
 
         def recording(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
             def call(*args: Any) -> Any:
-                outstanding[-1].append(len(optimizer._pending) // 2)
+                outstanding[-1].append(LAYERS * len(optimizer._pending) // len(list(model.parameters())))
                 return graph(*args)
 
             return call
@@ -261,7 +278,22 @@ def test_each_part_waits_for_its_own_parameters_and_no_others(monkeypatch: pytes
             optimizer.step()
         return outstanding
 
-    assert run(loop, model=Deep)[0] == [[0] * LAYERS, [5, 4, 3, 2, 1, 0], [5, 4, 3, 2, 1, 0]]
+    assert run(loop, model=make)[0] == [[0] * LAYERS, [5, 4, 3, 2, 1, 0], [5, 4, 3, 2, 1, 0]]
+
+
+def test_a_part_begins_with_the_method_that_is_the_first_to_use_its_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "FORWARD_PARTS", 100)
+    parts: list[list[str]] = []
+
+    def loop(data: Data, model: Any, optimizer: Any) -> None:
+        def recording(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+            parts.append([str(node.target) for node in graph.graph.nodes if node.op.startswith("call")])
+            return graph
+
+        train(data, torch.compile(model, backend=recording) if compiles(data) else model, optimizer, steps=1)
+
+    run(loop, model=ByMethods)
+    assert [part[0] for part in parts] == ["t"] * LAYERS
 
 
 def test_gradients_of_a_part_exist_before_the_backward_of_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -235,6 +235,25 @@ def test_gradscaler_with_steps_that_it_skips(clips: bool, drops: bool) -> None:
     require_plain(loop)
 
 
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16])
+def test_gradscaler_with_another_default_type(default: torch.dtype) -> None:
+    def loop(data: Data, model: Any, optimizer: Any) -> None:
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            scaler.scale(data.loss(model, step)).backward()
+            scaler.unscale_(optimizer)
+            clip()(model)
+            scaler.step(optimizer)
+            scaler.update()
+
+    torch.set_default_dtype(default)
+    try:
+        require_plain(loop)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_an_infinite_norm_is_an_error_if_that_is_asked_for() -> None:
     def loop(data: Data, model: Any, optimizer: Any) -> None:
         _train(data, model, optimizer, clip())
