@@ -66,9 +66,9 @@ def _of_stats(stats: Mapping[str, Any]) -> Row:
         }
         for layer in stats["layers"]
     ]
-    # The time of a step outside of layers, in which data is loaded, say, comes before the first layer and waits for nothing.
     rest = (stats["compute_seconds"] or 0.0) - sum(layer["forward_seconds"] + layer["backward_seconds"] for layer in layers)
-    layers.insert(0, {"name": "before forward", "shapes": [], "forward_seconds": max(rest, 0.0), "backward_seconds": 0.0})
+    if rest > 0:  # outside of layers data is loaded, say: before the first layer, and it waits for nothing
+        layers.insert(0, {"name": "before forward", "shapes": [], "forward_seconds": rest, "backward_seconds": 0.0})
     return {"model": "training", "layers": layers, "source": "measured"}
 
 

@@ -18,6 +18,7 @@ LAYERS = [
 PROFILE = {"model": "ten layers", "layers": LAYERS, "source": "by hand"}
 STATS = {
     "world_size": 2,
+    "compute_seconds": 0.3,
     "layers": [
         {"name": each["name"], "bytes": 1_000_000, "forward_seconds": 0.010, "backward_seconds": 0.020} for each in LAYERS
     ],
@@ -45,6 +46,12 @@ def test_a_row_has_the_bound_and_two_systems_that_do_not_beat_it(tmp_path: Path,
 
 def test_the_statistics_of_a_job_are_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert rows(tmp_path, capsys, STATS) == rows(tmp_path, capsys, PROFILE)
+
+
+def test_time_outside_of_layers_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Data is loaded for 0.5 s, in which averages arrive, so that no layer waits for one."""
+    [row] = rows(tmp_path, capsys, {**STATS, "compute_seconds": 0.8})
+    assert row["bound"] == pytest.approx(800)
 
 
 def test_clipping_16_bits_and_servers_change_the_bound_as_they_should(
