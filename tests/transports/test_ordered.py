@@ -51,9 +51,7 @@ def test_two_ranks_that_disagree_end_in_an_error_that_names_both_tensors_and_nev
 
     monkeypatch.setattr(SessionListener, "on_announced", swap)
     averages: list[bool] = []
-    expected = (
-        r"rank 1 launched tensor 'layer\d' \(partition \d of step \d+, all_reduce\) where rank 0 launched tensor 'layer\d' \("
-    )
+    expected = r"rank 1 launched tensor 'layer\d' \(partition \d of step \d+, \w+\) where rank 0 launched tensor 'layer\d' \("
     with Threads(ordered_world, 2) as world:
         world.failures_expected = True
         with pytest.raises(OrderMismatch, match=expected):

@@ -269,10 +269,10 @@ def _beginnings(graph: torch.fx.Graph) -> set[torch.fx.Node]:
         if isinstance(example, torch.Tensor) and example.requires_grad and example.is_leaf and users:
             nbytes[min(users)] += example.numel() * example.element_size()
         if node in place and users:
-            values = _MANY if isinstance(node.meta.get("example_value"), tuple | list) else 1  # parts exchange tensors only
+            values = 1 if _can_cross(node) else _MANY
             crossing[place[node] + 1] += values
             crossing[max(users) + 1] -= values
-    for first, last in _changing(graph, place):
+    for first, last in (*_changing(graph, place), *_in_another_mode(graph, place)):
         crossing[first + 1] += _MANY
         crossing[last + 1] -= _MANY
     part_bytes = max(sum(nbytes) // (FORWARD_PARTS - 1), MIN_FORWARD_PART_BYTES, 1)
@@ -285,6 +285,40 @@ def _is_noted(node: torch.fx.Node) -> bool:
     if node.op != "call_method":
         return node.op == "call_function"
     return isinstance(node.args[0], torch.fx.Node) and isinstance(node.args[0].target, str)
+
+
+def _can_cross(node: torch.fx.Node) -> bool:
+    """Whether one part can give the value of ``node`` to another: a tensor, a number, or what torch makes anew in each part."""
+    value = node.meta.get("example_value")
+    return node.target in _SPLIT_BY_TORCH or not (value is None or isinstance(value, tuple | list))
+
+
+#: Functions that change a mode of torch which its splitter sets in each part again, and resets behind it.
+_SPLIT_BY_TORCH = (torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast)
+#: Functions without a value that change no mode either.
+_ASSERTIONS = re.compile("_*(assert|check|sym_constrain).*")
+
+
+def _in_another_mode(graph: torch.fx.Graph, place: dict[torch.fx.Node, int]) -> list[tuple[int, int]]:
+    """Where no part may begin, because a mode of torch is not what it is at the beginning of the graph: after the first place
+    of each pair, up to the second. A part that ends without gradients would leave the ones behind it without gradients."""
+    found = []
+    without_gradients: int | None = None
+    others: list[int] = []
+    for node, index in place.items():
+        if node.target is torch._C._set_grad_enabled:
+            if not node.args[0]:
+                without_gradients = index if without_gradients is None else without_gradients
+            elif without_gradients is not None:
+                found.append((without_gradients, index))
+                without_gradients = None
+        elif node.op == "call_function" and not node.users and not _can_cross(node):
+            ends_one = len(node.all_input_nodes) > 0  # which was begun by a value, and that cannot cross
+            if not ends_one and not _ASSERTIONS.fullmatch(str(getattr(node.target, "__name__", ""))):
+                others.append(index)
+    if without_gradients is not None:
+        found.append((without_gradients, len(place) - 1))
+    return [*found, (others[0], others[-1])] if others else found
 
 
 #: Methods and functions that may return the memory of their first argument.

@@ -143,6 +143,21 @@ class ChangesAList(Deep):
         return x
 
 
+class InModes(Deep):
+    """Between the layers, modes of torch are entered and left: some last for a part of the forward, one lasts for all of it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            for index, layer in enumerate(self.layers):
+                with torch.set_grad_enabled(index != 2):
+                    shift = layer(x).mean()  # has no gradient in one layer
+                with torch.inference_mode(index == 3):
+                    scale = layer.weight.shape[0]  # type: ignore[union-attr,index]
+                each = torch.vmap(layer)(x) if index == 4 else layer(x)
+                x = x + torch.tanh(each + shift / scale)
+        return x
+
+
 class ChangesAView(Deep):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x * 1.0
@@ -175,7 +190,7 @@ def compiled_training(**options: Any) -> Loop:
 
 
 @pytest.mark.parametrize(
-    "make", [Deep, WithABreak, Tied, Checkpointed, ChangesParameters, ChangesAList], ids=lambda make: make.__name__
+    "make", [Deep, WithABreak, Tied, Checkpointed, ChangesParameters, ChangesAList, InModes], ids=lambda make: make.__name__
 )
 def test_training_equals_that_of_uncompiled_plain_torch(make: Callable[[], nn.Module]) -> None:
     require_plain(compiled_training(), model=make)
@@ -294,6 +309,28 @@ def test_a_part_begins_with_the_method_that_is_the_first_to_use_its_parameter(mo
 
     run(loop, model=ByMethods)
     assert [part[0] for part in parts] == ["t"] * LAYERS
+
+
+@pytest.mark.parametrize("make", [ChangesParameters, InModes])
+def test_no_part_begins_in_another_mode_than_the_graph(make: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "FORWARD_PARTS", 100)
+    monkeypatch.setattr(compiled, "MIN_FORWARD_PART_BYTES", 1)
+    has_gradients: list[tuple[bool, bool]] = []
+
+    def loop(data: Data, model: Any, optimizer: Any) -> None:
+        def recording(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+            def call(*args: Any) -> Any:
+                before = torch.is_grad_enabled()
+                result = graph(*args)
+                has_gradients.append((before, torch.is_grad_enabled()))
+                return result
+
+            return call
+
+        train(data, torch.compile(model, backend=recording) if compiles(data) else model, optimizer, steps=1)
+
+    run(loop, model=make)
+    assert has_gradients == [(True, True)] * LAYERS
 
 
 def test_gradients_of_a_part_exist_before_the_backward_of_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
