@@ -127,16 +127,28 @@ def where_to_listen(world: World, settings: Settings) -> Endpoint:
         return Endpoint("127.0.0.1:0", token or secrets.token_hex(32))
     meeting = _given(world, settings, token)
     require_strong(meeting.token, meeting.address)
-    host = meeting.address.rpartition(":")[0].strip("[]")
-    if not world.one_machine and not _is_loopback(host) and stands_for_loopback(host):
+    if not world.one_machine:
+        require_no_loopback(meeting.address.rpartition(":")[0].strip("[]"), f"control={meeting.address!r}")
+    return meeting
+
+
+def require_no_loopback(host: str, said: str) -> None:
+    """Check, on rank 0, that ``host`` is not a name of this machine's loopback address, and warn if it is such an address.
+
+    Args:
+        said: the setting that holds it, and its value.
+
+    Raises:
+        ConfigError: it is such a name, which ranks on other machines cannot reach.
+    """
+    if _is_loopback(host):
+        # Not refused: a tunnel may lead there, and several hosts may be emulated on one.
+        log.warning("rank 0 listens at %s, by %s, which ranks on other machines cannot reach", host, said)
+    elif stands_for_loopback(host):
         raise ConfigError(
-            f"control={meeting.address!r}: on rank 0's machine the name {host} stands for a loopback address (see /etc/hosts), "
+            f"{said}: on rank 0's machine the name {host} stands for a loopback address (see /etc/hosts), "
             "which ranks on other machines cannot reach; set rank 0's address instead of the name"
         )
-    if not world.one_machine and _is_loopback(host):
-        # Not refused: a tunnel may lead there, and several hosts may be emulated on one.
-        log.warning("rank 0 listens at %s, as set by control, which ranks on other machines cannot reach", meeting.address)
-    return meeting
 
 
 def publish(path: Path, meeting: Endpoint) -> None:

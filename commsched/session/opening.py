@@ -25,6 +25,7 @@ from ..control.rendezvous import (
     require_reachable,
     where_to_listen,
 )
+from ..control.torchrun import open_torchrun_store, store_place
 from ..core.comparison import require_same
 from ..core.core import Core
 from ..core.errors import ConfigError
@@ -164,11 +165,13 @@ def _meet(
 ) -> tuple[Endpoint, ControlServer | None]:
     """The endpoint of the control channel. On rank 0, open its server too, and publish where it listens."""
     path = rendezvous_path(settings, os.environ)
+    place = store_place(world, settings, os.environ)
+    store = None if place is None else open_torchrun_store(place, settings)
     if world.rank != 0:
-        return find(world, settings, path), None
+        return find(world, settings, path) if store is None else store.find(world.rank), None
     from ..control.server import ControlServer
 
-    wanted = where_to_listen(world, settings)
+    wanted = where_to_listen(world, settings) if store is None else store.where_to_listen()
     server = ControlServer(
         wanted.address,
         wanted.token,
@@ -180,7 +183,9 @@ def _meet(
     )
     around.callback(server.close)
     endpoint = Endpoint(server.address, wanted.token)
-    if settings.control is None:
+    if store is not None:
+        published.enter_context(store.offered(endpoint, world.world_size))
+    elif settings.control is None:
         publish(path, endpoint)
         published.callback(path.unlink, missing_ok=True)
     return endpoint, server

@@ -146,7 +146,7 @@ def test_any_token_will_do_where_nobody_else_can_reach_us(address: str) -> None:
 def test_loopback_is_no_address_for_ranks_elsewhere(caplog: pytest.LogCaptureFixture) -> None:
     where_to_listen(APART, Settings(control="127.0.0.1:29600", token="x"))
     assert caplog.messages == [
-        "rank 0 listens at 127.0.0.1:29600, as set by control, which ranks on other machines cannot reach"
+        "rank 0 listens at 127.0.0.1, by control='127.0.0.1:29600', which ranks on other machines cannot reach"
     ]
     where_to_listen(HERE, Settings(control="127.0.0.1:29600", token="x"))
     assert len(caplog.messages) == 1

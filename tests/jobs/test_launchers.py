@@ -1,10 +1,11 @@
 """Under launchers other than ``commsched run``, two ranks find each other without a setting, and train to the same bits. Under
-torchrun, and with PyTorch: ``tests/plugins/torch/test_launchers.py``."""
+torchrun on one host, and with PyTorch: ``tests/plugins/torch/test_launchers.py``."""
 
 from __future__ import annotations
 
 import os
 import re
+import socket
 import subprocess
 import sys
 
@@ -39,6 +40,33 @@ def test_mpiexec_of_open_mpi(expected: str) -> None:
     assert code == 0, err
     assert "commsched: 2 ranks on 1 host, mpi, " in err
     assert weights(out) == expected
+
+
+def test_torchrun_on_two_hosts(expected: str) -> None:
+    """Both are this machine, by its loopback address; as far as the ranks know they are two."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1"]
+    hosts = [
+        subprocess.Popen(
+            [*torchrun, f"--master-port={port}", f"--node-rank={host}", *SCRIPT],
+            env=clean_environ(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for host in range(2)
+    ]
+    try:
+        ends = [host.communicate(timeout=100) for host in hosts]
+    finally:
+        for host in hosts:
+            host.kill()
+            host.wait()
+    assert [host.returncode for host in hosts] == [0, 0], ends
+    assert "rank 0 listens at 127.0.0.1, by MASTER_ADDR='127.0.0.1', which ranks on other machines cannot reach" in ends[0][1]
+    assert "commsched: 2 ranks on 1 host, ps over tcp, 6 tensors of " in ends[0][1]
+    assert weights("".join(out for out, _ in ends)) == expected
 
 
 def test_srun(expected: str) -> None:
