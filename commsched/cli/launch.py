@@ -40,7 +40,7 @@ def run(ranks: int, servers: int, command: Sequence[str], environ: Mapping[str, 
             "COMMSCHED_RENDEZVOUS": f"{directory}/control.json",
             # Variables of torchrun, for scripts that initialise torch.distributed or split their data by them.
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(_free_port()),
+            "MASTER_PORT": str(free_port()),
         }
         told = Path(directory, "told")
         environ = {**environ, "COMMSCHED_LAUNCHER_FILE": str(told)}
@@ -267,10 +267,21 @@ class _Interrupted(Exception):
     """A signal came while processes were being started."""
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
+def free_port() -> int:
+    """A port on which a process may listen later. It is none of those that the system itself gives out: a connection might get
+    it before that."""
+    try:
+        low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    except OSError:
+        low, high = 32768, 65535
+    ports = [port for port in range(10_000, 65536) if not low <= port <= high] or range(10_000, 65536)
+    while True:
+        port = secrets.choice(ports)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
         return port
 
 

@@ -100,7 +100,7 @@ def test_number_arguments():
 
 def test_help_lists_every_command_and_imports_no_engine():
     script = "import sys\nfrom bench.__main__ import main\ntry: main(['--help'])\nfinally: assert 'torch' not in sys.modules"
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=50)
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert all(command in done.stdout for command in bench_main.COMMANDS)
 

@@ -13,7 +13,6 @@ from bench.__main__ import main
 SMALL = ["small", "--parameters", "3", "--rounds", "2", "--steps", "1"]
 
 
-@pytest.mark.timeout(120)
 def test_a_row_for_each_system(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "small.json"
     assert main([*SMALL, "--json", str(path)]) == 0

@@ -296,7 +296,7 @@ KEYS = {"system", "model", "workers", "servers", "step_seconds", "bound_seconds"
 
 def measured(tmp_path, *argv):
     path = tmp_path / "out.json"
-    assert main(["train", *argv, "--rounds", "1", "--steps", "2", "--timeout", "140", "--json", str(path)]) == 0
+    assert main(["train", *argv, "--rounds", "1", "--steps", "2", "--timeout", "300", "--json", str(path)]) == 0
     document = json.loads(path.read_text())
     assert document["schema"] == 1
     for row in document["rows"]:
@@ -346,6 +346,6 @@ def test_a_rank_ends_whatever_its_engine_left_behind(tmp_path, monkeypatch):
         "    return session.gather(session.rank)\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    assert run_job(Job(2, timeout_seconds=60), "rank_that_lingers", {"fail": False}).by_rank == [[0, 1]] * 2
+    assert run_job(Job(2, timeout_seconds=300), "rank_that_lingers", {"fail": False}).by_rank == [[0, 1]] * 2
     with pytest.raises(JobFailed, match=r"(?s)^rank [01] ended with code 1:.*out of paper"):
-        run_job(Job(2, timeout_seconds=60), "rank_that_lingers", {"fail": True})
+        run_job(Job(2, timeout_seconds=300), "rank_that_lingers", {"fail": True})

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import socket
-
 import pytest
 
 from commsched.cli import doctor
+from commsched.cli.launch import free_port
 from commsched.cli.main import main
 from commsched.transports import transport_names
 from tests.jobs.job import Job
@@ -56,17 +55,11 @@ def test_a_wrong_setting_is_named_and_the_rest_is_shown(
     assert "shared memory: " in out
 
 
-def free_address() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
-
-
 def test_two_of_them_join_and_measure() -> None:
-    address, token = free_address(), "of this test, which nobody guesses"
+    address, token = f"127.0.0.1:{free_port()}", "of this test, which nobody guesses"
     with Job("--listen", address, subcommand="doctor", environ={"COMMSCHED_TOKEN": token}) as one:
         with Job("--peer", address, subcommand="doctor", environ={"COMMSCHED_TOKEN": token}) as other:
-            ended = [job.process.communicate(timeout=90) for job in (one, other)]
+            ended = [job.process.communicate(timeout=300) for job in (one, other)]
             assert [job.process.returncode for job in (one, other)] == [0, 0], ended
     for out, err in ended:
         assert "control channel: joined, both ends have proved the token; 127.0.0.1 (loopback) is the other machine" in out
@@ -77,12 +70,12 @@ def test_two_of_them_join_and_measure() -> None:
 
 
 def test_another_token_is_refused_by_name() -> None:
-    address = free_address()
+    address = f"127.0.0.1:{free_port()}"
     with Job("--listen", address, subcommand="doctor", environ={"COMMSCHED_TOKEN": "one token of this test"}) as one:
         assert one.process.stdout is not None
         one.process.stdout.readline()
         theirs = {"COMMSCHED_TOKEN": "another token of this test", "COMMSCHED_FAIL_AFTER": "2"}
         with Job("--peer", address, subcommand="doctor", environ=theirs) as other:
-            _, err = other.process.communicate(timeout=90)
+            _, err = other.process.communicate(timeout=300)
             assert other.process.returncode == 2
     assert "refuses this token; set the same COMMSCHED_TOKEN" in err

@@ -59,7 +59,6 @@ def job(tmp_path: Path) -> _Job:
     return made
 
 
-@pytest.mark.timeout(20)
 def test_a_server_that_nobody_joined_is_ended_after_the_last_rank(job: _Job, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job, "_end_soon", lambda: job._events.put(_Event(10)))
     for rank in (11, 12):

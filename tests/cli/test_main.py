@@ -49,7 +49,7 @@ class Interrupted:
 sys.meta_path.insert(0, Interrupted())
 runpy.run_module("commsched", run_name="__main__")
 """
-    ended = subprocess.run([sys.executable, "-c", interrupted], capture_output=True, text=True, timeout=60)
+    ended = subprocess.run([sys.executable, "-c", interrupted], capture_output=True, text=True, timeout=300)
     assert (ended.returncode, ended.stderr) == (130, "commsched: interrupted\n")
 
 

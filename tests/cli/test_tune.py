@@ -125,7 +125,7 @@ def test_trials_are_shown_while_the_job_runs(run_job: RunJob, monkeypatch: pytes
 
     def job(_: dict[str, str]) -> int:
         write(None)
-        assert shown.wait(10)
+        assert shown.wait(60)
         write(KEPT, (), tuned=True)
         return 0
 
@@ -213,7 +213,7 @@ def test_then_stop_ends_the_job_once_the_file_is_there(run_job: RunJob, capsys: 
         write(KEPT)
         assert not got.wait(0.1)
         write(None, (), tuned=True)
-        assert got.wait(10)
+        assert got.wait(60)
         return 128 + signal.SIGTERM
 
     try:
@@ -235,7 +235,7 @@ def test_then_stop_ends_a_job_whose_tuning_ends_without_a_file(run_job: RunJob, 
             file.flush()
             assert not got.wait(0.1)
             file.write(", and the rest\n")
-        assert got.wait(10)
+        assert got.wait(60)
         return 128 + signal.SIGTERM
 
     try:

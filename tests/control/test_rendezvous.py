@@ -83,7 +83,7 @@ def test_what_is_wrong_in_a_file_does_not_matter_once_it_is_replaced(tmp_path: P
     path.write_text("{")
     timer = threading.Timer(0.1, publish, [path, Endpoint(listening, "secret")])
     timer.start()
-    assert find(HERE, Settings(join_within=20), path) == Endpoint(listening, "secret")
+    assert find(HERE, Settings(join_within=60), path) == Endpoint(listening, "secret")
     timer.join()
 
 
@@ -109,7 +109,7 @@ def test_a_file_that_others_may_replace_is_not_believed(tmp_path: Path, listenin
     publish(path, Endpoint(listening, "secret"))
     path.parent.chmod(0o777)
     with pytest.raises(ConfigError, match="may be written by other users"):
-        find(HERE, Settings(join_within=20), path)
+        find(HERE, Settings(join_within=60), path)
 
 
 def test_a_token_that_is_set_counts_and_not_that_of_the_file(tmp_path: Path, listening: str) -> None:

@@ -34,7 +34,7 @@ def test_close_ends_a_wait() -> None:
     thread = threading.Thread(target=lambda: list(outbox), daemon=True)
     thread.start()
     outbox.close()
-    thread.join(10)
+    thread.join(60)
     assert not thread.is_alive()
     assert outbox.thread is thread
     assert thread.name == "test-outbox"
@@ -46,7 +46,7 @@ def test_a_put_ends_a_wait() -> None:
     thread = threading.Thread(target=lambda: got.append(next(outbox)), daemon=True)
     thread.start()
     outbox.put(b"1")
-    thread.join(10)
+    thread.join(60)
     assert got == [b"1"]
     outbox.close()
     with pytest.raises(StopIteration):

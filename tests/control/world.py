@@ -17,7 +17,7 @@ from commsched.core.errors import CommschedError
 from commsched.net.rpc import DaemonExecutor
 
 TOKEN = "the-secret-of-this-test"
-PATIENCE_SECONDS = 50.0  # for what is to happen: only a failing test waits as long
+PATIENCE_SECONDS = 60.0  # for what is to happen: only a failing test waits as long
 
 
 class Recorder(Listener):
@@ -117,7 +117,7 @@ def results(futures: list[Future[Any]]) -> list[Any]:
 
 @contextmanager
 def joining(
-    world_size: int, *, fail_after_seconds: float = 10.0, join_within_seconds: float = 30.0, direct: bool = False
+    world_size: int, *, fail_after_seconds: float = 10.0, join_within_seconds: float = 60.0, direct: bool = False
 ) -> Iterator[Job]:
     """A job that nobody has joined yet. ``direct``: rank 0 will use no socket, as in a session."""
     with ExitStack() as stack:

@@ -74,7 +74,7 @@ class World:
     def waiting(self, fn: Callable[[], object]) -> Future[object]:
         """``fn`` in a thread of its own that has come to wait in the core: only a notification can wake it."""
         future = in_thread(fn)
-        assert self.waits.acquire(timeout=10), "it did not wait"
+        assert self.waits.acquire(timeout=60), "it did not wait"
         assert not future.done()
         return future
 
@@ -114,7 +114,7 @@ class World:
 def world() -> Iterator[World]:
     world = World()
     yield world
-    in_thread(world.core.close).result(10)  # no time limit of pytest holds after a test has failed
+    in_thread(world.core.close).result(60)  # no time limit of pytest holds after a test has failed
 
 
 def order(tasks: list[CommTask]) -> list[int]:
@@ -154,7 +154,7 @@ def test_nothing_starts_between_a_failure_and_the_verdict(world: World) -> None:
 
     def start(task: CommTask, completion: Completion) -> None:
         tried.append(task)
-        assert all_ready.wait(10)
+        assert all_ready.wait(60)
         raise PeerLost("rank 1 is gone")
 
     world.transport.start = start  # type: ignore[method-assign]
@@ -163,7 +163,7 @@ def test_nothing_starts_between_a_failure_and_the_verdict(world: World) -> None:
     for tensor in range(4):
         group.notify_ready(tensor)
     all_ready.set()
-    assert str(world.failures.get(timeout=10)) == "rank 1 is gone"
+    assert str(world.failures.get(timeout=60)) == "rank 1 is gone"
     with world.core._lock:
         assert world.core._next_work() == []
     assert len(tried) == 1
@@ -213,7 +213,7 @@ def test_a_rank_that_left_is_spared_once_all_averages_are_here(world: World) -> 
     world.core.check()
     assert not released.wait(0.05)
     world.transport.done(world.transport.wait_started(1)[0])
-    assert released.wait(10)
+    assert released.wait(60)
 
 
 def test_a_rank_that_left_is_spared_by_the_last_average_though_its_bytes_have_long_left(world: World) -> None:
@@ -234,23 +234,23 @@ def test_a_rank_that_left_is_spared_by_the_last_average_though_its_bytes_have_lo
     released = threading.Event()
     world.core.part(1, released.set)
     world.transport.sent(task)
-    for _ in iter(lambda: rests.acquire(timeout=10), False):
+    for _ in iter(lambda: rests.acquire(timeout=60), False):
         with world.core._lock:
             if world.core._is_idle:
                 break  # the dispatcher has done all that it was told of
     assert not released.is_set()
     world.transport.done(task)
-    assert released.wait(10)
+    assert released.wait(60)
 
 
 def test_what_becomes_ready_after_a_rank_has_gone_fails_and_does_not_wait(world: World) -> None:
     group = world.add_group()
     released = threading.Event()
     world.core.part(1, released.set)
-    assert released.wait(10)
+    assert released.wait(60)
     group.begin_step()
     group.notify_ready(2)
-    error = world.failures.get(timeout=10)
+    error = world.failures.get(timeout=60)
     assert str(error) == "rank 1 left before its first step; tensor 'layer2' of step 0 waits for it"
     assert isinstance(error, PeerLost)
     assert world.transport.started == []
@@ -300,7 +300,7 @@ def test_a_tensor_of_several_partitions_opens_with_the_last_one(world: World) ->
         assert not waiting.done()
         assert repr(group.proxies[0]).startswith("<DependencyProxy 'big' waits for ")
         world.transport.done(task)
-    waiting.result(10)
+    waiting.result(60)
     assert repr(group.proxies[0]) == "<DependencyProxy 'big' open>"
 
 
@@ -356,7 +356,7 @@ def test_begin_step_waits_until_the_step_before_is_done(world: World) -> None:
     for count in range(1, 5):
         assert not next_step.done()
         world.transport.done(world.transport.wait_started(count)[-1])
-    assert next_step.result(10) == 1
+    assert next_step.result(60) == 1
     assert [task.state for task in group.tasks] == [State.PENDING] * 4
     assert not any(proxy.is_open for proxy in group.proxies)
 
@@ -440,7 +440,7 @@ def test_drain_waits_for_what_became_ready_and_for_nothing_else(world: World) ->
     world.transport.sent(task)
     assert not drained.done()
     world.transport.done(task)
-    drained.result(10)
+    drained.result(60)
 
 
 def test_the_observer_sees_each_gradient_each_task_and_each_wait(world: World) -> None:
@@ -451,8 +451,8 @@ def test_the_observer_sees_each_gradient_each_task_and_each_wait(world: World) -
     task = world.transport.wait_started(1)[0]
     world.transport.sent(task)
     world.transport.done(task)
-    waiting.result(10)
-    assert world.observed.wait(10)
+    waiting.result(60)
+    assert world.observed.wait(60)
     assert world.tasks == [task]
     assert world.ready == [(0, 3, task.ready_at)]
     assert 0 < task.ready_at <= task.started_at <= task.sent_at <= task.done_at
@@ -515,7 +515,7 @@ def test_a_held_step_does_not_begin_before_the_change_is_agreed(world: World) ->
     run_step(world, group)  # step 0 was not promised away
     step_1 = world.waiting(group.begin_step)
     world.core.switch_at(SchedulerConfig(20, 20), promised)
-    assert step_1.result(10) == 1
+    assert step_1.result(60) == 1
     assert len(group.tasks) == 2
 
 
@@ -590,7 +590,7 @@ def test_a_group_that_is_added_while_steps_are_held_begins_one_step(world: World
     assert run_step(world, group) == 4
     step_1 = world.waiting(group.begin_step)
     world.core.switch_at(SchedulerConfig(20, 20), {0: 1})
-    assert step_1.result(10) == 1
+    assert step_1.result(60) == 1
     assert len(group.tasks) == 2
 
 
@@ -615,7 +615,7 @@ def test_a_registration_waits_until_the_change_that_does_not_include_it_is_agree
     steps = world.core.hold_steps()
     reserving = world.waiting(world.core.reserve_group)
     world.core.switch_at(SchedulerConfig(20, 20), steps)
-    assert reserving.result(10) == SchedulerConfig(20, 20)  # though no step has begun with it
+    assert reserving.result(60) == SchedulerConfig(20, 20)  # though no step has begun with it
     assert world.core.config == ONE_BY_ONE
     assert world.core.hold_steps() == {other.index: 1, other.index + 1: 1}
 
@@ -630,7 +630,7 @@ def test_a_policy_whose_key_does_not_fit_the_wire_ends_the_job_by_name(
     group.notify_ready(0)
     said = re.escape(f"policy='priority' has the key {key!r} for tensor ")
     with pytest.raises(ConfigError, match=rf"^{said}.*; it must be an int from 0 to 2\^32 - 1$"):
-        raise world.failures.get(timeout=10)
+        raise world.failures.get(timeout=60)
 
 
 def test_no_step_of_a_released_group_begins(world: World) -> None:
@@ -678,7 +678,7 @@ def test_an_idle_dispatcher_keeps_no_buffer(world: World) -> None:
     for tasks in (world.transport.started, world.transport._completions, world.tasks):
         tasks.clear()
     group.release()
-    assert gone.wait(10)
+    assert gone.wait(60)
 
 
 # --- failure and end ---
@@ -696,7 +696,7 @@ def test_a_failure_opens_every_wait_and_is_raised_at_every_later_call(world: Wor
     world.core.fail(lost)
     world.core.fail(PeerLost("a later one"))
     for wait in waits:
-        assert wait.exception(10) is lost
+        assert wait.exception(60) is lost
     for call in (
         group.begin_step,
         lambda: group.notify_ready(1),
@@ -738,12 +738,12 @@ def test_a_failure_here_is_raised_as_what_the_job_names_as_its_cause(world: Worl
     group = group_of_raising(world)
     waits = [world.waiting(group.proxies[0].wait)]
     group.notify_ready(0)
-    assert world.failures.get(timeout=10) is seen
+    assert world.failures.get(timeout=60) is seen
     group.notify_ready(1)  # still raises nothing
     waits += [world.waiting(call) for call in (world.core.drain, group.begin_step)]
     world.core.fail(cause)
     for wait in waits:
-        assert wait.exception(10) is cause
+        assert wait.exception(60) is cause
     with pytest.raises(PeerLost, match="rank 1 is gone"):
         group.notify_ready(2)
     world.core.close()
@@ -758,9 +758,9 @@ def test_a_group_that_a_lost_peer_cannot_be_told_of_names_the_cause_too(world: W
     world.transport = NobodyThere()
     world.make_core(ONE_BY_ONE)
     adding = [world.waiting(world.add_group) for _ in range(2)]
-    assert str(world.failures.get(timeout=10)) == "rank 2 is gone: Broken pipe"
+    assert str(world.failures.get(timeout=60)) == "rank 2 is gone: Broken pipe"
     world.core.fail(PeerLost("rank 1 is gone"))
-    assert [str(each.exception(10)) for each in adding] == ["rank 1 is gone"] * 2
+    assert [str(each.exception(60)) for each in adding] == ["rank 1 is gone"] * 2
     assert world.failures.empty()  # told once
 
 
@@ -770,7 +770,7 @@ def test_an_error_of_ours_from_the_transport_is_the_failure_if_nobody_knows_bett
     group = core.add_group(cut(MANIFEST, 10), {"uint8": memoryview(bytearray(40))})
     group.begin_step()
     group.notify_ready(0)
-    assert in_thread(core.drain).exception(10) is lost
+    assert in_thread(core.drain).exception(60) is lost
     core.close()
 
 
@@ -778,7 +778,7 @@ def test_any_other_error_of_the_transport_is_a_failure_that_names_it(world: Worl
     world.transport = RaisingTransport(OSError("no route"))
     group_of_raising(world).notify_ready(0)
     said = "the transport raised OSError: no route at <CommTask all_reduce step 0 partition 0 10 B started>"
-    error = world.failures.get(timeout=10)
+    error = world.failures.get(timeout=60)
     assert type(error) is TransportError
     assert str(error) == said
     assert "the transport raised" in caplog.text
@@ -800,10 +800,10 @@ def test_close_ends_the_dispatcher_and_every_wait(world: World) -> None:
     group.begin_step()
     waits = watch_waits(core)
     waiting = in_thread(group.proxies[0].wait)
-    assert waits.acquire(timeout=10)
+    assert waits.acquire(timeout=60)
     core.close()
     assert not dispatcher.is_alive()
-    assert str(waiting.exception(10)) == "this session is closed"
+    assert str(waiting.exception(60)) == "this session is closed"
     for call in (group.begin_step, lambda: group.notify_ready(0), core.drain, core.check):
         with pytest.raises(ClosedError, match=r"^this session is closed$"):
             call()
@@ -825,7 +825,7 @@ def test_a_long_wait_says_what_it_waits_for(world: World) -> None:
 
     class Handler(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            if lock_is_free := world.core._lock.acquire(timeout=5):
+            if lock_is_free := world.core._lock.acquire(timeout=60):
                 world.core._lock.release()
             seen.append((record.getMessage(), lock_is_free))
             said.set()
@@ -838,9 +838,11 @@ def test_a_long_wait_says_what_it_waits_for(world: World) -> None:
         group = world.add_group()
         group.begin_step()
         waiting = in_thread(group.proxies[2].wait)
-        assert said.wait(10)
-        assert seen[0] == ("rank 0 has waited 0 s for the average of 'layer2' of step 0", True)
+        assert said.wait(60)
+        line, lock_was_free = seen[0]
+        assert re.fullmatch(r"rank 0 has waited \d s for the average of 'layer2' of step 0", line)
+        assert lock_was_free
         world.finish(group)
-        waiting.result(10)
+        waiting.result(60)
     finally:
         logger.removeHandler(handler)

@@ -11,7 +11,7 @@ class Manual(threading.Event):
     """An event that the test lets happen."""
 
     def synchronize(self) -> None:
-        assert self.wait(10)
+        assert self.wait(60)
 
 
 class Broken:

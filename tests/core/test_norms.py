@@ -94,7 +94,7 @@ class World:
 
     def waiting(self, fn: Callable[[], object]) -> Future[object]:
         future = in_thread(fn)
-        assert self.waits.acquire(timeout=10), "it did not wait"
+        assert self.waits.acquire(timeout=60), "it did not wait"
         return future
 
     def done(self, tasks: list[CommTask]) -> None:
@@ -106,21 +106,21 @@ class World:
 def world(request: pytest.FixtureRequest) -> Iterator[World]:
     world = World(request.param)
     yield world
-    in_thread(world.core.close).result(10)
+    in_thread(world.core.close).result(60)
 
 
 @pytest.fixture
 def server() -> Iterator[World]:
     world = World(splits=False)
     yield world
-    in_thread(world.core.close).result(10)
+    in_thread(world.core.close).result(60)
 
 
 @pytest.fixture
 def collectives() -> Iterator[World]:
     world = World(splits=True)
     yield world
-    in_thread(world.core.close).result(10)
+    in_thread(world.core.close).result(60)
 
 
 def test_rows_are_asked_for_when_all_contributions_are_started_and_come_behind_them(server: World) -> None:
@@ -178,7 +178,7 @@ def test_a_step_begins_when_the_norms_of_the_last_are_there(world: World) -> Non
     waiting = world.waiting(world.group.begin_step)
     assert world.core._waits[0]() == ("to begin step 1", StepOfGroup(0, 0, -1))
     world.done(rows)
-    assert waiting.result(10) == 1
+    assert waiting.result(60) == 1
 
 
 def test_the_step_under_way_has_no_norms(world: World) -> None:
@@ -225,7 +225,7 @@ def test_two_groups_of_norms_of_one_group(world: World) -> None:
     world.done(rows[:-1])
     waiting = world.waiting(world.group.begin_step)
     world.done(rows[-1:])
-    assert waiting.result(10) == 1
+    assert waiting.result(60) == 1
 
 
 def test_tensors_without_elements_have_norms(world: World) -> None:
@@ -261,7 +261,7 @@ def test_a_step_that_is_held_holds_its_norms(world: World) -> None:
     waiting = world.waiting(world.group.begin_step)
     assert norms.step == 0
     world.core.switch_at(None, {0: 1, 1: 1})
-    assert waiting.result(10) == 1
+    assert waiting.result(60) == 1
     assert norms.step == 1
 
 
@@ -275,8 +275,8 @@ def test_norms_are_released_with_their_group_when_they_are_there(world: World) -
     assert norms.is_over
     assert world.core.hold_steps() == {}
     world.done([task for task in rest if task.group == 1])
-    in_thread(world.core.drain).result(10)
-    in_thread(world.core.close).result(10)
+    in_thread(world.core.drain).result(60)
+    in_thread(world.core.close).result(60)
     assert sorted(world.transport.released) == [0, 1]
     with pytest.raises(ValueError, match="group 0 was released"):
         world.group.open_step()
@@ -290,8 +290,8 @@ def test_a_group_that_is_released_within_a_step_still_tells_its_norms_to_other_r
     rest = world.rest()
     assert 1 in {task.group for task in rest}
     world.done(rest)
-    in_thread(world.core.drain).result(10)
-    in_thread(world.core.close).result(10)
+    in_thread(world.core.drain).result(60)
+    in_thread(world.core.close).result(60)
     assert sorted(world.transport.released) == [0, 1]
     assert world.failures == []
 
@@ -304,8 +304,8 @@ def test_norms_of_a_step_that_is_broken_off_are_released_with_their_group(world:
     world.group.release()
     world.done(tasks)
     world.done(world.started(2) if world.group.splits else [])
-    in_thread(world.core.drain).result(10)
-    in_thread(world.core.close).result(10)
+    in_thread(world.core.drain).result(60)
+    in_thread(world.core.close).result(60)
     assert sorted(world.transport.released) == [0, 1]
 
 
@@ -316,7 +316,7 @@ def test_a_step_that_is_broken_off_leaves_no_norms_to_wait_for(world: World) -> 
     tasks = world.started(2)
     world.done(tasks)
     world.done(world.started(2) if world.group.splits else [])
-    in_thread(world.core.drain).result(10)
+    in_thread(world.core.drain).result(60)
 
 
 def test_a_wait_for_norms_is_about_the_averages(world: World) -> None:

@@ -10,7 +10,7 @@ from commsched.core import process_exit
 
 def test_it_ends_the_process_with_the_code() -> None:
     script = "import atexit; from commsched.core import process_exit; atexit.register(process_exit.leave, 3)"
-    assert subprocess.run([sys.executable, "-c", script], timeout=30, check=False).returncode == 3
+    assert subprocess.run([sys.executable, "-c", script], timeout=300, check=False).returncode == 3
 
 
 def test_another_way_may_be_set(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,6 +72,6 @@ assert process_exit.error() is None
 )
 def test_an_exit_handler_knows_the_error_that_ends_the_process(end: str, code: int, error: str | None) -> None:
     """``sys.exit`` that was caught, or ended another thread, counts for nothing."""
-    ended = subprocess.run([sys.executable, "-c", WATCHED.replace("{}", end, 1)], capture_output=True, text=True, timeout=30)
+    ended = subprocess.run([sys.executable, "-c", WATCHED.replace("{}", end, 1)], capture_output=True, text=True, timeout=300)
     assert (ended.returncode, ended.stdout) == (code, f"at exit: {error}\n"), ended.stderr
     assert "Exception in thread" not in ended.stderr

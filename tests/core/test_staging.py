@@ -33,7 +33,7 @@ class Manual(threading.Event):
     """An event that the test lets happen."""
 
     def synchronize(self) -> None:
-        assert self.wait(10)
+        assert self.wait(60)
 
 
 class Broken:
@@ -397,7 +397,7 @@ def test_a_mirror_is_not_overwritten_while_an_average_is_copied_from_it(open_wor
 
 
 def failure_of(world: World) -> CommschedError:
-    return world.failures.get(timeout=10)
+    return world.failures.get(timeout=60)
 
 
 def test_a_kernel_that_fails_ends_the_job_by_name(world: World) -> None:
@@ -483,7 +483,7 @@ def test_drain_waits_for_kernels_and_copies(world: World) -> None:
     waits()
     assert not drained.is_set()  # the averages are not on the device
     world.device.resume()
-    assert drained.wait(10)
+    assert drained.wait(60)
     assert world.device.peek(world.buffer) == bytes([1]) * 32
     thread.join()
 
@@ -529,7 +529,7 @@ def test_the_close_does_not_wait_for_ever(world: World, monkeypatch: pytest.Monk
     stuck.set()
     for thread in threading.enumerate():
         if thread.name == "commsched-gradients":
-            thread.join(10)
+            thread.join(60)
     assert world.device.outstanding == 0
 
 

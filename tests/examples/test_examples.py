@@ -74,7 +74,7 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> Printed:
     out = directory / "out"
     command = [sys.executable, "-m", "tests.examples.rank", out, STEPS, *ours, "ddp", *theirs]
     environ = {"PYTHONPATH": f"{ROOT}:{EXAMPLES}"}
-    code, _, err = run_job("-n", str(RANKS), "--", *map(str, command), environ=environ, timeout_seconds=100)
+    code, _, err = run_job("-n", str(RANKS), "--", *map(str, command), environ=environ)
     assert code == 0, err
     losses: dict[tuple[Path, str, int], list[str]] = {}
     for rank in range(RANKS):

@@ -17,6 +17,6 @@ def test_the_first_script(tmp_path: Path) -> None:
     assert line is not None
     path = tmp_path / "train.py"
     path.write_text(script[1].replace("torch.randn(2048,", "torch.randn(256,"))  # an eighth of its steps
-    code, out, err = run_job("-n", "2", "--", sys.executable, str(path), timeout_seconds=80)
+    code, out, err = run_job("-n", "2", "--", sys.executable, str(path))
     assert (code, err) == (0, line[0])
     assert sorted(re.findall(r"rank (\d) epoch 0 loss 0\.\d+", out)) == ["0", "1"]

@@ -15,6 +15,19 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 WORKER = ROOT / "tests" / "jobs" / "worker.py"
 
+#: Limit for a whole job. A job of 20 s takes minutes on a busy machine.
+HANGS_AFTER_SECONDS = 300.0
+
+#: The command line with a launcher that leaves the other processes a minute to end by themselves, and to name the cause: five
+#: seconds may not be enough for that on a busy machine.
+PATIENT_LAUNCHER = """
+import sys
+from commsched.__main__ import main
+from commsched.core import timeouts
+timeouts.LAUNCHER_SECONDS = 60.0
+sys.exit(main())
+"""
+
 
 def clean_environ(**more: str) -> dict[str, str]:
     """This process's environment without any launcher's variables."""
@@ -25,7 +38,8 @@ def clean_environ(**more: str) -> dict[str, str]:
 
 class Job:
     """``commsched run ...``, or another ``subcommand``, in the background. Ends, with everything it started, when the block is
-    left. ``ignored``: signals that it is to find ignored, and no others, whatever started these tests."""
+    left. ``ignored``: signals that it is to find ignored, and no others, whatever started these tests. ``patient``: the test
+    counts what the other processes say after one has failed (``PATIENT_LAUNCHER``)."""
 
     def __init__(
         self,
@@ -33,9 +47,11 @@ class Job:
         environ: Mapping[str, str] | None = None,
         subcommand: str = "run",
         ignored: Sequence[str] = (),
+        patient: bool = False,
     ) -> None:
         signals = ["--default-signal=HUP,INT,TERM", *(f"--ignore-signal={name}" for name in ignored)]
-        self._command = ["env", *signals, sys.executable, "-m", "commsched", subcommand, *arguments]
+        program = ["-c", PATIENT_LAUNCHER] if patient else ["-m", "commsched"]
+        self._command = ["env", *signals, sys.executable, *program, subcommand, *arguments]
         self._environ = clean_environ(**(environ or {}))
 
     def __enter__(self) -> Job:
@@ -53,7 +69,7 @@ class Job:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
             try:
-                self.process.wait(10)
+                self.process.wait(60)
             finally:
                 self._kill()
         for pipe in (self.process.stdout, self.process.stderr):
@@ -75,17 +91,21 @@ class Job:
                 lines[number] += byte
         return [line.decode().strip() for line in lines]
 
-    def end(self, timeout_seconds: float = 120.0) -> tuple[int, str, str]:
+    def end(self, timeout_seconds: float = HANGS_AFTER_SECONDS) -> tuple[int, str, str]:
         """Exit code, stdout and stderr, once it has ended."""
         out, err = self.process.communicate(timeout=timeout_seconds)
         return self.process.returncode, out, err
 
 
 def run_job(
-    *arguments: str, environ: Mapping[str, str] | None = None, timeout_seconds: float = 120.0, subcommand: str = "run"
+    *arguments: str,
+    environ: Mapping[str, str] | None = None,
+    timeout_seconds: float = HANGS_AFTER_SECONDS,
+    subcommand: str = "run",
+    patient: bool = False,
 ) -> tuple[int, str, str]:
     """Run a job to its end."""
-    with Job(*arguments, environ=environ, subcommand=subcommand) as job:
+    with Job(*arguments, environ=environ, subcommand=subcommand, patient=patient) as job:
         return job.end(timeout_seconds)
 
 

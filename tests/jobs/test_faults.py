@@ -41,7 +41,7 @@ def server_pids(job: Job) -> list[int]:
 @pytest.mark.parametrize("servers", [0, 2])
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_killed_rank_is_named_by_all_others_at_once(servers: int, victim: int) -> None:
-    with Job("-n", "3", "--servers", str(servers), *PATIENT, *worker(FOR_EVER)) as job:
+    with Job("-n", "3", "--servers", str(servers), *PATIENT, *worker(FOR_EVER), patient=True) as job:
         pids = started(job, 3)
         extra = server_pids(job)
         os.kill(pids[victim], signal.SIGKILL)
@@ -56,7 +56,7 @@ def test_a_killed_rank_is_named_by_all_others_at_once(servers: int, victim: int)
 
 
 def test_a_killed_server_is_named_by_all_ranks() -> None:
-    with Job("-n", "2", "--servers", "2", *PATIENT, *worker(FOR_EVER)) as job:
+    with Job("-n", "2", "--servers", "2", *PATIENT, *worker(FOR_EVER), patient=True) as job:
         pids = started(job, 2)
         servers = server_pids(job)
         assert len(servers) == 2
@@ -86,7 +86,7 @@ def test_a_stopped_process_is_given_up_after_fail_after(victim: str) -> None:
 @pytest.mark.parametrize("lane", ["tcp", "grpc"])
 def test_a_frozen_rank_0_is_named_by_every_survivor(lane: str) -> None:
     """The first that gives it up ends, which breaks its connections to the others: that rank is not to blame."""
-    with Job("-n", "4", "--lane", lane, "--fail-after", "1", *worker(FOR_EVER)) as job:
+    with Job("-n", "4", "--lane", lane, "--fail-after", "1", *worker(FOR_EVER), patient=True) as job:
         pids = started(job, 4)
         os.kill(pids[0], signal.SIGSTOP)
         assert all(gone(pids[rank]) for rank in (1, 2, 3))
@@ -119,7 +119,7 @@ def test_a_process_stopped_for_less_than_fail_after_does_no_harm() -> None:
 
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_an_exception_is_told_to_the_others_by_its_name(rank: str) -> None:
-    code, _, err = run_job("-n", "2", *worker(FOR_EVER, "--fail-at", "5", "--rank", rank))
+    code, _, err = run_job("-n", "2", *worker(FOR_EVER, "--fail-at", "5", "--rank", rank), patient=True)
     assert code == 1
     assert f"TransportError: rank {rank} ended: ValueError: boom" in err
     assert re.fullmatch(
@@ -145,7 +145,7 @@ def test_torchrun_takes_the_culprit_for_the_root_cause(end: str, exit_code: str,
     wait = "from commsched.core import timeouts; timeouts.CONSEQUENCE_SECONDS = 60.0; "
     run = f"import runpy; runpy.run_path({str(WORKER)!r}, run_name='__main__')"
     script = [sys.executable, "-c", wait + run, FOR_EVER, end, "7", "--rank", "2"]
-    ended = subprocess.run([*torchrun, *script], env=clean_environ(), capture_output=True, text=True, timeout=120)
+    ended = subprocess.run([*torchrun, *script], env=clean_environ(), capture_output=True, text=True, timeout=300)
     assert ended.returncode == 1
     cause = ended.stderr.rpartition("Root Cause (first observed failure):")[2]
     assert re.search(r"rank      : 2 ", cause), ended.stderr
@@ -154,7 +154,7 @@ def test_torchrun_takes_the_culprit_for_the_root_cause(end: str, exit_code: str,
 
 
 def test_a_server_that_is_kept_serves_the_restarted_job_and_the_next() -> None:
-    environ = clean_environ(COMMSCHED_TOKEN="a token of this test", COMMSCHED_JOIN_WITHIN="30")
+    environ = clean_environ(COMMSCHED_TOKEN="a token of this test", COMMSCHED_JOIN_WITHIN="100")
     server = [sys.executable, "-m", "commsched", "server", "--keep"]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -163,11 +163,11 @@ def test_a_server_that_is_kept_serves_the_restarted_job_and_the_next() -> None:
             assert serving.stdout is not None
             environ["COMMSCHED_SERVERS"] = serving.stdout.readline().split()[-1]
             for end in (["--fail-at", "7"], []):
-                ended = subprocess.run([*torchrun, str(WORKER), "20", *end], env=environ, timeout=120, **pipes)
+                ended = subprocess.run([*torchrun, str(WORKER), "20", *end], env=environ, timeout=300, **pipes)
                 assert (ended.returncode, ended.stdout.count("finished")) == (0, 2), ended.stderr
         finally:
             serving.terminate()
-            _, said = serving.communicate(timeout=60)
+            _, said = serving.communicate(timeout=300)
     assert serving.returncode == -signal.SIGTERM
     first, *rest = said.splitlines()
     assert "commsched server: the job has failed: TransportError: rank 1 ended: ValueError: boom; ready for the next" in first
@@ -183,15 +183,15 @@ def test_the_number_of_a_rank_that_has_ended_is_nobody_elses_while_the_job_lasts
     assert code == 0, err
 
 
-@pytest.mark.parametrize(("transport", "fail_after", "stall_after"), [("ps", 1, 2), ("gloo", 3, 4)])
+@pytest.mark.parametrize(("transport", "fail_after", "stall_after"), [("ps", 1, 3), ("gloo", 3, 6)])
 def test_a_rank_that_lives_and_does_not_send_is_named(transport: str, fail_after: int, stall_after: int) -> None:
     limits = ("--transport", transport, "--fail-after", str(fail_after), "--stall-after", str(stall_after))
     code, _, err = run_job("-n", "3", *limits, *worker(FOR_EVER, "--stall-at", "7", "--rank", "2"))
     assert code == 1
     for rank in (0, 1):
-        line = f"rank {rank} has waited {fail_after} s for the average of 'layer0' of step 7: rank 2 has not sent 'layer0'"
-        assert line in err
-    error = rf"PeerTimeout: rank 2 has not sent 'layer0'; rank \d has waited {stall_after} s for .*, and stall_after is "
+        line = rf"rank {rank} has waited \d+ s for the average of 'layer0' of step 7: rank 2 has not sent 'layer0'"
+        assert re.search(line, err), err
+    error = rf"PeerTimeout: rank 2 has not sent 'layer0'; rank \d has waited \d+ s for .*, and stall_after is {stall_after} s"
     assert len(re.findall(error, err)) >= 2, err
     told = r"commsched run: rank 2 \(pid \d+\) had to be ended; 2 processes ended with errors that name the cause"
     assert re.fullmatch(told, err.splitlines()[-1]), err
@@ -200,12 +200,12 @@ def test_a_rank_that_lives_and_does_not_send_is_named(transport: str, fail_after
 def test_the_traceback_is_that_of_the_rank_that_failed() -> None:
     both = "import commsched\nsession = commsched.init()\nsession.gather(0)\n"
     script = both + "if session.rank == 1:\n    raise ValueError('boom')\nsession.gather(1)\n"
-    code, _, err = run_job("-n", "2", "--", sys.executable, "-c", script)
+    code, _, err = run_job("-n", "2", "--", sys.executable, "-c", script, patient=True)
     assert code == 1
     assert err.count("Traceback") == 1, err
     line = "commsched: rank 0: TransportError: rank 1 ended: ValueError: boom (at <string>:6; COMMSCHED_LOG=debug shows all)"
     assert line in err.splitlines()
-    code, _, err = run_job("-n", "2", "--log", "debug", "--", sys.executable, "-c", script)
+    code, _, err = run_job("-n", "2", "--log", "debug", "--", sys.executable, "-c", script, patient=True)
     assert err.count("Traceback") == 2, err
 
 
@@ -228,14 +228,14 @@ def test_a_rank_that_has_finished_does_not_wait_for_others_that_evaluate(tmp_pat
 
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_an_exit_code_is_told_to_the_others(rank: str) -> None:
-    code, _, err = run_job("-n", "2", *worker(FOR_EVER, "--exit-at", "5", "--rank", rank, "--exit-code", "3"))
+    code, _, err = run_job("-n", "2", *worker(FOR_EVER, "--exit-at", "5", "--rank", rank, "--exit-code", "3"), patient=True)
     assert code in (1, 3)  # of whichever is seen to end first
     assert f"TransportError: rank {rank} ended: exit code 3" in err
 
 
 @pytest.mark.parametrize("servers", ["0", "1"])
 def test_a_rank_that_ends_early_is_named_with_what_waits_for_it(servers: str) -> None:
-    code, _, err = run_job("-n", "2", "--servers", servers, *worker("200", "--exit-at", "7"))
+    code, _, err = run_job("-n", "2", "--servers", servers, *worker("200", "--exit-at", "7"), patient=True)
     assert code == 1
     assert re.search(r"PeerLost: rank 1 left.*'layer\d.* step 7", err), err
 
@@ -249,7 +249,7 @@ def test_a_rank_that_ends_early_is_named_with_what_waits_for_it(servers: str) ->
     ],
 )
 def test_different_tensors_are_named_by_all_ranks_before_data_moves(arguments: list[str], message: str) -> None:
-    code, out, err = run_job("-n", "2", *worker("5", *arguments))
+    code, out, err = run_job("-n", "2", *worker("5", *arguments), patient=True)
     assert code == 1
     assert "pid" not in out  # no rank came past registration
     assert len(re.findall(f"ManifestMismatch: {message}", err)) == 2, err
@@ -319,5 +319,5 @@ def test_what_does_not_end_by_sigterm_is_killed_after_its_launcher() -> None:
 def test_what_a_rank_leaves_running_ends_with_the_job() -> None:
     with Job("-n", "1", "--", "sh", "-c", "sleep 1000 & echo x x $!") as job:
         (pid,) = (int(line.split()[-1]) for line in job.lines(1))
-        assert job.process.wait(20) == 0
+        assert job.process.wait(60) == 0
         assert gone(pid)

@@ -84,7 +84,7 @@ def test_srun(expected: str) -> None:
         for rank in range(2)
     ]
     try:
-        ends = [rank.communicate(timeout=50) for rank in ranks]
+        ends = [rank.communicate(timeout=300) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from commsched.cli.launch import free_port
 from commsched.transports import transport_names, users_of
 
 from .job import WORKER, clean_environ, run_job, worker
@@ -53,7 +54,7 @@ def test_one_may_ask_for_less_or_more_than_the_first_line() -> None:
 @pytest.mark.parametrize("streams", ["<&- >&- 2>&-", "2> /dev/full"])
 def test_a_job_needs_nobody_to_hear_what_it_says(streams: str) -> None:
     launched = f"{sys.executable} -m commsched run -n 2 --servers 1 {' '.join(worker('5'))} {streams}"
-    assert subprocess.run(["bash", "-c", launched], env=clean_environ(), timeout=120).returncode == 0
+    assert subprocess.run(["bash", "-c", launched], env=clean_environ(), timeout=300).returncode == 0
 
 
 @pytest.mark.parametrize(("level", "seen"), [("INFO", True), ("WARNING", False)])
@@ -138,7 +139,7 @@ def test_another_launchers_ranks_without_a_session_are_told_so_by_rank_0() -> No
     def ends(script: str, **environ: str) -> str:
         world = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", **environ}
         command = [sys.executable, "-c", script]
-        ended = subprocess.run(command, env=clean_environ(**world), capture_output=True, text=True, timeout=120)
+        ended = subprocess.run(command, env=clean_environ(**world), capture_output=True, text=True, timeout=300)
         return ended.stderr
 
     imports = "import commsched.plugins.numpy"
@@ -173,24 +174,20 @@ def _ends(processes: list[subprocess.Popen[str]]) -> list[tuple[int, str]]:
     ends = []
     for process in processes:
         try:
-            _, err = process.communicate(timeout=120)
+            _, err = process.communicate(timeout=300)
         finally:
             process.kill()
         ends.append((process.returncode, err))
     return ends
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 def test_a_wrong_token_is_refused_in_one_clear_line() -> None:
-    control = f"127.0.0.1:{_free_port()}"
+    control = f"127.0.0.1:{free_port()}"
     ends = _ends(
-        [_rank(r, 2, COMMSCHED_CONTROL=control, COMMSCHED_TOKEN=f"token {r}", COMMSCHED_JOIN_WITHIN="4") for r in (0, 1)]
+        [
+            _rank(rank, 2, COMMSCHED_CONTROL=control, COMMSCHED_TOKEN=f"token {rank}", COMMSCHED_JOIN_WITHIN=within)
+            for rank, within in enumerate(("8", "100"))
+        ]
     )
     assert ends[1][0] == 1
     assert "ConfigError" in ends[1][1].splitlines()[-1]
@@ -202,7 +199,7 @@ def test_a_wrong_token_is_refused_in_one_clear_line() -> None:
 
 def test_ranks_of_two_jobs_with_one_token_and_address_do_not_mix() -> None:
     """Rank 1 of job B comes first to where job A forms, and A's own comes later."""
-    job = {"COMMSCHED_CONTROL": f"127.0.0.1:{_free_port()}", "COMMSCHED_TOKEN": "secret"}
+    job = {"COMMSCHED_CONTROL": f"127.0.0.1:{free_port()}", "COMMSCHED_TOKEN": "secret"}
     first = _rank(0, 2, **job, COMMSCHED_JOB="A")
     [(code, err)] = _ends([_rank(1, 2, **job, COMMSCHED_JOB="B")])
     assert code == 1
@@ -214,8 +211,8 @@ def test_ranks_of_two_jobs_with_one_token_and_address_do_not_mix() -> None:
 
 def test_idle_strangers_at_the_control_port_neither_end_a_job_nor_keep_it_from_starting() -> None:
     """As many as rank 0 may have files: it needs some of its own to train."""
-    port = _free_port()
-    job = {"COMMSCHED_CONTROL": f"127.0.0.1:{port}", "COMMSCHED_TOKEN": "secret", "COMMSCHED_JOIN_WITHIN": "30"}
+    port = free_port()
+    job = {"COMMSCHED_CONTROL": f"127.0.0.1:{port}", "COMMSCHED_TOKEN": "secret", "COMMSCHED_JOIN_WITHIN": "100"}
     job["COMMSCHED_FAIL_AFTER"] = "60"  # keepalive would end them after 1.5 times that
     first = _rank(0, 2, **job, few_files=100)
     with ExitStack() as strangers:
@@ -250,7 +247,7 @@ def test_a_taken_port_is_named() -> None:
             env=clean_environ(COMMSCHED_TOKEN="secret"),
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=300,
         )
     assert server.returncode == 2
     assert server.stderr.startswith("commsched: ConfigError: ")
@@ -285,7 +282,7 @@ def test_servers_that_differ_between_ranks_are_refused(tmp_path: Path) -> None:
 
 
 def test_ipv6() -> None:
-    control = f"[::1]:{_free_port()}"
+    control = f"[::1]:{free_port()}"
     ends = _ends([_rank(r, 2, COMMSCHED_CONTROL=control, COMMSCHED_TOKEN="secret") for r in (0, 1)])
     assert [code for code, _ in ends] == [0, 0], ends
 
@@ -296,6 +293,6 @@ def test_several_machines_need_an_address_and_a_token() -> None:
         env=clean_environ(RANK="0", WORLD_SIZE="4", LOCAL_RANK="0", LOCAL_WORLD_SIZE="2"),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert "ConfigError: 4 ranks on several machines (torchrun): set COMMSCHED_CONTROL=host:port" in done.stderr

@@ -483,7 +483,7 @@ def test_a_frozen_server_ends_the_connection_without_any_heartbeat_of_ours(monke
             with pytest.raises(grpc.RpcError) as error:
                 next(stream)
             assert error.value.code() is grpc.StatusCode.UNAVAILABLE
-            assert 0.5 < time.monotonic() - began < 20  # keepalive_timeout alone takes over a minute
+            assert 0.5 < time.monotonic() - began < 60  # keepalive_timeout alone takes over a minute
             done.set()
     finally:
         process.kill()

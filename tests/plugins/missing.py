@@ -18,7 +18,7 @@ def import_without(library: str, directory: Path) -> str:
         env=clean_environ(PYTHONPATH=os.pathsep.join([str(directory), str(ROOT)])),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
     assert done.returncode == 1
     return done.stderr

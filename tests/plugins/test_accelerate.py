@@ -54,7 +54,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=140,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     assert "Warning" not in done.stderr, done.stderr

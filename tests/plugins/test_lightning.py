@@ -20,8 +20,6 @@ from commsched.core.world import World
 from commsched.session.local import local_sessions
 from tests.jobs.job import ROOT, clean_environ
 
-pytestmark = pytest.mark.timeout(300)
-
 #: With two ranks there is one order to sum in, so nothing differs from DDP, not even by rounding.
 COMPARED = ("plain", "clipped", "mixed", "gan", "toggled_gan", "resumed", "averaged", "disabled", "own_buffers")
 CLIPPED = ("clipped", "mixed")
@@ -34,7 +32,7 @@ LAUNCHERS = {
 }
 
 
-def run(*arguments: str, timeout_seconds: float = 250.0) -> subprocess.CompletedProcess[str]:
+def run(*arguments: str, timeout_seconds: float = 500.0) -> subprocess.CompletedProcess[str]:
     """A Python process, which ends with all that it started."""
     environ = clean_environ(GLOO_SOCKET_IFNAME="lo")  # else gloo looks the host's name up
     process = subprocess.Popen(

@@ -392,10 +392,10 @@ def test_forward_runs_while_late_layers_are_still_on_their_way() -> None:
             outputs: list[NDArray[Any]] = []
             forward = threading.Thread(target=lambda: outputs.append(network.forward(make_batch(0, 1, 0)[0])), daemon=True)
             forward.start()
-            assert reached.wait(10), "the front layers' forward waited for the last layer's average"
+            assert reached.wait(60), "the front layers' forward waited for the last layer's average"
             assert not outputs
             transports[0].let_go()
-            forward.join(10)
+            forward.join(60)
             assert len(outputs) == 1
 
     run_world(1, run)

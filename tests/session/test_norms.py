@@ -274,7 +274,7 @@ def test_a_rank_that_leaves_is_named_to_those_who_wait_for_norms() -> None:
         norms = session.add_norms(group, (2,))
         begin(session, group, views)
         norms.wait()
-        begun.wait(10)
+        begun.wait(60)
         if session.rank == 1:
             return ""
         begin(session, group, views)
@@ -311,7 +311,7 @@ def test_waits_for_norms_end_with_the_job() -> None:
         for proxy in group.proxies:
             proxy.wait()
         assert not norms.is_open
-        begun.wait(10)
+        begun.wait(60)
         if session.rank == 1:
             raise RuntimeError("a bug in the training")
         norms.of(2)
@@ -334,16 +334,14 @@ def test_who_is_late_is_said_of_the_averages(caplog: pytest.LogCaptureFixture) -
         group.begin_step()
         for tensor in (3, 2, 1):
             group.notify_ready(tensor)
-        assert told.wait(20)
+        assert told.wait(60)
         group.notify_ready(0)
 
     def on_warning(line: str) -> bool:
-        if "norms" in line:
+        if "for the norms of the averages of step 0" in line and "rank 1 has not sent 'front'" in line:
             told.set()
         return True
 
     caplog.handler.addFilter(lambda record: on_warning(record.getMessage()))
     ranks(2, main, SMALL, warn_after_seconds=0.2)
-    assert any(
-        "for the norms of the averages of step 0" in line and "rank 1 has not sent 'front'" in line for line in caplog.messages
-    ), caplog.messages
+    assert told.is_set()

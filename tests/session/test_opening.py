@@ -17,14 +17,12 @@ from commsched.settings import Settings
 from commsched.testing.world import run_world
 from commsched.transports import users_of
 
-pytestmark = pytest.mark.timeout(60)
-
 
 def open_two(tmp_path: Path, **set_by_user: object) -> list[object]:
     """Two ranks over real channels, which end at once; what each raised, or None."""
 
     def rank_main(rank: int) -> object:
-        keywords = {"rendezvous": str(tmp_path / "control.json"), "transport": "ps", "join_within": 20.0, **set_by_user}
+        keywords = {"rendezvous": str(tmp_path / "control.json"), "transport": "ps", "join_within": 60.0, **set_by_user}
         settings = Settings.load(keywords, {})
         try:
             with open_session(World(rank, 2, rank, 2, "threads"), settings):
@@ -32,7 +30,7 @@ def open_two(tmp_path: Path, **set_by_user: object) -> list[object]:
         except ConfigError as error:
             return str(error)
 
-    return run_world(2, rank_main, timeout_seconds=40)
+    return run_world(2, rank_main, timeout_seconds=100)
 
 
 def test_a_loopback_address_of_a_rank_elsewhere_is_refused_on_all_ranks(

@@ -21,7 +21,6 @@ def test_what_came_of_another_process_s_end_is_a_consequence_however_it_was_rais
     assert not any(map(is_consequence, (None, ValueError("boom"), ConfigError("a setting"))))
 
 
-@pytest.mark.timeout(10)
 def test_errors_that_refer_to_each_other_are_looked_at_once() -> None:
     one, other = ValueError("one"), ValueError("other")
     one.__context__, other.__context__ = other, one

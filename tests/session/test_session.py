@@ -217,7 +217,7 @@ def test_a_change_reaches_a_group_that_some_or_all_ranks_are_about_to_add(late_r
         def before_it_is_added(*about: Any) -> None:
             if session.rank == 0:
                 change()
-            assert switched[session.rank].wait(10)
+            assert switched[session.rank].wait(60)
 
         if session.rank in late_ranks:
             session.on_register(before_it_is_added)
@@ -225,7 +225,7 @@ def test_a_change_reaches_a_group_that_some_or_all_ranks_are_about_to_add(late_r
         group = session.register(described, buffers(described))
         if session.rank not in late_ranks:
             change()
-            assert switched[session.rank].wait(10)
+            assert switched[session.rank].wait(60)
         partitions = []
         for _ in range(3):
             assert step(session, group, session.rank) == 0.5
@@ -299,7 +299,7 @@ def test_tuners_are_told_of_switches_and_rank_0s_of_reports() -> None:
         session.use_tuner(tuners[session.rank])
         described = manifest(10)
         group = session.register(described, buffers(described))
-        here.wait(10)
+        here.wait(60)
         if session.rank == 0:
             session.reconfigure(SchedulerConfig(8, 8), {"trial": 3})
             session.reconfigure(SchedulerConfig(16, 16))  # nothing to be measured
@@ -308,7 +308,7 @@ def test_tuners_are_told_of_switches_and_rank_0s_of_reports() -> None:
             session.gather(1)  # else a rank might see the change a step before another, and end
         session.tell_tuner({"rank": session.rank})
         if session.rank == 0:
-            assert all(tuners[0].heard.acquire(timeout=10) for _ in range(3))
+            assert all(tuners[0].heard.acquire(timeout=60) for _ in range(3))
 
     ranks(3, main)
     [switch] = tuners[0].switches
@@ -365,7 +365,7 @@ def test_who_waits_too_long_is_told_for_whom_and_a_limit_ends_the_job() -> None:
         group.begin_step()
         group.notify_ready(1)
         if session.rank == 1:
-            assert over.wait(10)
+            assert over.wait(60)
         else:
             group.notify_ready(0)
         with pytest.raises(PeerTimeout, match=failure):
@@ -374,16 +374,17 @@ def test_who_waits_too_long_is_told_for_whom_and_a_limit_ends_the_job() -> None:
 
     said: set[str] = set()
     note = Note()
-    failure = r"rank 1 has not sent 't0'; rank [02] has waited 0 s for the average of 't0' of step 1, and stall_after is 0.2 s"
+    failure = r"rank 1 has not sent 't0'; rank [02] has waited \d s for the average of 't0' of step 1, and stall_after is 2 s"
     logging.getLogger("commsched").addHandler(note)
     try:
-        ranks(3, main, SchedulerConfig(partition_bytes=12), warn_after_seconds=0.05, stall_after_seconds=0.2)
+        ranks(3, main, SchedulerConfig(partition_bytes=12), warn_after_seconds=0.05, stall_after_seconds=2.0)
     except PeerTimeout:
         pass  # closing raises it once more
     finally:
         logging.getLogger("commsched").removeHandler(note)
     for rank in (0, 2):
-        assert f"rank {rank} has waited 0 s for the average of 't0' of step 1: rank 1 has not sent 't0'" in said
+        line = rf"rank {rank} has waited \d s for the average of 't0' of step 1: rank 1 has not sent 't0'"
+        assert any(re.fullmatch(line, each) for each in said), said
 
 
 @pytest.mark.parametrize(
@@ -402,7 +403,7 @@ def test_a_tensor_is_waited_for_with_what_travels_with_it(partition_bytes: int, 
                 group.begin_step()
                 group.notify_ready(1)
             there.set()
-            assert over.wait(10)
+            assert over.wait(60)
             if not partition_bytes:
                 group.begin_step()
                 group.notify_ready(1)
@@ -412,9 +413,9 @@ def test_a_tensor_is_waited_for_with_what_travels_with_it(partition_bytes: int, 
             group.notify_ready(0)
             group.notify_ready(1)
             place = StepOfGroup(0, 1, 1 if partition_bytes == 1000 else 0)
-            assert there.wait(10)
+            assert there.wait(60)
             session.core._stalls.waits(Wait("for it", place), 7.0)
-            assert said.get(timeout=10) == f"rank 0 has waited 7 s for it: {text}"
+            assert said.get(timeout=60) == f"rank 0 has waited 7 s for it: {text}"
             over.set()
         for proxy in group.proxies:
             proxy.wait()
@@ -447,8 +448,8 @@ def test_a_rank_that_is_slow_outside_waiting_is_named() -> None:
         ranks(3, main)
     finally:
         logging.getLogger("commsched").removeHandler(note)
-    [line] = said
-    assert re.match(r"rank 1 is slow: it takes \d+ ms of a step by itself, without waiting, and the other ranks \d ms", line)
+    [line] = (line for line in said if "is slow" in line)
+    assert re.match(r"rank 1 is slow: it takes \d+ ms of a step by itself, without waiting, and the other ranks \d+ ms", line)
 
 
 @pytest.mark.parametrize("nan_rank", [0, 2])
@@ -553,7 +554,7 @@ def test_a_difference_that_is_found_when_all_have_left_is_raised(monkeypatch: py
 
     def add_late(rank: int, *reported: Any) -> None:
         if rank == 1:
-            waits.wait(5)
+            waits.wait(60)
         add(rank, *reported)
 
     def wait_for_callbacks(wait: Callable[[], None] = control.wait_for_callbacks) -> None:
@@ -769,6 +770,6 @@ print("the rank goes on")
 
 def test_a_forked_process_waits_for_nothing_of_its_rank_which_goes_on() -> None:
     """It has none of the threads that would end a wait, and may have found a lock held."""
-    done = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True, timeout=300, check=False)
     calls = [f"{name} raises {FORKED}" for name in ("proxy", "ready", "step", "gather", "drain")]
     assert done.stdout.splitlines() == [*calls, "the child ended with 0", "the rank goes on"], done.stderr

@@ -204,7 +204,7 @@ def test_any_thread_may_tell(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
     barrier = threading.Barrier(4)
 
     def tell() -> None:
-        barrier.wait(10)
+        barrier.wait(60)
         for number in range(500):
             observer.on_span("wait", "layer", number, number + 1)
 
@@ -212,7 +212,7 @@ def test_any_thread_may_tell(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(60)
     observer.close()
     assert len(bars(read(observer.path))) == 1000
     assert len(warnings(caplog)) == 1

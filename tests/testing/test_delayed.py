@@ -69,7 +69,7 @@ def test_a_delayed_task_is_poisoned_until_its_reply() -> None:
         copy.data[:] = b"averaged"
         assert data == b"\xff" * 8
         inner.done(copy)
-        assert told.is_done.wait(10)
+        assert told.is_done.wait(60)
         assert told.done == [task]
         assert data == b"averaged"
     finally:
@@ -98,7 +98,7 @@ def test_close_does_not_wait_for_delays() -> None:
     starting = threading.Thread(target=delayed.start, args=(make_task(bytearray(4)), told), name="test-start", daemon=True)
     starting.start()
     delayed.close()
-    starting.join(10)
+    starting.join(60)
     assert not starting.is_alive()
     inner.done(inner.started[0])
     assert told.done == []

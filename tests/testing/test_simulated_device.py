@@ -147,7 +147,7 @@ def test_a_held_device_lets_waits_wait() -> None:
     assert not any(event.is_done() for _ in range(50))
     assert not ended.is_set()
     device.resume()
-    waits.join(10)
+    waits.join(60)
     assert ended.is_set()
     assert event.is_done()
 
@@ -169,10 +169,9 @@ def test_copies_of_one_direction_take_their_time_one_after_another() -> None:
     for number, stream in enumerate(streams):
         pair = device.allocate(1_000_000), device.allocate_host(1_000_000)
         stream.copy(*(pair if number % 2 else pair[::-1]))
-    assert not streams[0].record().is_done()
     for stream in streams:
         stream.synchronize()
-    assert 0.0199 <= time.monotonic() - begin < 10
+    assert time.monotonic() - begin >= 0.0199
 
 
 def test_each_thread_has_a_current_stream() -> None:

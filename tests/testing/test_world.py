@@ -14,7 +14,7 @@ def test_results_come_in_rank_order_from_named_threads() -> None:
 
 def test_ranks_run_at_the_same_time() -> None:
     barrier = threading.Barrier(4)
-    assert sorted(run_world(4, lambda rank: barrier.wait(10))) == [0, 1, 2, 3]
+    assert sorted(run_world(4, lambda rank: barrier.wait(60))) == [0, 1, 2, 3]
 
 
 def test_the_first_exception_is_raised_and_the_others_are_named_in_its_notes() -> None:
@@ -24,10 +24,10 @@ def test_the_first_exception_is_raised_and_the_others_are_named_in_its_notes() -
         if rank == 1:
             first_has_raised.set()
             raise KeyError("first")
-        assert first_has_raised.wait(10)
+        assert first_has_raised.wait(60)
         threads = [thread for thread in threading.enumerate() if thread.name == "commsched-rank-1"]
         for thread in threads:
-            thread.join(10)
+            thread.join(60)
         raise ValueError("second")
 
     with pytest.raises(KeyError, match="first") as raised:
@@ -51,13 +51,13 @@ def test_a_rank_that_hangs_is_named_with_where_it_stands() -> None:
 
     def stand_at_the_gate(rank: int) -> None:
         if rank == 1:
-            release.wait(20)
+            release.wait(60)
 
     with pytest.raises(TimeoutError) as raised:
-        run_world(2, stand_at_the_gate, timeout_seconds=0.05)
+        run_world(2, stand_at_the_gate, timeout_seconds=1.0)
     release.set()
     said = str(raised.value)
-    assert said.startswith("not every rank ended within 0.05 s\nrank 1 still runs (commsched-rank-1), at:\n")
+    assert said.startswith("not every rank ended within 1 s\nrank 1 still runs (commsched-rank-1), at:\n")
     assert "in stand_at_the_gate" in said
     assert "rank 0 still runs" not in said
 
@@ -69,7 +69,7 @@ def test_an_exception_is_raised_though_another_rank_hangs(monkeypatch: pytest.Mo
     def fn(rank: int) -> None:
         if rank == 0:
             raise KeyError("cause")
-        release.wait(20)
+        release.wait(60)
 
     with pytest.raises(KeyError, match="cause") as raised:
         run_world(2, fn)

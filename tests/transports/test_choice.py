@@ -121,7 +121,7 @@ assert seen.cuda_tensors and not seen.nccl and not seen.torch_group and not seen
 
 
 def test_looking_imports_no_engine() -> None:
-    subprocess.run([sys.executable, "-c", SCRIPT], check=True, timeout=50)
+    subprocess.run([sys.executable, "-c", SCRIPT], check=True, timeout=300)
 
 
 def test_looking_at_a_torch_that_is_there() -> None:

@@ -37,7 +37,7 @@ def test_two_hosts_equal_plain_training(transport: str, hierarchy: str, more: di
     if transport == "gloo":
         pytest.importorskip("torch.distributed")
     settings = {"transport": transport, "hierarchy": hierarchy, "partition": "600", "credit": "1200", **more}
-    job = Job(RANKS, bandwidth="10gbit", ranks_per_host=2, settings=settings, timeout_seconds=100.0)
+    job = Job(RANKS, bandwidth="10gbit", ranks_per_host=2, settings=settings, timeout_seconds=300)
     by_rank = run_job(job, "tests.transports.training", {}).by_rank
     assert all(weights == by_rank[0] for weights in by_rank)
     np.testing.assert_allclose(by_rank[0], train_alone(RANKS), rtol=0, atol=1e-12)

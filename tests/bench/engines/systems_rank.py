@@ -34,7 +34,7 @@ def rank_main(session: Session, arguments: dict[str, Any]) -> dict[str, Any]:
 
 def train(engine: str, systems: Sequence[str], ranks: int = 2) -> list[dict[str, Any]]:
     """By rank and system; weights were compared."""
-    job = Job(ranks, settings={"transport": "ps"}, timeout_seconds=60)
+    job = Job(ranks, settings={"transport": "ps"}, timeout_seconds=300)
     by_rank = run_job(job, "tests.bench.engines.systems_rank", {"engine": engine, "systems": list(systems)}).by_rank
     wanted = plain_averaging(PROFILE, STEPS, ranks)
     assert difference(plain_averaging(PROFILE, STEPS - 1, ranks), wanted) > 100 * TOLERATED_DIFFERENCE  # a step more shows

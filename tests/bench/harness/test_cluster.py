@@ -40,7 +40,7 @@ def links():
 
 def run(cluster, host, *argv):
     process = cluster.start(host, f"{argv[0]} on {host}", argv, os.environ, says_line=True)
-    cluster.processes.wait([process], 30)
+    cluster.processes.wait([process], 60)
     return process.popen.stdout.read().decode()
 
 
@@ -66,9 +66,9 @@ def test_hosts_reach_each_other_and_nothing_shows_outside():
         assert links() == before
         assert len(namespaces(os.getpid())) == 3
         server = cluster.start("a", "server", [sys.executable, "-c", SERVE, cluster.address("a")], os.environ, says_line=True)
-        assert server.first_line(30) == "ready"
+        assert server.first_line(60) == "ready"
         client = cluster.start("b", "client", [sys.executable, "-c", SEND, cluster.address("a")], os.environ)
-        cluster.processes.wait([client, server], 30)
+        cluster.processes.wait([client, server], 60)
         assert server.popen.stdout.read().split() == [b"300000"]
     assert namespaces(os.getpid()) == []
     assert links() == before
@@ -124,7 +124,7 @@ def test_a_failure_while_building_removes_what_was_built(monkeypatch):
 def test_a_process_that_left_its_session_is_killed_as_well(ended):
     with Cluster(["a"], None) as cluster:
         escape = ["setsid", "--fork", "sh", "-c", "exec sleep 600"]
-        cluster.processes.wait([cluster.start("a", "setsid", escape, os.environ)], 30)
+        cluster.processes.wait([cluster.start("a", "setsid", escape, os.environ)], 60)
         name = cluster.namespace("a")
         pids = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, check=True).stdout.split()
         pidfds = [os.pidfd_open(int(pid)) for pid in pids]
@@ -153,7 +153,7 @@ def test_a_signal_removes_everything(number, code, ended):
         sleeper = os.pidfd_open(int(bench.stdout.readline()))
         assert len(namespaces(bench.pid)) == 3
         bench.send_signal(number)
-        assert bench.wait(30) == code
+        assert bench.wait(60) == code
     assert namespaces(bench.pid) == []
     assert ended(sleeper)
 
@@ -164,14 +164,14 @@ def test_what_a_killed_run_left_is_removed_by_the_next_but_a_living_run_is_left_
         living.stdout.readline()
         assert len(namespaces(dead.pid)) == 3
         dead.kill()
-        dead.wait(30)
+        dead.wait(60)
         # Whichever comes next: where tests run side by side it may be another's.
         with Cluster(["a"], None):
             assert namespaces(dead.pid) == []
             assert len(namespaces(living.pid)) == 3
         assert ended(sleeper)
         living.terminate()
-        living.wait(30)
+        living.wait(60)
     assert namespaces(living.pid) == []
 
 

@@ -10,7 +10,7 @@ from bench.harness.cluster import Cluster, ClusterUnavailable
 from bench.harness.job import Job, run_job
 from bench.harness.processes import JobFailed
 
-SMALL = ["--sizes", "4,100KB", "--partition", "16KB", "--repetitions", "2", "--warmup", "1", "--timeout", "100"]
+SMALL = ["--sizes", "4,100KB", "--partition", "16KB", "--repetitions", "2", "--warmup", "1", "--timeout", "300"]
 
 
 def collectives(tmp_path, *argv):
@@ -61,7 +61,7 @@ def test_without_namespaces_the_transport_caps_itself_and_says_so(tmp_path, caps
 
 def test_rounds(tmp_path, capsys):
     path = tmp_path / "results.json"
-    assert main(["rounds", "--rounds", "100", "--json", str(path), "--timeout", "100"]) == 0
+    assert main(["rounds", "--rounds", "100", "--json", str(path), "--timeout", "300"]) == 0
     row = json.loads(path.read_text())["rows"][0]
     assert (row["rounds"], row["wrong_rounds"], row["slow_rank"]) == (100, 0, 1)
     assert capsys.readouterr().out.splitlines()[1].split()[2] == "100"
@@ -69,7 +69,7 @@ def test_rounds(tmp_path, capsys):
 
 def test_a_rank_that_fails_is_named_with_its_error():
     with pytest.raises(JobFailed, match=r"(?s)^rank [01] ended with code 1:.*KeyError: 'size'"):
-        run_job(Job(2, timeout_seconds=60), "bench.rounds", {})
+        run_job(Job(2, timeout_seconds=300), "bench.rounds", {})
 
 
 def test_settings_of_the_caller_do_not_leak_in(tmp_path, monkeypatch):
@@ -80,7 +80,7 @@ def test_settings_of_the_caller_do_not_leak_in(tmp_path, monkeypatch):
 
 def test_idle(tmp_path, capsys):
     path = tmp_path / "results.json"
-    argv = ["idle", "--seconds", "0.1", "--size", "4KB", "--timeout", "60", "--json", str(path)]
+    argv = ["idle", "--seconds", "0.1", "--size", "4KB", "--timeout", "300", "--json", str(path)]
     assert main([*argv, "--most", "100"]) == 0
     rows = json.loads(path.read_text())["rows"]
     assert [(row["rank"], row["transport"], row["lane"], row["seconds"]) for row in rows] == [
@@ -93,7 +93,7 @@ def test_idle(tmp_path, capsys):
 
 def test_agreement(tmp_path, capsys):
     path = tmp_path / "results.json"
-    argv = ["--partition", "4KB", "--partitions", "8", "--credits", "1", "8", "--repetitions", "2", "--timeout", "100"]
+    argv = ["--partition", "4KB", "--partitions", "8", "--credits", "1", "8", "--repetitions", "2", "--timeout", "300"]
     assert main(["agreement", *argv, "--json", str(path)]) == 0
     rows = json.loads(path.read_text())["rows"]
     assert [(row["order"], row["credit_partitions"]) for row in rows] == [

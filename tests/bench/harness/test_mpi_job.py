@@ -43,7 +43,7 @@ def run(
     command = [str(python), "-c", WHERE, str(out)]
     environ = clean_environ(COMMSCHED_RANK="7", COMMSCHED_WORLD_SIZE="9")
     process = start_ranks(hosts, names, ranks_per_host, command, environ, str(out), mpiexec_of(str(python)))
-    hosts.processes.wait([process], 60.0)
+    hosts.processes.wait([process], 300.0)
     wrote = [(out / str(rank)).read_text().rpartition(" ") for rank in range(len(names) * ranks_per_host)]
     return [(json.loads(place), float(seconds)) for place, _, seconds in wrote]
 

@@ -24,7 +24,7 @@ def test_wait_returns_when_all_wanted_have_ended():
     with Processes() as processes:
         waits = processes.start("one that stays", python("import time; time.sleep(600)"), os.environ)
         wanted = [processes.start(f"worker {index}", python(""), os.environ) for index in range(3)]
-        processes.wait(wanted, 30)
+        processes.wait(wanted, 60)
         assert [process.popen.returncode for process in wanted] == [0, 0, 0]
     assert gone(waits.pid)
 
@@ -36,14 +36,14 @@ def test_a_failure_names_the_process_and_quotes_it():
             "worker 1", python("import sys; print('step 3', flush=True); sys.exit('no such tensor')"), os.environ
         )
         with pytest.raises(JobFailed, match=r"^worker 1 ended with code 1:\nstep 3\nno such tensor$"):
-            processes.wait([sleeps, fails], 30)
+            processes.wait([sleeps, fails], 60)
 
 
 def test_a_signal_is_named():
     with Processes() as processes:
         killed = processes.start("worker 2", python("import os; os.kill(os.getpid(), 9)"), os.environ)
         with pytest.raises(JobFailed, match=r"^worker 2 was killed by SIGKILL$"):
-            processes.wait([killed], 30)
+            processes.wait([killed], 60)
 
 
 def test_a_process_that_takes_too_long_is_named():
@@ -58,10 +58,10 @@ def test_first_line():
         says = processes.start(
             "server 0", python("print('listening on a:1', flush=True); print('more')"), os.environ, says_line=True
         )
-        assert says.first_line(30) == "listening on a:1"
+        assert says.first_line(60) == "listening on a:1"
         silent = processes.start("server 1", python("import sys; sys.exit('port taken')"), os.environ, says_line=True)
         with pytest.raises(JobFailed, match=r"^server 1 ended without printing a line:\nport taken$"):
-            silent.first_line(30)
+            silent.first_line(60)
         hangs = processes.start("server 2", python("import time; time.sleep(600)"), os.environ, says_line=True)
         with pytest.raises(JobFailed, match=r"^server 2 printed no line within 0.05 s$"):
             hangs.first_line(0.05)
@@ -70,7 +70,7 @@ def test_first_line():
 def test_children_end_too(ended):
     code = "import subprocess, sys; c = subprocess.Popen(['sleep', '600']); print(c.pid, flush=True); c.wait()"
     with Processes() as processes:
-        child = os.pidfd_open(int(processes.start("parent", python(code), os.environ, says_line=True).first_line(30)))
+        child = os.pidfd_open(int(processes.start("parent", python(code), os.environ, says_line=True).first_line(60)))
     assert ended(child)
 
 
@@ -109,7 +109,7 @@ def test_other_threads_may_use_it():
 
     thread = threading.Thread(target=use)
     thread.start()
-    thread.join(10)
+    thread.join(60)
     assert done == [True]
 
 
@@ -127,5 +127,5 @@ def test_sigterm_ends_the_processes_started():
     with subprocess.Popen(python(LOOPBACK), cwd=ROOT, stdout=subprocess.PIPE, text=True) as bench:
         pid = int(bench.stdout.readline())
         bench.terminate()
-        assert bench.wait(30) == 143
+        assert bench.wait(60) == 143
     assert gone(pid)

@@ -26,5 +26,5 @@ def rank_main(session, arguments):
 
 
 def test_each_way_has_a_session_of_its_own():
-    found = run_job(Job(2, timeout_seconds=50), __name__, {"carriers": [["ps"], ["gloo"], ["gloo", "static"]]}).by_rank
+    found = run_job(Job(2, timeout_seconds=300), __name__, {"carriers": [["ps"], ["gloo"], ["gloo", "static"]]}).by_rank
     assert found == [[["ps", True, 0.5, 0.5], ["gloo", False, 0.5, 0.5], ["gloo", False, 0.5, 0.5]]] * 2

@@ -10,7 +10,7 @@ from bench.tune.progress import relayed_lines, say
 def test_lines_of_another_process_are_printed_in_order(capfd):
     with relayed_lines() as path:
         say(path, "from here")
-        subprocess.run(["sh", "-c", 'echo one > "$0"; echo two > "$0"', path], check=True, timeout=50)
+        subprocess.run(["sh", "-c", 'echo one > "$0"; echo two > "$0"', path], check=True, timeout=300)
     assert capfd.readouterr().out == "from here\none\ntwo\n"
     assert not Path(path).exists()
 

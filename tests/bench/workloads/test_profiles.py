@@ -75,7 +75,7 @@ def test_unknown_names_and_files_say_what_is_wrong(tmp_path: Path) -> None:
 
 def test_profiles_are_loaded_without_an_engine() -> None:
     code = "import sys; from bench.workloads import *; load_profile('gpt2-small'); sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=50).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=300).returncode == 0
 
 
 # --- by floating-point operations ---

@@ -61,7 +61,7 @@ def test_the_scheduler_gates_the_emulated_model(name: str) -> None:
 def test_ddp_needs_no_search_for_unused_parameters(tmp_path: Path) -> None:
     names = ["uniform", "real gpt2-small"]
     command = [sys.executable, "-m", "tests.bench.workloads.ddp_rank", str(tmp_path / "w"), *names]
-    code, _, err = run_job("-n", str(RANKS), "--", *command, timeout_seconds=50)
+    code, _, err = run_job("-n", str(RANKS), "--", *command)
     assert code == 0, err
     for name in names:
         workload = WORKLOADS[name]()

@@ -67,7 +67,7 @@ def test_who_waits_for_what_one_rank_has_broken_off_is_told_so(order: str, notif
 
             def go_on() -> None:
                 tensors.begin(rank, range(5, -1, -1))
-                assert closed.wait(20)
+                assert closed.wait(60)
                 core.leave(quitter)
                 tensors.compare(rank)
 

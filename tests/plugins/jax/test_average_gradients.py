@@ -182,7 +182,7 @@ def test_two_trainings_with_one_transformation_stay_apart() -> None:
         for thread in both:
             thread.start()
         for thread in both:
-            thread.join(30)
+            thread.join(60)
         with pytest.raises(UnsupportedError, match=r"cannot say .* \(number 7; here there are 1, 2\): call tx.init"):
             update({"a": jnp.zeros(2)}, states[0]._replace(number=jnp.int32(7)))
         return sorted(map(float, seen))

@@ -149,10 +149,10 @@ def test_buffers_go_with_states_and_programs() -> None:
         _, state = step(state, *make_batch(session.rank, 1))
         params = state.params
         del state, step
-        turns.wait(30)  # other ranks' programs are made by the same thread of the engine
+        turns.wait(60)  # other ranks' programs are made by the same thread of the engine
         jax.clear_caches()
         gc.collect()
-        turns.wait(30)
+        turns.wait(60)
         assert first() is not None  # not wherever Python collects garbage
         *_, third = train(session)
         assert (first(), second()) == (None, None)

@@ -84,7 +84,7 @@ def first_layer_runs(
         assert not ended.is_set(), "a step ended without the averages of the one before"
         for transport in transports:
             transport.let_go()
-        assert ended.wait(30)
+        assert ended.wait(60)
         thread.join()
         return in_time
 

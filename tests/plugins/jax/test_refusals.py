@@ -366,7 +366,7 @@ def test_a_step_that_was_broken_off_is_named(monkeypatch: pytest.MonkeyPatch) ->
         message = r"^step 0 was broken off: the gradient of 'layer0.kernel' and . more were never produced$"
         with pytest.raises(UnsupportedError, match=message):
             step(state, *make_batch(session.rank, 0))
-        both.wait(30)
+        both.wait(60)
         session.abort("it is known")
 
     both = threading.Barrier(2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import subprocess
 import sys
 import threading
@@ -481,7 +482,7 @@ def test_who_reads_a_parameter_hears_of_a_rank_that_ended() -> None:
         net = mlp()
         trainer = trained(session, net)
         if session.rank == 1:
-            waiting.wait(20)
+            waiting.wait(60)
             raise KeyError("no more")
         (inputs, labels), *_ = batches(2)
         step(net, trainer, inputs[share(session)], labels[share(session)])
@@ -507,14 +508,14 @@ def test_who_waits_for_long_is_told_for_what() -> None:
         net = mlp()
         trainer = trained(session, net)
         if session.rank == 1:
-            assert warned.wait(20)
+            assert warned.wait(60)
         trained(session, net, trainer=trainer)
         weights_of(net)
 
     class Note(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             line = record.getMessage()
-            if line.startswith("rank 0 has waited 0 s for the average of 'net_dense") and "rank 1 has not " in line:
+            if re.match(r"rank 0 has waited \d s for the average of 'net_dense", line) and "rank 1 has not " in line:
                 warned.set()
 
     warned, note = threading.Event(), Note()
@@ -538,7 +539,7 @@ def test_a_failed_backward_is_told_to_all_ranks() -> None:
         whole = gluon.nn.Sequential()
         whole.add(net, probe)
         trainer = trained(session, whole)
-        both.wait(20)
+        both.wait(60)
         failing.set()
         (inputs, labels), *_ = batches(2)
         with pytest.raises((TransportError, mx.MXNetError), match=r"has not computed|ptrs"):
@@ -572,12 +573,12 @@ def test_a_late_look_for_failures_finds_none_in_the_next_round(monkeypatch: pyte
         backward(net, inputs[share(session)], labels[share(session)])
         weights_of(net)
         monkeypatch.setattr(QueuedGroup, "submit", lambda self, gradients: queue(self))
-        both.wait(20)
+        both.wait(60)
         trainer.allreduce_grads()
         for late in tuple(looks):
             late()
         session.core.check()
-        both.wait(20)
+        both.wait(60)
         session.abort("as expected")
 
     def queue(group: QueuedGroup) -> None:
@@ -599,7 +600,7 @@ def test_a_look_for_failures_leaves_alone_what_is_queued_after_it(monkeypatch: p
             self.places[tensor].queued = self.round
         names = [self.places[tensor].name for tensor in gradients]  # their order is measured, so it varies under load
         if self.round == 2 and "net_dense0_weight" in names:
-            assert looked.wait(20)
+            assert looked.wait(60)
             nd.zeros(1).wait_to_read()  # behind what the look has queued; not by a thread of the engine, which may have but one
             self.session.core.check()
         submit(self, gradients)
@@ -636,7 +637,7 @@ push(lambda operation: None, writes=[mx.nd.zeros(3)])
         env=clean_environ(MXNET_ENGINE_TYPE="NaiveEngine"),
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 1

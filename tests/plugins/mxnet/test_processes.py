@@ -21,7 +21,7 @@ def run(out: Path, *arguments: str, options: tuple[str, ...] = ()) -> tuple[int,
     return run_job(
         *("-n", "2", "--transport", "ps", *sizes, *options, "--", *command),
         environ={"OMP_NUM_THREADS": "1", "MXNET_EXEC_BULK_EXEC_MAX_NODE_TRAIN": "1"},
-        timeout_seconds=100,
+        timeout_seconds=300,
     )
 
 

@@ -249,10 +249,10 @@ def test_detach_leaves_no_buffers_behind() -> None:
         kept = [weakref.ref(trainer._exchange), *(weakref.ref(slot.place) for slot in trainer._exchange._slots)]
         trainer.detach()
         weights_of(net)
-        both.wait(20)
+        both.wait(60)
         if session.rank == 0:
             gc.collect()  # in two threads at once, one would do nothing
-        both.wait(20)
+        both.wait(60)
         return [ref() for ref in kept]
 
     both = threading.Barrier(2)

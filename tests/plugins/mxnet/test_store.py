@@ -211,7 +211,7 @@ def test_sums_that_are_awaited_keep_no_temporary_memory() -> None:
                 nd.ones(3).sum().wait_to_read()
             computed.set()
             return True
-        before_any_sum = computed.wait(10)
+        before_any_sum = computed.wait(60)
         for key in keys:
             store.pushpull(key, nd.ones(2))
         return before_any_sum

@@ -315,7 +315,7 @@ def test_a_weight_that_one_rank_changes_is_found_while_the_training_goes_on() ->
         for _ in range(4):  # those of the second step are taken in the third, and compared in the fourth
             store.pushpull(0, nd.ones(SHAPE), out=weight)
             weight[:] = session.rank
-        raise failures.get(timeout=20)
+        raise failures.get(timeout=60)
 
     both_raise(RanksDiverged, r"weights of kvstore 1 .* differ .*: 'key 0' is .* on rank 1", use)
 

@@ -618,7 +618,7 @@ def test_who_waits_for_long_in_a_graph_is_told_for_whom() -> None:
 
     class Note(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            if "rank 0 has waited 0 s" in record.getMessage() and "rank 1 has not begun step 1" in record.getMessage():
+            if "rank 0 has waited " in record.getMessage() and "rank 1 has not begun step 1" in record.getMessage():
                 warned.set()
 
     def body(session: Session) -> None:
@@ -628,7 +628,7 @@ def test_who_waits_for_long_in_a_graph_is_told_for_whom() -> None:
         first, second = ([part[:1] for part in data], [part[1:2] for part in data])
         train(model, optimizer, *first, "graph")
         if session.rank == 1:
-            assert warned.wait(20)
+            assert warned.wait(60)
         train(model, optimizer, *second, "graph")
 
     models, data = [made(mlp, 0) for _ in range(RANKS)], numbers()

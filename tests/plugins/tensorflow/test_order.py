@@ -187,7 +187,7 @@ def test_gradients_are_handed_over_while_backward_runs() -> None:
     gradients: list[int] = []
 
     def backward() -> None:
-        assert handed_over.wait(20), "the last layer's gradient was not handed over while backward ran"
+        assert handed_over.wait(60), "the last layer's gradient was not handed over while backward ran"
         handed_over.clear()
 
     models = [made(lambda probe=probe: network(probe), 0) for probe in (Probe(backward=backward), Probe())]  # type: ignore[misc]

@@ -14,7 +14,7 @@ RANK = [sys.executable, str(ROOT / "tests" / "plugins" / "tensorflow" / "rank.py
 @pytest.fixture(scope="module")
 def job() -> tuple[int, str, str]:
     """Its code, and what it wrote. Processes import TensorFlow for long, so one job shows all."""
-    return run_job("-n", "2", "--transport", "ps", "--partition", "600", "--", *RANK, timeout_seconds=100)
+    return run_job("-n", "2", "--transport", "ps", "--partition", "600", "--", *RANK)
 
 
 def test_two_processes_train_as_one(job: tuple[int, str, str]) -> None:

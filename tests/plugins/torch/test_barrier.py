@@ -278,7 +278,7 @@ def test_with_clipping_averages_are_made_during_backward_and_updates_wait_for_th
         watch = Watch(session)
 
         def average_of_the_last_layer() -> None:
-            assert watch.done["2.bias"].wait(20), "the last layer's average was not made during backward"
+            assert watch.done["2.bias"].wait(60), "the last layer's average was not made during backward"
 
         for step in range(2):
             backward(session, model, step, average_of_the_last_layer)
@@ -313,7 +313,7 @@ class Held:
     def start(self, task: CommTask, completion: Completion) -> None:
         self.started.append(task)
         self.holding.set()
-        assert self.go.wait(20)
+        assert self.go.wait(60)
         self._transport.start(task, completion)
 
 
@@ -324,7 +324,7 @@ def test_with_clipping_front_layers_still_go_first() -> None:
         assert isinstance(held, Held)
 
         def last_layer_is_being_sent() -> None:
-            assert held.holding.wait(20)
+            assert held.holding.wait(60)
 
         for step in range(2):
             optimizer.synchronize()  # nothing of the step before is on its way

@@ -536,7 +536,8 @@ def test_a_reducer_without_buckets() -> None:
 def test_a_real_job(tmp_path: Path) -> None:
     """Uneven inputs, for which DDP wants a process group of the process, and a rank that is killed."""
     command = [sys.executable, "-m", "tests.plugins.torch.ddp_rank", str(tmp_path / "store")]
-    code, out, err = run_job("-n", "2", "--partition", "64", "--credit", "128", "--", *command, timeout_seconds=100)
+    options = ("--partition", "64", "--credit", "128", "--fail-after", "100")  # only a broken connection can tell at once
+    code, out, err = run_job("-n", "2", *options, "--", *command, patient=True)
     lines = out.splitlines()
     for rank in range(2):
         assert f"rank {rank}: join equals DDP" in lines, out + err

@@ -285,7 +285,7 @@ def test_what_was_compiled_before_the_optimizer_was_wrapped_finds_every_paramete
 
 def test_what_was_compiled_before_commsched_was_used_finds_every_parameter_updated_and_step_does_not_wait() -> None:
     command = [sys.executable, "-m", "tests.plugins.torch.compiled_first"]
-    done = subprocess.run(command, cwd=TOP, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, cwd=TOP, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stdout) == (0, "right\n"), done.stderr
 
 

@@ -29,7 +29,7 @@ def test_nccl_equals_plain_training(options: tuple[str, ...], tmp_path: Path) ->
     out = tmp_path / "w"
     command = [sys.executable, "-m", "tests.plugins.torch.cuda_rank", str(out)]
     options = (*options, "--partition", "600", "--credit", "1200", "--transport", "auto")
-    code, _, err = run_job("-n", str(ranks), *options, "--", *command, timeout_seconds=150)
+    code, _, err = run_job("-n", str(ranks), *options, "--", *command)
     assert code == 0, err
     assert ", nccl, " in err
     by_rank = [torch.load(f"{out}.{rank}") for rank in range(ranks)]

@@ -28,7 +28,7 @@ def test_staging_equals_plain_training(transport: str, options: tuple[str, ...],
     out = tmp_path / "w"
     command = [sys.executable, "-m", "tests.plugins.torch.cuda_rank", str(out)]
     options = (*options, "--partition", "600", "--credit", "1200", "--transport", transport)
-    code, _, err = run_job("-n", str(ranks), *options, "--", *command, timeout_seconds=150)
+    code, _, err = run_job("-n", str(ranks), *options, "--", *command)
     assert code == 0, err
     by_rank = [torch.load(f"{out}.{rank}") for rank in range(ranks)]
     require_equal(by_rank, train_alone(MLP, OPTIMIZERS["AdamW"], ranks), MLP.tolerance)

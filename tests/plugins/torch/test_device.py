@@ -112,7 +112,7 @@ class FakeEvent:
         stream.events.append(self)
 
     def synchronize(self) -> None:
-        assert self.happened.wait(10)
+        assert self.happened.wait(60)
         if self.error is not None:
             raise self.error
 
@@ -318,7 +318,7 @@ class LateHost(Device):
         self._turn.release()
 
     def synchronize(self) -> None:
-        assert self._turn.acquire(timeout=10)
+        assert self._turn.acquire(timeout=60)
 
     def settle(self) -> None:
         self._watcher.settle()

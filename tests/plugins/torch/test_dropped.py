@@ -57,7 +57,7 @@ def _buffers(optimizer: Any) -> list[Any]:
 @ORDERED
 def test_a_model_that_is_dropped_is_freed_with_its_optimizers_and_buffers(ordered: bool, end: str) -> None:
     """As in cross-validation. ``end`` is where each fold is left."""
-    together = threading.Barrier(2, timeout=20)
+    together = threading.Barrier(2, timeout=60)
 
     def fold(data: Data, ends: _Ends) -> None:
         model = mlp()

@@ -16,9 +16,7 @@ from .loops.loop import require_close
 
 def test_workers_of_data_loaders(tmp_path: Path) -> None:
     out = tmp_path / "w"
-    code, _, err = run_job(
-        "-n", "2", "--", sys.executable, "-m", "tests.plugins.torch.forked_rank", str(out), timeout_seconds=100
-    )
+    code, _, err = run_job("-n", "2", "--", sys.executable, "-m", "tests.plugins.torch.forked_rank", str(out))
     assert code == 0, err
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

@@ -210,7 +210,7 @@ def test_one_rank_reads_before_and_after_step_while_others_wait_for_it(ordered: 
             if data.ranks[0] == 0:
                 copy.deepcopy(model.state_dict())
             if len(data.ranks) == 1:
-                barrier.wait(20)
+                barrier.wait(60)
 
     require_plain(loop, model=deep, optimizer=adam, ordered=ordered)
 
@@ -227,7 +227,7 @@ def test_one_rank_reads_averages_while_another_waits_before_step_with_a_frozen_p
             if data.ranks[0] == 0:
                 assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
             if len(data.ranks) == 1:
-                barrier.wait(20)
+                barrier.wait(60)
             optimizer.step()
 
     require_plain(loop, model=deep, optimizer=adam)

@@ -27,7 +27,7 @@ def weights(out: str) -> str:
 @pytest.fixture(scope="module")
 def by_torchrun() -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", SCRIPT]
-    return subprocess.run(command, env=clean_environ(), capture_output=True, text=True, timeout=100)
+    return subprocess.run(command, env=clean_environ(), capture_output=True, text=True, timeout=300)
 
 
 def test_torchrun(by_torchrun: subprocess.CompletedProcess[str]) -> None:
@@ -40,7 +40,7 @@ def test_torchrun(by_torchrun: subprocess.CompletedProcess[str]) -> None:
 def test_a_rank_that_exits_with_an_error_keeps_no_barrier_of_another_waiting(module: str) -> None:
     python = [sys.executable] if module.startswith("commsched") else []
     command = [sys.executable, "-m", *module.split(), *python, str(Path(SCRIPT).with_name("barrier_rank.py"))]
-    ended = subprocess.run(command, env=clean_environ(), capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(command, env=clean_environ(), capture_output=True, text=True, timeout=300)
     assert ended.returncode == 1, ended.stderr
     if python:
         # Rank 0 learns of it from the barrier, whose connection is closed, or from the session.

@@ -57,13 +57,13 @@ def test_threads_that_read_at_once_give_a_class_back_once(monkeypatch: pytest.Mo
         def pop(self, *key: Any) -> Any:
             if not second.ident:
                 second.start()
-                assert came.wait(20)
+                assert came.wait(60)
             return super().pop(*key)
 
     monkeypatch.setattr(no_gradient, "_awaited", Awaited(no_gradient._awaited))
     without._lock = NotedLock(without._lock, came)  # type: ignore[assignment]
     without.forget()
-    second.join(20)
+    second.join(60)
     assert type(parameter) is nn.Parameter
 
 

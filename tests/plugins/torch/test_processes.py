@@ -46,7 +46,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Weights]
     """Each of two ranks' weights in each case."""
     out = tmp_path_factory.mktemp("trained") / "w"
     command = [sys.executable, "-m", "tests.plugins.torch.rank", str(out), *map(json.dumps, CASES.values())]
-    code, _, err = run_job("-n", "2", "--servers", "2", "--", *command, timeout_seconds=100)
+    code, _, err = run_job("-n", "2", "--servers", "2", "--", *command)
     assert code == 0, err
     return {name: [torch.load(f"{out}.{number}.{rank}") for rank in range(2)] for number, name in enumerate(CASES)}
 

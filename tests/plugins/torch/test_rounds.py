@@ -197,7 +197,7 @@ def test_a_thread_that_reads_while_another_submits_the_rest_goes_on_when_that_is
 
         def noted_offer(*how: Any) -> None:
             reader.start()
-            assert came.wait(20)
+            assert came.wait(60)
             offer_used(*how)
             log.append("offered")
 
@@ -208,7 +208,7 @@ def test_a_thread_that_reads_while_another_submits_the_rest_goes_on_when_that_is
         reader = threading.Thread(target=read, daemon=True)
         flags.used, flags.offer_used = noted_used, noted_offer
         training.read()
-        reader.join(20)
+        reader.join(60)
         assert not reader.is_alive()
         flags.used, flags.offer_used = used, offer_used
         training.step()

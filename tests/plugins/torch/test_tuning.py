@@ -42,7 +42,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     out = tmp_path_factory.mktemp("tuned") / "w"
     cases = map(json.dumps, CASES.values())
     command = [sys.executable, "-m", "tests.plugins.torch.tuned_rank", str(STEPS), str(out), *cases]
-    code, _, err = run_job("-n", "2", "--", *command, timeout_seconds=100)
+    code, _, err = run_job("-n", "2", "--", *command)
     assert code == 0, err
     saved = {name: [torch.load(f"{out}.{number}.{rank}") for rank in range(2)] for number, name in enumerate(CASES)}
     return Trained(saved, err)

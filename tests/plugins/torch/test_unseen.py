@@ -303,7 +303,7 @@ def test_an_update_within_what_records_or_transforms(wrap: Callable[[Any], Calla
     def loop(data: Data, model: Any, optimizer: Any) -> None:
         def meet(*ranks: int) -> None:
             if data.ranks in [[rank] for rank in ranks]:
-                barrier.wait(20)
+                barrier.wait(60)
 
         forward = on_rank_0(data, wrap, model)
         for step in range(3):

@@ -315,7 +315,7 @@ def test_threads_that_push_the_same_partitions_in_any_order_get_every_average_on
                     rank, PartitionKey(0, step, partition), *where, payload,
                     lambda result, at=(step, partition): replies.put((*at, result)),
                 )  # fmt: skip
-            got = sorted(replies.get(timeout=20) for _ in range(partitions))
+            got = sorted(replies.get(timeout=60) for _ in range(partitions))
             assert got == [(step, p, np.float64(step * 100 + p).tobytes()) for p in range(partitions)]
             assert replies.empty()
 
@@ -338,7 +338,7 @@ def test_a_hundred_thousand_rounds_with_a_slow_rank_that_reads_late_are_all_exac
         for step in range(rounds):
             payload[:] = (step + (-1) ** rank, 2 * step + 3 * (-1) ** rank)
             aggregator.push(rank, PartitionKey(0, step, 0), "float64", 0, 16, payload.data, arrived.put)
-            unread.append((step, arrived.get(timeout=20)))
+            unread.append((step, arrived.get(timeout=60)))
             if rank == 1 and step % 10_000 == 0:
                 threading.Event().wait(0.002)
             while len(unread) > (late if rank == 1 else 0):

@@ -65,7 +65,7 @@ def test_threads_never_share_a_buffer():
     started = threading.Barrier(3)
 
     def body(rank: int) -> int:
-        started.wait(20)
+        started.wait(60)
         wrong = 0
         for number in range(2000):
             buffers = [pool.take(256) for _ in range(number % 3 + 1)]

@@ -48,7 +48,7 @@ class Told:
         self.done.put(task)
 
     def first(self) -> CommschedError:
-        return self.failures.get(timeout=20)
+        return self.failures.get(timeout=60)
 
 
 @pytest.fixture
@@ -113,7 +113,7 @@ def test_a_member_puts_its_contribution_where_the_leader_reads_it_and_takes_the_
     averages.part("float32", 0, 16)[:] = np.full(4, 9, np.float32).tobytes()
     give(leader, LocalMessage(Kind.MEMORY, group=0), fd)
     leader.send(about(Kind.DONE, task))
-    assert told.done.get(timeout=20) is task
+    assert told.done.get(timeout=60) is task
     assert np.frombuffer(task.data, np.float32).tolist() == [9.0] * 4
     for fd in (*memories[Kind.GROUP], *memories[Kind.MEMORY]):
         os.close(fd)
@@ -228,7 +228,7 @@ def test_a_leader_averages_when_both_have_started(leader, told: Told) -> None:
     announce(member).part("float32", 0, 16)[:] = np.full(4, 10, np.float32).tobytes()
     member.send(about(Kind.PUSH, task))
     transport.start(task, told)
-    assert told.done.get(timeout=20) is task
+    assert told.done.get(timeout=60) is task
     assert np.frombuffer(task.data, np.float32).tolist() == [5.0, 5.5, 6.0, 6.5]
     message, fds = member.receive()
     assert message.kind is Kind.MEMORY
@@ -273,7 +273,7 @@ def test_a_push_to_what_the_leader_has_released_is_refused(leader, told: Told) -
         member.send(about(Kind.PUSH, make_task(step)))
         if step == 0:
             transport.start(make_task(), told)
-            told.done.get(timeout=20)
+            told.done.get(timeout=60)
             transport.release(0)
     assert str(told.first()) == "rank 5 pushed step 1 of group 0 without its memory"
     for _ in range(2):  # the memory of the average, and that it is there

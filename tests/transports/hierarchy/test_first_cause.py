@@ -39,7 +39,7 @@ class Late:
         control.report = session.core._on_failure = self.reports.put  # type: ignore[method-assign, assignment]
 
     def hear(self) -> None:
-        self._verdicts.get(timeout=20)()
+        self._verdicts.get(timeout=60)()
 
 
 @contextmanager
@@ -79,10 +79,10 @@ def test_a_neighbour_that_ended_first_is_not_named(late: int, neighbour: int, vi
         verdict = Late(sessions[late])
         sessions[neighbour].report(PeerLost(f"rank {victim} is gone"))
         sessions[neighbour].abort("it has heard")
-        assert f"rank {neighbour}" in str(verdict.reports.get(timeout=20))  # by who reads its link
+        assert f"rank {neighbour}" in str(verdict.reports.get(timeout=60))  # by who reads its link
         groups[late].notify_ready(0)
         if late % 2:  # a member, that writes to its leader
-            assert str(verdict.reports.get(timeout=20)).endswith("is gone: Broken pipe")
+            assert str(verdict.reports.get(timeout=60)).endswith("is gone: Broken pipe")
             sessions[late].core.check()
         verdict.hear()
         with pytest.raises(PeerLost, match=rf"(?m)^rank {victim} is gone$"):
@@ -96,7 +96,7 @@ def test_a_link_that_the_verdict_itself_ends_is_not_named() -> None:
         def write(_: CommschedError) -> None:
             """After the transport has ended its link, and before the core is told why."""
             groups[3].notify_ready(0)
-            while not str(verdict.reports.get(timeout=20)).endswith("is gone: Broken pipe"):
+            while not str(verdict.reports.get(timeout=60)).endswith("is gone: Broken pipe"):
                 pass  # by who reads the link
 
         sessions[3].when_failed(write)
@@ -111,13 +111,13 @@ def test_a_group_added_after_the_leader_ended_does_not_name_it() -> None:
         verdict = Late(sessions[3])
         sessions[2].report(PeerLost("rank 1 is gone"))
         sessions[2].abort("it has heard")
-        assert "rank 2" in str(verdict.reports.get(timeout=20))
+        assert "rank 2" in str(verdict.reports.get(timeout=60))
 
         def add() -> None:
             sessions[3].core.add_group(plan, {"float32": memoryview(bytearray(16))})
 
         def hear() -> None:
-            verdict.reports.get(timeout=20)
+            verdict.reports.get(timeout=60)
             verdict.hear()
 
         plan = cut(MANIFEST, 16)

@@ -15,8 +15,6 @@ from commsched.transports.backends.ps import open_transport as open_ps
 from ..worlds import close_together
 from .worlds import HostOf, LocalNetwork, OrderedNetwork, hierarchy, open_all
 
-pytestmark = pytest.mark.timeout(180)
-
 
 def in_pairs(rank: int) -> int:
     return rank // 2

@@ -66,7 +66,7 @@ def test_it_is_used_where_there_are_several_hosts_with_several_ranks() -> None:
 
 @pytest.mark.parametrize(("transport", "victim"), [("ps", 1), ("ps", 2), ("gloo", 2), ("gloo", 3)])
 def test_a_killed_rank_is_named_by_all_others(transport: str, victim: int) -> None:
-    with Job(*on_two_hosts(transport, FOR_EVER)) as job:
+    with Job(*on_two_hosts(transport, FOR_EVER), patient=True) as job:
         pids = pids_of(job)
         os.kill(pids[victim], signal.SIGKILL)
         assert all(gone(pid) for pid in pids.values())
@@ -79,7 +79,7 @@ def test_a_killed_rank_is_named_by_all_others(transport: str, victim: int) -> No
 
 @pytest.mark.parametrize(("transport", "victim"), [("ps", 0), ("ps", 3), ("gloo", 2), ("gloo", 3)])
 def test_a_stopped_rank_is_given_up_after_fail_after(transport: str, victim: int) -> None:
-    with Job(*on_two_hosts(transport, FOR_EVER, options=["--fail-after", "1"])) as job:
+    with Job(*on_two_hosts(transport, FOR_EVER, options=["--fail-after", "1"]), patient=True) as job:
         pids = pids_of(job)
         os.kill(pids[victim], signal.SIGSTOP)
         assert all(gone(pid) for rank, pid in pids.items() if rank != victim)
@@ -91,7 +91,7 @@ def test_a_stopped_rank_is_given_up_after_fail_after(transport: str, victim: int
 
 @pytest.mark.parametrize("rank", ["1", "2"])
 def test_an_exception_is_told_to_the_others_by_its_name(rank: str) -> None:
-    code, _, err = run_job(*on_two_hosts("ps", FOR_EVER, "--fail-at", "5", "--rank", rank))
+    code, _, err = run_job(*on_two_hosts("ps", FOR_EVER, "--fail-at", "5", "--rank", rank), patient=True)
     assert code == 1
     assert len(re.findall(f"TransportError: rank {rank} ended: ValueError: boom", err)) >= 3, err
 
@@ -99,7 +99,7 @@ def test_an_exception_is_told_to_the_others_by_its_name(rank: str) -> None:
 @pytest.mark.parametrize("transport", ["ps", "gloo"])
 @pytest.mark.parametrize("rank", ["1", "2", "3"])
 def test_a_rank_that_ends_early_is_named_with_what_waits_for_it(rank: str, transport: str) -> None:
-    code, _, err = run_job(*on_two_hosts(transport, "200", "--exit-at", "7", "--rank", rank))
+    code, _, err = run_job(*on_two_hosts(transport, "200", "--exit-at", "7", "--rank", rank), patient=True)
     assert code == 1
     assert re.search(rf"PeerLost: rank {rank} left.*'layer\d.* step 7", err), err
 
@@ -113,7 +113,7 @@ def test_different_settings_of_ranks_are_told() -> None:
 
 def test_a_leader_that_cannot_open_its_network_ends_all() -> None:
     """Members wait for their leader, who waits for a server that does not come."""
-    environ = {"COMMSCHED_SERVERS": "127.0.0.1:1", "COMMSCHED_JOIN_WITHIN": "3"}
-    code, _, err = run_job(*on_two_hosts("ps", "5"), environ=environ)
+    environ = {"COMMSCHED_SERVERS": "127.0.0.1:1", "COMMSCHED_JOIN_WITHIN": "8"}
+    code, _, err = run_job(*on_two_hosts("ps", "5"), environ=environ, patient=True)
     assert code == 1
     assert len(re.findall(r"server 0 at 127.0.0.1:1 did not answer within", err)) == 4, err

@@ -50,7 +50,7 @@ class Waiting:
 
     def wait(self) -> None:
         for _ in range(self._count):
-            assert self._done.acquire(timeout=30)
+            assert self._done.acquire(timeout=60)
 
 
 @contextmanager
@@ -108,7 +108,7 @@ class HeldUp(RecordingTransport):
     def start(self, task: CommTask, completion: Completion) -> None:
         if not self.began.is_set():
             self.began.set()
-            assert self.go.wait(30)
+            assert self.go.wait(60)
         super().start(task, completion)
 
 
@@ -126,7 +126,7 @@ def test_sums_that_wait_go_to_the_network_in_the_order_of_their_tasks() -> None:
     with opened(lambda rank: rank, 2, lambda: open_network) as transports:
         transports[0].add_group(0, manifest)
         transports[0].start(tasks[0], Waiting(0))
-        assert networks[0].began.wait(30)
+        assert networks[0].began.wait(60)
         for task in tasks[1:]:
             transports[0].start(task, Waiting(0))
         networks[0].go.set()
@@ -304,11 +304,11 @@ def test_what_is_collected_is_reported_when_all_have_contributed_and_launched_wh
         for member in (1, 4):
             for task in reversed(tasks[member]):
                 transports[member].start(task, waiting[member])
-        assert [reported[3].get(timeout=30) for _ in range(6)] == [5, 4, 3, 2, 1, 0]
+        assert [reported[3].get(timeout=60) for _ in range(6)] == [5, 4, 3, 2, 1, 0]
         assert reported[0].empty()  # rank 2 has contributed nothing yet
         for task in tasks[2]:
             transports[2].start(task, waiting[2])
-        assert [reported[0].get(timeout=30) for _ in range(6)] == [0, 1, 2, 3, 4, 5]
+        assert [reported[0].get(timeout=60) for _ in range(6)] == [0, 1, 2, 3, 4, 5]
         assert started == [[], []]
         for leader in (0, 3):
             for place, index in enumerate(agreed):

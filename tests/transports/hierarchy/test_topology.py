@@ -80,7 +80,7 @@ def test_every_member_is_linked_whatever_the_order_they_come_in() -> None:
 
     def rank(index: int) -> None:
         if index == 0:
-            for member, link in meeting.wait(20.0, never).items():
+            for member, link in meeting.wait(60.0, never).items():
                 link.send(LocalMessage(Kind.PUSH, step=member))
                 link.close()
         else:
@@ -117,7 +117,7 @@ def test_who_is_no_member_is_refused_and_does_no_harm(
         connection.close()
     member = connect_to_leader(meeting.name, 1, 0)
     with caplog.at_level(logging.WARNING, "commsched"):
-        links = meeting.wait(20.0, never)
+        links = meeting.wait(60.0, never)
     assert list(links) == [1]
     assert f"refused a connection of this host: {why}" in caplog.text
     for each in (*links.values(), member, connection):
@@ -129,7 +129,7 @@ def test_a_second_process_that_says_it_is_a_member_is_refused(caplog: pytest.Log
     meeting = HostRendezvous([1, 2])
     first, second, other = (connect_to_leader(meeting.name, rank, 0) for rank in (1, 1, 2))
     with caplog.at_level(logging.WARNING, "commsched"):
-        links = meeting.wait(20.0, never)
+        links = meeting.wait(60.0, never)
     assert "it sent HELLO as rank 1" in caplog.text
     first.send(LocalMessage(Kind.PUSH, step=7))
     received = links[1].receive()
@@ -140,7 +140,6 @@ def test_a_second_process_that_says_it_is_a_member_is_refused(caplog: pytest.Log
     meeting.close()
 
 
-@pytest.mark.timeout(20)
 def test_who_says_nothing_holds_the_others_up_for_a_while_only_and_members_may_be_silent(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -148,7 +147,7 @@ def test_who_says_nothing_holds_the_others_up_for_a_while_only_and_members_may_b
     meeting = HostRendezvous([1])
     silent, member = stranger(meeting), connect_to_leader(meeting.name, 1, 0)
     with caplog.at_level(logging.WARNING, "commsched"):
-        links = meeting.wait(20.0, never)
+        links = meeting.wait(60.0, never)
     assert "refused a connection of this host: timed out" in caplog.text
     assert links[1]._connection.gettimeout() is None
     for each in (*links.values(), member, silent):
@@ -191,7 +190,7 @@ def test_a_system_that_lets_nobody_connect_is_named_as_the_cause(monkeypatch: py
     with monkeypatch.context() as patch:
         patch.setattr(meeting, "_listening", Exhausted())
         with pytest.raises(TransportError, match="rank 1, 2 of this host cannot connect: Too many open files"):
-            meeting.wait(30.0, never)
+            meeting.wait(60.0, never)
     meeting.close()
 
 
@@ -207,9 +206,9 @@ def test_a_failure_elsewhere_ends_the_waiting() -> None:
     def fail(rank: int) -> None:
         if rank == 0:
             with pytest.raises(PeerLost, match="rank 1 is gone"):
-                meeting.wait(30.0, when_failed)
+                meeting.wait(60.0, when_failed)
         else:
-            assert registered.wait(20.0)
+            assert registered.wait(60)
             failures[0](PeerLost("rank 1 is gone"))
 
     run_world(2, fail)

@@ -149,7 +149,7 @@ def test_one_rank_may_log_its_gradients(ordered: bool) -> None:
             if 0 in data.ranks:
                 assert all(gradient.isfinite().all() for gradient in gradients(model))
             if len(data.ranks) == 1:
-                barrier.wait(20)
+                barrier.wait(60)
             optimizer.step()
 
     require_plain(loop, config=LARGE, ordered=ordered)
@@ -166,7 +166,7 @@ def test_one_rank_may_log_its_gradients_where_it_lacks_some() -> None:
             if 0 in data.ranks:
                 assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
             if len(data.ranks) == 1:
-                barrier.wait(20)
+                barrier.wait(60)
             optimizer.step()
 
     require_plain(loop, config=LARGE)

@@ -413,7 +413,7 @@ def test_reading_gradients_in_another_thread_while_backward_runs_is_refused_by_n
                 return  # plain training: the gradient may not be there yet
             reader = threading.Thread(target=read, daemon=True)
             reader.start()
-            reader.join(10)
+            reader.join(60)
             assert not reader.is_alive()
 
         def forward(x: torch.Tensor) -> torch.Tensor:

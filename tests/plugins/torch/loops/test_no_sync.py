@@ -45,7 +45,7 @@ def test_changing_own_sums_is_refused_on_all_ranks_before_the_update(name: str, 
         both.wait()
         data.session.abort("the test is over")
 
-    both = threading.Barrier(2, timeout=10)
+    both = threading.Barrier(2, timeout=60)
     run(loop)
 
 
@@ -61,7 +61,7 @@ def test_a_rank_that_changed_nothing_is_told_too() -> None:
         both.wait()
         data.session.abort("the test is over")
 
-    both = threading.Barrier(2, timeout=10)
+    both = threading.Barrier(2, timeout=60)
     run(loop)
 
 

@@ -297,7 +297,7 @@ def test_a_closure_returns_when_all_averages_are_there(monkeypatch: pytest.Monke
 
 
 def test_a_second_thread_waits_for_an_update_that_the_first_is_making() -> None:
-    both = threading.Barrier(2, timeout=10)
+    both = threading.Barrier(2, timeout=60)
 
     def loop(data: Data, model: Any, optimizer: Any) -> Any:
         if len(data.ranks) > 1:
@@ -308,7 +308,7 @@ def test_a_second_thread_waits_for_an_update_that_the_first_is_making() -> None:
 
         def pause(*_: Any) -> None:
             updating.set()
-            assert go_on.wait(10)
+            assert go_on.wait(60)
 
         optimizer.detach()
         optimizer = ScheduledOptimizer(optimizer.optimizer, model, session=data.session, per_parameter=True)
@@ -317,14 +317,14 @@ def test_a_second_thread_waits_for_an_update_that_the_first_is_making() -> None:
         first = threading.Thread(target=lambda: model[0].weight.sum(), daemon=True)
         second = threading.Thread(target=lambda: reads.append(model[0].weight.detach().clone()), daemon=True)
         first.start()
-        assert updating.wait(10)
+        assert updating.wait(60)
         second.start()
         second.join(0.05)  # it must not come through, however long it is given
         came_through = bool(reads)
         both.wait()  # else the failure of one rank would be that of the other
         go_on.set()
-        first.join(10)
-        second.join(10)
+        first.join(60)
+        second.join(60)
         assert not came_through
         return reads[0]
 

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -292,7 +291,6 @@ _step = st.tuples(
 LOOPS = st.lists(_step, min_size=1, max_size=5).map(lambda steps: [action for step in steps for action in step])
 
 
-@pytest.mark.timeout(300)
 @settings(
     max_examples=EXAMPLES,
     derandomize=True,

@@ -15,7 +15,7 @@ from commsched.plugins.torch import ScheduledOptimizer
 
 from .loop import Data, mlp, require_plain
 
-PATIENCE_SECONDS = 10
+PATIENCE_SECONDS = 60
 
 
 class Gate:

@@ -50,7 +50,7 @@ def test_a_channel_is_closed_when_its_group_is_gone(channel: GlooChannel) -> Non
 
     class Waiter:
         def close(self) -> None:
-            assert over.wait(10)
+            assert over.wait(60)
 
     channel.rank, channel._waiters, channel._group = 0, [Waiter()], object()  # type: ignore[list-item]
     threading.Timer(0.1, over.set).start()

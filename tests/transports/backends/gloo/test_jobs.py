@@ -24,7 +24,7 @@ def started(job: Job, ranks: int) -> dict[int, int]:
 
 @pytest.mark.parametrize(("victim", "collective", "order"), [(0, "all_reduce", "agreed"), (2, "rsag", "static")])
 def test_a_killed_rank_is_named_by_all_others(victim: int, collective: str, order: str) -> None:
-    with Job("-n", "3", *GLOO, "--collective", collective, "--order", order, *worker(FOR_EVER)) as job:
+    with Job("-n", "3", *GLOO, "--collective", collective, "--order", order, *worker(FOR_EVER), patient=True) as job:
         pids = started(job, 3)
         os.kill(pids[victim], signal.SIGKILL)
         assert all(gone(pid) for pid in pids.values())
@@ -36,7 +36,7 @@ def test_a_killed_rank_is_named_by_all_others(victim: int, collective: str, orde
 
 def test_a_stopped_rank_is_given_up_after_fail_after() -> None:
     victim = 0
-    with Job("-n", "2", *GLOO, "--fail-after", "1", *worker(FOR_EVER)) as job:
+    with Job("-n", "2", *GLOO, "--fail-after", "1", *worker(FOR_EVER), patient=True) as job:
         pids = started(job, 2)
         os.kill(pids[victim], signal.SIGSTOP)
         assert gone(pids[1 - victim])
@@ -52,18 +52,18 @@ def test_a_rank_stopped_for_less_than_fail_after_does_no_harm() -> None:
         os.kill(pids[1], signal.SIGSTOP)
         time.sleep(1.5)
         os.kill(pids[1], signal.SIGCONT)
-        code, out, err = job.end(60)
+        code, out, err = job.end()
     assert code == 0, err
     assert len(re.findall(r"rank \d finished", out)) == 2
 
 
 def test_an_exception_is_told_to_the_others_by_its_name() -> None:
-    code, _, err = run_job("-n", "2", *GLOO, *worker(FOR_EVER, "--fail-at", "5", "--rank", "1"))
+    code, _, err = run_job("-n", "2", *GLOO, *worker(FOR_EVER, "--fail-at", "5", "--rank", "1"), patient=True)
     assert code == 1
     assert "TransportError: rank 1 ended: ValueError: boom" in err
 
 
 def test_a_rank_that_ends_early_is_named_with_what_waits_for_it() -> None:
-    code, _, err = run_job("-n", "2", *GLOO, *worker("200", "--exit-at", "7"))
+    code, _, err = run_job("-n", "2", *GLOO, *worker("200", "--exit-at", "7"), patient=True)
     assert code == 1
     assert re.search(r"PeerLost: rank 1 left.*'layer\d.* step 7", err), err

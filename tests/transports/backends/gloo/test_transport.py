@@ -12,7 +12,6 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
-from time import monotonic
 
 import numpy as np
 import pytest
@@ -61,7 +60,7 @@ def test_strangers_are_taken_no_more_once_all_ranks_are_connected() -> None:
         assert len(ports) == 3
         for port in ports:
             if port == other.getsockname()[1]:
-                socket.create_connection(("127.0.0.1", port), timeout=20).close()
+                socket.create_connection(("127.0.0.1", port), timeout=60).close()
             else:
                 with pytest.raises(TimeoutError):
                     socket.create_connection(("127.0.0.1", port), timeout=0.3)
@@ -123,17 +122,15 @@ def test_a_rank_that_closes_with_operations_under_way_ends_and_is_noticed(
 
     with gloo_world([on_failure] * 3) as transports:
         waiting = begin(transports[0], verb, dtype) + begin(transports[1], verb, dtype)
-        began = monotonic()
-        transports[0].close(graceful)
-        assert monotonic() - began < 10.0
-        assert failed.wait(30)
+        run_world(1, lambda _: transports[0].close(graceful))  # it ends
+        assert failed.wait(60)
         assert isinstance(failures[0], PeerLost)
         assert f"rank 1 lost contact with another rank while it tried to {verb} tensor 'weight' of step 3: " in str(failures[0])
         transports[1].close(graceful)
     assert not any(each.done.is_set() for each in waiting)
     for thread in threading.enumerate():
         if thread.name.startswith("commsched"):  # its operation ends in its time limit
-            thread.join(30)
+            thread.join(60)
             assert not thread.is_alive(), thread.name
 
 
@@ -151,7 +148,7 @@ def test_a_rank_may_be_late_in_a_static_order(monkeypatch: pytest.MonkeyPatch) -
             if rank == 1:
                 assert not waiting[0].done.wait(0.5)
             transport.start(task, waiting[-1])
-        assert all(each.done.wait(30) for each in waiting)
+        assert all(each.done.wait(60) for each in waiting)
 
 
 def test_memory_that_was_given_away_is_let_go_of() -> None:
@@ -170,7 +167,7 @@ def test_memory_that_was_given_away_is_let_go_of() -> None:
             transport.start(task, waiting)
             del array
             assert memory[-1]() is not None or waiting.done.is_set()
-            assert waiting.done.wait(30)
+            assert waiting.done.wait(60)
 
     with gloo_world([pytest.fail] * 2) as transports:
         run_world(2, lambda rank: average(transports[rank]))
@@ -256,5 +253,5 @@ with gloo_world([pytest.fail]) as (transport,):
 dist.destroy_process_group()
 print("ended")
 """
-    ran = subprocess.run([sys.executable, "-c", program], env=clean_environ(), capture_output=True, text=True, timeout=60)
+    ran = subprocess.run([sys.executable, "-c", program], env=clean_environ(), capture_output=True, text=True, timeout=300)
     assert (ran.returncode, ran.stdout) == (0, "ended\n"), ran.stderr

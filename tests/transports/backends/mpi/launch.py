@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.jobs.job import ROOT, Job, clean_environ
+from tests.jobs.job import HANGS_AFTER_SECONDS, ROOT, Job, clean_environ
 
 
 class Mpi(NamedTuple):
@@ -55,7 +55,9 @@ class MpiJob(Job):
         self._directory.cleanup()
 
 
-def run(mpi: Mpi, ranks: int, *arguments: str, timeout_seconds: float = 80.0, **environ: str) -> tuple[int, str, str]:
+def run(
+    mpi: Mpi, ranks: int, *arguments: str, timeout_seconds: float = HANGS_AFTER_SECONDS, **environ: str
+) -> tuple[int, str, str]:
     """Run a job to its end: exit code, stdout and stderr."""
     with MpiJob(mpi, ranks, *arguments, **environ) as job:
         return job.end(timeout_seconds)

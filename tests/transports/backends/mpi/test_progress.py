@@ -12,7 +12,7 @@ from commsched.transports.backends.mpi.communicators import MpiChannel
 from commsched.transports.backends.mpi.progress import _ABANDONED, Progress
 from commsched.transports.collective.channel import CannotBegin
 
-_SECONDS = 10.0
+_SECONDS = 60.0
 
 
 class FakeMpi:

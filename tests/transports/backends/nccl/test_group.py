@@ -35,9 +35,9 @@ class Ranks:
 
     def _gather(self, rank: int, value: Any) -> list[Any]:
         self._values[rank] = value
-        self._barrier.wait(10)
+        self._barrier.wait(60)
         values = list(self._values)
-        self._barrier.wait(10)
+        self._barrier.wait(60)
         return values
 
 
@@ -130,7 +130,7 @@ def test_a_job_that_fails_while_ranks_connect_ends_the_wait(
         def launch(self, work: Any) -> Any:
             listeners[1](PeerLost("rank 1 is gone"))  # the control channel's thread may not wait either
             listeners[0](PeerLost("rank 1 is gone"))
-            return SimpleNamespace(synchronize=lambda: ended.wait(10))
+            return SimpleNamespace(synchronize=lambda: ended.wait(60))
 
         def error(self) -> str:
             return "it was aborted"

@@ -141,7 +141,7 @@ def test_what_the_device_is_asked_for(opened, dtype: str, numel: int, verb: str,
     transport, device, failures = opened
     done = Done()
     transport.start(make_task(dtype, numel, verb), done)
-    assert done.told.wait(10)
+    assert done.told.wait(60)
     assert device.calls == calls
     assert failures == []
 
@@ -212,7 +212,7 @@ def failure_of(monkeypatch: pytest.MonkeyPatch, prepare) -> CommschedError:
     prepare(device)
     done = Done()
     transport.start(make_task("float32", 2), done)
-    assert told.wait(10)
+    assert told.wait(60)
     transport.close()
     assert done.tasks == []
     assert device.closed == ["aborted"]  # though it was to be graceful: a task is unfinished

@@ -61,7 +61,7 @@ class Relay:
                 each.shutdown(socket.SHUT_RDWR)
             each.close()
         for thread in self._threads:
-            thread.join(20)
+            thread.join(60)
 
 
 @contextmanager
@@ -126,7 +126,7 @@ def test_tensors_that_change_on_the_way_are_refused(lane):
 @pytest.mark.parametrize("lane", ["tcp", "grpc"])
 def test_what_is_not_changed_arrives_over_the_relay(lane):
     with one_push(lane, "server", b"not there", 0) as (_, _, servers, workers, task, ended):
-        assert ended.done.wait(20)
+        assert ended.done.wait(60)
         assert set(np.frombuffer(task.data, np.float32)) == {np.float32(VALUE)}
         assert servers.none()
         assert workers.none()

@@ -57,7 +57,7 @@ class Watched:
 
 
 def next_four(queue: SimpleQueue[int]) -> list[int]:
-    return [queue.get(timeout=20) for _ in range(4)]
+    return [queue.get(timeout=60) for _ in range(4)]
 
 
 @pytest.mark.parametrize("lane", ["tcp", "grpc"])
@@ -68,7 +68,7 @@ def test_pushes_and_replies_that_wait_leave_in_the_order_of_the_policy(lane, pol
         worker.group.begin_step()
         for tensor in BACKWARD:
             worker.group.notify_ready(tensor)
-            assert worker.started.get(timeout=20) == tensor  # the credit is no limit: the outbox decides
+            assert worker.started.get(timeout=60) == tensor  # the credit is no limit: the outbox decides
         worker.pushes_wait.give_back()
         assert next_four(worker.pushed) == order
         assert sorted(next_four(worker.averaged)) == [0, 1, 2, 3]
@@ -77,7 +77,7 @@ def test_pushes_and_replies_that_wait_leave_in_the_order_of_the_policy(lane, pol
         worker.group.begin_step()
         for tensor in BACKWARD:
             worker.group.notify_ready(tensor)
-            assert worker.pushed.get(timeout=20) == tensor  # alone, and its reply is queued
+            assert worker.pushed.get(timeout=60) == tensor  # alone, and its reply is queued
         worker.replies_wait.give_back()
         assert next_four(worker.averaged) == order
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("commsched-lane-")]

@@ -91,10 +91,10 @@ def test_the_end_wakes_who_waits(end):
     thread = threading.Thread(target=take, daemon=True)
     thread.start()
     put(outbox, 7)
-    assert got.get(timeout=20) == 7
+    assert got.get(timeout=60) == 7
     end(outbox)
-    assert got.get(timeout=20) == "end"
-    thread.join(20)
+    assert got.get(timeout=60) == "end"
+    thread.join(60)
 
 
 class FakePacer:
@@ -158,21 +158,21 @@ def test_gradients_that_give_way_leave_when_it_is_free_and_small_messages_at_any
     for order in (3, 1, 2):
         put(outbox, order)
     outbox.put_control(ACK)
-    assert taken.get(timeout=10) == ACK
+    assert taken.get(timeout=60) == ACK
     way.give_back()
     outbox.put_control(ACK)
-    assert taken.get(timeout=10) == ACK  # and still nothing else
+    assert taken.get(timeout=60) == ACK  # and still nothing else
     way.give_back()
-    assert [taken.get(timeout=10).order for _ in range(3)] == [1, 2, 3]
+    assert [taken.get(timeout=60).order for _ in range(3)] == [1, 2, 3]
     way.take(0, 0)
     put(outbox, 4)
     outbox.put_control(ACK)
-    assert taken.get(timeout=10) == ACK
+    assert taken.get(timeout=60) == ACK
     way.give_back()
-    assert taken.get(timeout=10).order == 4
+    assert taken.get(timeout=60).order == 4
     outbox.finish()
-    assert taken.get(timeout=10) is None
-    thread.join(10)
+    assert taken.get(timeout=60) is None
+    thread.join(60)
     outbox.stop_yielding()
     assert repr(way) == "<PushPriority 0 pushes leaving, 0 streams give way>"
 
@@ -184,22 +184,22 @@ def test_replies_of_an_earlier_step_do_not_give_way():
     thread, taken = taken_in_a_thread(outbox)
     put(outbox, 0, group=1, step=0)  # of another group, whose steps are its own
     outbox.put_control(ACK)
-    assert taken.get(timeout=10) == ACK
+    assert taken.get(timeout=60) == ACK
     way.take(1, 0)
     outbox.put_control(ACK)
-    assert taken.get(timeout=10) == ACK  # and still nothing else
+    assert taken.get(timeout=60) == ACK  # and still nothing else
     way.take(1, 1)
-    assert taken.get(timeout=10).group == 1
+    assert taken.get(timeout=60).group == 1
     put(outbox, 0, step=1)
     outbox.put_control(ACK)
-    assert taken.get(timeout=10) == ACK
+    assert taken.get(timeout=60) == ACK
     way.take(0, 2)
-    assert taken.get(timeout=10).step == 1
+    assert taken.get(timeout=60).step == 1
     way.take(0, 1)  # a push of an earlier step may come later: another thread made it
     put(outbox, 0, step=1)
-    assert taken.get(timeout=10).step == 1
+    assert taken.get(timeout=60).step == 1
     outbox.finish()
-    thread.join(10)
+    thread.join(60)
 
 
 def test_an_outbox_that_gives_way_still_ends():
@@ -209,7 +209,7 @@ def test_an_outbox_that_gives_way_still_ends():
     _, taken = taken_in_a_thread(outbox)
     put(outbox, 1)
     outbox.finish()
-    assert taken.get(timeout=10) is None
+    assert taken.get(timeout=60) is None
 
 
 def test_who_keeps_the_way_again_waits_for_nobody():
@@ -229,7 +229,7 @@ def test_nothing_is_lost_when_the_way_changes_all_the_time():
         way.take(0, 0)
         put(outbox, number)
         way.give_back()
-    assert sorted(taken.get(timeout=10).order for _ in range(2000)) == list(range(2000))
+    assert sorted(taken.get(timeout=60).order for _ in range(2000)) == list(range(2000))
 
 
 def test_repr_counts_what_waits():

@@ -55,7 +55,7 @@ class Server:
         bound: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, args=(bound.put,), daemon=True)
         self._thread.start()
-        self.address = bound.get(timeout=20)
+        self.address = bound.get(timeout=60)
 
     def _accept(self, hello: WorkerHello, job: str, on_failure: OnFailure) -> FakeMembership:
         self.membership.on_failure = on_failure
@@ -69,17 +69,17 @@ class Server:
             self._outcome.put(error)
 
     def outcome(self) -> int | CommschedError:
-        outcome = self._outcome.get(timeout=20)
-        self._thread.join(20)
+        outcome = self._outcome.get(timeout=60)
+        self._thread.join(60)
         for thread in threading.enumerate():
             if thread.name.startswith("commsched-ps"):  # it may be at its very last instruction
-                thread.join(20)
+                thread.join(60)
                 assert not thread.is_alive(), f"{thread.name} is left behind"
         return outcome
 
 
 def connect(address: str, rank: int, on_failure: OnFailure, world_size: int = 2, lane: str = "tcp") -> PsTransport:
-    context = a_context(rank, world_size, on_failure, lane=lane, join_within=20.0)
+    context = a_context(rank, world_size, on_failure, lane=lane, join_within=60.0)
     transport = open_ps(replace(context, control_address="h:1"), [address])
     transport.add_group(0, MANIFEST)
     return transport
@@ -88,12 +88,12 @@ def connect(address: str, rank: int, on_failure: OnFailure, world_size: int = 2,
 def test_a_job_from_the_first_hello_to_the_last_goodbye():
     server = Server()
     transports = [connect(server.address, rank, pytest.fail) for rank in range(2)]
-    assert server.joined.get(timeout=20)[0] == WorkerHello(0, 2, 0, "h:1")
+    assert server.joined.get(timeout=60)[0] == WorkerHello(0, 2, 0, "h:1")
     ends = [Ended(), Ended()]
     for transport, ended in zip(transports, ends):
         transport.start(make_task(), ended)
     for ended in ends:
-        assert ended.done.wait(20)
+        assert ended.done.wait(60)
     for transport in transports:
         transport.close()
     assert server.outcome() == 0
@@ -104,7 +104,7 @@ def test_a_job_from_the_first_hello_to_the_last_goodbye():
 def test_a_failure_elsewhere_ends_the_server_and_reaches_its_workers():
     server, failures = Server(), Failures()
     transport = connect(server.address, 0, failures)
-    _, on_failure = server.joined.get(timeout=20)
+    _, on_failure = server.joined.get(timeout=60)
     on_failure(PeerLost("rank 3 (host h, pid 9) is gone"))
     assert str(server.outcome()) == "rank 3 (host h, pid 9) is gone"
     assert str(failures.first()) == "rank 3 (host h, pid 9) is gone"
@@ -140,7 +140,7 @@ def start_process(code: str, *arguments: str) -> subprocess.Popen[str]:
 
 def kill(process: subprocess.Popen[str]) -> None:
     process.send_signal(signal.SIGKILL)
-    process.wait(20)
+    process.wait(60)
     assert process.stdout is not None
     process.stdout.close()
 
@@ -182,7 +182,7 @@ def test_a_killed_server_is_named_to_its_workers_at_once(lane):
         transport = connect(address, 0, failures, lane=lane)
         ended = Ended()
         transport.start(make_task(), ended)
-        assert ended.sent.wait(20)
+        assert ended.sent.wait(60)
     finally:
         kill(process)
     assert isinstance(failures.first(), PeerLost)
@@ -199,7 +199,7 @@ def test_a_killed_worker_ends_the_server_and_is_named_to_the_other_worker(lane):
     try:
         transport = connect(server.address, 0, failures, lane=lane)
         assert process.stdout.readline() == "ready\n"
-        server.joined.get(timeout=20)
+        server.joined.get(timeout=60)
     finally:
         kill(process)
     error = server.outcome()

@@ -31,7 +31,7 @@ class Peer:
         self.thread.start()
 
     def frames(self, place: Allocate) -> Iterator[Frame]:
-        while (item := self._said.get(timeout=30)) is not None:
+        while (item := self._said.get(timeout=60)) is not None:
             if isinstance(item, Exception):
                 raise item
             if isinstance(item, threading.Event):
@@ -51,13 +51,13 @@ class Peer:
             self._said.put(frame)
         handled = threading.Event()
         self._said.put(handled)
-        assert handled.wait(20)
+        assert handled.wait(60)
 
     def send_last(self, item: Frame | Exception | None) -> list[Frame]:
         """Send what ends the stream; returns what the service still had to say."""
         self._said.put(item)
         heard = self.heard()
-        self.thread.join(20)  # with it all is told to others too
+        self.thread.join(60)  # with it all is told to others too
         return heard
 
     def end(self, error: Exception | None = None) -> list[Frame]:
@@ -100,7 +100,7 @@ class World:
         self.service.close()
         for peer in self.peers:
             peer.end()
-            peer.thread.join(20)
+            peer.thread.join(60)
             assert not peer.thread.is_alive()
 
 
@@ -225,7 +225,7 @@ def test_a_server_takes_workers_of_one_job_only_the_first_if_none_was_said(told)
     service.close()
     for each in (mine, other):
         each.end()
-        each.thread.join(20)
+        each.thread.join(60)
 
 
 @pytest.mark.parametrize(
@@ -246,7 +246,7 @@ def test_a_host_is_called_by_the_rank_that_leads_it(greeting, why):
     assert the_error(Peer(service).send_last(json_frame(FrameKind.HELLO, greeting.to_record()))) == why
     service.close()
     mine.end()
-    mine.thread.join(20)
+    mine.thread.join(60)
 
 
 @pytest.mark.parametrize(
@@ -324,7 +324,7 @@ def test_the_job_ends_when_every_rank_has_said_goodbye(world):
     for rank in range(2):
         assert not world.all_left.is_set()
         assert world.connect(rank).send_last(Frame(FrameKind.GOODBYE)) == []
-    assert world.all_left.wait(20)
+    assert world.all_left.wait(60)
     assert world.failures == []
 
 
