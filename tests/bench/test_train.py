@@ -329,7 +329,7 @@ def test_an_emulated_model_in_namespaces(tmp_path):
     ddp, fifo = measured(tmp_path, "--megabytes", "1", "--systems", "ddp,fifo", *links)
     assert fifo["gradient_bytes"] == pytest.approx(1e6, rel=0.01)
     assert fifo["servers"] == 1
-    assert fifo["step_seconds"]["median"] >= fifo["compute_seconds"] * 0.9
+    assert fifo["step_seconds"]["median"] >= 0.9 * 1e6 / 25e6  # its bytes on the link
     assert ddp["speedup_vs_ddp"] == 1
     assert ddp["stands_for"]["gradient_bytes"] == 72_000_000
     (compiled,) = measured(tmp_path, "--megabytes", "1", "--systems", "commsched", "--compile", *links)
