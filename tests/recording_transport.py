@@ -51,7 +51,7 @@ class RecordingTransport(Transport):
 
     # --- for the test ---
 
-    def wait_started(self, count: int, timeout_seconds: float = 10.0) -> list[CommTask]:
+    def wait_started(self, count: int, timeout_seconds: float = 60.0) -> list[CommTask]:
         """Wait until ``count`` tasks were started, and return all tasks started so far.
 
         Raises:

@@ -21,7 +21,7 @@ from .worlds import ordered_world
 
 
 def test_conformance() -> None:
-    check_transport(ordered_world, rounds=200)
+    check_transport(ordered_world, rounds=60)
 
 
 def train(world: CheckedWorld, rank: int, order: str, averages: list[bool]) -> None:

@@ -469,9 +469,7 @@ def test_without_a_model_it_is_tuned_all_the_same(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("commsched.tuner.learn.ModelProcess", broken)
     found = asked_with(monkeypatch)
     assert (found["seeds"], found["model"]) == ([], None)
-    assert [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING] == [
-        "tuning goes on without a model: ZeroDivisionError: a bug"
-    ]
+    assert caplog.messages.count("tuning goes on without a model: ZeroDivisionError: a bug") == 1
 
 
 # --- after tuning ---

@@ -43,7 +43,7 @@ class _Ends:
             weakref.finalize(each, self._ends[-1][1].set)
 
     def alive(self) -> list[str]:
-        return [name for name, end in self._ends if not end.wait(3)]
+        return [name for name, end in self._ends if not end.wait(60)]
 
 
 def _buffers(optimizer: Any) -> list[Any]:

@@ -322,9 +322,9 @@ def test_threads_that_push_the_same_partitions_in_any_order_get_every_average_on
     run_world(world_size, body)
 
 
-def test_a_hundred_thousand_rounds_with_a_slow_rank_that_reads_late_are_all_exact():
+def test_ten_thousand_rounds_with_a_slow_rank_that_reads_late_are_all_exact():
     """A rank that has its average pushes again at once; the slow one looks at each only after three more were made."""
-    rounds, late = 100_000, 3
+    rounds, late = 10_000, 3
     aggregator = Aggregator(Contributors.all_ranks(2), pytest.fail)
     manifest = Manifest((TensorSpec("weight", (2,), "float64"),))
     for rank in range(2):
@@ -339,7 +339,7 @@ def test_a_hundred_thousand_rounds_with_a_slow_rank_that_reads_late_are_all_exac
             payload[:] = (step + (-1) ** rank, 2 * step + 3 * (-1) ** rank)
             aggregator.push(rank, PartitionKey(0, step, 0), "float64", 0, 16, payload.data, arrived.put)
             unread.append((step, arrived.get(timeout=60)))
-            if rank == 1 and step % 10_000 == 0:
+            if rank == 1 and step % 1_000 == 0:
                 threading.Event().wait(0.002)
             while len(unread) > (late if rank == 1 else 0):
                 expected, result = unread.popleft()
@@ -362,14 +362,14 @@ def test_memory_does_not_grow_with_the_number_of_rounds():
     gc.collect()
     tracemalloc.start()
     try:
-        rounds(range(100, 3000))
+        rounds(range(100, 1100))
         gc.collect()
         kept = tracemalloc.take_snapshot()
     finally:
         tracemalloc.stop()
     # Not what threads of other tests have allocated meanwhile.
     ours = [tracemalloc.Filter(True, f"{Path(inspect.getfile(Aggregator)).parent}/*"), tracemalloc.Filter(True, __file__)]
-    assert sum(trace.size for trace in kept.filter_traces(ours).traces) < 10_000  # 3 bytes for each round
+    assert sum(trace.size for trace in kept.filter_traces(ours).traces) < 10_000  # 10 bytes for each round
 
 
 def test_ranks_are_called_by_their_place_in_the_job_and_sums_divided_by_its_size():
