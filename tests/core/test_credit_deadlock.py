@@ -82,7 +82,7 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[list[Rank]]:
     meeting = Meeting()
     ranks = [Rank(request.param(rank, meeting)) for rank in range(2)]
     yield ranks
-    run_world(2, lambda rank: ranks[rank].core.close(), timeout_seconds=100)
+    run_world(2, lambda rank: ranks[rank].core.close(), timeout_seconds=300)
 
 
 @pytest.mark.parametrize("ranks", [SentAtOnce], indirect=True)
@@ -91,7 +91,7 @@ def test_opposite_orders_finish_when_credit_comes_back_at_sent(ranks: list[Rank]
         ranks[rank].becomes_ready(*((1, 0) if rank == 0 else (0, 1)))
         ranks[rank].core.drain()
 
-    run_world(2, train, timeout_seconds=100)
+    run_world(2, train, timeout_seconds=300)
     assert all(proxy.is_open for rank in ranks for proxy in rank.group.proxies)
 
 

@@ -30,7 +30,7 @@ def open_two(tmp_path: Path, **set_by_user: object) -> list[object]:
         except ConfigError as error:
             return str(error)
 
-    return run_world(2, rank_main, timeout_seconds=100)
+    return run_world(2, rank_main, timeout_seconds=300)
 
 
 def test_a_loopback_address_of_a_rank_elsewhere_is_refused_on_all_ranks(

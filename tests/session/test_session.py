@@ -52,7 +52,7 @@ def ranks(world_size: int, fn: Any, config: SchedulerConfig | None = None, **how
 
     sessions = local_sessions(world_size, config, **how)
     try:
-        return run_world(world_size, rank_main, timeout_seconds=100)
+        return run_world(world_size, rank_main, timeout_seconds=300)
     finally:
         for session in sessions:
             session.abort("the test is over")
@@ -571,7 +571,7 @@ def test_a_difference_that_is_found_when_all_have_left_is_raised(monkeypatch: py
 
     monkeypatch.setattr(sessions[0]._comparison, "add", add_late)
     monkeypatch.setattr(control, "wait_for_callbacks", wait_for_callbacks)
-    error = run_world(2, close, timeout_seconds=100)[0]
+    error = run_world(2, close, timeout_seconds=300)[0]
     assert str(error) == "weights differ between ranks after step 3: 'a' is 0 on rank 0 but 1 on rank 1"
 
 

@@ -62,7 +62,7 @@ class Training:
     sessions: list[Session] = field(default_factory=list)
     taken: int = 0  # steps
 
-    def run(self, timeout_seconds: float = 100.0) -> list[Weights]:
+    def run(self, timeout_seconds: float = 300.0) -> list[Weights]:
         """The weights of each rank."""
         self.sessions = local_sessions(self.world_size, self.config, wrap_transport=self._wrap, order=self.order)
         try:

@@ -70,7 +70,7 @@ def run_ranks(assignment, world_size=2, wrap_transport=None):
             return train_rank.rank_main(session, assignment)
 
     try:
-        return run_world(world_size, rank, timeout_seconds=100)
+        return run_world(world_size, rank, timeout_seconds=300)
     finally:
         for session in sessions:
             session.abort("the test is over")

@@ -47,7 +47,7 @@ def train_scheduled(workload: Workload) -> list[list[torch.Tensor]]:
 
     config = SchedulerConfig(partition_bytes=2000, credit_bytes=4000)
     sessions = local_sessions(RANKS, config, wrap_transport=lambda transport: Delayed(transport, transport.rank, 1e-4))
-    return run_world(RANKS, train, timeout_seconds=100)
+    return run_world(RANKS, train, timeout_seconds=300)
 
 
 @pytest.mark.parametrize("name", ["uniform", "bert-base"])

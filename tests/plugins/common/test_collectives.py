@@ -23,7 +23,7 @@ def on_ranks(rank: Any) -> None:
         with sessions[index] as session:
             rank(session)
 
-    run_world(2, run, timeout_seconds=100)
+    run_world(2, run, timeout_seconds=300)
 
 
 def test_arrays_of_rank_0_arrive_bit_for_bit() -> None:

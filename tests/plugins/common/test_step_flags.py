@@ -23,7 +23,7 @@ def on_ranks(world_size: int, rank: Any) -> list[Any]:
             return rank(session, StepFlags(session, "flags", "numbers of the test", 3))
 
     try:
-        return run_world(world_size, run, timeout_seconds=100)
+        return run_world(world_size, run, timeout_seconds=300)
     finally:
         for session in sessions:
             session.abort("the test is over")

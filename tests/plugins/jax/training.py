@@ -132,7 +132,7 @@ def on_ranks(
             return rank(session)
 
     try:
-        return run_world(world_size, run, timeout_seconds=100)
+        return run_world(world_size, run, timeout_seconds=300)
     finally:
         for session in sessions:
             session.abort("the test is over")

@@ -523,7 +523,7 @@ def test_a_rank_that_leaves_is_named(way: str, optimizer: Any) -> None:
             scheduled.apply(gradients_of(model))
 
     try:
-        run_world(RANKS, body, timeout_seconds=100)
+        run_world(RANKS, body, timeout_seconds=300)
     finally:
         for session in sessions:
             session.abort("the test is over")
@@ -564,7 +564,7 @@ def test_a_failure_opens_no_gate() -> None:
             train(model, scheduled, INPUTS, TARGETS, "eager")
 
     try:
-        run_world(RANKS, body, timeout_seconds=100)
+        run_world(RANKS, body, timeout_seconds=300)
     finally:
         for session in sessions:
             session.abort("the test is over")
@@ -587,7 +587,7 @@ def test_who_catches_a_failure_is_told_it_again_at_the_end_and_nothing_else() ->
             with pytest.raises(TransportError, match="it was enough"):
                 end()
 
-    run_world(RANKS, body, timeout_seconds=100)
+    run_world(RANKS, body, timeout_seconds=300)
 
 
 def test_an_update_that_raises_ends_the_job(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,7 +82,7 @@ def on_ranks(
     ranks: int = RANKS,
     wrap: Callable[[Transport], Transport] | None = delayed,
     config: SchedulerConfig = SMALL,
-    timeout_seconds: float = 100.0,
+    timeout_seconds: float = 300.0,
     check_weights: int = 2,
 ) -> list[Any]:
     """``body`` on every rank, a thread, in a session of its own."""

@@ -70,7 +70,7 @@ def run(
     models = [make_model() for _ in range(2)]
     sessions = local_sessions(2, config, wrap_transport=wrap)
     try:
-        return run_world(2, rank_loop, timeout_seconds=100)
+        return run_world(2, rank_loop, timeout_seconds=300)
     finally:
         for session in sessions:
             session.abort("the test is over")

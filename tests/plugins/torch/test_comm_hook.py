@@ -62,7 +62,7 @@ def run(loop: RankLoop, world_size: int = 2, *, one_rank_sessions: bool = False)
     else:
         sessions = local_sessions(world_size, SMALL, wrap_transport=delayed)
     try:
-        return run_world(world_size, rank_loop, timeout_seconds=100)
+        return run_world(world_size, rank_loop, timeout_seconds=300)
     finally:
         for session in sessions:
             session.abort("the test is over")

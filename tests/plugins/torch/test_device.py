@@ -365,7 +365,7 @@ def test_the_optimizer_is_detached_after_its_session_has_ended(monkeypatch: pyte
         optimizer.detach()
 
     sessions = local_sessions(2)
-    run_world(2, lambda rank: run(sessions[rank]), timeout_seconds=100)
+    run_world(2, lambda rank: run(sessions[rank]), timeout_seconds=300)
 
 
 def test_ranks_of_torch_distributed_that_no_launcher_started_are_not_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

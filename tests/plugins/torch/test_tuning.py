@@ -58,7 +58,7 @@ def steady() -> Weights:
         with sessions[rank] as session:
             return tuned_rank.train(session, models[rank], "steady", STEPS)["weights"]
 
-    return run_world(2, train_one, timeout_seconds=100)[0]
+    return run_world(2, train_one, timeout_seconds=300)[0]
 
 
 def require_bits(saved: list[Any], expected: Weights) -> None:

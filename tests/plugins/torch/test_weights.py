@@ -41,7 +41,7 @@ def job(
     models = [model() for _ in range(3)]
     sessions = local_sessions(3, check_weights=every)
     try:
-        run_world(3, rank_loop, timeout_seconds=100)
+        run_world(3, rank_loop, timeout_seconds=300)
     finally:
         for session in sessions:
             session.abort("the test is over")

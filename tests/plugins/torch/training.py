@@ -90,7 +90,7 @@ def train_scheduled(
 
     models = [task.model(seed=rank) for rank in range(world_size)]  # here: the random state of torch is that of the process
     sessions = local_sessions(world_size, config, wrap_transport=delayed if delay_seconds else None)
-    return run_world(world_size, train, timeout_seconds=100)
+    return run_world(world_size, train, timeout_seconds=300)
 
 
 def _train_rank(

@@ -134,7 +134,7 @@ def test_different_models_are_named_before_any_data_moves(make: Callable[[int], 
     before = [[p.detach().clone() for p in model.parameters()] for model in models]
     sessions = local_sessions(2)
     with pytest.raises(commsched.ManifestMismatch, match=message):
-        run_world(2, rank_loop, timeout_seconds=100)
+        run_world(2, rank_loop, timeout_seconds=300)
     for model, weights in zip(models, before):
         assert all(torch.equal(a, b) for a, b in zip(model.parameters(), weights))
     for session in sessions:

@@ -52,7 +52,7 @@ def errors_of(call: Any) -> list[str]:
             return f"{type(error).__name__}: {error}"
         return ""
 
-    return run_world(2, one, timeout_seconds=100)
+    return run_world(2, one, timeout_seconds=300)
 
 
 @pytest.mark.skipif(torch.distributed.is_nccl_available(), reason="this PyTorch has NCCL")
@@ -170,7 +170,7 @@ def test_ranks_meet_in_the_store() -> None:
             opened.set("identifier", b"\x00\xffnccl")
         return opened.get("identifier")
 
-    assert run_world(2, one, timeout_seconds=100) == [b"\x00\xffnccl"] * 2
+    assert run_world(2, one, timeout_seconds=300) == [b"\x00\xffnccl"] * 2
 
 
 def test_a_store_that_cannot_open_is_told_to_every_rank() -> None:
@@ -181,7 +181,7 @@ def test_a_store_that_cannot_open_is_told_to_every_rank() -> None:
             group.open_store(ranks.context(rank, host="203.0.113.7"))  # an address that no machine has
         return str(raised.value)
 
-    first, second = run_world(2, one, timeout_seconds=100)
+    first, second = run_world(2, one, timeout_seconds=300)
     assert first == second
     assert first.startswith("rank 0 could not open a store for process groups on 203.0.113.7: OSError")
 
