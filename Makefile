@@ -9,7 +9,7 @@ ENVIRONMENTS := openmpi $(ENGINES)
 # One more than there are cores, since tests wait for each other's ranks as well.
 PYTEST := -m pytest -n $(shell expr $$(nproc) + 1) --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo check environments test gpu clean
+.PHONY: demo check docs dist environments test gpu clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed-examples
@@ -20,6 +20,17 @@ check: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --clean
+
+# The pages as a site, in runs/site. Fails at a link that leads nowhere.
+docs: $(VENV)/.installed-dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --clean
+
+# The wheel and the source archive, in dist/, both checked.
+dist: $(VENV)/.installed-dist
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation
+	$(BIN)/twine check --strict dist/*
 
 environments: $(ENVIRONMENTS:%=.venv-%/.installed)
 

@@ -12,7 +12,7 @@ import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypedDict
 
 from .core.errors import ConfigError
 from .core.policies import policy_names
@@ -372,6 +372,41 @@ class Settings:
                     if place > 0 or "tuned" not in source:
                         given.add(key)
         return cls(**values, given=frozenset(given))
+
+
+class SettingsKeywords(TypedDict, total=False):
+    """The settings that a script may give as keywords, with their types, for editors and type checkers. A size is text with a
+    unit or a number of bytes; None means: not given. :class:`Settings` describes them, and its parsers check their values."""
+
+    transport: str | None
+    servers: str | Sequence[str] | None
+    lane: Literal["tcp", "grpc"] | None
+    order: Literal["agreed", "static"] | None
+    collective: Literal["auto", "all_reduce", "rsag"] | None
+    wire: Literal["none", "bfloat16", "float16"] | None
+    hierarchy: Literal["auto", "on", "off"] | None
+    partition: str | int | None
+    credit: str | int | None
+    fusion: str | int | None
+    policy: str | None
+    rate: str | None
+    trace: str | Path | None
+    log: Literal["warning", "info", "debug"] | None
+    check_weights: int | None
+    fail_after: float | None
+    stall_after: float | None
+    join_within: float | None
+    tune: bool | str | Budget | None
+    tune_out: str | Path | None
+    tune_by: str | None
+    tune_policies: str | Sequence[str] | None
+    disable: bool | None
+    control: str | None
+    host: str | None
+    job: str | None
+    token: str | None
+    token_file: str | Path | None
+    rendezvous: str | Path | None
 
 
 #: ``COMMSCHED_*`` variables that are not settings: the rank and world (see ``core/world.py``), and the name of the TOML file.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,6 +30,7 @@ MADE_BY_READERS = {
     "traces/trace.json",
     "figures/regret.svg",
     "docs/<engine>.md",
+    "runs/site",
 }
 PATH = re.compile(r"(\./)?[\w.-]+(/[\w.-]+)+/?|[\w-]+\.(py|md|json)")
 
@@ -141,3 +143,27 @@ def test_every_transport_has_a_row_and_is_in_those_of_its_settings(name: str) ->
 def test_soak_tests_exist(page: Path) -> None:
     named = re.findall(r"python -m tests\.soak ([a-z]+)", page.read_text().replace("\n", " "))
     assert sorted(set(named) - WHAT.keys()) == []
+
+
+def test_every_extra_is_explained() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    rows = re.findall(r"^\| (`[^|]*) \|", (ROOT / "docs" / "install.md").read_text(), re.MULTILINE)
+    assert sorted(name for row in rows for name in re.findall(r"`([\w-]+)`", row)) == sorted(extras)
+
+
+@pytest.mark.parametrize(
+    "module", ["commsched", *(f"commsched.plugins.{name}" for name in ("torch", "tensorflow", "jax", "mxnet"))]
+)
+def test_the_reference_has_every_public_name(module: str) -> None:
+    tree = ast.parse((ROOT / module.replace(".", "/") / "__init__.py").read_text())
+    [public] = [
+        ast.literal_eval(node.value) for node in tree.body if isinstance(node, ast.Assign) and "__all__" in names_of(node)
+    ]
+    named = re.findall(r"^::: ([\w.]+)$", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE)
+    assert [name for name in named if not is_there(name)] == []
+    known = {name.rpartition(".")[2] for name in named if name.startswith(module)}
+    assert sorted(set(public) - known - {"__version__"}) == []
+
+
+def names_of(node: ast.Assign) -> list[str]:
+    return [target.id for target in node.targets if isinstance(target, ast.Name)]

@@ -1,11 +1,12 @@
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Unpack, get_args, get_origin, get_type_hints
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import commsched
 from commsched.core.errors import ConfigError
 from commsched.core.policies import policy_names
 from commsched.core.scheduler import MAX_PARTITION_BYTES, SchedulerConfig
@@ -13,6 +14,7 @@ from commsched.settings import (
     DEFAULT_BUDGET,
     Budget,
     Settings,
+    SettingsKeywords,
     parse_address,
     parse_bytes,
     parse_rate,
@@ -337,3 +339,60 @@ def test_the_token_is_not_shown() -> None:
     assert settings.token == "s3cret"
     assert "s3cret" not in repr(settings)
     assert "transport='auto'" in repr(settings)
+
+
+#: commsched sets them itself, by the environment or in a tuned file.
+NOT_FOR_SCRIPTS = {"tune_end", "launcher_file", "tuned", "given"}
+KEYWORDS = get_type_hints(SettingsKeywords)
+
+
+def words_of(hint: Any) -> tuple[str, ...]:
+    """The words of the Literal in ``hint``; empty if there is none."""
+    return next((get_args(part) for part in get_args(hint) if get_origin(part) is Literal), ())
+
+
+def test_the_keywords_are_the_settings() -> None:
+    assert KEYWORDS.keys() == Settings.__dataclass_fields__.keys() - NOT_FOR_SCRIPTS
+
+
+def test_init_has_the_keywords() -> None:
+    assert get_type_hints(commsched.init)["settings"] == Unpack[SettingsKeywords]
+
+
+def test_every_keyword_may_be_none() -> None:
+    assert [key for key, hint in KEYWORDS.items() if type(None) not in get_args(hint)] == []
+
+
+@pytest.mark.parametrize("key", KEYWORDS)
+def test_the_words_of_a_keyword_are_those_of_its_parser(key: str) -> None:
+    """A parser that takes words only says all of them; so a new word cannot be forgotten in the types."""
+    try:
+        Settings.load({key: "no such word"}, {})
+        known: tuple[str, ...] = ()
+    except ConfigError as error:
+        known = tuple(str(error).partition("there are: ")[2].split(", ")) if "there are: " in str(error) else ()
+    assert words_of(KEYWORDS[key]) == (() if key in ("policy", "tune_policies") else known)
+
+
+@pytest.mark.parametrize("key", [key for key, hint in KEYWORDS.items() if not words_of(hint)])
+def test_a_value_of_every_type_of_a_keyword_is_taken(key: str) -> None:
+    texts = {
+        "servers": "a:1,b:2",
+        "control": "a:1",
+        "rate": "1gbit",
+        "policy": "fifo",
+        "tune": "9trials",
+        "tune_policies": "fifo",
+    }
+    examples = {
+        str: texts.get(key, "8"),
+        int: 8,
+        float: 2.5,
+        bool: True,
+        Path: Path("file"),
+        Budget: DEFAULT_BUDGET,
+        Sequence[str]: ["fifo"] if key == "tune_policies" else ["a:1", "b:2"],
+        type(None): None,
+    }
+    for kind in get_args(KEYWORDS[key]):
+        Settings.load({key: examples[kind]}, {})

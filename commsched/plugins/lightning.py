@@ -22,7 +22,7 @@ from datetime import timedelta
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 import torch.distributed as dist
@@ -33,7 +33,7 @@ import commsched
 from ..core import timeouts
 from ..core.errors import CommschedError, UnsupportedError
 from ..core.world import World
-from ..settings import Settings
+from ..settings import Settings, SettingsKeywords
 from .common.step_flags import await_failure
 from .torch import ScheduledOptimizer
 
@@ -91,7 +91,7 @@ class ScheduledStrategy(DDPStrategy):
         *,
         broadcast_buffers: bool = True,
         per_parameter: bool | None = None,
-        **settings: Any,
+        **settings: Unpack[SettingsKeywords],
     ) -> None:
         Settings.load(settings, {})  # wrong settings are refused here, before Lightning starts any process
         ddp: dict[str, Any] = {} if broadcast_buffers else {"broadcast_buffers": False}  # DDP is used with disable=1
@@ -136,7 +136,7 @@ class ScheduledStrategy(DDPStrategy):
 
     def _open_session(self) -> commsched.Session:
         world = World(self.global_rank, self.world_size, self.local_rank, self.num_processes, "Lightning")
-        settings = dict(self._settings)
+        settings = self._settings.copy()
         if world.one_machine:
             # The launcher's default rendezvous needs a common parent process, which Lightning's own ranks do not have.
             directory = Path(tempfile.gettempdir()) / f"commsched-{os.getuid()}"

@@ -8,13 +8,13 @@ import os
 import sys
 import threading
 from functools import partial
-from typing import Any
+from typing import Unpack
 
 from ..core import process_exit
 from ..core.errors import CommschedError, ConfigError
 from ..core.standard_streams import flush_all, occupy
 from ..core.world import World, detect_world
-from ..settings import Settings, parse_switch
+from ..settings import Settings, SettingsKeywords, parse_switch
 from . import opening
 from .log import NOTHING_MADE, say
 from .opening import open_session
@@ -30,7 +30,7 @@ _lock = threading.Lock()
 _current: Session | None = None
 
 
-def init(*, device: str = "cpu", world: World | None = None, **settings: Any) -> Session:
+def init(*, device: str = "cpu", world: World | None = None, **settings: Unpack[SettingsKeywords]) -> Session:
     """Return the session of this process. The first call, and the first call after a session has closed, joins the job and
     waits until every rank has joined. Any thread.
 
@@ -41,8 +41,8 @@ def init(*, device: str = "cpu", world: World | None = None, **settings: Any) ->
     Args:
         device: device of the gradients ("cpu", or as PyTorch names it), for ``transport=auto``; plugins set it.
         world: rank and world size, from plugins of engines that start ranks themselves.
-        settings: fields of ``commsched.settings.Settings``. Each may also come from ``COMMSCHED_<NAME>`` or from a TOML file
-            named by ``COMMSCHED_CONFIG``.
+        settings: the settings that ``commsched.settings.SettingsKeywords`` lists with their types, so that an editor and a type
+            checker know them. Each may also come from ``COMMSCHED_<NAME>`` or from a TOML file named by ``COMMSCHED_CONFIG``.
 
     Raises:
         ConfigError: a setting is wrong or differs between ranks, settings are given after the session was opened, or ``world``

@@ -1,4 +1,4 @@
-"""The script that docs/pytorch.md begins with does what it says there."""
+"""The script of docs/first_hour.md does what it says there."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 
 from tests.jobs.job import ROOT, run_job
 
-GUIDE = (ROOT / "docs" / "pytorch.md").read_text()
+PAGE = (ROOT / "docs" / "first_hour.md").read_text()
 
 
 def test_the_first_script(tmp_path: Path) -> None:
-    script, line = re.search(r"```python\n(.*?)```", GUIDE, re.DOTALL), re.search(r"^commsched: .*\n", GUIDE, re.MULTILINE)
+    script, line = re.search(r"```python\n(.*?)```", PAGE, re.DOTALL), re.search(r"^commsched: .*\n", PAGE, re.MULTILINE)
     assert script is not None
     assert line is not None
     path = tmp_path / "train.py"
