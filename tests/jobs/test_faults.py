@@ -38,8 +38,7 @@ def server_pids(job: Job) -> list[int]:
     return pids
 
 
-@pytest.mark.parametrize("servers", [0, 2])
-@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize(("servers", "victim"), [(0, 0), (0, 2), (2, 2)])
 def test_a_killed_rank_is_named_by_all_others_at_once(servers: int, victim: int) -> None:
     with Job("-n", "3", "--servers", str(servers), *PATIENT, *worker(FOR_EVER), patient=True) as job:
         pids = started(job, 3)
@@ -209,8 +208,16 @@ def test_the_traceback_is_that_of_the_rank_that_failed() -> None:
     assert err.count("Traceback") == 2, err
 
 
-@pytest.mark.parametrize("early", [0, 1])
-@pytest.mark.parametrize("how", [["--servers", "0"], ["--servers", "1"], ["--hierarchy", "on"]])
+@pytest.mark.parametrize(
+    ("how", "early"),
+    [
+        (["--servers", "0"], 0),
+        (["--servers", "0"], 1),
+        (["--servers", "1"], 0),
+        (["--hierarchy", "on"], 0),
+        (["--hierarchy", "on"], 1),
+    ],
+)
 def test_a_rank_that_has_finished_does_not_wait_for_others_that_evaluate(tmp_path: Path, how: list[str], early: int) -> None:
     """They may wait, in a library of theirs, for nothing but its end."""
     enough = tmp_path / "enough"

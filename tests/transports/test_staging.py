@@ -17,9 +17,9 @@ def device_of(rank: int) -> SimulatedDevice:
 @pytest.mark.parametrize(
     ("open_world", "rounds"),
     [
-        pytest.param(local_world, 60, id="local"),
-        pytest.param(ordered_world, 30, id="ordered"),
-        pytest.param(embedded_world, 30, id="ps"),
+        pytest.param(local_world, 30, id="local"),
+        pytest.param(ordered_world, 20, id="ordered"),
+        pytest.param(embedded_world, 20, id="ps"),
         pytest.param(gloo_world, 8, id="gloo"),
         pytest.param(hierarchy(lambda rank: rank // 2, LocalNetwork), 8, id="hierarchy"),
     ],

@@ -31,7 +31,7 @@ def test_it_averages_the_memory_of_a_device(mpi: Mpi) -> None:
 
 
 def test_random_rounds_end_and_are_exact() -> None:
-    code, out, err = run(MPICH, 2, *RANK, "random_rounds", "200")
+    code, out, err = run(MPICH, 2, *RANK, "random_rounds", "80")
     assert code == 0, err
     assert out.count("passed") == 2
 

@@ -51,7 +51,7 @@ def memory_world(listeners: Sequence[OnFailure]) -> Iterator[Sequence[Transport]
 
 
 def test_conformance() -> None:
-    check_transport(memory_world, world_sizes=(1, 2, 3), rounds=50)
+    check_transport(memory_world, world_sizes=(1, 2, 3), rounds=20)
 
 
 class Alone:
