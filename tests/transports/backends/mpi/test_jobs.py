@@ -16,16 +16,16 @@ from .launch import BOTH, MPICH, OPEN_MPI, Mpi, MpiJob, run
 RANK = ("-m", "tests.transports.backends.mpi.rank")
 
 
-@pytest.mark.parametrize(("mpi", "ranks"), [(MPICH, 1), (MPICH, 2), (MPICH, 3), (OPEN_MPI, 2)], ids=str)
+@pytest.mark.parametrize(("mpi", "ranks"), [(MPICH, 1), (MPICH, 3), (OPEN_MPI, 2)], ids=str)
 def test_it_does_what_every_transport_must(mpi: Mpi, ranks: int) -> None:
     code, out, err = run(mpi, ranks, *RANK, "check", "10")
     assert code == 0, err
     assert sorted(out.split("\n")) == ["", *(f"rank {rank} passed" for rank in range(ranks))]
 
 
-@BOTH
-def test_it_averages_the_memory_of_a_device(mpi: Mpi) -> None:
-    code, out, err = run(mpi, 2, *RANK, "check_on_device", "6")
+def test_it_averages_the_memory_of_a_device() -> None:
+    """All that a transport must do, between two ranks: to MPI it is memory of the host."""
+    code, out, err = run(MPICH, 2, *RANK, "check_on_device", "6")
     assert code == 0, err
     assert out.count("passed") == 2
 
