@@ -273,12 +273,17 @@ def test_ctrl_c_ends_every_process() -> None:
 
 def test_a_rank_killed_while_another_connects_to_a_server_is_named() -> None:
     """The server that is waited for never comes; what counts is the first cause."""
-    environ = {"COMMSCHED_SERVERS": "127.0.0.1:1", "COMMSCHED_JOIN_WITHIN": "60"}
-    announce = "import os,sys; os.write(1, f'rank {os.environ[\"COMMSCHED_RANK\"]} pid {os.getpid()}\\n'.encode());"
+    environ = {"COMMSCHED_SERVERS": "127.0.0.1:1", "COMMSCHED_JOIN_WITHIN": "300"}
+    said = 'rank {os.environ["COMMSCHED_RANK"]} tells {os.environ["COMMSCHED_LAUNCHER_FILE"]} pid {os.getpid()}'
+    announce = f"import os,sys; os.write(1, f'{said}\\n'.encode());"
     join = f"{announce} sys.argv = ['worker', '5']; import runpy; runpy.run_path({str(WORKER)!r}, run_name='__main__')"
     with Job("-n", "2", *PATIENT, "--", sys.executable, "-c", join, environ=environ) as job:
-        pids = started(job, 2)
-        time.sleep(4)  # until both are in the control channel; were they not yet, the test would pass for less reason
+        lines = [line.split() for line in job.lines(2)]
+        pids = {int(words[1]): int(words[-1]) for words in lines}
+        told, deadline = Path(lines[0][3]), time.monotonic() + 120
+        while not told.exists() or set(told.read_text().splitlines()) < {"joined 0", "joined 1"}:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)  # other processes write it: nothing could tell us
         os.kill(pids[1], signal.SIGKILL)
         assert gone(pids[0])
         _, _, err = job.end()
