@@ -54,7 +54,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=500,
     )
     assert done.returncode == 0, done.stderr
     assert "Warning" not in done.stderr, done.stderr
@@ -120,7 +120,7 @@ def test_the_scripts_of_its_own_tests_pass(name: str) -> None:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=170,
+        timeout=500,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert all(f"rank {rank} of 2 has run {name}" in done.stdout for rank in range(2)), done.stdout
