@@ -20,7 +20,7 @@ from ..tuner.initial_guesses import seeds
 from ..tuner.model import Model
 from ..tuner.profiler import LinkEstimate
 from ..tuner.result import size
-from ..tuner.space import Space
+from ..tuner.space import Space, max_ratio
 
 Row = dict[str, Any]
 
@@ -145,7 +145,8 @@ def _sizes(profile: Profile, question: Question, per_byte: float) -> list[Schedu
     link = LinkEstimate(per_byte, question.overhead, question.latency)
     starts = seeds(profile, link, question.workers, servers=question.servers)
     model = Model(profile, link, question.workers, servers=question.servers, anchor_bytes=starts[0].partition_bytes)
-    best = best_sizes(model.predict, Space(starts[0], profile.nbytes), starts)
+    ratio = max_ratio(question.workers, question.servers)
+    best = best_sizes(model.predict, Space(starts[0], profile.nbytes, largest_ratio=ratio), starts)
     shards = question.servers or question.workers
     credits = (best.credit_bytes, *(lanes * best.partition_bytes for lanes in (shards + 1, 2 * shards)))
     return [replace(best, credit_bytes=min(credit, max(best.credit_bytes, profile.nbytes))) for credit in credits]

@@ -61,7 +61,7 @@ def serve(address: str, token: str, settings: Settings, on_bound: Callable[[str]
         client = ControlClient(
             hello.control_address,
             token,
-            Member.server(hello.server, host, witness.address),
+            Member.server(hello.server, host, witness.address, hello.contributors.divisor),
             fail_after_seconds=settings.fail_after,
             join_within_seconds=settings.join_within,
             job=job,

@@ -61,6 +61,7 @@ class ControlClient(ControlEnd):
         )
         self._address = address
         self._fail_after_seconds = fail_after_seconds
+        self._beat_seconds = heartbeat_seconds(fail_after_seconds, member.world_size)
         self._join_within_seconds = join_within_seconds
         self._join_by = time.monotonic() + join_within_seconds
 
@@ -71,15 +72,15 @@ class ControlClient(ControlEnd):
         self._unreachable = "no answer"  # why rank 0 was not reached
         self._turned_away = False  # refused by a job that is about to end
         self._clock = ClockOffset()
-        self._liveness: FailureDetector[Member] = FailureDetector(fail_after_seconds, time.monotonic())
+        self._liveness: FailureDetector[Member] = FailureDetector(fail_after_seconds, time.monotonic(), member.world_size)
 
         self._doubts: Doubts[Member] = Doubts(fail_after_seconds, self._rank_0_runs)
         self._watch = threading.Thread(target=self._tick, name="commsched-control-watch", daemon=True)
         ends: Any = {"hello": self._hello, "on_end": self._stream_ended}
         self._stream = (
-            ControlStream(address, token, job, fail_after_seconds, on_data=self._on_data, **ends)
+            ControlStream(address, token, job, fail_after_seconds, self._beat_seconds, on_data=self._on_data, **ends)
             if server is None
-            else InProcessStream(server, fail_after_seconds, on_message=self._on_message, **ends)
+            else InProcessStream(server, on_message=self._on_message, **ends)
         )
         try:
             self._watch.start()
@@ -185,7 +186,7 @@ class ControlClient(ControlEnd):
     # --- the watching thread ---
 
     def _tick(self) -> None:
-        interval = tick_seconds(self._fail_after_seconds)
+        interval = tick_seconds(self._fail_after_seconds, self._member.world_size)
         with self._changed:
             while not self._changed.wait_for(lambda: self._over, interval):
                 now = time.monotonic()
@@ -217,4 +218,4 @@ class ControlClient(ControlEnd):
         """Whether ``ours`` may be a consequence of rank 0's silence: the first rank that gives up a frozen rank 0 ends, and its
         lanes to the other ranks break."""
         silence = time.monotonic() - self._heard_at
-        return isinstance(ours, PeerLost) and silence > 2 * heartbeat_seconds(self._fail_after_seconds)
+        return isinstance(ours, PeerLost) and silence > 2 * self._beat_seconds

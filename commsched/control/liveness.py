@@ -13,14 +13,19 @@ from .messages import Member
 Peer = TypeVar("Peer", bound=Hashable)
 
 
-def heartbeat_seconds(fail_after_seconds: float) -> float:
-    """The interval at which each end sends heartbeats."""
-    return min(0.5, fail_after_seconds / 5)
+#: Rank 0 gets at most this many heartbeats per second, and sends as many, as long as the interval may grow with the job.
+_MAX_HEARTBEATS = 256
 
 
-def tick_seconds(fail_after_seconds: float) -> float:
+def heartbeat_seconds(fail_after_seconds: float, world_size: int = 0) -> float:
+    """The interval at which each end sends heartbeats, in a job of ``world_size`` ranks. Without that number it is the interval
+    of a small job."""
+    return min(max(0.5, world_size / _MAX_HEARTBEATS), fail_after_seconds / 5)
+
+
+def tick_seconds(fail_after_seconds: float, world_size: int = 0) -> float:
     """The interval at which to call :meth:`FailureDetector.tick`."""
-    return heartbeat_seconds(fail_after_seconds) / 4
+    return heartbeat_seconds(fail_after_seconds, world_size) / 4
 
 
 def too_silent(member: Member, silence_seconds: float, fail_after_seconds: float) -> PeerTimeout:
@@ -36,10 +41,10 @@ class FailureDetector(Generic[Peer]):
     comes.
     """
 
-    def __init__(self, fail_after_seconds: float, now: float) -> None:
-        self._most_per_tick = heartbeat_seconds(fail_after_seconds)
+    def __init__(self, fail_after_seconds: float, now: float, world_size: int = 0) -> None:
+        self._most_per_tick = heartbeat_seconds(fail_after_seconds, world_size)
         # A peer that pauses for less than fail_after may be silent for that time and one interval; a tick rounds up.
-        self._limit = fail_after_seconds + self._most_per_tick + tick_seconds(fail_after_seconds)
+        self._limit = fail_after_seconds + self._most_per_tick + tick_seconds(fail_after_seconds, world_size)
         self._doubt_after = fail_after_seconds / 2
         self._ticked_at = now
         self._silence: dict[Peer, float] = {}

@@ -26,7 +26,7 @@ class Member:
 
     role: str
     index: int
-    world_size: int  # according to this rank; 0 for a server, which does not know it
+    world_size: int  # according to this process
     host: str
     pid: int
     witness: str = ""  # address at which to ask whether the process runs; see ``witness.py``
@@ -42,9 +42,9 @@ class Member:
         return cls("rank", rank, world_size, "", os.getpid())
 
     @classmethod
-    def server(cls, index: int, host: str | None = None, witness: str = "") -> Member:
+    def server(cls, index: int, host: str | None = None, witness: str = "", world_size: int = 0) -> Member:
         """This process as a parameter server."""
-        return cls("server", index, 0, host or socket.gethostname(), os.getpid(), witness)
+        return cls("server", index, world_size, host or socket.gethostname(), os.getpid(), witness)
 
     @property
     def is_rank(self) -> bool:

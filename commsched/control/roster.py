@@ -72,11 +72,12 @@ class Roster:
         self._untold: list[int] = []  # those of ``left`` that the others have not been told of
         self.given_up: set[int] = set()  # connections that were silent for too long
         self._refused = ""  # the process that was refused last
+        self._turned_away: set[int] = set()  # connections of refused processes, whose heartbeats may still arrive
         self._welcome = messages.Welcome(host, pid)
         self._fail_after_seconds = fail_after_seconds
         self._join_within_seconds = join_within_seconds
         self._join_by = now + join_within_seconds
-        self._liveness: FailureDetector[int] = FailureDetector(fail_after_seconds, now)
+        self._liveness: FailureDetector[int] = FailureDetector(fail_after_seconds, now, world_size)
         self._parting: dict[int, set[int]] = {}  # rank that left and wants to end: ranks that have yet to spare it
         self._released: set[int] = set()  # connections of ranks that may end
         self._rank_0_ends = False
@@ -99,7 +100,8 @@ class Roster:
     def received(self, connection: int, message: Message, now: float) -> list[Send]:
         member = self.members.get(connection)
         if member is None:
-            return self._joins(connection, message, now)
+            late = isinstance(message, messages.Heartbeat) and connection in self._turned_away
+            return [] if late else self._joins(connection, message, now)
         if self.over or connection in self._released:
             return []
         self._liveness.heard(connection)
@@ -127,6 +129,7 @@ class Roster:
         if member is not None:
             del self._joined[member.role][member.index]
         self._liveness.forget(connection)
+        self._turned_away.discard(connection)
         if connection in self._released:
             return []
         return self.fail(PeerLost(f"{member} is gone: its connection broke", **member.about)) if member is not None else []
@@ -222,6 +225,7 @@ class Roster:
         """Refuse a process. Until all ranks have joined, the job cannot begin without it, so the refusal fails the job for
         every member. Later the job does not need the process, and goes on."""
         sends = self.fail(error) if error is not None and not self.ready else []
+        self._turned_away.add(connection)
         verdict = self.failure or error
         return [*sends, Send((connection,), messages.Failed(to_record(verdict)) if verdict is not None else messages.End())]
 

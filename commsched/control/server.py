@@ -51,8 +51,8 @@ class ControlServer:
         job: str = "",
         servers: int = 0,
     ) -> None:
-        self._heartbeat_seconds = heartbeat_seconds(fail_after_seconds)
-        self._tick_seconds = tick_seconds(fail_after_seconds)
+        self.heartbeat_seconds = heartbeat_seconds(fail_after_seconds, world_size)
+        self._tick_seconds = tick_seconds(fail_after_seconds, world_size)
         self._changed = threading.Condition()  # guards all below
         self._roster = Roster(
             world_size,
@@ -100,7 +100,7 @@ class ControlServer:
 
     def connect(self, in_process: bool = False) -> MemberConnection:
         """A new connection, for a member at the other end of a stream, or ``in_process``."""
-        outbox: MessageQueue[Any] = MessageQueue(self._heartbeat_seconds, Heartbeat() if in_process else BEAT)
+        outbox: MessageQueue[Any] = MessageQueue(self.heartbeat_seconds, Heartbeat() if in_process else BEAT)
         with self._changed:
             number = next(self._numbers)
             self._outboxes[number] = outbox
@@ -219,14 +219,13 @@ class InProcessStream:
     def __init__(
         self,
         server: ControlServer,
-        fail_after_seconds: float,
         *,
         hello: Callable[[], Message],
         on_message: Callable[[Message], None],
         on_end: Callable[[grpc.RpcError | Unproven | RuntimeError | None], bool],
     ) -> None:
         self._connection = server.connect(in_process=True)
-        self._heartbeat_seconds = heartbeat_seconds(fail_after_seconds)
+        self._heartbeat_seconds = server.heartbeat_seconds
         self._hello = hello
         self._on_message = on_message
         self._on_end = on_end

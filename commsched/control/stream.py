@@ -12,7 +12,6 @@ import grpc
 
 from ..core.errors import CommschedError, ConfigError, TransportError
 from ..net.rpc import Call, Unproven, make_channel
-from .liveness import heartbeat_seconds
 from .messages import MAX_WIRE_BYTES, METHOD, SERVICE, Heartbeat, Message, encode
 
 T = TypeVar("T")
@@ -28,6 +27,7 @@ class ControlStream:
 
     Args:
         hello: makes the first message; called for each attempt to connect.
+        beat_seconds: the interval of heartbeats.
         on_end: called when the stream has ended, with the reason: gRPC's error, ``Unproven``, RuntimeError if gRPC can start no
             thread, or None if the server ended the stream in order. It returns True to ask for another attempt.
     """
@@ -38,6 +38,7 @@ class ControlStream:
         token: str,
         job: str,
         fail_after_seconds: float,
+        beat_seconds: float,
         *,
         hello: Callable[[], Message],
         on_data: Callable[[bytes], None],
@@ -45,7 +46,7 @@ class ControlStream:
     ) -> None:
         self._token = token
         self._job = job
-        self._heartbeat_seconds = heartbeat_seconds(fail_after_seconds)
+        self._heartbeat_seconds = beat_seconds
         self._hello = hello
         self._on_data = on_data
         self._on_end = on_end

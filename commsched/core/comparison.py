@@ -75,6 +75,7 @@ class Comparison:
         self._waiting: defaultdict[str, list[deque[tuple[int, dict[str, str]]]]] = defaultdict(
             lambda: [deque() for _ in range(world_size)]
         )
+        self._missing: dict[str, int] = {}  # by thing: how many ranks have no report waiting
         self._lock = threading.Lock()
 
     def add(self, rank: int, what: str, step: int, values: Mapping[str, Any], hint: str = "") -> None:
@@ -91,11 +92,15 @@ class Comparison:
             if len(waiting[rank]) > MAX_WAITING:
                 missing = [other for other in range(self._world_size) if not waiting[other]]
                 raise RanksDiverged(f"{ranks_text(missing)} compared no {what} while rank {rank} did so {MAX_WAITING} times")
-            if not all(waiting):
+            if len(waiting[rank]) == 1:
+                self._missing[what] = self._missing.get(what, self._world_size) - 1
+            if self._missing[what]:
                 return
             heads = [queue.popleft() for queue in waiting]
-            if not any(waiting):
-                del self._waiting[what]  # each optimizer of a session is a thing of its own, so the names would accumulate
+            self._missing[what] = sum(not queue for queue in waiting)
+            if self._missing[what] == self._world_size:
+                # Each optimizer of a session is a thing of its own, so the names would accumulate.
+                del self._waiting[what], self._missing[what]
         _require_equal(what, heads, hint)
 
 

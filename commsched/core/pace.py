@@ -4,8 +4,9 @@ ranks compare the time of a step that they spend without waiting. Pure: no threa
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Sequence
 from itertools import islice
 from statistics import median
 from typing import NamedTuple
@@ -105,11 +106,12 @@ class Stragglers:
         self.own_seconds[report.group] = {rank: each.own for rank, each in sorted(reports.items())}
         if report.step == EARLY_REPORT:
             return []
-        return [line for rank in sorted(reports) if (line := self._judge(rank, reports)) is not None]
+        own = sorted(each.own for each in reports.values())
+        return [line for rank in sorted(reports) if (line := self._judge(rank, reports[rank], own)) is not None]
 
-    def _judge(self, rank: int, reports: Mapping[int, PaceReport]) -> str | None:
-        mine = reports[rank]
-        others = median(report.own for other, report in reports.items() if other != rank)
+    def _judge(self, rank: int, mine: PaceReport, own: Sequence[float]) -> str | None:
+        """``own``: the own times of all ranks, in ascending order."""
+        others = _median_without(own, mine.own)
         key = (mine.group, rank)
         if mine.own < SLOW_FACTOR * others or mine.own - others < max(SLOW_SECONDS, SLOW_SHARE * mine.whole):
             self._slow.pop(key, None)
@@ -122,3 +124,13 @@ class Stragglers:
             f"rank {rank} is slow: it takes {mine.own * 1000:.0f} ms of a step by itself, without waiting, and the other ranks "
             f"{others * 1000:.0f} ms (medians of {REPORT_STEPS} steps before step {mine.step}); they wait for it"
         )
+
+
+def _median_without(ascending: Sequence[float], one: float) -> float:
+    """The median of all numbers but ``one`` of them. It is asked for each rank, so it looks at few of them."""
+    place, number = bisect_left(ascending, one), len(ascending) - 1
+
+    def at(index: int) -> float:
+        return ascending[index if index < place else index + 1]
+
+    return (at((number - 1) // 2) + at(number // 2)) / 2

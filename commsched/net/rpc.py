@@ -47,6 +47,12 @@ _MIN_PATIENCE_SECONDS = 120.0
 #: The longest time that gRPC accepts.
 _MAX_MS = 2**31 - 1
 
+#: What has ended or expired is dropped when there are this many, and then whenever their number has doubled.
+_LEAST_SWEPT = 16
+
+#: Connections that may wait to be accepted. The system's own limit (net.core.somaxconn) may be less. All ranks connect at once.
+_BACKLOG = 4096
+
 
 def server_options(fail_after_seconds: float, max_message_bytes: int) -> Options:
     """Options of a server whose clients use :func:`channel_options` with the same arguments."""
@@ -114,6 +120,7 @@ class DaemonExecutor(Executor):
         self._name = name
         self._lock = threading.Lock()
         self._threads: set[threading.Thread] = set()
+        self._sweep_at = _LEAST_SWEPT  # number of threads at which those that have ended are dropped
         self._started = 0
         self._shut_down = False
 
@@ -132,7 +139,10 @@ class DaemonExecutor(Executor):
             thread = threading.Thread(target=self._run, args=(future, fn, args, kwargs), name=name, daemon=True)
             thread.start()  # with the lock held, so that shutdown never joins a thread that has not started
             # A thread is not removed when its call returns: it lives a moment longer, and shutdown must wait for that too.
-            self._threads = {thread, *(other for other in self._threads if other.is_alive())}
+            self._threads.add(thread)
+            if len(self._threads) >= self._sweep_at:  # not at each call, whose time would grow with the number of threads
+                self._threads = {other for other in self._threads if other.is_alive()}
+                self._sweep_at = max(_LEAST_SWEPT, 2 * len(self._threads))
         return future
 
     def _run(self, future: Future[T], fn: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -240,7 +250,7 @@ def _listen_at(listening: socket.socket, where: Any) -> socket.socket:
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # not SO_REUSEPORT: two servers would share clients
         listening.bind(where)
-        listening.listen()
+        listening.listen(_BACKLOG)
     except OSError:
         listening.close()
         raise
@@ -438,6 +448,7 @@ class Challenges:
         self._key = secrets.token_bytes(32)
         self._lock = threading.Lock()
         self._taken: dict[bytes, float] = {}  # challenges that were accepted, and when they were made
+        self._sweep_at = _LEAST_SWEPT  # number of them at which those that have expired are dropped
 
     def make(self) -> bytes:
         stamp = struct.pack(">d", self._clock()) + make_nonce()
@@ -451,10 +462,12 @@ class Challenges:
         [made_at] = struct.unpack_from(">d", stamp)
         oldest = self._clock() - _CHALLENGE_SECONDS
         with self._lock:
-            self._taken = {taken: at for taken, at in self._taken.items() if at > oldest}
             if made_at <= oldest or challenge in self._taken:
                 return False
             self._taken[challenge] = made_at
+            if len(self._taken) >= self._sweep_at:
+                self._taken = {taken: at for taken, at in self._taken.items() if at > oldest}
+                self._sweep_at = max(_LEAST_SWEPT, 2 * len(self._taken))
             return True
 
 

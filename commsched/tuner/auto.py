@@ -68,7 +68,8 @@ class AutoSizes:
             Stopped: training ends.
         """
         incumbent, self.profiled = self._context.current(), None
-        space = Space(incumbent, manifest.nbytes, fixed_by(self._context.settings))
+        largest_ratio = self._context.job.largest_ratio
+        space = Space(incumbent, manifest.nbytes, fixed_by(self._context.settings), largest_ratio=largest_ratio)
         if space.dimensions == 0 or self._context.job.workers < 2:
             return None
         try:

@@ -10,7 +10,7 @@ from ..core.scheduler import SchedulerConfig
 from ..simulator.profile import Profile
 from ..simulator.scenario import bytes_factor
 from .profiler import LinkEstimate
-from .space import MAX_TUNED_PARTITION_BYTES, MIN_TUNED_PARTITION_BYTES
+from .space import MAX_TUNED_PARTITION_BYTES, MIN_TUNED_PARTITION_BYTES, lanes
 
 _SIZES_PER_OCTAVE = 8
 
@@ -39,11 +39,11 @@ def before_first_step(
         rate: bytes per second of a worker's network card.
     """
     seconds_per_byte = bytes_factor(workers, servers) / rate
-    lanes, committed = _lanes(workers, servers, ordered)
+    count, committed = _lanes(workers, servers, ordered)
     theta = _COLLECTIVE_PARTITION_SECONDS if ordered else _PARTITION_SECONDS
     best = math.sqrt(theta * nbytes / (committed * seconds_per_byte))
     size = round(min(max(best, MIN_TUNED_PARTITION_BYTES), MAX_FIRST_PARTITION_BYTES))
-    return size, lanes
+    return size, count
 
 
 def seeds(
@@ -74,9 +74,9 @@ def seeds(
     """
     if workers < 2:
         raise ValueError(f"workers={workers}: with one there is nothing to tune")
-    lanes, committed = _lanes(workers, servers, ordered)
+    count, committed = _lanes(workers, servers, ordered)
     size = best_partition(profile, link, committed)
-    found = [SchedulerConfig(size, lanes * size, policy)]
+    found = [SchedulerConfig(size, count * size, policy)]
     size = best_partition(profile, link, 2 + _passed_on(ordered))
     found.append(SchedulerConfig(size, 2 * size, policy))
     return list(dict.fromkeys(found))
@@ -84,9 +84,9 @@ def seeds(
 
 def _lanes(workers: int, servers: int, ordered: bool) -> tuple[int, float]:
     """The number of partitions in the credit, and how many of the committed ones an urgent partition has to wait for."""
-    lanes = 4 if ordered else 8 * servers or 2 * workers
+    count = lanes(workers, servers, ordered)
     # Partitions committed to other shards travel beside an urgent partition rather than before it: half of them count.
-    return lanes, lanes if ordered else lanes / 2 + _passed_on(ordered)
+    return count, count if ordered else count / 2 + _passed_on(ordered)
 
 
 def _passed_on(ordered: bool) -> int:

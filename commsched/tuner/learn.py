@@ -19,7 +19,7 @@ from .link import known_rate, least_rate
 from .meter import StepTimer
 from .model_process import ModelProcess, RemoteModel
 from .profiler import Measured, Profiler
-from .space import MIN_TELLING_BYTES, MIN_TUNED_PARTITION_BYTES
+from .space import MIN_TELLING_BYTES, MIN_TUNED_PARTITION_BYTES, max_ratio
 from .trials import Stopped, TrialRunner
 
 log = logging.getLogger("commsched")
@@ -46,6 +46,11 @@ class JobFacts:
     hosts: int
     workers: int
     servers: int = 0
+
+    @property
+    def largest_ratio(self) -> int:
+        """The largest credit to try, in partitions."""
+        return max_ratio(self.workers, self.servers, self.ordered)
 
 
 @dataclass(frozen=True, slots=True)

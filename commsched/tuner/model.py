@@ -17,7 +17,7 @@ from ..simulator import Cluster, Exchange, FairShareCache, Rules, equal_workers,
 from ..simulator.profile import ITEMSIZE, LayerProfile, Profile
 from ..simulator.scenario import bytes_factor
 from .profiler import LinkEstimate
-from .space import MAX_RATIO, MAX_TUNED_PARTITION_BYTES, MIN_TUNED_PARTITION_BYTES
+from .space import MAX_TUNED_PARTITION_BYTES, MIN_TUNED_PARTITION_BYTES, max_ratio
 
 #: A step of up to ``_MAX_MESSAGES`` messages is simulated as it is, which takes about 0.1 s of CPU. A step of more messages is
 #: far from the best in most cases. It is simulated with ``_COARSE_MESSAGES`` messages of coarser partitions; such step times
@@ -91,6 +91,7 @@ class Model:
         self._servers = 0 if ordered else servers
         self._ordered = ordered
         self._anchor_bytes = anchor_bytes
+        self._largest_ratio = max_ratio(workers, servers, ordered)
         self._known: dict[SchedulerConfig, float] = {}
 
     def predict(self, config: SchedulerConfig) -> float:
@@ -98,7 +99,7 @@ class Model:
         partition = math.log2(
             min(max(config.partition_bytes, MIN_TUNED_PARTITION_BYTES), self._largest_bytes) / self._anchor_bytes
         )
-        ratio = math.log2(min(max(config.credit_bytes / config.partition_bytes, 1.0), MAX_RATIO))
+        ratio = math.log2(min(max(config.credit_bytes / config.partition_bytes, 1.0), self._largest_ratio))
         logs = 0.0
         for octave, share in _between(partition):
             for multiple, part in _between(ratio):

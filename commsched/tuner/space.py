@@ -18,7 +18,7 @@ MAX_TUNED_PARTITION_BYTES = 32_000_000
 #: groups of their own.
 MIN_TELLING_BYTES = 2 * MIN_TUNED_PARTITION_BYTES
 
-#: Largest credit, in partitions.
+#: Largest credit in partitions, unless there are so many shards that it would leave some without a partition.
 MAX_RATIO = 32
 
 CHOICES = frozenset({"partition", "credit", "policy"})
@@ -50,6 +50,7 @@ class Space:
         total_bytes: size of all tensors; no partition and no credit is larger, except a fixed one.
         fixed: any of ``partition``, ``credit``, ``policy``.
         policies: the policies to choose from; if empty, only the incumbent's.
+        largest_ratio: the largest credit in partitions, see :func:`max_ratio`.
 
     Raises:
         ConfigError: there is no such policy.
@@ -60,6 +61,7 @@ class Space:
     total_bytes: int
     fixed: frozenset[str] = frozenset()
     policies: tuple[str, ...] = ()
+    largest_ratio: int = MAX_RATIO
 
     def __post_init__(self) -> None:
         if self.total_bytes < 1:
@@ -95,7 +97,7 @@ class Space:
             low, high = self._partition_bounds
             point.append(math.log(near.partition_bytes / low) / math.log(high / low))
         if self._credit_is_free:
-            point.append(math.log(near.credit_bytes / near.partition_bytes) / math.log(MAX_RATIO))
+            point.append(math.log(near.credit_bytes / near.partition_bytes) / math.log(self.largest_ratio))
         if self._policy_is_free:
             places = self._places
             place = places.index(config.policy if config.policy in places else near.policy)
@@ -116,7 +118,7 @@ class Space:
             low, high = self._partition_bounds
             partition_bytes = round(low * (high / low) ** next(rest))
         if self._credit_is_free:
-            credit_bytes = round(partition_bytes * MAX_RATIO ** next(rest))
+            credit_bytes = round(partition_bytes * self.largest_ratio ** next(rest))
         if self._policy_is_free:
             policy = self._places[min(int(next(rest) * len(self._places)), len(self._places) - 1)]
         return self._within(SchedulerConfig(partition_bytes, credit_bytes, policy))
@@ -140,14 +142,14 @@ class Space:
             sizes = [round(near.partition_bytes * 2.0**octave * factor) for octave in octaves for factor in factors]
             partitions = [size for size in sizes if low <= size <= high]
         if self._credit_is_free:
-            ratios = list(_RATIOS[per_octave])
+            ratios = self._ratios(per_octave)
         found = [
             self._within(SchedulerConfig(partition_bytes, round(partition_bytes * ratio), policy))
             for policy in self.choices
             for partition_bytes in partitions
             for ratio in ratios
         ]
-        return [config for config in dict.fromkeys(found) if not (self._credit_is_free and _is_beside_another(config))]
+        return [config for config in dict.fromkeys(found) if not (self._credit_is_free and self._is_beside_another(config))]
 
     def clip(self, config: SchedulerConfig) -> SchedulerConfig:
         """The incumbent unchanged; any other configuration limited to the bounds, with the incumbent's fixed choices."""
@@ -159,11 +161,19 @@ class Space:
             low, high = self._partition_bounds
             partition_bytes = min(max(config.partition_bytes, low), high)
         if "credit" not in self.fixed:
-            most = min(MAX_RATIO * partition_bytes, max(self.total_bytes, partition_bytes))
+            most = min(self.largest_ratio * partition_bytes, max(self.total_bytes, partition_bytes))
             wanted = config.credit_bytes if self._credit_is_free else self.incumbent.credit_bytes
             credit_bytes = min(max(wanted, partition_bytes), most)
         policy = config.policy if config.policy in self.choices else self.choices[0]
         return replace(self.incumbent, partition_bytes=partition_bytes, credit_bytes=credit_bytes, policy=policy)
+
+    def _ratios(self, per_octave: int) -> list[float]:
+        more = range(1, round(math.log2(self.largest_ratio / MAX_RATIO)) + 1)
+        return [*_RATIOS[per_octave], *(MAX_RATIO * 2**octave for octave in more)]
+
+    def _is_beside_another(self, config: SchedulerConfig) -> bool:
+        ratio = config.credit_bytes / config.partition_bytes
+        return any(multiple < ratio < _ALIKE * multiple for multiple in self._ratios(2))
 
     @property
     def _partition_bounds(self) -> tuple[int, int]:
@@ -193,13 +203,19 @@ class Space:
         return tuple(dict.fromkeys((self.incumbent.policy, *self.choices)))
 
 
+def lanes(workers: int, servers: int = 0, ordered: bool = False) -> int:
+    """The credit, in partitions, that keeps the network busy: two on the way to each shard, eight to each separate
+    server, or four collectives in one order."""
+    return 4 if ordered else 8 * servers or 2 * workers
+
+
+def max_ratio(workers: int, servers: int = 0, ordered: bool = False) -> int:
+    """The largest credit to try, in partitions: a power of two."""
+    return 1 << math.ceil(math.log2(max(MAX_RATIO, lanes(workers, servers, ordered))))
+
+
 def fixed_by(settings: Settings) -> frozenset[str]:
     """The choices that the user has set, which stay. A policy that is set counts only if no policies to choose from are
     named."""
     auto = {name for name in ("partition", "credit") if getattr(settings, name) is None}
     return (settings.given & CHOICES) - auto - ({"policy"} if settings.tune_policies else set())
-
-
-def _is_beside_another(config: SchedulerConfig) -> bool:
-    ratio = config.credit_bytes / config.partition_bytes
-    return any(multiple < ratio < _ALIKE * multiple for multiple in _RATIOS[2])

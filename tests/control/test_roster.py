@@ -83,6 +83,15 @@ def test_ranks_are_welcomed_and_told_when_all_are_there() -> None:
     assert roster.received(9, hello(member(0)), 1.0) == [Send((9,), welcome), Send((7, 9), Ready(""))]
 
 
+def test_a_refused_process_may_send_heartbeats_until_it_knows() -> None:
+    roster = joined(2)
+    roster.received(1, Leave(), 0.0)
+    assert roster.received(7, hello(member(1)), 0.0) == [Send((7,), End())]
+    assert roster.received(7, Heartbeat(), 0.0) == []
+    roster.disconnected(7)
+    assert roster.received(7, hello(member(1)), 0.0) == [Send((7,), End())]
+
+
 def test_all_are_told_where_to_ask_whether_rank_0_runs() -> None:
     roster = new_roster(2)
     roster.received(7, hello(member(1)), 0.0)

@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 
+from commsched.control.liveness import heartbeat_seconds
 from commsched.control.messages import Announce, Gather, Leave, Message, Prepared, Propose, ToRank0, encode
 from commsched.control.roster import Send
 
 from .test_roster import hello, joined, member, new_roster
+from .virtual_job import VirtualJob
 
 
 def life_of(size: int) -> dict[str, list[Send]]:
@@ -33,10 +35,10 @@ def life_of(size: int) -> dict[str, list[Send]]:
 
 
 def test_the_messages_and_bytes_of_a_job_grow_with_its_ranks() -> None:
-    small, large = life_of(256), life_of(1024)
+    small, large = life_of(256), life_of(4096)
     for what, sends in large.items():
         for count in (lambda send: len(send.connections), lambda send: len(send.connections) * len(encode(send.message))):
-            assert sum(map(count, sends)) < 4.5 * sum(map(count, small[what])), what
+            assert sum(map(count, sends)) < 18 * sum(map(count, small[what])), what
 
 
 def lines_run(call: Callable[[], object]) -> int:
@@ -81,3 +83,23 @@ def test_who_joins_takes_as_long_among_many_ranks_as_among_few() -> None:
         return lines_run(lambda: roster.received(size, hello(member(size // 2, size)), 0.0))
 
     assert lines(512) == lines(8)
+
+
+def test_a_job_of_4096_ranks_stays_within_its_budget_and_names_who_is_silent() -> None:
+    job = VirtualJob(4096)
+    assert job.roster.ready
+    job.received = job.sent = 0
+    assert job.pass_time(20.0) is None
+    assert job.received <= 20 * 4096 / 2 * 1.05  # the interval is a fifth of fail_after
+    assert job.sent == job.received
+    began = job.now
+    failed_at = job.pass_time(60.0, silent={4095})
+    assert failed_at is not None
+    assert str(job.roster.failure).startswith("rank 4095 (host h511, pid 4095) has been silent for")
+    assert 10.0 < failed_at - began < 10.0 + 2 * job.interval
+
+
+@pytest.mark.parametrize(("size", "most"), [(64, 128), (256, 256), (512, 256), (1024, 512)])
+def test_heartbeats_grow_with_the_job_only_beyond_their_limit(size: int, most: int) -> None:
+    assert size / heartbeat_seconds(10.0, size) <= most
+    assert size / heartbeat_seconds(1000.0, size) <= 256

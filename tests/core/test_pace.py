@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import random
+from statistics import median
 
-from commsched.core.pace import EARLY_REPORT, REPORT_STEPS, Pace, PaceReport, Stragglers
+from hypothesis import given
+from hypothesis import strategies as st
+
+from commsched.core.pace import EARLY_REPORT, REPORT_STEPS, Pace, PaceReport, Stragglers, _median_without
 
 
 def train(own_seconds: list[float], windows: int, noise: float = 0.0) -> list[str]:
@@ -124,3 +128,9 @@ def test_reports_that_not_all_ranks_give_are_not_kept() -> None:
         stragglers.add(0, PaceReport(0, step, 0.1, 0.1))
     stragglers.add(1, PaceReport(0, 4, 0.1, 0.1))
     assert stragglers._reports == {}
+
+
+@given(st.lists(st.integers(0, 9), min_size=2, max_size=9))
+def test_the_median_of_the_others_is_found_in_the_order_of_all(times: list[int]) -> None:
+    for rank, mine in enumerate(times):
+        assert _median_without(sorted(times), mine) == median(times[:rank] + times[rank + 1 :])

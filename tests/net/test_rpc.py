@@ -403,7 +403,16 @@ def test_a_challenge_is_taken_once_and_within_a_minute() -> None:
     late = challenges.make()
     now = 200.0
     assert not challenges.take(late)
-    assert challenges._taken == {}  # what is too old is forgotten
+    for _ in range(100):
+        assert challenges.take(challenges.make())
+    now = 300.0
+    for _ in range(100):
+        assert challenges.take(challenges.make())
+    assert len(challenges._taken) <= 200  # what is too old is forgotten once there is much of it
+    now = 400.0
+    for _ in range(100):
+        assert challenges.take(challenges.make())
+    assert len(challenges._taken) <= 200
 
 
 def test_an_empty_token_is_refused() -> None:

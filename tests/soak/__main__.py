@@ -11,6 +11,7 @@ WHAT = {
     "chaos": "random jobs, random faults at random moments",
     "fuzz": "random and mutated bytes into everything that reads bytes from outside",
     "strangers": "garbage, silence and many connections at every port of a running job",
+    "scale": "what many ranks cost rank 0, and each rank",
     "network": "black holes, cuts, delays and flipped bits between network namespaces; needs root",
 }
 

@@ -25,7 +25,7 @@ TOKEN = "soak" * 16
 
 #: Name -> options of ``commsched run``. ``mpi`` is started by mpiexec.
 CONFIGURATIONS: Mapping[str, tuple[str, ...]] = {
-    "ps tcp": ("--transport", "ps"),
+    "ps tcp": ("--transport", "ps", "--hierarchy", "off"),
     "ps grpc": ("--transport", "ps", "--lane", "grpc"),
     "ps tcp + 1 server": ("--transport", "ps", "--servers", "1"),
     "ps grpc + 2 servers": ("--transport", "ps", "--lane", "grpc", "--servers", "2"),

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from commsched.core.errors import ConfigError
 from commsched.core.policies import policy_names
 from commsched.core.scheduler import SchedulerConfig
-from commsched.tuner.space import MAX_RATIO, MAX_TUNED_PARTITION_BYTES, MIN_TUNED_PARTITION_BYTES, Space
+from commsched.tuner.space import MAX_RATIO, MAX_TUNED_PARTITION_BYTES, MIN_TUNED_PARTITION_BYTES, Space, max_ratio
 
 CONFIGS = st.builds(
     SchedulerConfig,
@@ -184,3 +184,13 @@ def test_wrong_arguments_are_named() -> None:
         space.from_point((0.5, 1.5))
     with pytest.raises(ValueError, match="per_octave=3: 1 or 2"):
         space.lattice(3)
+
+
+def test_credit_reaches_two_partitions_for_each_of_many_shards() -> None:
+    assert [max_ratio(workers) for workers in (2, 16, 17, 64)] == [32, 32, 64, 128]
+    assert (max_ratio(64, 2), max_ratio(2, 8), max_ratio(64, ordered=True)) == (32, 64, 32)
+    space = Space(SchedulerConfig(4_000_000, 16_000_000), 10**10, largest_ratio=max_ratio(64))
+    assert space.clip(SchedulerConfig(1_000_000, 10**9)).credit_bytes == 128_000_000
+    assert space.to_point(SchedulerConfig(1_000_000, 128_000_000))[1] == 1.0
+    ratios = [c.credit_bytes / c.partition_bytes for c in space.lattice() if c.partition_bytes == 4_000_000]
+    assert ratios == [1, 2, 4, 8, 16, 32, 64, 128]

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from ..errors import FEWER_BATCHES, OrderMismatch, PeerLost
+from ..least import Least
 from ..scheduler import CreditWindow, Policy, ReadyTasks
 from ..task import ALL_REDUCE, CommTask
 from .messages import EMPTY, LARGEST, OTHERS, LaunchKey, extend_digest
@@ -43,7 +44,7 @@ class OrderLeader:
             deque()
         )  # decided launches with their digests, since the last launch that all ranks have confirmed
         self._first = 0  # place of the first launch in the history
-        self._confirmed = dict.fromkeys(set(leaders) - {0}, 0)
+        self._confirmed = Least(set(leaders) - {0}, 0)
         self._digest = EMPTY
 
     @property
@@ -177,9 +178,10 @@ class OrderLeader:
                 f"rank {rank} launched other bytes than rank 0 for {self._describe(last)}, or shortly before: the ranks have "
                 "cut their tensors differently"
             )
-        self._confirmed[rank] = count
-        confirmed = min(self._confirmed.values())
-        while self._first < confirmed - 1:  # the last confirmed launch is kept, because a report may have its digest
+        self._confirmed.raise_to(rank, count)
+        while (
+            self._first < self._confirmed.least - 1
+        ):  # the last confirmed launch is kept, because a report may have its digest
             self._history.popleft()
             self._first += 1
 

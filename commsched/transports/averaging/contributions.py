@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from ...core.errors import FEWER_BATCHES, ManifestMismatch, PeerLost, ProtocolError
 from ...core.interfaces import OnFailure
+from ...core.least import Least
 from ...core.manifest import ITEMSIZE, Manifest
 from .reduce import Bytes
 
@@ -66,7 +67,8 @@ class _Group:
 
     manifest: Manifest
     ranks: set[int]
-    latest: list[int]  # by rank: the step of its last push; -1 before the first push
+    latest: Least  # by rank: the step of its last push; -1 before the first push
+    newest: int = -1  # the latest of those steps
     steps: dict[int, dict[int, _Entry]] = field(default_factory=dict)  # step -> partition -> entry
     unfinished: dict[PartitionKey, _Entry] = field(default_factory=dict)
 
@@ -109,7 +111,7 @@ class Contributions:
         with self._lock:
             known = self._groups.get(group)
             if known is None:
-                self._groups[group] = _Group(manifest, {rank}, [-1] * len(self.members))
+                self._groups[group] = _Group(manifest, {rank}, Least(range(len(self.members)), -1))
                 return
             if rank in known.ranks:
                 raise ProtocolError(f"rank {self.members[rank]} announced group {group} twice")
@@ -263,20 +265,20 @@ class Contributions:
                 raise ProtocolError(f"rank {who} pushed step {step} but skipped {_name(group, key, entry.range)}")
             if key.step < step:
                 raise ProtocolError(f"rank {who} pushed step {step} before {_name(group, key, entry.range)} was averaged")
-        group.latest[rank] = step
-        oldest = min(group.latest)
-        for passed in [step for step in group.steps if step < oldest]:
+        group.latest.raise_to(rank, step)
+        group.newest = max(group.newest, step)
+        for passed in [step for step in group.steps if step < group.latest.least]:
             del group.steps[passed]
 
     def _require_first_push_in_step(self, group: _Group, rank: int, key: PartitionKey, range_: _Range) -> None:
         """Check that no rank has gone beyond the step of ``key``, which has no contribution yet."""
-        if max(group.latest) <= key.step:
+        if group.newest <= key.step:
             return
         name, who = _name(group, key, range_), self.members[rank]
         if group.latest[rank] > key.step:
             raise ProtocolError(f"rank {who} pushed {name} after step {group.latest[rank]}: that step is finished")
-        for other, latest in zip(self.members, group.latest):
-            if latest > key.step:
+        for index, other in enumerate(self.members):
+            if (latest := group.latest[index]) > key.step:
                 raise ProtocolError(f"rank {other} pushed step {latest} but skipped {name} which rank {who} pushed")
 
     def _require_present(self, group: _Group, key: PartitionKey, entry: _Entry, adding: int) -> None:

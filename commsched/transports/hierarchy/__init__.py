@@ -39,7 +39,8 @@ def open_hierarchy(context: TransportContext, open_network: OpenNetwork) -> Tran
     own = RankLocation(context.host, context.world.local_rank, hasattr(os, "memfd_create"))
     seats = [RankLocation(**record) for record in context.gather(asdict(own))]
     layout = HostTopology.of(seats)
-    if not is_wanted(context.settings.hierarchy, context.settings.collective, layout, seats):
+    meshed = not context.settings.servers
+    if not is_wanted(context.settings.hierarchy, context.settings.collective, layout, seats, meshed):
         return open_flat(context, open_network)
     if context.world.rank in layout.leaders:
         return _lead(context, layout, open_network)

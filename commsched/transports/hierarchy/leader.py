@@ -164,7 +164,7 @@ class LeaderTransport(Transport):
     def leave(self, rank: int) -> None:
         if rank in self._host:
             self._contributions.leave(self._host.index(rank))
-        elif rank in self._layout.leaders and self._network is not None:
+        if rank in self._layout.leaders and self._network is not None:
             # A leader leaves only after everything its host had to send is sent. When another rank leaves, the leader of its
             # host knows which tasks wait for it.
             self._network.leave(self._layout.host_of(rank))

@@ -82,8 +82,16 @@ def obstacle(layout: HostTopology, seats: Sequence[RankLocation]) -> str | None:
     return None
 
 
-def is_wanted(hierarchy: str, collective: str, layout: HostTopology, seats: Sequence[RankLocation]) -> bool:
+#: The most ranks of a single host that connect to each other by default. Over ``ps`` n ranks have 4 n^2 threads for that, and
+#: Linux lets a small machine have 32,768 in all (``kernel.pid_max``).
+MAX_MESH = 48
+
+
+def is_wanted(
+    hierarchy: str, collective: str, layout: HostTopology, seats: Sequence[RankLocation], meshed: bool = True
+) -> bool:
     """Whether the setting ``hierarchy`` (``auto``, ``on`` or ``off``) gives a hierarchy here, with that ``collective``.
+    ``meshed``: without a hierarchy every rank connects to every other one.
 
     Raises:
         ConfigError: ``hierarchy`` is ``on`` and not possible; says why.
@@ -92,7 +100,8 @@ def is_wanted(hierarchy: str, collective: str, layout: HostTopology, seats: Sequ
     if hierarchy == "on" and hindered_by is not None:
         raise ConfigError(f"hierarchy='on' is not possible: {hindered_by}")
     if hierarchy == "auto":  # a hierarchy has no reduce-scatter and all-gather tasks over all ranks
-        return layout.gains and hindered_by is None and collective != "rsag"
+        gains = layout.gains or (meshed and len(layout.hosts) == 1 and len(seats) > MAX_MESH)
+        return gains and hindered_by is None and collective != "rsag"
     return hierarchy == "on"
 
 

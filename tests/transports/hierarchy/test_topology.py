@@ -15,7 +15,14 @@ from commsched.core.errors import ConfigError, PeerLost, PeerTimeout, TransportE
 from commsched.testing.world import run_world
 from commsched.transports.hierarchy import topology as meetings
 from commsched.transports.hierarchy.messages import Kind, LocalMessage, UnixConnection
-from commsched.transports.hierarchy.topology import HostRendezvous, HostTopology, RankLocation, connect_to_leader, is_wanted
+from commsched.transports.hierarchy.topology import (
+    MAX_MESH,
+    HostRendezvous,
+    HostTopology,
+    RankLocation,
+    connect_to_leader,
+    is_wanted,
+)
 
 
 def seats(*places: tuple[str, int], shares_memory: bool = True) -> list[RankLocation]:
@@ -50,6 +57,12 @@ def test_ranks_of_one_address_share_a_host_and_the_lowest_local_rank_leads_but_r
 )
 def test_auto_is_on_where_it_gains(hierarchy, collective, places, wanted):
     assert is_wanted(hierarchy, collective, HostTopology.of(places), places) is wanted
+
+
+def test_auto_is_on_where_the_ranks_of_one_host_would_need_too_many_connections():
+    for ranks, meshed, wanted in ((MAX_MESH, True, False), (MAX_MESH + 1, True, True), (MAX_MESH + 1, False, False)):
+        places = seats(*(("a", rank) for rank in range(ranks)))
+        assert is_wanted("auto", "auto", HostTopology.of(places), places, meshed) is wanted
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ def open_transport(context: TransportContext) -> CollectiveTransport:
     channels: list[GlooChannel] = []
     try:
         for channel in range(_CHANNELS):
-            store = GatherStore(context.gather)
+            store = GatherStore(context.gather, world.world_size)
             static = channel == LARGEST and context.settings.order == "static"
             patience_seconds = _STATIC_PATIENCE_SECONDS if static else _patience_seconds(context)
             channels.append(GlooChannel(world.rank, world.world_size, listener.made, store, within, patience_seconds))

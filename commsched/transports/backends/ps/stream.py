@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -9,6 +10,10 @@ from typing import Protocol
 from ....settings import Settings
 from .frame import Frame
 from .send_queue import RateLimiter, SendQueue
+
+#: The most streams of a process that connect at a time. With a shard on each of many ranks on few cores, all handshakes would
+#: otherwise take as long as the last of them, which is longer than a handshake may take; then all would begin again.
+_MAX_CONNECTING = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,12 +25,16 @@ class StreamOptions:
         lane: the carrier of messages, ``tcp`` or ``grpc``.
         fail_after_seconds: bounds how long a frozen connection lives.
         rate_limiter: caps the rate of sending of all streams of the process, if given. Closed with the options.
+        connecting: held by each stream of the process that connects, so that few do so at a time.
     """
 
     token: str = field(repr=False)
     lane: str = "tcp"
     fail_after_seconds: float = 10.0
     rate_limiter: RateLimiter | None = None
+    connecting: threading.Semaphore = field(
+        default_factory=lambda: threading.Semaphore(_MAX_CONNECTING), compare=False, repr=False
+    )
 
     @classmethod
     def of(cls, settings: Settings, token: str) -> StreamOptions:

@@ -67,7 +67,9 @@ class TcpStream:
         pause_seconds = _FIRST_PAUSE_SECONDS
         while not self._aborted.is_set():
             for family, kind, protocol, _, address in self._resolve():
-                if (connected := self._attempt(family, kind, protocol, address)) is not None:
+                with self._options.connecting:
+                    connected = self._attempt(family, kind, protocol, address)
+                if connected is not None:
                     return connected
             self._aborted.wait(pause_seconds)
             pause_seconds = min(2 * pause_seconds, _LONGEST_PAUSE_SECONDS)
@@ -105,9 +107,11 @@ class TcpStream:
 
 log = logging.getLogger("commsched")
 
-#: How long a handshake may take, and how many may be outstanding. This bounds what strangers can cost at a time.
+#: How long a handshake may take, and how many of one host and of all hosts may be outstanding. This bounds what strangers can
+#: cost at a time. Workers of many hosts may connect at once.
 _HANDSHAKE_SECONDS = 5.0
 _MAX_HANDSHAKES = 64
+_MAX_OF_ALL_HOSTS = 1024
 
 #: How long streams may take to end in good order when the port closes, and how long a stream lingers after its last message.
 _GRACE_SECONDS = 1.0
@@ -187,12 +191,16 @@ class TcpPort:
         """
         with self._changed:
             hosts = Counter(host for host in self._open.values() if host is not None)
-            if hosts.total() <= _MAX_HANDSHAKES:
+            most = max(hosts, key=hosts.__getitem__, default="")
+            if hosts[most] > _MAX_HANDSHAKES:
+                too_many = f"{_MAX_HANDSHAKES} handshakes"
+            elif hosts.total() > _MAX_OF_ALL_HOSTS:
+                too_many = f"{_MAX_OF_ALL_HOSTS} handshakes of all hosts"
+            else:
                 return
-            most = max(hosts, key=hosts.__getitem__)
             oldest = next(accepted for accepted, host in self._open.items() if host == most)
             self._open[oldest] = None  # it is not counted any more
-        self._warn(most, f"more than {_MAX_HANDSHAKES} handshakes were under way")  # before its own thread warns
+        self._warn(most, f"more than {too_many} were under way")  # before its own thread warns
         with suppress(OSError):  # it has ended by itself
             oldest.shutdown(socket.SHUT_RDWR)
 

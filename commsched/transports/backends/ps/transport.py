@@ -69,15 +69,16 @@ class PsTransport(Transport):
             for index, address in enumerate(servers)
         ]
         self._lanes: list[OwnLane | RemoteLane] = []
-        connecting: list[RemoteLane] = []
         try:
-            for index, address in enumerate(servers):
+            first = self.rank % len(servers)  # each rank begins at another server, so that they do not all connect to one
+            for index in (*range(first, len(servers)), *range(first)):
                 if own_shard is not None and index == self.rank:
                     self._lanes.append(OwnLane(self.rank, own_shard.service, self))
                     continue
-                stream = open_stream(self._peers[index], address, options, context.job)
-                connecting.append(RemoteLane(stream, WorkerHello.of(context, index), self))
-                self._lanes.append(connecting[-1])
+                stream = open_stream(self._peers[index], servers[index], options, context.job)
+                self._lanes.append(RemoteLane(stream, WorkerHello.of(context, index), self))
+            self._lanes = [*self._lanes[len(servers) - first :], *self._lanes[: len(servers) - first]]  # by index
+            connecting = [lane for lane in self._lanes if isinstance(lane, RemoteLane)]
             # If another rank fails, the server that this rank waits for may never come.
             for remote in connecting:
                 context.when_failed(remote.give_up)
@@ -121,9 +122,11 @@ class PsTransport(Transport):
         self._manifests.pop(group, None)
 
     def leave(self, rank: int) -> None:
-        # Every rank notifies every server: the leaving rank's own shard, or a separate server, may have no other source.
-        for lane in self._lanes:
-            lane.leave(rank)
+        # A rank that leaves notifies every server itself. If all ranks notified all servers of it, a job with a shard on every
+        # rank would end with as many messages as the cube of its ranks.
+        for server, lane in enumerate(self._lanes):
+            if rank == self.rank or (self._own_shard is not None and server == self.rank):
+                lane.leave(rank)
 
     def close(self, graceful: bool = True) -> None:
         self._closed = True

@@ -301,7 +301,7 @@ def test_strangers_that_say_nothing_keep_no_worker_away(monkeypatch, caplog):
 
 
 def test_room_is_made_by_the_host_that_has_most_handshakes_under_way(monkeypatch):
-    monkeypatch.setattr(tcp_lane, "_MAX_HANDSHAKES", 3)
+    monkeypatch.setattr(tcp_lane, "_MAX_OF_ALL_HOSTS", 3)
     monkeypatch.setattr(tcp_lane, "_HANDSHAKE_SECONDS", NEVER_SECONDS)
     port = TcpPort("127.0.0.1:0", StreamOptions(TOKEN))
     port.serve(lambda stream, job: pytest.fail("nobody was admitted"))

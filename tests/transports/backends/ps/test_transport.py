@@ -12,11 +12,13 @@ import pytest
 from commsched.core.errors import ClosedError, CommschedError, ConfigError, PeerLost, PeerTimeout
 from commsched.core.manifest import Manifest, TensorSpec
 from commsched.core.plan import Partition
+from commsched.core.scheduler import SchedulerConfig
 from commsched.core.task import CommTask
 from commsched.net.rpc import Call, make_channel
 from commsched.testing.check_transport import check_averages, check_back_to_back, check_leaver, check_results, check_transport
 from commsched.testing.checked_world import Threads
 from commsched.transports.backends.ps import grpc_lane as grpc_port
+from commsched.transports.backends.ps import tcp_lane
 from commsched.transports.backends.ps import transport as ps_transport
 from commsched.transports.backends.ps.frame import MAX_MESSAGE_BYTES, Frame, FrameKind, WorkerHello, encode, json_frame
 from commsched.transports.backends.ps.grpc_lane import METHOD
@@ -528,3 +530,49 @@ def test_an_average_from_a_server_that_does_not_make_it_is_refused(lane, server)
 )
 def test_an_acknowledgement_that_is_not_due_is_refused(lane, why):
     require_blamed(lane, [answer(FrameKind.ACK, partition=1)], why)
+
+
+def test_few_streams_connect_at_a_time(monkeypatch):
+    """With a shard on each of many ranks, handshakes would otherwise take longer than they may."""
+    at_a_time, most, changed = 0, 0, threading.Condition()
+
+    def attempt(stream: object, *where: object) -> None:
+        nonlocal at_a_time, most
+        with changed:
+            at_a_time += 1
+            most = max(most, at_a_time)
+            changed.notify_all()
+            if stream is not streams[-1]:
+                changed.wait_for(lambda: most == 3, 20)
+            at_a_time -= 1
+            stream._aborted.set()
+
+    monkeypatch.setattr(tcp_lane.TcpStream, "_attempt", attempt)
+    options = StreamOptions(TOKEN, connecting=threading.Semaphore(3))
+    streams = [open_stream("a server", "127.0.0.1:1", options, "a job") for _ in range(9)]
+    threads = [threading.Thread(target=list, args=(stream.frames(memoryview),)) for stream in streams]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert most == 3
+
+
+def test_a_rank_that_leaves_is_announced_by_itself_and_by_each_rank_to_its_own_shard(monkeypatch):
+    """If each rank told all shards of each rank that leaves, an end took as many messages as the cube of the ranks."""
+    told = []
+    leave = RemoteLane.leave
+    monkeypatch.setattr(RemoteLane, "leave", lambda lane, rank: (told.append(rank), leave(lane, rank)))
+
+    def body(world, rank):
+        with world.core(rank, SchedulerConfig()) as core:
+            together.wait(20)
+            core.prepare_leave()
+            for other in {0, 1, 2} - {rank}:
+                core.leave(other)
+            together.wait(20)
+
+    together = threading.Barrier(3)
+    with Threads(embedded_world, 3) as world:
+        world.run(body)
+    assert sorted(told) == [0, 0, 1, 1, 2, 2]
