@@ -64,7 +64,7 @@ class Struck:
         self.started_at = 0.0
         self._directory = Path(tempfile.mkdtemp(prefix="commsched-soak-"))
         command = [sys.executable, str(RANK), *arguments]
-        settings = {"COMMSCHED_FAIL_AFTER": str(fail_after), "COMMSCHED_JOIN_WITHIN": str(max(20, ranks)), **environ}
+        settings = {"COMMSCHED_FAIL_AFTER": str(fail_after), "COMMSCHED_JOIN_WITHIN": str(max(20, 4 * ranks)), **environ}
         if name == "mpi":
             mpiexec = str(Path(sys.executable).parent / "mpiexec")
             self._command = [mpiexec, "-n", str(ranks), *command]
@@ -113,11 +113,11 @@ class Struck:
             reader.join(5)
         shutil.rmtree(self._directory, ignore_errors=True)
 
-    def wait_until_joined(self, timeout_seconds: float = 60.0) -> bool:
-        return self._wait_for(lambda: len(self.said.pids) == self.ranks, timeout_seconds)
+    def wait_until_joined(self) -> bool:
+        return self._wait_for(lambda: len(self.said.pids) == self.ranks)
 
-    def wait_until_reached(self, rank: int, timeout_seconds: float = 60.0) -> bool:
-        return self._wait_for(lambda: rank in self.said.reached, timeout_seconds)
+    def wait_until_reached(self, rank: int) -> bool:
+        return self._wait_for(lambda: rank in self.said.reached)
 
     def wait_until_ended(self, timeout_seconds: float) -> int | None:
         """The launcher's exit code; None: it still runs."""
@@ -164,8 +164,9 @@ class Struck:
         for line in self.process.stderr:
             self.errors = (self.errors + line)[-20_000:]
 
-    def _wait_for(self, condition: object, timeout_seconds: float) -> bool:
+    def _wait_for(self, condition: object) -> bool:
         assert callable(condition)
+        timeout_seconds = max(60.0, 4.0 * self.ranks)  # many processes on few cores take long to start
         with self._changed:
             return bool(
                 self._changed.wait_for(lambda: condition() or not self._readers[0].is_alive(), timeout_seconds) and condition()

@@ -183,7 +183,7 @@ def job(configuration: str, ranks: int, steps: int) -> bool:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     with Struck(configuration, ranks, [str(steps), "--at", "5"], 10.0) as struck:
         began = time.monotonic()
-        started = struck.wait_until_joined(400.0)
+        started = struck.wait_until_joined()
         joined = time.monotonic() - began
         needs: dict[int, tuple[int, int, int]] = {}
         done = threading.Event()
