@@ -152,7 +152,7 @@ def killed_rank_is_named(directory: Path) -> None:
     state(job, "FAILED", directory, 60)
     said = out.read_text()
     print(said)
-    require(re.search(r"(PeerLost|TransportError).*rank 1 of 2 .*is gone", said) is not None, "nobody names rank 1", said)
+    require(re.search(r"rank 0: PeerLost: rank 1 .*", said) is not None, "nobody names rank 1", said)
 
 
 def submit(directory: Path, checkpoint: Path, *options: str) -> tuple[str, Path]:
