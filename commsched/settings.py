@@ -68,6 +68,21 @@ def parse_address(value: object, key: str = "address") -> str:
     return text
 
 
+def _steps(value: object, key: str) -> tuple[int, int]:
+    match = re.fullmatch(r"(\d{1,12})(?:-(\d{1,12}))?", str(value).strip())
+    if match is None or int(match[2] or match[1]) < int(match[1]):
+        raise ConfigError(f"{key}={value!r} are no steps; write them like 10-20")
+    return int(match[1]), int(match[2] or match[1])
+
+
+def _metrics(value: object, key: str) -> str:
+    text = str(value).strip()
+    try:
+        return parse_address(f"127.0.0.1:{text}" if text.isdecimal() else text, key)
+    except ConfigError:
+        raise ConfigError(f"{key}={value!r} is not a port; write it like 9400, or 0.0.0.0:9400") from None
+
+
 def _addresses(value: object, key: str) -> tuple[str, ...]:
     parts = value if isinstance(value, list | tuple) else [part for part in str(value).split(",") if part.strip()]
     return tuple(parse_address(part, key) for part in parts)
@@ -268,6 +283,15 @@ class Settings:
         some_transports=True,
     )
     trace: str | None = _setting(_text, None, "directory for a timeline of every task; none: no timeline", run_option=True)
+    trace_steps: tuple[int, int] | None = _setting(
+        _steps, None, "the first and the last step of the timeline, such as 10-20; none: all", run_option=True
+    )
+    metrics: str | None = _setting(
+        _metrics,
+        None,
+        "port, or host:port, of Prometheus metrics, to which a rank adds its local rank; a port alone: for this machine only",
+        run_option=True,
+    )
     log: str | None = _setting(
         _one_of("warning", "info", "debug"),
         None,
@@ -332,6 +356,14 @@ class Settings:
     def chooses_sizes(self) -> bool:
         """Whether the partition, the credit or both are to be chosen."""
         return self.partition is None or self.credit is None
+
+    def text_of(self, name: str) -> str:
+        """The setting ``name`` with its value, as in an error: ``lane='grpc'``, ``rate=200mbit``."""
+        value = getattr(self, name)
+        if name != "rate" or value is None:
+            return f"{name}={value!r}"
+        bits, unit = (8e-6 * value, "mbit") if value < 125e6 else (8e-9 * value, "gbit")
+        return f"{name}={bits:g}{unit}"
 
     @classmethod
     def names(cls, fact: str) -> list[str]:

@@ -24,6 +24,7 @@ from .result import Result
 from .rho_figure import rho_figure
 from .tables import LONG
 from .timeline_figure import SLACK_SECONDS, timeline_figure
+from .verdict import FIVE, bars, pairs, sentence
 
 _CAPTIONS = (
     (
@@ -59,8 +60,9 @@ class Machine:
     commands: list[str] = field(default_factory=list)
 
 
-def page(read: Read) -> str:
-    """The page as HTML. Only one thread may call it at a time, because it changes matplotlib's state."""
+def page(read: Read, runs: Sequence[Read] = ()) -> str:
+    """The page as HTML. With two ``runs``, whose rows are all in ``read``, it compares the second with the first. Only one
+    thread may call it at a time, because it changes matplotlib's state."""
     templates = Templates(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -79,6 +81,9 @@ def page(read: Read) -> str:
         failures=read.failures,
         columns=LONG,
         sections=sections,
+        summaries=[(group, sentence(group), bars(group)) for group, _ in sections],
+        five=FIVE,
+        pairs=pairs(runs[0].results, runs[1].results) if len(runs) == 2 else [],
         simulation=simulation_plot,
         limit=TOLERATED_DIFFERENCE,
         least_samples=MIN_SAMPLES,

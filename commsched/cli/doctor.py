@@ -30,6 +30,7 @@ _ENGINES = {
     "tensorflow": ("TensorFlow", "tensorflow", "tensorflow"),
     "jax": ("JAX", "jax", "jax"),
     "mxnet": ("MXNet", "mxnet", "mxnet"),
+    "prometheus_client": ("Prometheus", "prometheus-client", "metrics"),
 }
 
 _REQUIRED = ("numpy", "grpcio", "xxhash")
@@ -146,8 +147,8 @@ def _gpus() -> list[str]:
 
 
 def _settings(settings: Settings) -> Iterator[str]:
-    given = {name: getattr(settings, name) for name in sorted(settings.given - {"token"})}
-    yield ", ".join(f"{name}={value!r}" for name, value in given.items()) or "all are the defaults"
+    given = (settings.text_of(name) for name in sorted(settings.given - {"token"}))
+    yield ", ".join(given) or "all are the defaults"
     try:
         token = read_token(settings)
         if token is None:

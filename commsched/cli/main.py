@@ -1,4 +1,4 @@
-"""``commsched run``, ``tune``, ``server``, ``doctor`` and ``predict``."""
+"""``commsched run``, ``tune``, ``server``, ``doctor``, ``predict`` and ``trace``."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from typing import Any
 from ..control.rendezvous import read_token, require_strong
 from ..core.errors import CommschedError, ConfigError
 from ..core.standard_streams import occupy, say_error
+from ..session.metrics import require_library
 from ..session.opening import quiet_grpc
 from ..settings import Settings, parse_address, parse_rate
 from ..transports import require_transport, without_effect
@@ -36,6 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_server(commands.add_parser("server", help="serve a job as a parameter server"))
     _add_doctor(commands.add_parser("doctor", help="show what commsched finds on this machine, and test the way to another"))
     _add_predict(commands.add_parser("predict", help="simulate the training of a model on a cluster that is not there"))
+    _add_trace(commands.add_parser("trace", help="summarise a timeline that a job has written"))
     arguments = parser.parse_args(argv)
     try:
         return int(arguments.function(arguments))
@@ -43,6 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         say_error(f"commsched: {type(error).__name__}: {error}")
         return 2
     except KeyboardInterrupt:
+        say_error("commsched: interrupted")
         return 130
 
 
@@ -160,6 +163,8 @@ def _add_predict(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--clip", action="store_true", help="every loop clips by the norm of the averages")
     parser.add_argument("--wire16", action="store_true", help="commsched sends gradients in 16 bits (wire=bfloat16)")
     parser.add_argument("--json", action="store_true", help="print the rows as JSON instead of a table")
+    plot_help = "also draw the rows to FILE, such as predict.svg or predict.png"
+    parser.add_argument("--plot", type=Path, metavar="FILE", help=plot_help)
     parser.set_defaults(function=_predict)
 
 
@@ -172,7 +177,21 @@ def _predict(arguments: argparse.Namespace) -> int:
         for workers in arguments.workers
         for rate in arguments.bandwidth
     ]
-    return predict(profile, questions, as_json=arguments.json)
+    return predict(profile, questions, as_json=arguments.json, plot=arguments.plot)
+
+
+def _add_trace(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "commsched trace FILE [--rank R] [--json]"
+    parser.add_argument("file", type=Path, metavar="FILE", help="a timeline, such as trace.json, or the directory that has it")
+    parser.add_argument("--rank", type=_at_least(0), metavar="R", help="the rank to look at; default: the first in the file")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.set_defaults(function=_trace)
+
+
+def _trace(arguments: argparse.Namespace) -> int:
+    from .trace import summarise
+
+    return summarise(arguments.file, arguments.rank, as_json=arguments.json)
 
 
 def _list_of(parse: Callable[[str], Any]) -> Callable[[str], list[Any]]:
@@ -216,6 +235,8 @@ def _checked(options: Mapping[str, str], arguments: argparse.Namespace) -> Setti
             )
         for problem in without_effect(settings, settings.transport).values():
             raise ConfigError(problem)
+    if settings.metrics is not None:
+        require_library()
     if shutil.which(arguments.command[0]) is None:
         raise ConfigError(f"command {arguments.command[0]!r} was not found")
     return settings

@@ -7,11 +7,13 @@ to the other's shard.
 from __future__ import annotations
 
 import secrets
+import socket
 import time
 from collections.abc import Mapping
 from statistics import median
 
 from ..control.rendezvous import own_host, read_token
+from ..core.errors import ConfigError, PeerTimeout
 from ..core.manifest import Manifest, TensorSpec
 from ..core.standard_streams import say_out
 from ..core.world import World
@@ -24,6 +26,9 @@ from .doctor import address_towards_the_world
 #: The port of ``--listen`` without one, and the seconds for which it waits for the other machine.
 PORT = 29600
 LISTEN_SECONDS = 600.0
+
+#: The seconds in which ``--peer`` must reach the machine that listens.
+CONNECT_SECONDS = 5.0
 
 #: Bytes of the first transfer, and the seconds that the second one is to take.
 _FIRST_BYTES = 4_000_000
@@ -56,7 +61,32 @@ def join_peer(address: str, environ: Mapping[str, str]) -> int:
     Raises:
         CommschedError: it does not listen there, has another token, or cannot reach this machine.
     """
-    return _measure(1, parse_address(address, "--peer"), None, None, environ)
+    where = parse_address(address, "--peer")
+    if read_token(Settings.load({}, environ)) is None:
+        raise ConfigError("set COMMSCHED_TOKEN to the token that commsched doctor --listen printed on the other machine")
+    _require_listener(where)
+    return _measure(1, where, None, None, environ)
+
+
+def _require_listener(where: str) -> None:
+    """Raises PeerTimeout after :data:`CONNECT_SECONDS` if nothing listens there. The control channel would try for longer, as a
+    job's rank 0 may come later."""
+    host, _, port = where.rpartition(":")
+    until = time.monotonic() + CONNECT_SECONDS
+    try:
+        while True:
+            try:
+                return socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_SECONDS).close()
+            except ConnectionRefusedError:  # the other one may have just printed its line
+                if time.monotonic() > until:
+                    raise
+                time.sleep(0.2)  # nothing could tell us
+    except OSError as error:
+        why = "no answer, as if a firewall drops it" if isinstance(error, TimeoutError) else error.strerror or str(error)
+        raise PeerTimeout(
+            f"nothing can be reached at {where}: {why}; start commsched doctor --listen {where} on that machine first, and "
+            "look whether a firewall lets its port through"
+        ) from error
 
 
 def _measure(rank: int, where: str, token: str | None, join_within: float | None, environ: Mapping[str, str]) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -72,8 +73,14 @@ def _of_stats(stats: Mapping[str, Any]) -> Row:
     return {"model": "training", "layers": layers, "source": "measured"}
 
 
-def predict(profile: Profile, questions: Sequence[Question], as_json: bool = False) -> int:
-    """Print a row for each of ``questions`` as soon as it is known. Returns the exit code."""
+def predict(profile: Profile, questions: Sequence[Question], as_json: bool = False, plot: Path | None = None) -> int:
+    """Print a row for each of ``questions`` as soon as it is known, and draw them to ``plot``. Returns the exit code.
+
+    Raises:
+        ConfigError: matplotlib is missing, or ``plot`` cannot be written.
+    """
+    if plot is not None:
+        require_matplotlib()
     if not as_json:
         say_out(
             f"SIMULATED: {profile.model}, {size(profile.nbytes)} of gradients in {len(profile.layers)} layers, "
@@ -88,7 +95,18 @@ def predict(profile: Profile, questions: Sequence[Question], as_json: bool = Fal
             say_out(_line(_cell(rows[-1][key]) for key in _HEADINGS))
     if as_json:
         say_out(json.dumps(rows, indent=2))
+    if plot is not None:
+        from .predict_plot import draw
+
+        draw(profile.model, rows, plot)
+        if not as_json:
+            say_out(f"the plot is in {plot}")
     return 0
+
+
+def require_matplotlib() -> None:
+    if find_spec("matplotlib") is None:
+        raise ConfigError('--plot needs matplotlib: pip install "commsched[report]"')
 
 
 _HEADINGS = {

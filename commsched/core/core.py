@@ -282,7 +282,7 @@ class Core:
         """Called with the lock held, when no task of the group is outstanding."""
         if self._agreement is not None:
             self._agreement.release(group.index)
-        self._pace.forget(group.index)
+        self._pace.end(group.index)
         group.tasks = ()
 
     def begin_step(self, group: TensorGroup) -> int:
@@ -394,11 +394,11 @@ class Core:
         """Whether norms of the averages of ``group`` are told before the averages. Any thread."""
         return bool(self._groups[group].norms)
 
-    def own_seconds(self, group: int) -> dict[int, float]:
-        """On rank 0: by rank, the median seconds of a step of ``group`` without waiting, as all ranks have last reported them.
-        Empty before that. Any thread."""
+    def own_parts(self, group: int) -> dict[int, tuple[float, ...]]:
+        """On rank 0: by rank, the seconds of a step of ``group`` without waiting, in each of the last parts that all ranks have
+        reported (see ``core/pace.py``). Empty before that. Any thread."""
         with self._lock:
-            return dict(self._stragglers.own_seconds.get(group, {}))
+            return self._stragglers.own_parts(group)
 
     def drain(self) -> None:
         """Wait until every task that became ready is done, but for those stuck in a static order behind one that is not."""

@@ -14,8 +14,14 @@ from typing import NamedTuple
 #: Steps between two reports of a rank.
 REPORT_STEPS = 50
 
-#: The step of one more, early report, by which no rank is named as slow: the first steps are not like the others.
-EARLY_REPORT = 20
+#: The steps of more, early reports, by which no rank is named as slow: the first steps are not like the others.
+EARLY_REPORTS = (20, 30, 40)
+
+#: A report also has the median of each so many steps (a part), from the step ``PARTS_FROM`` on. Rank 0 keeps the last parts of
+#: each rank: a rank that is slow is slower in all of them, and one that was disturbed for a while is not.
+PART_STEPS = 5
+PARTS_FROM = 5
+PARTS_KEPT = 8
 
 #: A rank is slow if, in ``SLOW_REPORTS`` consecutive reports, its own time is at least ``SLOW_FACTOR`` times the median of the
 #: others and exceeds it by at least ``SLOW_SECONDS`` and by at least ``SLOW_SHARE`` of the whole step.
@@ -27,12 +33,13 @@ SLOW_REPORTS = 2
 
 class PaceReport(NamedTuple):
     """Medians over the :data:`REPORT_STEPS` steps before ``step``, or as many as there were, in seconds per step. ``own`` is
-    the time without waiting, ``whole`` the whole time."""
+    the time without waiting, ``whole`` the whole time, ``parts`` the own time in each part since the last report."""
 
     group: int
     step: int
     own: float
     whole: float
+    parts: Sequence[float] = ()
 
 
 class Pace:
@@ -56,7 +63,7 @@ class Pace:
             self._waited += now - self._since
 
     def step_begins(self, group: int, step: int, now: float) -> PaceReport | None:
-        """Note that ``step`` begins. Returns a report at :data:`EARLY_REPORT` and every :data:`REPORT_STEPS` steps of a group,
+        """Note that ``step`` begins. Returns a report at :data:`EARLY_REPORTS` and every :data:`REPORT_STEPS` steps of a group,
         otherwise None."""
         waited = self._waited + (now - self._since if self._waits else 0.0)
         began, waited_before = self._begun.get(group, (now, waited))
@@ -65,9 +72,10 @@ class Pace:
             return None
         steps = self._steps.setdefault(group, deque(maxlen=REPORT_STEPS))
         steps.append((now - began - (waited - waited_before), now - began))
-        if step % REPORT_STEPS and step != EARLY_REPORT:
+        if step % REPORT_STEPS and step not in EARLY_REPORTS:
             return None
-        return self.latest(group, step)
+        report = self.latest(group, step)
+        return None if report is None else report._replace(parts=_parts([own for own, _ in steps], step))
 
     def latest(self, group: int, step: int, steps: int = REPORT_STEPS) -> PaceReport | None:
         """Medians over the last ``steps`` steps of ``group`` before ``step``, as far as they are remembered; None before the
@@ -78,10 +86,16 @@ class Pace:
         chosen = list(islice(known, max(0, len(known) - steps), None))
         return PaceReport(group, step, *(median(times) for times in zip(*chosen, strict=True)))
 
-    def forget(self, group: int) -> None:
-        """Forget ``group``, which has had its last step."""
+    def end(self, group: int) -> None:
+        """Note that ``group`` has had its last step. Its last steps stay known, for the summary at the end of the job."""
         self._begun.pop(group, None)
-        self._steps.pop(group, None)
+
+
+def _parts(own: Sequence[float], step: int) -> tuple[float, ...]:
+    """The median of each part that has ended since the report before the one at ``step``; ``own`` are the last steps' times."""
+    before = max((at for at in (PARTS_FROM, *EARLY_REPORTS, step - REPORT_STEPS) if at < step), default=0)
+    since = own[max(0, len(own) - (step - before)) :]
+    return tuple(median(since[at : at + PART_STEPS]) for at in range(0, len(since), PART_STEPS))
 
 
 class Stragglers:
@@ -92,7 +106,7 @@ class Stragglers:
         self._reports: dict[tuple[int, int], dict[int, PaceReport]] = {}  # by group and step, then by rank
         self._slow: dict[tuple[int, int], int] = {}  # by group and rank: consecutive reports in which it was slow
         self._named: set[int] = set()
-        self.own_seconds: dict[int, dict[int, float]] = {}  # by group, then by rank: of the last step reported by all ranks
+        self._parts: dict[int, list[deque[float]]] = {}  # by group, then by rank: of the same steps on all ranks
 
     def add(self, rank: int, report: PaceReport) -> list[str]:
         """Add the report of ``rank``. Returns sentences about the ranks now found to be slow, each rank only once."""
@@ -103,11 +117,18 @@ class Stragglers:
             return []
         # Not all ranks made the older reports of this group, and none of them still will.
         self._reports = {other: kept for other, kept in self._reports.items() if other[0] != key[0] or other[1] > key[1]}
-        self.own_seconds[report.group] = {rank: each.own for rank, each in sorted(reports.items())}
-        if report.step == EARLY_REPORT:
+        parts = self._parts.setdefault(report.group, [deque(maxlen=PARTS_KEPT) for _ in range(self._world_size)])
+        for each, kept in sorted(reports.items()):
+            parts[each].extend(kept.parts)
+        if report.step in EARLY_REPORTS:
             return []
         own = sorted(each.own for each in reports.values())
         return [line for rank in sorted(reports) if (line := self._judge(rank, reports[rank], own)) is not None]
+
+    def own_parts(self, group: int) -> dict[int, tuple[float, ...]]:
+        """By rank: its own seconds in the last parts that all ranks have reported, the same parts on each rank. Empty before
+        the first."""
+        return {rank: tuple(parts) for rank, parts in enumerate(self._parts.get(group, ()))}
 
     def _judge(self, rank: int, mine: PaceReport, own: Sequence[float]) -> str | None:
         """``own``: the own times of all ranks, in ascending order."""

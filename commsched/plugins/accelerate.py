@@ -241,6 +241,14 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
             raise UnsupportedError(f"join_uneven_inputs: a {type(joinable).__name__} among the joinables is not prepared")
         return scheduled
 
+    def scalars(self) -> dict[str, float]:
+        """``Session.scalars``; nothing with one rank."""
+        return {} if self._session is None or self._session.closed else self._session.scalars()
+
+    def log(self, values: dict[str, Any], *arguments: Any, **more: Any) -> Any:
+        """As in Accelerate, with :meth:`scalars` beside ``values``."""
+        return super().log({**self.scalars(), **values}, *arguments, **more)
+
     def free_memory(self, *objects: Any) -> Any:
         """As in Accelerate. Optimizers must be prepared again before they can be used."""
         for optimizer in self._optimizers:

@@ -108,6 +108,7 @@ class ScheduledStrategy(DDPStrategy):
         self._settings = settings
         self._per_parameter = per_parameter
         self._broadcast_buffers = broadcast_buffers
+        self._training_steps = 0
         self._accumulates = False  # within block_backward_sync()
         self._buffers_due = True
         self._session: commsched.Session | None = None  # set during fit, if there are other ranks
@@ -213,7 +214,20 @@ class ScheduledStrategy(DDPStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self._share_buffers()
         self._buffers_due = not self._accumulates
+        self._log_scalars()
         return super().training_step(*args, **kwargs)
+
+    def _log_scalars(self) -> None:
+        """Give ``Session.scalars`` to the trainer's loggers, as often as metrics. They do not become metrics, which callbacks
+        see and checkpoints save."""
+        trainer: Any = None if self.lightning_module is None else self.lightning_module.trainer
+        if self._session is None or trainer is None or not trainer.loggers:
+            return
+        self._training_steps += 1
+        if trainer.log_every_n_steps and self._training_steps % trainer.log_every_n_steps == 0:
+            scalars = self._session.scalars()
+            for logger in trainer.loggers if scalars else ():
+                logger.log_metrics(scalars, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
 
     def on_validation_start(self) -> None:
         self._buffers_due = True

@@ -32,7 +32,7 @@ else:
 
 class ScheduledTrainerMixin(_Base):
     """Mixin for ``transformers.Trainer`` or a subclass of it, to be named before it among the base classes. The accelerator of
-    the trainer becomes the ``Accelerator`` of ``plugins.accelerate``.
+    the trainer becomes the ``Accelerator`` of ``plugins.accelerate``, and its logs of the training have ``Session.scalars``.
 
     Raises:
         UnsupportedError: see ``commsched.plugins.accelerate.Accelerator``; or ``auto_find_batch_size`` is set.
@@ -45,6 +45,11 @@ class ScheduledTrainerMixin(_Base):
             raise UnsupportedError(
                 "auto_find_batch_size: a rank that alone runs out of memory would begin again without the others"
             )
+
+    def log(self, logs: dict[str, float], *arguments: Any, **more: Any) -> None:
+        if "loss" in logs and self.accelerator.is_scheduled:
+            logs = {**logs, **self.accelerator.scalars()}
+        super().log(logs, *arguments, **more)
 
     def _get_grad_norm(self, model: torch.nn.Module, grad_norm: Any = None) -> Any:
         # With max_grad_norm=0 the norm is for the log only, and computing it waits for all averages.

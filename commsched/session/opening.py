@@ -37,7 +37,9 @@ from ..transports.backend import TransportContext
 from ..transports.open import open_named, transport_name
 from ..tuner.link import advise_faster, describe_link, faster_networks
 from ..tuner.result import ModelCheck, check_tuned, describe_transport
+from ..version import __version__
 from .log import FirstLine, alone_line, first_line, no_rank_line, say, say_whose_warnings, set_level
+from .metrics import require_library, serve_metrics
 from .process_end import tell_launcher
 from .session import Session, could_not_start, starting
 from .trace import TraceObserver
@@ -62,6 +64,8 @@ def open_session(world: World, settings: Settings, device: str = "cpu") -> Sessi
     """
     global _opened
     require_transport(settings.transport)
+    if settings.metrics is not None:
+        require_library()
     say_whose_warnings()
     if settings.log is not None:
         set_level(settings.log)
@@ -115,11 +119,13 @@ def _open_joined(world: World, settings: Settings, device: str) -> Session:
             _require_same_settings(control, settings)
             trace = None
             if settings.trace is not None:
-                trace = TraceObserver(settings.trace, world.rank, control.clock_offset_seconds)
+                trace = TraceObserver(settings.trace, world.rank, control.clock_offset_seconds, steps=settings.trace_steps)
                 undo.callback(trace.close)
             name = transport_name(world, settings, device, control.gather_next)
             _require_effect(settings, name, world.rank)
             hosts = _meet_on_network(control, settings, name, host)
+            if trace is not None:
+                trace.about = _about(world, settings, name, hosts)
             check_weights = steps_between_comparisons(settings, world.rank, control.gather_next)
             if settings.tuned is not None and world.rank == 0:
                 # The tensors are checked when they are registered.
@@ -152,6 +158,8 @@ def _open_joined(world: World, settings: Settings, device: str) -> Session:
             undo.callback(core.close)
             session = Session(control, transport, core, trace=trace, check_weights=check_weights)
         session.cleanup.enter_context(around.pop_all())
+    if settings.metrics is not None:
+        session.cleanup.callback(serve_metrics(settings.metrics, world.local_rank, session.stats))
     if settings.tuned is not None:
         session.on_register(ModelCheck(settings.tuned, warn=world.rank == 0).on_register)
     if world.rank == 0:
@@ -285,6 +293,20 @@ def steps_between_comparisons(settings: Settings, rank: int, gather: Callable[[A
             settings.check_weights,
         )
     return 0
+
+
+def _about(world: World, settings: Settings, transport: str, hosts: int) -> dict[str, Any]:
+    """What a timeline says of its job."""
+    given = sorted(settings.given - {"token", "tuned"})
+    return {
+        "commsched": __version__,
+        "ranks": world.world_size,
+        "hosts": hosts,
+        "transport": transport,
+        "settings": ", ".join(settings.text_of(name) for name in given),
+        "host": platform.node(),
+        "python": platform.python_version(),
+    }
 
 
 def _first_lines(

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 
 from ..core import timeouts
-from ..core.errors import TransportError
+from ..core.errors import ManifestMismatch, RanksDiverged, TransportError
 from ..core.standard_streams import say_error
 
 
@@ -76,7 +76,8 @@ _PACKAGE = str(Path(__file__).parent.parent)
 
 
 def shorten(rank: int) -> None:
-    """Print, from now on, an uncaught :class:`TransportError` as one line if it is not about this rank, ``rank``.
+    """Print, from now on, an uncaught exception as one line if a traceback of this rank, ``rank``, shows no more: a
+    :class:`TransportError` that is not about this rank, a difference between ranks, which each of them raises, and Ctrl-C.
     ``COMMSCHED_LOG=debug`` keeps the whole traceback. An exception hook that the script has set, or sets later, is left alone.
     Idempotent."""
     previous = sys.excepthook
@@ -84,13 +85,20 @@ def shorten(rank: int) -> None:
         return
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if isinstance(error, TransportError) and error.rank != rank and not log.isEnabledFor(logging.DEBUG):
+        if _is_said_in_a_line(error, rank) and not log.isEnabledFor(logging.DEBUG):
             notes = "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
-            say_error(f"commsched: rank {rank}: {kind.__name__}: {error}{notes}{_place(trace)}")
+            text = "interrupted" if isinstance(error, KeyboardInterrupt) else f"{kind.__name__}: {error}"
+            say_error(f"commsched: rank {rank}: {text}{notes}{_place(trace)}")
         else:
             previous(kind, error, trace)
 
     sys.excepthook = hook
+
+
+def _is_said_in_a_line(error: BaseException, rank: int) -> bool:
+    if isinstance(error, TransportError):
+        return error.rank != rank
+    return isinstance(error, RanksDiverged | ManifestMismatch | KeyboardInterrupt)
 
 
 def _place(trace: TracebackType | None) -> str:

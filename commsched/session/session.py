@@ -22,7 +22,7 @@ from ..core.scheduler import SchedulerConfig
 from ..tuner.paced import FullWait
 from .events import COMPARE, TUNER, SessionListener, Tuner
 from .log import say
-from .stats import Statistics
+from .stats import Statistics, scalars
 from .trace import TraceObserver
 
 if TYPE_CHECKING:
@@ -202,7 +202,7 @@ class Session:
             raise
         group = self._add_group(plan, buffers, collective, device)
         if has_gradients:  # not earlier: another thread may ask for statistics at any time
-            self.statistics.add_group(group.index, manifest)
+            self.statistics.add_group(group)
         return group
 
     def _to_stage(self, device: Device | None) -> Device | None:
@@ -472,6 +472,11 @@ class Session:
         """
         return {"rank": self.rank, "world_size": self.world_size, **self.statistics.record()}
 
+    def scalars(self, prefix: str = "commsched/") -> dict[str, float]:
+        """The known ones of :meth:`stats` that change while training runs and are plain numbers, with ``prefix`` before each
+        name, for a logger: ``wandb.log(session.scalars(), step=step)``."""
+        return scalars(self.stats(), prefix)
+
     def report_full_wait(self, line: str, why: str, seconds: float, step_seconds: float) -> None:
         """Note that the user's code waits for all averages of a step at ``line`` (``file:line``), where the next forward cannot
         overlap. A plugin that finds such lines calls it on rank 0, once for each line.
@@ -508,7 +513,7 @@ class Session:
             self._control.wait_for_callbacks()  # the last comparisons arrive as callbacks
             if self._diverged is not None:
                 raise self._diverged
-            if self.rank == 0 and (line := self.statistics.last_line()) is not None:
+            for line in self.statistics.last_lines() if self.rank == 0 else ():
                 say(line)
         except BaseException as error:
             self.abort(f"{type(error).__name__}: {error}")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..core.core import Core
-from ..core.manifest import Manifest
+from ..core.group import TensorGroup
 from ..core.pace import REPORT_STEPS
 from ..tuner.paced import FullWait, Paced
 
@@ -15,6 +16,24 @@ if TYPE_CHECKING:
 
 
 log = logging.getLogger("commsched")
+
+
+#: The statistics that a logger draws over the steps.
+_DRAWN = (
+    "step_seconds",
+    "compute_seconds",
+    "exposed_seconds",
+    "late_seconds",
+    "bound_seconds",
+    "network_bytes_per_second",
+    "partition_bytes",
+    "credit_bytes",
+)
+
+
+def scalars(record: Mapping[str, Any], prefix: str) -> dict[str, float]:
+    """See ``Session.scalars``. ``record`` is what ``Session.stats`` returned."""
+    return {prefix + name: record[name] for name in _DRAWN if record[name] is not None}
 
 
 class Statistics:
@@ -27,13 +46,13 @@ class Statistics:
 
     def __init__(self, core: Core) -> None:
         self._core = core
-        self._groups: dict[int, Manifest] = {}  # those of gradients
+        self._groups: dict[int, TensorGroup] = {}  # those of gradients
         self._full_wait: FullWait | None = None
         self.waits_elsewhere = False
         self.assessment: Assessment | None = None
 
-    def add_group(self, group: int, manifest: Manifest) -> None:
-        self._groups[group] = manifest
+    def add_group(self, group: TensorGroup) -> None:
+        self._groups[group.index] = group
 
     def add_full_wait(self, wait: FullWait) -> None:
         """Note a line at which all averages are waited for. The one that costs most counts."""
@@ -45,7 +64,7 @@ class Statistics:
         pace = self._core.pace(group, steps)
         if pace is None:
             return None
-        by_rank = {} if self.waits_elsewhere else self._core.own_seconds(group)
+        by_rank = {} if self.waits_elsewhere else self._core.own_parts(group)
         return Paced(
             steps=pace.step + 1,
             step_seconds=pace.whole,
@@ -57,22 +76,27 @@ class Statistics:
         )
 
     def last(self) -> Paced | None:
-        """The last steps of the largest group of gradients that is trained."""
-        found = [(group, self.paced(group)) for group in sorted(self._groups, key=lambda group: self._groups[group].nbytes)]
-        return next((paced for _, paced in reversed(found) if paced is not None), None)
+        """The last steps of the largest group of gradients that is trained, or was, if none is any more."""
+        found = [self.paced(group.index) for group in self._largest_first()]
+        return next((paced for paced in found if paced is not None), None)
 
-    def last_line(self) -> str | None:
-        """The line at the end of the job; None if the steps were not assessed. Never raises: the job has succeeded."""
+    def _largest_first(self) -> list[TensorGroup]:
+        """The groups of gradients, those that were released last."""
+        groups = list(self._groups.values())
+        return sorted(groups, key=lambda group: (group.is_over, -group.manifest.nbytes))
+
+    def last_lines(self) -> list[str]:
+        """The lines at the end of the job; none if the steps were not assessed. Never raises: the job has succeeded."""
         try:
             paced = self.last()
             if self.assessment is None or paced is None:
-                return None
-            from ..tuner.assessment import last_line
+                return []
+            from ..tuner.assessment import last_lines
 
-            return last_line(self.assessment, paced)
+            return last_lines(self.assessment, paced)
         except Exception as error:
             log.warning("the last steps were not assessed: %s: %s", type(error).__name__, error)
-            return None
+            return []
 
     def record(self) -> dict[str, Any]:
         """See ``Session.stats``."""
@@ -86,7 +110,7 @@ class Statistics:
             "step_seconds": None if paced is None else paced.step_seconds,
             "compute_seconds": own,
             "exposed_seconds": None if paced is None or own is None else paced.step_seconds - own,
-            "gradient_bytes": max((manifest.nbytes for manifest in list(self._groups.values())), default=0),
+            "gradient_bytes": sum(group.manifest.nbytes for group in self._largest_first()[:1]),
             "partition_bytes": config.partition_bytes,
             "credit_bytes": config.credit_bytes,
             "full_wait": None if wait is None else {"line": wait.line, "why": wait.why, "seconds": wait.seconds},

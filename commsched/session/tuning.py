@@ -25,6 +25,9 @@ log = logging.getLogger("commsched")
 #: Steps after which they are assessed at the earliest, and the number of the last ones that count.
 ASSESSED_AFTER, ASSESSED_STEPS = 20, 8
 
+#: The most steps for which the assessment waits to know whether a rank is slow: by then there are enough reports.
+MOST_MORE_STEPS = 40
+
 
 def facts_of(session: Session, settings: Settings, transport: str, host: str, hosts: int) -> JobFacts:
     """Where ``session`` trains: over the transport of that name, on ``hosts`` hosts. ``host`` is this rank's address."""
@@ -51,7 +54,7 @@ def start_choosing(session: Session, settings: Settings, job: JobFacts, say: Cal
     meter = _meter(session, lambda report: None)  # there are no windows to report
     context = _context(session, settings, job, meter, say)
     sizes = AutoSizes(context)
-    _start(session, context, sizes.run, lambda why: None, Assessor(session, context, lambda: sizes.profiled))
+    _start(session, context, sizes.run, lambda why: None, Assessor(session, context, sizes.profiled))
 
 
 def start_assessing(session: Session, settings: Settings, job: JobFacts, say: Callable[[str], None]) -> None:
@@ -67,11 +70,12 @@ class Assessor:
     from the tuner's thread.
 
     Args:
-        profiled: returns a profile of steps with the configuration in use, if there is one; otherwise a new one is made.
+        profiled: returns a profile of steps of a group with the configuration in use, if there is one; otherwise a new one is
+            made.
     """
 
     def __init__(
-        self, session: Session, context: TuningContext, profiled: Callable[[], Measured | None] = lambda: None
+        self, session: Session, context: TuningContext, profiled: Callable[[int], Measured | None] = lambda group: None
     ) -> None:
         self._session = session
         self._context = context
@@ -89,14 +93,26 @@ class Assessor:
             main = meter.wait_until_training(ASSESSED_AFTER)
             if main is None or main[0] != group:
                 return False
-            measured = self._profiled() or self._profile(group, manifest)
-            if not meter.wait_for_steps(group, ASSESSED_STEPS):
+            measured = self._profiled(group) or self._profile(group, manifest)
+            if not meter.wait_for_steps(group, ASSESSED_STEPS) or not self._await_certainty(group):
                 return False
             self._assess(group, manifest, measured)
         except Exception as error:
             if is_end(error):
                 raise
             log.warning("the steps were not assessed: %s: %s", type(error).__name__, error)
+        return True
+
+    def _await_certainty(self, group: int) -> bool:
+        """Wait until it is known whether a rank is slow, if one seems to be. False as for :meth:`run`."""
+        from ..tuner.assessment import is_open  # here: it imports the simulator's dependencies
+
+        for _ in range(0, MOST_MORE_STEPS, ASSESSED_STEPS):
+            paced = self._session.statistics.paced(group, ASSESSED_STEPS)
+            if paced is None or not is_open(paced):
+                return True
+            if not self._context.meter.wait_for_steps(group, ASSESSED_STEPS):
+                return False
         return True
 
     def _profile(self, group: int, manifest: Manifest) -> Measured | None:

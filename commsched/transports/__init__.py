@@ -44,8 +44,8 @@ def without_effect(settings: Settings, transport: str) -> dict[str, str]:
     used = load_backend(transport).settings
     changed = {name: value for name, value in settings.changed("some_transports").items() if name not in used}
     return {
-        name: f"{name}={value!r} has no effect with transport={transport}: it is for {', '.join(users_of(name))}"
-        for name, value in changed.items()
+        name: f"{settings.text_of(name)} has no effect with transport={transport}: it is for {', '.join(users_of(name))}"
+        for name in changed
     }
 
 

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 from ..core.manifest import Manifest
+from ..core.pace import PARTS_KEPT
 from ..settings import Settings
 from ..simulator.lower_bound import clipped_bound, first_share
 from ..simulator.scenario import bytes_factor
 from .learn import JobFacts
 from .paced import Paced
 from .profiler import Measured
-from .result import milliseconds
+from .result import milliseconds, size
 
 #: Where less of a step than this is waited for, nothing can be gained.
 NOTHING_TO_GAIN = 0.02
@@ -25,7 +27,7 @@ NOTHING_TO_GAIN = 0.02
 #: A smaller share of a step is not worth advice.
 WORTH_ADVICE = 0.05
 
-#: A rank that takes longer than rank 0 by less than this share of a step is not slower.
+#: A rank is slower than rank 0 if it takes longer by at least this share of a step, in each of ``PARTS_KEPT`` parts.
 SLOWER = 0.05
 
 
@@ -82,10 +84,8 @@ def assess(paced: Paced, manifest: Manifest, measured: Measured | None, job: Job
     if paced.own_seconds is None:
         return Assessment(paced, nbytes, seconds_per_byte=per_byte)
     own, step = paced.own_seconds, paced.step_seconds
-    slowest_rank, slowest = max(paced.own_by_rank.items(), key=lambda each: each[1], default=(0, own))
-    if slowest - max(own, paced.own_by_rank.get(0, own)) < SLOWER * step:
-        slowest_rank, slowest = 0, own
-    slowest = min(slowest, step)
+    slowest_rank, late = _latest_rank(paced)
+    slowest = min(own + late, step)
     known: dict[str, Any] = {
         "compute_seconds": own,
         "exposed_seconds": step - own,
@@ -108,6 +108,23 @@ def assess(paced: Paced, manifest: Manifest, measured: Measured | None, job: Job
         known["served_seconds"] = bound(per_byte * least / now, job.workers)
         known["servers"] = job.workers
     return Assessment(paced, nbytes, seconds_per_byte=per_byte, **known)
+
+
+def _latest_rank(paced: Paced, parts: int = PARTS_KEPT) -> tuple[int, float]:
+    """The rank that takes longest, and by how many seconds of a step it takes longer than rank 0; (0, 0.0) if none takes longer
+    in each of at least ``parts`` parts. One that was disturbed for a while does not count: only its first parts were long."""
+    ours = paced.own_by_rank.get(0, ())
+    latest, late = 0, 0.0
+    for rank, theirs in paced.own_by_rank.items():
+        more = [there - here for here, there in zip(ours, theirs, strict=True)]
+        if len(more) >= parts and min(more) >= SLOWER * paced.step_seconds and median(more) > late:
+            latest, late = rank, median(more)
+    return latest, late
+
+
+def is_open(paced: Paced) -> bool:
+    """Whether a rank takes longer than rank 0 so far, but not for long enough to say so."""
+    return _latest_rank(paced, 1)[0] != _latest_rank(paced)[0]
 
 
 def _without_lateness(seconds_per_byte: float, measured: Measured, job: JobFacts) -> float:
@@ -169,8 +186,32 @@ def in_words(found: Assessment, settings: Settings) -> list[str]:
     return [f"{what}{_least(found)}", *_advice(found, settings)]
 
 
-def last_line(found: Assessment, now: Paced) -> str:
-    """The line at the end of the job. ``now``: its last steps."""
+def last_lines(found: Assessment, now: Paced) -> list[str]:
+    """The lines at the end of the job. ``now``: its last steps."""
+    return [_last_line(found, now), *_layers_line(found)]
+
+
+#: The number of layers that the end of the job names.
+_NAMED_LAYERS = 5
+
+
+def _layers_line(found: Assessment) -> list[str]:
+    """The layers that a step waited for longest, if it waited for them one by one, and long enough to be worth a line."""
+    step = found.paced.step_seconds
+    waits = sorted(found.layers, key=lambda layer: layer["waited_seconds"], reverse=True)
+    total = sum(layer["waited_seconds"] for layer in waits)
+    if total < NOTHING_TO_GAIN * step or found.paced.full_wait is not None:
+        return []
+    named = [each for each in waits[:_NAMED_LAYERS] if each["waited_seconds"] > 0]
+    texts = [f"{each['name']} ({size(each['bytes'])}) {_ms(each['waited_seconds'], step)}" for each in named]
+    rest = total - sum(each["waited_seconds"] for each in named)
+    others = sum(each["waited_seconds"] > 0 for each in waits) - len(named)
+    if others:
+        texts.append(f"{others} more {_ms(rest, step)}")
+    return [f"in the steps that were profiled, the forward waited for {', '.join(texts)}"]
+
+
+def _last_line(found: Assessment, now: Paced) -> str:
     step = now.step_seconds
     line = f"{now.steps} steps, at the end {_ms(step, step)} each"
     if now.own_seconds is None:

@@ -59,7 +59,11 @@ class AutoSizes:
     def __init__(self, context: TuningContext) -> None:
         self._context = context
         self.chosen: Chosen | None = None  # the latest result
-        self.profiled: Measured | None = None  # the profile of steps with the configuration that was kept last
+        self._profiled: tuple[int, Measured] | None = None  # the group of the last choice, with a profile of what was kept
+
+    def profiled(self, group: int) -> Measured | None:
+        """The profile of steps of ``group`` with the configuration that was kept for it, if its choice was the last one."""
+        return self._profiled[1] if self._profiled is not None and self._profiled[0] == group else None
 
     def run(self, group: int, manifest: Manifest, again: bool = False) -> Chosen | None:
         """Choose sizes for ``manifest``, the tensors of ``group``. Returns None if there is nothing to choose.
@@ -67,7 +71,7 @@ class AutoSizes:
         Raises:
             Stopped: training ends.
         """
-        incumbent, self.profiled = self._context.current(), None
+        incumbent, self._profiled = self._context.current(), None
         largest_ratio = self._context.job.largest_ratio
         space = Space(incumbent, manifest.nbytes, fixed_by(self._context.settings), largest_ratio=largest_ratio)
         if space.dimensions == 0 or self._context.job.workers < 2:
@@ -121,7 +125,7 @@ class AutoSizes:
             context.trials.apply(kept)
             if not self._settle(group):
                 return Chosen(incumbent, kept, "unfinished")
-        self.profiled = profiles[kept]
+        self._profiled = group, profiles[kept]
         context.say(self._line(kept, incumbent, measured, link, profiles[kept]))
         return Chosen(incumbent, kept, "chosen")
 

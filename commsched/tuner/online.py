@@ -181,11 +181,11 @@ class OnlineTuner:
 
     def _on_other_group(self) -> None:
         """Apply the main group's own result, or else the configuration from before any search: the result of one group may not
-        be good for another."""
+        be good for another. Does nothing if nothing was ever chosen."""
         main = self._meter.main_group()
-        self._say("other tensors are trained now")
         config = self._before if main is None else self._kept.get(main, self._before)
         if config is not None:
+            self._say("other tensors are trained now")
             self._trials.apply(config)
 
     def _give_up(self, error: Exception) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..core.scheduler import SchedulerConfig
@@ -28,7 +28,7 @@ class Paced:
         step_seconds: median time of the last few steps.
         own_seconds: median time of these steps without waiting for averages; None if the engine waits where commsched does not
             see it.
-        own_by_rank: the last report of each rank's own seconds; may be empty.
+        own_by_rank: each rank's own seconds in the same few parts of the last steps; may be empty.
         needs_norm: whether every update needs a norm of all averages.
         full_wait: a line at which all averages are waited for; None if there is none.
     """
@@ -37,6 +37,6 @@ class Paced:
     step_seconds: float
     own_seconds: float | None
     config: SchedulerConfig
-    own_by_rank: Mapping[int, float] = field(default_factory=dict)
+    own_by_rank: Mapping[int, Sequence[float]] = field(default_factory=dict)
     needs_norm: bool = False
     full_wait: FullWait | None = None

@@ -116,7 +116,7 @@ def test_the_page_has_every_figure_with_its_axes(made):
         "simulated ms per step",
     )
     assert [label for label in labels if label not in page] == []
-    figures = re.findall(r'<figure role="img" aria-label="([^"]*)">', page)
+    figures = re.findall(r'<figure>\n<div class="scroll" role="img" aria-label="([^"]*)"', page)
     emulated = "uniform, 2 workers, a shard on every worker, 500mbit tbf (EMULATED)"
     assert figures == [
         f"rho figure: {emulated}",
@@ -145,9 +145,82 @@ def test_emulated_and_simulated_are_said_everywhere(made):
     assert "<title>commsched benchmark: uniform, bare, vgg16 (in part EMULATED, simulated)</title>" in page
     assert "<strong>EMULATED</strong> rows train" in page
     assert "<strong>simulated</strong> rows were computed" in page
-    drawings = re.findall(r'aria-label="[^"]*uniform[^"]*">\s*<svg.*?</svg>', page, re.DOTALL)
+    drawings = re.findall(r'aria-label="[^"]*uniform[^"]*" tabindex="0">\s*<svg.*?</svg>', page, re.DOTALL)
     assert len(drawings) == 3
     assert all("(EMULATED)" in drawing.partition("<svg")[2] for drawing in drawings)
+
+
+def summary(page):
+    """What a reader sees first: each verdict, each row of the five columns, and each bar's label and widths."""
+    head = page.partition("<body>")[2].partition("<h2>")[0]
+    tables = re.findall(r'<table class="rows five">(.*?)</table>', head, re.DOTALL)
+    rows = [re.findall(r"<t[dh][^>]*>(.*?)</t[dh]>", line) for table in tables for line in table.split("<tr>")[1:]]
+    bars = re.findall(r'class="bar" role="img" aria-label="([^"]*)"', head)
+    widths = [float(width) for width in re.findall(r"(?:width|left): ([\d.]+)%", head)]
+    return re.findall(r'<p class="verdict">(.*?)</p>', head), rows, bars, widths
+
+
+def test_a_sentence_five_columns_and_a_bar_of_each_system_come_first(tmp_path):
+    page, _ = make(tmp_path, [row(exposed_seconds=0.03), row("ddp", exposed_seconds=0.08), row("ddp", rho=3.0)])
+    said, rows, bars, widths = summary(page)
+    assert said == ["commsched is 1.54 times as fast as DDP; 1.67 times is possible."]
+    assert rows == [
+        ["system", "ms/step", "speed-up vs DDP", "possible", "max difference"],
+        ["ddp", "200.0", "1.00", "1.67", "2.0e-07"],
+        ["commsched", "130.0", "1.54", "1.67", "2.0e-07"],
+    ]
+    assert bars == [
+        "ddp: 120.0 + 80.0 ms of computation and exposed communication",
+        "commsched: 100.0 + 30.0 ms of computation and exposed communication",
+    ]
+    assert widths == [60.0, 40.0, 60.0, 50.0, 15.0, 60.0]  # each bar's computation, exposed part and bound
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"speedup_vs_ddp": 1.004}, ["commsched is as fast as DDP (1.00 times); 1.67 times is possible."]),
+        ({"speedup_vs_ddp": 0.9, "possible_speedup_vs_ddp": 1.01}, ["0.90 times as fast as DDP; nothing was to be gained."]),
+        ({"possible_speedup_vs_ddp": None}, ["commsched is 1.54 times as fast as DDP."]),
+        ({"max_difference": 0.5}, ["WRONG here: its time means nothing."]),
+        ({"speedup_vs_ddp": None}, []),
+    ],
+)
+def test_the_sentence_says_no_more_than_is_known(tmp_path, changes, said):
+    found = summary(make(tmp_path, [row(**changes)])[0])[0]
+    assert len(found) == len(said)
+    assert all(words in sentence for words, sentence in zip(said, found))
+
+
+def test_without_exposed_times_there_is_no_bar(tmp_path):
+    assert summary(make(tmp_path, [row(exposed_seconds=None)])[0])[2:] == ([], [])
+
+
+def test_the_page_fits_a_phone_and_the_dark(tmp_path):
+    page = make(tmp_path, [row(), row("ddp")])[0]
+    assert "@media (prefers-color-scheme: dark)" in page
+    assert "color-scheme: light dark" in page
+    body = page.partition("<body>")[2]
+    wide = re.findall(r"<(?:table|svg)\b", body)
+    assert len(wide) == len(re.findall(r'<div class="scroll"[^>]*>\s*<(?:table|svg|\?xml)', body)) > 0
+
+
+def test_two_runs_are_compared_row_by_row(tmp_path, capsys):
+    before = write(tmp_path / "before.json", [row(), row("ddp"), row("fifo")])
+    faster = {"median": 0.1, "low": 0.098, "high": 0.102, "count": 3}
+    near = {"median": 0.201, "low": 0.197, "high": 0.205, "count": 3}
+    after = write(tmp_path / "after.json", [row("ddp", step_seconds=near), row(step_seconds=faster)])
+    out = tmp_path / "out.html"
+    assert bench_main.main(["report", str(before), str(after), "--compare", "--out", str(out)]) == 0
+    table = re.search(r'<table class="rows pairs">(.*?)</table>', out.read_text(), re.DOTALL)[1]
+    rows = [re.findall(r"<td[^>]*>(.*?)</td>", line) for line in table.split("<tr>")[2:]]
+    where = "uniform, 2 workers, 500mbit tbf"
+    assert rows == [
+        ["commsched", where, "130.0", "100.0", "-23.1 %", "faster"],
+        ["ddp", where, "200.0", "201.0", "+0.5 %", "no clear difference"],
+    ]
+    assert bench_main.main(["report", str(before), "--compare", "--out", str(out)]) == 1
+    assert "--compare needs two FILEs, not 1" in capsys.readouterr().err
 
 
 def test_a_page_of_measured_rows_says_nothing_of_emulation(tmp_path):
@@ -239,7 +312,7 @@ def test_how_far_the_simulator_is_off(made):
 
 def test_the_environment_is_told(made):
     environment = made[0].partition("<h2>Environment</h2>")[2]
-    assert "<th>processor</th>" in environment
+    assert '<th scope="row">processor</th>' in environment
     assert "GiB" in environment
     assert "load average before" in environment
 

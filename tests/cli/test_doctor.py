@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import signal
+import time
+
 import pytest
 
 from commsched.cli import doctor
 from commsched.cli.launch import free_port
 from commsched.cli.main import main
 from commsched.transports import transport_names
-from tests.jobs.job import Job
+from tests.jobs.job import Job, listening
 
 
 @pytest.fixture(autouse=True)
@@ -55,9 +58,21 @@ def test_a_wrong_setting_is_named_and_the_rest_is_shown(
     assert "shared memory: " in out
 
 
+def test_a_rate_is_shown_as_it_is_written(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COMMSCHED_RATE", "300mbit")
+    assert "  rate=300mbit" in examined(capsys)
+
+
+def await_listener(job: Job, address: str) -> None:
+    port = int(address.partition(":")[2])
+    while job.process.poll() is None and port not in {each for _, each in listening(job.process.pid)}:
+        time.sleep(0.02)  # somebody else's process: nothing could tell us
+
+
 def test_two_of_them_join_and_measure() -> None:
     address, token = f"127.0.0.1:{free_port()}", "of this test, which nobody guesses"
     with Job("--listen", address, subcommand="doctor", environ={"COMMSCHED_TOKEN": token}) as one:
+        await_listener(one, address)
         with Job("--peer", address, subcommand="doctor", environ={"COMMSCHED_TOKEN": token}) as other:
             ended = [job.process.communicate(timeout=300) for job in (one, other)]
             assert [job.process.returncode for job in (one, other)] == [0, 0], ended
@@ -69,11 +84,28 @@ def test_two_of_them_join_and_measure() -> None:
     assert ended[0][0].startswith(f"listening on {address}; on the other machine: COMMSCHED_TOKEN=(the same token)")
 
 
+def test_where_nobody_listens_it_says_so_at_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    assert main(["doctor", "--peer", address]) == 2
+    assert "set COMMSCHED_TOKEN to the token that commsched doctor --listen printed" in capsys.readouterr().err
+    monkeypatch.setenv("COMMSCHED_TOKEN", "of this test, which nobody guesses")
+    assert main(["doctor", "--peer", address]) == 2
+    err = capsys.readouterr().err
+    assert f"nothing can be reached at {address}: Connection refused; start commsched doctor --listen {address}" in err
+
+
+def test_ctrl_c_ends_it_without_a_traceback() -> None:
+    with Job("--listen", f"127.0.0.1:{free_port()}", subcommand="doctor") as waiting:
+        waiting.lines(1)
+        waiting.process.send_signal(signal.SIGINT)
+        code, _, err = waiting.end()
+    assert (code, err) == (130, "commsched: interrupted\n")
+
+
 def test_another_token_is_refused_by_name() -> None:
     address = f"127.0.0.1:{free_port()}"
     with Job("--listen", address, subcommand="doctor", environ={"COMMSCHED_TOKEN": "one token of this test"}) as one:
-        assert one.process.stdout is not None
-        one.process.stdout.readline()
+        await_listener(one, address)
         theirs = {"COMMSCHED_TOKEN": "another token of this test", "COMMSCHED_FAIL_AFTER": "2"}
         with Job("--peer", address, subcommand="doctor", environ=theirs) as other:
             _, err = other.process.communicate(timeout=300)

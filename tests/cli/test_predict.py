@@ -44,6 +44,27 @@ def test_a_row_has_the_bound_and_two_systems_that_do_not_beat_it(tmp_path: Path,
     assert row["rho"] == pytest.approx(0.4 / 0.3)
 
 
+def test_the_rows_are_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plot = tmp_path / "plot.svg"
+    found = rows(tmp_path, capsys, PROFILE, "--bandwidth", "200mbit,1gbit", "--plot", str(plot))
+    assert len(found) == 2
+    assert plot.read_text().count("<svg") == 1
+    (tmp_path / "m.json").write_text(json.dumps(PROFILE))
+    arguments = ["predict", "--model", str(tmp_path / "m.json"), "--workers", "2", "--bandwidth", "1gbit"]
+    assert main([*arguments, "--plot", str(tmp_path / "plot.xyz")]) == 2
+    assert f"--plot {tmp_path}/plot.xyz: " in capsys.readouterr().err
+
+
+def test_without_matplotlib_the_plot_has_its_pip_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "m.json").write_text(json.dumps(PROFILE))
+    monkeypatch.setattr("commsched.cli.predict.find_spec", lambda module: None)
+    arguments = ["predict", "--model", str(tmp_path / "m.json"), "--workers", "2", "--bandwidth", "1gbit", "--plot", "p.svg"]
+    assert main(arguments) == 2
+    assert capsys.readouterr().err.endswith('--plot needs matplotlib: pip install "commsched[report]"\n')
+
+
 def test_the_statistics_of_a_job_are_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert rows(tmp_path, capsys, STATS) == rows(tmp_path, capsys, PROFILE)
 

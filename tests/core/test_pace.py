@@ -8,7 +8,7 @@ from statistics import median
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commsched.core.pace import EARLY_REPORT, REPORT_STEPS, Pace, PaceReport, Stragglers, _median_without
+from commsched.core.pace import EARLY_REPORTS, PARTS_KEPT, REPORT_STEPS, Pace, PaceReport, Stragglers, _median_without
 
 
 def train(own_seconds: list[float], windows: int, noise: float = 0.0) -> list[str]:
@@ -61,12 +61,14 @@ def test_waits_of_several_threads_count_once_and_a_step_may_begin_within_one() -
     pace.wait_begins(2.0)
     pace.wait_ends(3.0)
     for step in range(1, REPORT_STEPS):  # all within the wait that goes on
-        assert (pace.step_begins(0, step, 4.0) is None) is (step != EARLY_REPORT)
+        assert (pace.step_begins(0, step, 4.0) is None) is (step not in EARLY_REPORTS)
     pace.wait_ends(5.0)
     report = pace.step_begins(0, REPORT_STEPS, 10.0)
-    assert report == PaceReport(0, REPORT_STEPS, 0.0, 0.0)  # the medians; the first step had 1 s of its own, the last 5
-    pace.forget(0)
+    # The medians: the first step had 1 s of its own, the last one 5.
+    assert report == PaceReport(0, REPORT_STEPS, 0.0, 0.0, (0.0, 0.0))
+    pace.end(0)
     assert pace.step_begins(0, 0, 11.0) is None
+    assert pace.latest(0, 0) == PaceReport(0, 0, 0.0, 0.0)  # what it was stays known
 
 
 def test_a_wait_lasts_from_the_first_thread_that_waits_to_the_last() -> None:
@@ -78,7 +80,7 @@ def test_a_wait_lasts_from_the_first_thread_that_waits_to_the_last() -> None:
         pace.wait_begins(now + 2)
         pace.wait_ends(now + 3)
         pace.wait_ends(now + 5)
-    assert report == PaceReport(0, REPORT_STEPS, 6.0, 10.0)
+    assert report == PaceReport(0, REPORT_STEPS, 6.0, 10.0, (6.0, 6.0))
 
 
 def test_the_latest_steps_are_known_at_any_time() -> None:
@@ -96,12 +98,26 @@ def test_the_latest_steps_are_known_at_any_time() -> None:
     assert pace.latest(0, step) == PaceReport(0, step, 73.5, 74.5)  # of the last 50
 
 
-def test_an_early_report_names_nobody_but_is_kept() -> None:
+def test_an_early_report_names_nobody_but_its_parts_are_kept() -> None:
     stragglers = Stragglers(2)
-    for step in (EARLY_REPORT, REPORT_STEPS):
-        assert stragglers.add(1, PaceReport(0, step, 0.3, 0.3)) == []
-        assert stragglers.add(0, PaceReport(0, step, 0.1, 0.3)) == []
-    assert stragglers.own_seconds == {0: {0: 0.1, 1: 0.3}}
+    assert stragglers.own_parts(0) == {}
+    for step, parts in ((20, (0.3, 0.4, 0.5)), (REPORT_STEPS, (0.6,))):
+        assert stragglers.add(1, PaceReport(0, step, 0.3, 0.3, parts)) == []
+        assert stragglers.add(0, PaceReport(0, step, 0.1, 0.3, [0.1] * len(parts))) == []
+    assert stragglers.own_parts(0) == {0: (0.1,) * 4, 1: (0.3, 0.4, 0.5, 0.6)}
+    for rank in range(2):
+        stragglers.add(rank, PaceReport(0, 100, 0.1, 0.1, [0.2] * 10))
+    assert stragglers.own_parts(0)[1] == (0.2,) * PARTS_KEPT
+
+
+def test_parts_are_medians_of_five_steps_each_without_the_first_five() -> None:
+    pace, parts = Pace(), []
+    for step in range(2 * REPORT_STEPS + 1):
+        report = pace.step_begins(0, step, float(step * (step - 1) // 2))  # a step takes as many seconds as its number
+        parts += [report.parts] if report is not None else []
+    assert parts[:3] == [(7.0, 12.0, 17.0), (22.0, 27.0), (32.0, 37.0)]
+    assert [len(each) for each in parts] == [3, 2, 2, 2, 10]
+    assert parts[-1][-1] == 97.0
 
 
 def test_what_is_a_small_part_of_a_long_step_names_nobody() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import accelerate
 import torch
 from accelerate.state import AcceleratorState
+from accelerate.tracking import GeneralTracker
 from accelerate.utils import DistributedDataParallelKwargs, DistributedType, GradientAccumulationPlugin
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -74,8 +75,31 @@ def step(accelerator: Any, model: nn.Module, optimizer: Any, batch: list[torch.T
 # --- cases: train, and return what is to be equal ---
 
 
+class Tracker(GeneralTracker):  # type: ignore[misc]
+    """Keeps what it is told."""
+
+    name = "kept"
+    requires_logging_directory = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[dict[str, Any]] = []
+
+    @property
+    def tracker(self) -> Any:
+        return self.told
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Nothing is stored."""
+
+    def log(self, values: dict[str, Any], step: int | None = None, **_: Any) -> None:
+        self.told.append(values)
+
+
 def as_documented(make: MakeAccelerator) -> Values:
-    accelerator = make(cpu=True)
+    tracker = Tracker()
+    accelerator = make(cpu=True, log_with=tracker)
+    accelerator.init_trackers("a project")
     model = network()
     optimizer = sgd(model)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
@@ -84,7 +108,12 @@ def as_documented(make: MakeAccelerator) -> Values:
     for batch in batches:
         losses.append(accelerator.gather(step(accelerator, model, optimizer, batch)))
         scheduler.step()
+    accelerator.log({"loss": 1.0}, step=5)
     accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        [told] = tracker.told
+        assert told["loss"] == 1.0
+        assert ("commsched/step_seconds" in told) == getattr(accelerator, "is_scheduled", False)
     return {
         **weights(accelerator.unwrap_model(model)),
         "losses": torch.cat(losses),

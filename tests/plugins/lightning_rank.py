@@ -6,6 +6,7 @@ and what else the case looks at.
 
 from __future__ import annotations
 
+import csv
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -146,9 +147,18 @@ def plain(strategy: str, directory: Path) -> Result:
     trainer.fit(model, loader(), loader(2))
     assert best.best_model_score is not None
     seen = {"best": best.best_model_score.item(), "states": model.states_seen}
-    seen["rates"] = Path(logger.log_dir, "metrics.csv").read_text() if rank() == 0 else ""
+    seen["rates"] = rates(Path(logger.log_dir, "metrics.csv"), strategy) if rank() == 0 else []
     trainer.test(model, loader(3), verbose=False)
     return result_of(trainer, model, **seen)
+
+
+def rates(file: Path, strategy: str) -> list[dict[str, str]]:
+    """What the logger has of Lightning's own metrics. It also has commsched's, where that averages."""
+    with file.open(newline="") as lines:
+        rows = list(csv.DictReader(lines))
+    assert any(row.get("commsched/step_seconds") for row in rows) == (strategy == "commsched")
+    own = [{name: value for name, value in row.items() if value and not name.startswith("commsched/")} for row in rows]
+    return [row for row in own if row.keys() - {"step", "epoch"}]
 
 
 def clipped(strategy: str, directory: Path) -> Result:

@@ -79,6 +79,9 @@ def arguments(directory: str, kind: type[Any] = transformers.TrainingArguments, 
 def logged(trainer: transformers.Trainer) -> Values:
     """What it logged about the training, and not about its speed."""
     names = ("loss", "grad_norm", "learning_rate", "eval_loss", "eval_right", "train_loss")
+    if isinstance(trainer, ScheduledTrainerMixin):
+        assert any("loss" in entry and "commsched/step_seconds" in entry for entry in trainer.state.log_history)
+        assert not any("commsched/step_seconds" in entry for entry in trainer.state.log_history if "loss" not in entry)
     values = [float(entry[name]) for entry in trainer.state.log_history for name in names if name in entry]
     assert values
     return {"logged": torch.tensor(values, dtype=torch.float64)}

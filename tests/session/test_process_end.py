@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
+import sys
 from pathlib import Path
 
 import pytest
 
-from commsched.core.errors import ConfigError, PeerLost
-from commsched.session.process_end import is_consequence, let_the_cause_end_first, record
+from commsched.core.errors import ConfigError, ManifestMismatch, PeerLost, RanksDiverged
+from commsched.session.process_end import is_consequence, let_the_cause_end_first, record, shorten
 
 
 def test_what_came_of_another_process_s_end_is_a_consequence_however_it_was_raised() -> None:
@@ -57,3 +59,44 @@ def test_who_ends_as_a_consequence_says_so_and_waits(tmp_path: Path, monkeypatch
     let_the_cause_end_first({"COMMSCHED_LAUNCHER_FILE": str(told), "COMMSCHED_RANK": "3"})
     assert told.read_text() == "heard 3\n"
     assert waited == [1.0, 1.0]
+
+
+def hooked(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: BaseException, rank: int = 1) -> str:
+    """What is printed of ``error`` on ``rank``."""
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    shorten(rank)
+    try:
+        raise error
+    except BaseException as raised:
+        sys.excepthook(type(raised), raised, raised.__traceback__)
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (RanksDiverged("weights differ"), "RanksDiverged: weights differ"),
+        (ManifestMismatch("tensor 0 is ..."), "ManifestMismatch: tensor 0 is ..."),
+        (PeerLost("rank 0 is gone", rank=0), "PeerLost: rank 0 is gone"),
+        (KeyboardInterrupt(), "interrupted"),
+    ],
+)
+def test_what_every_rank_raises_is_one_line(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    error: BaseException,
+    line: str,
+) -> None:
+    [said] = hooked(monkeypatch, capsys, error).splitlines()
+    assert said.startswith(f"commsched: rank 1: {line} (at {__file__}:")
+    assert said.endswith("; COMMSCHED_LOG=debug shows all)")
+    with caplog.at_level(logging.DEBUG, logger="commsched"):
+        assert "Traceback" in hooked(monkeypatch, capsys, error)
+
+
+@pytest.mark.parametrize("error", [ValueError("boom"), ConfigError("a setting"), PeerLost("this rank", rank=1)])
+def test_this_rank_s_own_error_has_its_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: BaseException
+) -> None:
+    assert "Traceback" in hooked(monkeypatch, capsys, error)

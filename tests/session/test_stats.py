@@ -6,13 +6,17 @@ import json
 import logging
 import re
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
+from commsched.core.group import TensorGroup
+from commsched.core.manifest import Manifest, TensorSpec
 from commsched.core.scheduler import SchedulerConfig
 from commsched.session.local import local_sessions
 from commsched.session.session import Session
+from commsched.session.stats import scalars
 from commsched.session.tuning import facts_of, start_assessing
 from commsched.settings import Settings
 from commsched.tuner.learn import NothingMeasured
@@ -89,6 +93,35 @@ def test_statistics_are_json_with_the_same_keys_on_every_rank(assessed: Assessed
     assert sum(layer["waited_seconds"] for layer in ours["layers"]) > 0
 
 
+def test_scalars_are_the_known_numbers_that_a_logger_draws(assessed: Assessed) -> None:
+    found = scalars(assessed.stats[0], "commsched/")
+    assert found["commsched/step_seconds"] == assessed.stats[0]["step_seconds"]
+    assert "commsched/bound_seconds" in found
+    assert "commsched/bound_seconds" not in scalars(assessed.stats[1], "commsched/")
+    assert {type(value) for value in found.values()} <= {int, float}
+    assert not {"commsched/layers", "commsched/rank", "commsched/gradient_bytes"} & found.keys()
+
+
+def test_gradients_of_a_model_that_is_trained_no_more_do_not_count() -> None:
+    sessions = local_sessions(2)
+    [session, other] = sessions
+
+    def register(width: int) -> list[TensorGroup]:
+        manifest = Manifest((TensorSpec("weight", (width,), "float32"),))
+        with ThreadPoolExecutor(2) as pool:
+            return list(pool.map(lambda each: each.register(manifest, {"float32": memoryview(bytearray(4 * width))}), sessions))
+
+    try:
+        large, _ = register(100), register(10)
+        assert session.stats()["gradient_bytes"] == 400
+        for group in large:
+            group.release()
+        assert session.stats()["gradient_bytes"] == other.stats()["gradient_bytes"] == 40
+    finally:
+        for each in sessions:
+            each.abort("the test is over")
+
+
 def test_before_any_step_nothing_is_known() -> None:
     sessions = local_sessions(2)
     try:
@@ -120,7 +153,7 @@ def test_an_error_in_the_last_line_does_not_end_a_job_that_has_succeeded(
     def broken(*_: object) -> None:
         raise ValueError("a mistake of ours")
 
-    monkeypatch.setattr("commsched.tuner.assessment.last_line", broken)
+    monkeypatch.setattr("commsched.tuner.assessment.last_lines", broken)
     Assessed()
     assert "the last steps were not assessed: ValueError: a mistake of ours" in caplog.messages
 

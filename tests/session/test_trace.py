@@ -40,7 +40,11 @@ def read(path: Path) -> list[Event]:
         assert isinstance(event["name"], str)
         assert isinstance(event["pid"], int)
         assert isinstance(event["tid"], int)
-        if event["ph"] == "M":
+        if event["ph"] == "C":
+            assert event["args"].keys() == {"bytes"}
+        elif event["ph"] in "stf":
+            assert isinstance(event["id"], str)
+        elif event["ph"] == "M":
             assert event["name"] in ("process_name", "process_sort_index", "thread_name", "thread_sort_index")
             assert len(event["args"]) == 1
         else:
@@ -304,6 +308,82 @@ def test_a_directory_that_is_gone_at_the_end_is_one_warning(tmp_path: Path, capl
     observer.close()
     observer.merge()
     assert len(warnings(caplog)) == 1
+
+
+# --- steps, flows, credit ---
+
+
+def trained(tmp_path: Path, steps: tuple[int, int] | None = None, count: int = 3) -> list[Event]:
+    """Steps of a second: fc.weight's gradient is made at 0.1, ready at 0.2, sent at 0.4, averaged at 0.5, needed at 0.8."""
+    observer = TraceObserver(tmp_path, 0, steps=steps, about={"transport": "ps"})
+    observer.add_group(0, Manifest((TensorSpec("commsched.kept", (5,), "float32"),)))
+    observer.add_group(1, MANIFEST)
+    observer.on_span("forward", "before", -1.0, -0.9)
+    for step in range(count):
+        observer.on_step(0, step, step)
+        observer.on_step(1, step, step)
+        observer.on_span("backward", "fc.weight", step + 0.1, step + 0.2)
+        observer.on_task(make_task(step + 0.2, step + 0.3, step + 0.4, step + 0.5, step=step, group=1))
+        observer.on_span("forward", "fc", step + 0.8, step + 0.9)
+    observer.close()
+    return read(observer.path)
+
+
+def test_a_step_is_a_bar_and_everything_says_its_step(tmp_path: Path) -> None:
+    events = bars(trained(tmp_path))
+    steps = [(each["name"], each["ts"], each["dur"]) for each in events if each["cat"] == "step"]
+    assert steps == [("step 0", 0.0, 1e6), ("step 1", 1e6, 1e6), ("step 2", 2e6, 9e5)]
+    assert [each["args"] for each in events if each["cat"] == "forward"] == [{}, {"step": 0}, {"step": 1}, {"step": 2}]
+
+
+def test_arrows_lead_from_a_gradient_to_the_forward_that_needed_it(tmp_path: Path) -> None:
+    events = trained(tmp_path)
+    tracks = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    arrows = [(each["ph"], tracks[each["tid"]], each["ts"] / 1e6) for each in events if each.get("id") == "0.2"]
+    way = [
+        ("s", "backward", 1.15),
+        ("t", "queue", 1.2),
+        ("t", "send", 1.3),
+        ("t", "reply", 1.4),
+        ("f", "forward", 1.8),
+    ]
+    assert [each[:2] for each in arrows] == [each[:2] for each in way]
+    assert [each[2] for each in arrows] == pytest.approx([each[2] for each in way])
+    [sent] = [each for each in bars(events) if each["cat"] == "send" and each["args"]["step"] == 1]
+    assert (sent["args"]["needed_by"], sent["args"]["needed_ms_after_ready"]) == ("fc", 600.0)
+
+
+def test_what_no_forward_shows_is_needed_when_it_is_waited_for(tmp_path: Path) -> None:
+    observer = TraceObserver(tmp_path, 0)
+    observer.add_group(0, MANIFEST)
+    for step in range(2):
+        observer.on_step(0, step, step)
+        observer.on_task(make_task(step + 0.2, step + 0.3, step + 0.4, step + 0.5, step=step, tensors=(0,)))
+    observer.on_span("wait", "conv.weight", 0.45, 0.5)
+    observer.close()
+    needed = [each["args"].get("needed_by") for each in bars(read(observer.path)) if each["cat"] == "send"]
+    assert needed == ["conv.weight", None]  # the second was not waited for
+
+
+def test_the_credit_in_use_is_a_counter(tmp_path: Path) -> None:
+    counted = [(each["ts"] / 1e6, each["args"]["bytes"]) for each in trained(tmp_path, count=1) if each["ph"] == "C"]
+    assert counted == [(0.3, 20), (0.4, 0)]
+
+
+def test_some_steps_are_shown_and_no_others(tmp_path: Path) -> None:
+    events = bars(trained(tmp_path, (2, 3), count=6))
+    for track in ("queue", "send", "reply", "forward", "backward"):
+        assert [each["args"]["step"] for each in events if each["cat"] == track] == [2, 3], track
+    assert [each["name"] for each in events if each["cat"] == "step"][:2] == ["step 2", "step 3"]
+
+
+def test_a_file_says_what_it_is_of(tmp_path: Path) -> None:
+    trained(tmp_path)
+    merge(tmp_path)
+    about = json.loads((tmp_path / "trace.json").read_text())["otherData"]
+    assert about["transport"] == "ps"
+    assert about["rank"] == 0
+    assert about["unix_seconds_at_time_0"] > 0
 
 
 # --- merging ---

@@ -37,7 +37,7 @@ def test_an_unknown_name_is_answered_with_those_there_are():
 @pytest.mark.parametrize(
     ("keywords", "transport", "said"),
     [
-        ({"rate": "1gbit"}, "gloo", ["rate=125000000.0 has no effect with transport=gloo: it is for ps"]),
+        ({"rate": "1gbit"}, "gloo", ["rate=1gbit has no effect with transport=gloo: it is for ps"]),
         ({"lane": "grpc", "servers": "a:1"}, "mpi", ["servers=", "lane='grpc' has no effect with transport=mpi: it is for ps"]),
         ({"lane": "tcp", "order": "agreed"}, "gloo", []),  # the defaults
         ({"rate": "1gbit", "lane": "grpc"}, "ps", []),

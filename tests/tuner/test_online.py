@@ -574,6 +574,18 @@ def test_each_stage_of_a_job_is_tuned_with_what_was_there_before() -> None:
     assert watched.ends == []
 
 
+def test_where_nothing_is_chosen_nothing_is_said_of_other_tensors() -> None:
+    watched = Watched(None, None)
+    watched.begin(0)
+    watched.require_searched()
+    engine = watched.begin(1)
+    watched.require_searched()
+    engine.steps(*[1.0] * 10)
+    watched.end()
+    assert watched.search.asked == [(0, False), (1, False)]
+    assert (watched.lines, watched.applied) == ([], [])
+
+
 def test_a_stage_after_a_second_search_begins_with_what_was_there_before_the_first() -> None:
     watched = Watched("kept", "kept", "kept")
     engine, drifts = watched.begin(0), watched.drifts

@@ -24,7 +24,7 @@ from .guard import guard, release, unguarded
 from .samples import Samples, first_sample_difference
 from .slot import CONTRIBUTED, Slot
 
-_FIRST = 14  # number of floats in the second set before the floats for each parameter
+_FIRST = 19  # number of floats in the second set before the floats for each parameter
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,24 @@ class BackwardShares:
     unfrozen: float  # have a parameter that needs a place in a buffer, or may need one later; of the live ranks
     adding: float  # have run no backward, but wait to add parameters
     share: list[float]  # by flag: have a gradient for the parameter
+
+
+@dataclass(frozen=True)
+class Whose:
+    """The ranks of which something holds, as far as their ``count`` and the sum of their numbers tell: one of them, or all but
+    one."""
+
+    count: int
+    total: int  # of the ranks' numbers, counted from 1
+    world_size: int
+
+    def only(self) -> int | None:
+        """The rank, if it holds of one only."""
+        return self.total - 1 if self.count == 1 else None
+
+    def missing(self) -> int | None:
+        """The rank of which alone it does not hold."""
+        return self.world_size * (self.world_size + 1) // 2 - self.total - 1 if self.count == self.world_size - 1 else None
 
 
 @dataclass(frozen=True)
@@ -51,6 +69,9 @@ class StepShares:
     edits_differ: bool  # whether the ranks have recorded different edits of gradients
     edit_sizes: float  # the mean of the sizes of the numbers in these edits
     asked: list[float]  # by order: asked for norms of gradients
+    stepped: Whose  # called step()
+    dropped: Whose  # have dropped a gradient that they submitted
+    replaced: Whose  # have changed one
     share: list[float]  # by flag: still have a gradient for the parameter
     changed: list[float]  # by flag: have something other than the gradient they submitted or its average
     samples: torch.Tensor  # means over ranks of the sample norms and projections of read or changed gradients, on the host
@@ -89,6 +110,7 @@ class Flags:
 
     def __init__(self, session: commsched.Session, device: Device, parameters: int) -> None:
         self._device = device
+        self._rank, self._world_size = session.rank, session.world_size
         self._used_group, (self._used,) = register_on(
             session, device, [TensorSpec("commsched.used", (4 + parameters,), "float32")]
         )
@@ -138,7 +160,11 @@ class Flags:
         and their digest and sizes; ``asks`` are ``Measures.asks``."""
         self._all_kept = None
         self._own, self._digests = samples, (compared[0], compared[2])
-        numbers = [not live, live, own_changed, committed, unfrozen, *compared, *asks, *kept, *changed]
+        dropped = any(changed) and any(each and not still for each, still in zip(changed, kept))
+        replaced = any(changed) and any(each and still for each, still in zip(changed, kept))
+        place = self._rank + 1
+        whose = [place * committed, dropped, place * dropped, replaced, place * replaced]
+        numbers = [not live, live, own_changed, committed, unfrozen, *compared, *asks, *whose, *kept, *changed]
         with self._device.copying():
             self._kept.copy_(self._say_kept.of(numbers, 2 * len(kept)))
         if samples is not None:
@@ -171,7 +197,9 @@ class Flags:
                 kept[3:] /= live
             committed, unfrozen, digest, recorded, edits, sizes = kept[3:9].tolist()
             differ, edits_differ = digests_differ(self._digests[0], digest), digests_differ(self._digests[1], edits)
-            asked = kept[9:_FIRST].tolist()
+            asked = kept[9:14].tolist()
+            ranks = self._world_size if live == 1.0 else 0  # else the ranks that decide are not all, and nobody is named
+            whose = [round(ranks * share) for share in kept[14:_FIRST].tolist()]
             share, changed = kept[_FIRST : _FIRST + 2 * count].view(2, count).tolist()
             samples = kept[_FIRST + 2 * count :].view(2, count)
             self._all_kept = StepShares(
@@ -184,6 +212,9 @@ class Flags:
                 edits_differ,
                 sizes,
                 asked,
+                Whose(round(ranks * committed), whose[0], ranks),
+                Whose(whose[1], whose[2], ranks),
+                Whose(whose[3], whose[4], ranks),
                 share,
                 changed,
                 samples,
@@ -270,8 +301,10 @@ def require_same_end(kept: StepShares, committed: bool, rank: int, step: int) ->
     if kept.committed != committed:
         stepped, other = f"called step() in step {step}", "dropped the gradients of that round or ran backward again"
         here, there = (stepped, other) if committed else (other, stepped)
+        other_rank = kept.stepped.missing() if committed else kept.stepped.only()
+        who = "another rank" if other_rank is None else f"rank {other_rank}"
         raise TransportError(
-            f"rank {rank} {here}, but another rank {there}: all ranks must call step() after the same backward passes, or "
+            f"rank {rank} {here}, but {who} {there}: all ranks must call step() after the same backward passes, or "
             "ranks would diverge. Look for a caught exception, a skipped step() or another number of backward passes. If ranks "
             "use different parts of the model in several passes before step(), put all but the last within optimizer.no_sync()"
         )
@@ -327,9 +360,13 @@ def require_changed_alike(kept: StepShares, slots: Sequence[Slot]) -> None:
     have changed or dropped a gradient since it was submitted, and others have the average, or no gradient."""
     for flag, changed in enumerate(kept.changed):
         if changed and kept.share[flag] and not changed == kept.share[flag] == 1.0:  # not dropped by all, nor changed by all
+            dropped, replaced = kept.dropped.only(), kept.replaced.only()
+            who = f" (rank {dropped} has dropped one)" if dropped is not None else ""
+            if dropped is None and replaced is not None:
+                who = f" (rank {replaced} has changed one)"
             raise UnsupportedError(
-                f"the gradient of '{slots[flag].name}' was changed or dropped before step() on some ranks, but others have "
-                "what was averaged, or none: ranks would diverge"
+                f"the gradient of '{slots[flag].name}' was changed or dropped before step() on some ranks{who}, but others "
+                "have what was averaged, or none: ranks would diverge"
             )
 
 

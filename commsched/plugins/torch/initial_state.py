@@ -60,9 +60,12 @@ def _text(described: list[Any] | None) -> str:
 def broadcast_optimizer(session: commsched.Session, optimizer: torch.optim.Optimizer, root: int | None = None) -> None:
     """Broadcast the state and hyper-parameters of ``root``'s optimizer. ``None`` means rank 0's, which may come from a
     checkpoint that no other rank has read; a warning names hyper-parameters that differ. Collective. Raises ManifestMismatch if
-    the ranks' optimizers have different groups, and UnsupportedError if a rank's state holds an object that cannot be
-    broadcast."""
-    records = session.gather({"groups": _options(optimizer), "state": _describe_state(optimizer)})
+    the ranks' optimizers have different classes or groups, and UnsupportedError if a rank's state holds an object that cannot
+    be broadcast."""
+    records = session.gather(
+        {"class": type(optimizer).__qualname__, "groups": _options(optimizer), "state": _describe_state(optimizer)}
+    )
+    require_same([record["class"] for record in records], lambda different: f"the optimizer is of class {different.text()}")
     sizes = [str([group["parameters"] for group in record["groups"]]) for record in records]
     require_same(sizes, lambda different: f"the optimizer's groups hold these numbers of parameters: {different.text()}")
     says, root = root is None, root or 0

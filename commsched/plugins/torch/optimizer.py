@@ -30,7 +30,7 @@ from .join import Join
 from .layout import end_abandoned
 from .marked import Twin, increment_versions, unnoticed, warn_if_impossible
 from .slot import GRADIENT_TRANSITIONS, Slot
-from .timing import trace_forward
+from .timing import profiled, trace_forward
 from .update import (
     SwappedIn,
     can_be_narrowed,
@@ -501,22 +501,21 @@ class ScheduledOptimizer(Optimizer):
 
     def _update(self, slots: list[Slot]) -> None:
         began = monotonic()
+        names = slots[0].name if len(slots) == 1 else f"{len(slots)} parameters" + (f" from {slots[0].name}" if slots else "")
         try:
-            if self._per_parameter:
-                self._update_twins(slots)
-            else:
-                swapped = swap_in(slots)
-                try:
-                    self.optimizer.step()  # hyper-parameters are still current within step(), and groups may keep counters
-                finally:
-                    swap_out(swapped)
+            with profiled("update", names):
+                if self._per_parameter:
+                    self._update_twins(slots)
+                else:
+                    swapped = swap_in(slots)
+                    try:
+                        self.optimizer.step()  # hyper-parameters are still current within step(); groups may keep counters
+                    finally:
+                        swap_out(swapped)
         except BaseException as error:
             self._report_half_update(error)
             raise
         if self._session.observer is not None:
-            names = (
-                slots[0].name if len(slots) == 1 else f"{len(slots)} parameters" + (f" from {slots[0].name}" if slots else "")
-            )
             self._session.observer.on_span("update", names, began, monotonic())
 
     def _update_twins(self, slots: Sequence[Slot]) -> None:

@@ -33,6 +33,7 @@ from .norms import Measures
 from .packs import Packs
 from .samples import Samples
 from .slot import BEFORE_SUBMISSION, CONTRIBUTED, GradientState, Slot
+from .timing import profiled
 
 
 class RoundState(Enum):
@@ -362,7 +363,8 @@ class Round:
             if not proxy.is_open:
                 if self.before_wait is not None:
                     self.before_wait()
-                proxy.wait()
+                with profiled("wait", slot.name):
+                    proxy.wait()
         if self._places.device.arrived is not None:
             self._places.device.arrived(slot.proxies)
         if slot.rows is not None and not slot.filled:

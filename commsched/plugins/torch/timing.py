@@ -46,6 +46,13 @@ def trace_forward(model: torch.nn.Module, observer: Observer, forward_ended: Cal
             module.register_forward_hook(after(name or type(module).__name__))
 
 
+def profiled(what: str, name: str) -> contextlib.AbstractContextManager[object]:
+    """Within the context, this thread's work is the range ``commsched.<what> <name>`` of torch's profiler, if one records."""
+    if not torch.autograd.profiler._is_profiler_enabled:
+        return contextlib.nullcontext()
+    return torch.profiler.record_function(f"commsched.{what} {name}")
+
+
 _local = threading.local()
 
 

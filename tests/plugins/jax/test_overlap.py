@@ -108,7 +108,7 @@ def test_the_timeline_shows_the_next_forward_beside_communication(tmp_path: Path
         return [
             (span["ts"], span["ts"] + span["dur"])
             for span in spans
-            if span["cat"] == track and span["name"].startswith(layer) and span["args"].get("step") == step
+            if span["cat"] == track and span["name"].startswith(layer) and step in (None, span["args"].get("step"))
         ]
 
     handed_over, there = [begin for begin, _ in shown("queue", "layer1", 0)], [end for _, end in shown("reply", "layer1", 0)]

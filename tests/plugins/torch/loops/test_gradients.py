@@ -280,6 +280,51 @@ def test_an_edit_in_place_on_one_rank_is_refused_where_the_others_do_not_look() 
         run(loop)
 
 
+@pytest.mark.parametrize("rank", range(3))
+def test_the_rank_that_drops_a_gradient_is_named_on_the_others(rank: int) -> None:
+    said: list[str] = []
+
+    def loop(data: Data, model: Any, optimizer: Any) -> None:
+        data.loss(model).backward()
+        if data.ranks == [rank]:
+            model[2].weight.grad = None
+        try:
+            optimizer.step()
+            optimizer.synchronize()
+        except commsched.CommschedError as error:
+            said.append(str(error))
+            raise
+
+    with pytest.raises(commsched.CommschedError):
+        run(loop, world_size=3)
+    line = f"'2.weight' was changed or dropped before step() on some ranks (rank {rank} has dropped one), but others"
+    assert len(said) == 3
+    assert all(line in each for each in said), said
+
+
+def test_the_rank_that_does_not_step_is_named_on_the_others() -> None:
+    said: dict[int, str] = {}
+
+    def loop(data: Data, model: Any, optimizer: Any) -> None:
+        data.loss(model).backward()
+        try:
+            if data.ranks == [2]:
+                optimizer.zero_grad()
+                data.loss(model, 1).backward()
+            optimizer.step()
+            optimizer.synchronize()
+        except commsched.CommschedError as error:
+            said[data.ranks[0]] = str(error)
+            raise
+
+    with pytest.raises(commsched.CommschedError):
+        run(loop, world_size=3)
+    assert {said[rank].partition(":")[0] for rank in said} & {
+        f"rank {rank} called step() in step 0, but rank 2 dropped the gradients of that round or ran backward again"
+        for rank in range(2)
+    }, said
+
+
 def test_reading_a_gradient_within_backward_is_refused() -> None:
     def loop(data: Data, model: Any, optimizer: Any) -> None:
         model[2].weight.register_post_accumulate_grad_hook(lambda p: print(p.grad.sum()))

@@ -253,6 +253,15 @@ def test_optimizers_with_other_groups_are_refused() -> None:
         run(loop)
 
 
+def test_optimizers_of_other_classes_are_refused_by_name() -> None:
+    def loop(data: Data, model: Any, optimizer: Any) -> None:
+        kind = torch.optim.Adam if 0 in data.ranks else torch.optim.SGD
+        data.scheduled(kind(model.parameters(), lr=0.1), model)
+
+    with pytest.raises(commsched.ManifestMismatch, match=r"^the optimizer is of class Adam on rank 0 but SGD on rank 1$"):
+        run(loop)
+
+
 def test_a_state_that_cannot_be_broadcast_names_the_way_out() -> None:
     def loop(data: Data, model: Any, optimizer: Any) -> None:
         its_optimizer = sgd(model[0])

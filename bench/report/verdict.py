@@ -1,0 +1,124 @@
+"""The result of a report in a few words and numbers, and two runs side by side. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from .group import Group, look
+from .result import Result
+from .tables import Column, difference, milliseconds
+
+#: Medians that differ by less than this count as equal in words.
+_EQUAL = 0.01
+
+#: Of what is possible, a gain below this is none.
+_NOTHING = 1.02
+
+
+def _times(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+#: What a reader wants to know first.
+FIVE = (
+    Column("system", lambda result: result.system, numeric=False),
+    Column("ms/step", lambda result: milliseconds(result.median)),
+    Column("speed-up vs DDP", lambda result: _times(result.speedup_vs_ddp)),
+    Column("possible", lambda result: _times(result.possible_speedup_vs_ddp)),
+    Column("max difference", difference),
+)
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One system's step as shares of the longest bar, in per cent: computation, what is exposed of communication, and where the
+    bound lies."""
+
+    system: str
+    text: str
+    colour: str
+    compute: float
+    exposed: float
+    bound: float | None
+
+
+def sentence(group: Group) -> str | None:
+    """What the results of ``group`` at the rho nearest to 1 say about commsched. None if there is no row of it, or none of
+    DDP."""
+    at = group.hardest()
+    ours = min((each for each in at if each.system == "commsched"), key=lambda each: each.median, default=None)
+    if ours is None or ours.speedup_vs_ddp is None:
+        return None
+    if ours.wrong:
+        return "commsched's weights are WRONG here: its time means nothing."
+    speedup, possible = ours.speedup_vs_ddp, ours.possible_speedup_vs_ddp
+    if abs(speedup - 1) < _EQUAL:
+        text = f"commsched is as fast as DDP ({speedup:.2f} times)"
+    else:
+        text = f"commsched is {speedup:.2f} times as fast as DDP"
+    if possible is None:
+        return f"{text}."
+    return f"{text}; {'nothing was to be gained' if possible < _NOTHING else f'{possible:.2f} times is possible'}."
+
+
+def bars(group: Group) -> list[Bar]:
+    """A bar for each result at the rho nearest to 1 of which is known how much is exposed."""
+    known = [result for result in group.hardest() if result.exposed is not None]
+    longest = max((result.median for result in known), default=0.0)
+    return [_bar(result, longest) for result in known] if longest > 0 else []
+
+
+def _bar(result: Result, longest: float) -> Bar:
+    exposed = min(max(result.exposed or 0.0, 0.0), result.median)
+    bound = None if result.bound is None else min(100.0, 100 * result.bound / longest)
+    computed = result.median - exposed
+    text = f"{milliseconds(computed)} + {milliseconds(exposed)} ms"
+    return Bar(result.system, text, look(result.system).colour, 100 * computed / longest, 100 * exposed / longest, bound)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The same configuration in two runs. ``change`` is the relative change of the median; ``clear``: the intervals of the two
+    medians do not overlap."""
+
+    where: str
+    system: str
+    before: Result
+    after: Result
+
+    @property
+    def change(self) -> float:
+        return self.after.median / self.before.median - 1
+
+    @property
+    def clear(self) -> bool:
+        lows = [each.median if each.low is None else each.low for each in (self.before, self.after)]
+        highs = [each.median if each.high is None else each.high for each in (self.before, self.after)]
+        return lows[0] > highs[1] or lows[1] > highs[0]
+
+    @property
+    def verdict(self) -> str:
+        if not self.clear:
+            return "no clear difference"
+        return "faster" if self.change < 0 else "slower"
+
+
+def pairs(before: Sequence[Result], after: Sequence[Result]) -> list[Pair]:
+    """The results that both runs have, in the order of the first."""
+    theirs = dict(_numbered(after))
+    return [
+        Pair(f"{result.model}, {result.workers} workers, {result.link or 'unknown link'}", result.system, result, theirs[key])
+        for key, result in _numbered(before)
+        if key in theirs
+    ]
+
+
+def _numbered(results: Iterable[Result]) -> Iterator[tuple[tuple[object, ...], Result]]:
+    """Each result with what it is of. Of several of the same, the first belongs to the other run's first, and so on."""
+    seen: Counter[tuple[object, ...]] = Counter()
+    for result in results:
+        key = (result.model, result.mark, result.workers, result.servers, result.link, result.system)
+        seen[key] += 1
+        yield (*key, seen[key]), result

@@ -1,0 +1,159 @@
+"""``commsched trace``: a timeline in numbers, layer by layer."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from ..core.errors import ConfigError
+from ..core.standard_streams import say_out
+from ..session.trace import read_file
+from ..tuner.result import size
+
+_Event = Mapping[str, Any]
+
+
+@dataclass
+class _Layer:
+    """The partitions of one name, by step. Times are milliseconds from the beginning of the step."""
+
+    name: str
+    nbytes: dict[int, int] = field(default_factory=lambda: defaultdict(int))
+    ready: dict[int, float] = field(default_factory=dict)
+    sent: dict[int, float] = field(default_factory=dict)
+    done: dict[int, float] = field(default_factory=dict)
+    needed: dict[int, float] = field(default_factory=dict)
+    partitions: set[int] = field(default_factory=set)
+
+
+def summarise(path: Path, rank: int | None = None, as_json: bool = False) -> int:
+    """Print when the gradients of each layer were ready, sent, averaged and needed, as medians over steps, and what was waited
+    for. Returns 0.
+
+    Raises:
+        ConfigError: there is no such timeline, or it has no steps of that rank.
+    """
+    events = _read(path)
+    ranks = sorted({event["pid"] for event in events})
+    if rank is None and ranks:
+        rank = ranks[0]
+    own = [event for event in events if event["pid"] == rank]
+    steps = {(each["args"]["group"], each["args"]["step"]): each for each in own if each["cat"] == "step"}
+    if not steps:
+        raise ConfigError(f"{path} has no steps of rank {rank}; it has ranks {', '.join(map(str, ranks)) or 'none'}")
+    main = max({group for group, _ in steps}, key=lambda group: sum(each == group for each, _ in steps))
+    numbers = sorted(step for group, step in steps if group == main)
+    whole = numbers[:-1] or numbers  # the last one has no next one that ends it
+    found = {
+        "rank": rank,
+        "ranks": len(ranks),
+        "first_step": numbers[0],
+        "last_step": numbers[-1],
+        "step_ms": median(steps[main, step]["dur"] / 1e3 for step in whole),
+        "layers": _layers(own, steps),
+        "waits": _waits(own, whole),
+    }
+    if as_json:
+        say_out(json.dumps(found, indent=2))
+    else:
+        for line in _table(found):
+            say_out(line)
+    return 0
+
+
+def _read(path: Path) -> list[_Event]:
+    where = path / "trace.json" if path.is_dir() else path
+    try:
+        events = [event for event in read_file(where)["traceEvents"] if event["ph"] == "X"]
+        if any(not isinstance(event["args"], dict) or not isinstance(event["dur"], int | float) for event in events):
+            raise ValueError("its events are not those of commsched")
+        return events
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{where} is no timeline of commsched: {type(error).__name__}: {error}") from error
+
+
+def _layers(events: Sequence[_Event], steps: Mapping[tuple[int, int], _Event]) -> list[dict[str, Any]]:
+    layers: dict[tuple[int, str], _Layer] = {}
+    for event in events:
+        args = event["args"]
+        step = steps.get((args.get("group", -1), args.get("step", -1)))
+        if event["cat"] not in ("queue", "send", "reply") or step is None:
+            continue
+        layer = layers.setdefault((args["group"], event["name"]), _Layer(event["name"]))
+        number = args["step"]
+        begins, ends = ((event["ts"] + more - step["ts"]) / 1e3 for more in (0.0, event["dur"]))
+        if event["cat"] == "queue":
+            layer.partitions.add(args["partition"])
+            layer.nbytes[number] += args["bytes"]
+            layer.ready[number] = min(begins, layer.ready.get(number, begins))
+            if "needed_ms_after_ready" in args:
+                needed = begins + args["needed_ms_after_ready"]
+                layer.needed[number] = min(needed, layer.needed.get(number, needed))
+        else:
+            times = layer.sent if event["cat"] == "send" else layer.done
+            times[number] = max(ends, times.get(number, ends))
+    return [
+        {
+            "name": layer.name,
+            "group": group,
+            "bytes": max(layer.nbytes.values(), default=0),
+            "partitions": len(layer.partitions),
+            **{
+                f"{what}_ms": median(times.values()) if times else None
+                for what, times in (
+                    ("ready", layer.ready),
+                    ("sent", layer.sent),
+                    ("done", layer.done),
+                    ("needed", layer.needed),
+                )
+            },
+        }
+        for (group, _), layer in sorted(layers.items(), key=lambda item: (item[0][0], min(item[1].partitions, default=0)))
+    ]
+
+
+def _waits(events: Sequence[_Event], steps: Sequence[int]) -> list[dict[str, Any]]:
+    """What the engine waited for, in milliseconds of a step, the longest first."""
+    counted = set(steps)
+    waited: defaultdict[str, float] = defaultdict(float)
+    for event in events:
+        if event["cat"] == "wait" and event["args"].get("step") in counted:
+            waited[event["name"]] += event["dur"] / 1e3
+    longest = sorted(waited.items(), key=lambda item: -item[1])
+    return [{"name": name, "ms": total / len(counted)} for name, total in longest]
+
+
+def _table(found: Mapping[str, Any]) -> list[str]:
+    total = sum(wait["ms"] for wait in found["waits"])
+    steps = f"steps {found['first_step']} to {found['last_step']}"
+    lines = [
+        f"rank {found['rank']} (the file has {found['ranks']}), {steps}: {found['step_ms']:.1f} ms each, of which the engine "
+        f"waits {total:.1f} ms",
+        "Medians, in ms from the first gradient of the step. An average that is done after it is needed is waited for.",
+        "",
+    ]
+    width = min(48, max([len("layer"), *(len(layer["name"]) for layer in found["layers"])]))
+    lines.append(f"{'layer':{width}}  {'size':>9}  {'parts':>5}" + "".join(f"{name:>9}" for name in _TIMES))
+    for layer in found["layers"]:
+        times = "".join(_time(layer[f"{name}_ms"]) for name in _TIMES)
+        late = layer["needed_ms"] is not None and layer["done_ms"] is not None and layer["done_ms"] > layer["needed_ms"]
+        name = layer["name"] if len(layer["name"]) <= width else layer["name"][: width - 1] + "…"
+        lines.append(
+            f"{name:{width}}  {size(layer['bytes']):>9}  {layer['partitions']:>5}{times}{'  waited for' if late else ''}"
+        )
+    waits = [f"{wait['name']} {wait['ms']:.2f}" for wait in found["waits"][:_WAITS] if wait["ms"] >= _LEAST_MS]
+    lines += ["", f"Waited for, in ms of a step: {', '.join(waits) or 'nothing'}"]
+    return lines
+
+
+_TIMES = ("ready", "sent", "done", "needed")
+_WAITS, _LEAST_MS = 8, 0.01
+
+
+def _time(milliseconds: float | None) -> str:
+    return f"{'-' if milliseconds is None else f'{milliseconds:.1f}':>9}"

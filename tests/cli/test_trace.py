@@ -1,0 +1,73 @@
+"""``commsched trace``, of timelines that are made here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from commsched.cli.main import main
+from commsched.core.manifest import Manifest, TensorSpec
+from commsched.core.plan import Partition
+from commsched.core.task import CommTask
+from commsched.session.trace import TraceObserver, merge
+
+MANIFEST = Manifest(tuple(TensorSpec(name, (250_000,), "float32") for name in ("conv.weight", "fc.weight")))
+
+
+#: Partition, tensor, and the seconds of a step at which it is ready, started, sent and done.
+TASKS = ((2, 1, 0.0, 0.0, 0.02, 0.03), (0, 0, 0.01, 0.01, 0.04, 0.06), (1, 0, 0.01, 0.01, 0.05, 0.07))
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    """Three steps of 100 ms: fc's average is there before its forward, and conv's is waited for. conv has two partitions."""
+    for rank in range(2):
+        observer = TraceObserver(tmp_path, rank)
+        observer.add_group(0, MANIFEST)
+        for step in range(3):
+            begin = 10.0 + 0.1 * step
+            observer.on_step(0, step, begin)
+            for index, tensor, *at in TASKS:
+                task = CommTask(0, step, Partition(index, "float32", 0, 500_000 * (1 + tensor), (tensor,)), None)
+                task.ready_at, task.started_at, task.sent_at, task.done_at = (begin + seconds for seconds in at)
+                observer.on_task(task)
+            observer.on_span("wait", "conv.weight", begin + 0.05, begin + 0.07)
+            observer.on_span("forward", "conv", begin + 0.05, begin + 0.08)
+            observer.on_span("forward", "fc", begin + 0.08, begin + 0.1)
+        observer.close()
+    merge(tmp_path)
+    return tmp_path
+
+
+def test_each_layer_has_its_times_and_what_was_waited_for_is_named(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trace", str(directory)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "rank 0 (the file has 2), steps 0 to 2: 100.0 ms each, of which the engine waits 20.0 ms"
+    assert [line.split() for line in lines[3:6]] == [
+        ["layer", "size", "parts", "ready", "sent", "done", "needed"],
+        ["conv.weight", "1.0", "MB", "2", "10.0", "50.0", "70.0", "50.0", "waited", "for"],
+        ["fc.weight", "1.0", "MB", "1", "0.0", "20.0", "30.0", "80.0"],
+    ]
+    assert lines[-1] == "Waited for, in ms of a step: conv.weight 20.00"
+
+
+def test_a_rank_may_be_chosen_and_json_has_the_same(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trace", str(directory / "trace.json"), "--rank", "1", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["rank"], found["step_ms"]) == (1, pytest.approx(100.0))
+    assert found["layers"][0]["done_ms"] == pytest.approx(70.0)
+    assert found["waits"] == [{"name": "conv.weight", "ms": pytest.approx(20.0)}]
+
+
+@pytest.mark.parametrize("content", ["", "{}", '{"traceEvents": [{"ph": "X", "args": {}}]}'])
+def test_what_is_no_timeline_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str) -> None:
+    (tmp_path / "x.json").write_text(content)
+    assert main(["trace", str(tmp_path / "x.json")]) == 2
+    assert "is no timeline of commsched" in capsys.readouterr().err
+
+
+def test_a_rank_that_is_not_there_is_named(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trace", str(directory), "--rank", "7"]) == 2
+    assert "has no steps of rank 7; it has ranks 0, 1" in capsys.readouterr().err
