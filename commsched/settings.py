@@ -423,6 +423,8 @@ class SettingsKeywords(TypedDict, total=False):
     policy: str | None
     rate: str | None
     trace: str | Path | None
+    trace_steps: str | int | None
+    metrics: str | int | None
     log: Literal["warning", "info", "debug"] | None
     check_weights: int | None
     fail_after: float | None
