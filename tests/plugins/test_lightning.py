@@ -94,7 +94,7 @@ def test_the_cases_train(results: list[dict[str, Any]]) -> None:
         assert results[0][case]["commsched"]["seen"]["step"] >= 6
     seen = results[0]["plain"]["commsched"]["seen"]
     assert seen["test_loss"] != seen["best"]
-    assert "lr-SGD-momentum" in seen["rates"]
+    assert "lr-SGD-momentum" in seen["rates"][0]
     assert seen["states"] > 0
 
 
