@@ -1,4 +1,5 @@
-"""``python -m bench COMMAND``; each command is the module ``bench.COMMAND`` with ``add_arguments`` and ``run``."""
+"""``python -m bench COMMAND``, or ``commsched bench COMMAND``; each command is the module of that name in this package, with
+``add_arguments`` and ``run``."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from importlib import import_module
 
 from commsched import CommschedError
 
+from . import PROGRAM
 from .harness.processes import JobFailed
 
 COMMANDS = {
@@ -32,22 +34,55 @@ COMMANDS = {
 }
 
 
+#: An example of each command's arguments.
+EXAMPLES = {
+    "demo": "",
+    "collectives": "--transport gloo --bandwidth 1gbit --sizes 4MB,16MB",
+    "rounds": "--transport gloo",
+    "idle": "--transport mpi",
+    "agreement": "--transport gloo",
+    "witness": "",
+    "profile": "--model resnet50 --out resnet50.json",
+    "train": "--real --model vgg16 --systems ddp,commsched --json out.json",
+    "engines": "--engine jax --bandwidth 500mbit",
+    "tune": "--model vgg16 --bandwidth 500mbit --out figures",
+    "sweep": "--model vgg16,resnet50 --bandwidth 500mbit --rho 0.5,1,2 --out sweep.jsonl",
+    "report": "out.json --out report.html --markdown table.md",
+    "simulate": "--model vgg16 --bandwidth 10gbit,25gbit --workers 8,64",
+    "transports": "--out results",
+    "overhead": "",
+    "gates": "",
+    "small": "",
+}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else list(argv)
-    parser = argparse.ArgumentParser(prog="python -m bench", description="Benchmarks of commsched.")
+    parser = argparse.ArgumentParser(prog=PROGRAM, description="Benchmarks of commsched.")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for name, summary in COMMANDS.items():
-        command = commands.add_parser(name, help=summary, description=summary)
-        if arguments[:1] == [name]:  # import only this command: others may need an engine
-            module = import_module(f"bench.{name}")
-            module.add_arguments(command)
-            command.set_defaults(run=module.run)
-    args = parser.parse_args(arguments)
     try:
+        for name, summary in COMMANDS.items():
+            command = commands.add_parser(
+                name,
+                help=summary,
+                description=summary,
+                epilog=f"example:\n  {PROGRAM} {name} {EXAMPLES[name]}",
+                formatter_class=argparse.RawDescriptionHelpFormatter,
+            )
+            if arguments[:1] == [name]:  # import only this command: others may need an engine
+                module = import_module(f"{__package__}.{name}")
+                module.add_arguments(command)
+                command.set_defaults(run=module.run)
+        args = parser.parse_args(arguments)
         code: int = args.run(args)
         return code
     except (CommschedError, JobFailed) as error:
-        print(f"python -m bench {args.command}: {error}", file=sys.stderr)
+        print(f"{PROGRAM} {arguments[0]}: {error}", file=sys.stderr)
+        return 1
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.split(".")[0] in ("bench", "commsched"):
+            raise
+        print(f'{PROGRAM} {arguments[0]}: this needs {error.name}: pip install "commsched[bench]"', file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130

@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
 def _launch(workers: int, what: str, steps: int, settings: Mapping[str, str]) -> Any:
     with tempfile.TemporaryDirectory() as directory:
         out = Path(directory) / "result.json"
-        command = [sys.executable, "-m", "bench.demo_worker", what, "--steps", str(steps), "--out", str(out)]
+        command = [sys.executable, "-m", f"{__package__}.demo_worker", what, "--steps", str(steps), "--out", str(out)]
         code = launch(workers, 0, command, {**os.environ, **settings})
         if code != 0:
             raise JobFailed(f"a worker ended with exit code {code}")

@@ -25,6 +25,7 @@ BATCH = 128  # per rank
 TEST_IMAGES = 360
 BLOCK_STEPS = 10  # steps with one policy before the other takes its turn
 SETTLING_STEPS = 2  # of each block, not counted
+TELL_STEPS = 30  # between two lines on the progress
 
 
 def make_model() -> nn.Module:
@@ -87,6 +88,9 @@ def train(steps: int) -> dict[str, Any]:
     policies, began = [], []
     for step in range(steps + 1):
         began.append(perf_counter())
+        if session.rank == 0 and 0 < step < steps and step % TELL_STEPS == 0:
+            left = (began[-1] - began[0]) / step * (steps - step)
+            print(f"   step {step} of {steps}; about {left:.0f} s left", flush=True)
         if step == steps:
             break
         if step % BLOCK_STEPS == 0:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from . import PROGRAM
 from .harness.arguments import add_options
 from .harness.results import SCHEMA, Row, markdown_table
 
@@ -150,7 +151,7 @@ def run(args: argparse.Namespace) -> int:
         (args.out / "tables.md").write_text("\n".join(sections))
     print(f"{args.out / 'tables.md'}: {len(sections)} tables")
     for command in failed:
-        print(f"failed: python -m bench {command}", file=sys.stderr)
+        print(f"failed: {PROGRAM} {command}", file=sys.stderr)
     return 1 if failed else 0
 
 
@@ -159,7 +160,7 @@ def _measured(command: str, path: Path) -> bool:
     anyway."""
     from .__main__ import main
 
-    print(f"python -m bench {command}", flush=True)
+    print(f"{PROGRAM} {command}", flush=True)
     unjudged = path.with_name(f".unjudged-{path.name}")
     try:
         if main([*shlex.split(command), "--json", str(unjudged)]) != 0:
@@ -179,7 +180,7 @@ def _rows(path: Path) -> list[dict[str, Any]]:
 
 
 def _section(table: Table, rows: Sequence[Row]) -> str:
-    commands = "\n".join(f"python -m bench {command}" for command in table.commands)
+    commands = "\n".join(f"{PROGRAM} {command}" for command in table.commands)
     shown = [{heading: _cell(what, row) for heading, what in table.columns.items()} for row in rows]
     return f"### {table.title}\n\n```sh\n{commands}\n```\n\n{markdown_table(shown, list(table.columns))}"
 

@@ -117,8 +117,14 @@ def _policy(value: object, key: str) -> str:
     return require_one_of(policy_names(), value, key)
 
 
-def _one_of(*words: str) -> Callable[[object, str], str]:
-    return lambda value, key: require_one_of(words, value, key)
+class OneOf:
+    """A parser that accepts one of ``words``."""
+
+    def __init__(self, *words: str) -> None:
+        self.words = words
+
+    def __call__(self, value: object, key: str) -> str:
+        return require_one_of(self.words, value, key)
 
 
 def _count(value: object, key: str) -> int:
@@ -220,7 +226,7 @@ class Settings:
         some_transports=True,
     )
     lane: str = _setting(
-        _one_of("tcp", "grpc"),
+        OneOf("tcp", "grpc"),
         "tcp",
         "the carrier of messages to parameter servers: tcp, grpc",
         same_on_all_ranks=True,
@@ -229,7 +235,7 @@ class Settings:
         some_transports=True,
     )
     order: str = _setting(
-        _one_of("agreed", "static"),
+        OneOf("agreed", "static"),
         "agreed",
         "order of collectives: agreed (in every step), static (without messages, once it repeats itself)",
         same_on_all_ranks=True,
@@ -237,7 +243,7 @@ class Settings:
         some_transports=True,
     )
     collective: str = _setting(
-        _one_of("auto", *COLLECTIVES),
+        OneOf("auto", *COLLECTIVES),
         "auto",
         "how an average is made: all_reduce, rsag (a reduce-scatter and an all-gather, between which others may go), "
         "auto (all_reduce, but rsag for the gradients of a loop that uses their norm, as clipping does)",
@@ -246,7 +252,7 @@ class Settings:
         some_transports=True,
     )
     wire: str = _setting(
-        _one_of("none", "bfloat16", "float16"),
+        OneOf("none", "bfloat16", "float16"),
         "none",
         "dtype in which float32 gradients travel: none, bfloat16, float16 (a host's sum above 65504 becomes infinite)",
         same_on_all_ranks=True,
@@ -254,7 +260,7 @@ class Settings:
         some_transports=True,
     )
     hierarchy: str = _setting(
-        _one_of("auto", "on", "off"),
+        OneOf("auto", "on", "off"),
         "auto",
         "sum over the ranks of a host first, and let one of them use the network: auto (if there are several hosts), on, off",
         same_on_all_ranks=True,
@@ -293,7 +299,7 @@ class Settings:
         run_option=True,
     )
     log: str | None = _setting(
-        _one_of("warning", "info", "debug"),
+        OneOf("warning", "info", "debug"),
         None,
         "how much is logged: warning, info, debug; none: a few lines on the job, and warnings",
         run_option=True,

@@ -69,7 +69,7 @@ def measure_rows(wanted: Comparison) -> list[Row]:
     link = ""
     for turn in range(wanted.rounds):
         for name in rotated(names, turn):
-            outcome = run_job(job, "bench.engines.rank", {**arguments, "system": name})
+            outcome = run_job(job, f"{__package__}.rank", {**arguments, "system": name})
             link = outcome.link
             links.require_as_planned(link, missing)
             turns[name].append(outcome.by_rank)

@@ -88,7 +88,7 @@ def systems_of(engine: str) -> Mapping[str, Train]:
     if engine not in ENGINES:
         raise ConfigError(f"engine={engine}: must be one of {', '.join(ENGINES)}")
     try:
-        found: Mapping[str, Train] = import_module(f"bench.engines.{engine}").SYSTEMS
+        found: Mapping[str, Train] = import_module(f"{__package__}.{engine}").SYSTEMS
     except ModuleNotFoundError as error:
         if error.name is None or error.name.startswith(("bench", "commsched")):
             raise

@@ -10,7 +10,7 @@ from typing import Any
 
 from commsched import ConfigError
 from commsched.settings import Settings, parse_bytes, parse_rate, parse_seconds
-from commsched.transports import require_transport
+from commsched.transports import require_transport, transport_names
 
 FLOAT32_BYTES = 4
 
@@ -98,10 +98,12 @@ def list_of(parse: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
     return values
 
 
+_TRANSPORTS = [name for name in transport_names() if name != "local"]  # which is for ranks that are threads
+
 #: The options that several commands have: the keyword arguments of ``add_argument``. ``absent`` is the meaning of no value.
 _OPTIONS: Mapping[str, Mapping[str, Any]] = {
-    "transport": {"help": "transport of the gradients"},
-    "lane": {"help": "connections to the parameter server: tcp or grpc"},
+    "transport": {"metavar": "NAME", "help": f"transport of the gradients: {', '.join(_TRANSPORTS)}"},
+    "lane": {"metavar": "{tcp,grpc}", "help": "connections to the parameter server", "absent": "tcp"},
     "order": {"help": "how ranks agree on the order of collectives: agreed or static"},
     "policy": {"help": "policy of the scheduler"},
     "collective": {"help": "all_reduce, rsag (reduce-scatter and all-gather), or auto"},

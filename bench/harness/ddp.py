@@ -1,4 +1,4 @@
-"""torch's DistributedDataParallel over gloo, in a process group beside commsched's session and on the same network."""
+"""torch's DistributedDataParallel over gloo or NCCL, in a process group beside commsched's session and on the same network."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from commsched import Session
 from commsched.simulator.scenario import DDP_BUCKET_MIB, DDP_FIRST_BUCKET_MIB
+from commsched.tuner.link import describe_link
 
 from .reference import LEARNING_RATE, put_weights, weights_of
 from .system import Context, Setup
@@ -26,35 +27,44 @@ _TIMEOUT = timedelta(seconds=300)
 _TRIALS = 21
 
 
-class GlooGroup:
+class ProcessGroup:
     """The default process group of this process. Collective.
 
-    ``message_seconds`` is the time of the smallest all-reduce: the overhead of each all-reduce, besides its bytes.
+    ``backend`` is NCCL if each rank has a GPU of its own, and otherwise gloo. ``message_seconds`` is the time of the smallest
+    all-reduce: the overhead of each all-reduce, besides its bytes.
     """
 
     def __init__(self, context: Context) -> None:
-        open_process_group(context.session, context.host)
-        self.message_seconds = max(context.session.gather(_smallest_all_reduce_seconds()))
+        device = torch.device(context.workload.device)
+        mine = torch.cuda.get_device_properties(device).uuid if device.type == "cuda" else None
+        theirs = context.session.gather(None if mine is None else str(mine))
+        self.backend = "nccl" if None not in theirs and len(set(theirs)) == len(theirs) else "gloo"
+        open_process_group(context.session, context.host, self.backend)
+        self.message_seconds = max(context.session.gather(_smallest_all_reduce_seconds(device)))
 
 
-def open_process_group(session: Session, host: str) -> None:
+def open_process_group(session: Session, host: str, backend: str = "gloo") -> None:
     """Make the default process group of the ranks of ``session``. ``host`` is the address of this rank. Collective."""
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo" if host.startswith("127.") else "eth0"
+    interface = describe_link(host).partition(",")[0]
+    if interface != "unknown":
+        name = "lo" if interface == "loopback" else interface
+        os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = name
     leader = session.rank == 0
     if leader:
         store = TCPStore(host, 0, session.world_size, True, _TIMEOUT, wait_for_workers=False)
     host, port = session.gather([host, store.port if leader else None])[0]
     if not leader:
         store = TCPStore(host, port, session.world_size, False, _TIMEOUT)
-    dist.init_process_group("gloo", store=store, rank=session.rank, world_size=session.world_size, timeout=_TIMEOUT)
+    dist.init_process_group(backend, store=store, rank=session.rank, world_size=session.world_size, timeout=_TIMEOUT)
 
 
-def _smallest_all_reduce_seconds() -> float:
-    number = torch.zeros(1)
+def _smallest_all_reduce_seconds(device: torch.device) -> float:
+    number = torch.zeros(1, device=device)
     seconds = []
     for _ in range(_TRIALS):
         began = time.perf_counter()
         dist.all_reduce(number)
+        number.item()  # waits for the device
         seconds.append(time.perf_counter() - began)
     return median(seconds)
 
@@ -68,7 +78,8 @@ class DdpSystem:
     def __init__(self, context: Context, buckets: dict[str, Any], words: str) -> None:
         self._workload = context.workload
         self._rank = context.session.rank
-        self.setup = Setup("gloo", words, context.shared(GlooGroup).message_seconds)
+        group = context.shared(ProcessGroup)
+        self.setup = Setup(group.backend, words, group.message_seconds)
         self.model = context.workload.make_model()
         self.initial = weights_of(self.model)
         # Buffers need no broadcast, because no layer reads a buffer of another rank. The graph is static, because every step

@@ -13,11 +13,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from commsched import ConfigError
+from commsched.core.world import detect_world
+
 from .cluster import Cluster, ClusterUnavailable, Hosts, Loopback
 from .mpi_job import start_ranks
 from .processes import Process
 
-_ROOT = Path(__file__).resolve().parents[2]
+assert __package__ is not None
+#: The directory from which this package is imported.
+_ROOT = Path(__file__).resolve().parents[__package__.count(".") + 1]
 _CONTROL_PORT = 29600
 _START_SECONDS = 60.0
 _FIXED_SIZES = {"COMMSCHED_PARTITION": "4MB", "COMMSCHED_CREDIT": "16MB"}
@@ -74,10 +79,17 @@ def run_job(job: Job, module: str, arguments: Mapping[str, Any]) -> Outcome:
     limit their sending rate by themselves, if they can.
 
     Raises:
+        ConfigError: a launcher has started this process as one of several ranks, which would each start a job.
         ClusterUnavailable: links cannot be shaped, but must be, for example because each has a bandwidth of its own or because
             collectives use them.
         JobFailed: a process failed or took too long.
     """
+    world = detect_world(os.environ)
+    if world.world_size > 1:
+        raise ConfigError(
+            f"{world.launcher} has started this process as rank {world.rank} of {world.world_size}, but this benchmark starts "
+            "its own ranks: run it without a launcher (train --real runs with one)"
+        )
     if job.bandwidth is None:
         with Loopback() as hosts:
             return Outcome(_run(hosts, job, {}, module, arguments), "loopback")
@@ -129,7 +141,7 @@ def _run(hosts: Hosts, job: Job, placement: Mapping[str, str], module: str, argu
         if servers:
             environ["COMMSCHED_SERVERS"] = ",".join(servers.values())
         given = json.dumps({**arguments, "server_pids": list(servers)})
-        command = [sys.executable, "-m", "bench.harness.rank", module, directory, given]
+        command = [sys.executable, "-m", f"{__package__}.rank", module, directory, given]
         start = _start_by_mpiexec if job.by_mpiexec else _start_each
         hosts.processes.wait(start(hosts, job, command, environ, directory), job.timeout_seconds)
         return [json.loads(Path(directory, f"rank{rank}.json").read_text()) for rank in range(job.workers)]

@@ -69,6 +69,25 @@ class WallClock:
         return list(moments)
 
 
+class CudaClock:
+    """A clock whose moments are events in the current stream: the times at which the GPU reaches them, not the times at which
+    work was submitted."""
+
+    def now(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, moments: Sequence[torch.cuda.Event]) -> list[float]:
+        torch.cuda.synchronize()
+        return [moments[0].elapsed_time(moment) / 1000 for moment in moments]
+
+
+def clock_of(device: torch.device | str) -> Clock:
+    """The clock of the computation on ``device``."""
+    return CudaClock() if torch.device(device).type == "cuda" else WallClock()
+
+
 class LayerTimer:
     """Times the modules of ``model`` that have parameters of their own.
 

@@ -17,12 +17,13 @@ class Loop:
     Args:
         clip: ``"norm"`` calls ``clip_grad_norm_`` with ``max_norm`` before each update. ``"scaler"`` trains with a
             ``GradScaler``. None does neither.
+        device: device of the gradients.
     """
 
-    def __init__(self, clip: str | None = None, max_norm: float = 0.0) -> None:
+    def __init__(self, clip: str | None = None, max_norm: float = 0.0, device: str = "cpu") -> None:
         self.clips = clip is not None
         self._max_norm = max_norm if clip == "norm" else None
-        self._scaler = torch.amp.GradScaler("cpu", _LOSS_SCALE) if clip == "scaler" else None
+        self._scaler = torch.amp.GradScaler(torch.device(device).type, _LOSS_SCALE) if clip == "scaler" else None
 
     def backward(self, loss: torch.Tensor, within: AbstractContextManager[Any] | None = None) -> None:
         """Run backward in the context ``within``."""

@@ -1,4 +1,5 @@
-"""The rate of the network itself, measured with plain TCP between neighbours in a ring. All ranks send and receive at once.
+"""The rate of the network itself, measured with plain TCP between neighbours in a ring. All of them send and receive at once.
+And the same traffic as a load, beside which computation is slower.
 
 No system under test takes part, so that no system lowers the bound by which it is judged.
 """
@@ -8,15 +9,17 @@ from __future__ import annotations
 import os
 import secrets
 import socket
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
 
 from commsched import Session, TransportError
-from commsched.control.rendezvous import own_host
+from commsched.control.rendezvous import own_host, reached_at
+from commsched.core.world import detect_world
 from commsched.settings import Settings
 
 from .cluster import BURST_BYTES
@@ -31,12 +34,14 @@ MIN_BYTES = 1_000_000
 UNSHAPED_BYTES = 64_000_000
 
 _CHUNK_BYTES = 256 * 1024
+#: Bytes of a call that is a load. They are many, because calls of Python would slow down computation more than the bytes do.
+_LOAD_BYTES = 1024 * 1024
 _NONCE_BYTES = 16
 _TIMEOUT_SECONDS = 60.0
 
 
-def measure_flows(session: Session, host: str, counted_bytes: int) -> list[float]:
-    """Bytes per second to each rank from its predecessor in the ring (rank - 1), by rank. Collective.
+def measure_flows(session: Session, host: str, counted_bytes: int, ring: Sequence[int] | None = None) -> list[float]:
+    """Bytes per second to each rank of the ring from the one before it. Collective: all ranks of the session call it.
 
     Other activity of the machine can only slow a link down, and too low a rate would flatter every system. Therefore the best
     of a few stretches counts: the stretch with the greatest median over the ranks.
@@ -44,31 +49,95 @@ def measure_flows(session: Session, host: str, counted_bytes: int) -> list[float
     Args:
         host: the address at which the others reach this rank.
         counted_bytes: bytes of each stretch, in addition to the bytes skipped at the beginning.
+        ring: the ranks that send and receive; None means all.
 
     Raises:
         TransportError: a neighbour did not connect or sent nothing for a minute; the message names both neighbours.
     """
-    successor = (session.rank + 1) % session.world_size
-    predecessor = (session.rank - 1) % session.world_size
-    with ExitStack() as stack:
-        listener = stack.enter_context(socket.create_server((host, 0)))
-        listener.settimeout(_TIMEOUT_SECONDS)
-        nonce = secrets.token_hex(_NONCE_BYTES)
-        meetings = session.gather([host, listener.getsockname()[1], nonce])
-        try:
-            outgoing = stack.enter_context(socket.create_connection(tuple(meetings[successor][:2]), _TIMEOUT_SECONDS))
-            outgoing.sendall(bytes.fromhex(meetings[successor][2]))
-            incoming = stack.enter_context(_accept(listener, bytes.fromhex(nonce)))
-            session.gather("connected")
+    ring = range(session.world_size) if ring is None else ring
+    rates = None
+    with ExitStack() as stack, _naming_neighbours(session, ring):
+        neighbours = _meet(session, host, ring, stack)
+        if neighbours is not None:
+            outgoing, incoming = neighbours
             with ThreadPoolExecutor(1, "bench-link") as sender:
                 sending = sender.submit(_send, outgoing, SKIPPED_BYTES + STRETCHES * counted_bytes)
                 rates = _receive(incoming, counted_bytes)
                 sending.result()
-        except OSError as error:
-            raise TransportError(
-                f"rank {session.rank} could not measure the link from rank {predecessor} and to rank {successor}: {error}"
-            ) from error
-    return best_stretch(session.gather(rates))
+    return best_stretch([each for each in session.gather(rates) if each is not None])
+
+
+@contextmanager
+def traffic(session: Session, host: str) -> Iterator[None]:
+    """In this block the links carry plain TCP in both directions, as fast as they can. Collective.
+
+    Args:
+        host: the address at which the others reach this rank.
+
+    Raises:
+        TransportError: see :func:`measure_flows`.
+    """
+    ring = one_of_each_machine(session, host)
+    ended = threading.Event()
+    with ExitStack() as stack, _naming_neighbours(session, ring):
+        neighbours = _meet(session, host, ring, stack)
+        if neighbours is None:
+            yield
+            return
+        with ThreadPoolExecutor(2, "bench-link") as pool:
+            running = [pool.submit(_send_until, neighbours[0], ended), pool.submit(_discard, neighbours[1])]
+            try:
+                yield
+            finally:
+                ended.set()
+            for each in running:
+                each.result()
+
+
+def one_of_each_machine(session: Session, host: str) -> list[int]:
+    """The first rank on each machine, or all ranks if they are on one machine. Collective.
+
+    A flow between ranks of one machine does not show the rate of its link, and several flows to one machine share it.
+    """
+    first: dict[str, int] = {}
+    for rank, machine in enumerate(session.gather(reached_at(host).machine)):
+        first.setdefault(machine, rank)
+    return list(first.values()) if len(first) > 1 else list(range(session.world_size))
+
+
+def _meet(session: Session, host: str, ring: Sequence[int], stack: ExitStack) -> tuple[socket.socket, socket.socket] | None:
+    """Connect each rank of the ring with its neighbours. Returns the connection to the rank behind this one and that from the
+    rank before it, which ``stack`` closes; None if this rank is not in the ring. Collective."""
+    if session.rank not in ring:
+        session.gather(None)
+        session.gather("connected")
+        return None
+    listener = stack.enter_context(socket.create_server((host, 0)))
+    listener.settimeout(_TIMEOUT_SECONDS)
+    nonce = secrets.token_hex(_NONCE_BYTES)
+    meetings = session.gather([host, listener.getsockname()[1], nonce])
+    _, successor = _neighbours(session.rank, ring)
+    outgoing = stack.enter_context(socket.create_connection(tuple(meetings[successor][:2]), _TIMEOUT_SECONDS))
+    outgoing.sendall(bytes.fromhex(meetings[successor][2]))
+    incoming = stack.enter_context(_accept(listener, bytes.fromhex(nonce)))
+    session.gather("connected")
+    return outgoing, incoming
+
+
+def _neighbours(rank: int, ring: Sequence[int]) -> tuple[int, int]:
+    place = ring.index(rank)
+    return ring[place - 1], ring[(place + 1) % len(ring)]
+
+
+@contextmanager
+def _naming_neighbours(session: Session, ring: Sequence[int]) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        predecessor, successor = _neighbours(session.rank, ring)
+        raise TransportError(
+            f"rank {session.rank} could not measure the link from rank {predecessor} and to rank {successor}: {error}"
+        ) from error
 
 
 def best_stretch(rates_by_rank: Sequence[Sequence[float]]) -> list[float]:
@@ -103,6 +172,19 @@ def _send(connection: socket.socket, total_bytes: int) -> None:
         left -= len(chunk)
 
 
+def _send_until(connection: socket.socket, ended: threading.Event) -> None:
+    chunk = bytes(_LOAD_BYTES)
+    while not ended.is_set():
+        connection.sendall(chunk)
+    connection.shutdown(socket.SHUT_WR)
+
+
+def _discard(connection: socket.socket) -> None:
+    buffer = bytearray(_LOAD_BYTES)
+    while connection.recv_into(buffer, _LOAD_BYTES, socket.MSG_WAITALL):
+        pass
+
+
 def _receive(connection: socket.socket, counted_bytes: int) -> list[float]:
     """Bytes per second of each stretch, after the skipped bytes."""
     buffer = bytearray(_CHUNK_BYTES)
@@ -128,10 +210,10 @@ _MESSAGE_BYTES = (1_000_000, 16_000_000)
 @dataclass(frozen=True)
 class Network:
     """The rates of the network, the same on every rank. A rate is the payload in bytes per second of a host's link, for every
-    system.
+    system. There is one of each worker; if workers share machines, and there are several machines, one of each machine.
 
-    Separate servers take no part in the measurement. Their rates are inferred from the workers' rates, because all links are
-    made alike.
+    Separate servers take no part in the measurement. Their rates are inferred from the workers' rates: links that are shaped
+    here are made alike, and others are taken to be as fast as the fastest.
     """
 
     worker_rates: list[float]
@@ -146,8 +228,12 @@ class Network:
 
 def own_address() -> str:
     """The address at which the other ranks reach this one."""
-    job = Settings.load({}, os.environ)
-    return "127.0.0.1" if job.control is None else own_host(job, job.control)
+    job, world = Settings.load({}, os.environ), detect_world(os.environ)
+    if job.control is not None:
+        return own_host(job, job.control)
+    if world.one_machine or "MASTER_ADDR" not in os.environ:
+        return "127.0.0.1"
+    return own_host(job, f"{os.environ['MASTER_ADDR']}:{os.environ.get('MASTER_PORT', '0')}")  # torchrun's
 
 
 def measure_network(session: Session, host: str, nominal_rates: Sequence[float] | None, servers: int, capped: bool) -> Network:
@@ -158,16 +244,18 @@ def measure_network(session: Session, host: str, nominal_rates: Sequence[float] 
         nominal_rates: configured rate of each host's link in bytes per second, workers before servers; None means not shaped.
         capped: whether the transport itself keeps to these rates, on a faster network.
     """
-    if capped and nominal_rates:
-        rates = list(nominal_rates)
-    else:
-        rates = _host_rates(session, host, nominal_rates, servers)
+    if nominal_rates is None:
+        workers = _unknown_rates(session, host)
+        return Network(workers, [max(workers)] * servers)
+    rates = list(nominal_rates)
+    if not capped:
+        flows = measure_flows(session, host, max(MIN_BYTES, round(_LINK_SECONDS * min(rates))))
+        share = payload_share(flows, rates[: session.world_size])
+        rates = [share * rate for rate in rates]
     return Network(rates[: session.world_size], rates[session.world_size :])
 
 
-def _host_rates(session: Session, host: str, nominal: Sequence[float] | None, servers: int) -> list[float]:
-    if nominal is None:
-        return [median(measure_flows(session, host, UNSHAPED_BYTES))] * (session.world_size + servers)
-    flows = measure_flows(session, host, max(MIN_BYTES, round(_LINK_SECONDS * min(nominal))))
-    share = payload_share(flows, nominal[: session.world_size])
-    return [share * rate for rate in nominal]
+def _unknown_rates(session: Session, host: str) -> list[float]:
+    flows = measure_flows(session, host, UNSHAPED_BYTES, one_of_each_machine(session, host))
+    # A flow has the rate of the slower of two links, so a link is at least as fast as the faster of its two flows.
+    return [max(flow, after) for flow, after in zip(flows, [*flows[1:], flows[0]])]

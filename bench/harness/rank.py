@@ -9,6 +9,7 @@ import sys
 import traceback
 from importlib import import_module
 from pathlib import Path
+from typing import NoReturn
 
 import commsched
 from commsched import CommschedError
@@ -31,7 +32,8 @@ def main() -> int:
     return 0
 
 
-def _end(code: int) -> None:
+def end(code: int) -> NoReturn:
+    """End this process, a rank, with ``code``."""
     sys.stdout.flush()
     sys.stderr.flush()
     if "mpi4py.MPI" in sys.modules:
@@ -46,4 +48,4 @@ def _end(code: int) -> None:
 
 
 if __name__ == "__main__":
-    _end(main())
+    end(main())

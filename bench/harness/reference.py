@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from time import perf_counter
 
 import torch
 
@@ -12,7 +11,7 @@ from commsched import Session
 
 from ..workloads import Workload
 from .averaging import ConfigBarrier
-from .layer_times import LayerTimer
+from .layer_times import LayerTimer, clock_of
 from .loop import Loop
 from .measure import LayerTimes
 
@@ -34,8 +33,8 @@ def put_weights(model: torch.nn.Module, weights: Sequence[torch.Tensor]) -> None
 
 def plain_averaging(workload: Workload, steps: int, ranks: int, loop: Loop | None = None) -> list[torch.Tensor]:
     """The weights after ``steps`` steps of SGD with the average of the gradients of ``ranks`` ranks."""
-    loop = loop or Loop()
     workload = workload.untimed()
+    loop = loop or Loop(device=workload.device)
     model = workload.make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
     for step in range(steps):
@@ -87,7 +86,8 @@ class ComputeOnly:
         self._workload = workload
         self._model = workload.make_model()
         self._optimizer = torch.optim.SGD(self._model.parameters(), lr=LEARNING_RATE)
-        self._timer = LayerTimer(self._model)
+        self._clock = clock_of(workload.device)
+        self._timer = LayerTimer(self._model, self._clock)
         self._train(_WARM_UP_STEPS)
 
     def measure(self, steps: int) -> list[LayerTimes]:
@@ -95,13 +95,25 @@ class ComputeOnly:
         self._train(steps)
         return [LayerTimes(**each) for each in self._session.gather(asdict(self._timer.result(_WARM_UP_STEPS)))]
 
-    def _train(self, steps: int) -> None:
+    def least_step_seconds(self, steps: int) -> list[float]:
+        """The shortest of ``steps`` steps of each rank, which do not count as measured: noise only adds time."""
+        return [float(seconds) for seconds in self._session.gather(min(self._train(steps, timed=False)))]
+
+    def _train(self, steps: int, timed: bool = True) -> list[float]:
+        """The seconds of each step."""
         self._barrier.wait()
+        clock, seconds = self._clock, []
         for step in range(steps):
+            began = clock.now()
             self._optimizer.zero_grad()
             loss = self._workload.loss(self._model, step, self._session.rank)
-            forward_ended = perf_counter()
+            forward_ended = clock.now()
             loss.backward()
-            backward_ended = perf_counter()
+            backward_ended = clock.now()
             self._optimizer.step()
-            self._timer.step(forward_ended, backward_ended, perf_counter())
+            ended = clock.now()
+            if timed:
+                self._timer.step(forward_ended, backward_ended, ended)
+            before, after = clock.seconds([began, ended])
+            seconds.append(after - before)
+        return seconds

@@ -13,6 +13,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from .. import INSTALLED
+
 #: Version of the layout of the JSON: ``{"schema", "environment", "rows"}``.
 SCHEMA = 1
 
@@ -100,7 +102,12 @@ def _processor() -> str:
 
 
 def commit() -> str | None:
-    """The commit of the working tree, with a ``+`` if files differ from it; None outside a repository."""
+    """The commit of the working tree, with a ``+`` if files differ from it; None outside a repository.
+
+    An installed package has no commit, although the directory that holds it may be in somebody's repository.
+    """
+    if INSTALLED:
+        return None
     try:
         sha = _git("rev-parse", "HEAD")
         return sha + ("+" if _git("status", "--porcelain") else "")

@@ -19,6 +19,7 @@ COLUMNS = {
     "low": "low",
     "high": "high",
     "bound": "T*",
+    "slowed_bound": "T* slowed",
     "efficiency": "T*/T",
     "speedup_vs_ddp": "vs ddp",
     "speedup_vs_ddp_tuned": "vs tuned",
@@ -48,6 +49,11 @@ def heading(rows: Sequence[Mapping[str, Any]]) -> str:
         f"rho {row['rho']:.2f}; T*: no schedule can be faster; ms/step with the "
         f"{interval_words(row['step_seconds']['count'])}",
     ]
+    if row.get("slowdown"):
+        lines.append(
+            f"while the links are full with plain TCP, computation takes {row['slowdown']:.3f} times as long: T* slowed is the "
+            "bound with that"
+        )
     if row["clip"]:
         lines.append(
             f"{CLIPS[row['clip']]}: every update needs all averages, and T* is the bound of such loops; it would be "
@@ -70,6 +76,7 @@ def shown(row: Mapping[str, Any]) -> Mapping[str, Any]:
         **{key: 1000 * times[key] for key in ("median", "low", "high")},
         "host_cores": (row["stands_for"] or {}).get("host_cores"),
         "bound": 1000 * row["bound_seconds"],
+        "slowed_bound": row.get("slowed_bound_seconds") and 1000 * row["slowed_bound_seconds"],
         "exposed": 1000 * row["exposed_seconds"],
     }
 

@@ -25,6 +25,7 @@ class Header:
 
     ``bandwidth_bps`` is the bandwidth of the slowest link. ``lane`` is the lane of the parameter server, if there is one.
     ``commit`` is the commit of the program. ``clip`` is how every loop uses all averages before an update; see ``loop.Loop``.
+    ``device`` is the kind of the device that computes.
     """
 
     model: str
@@ -37,14 +38,34 @@ class Header:
     lane: str | None = None
     commit: str | None = None
     clip: str | None = None
+    device: str = "cpu"
 
 
 def make_rows(header: Header, by_rank: Sequence[Mapping[str, Any]]) -> list[Row]:
     """One row for each system. ``by_rank`` holds the result of ``turns.rank.rank_main`` on each rank."""
     network = Network(**by_rank[0]["network"])
     layers = [LayerTimes(**each) for each in by_rank[0]["layers"]]
-    rows = [_row(header, network, layers, name, [rank["systems"][name] for rank in by_rank]) for name in by_rank[0]["systems"]]
+    slowdowns = by_rank[0].get("slowdowns")  # not measured under other engines
+    rows = [
+        _row(header, network, layers, slowdowns, name, [rank["systems"][name] for rank in by_rank])
+        for name in by_rank[0]["systems"]
+    ]
     return compare_with_ddp(rows)
+
+
+def slowed_bound(bound: float, by_rank: Sequence[LayerTimes], comm_seconds: float, slowdowns: Sequence[float]) -> float:
+    """The least time of a step if computation takes ``slowdowns[rank]`` times as long while gradients travel.
+
+    Suppose that a rank computes for ``x`` seconds while gradients travel, and for ``y`` seconds while none do. Then its
+    computation is ``x / slowdown + y``, and ``x`` is at most ``comm_seconds``. The step takes at least ``comm_seconds + y``, so
+    at least the computation and ``comm_seconds * (1 - 1 / slowdown)``.
+
+    Args:
+        bound: the bound without a slowdown.
+        comm_seconds: the time for which gradients travel in each step, at least.
+    """
+    computed = [sum(each.forward_seconds) + sum(each.backward_seconds) for each in by_rank]
+    return max([bound, *(compute + comm_seconds * (1 - 1 / slow) for compute, slow in zip(computed, slowdowns, strict=True))])
 
 
 def compare_with_ddp(rows: list[Row]) -> list[Row]:
@@ -93,14 +114,22 @@ def disturbed(rows: Sequence[Row]) -> list[str]:
 
 
 def _row(
-    header: Header, network: Network, layers_by_rank: Sequence[LayerTimes], name: str, by_rank: Sequence[Mapping[str, Any]]
+    header: Header,
+    network: Network,
+    layers_by_rank: Sequence[LayerTimes],
+    slowdowns: Sequence[float] | None,
+    name: str,
+    by_rank: Sequence[Mapping[str, Any]],
 ) -> Row:
     system = by_rank[0]
     # Collectives run among the workers only, even if there are servers.
     server_rates = network.server_rates if system["transport"] == "ps" else []
     per_byte = seconds_per_byte(network.worker_rates, server_rates)
     clips = header.clip is not None
-    bound, layers = bound_of_ranks(layers_by_rank, least_loads(network.worker_rates, server_rates, clips))
+    loads = least_loads(network.worker_rates, server_rates, clips)
+    bound, layers = bound_of_ranks(layers_by_rank, loads)
+    least_comm = min(per_byte for per_byte, _ in loads) * sum(layers.nbytes)
+    slowed = slowdowns and slowed_bound(bound, layers_by_rank, least_comm, slowdowns)
     unclipped, _ = bound_of_ranks(layers_by_rank, least_loads(network.worker_rates, server_rates))
     times = layers.forward_seconds, layers.backward_seconds
     samples = list(slowest([rank["seconds"] for rank in by_rank]))
@@ -116,6 +145,7 @@ def _row(
         "servers": header.servers,
         "bandwidth_bps": header.bandwidth_bps,
         "link": header.link,
+        "device": header.device,
         "emulated": header.emulated,
         "transport": system["transport"],
         "lane": lane,
@@ -132,6 +162,8 @@ def _row(
         "step_samples": samples,
         "clip": header.clip,
         "bound_seconds": bound,
+        "slowdown": slowdowns and max(slowdowns),
+        "slowed_bound_seconds": slowed,
         "unclipped_bound_seconds": unclipped,
         "bound_overhead_seconds": _bound_with_overhead(layers, per_byte, system, first_share(clips, bool(server_rates))),
         "fifo_bound_seconds": wfbp(*times, [per_byte * size for size in layers.nbytes]),

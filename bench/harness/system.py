@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from time import perf_counter
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from commsched import Session
@@ -64,7 +64,7 @@ class Context:
         """A training loop, as every system runs one."""
         from .loop import Loop
 
-        return Loop(self.clip, self.max_norm)
+        return Loop(self.clip, self.max_norm, self.workload.device)
 
     def shared(self, make: Callable[[Context], _T]) -> _T:
         """The object that ``make(self)`` returned on the first call. Systems of one session share it."""
@@ -194,27 +194,27 @@ def _open(carrier: Carrier, number: int) -> Session:
 
 
 def timed_turn(
-    system: System, barrier: ConfigBarrier, settle: int, steps: int, server_pids: Sequence[int] = ()
+    system: System, barrier: ConfigBarrier, settle: int, steps: int, server_pids: Sequence[int] = (), device: str = "cpu"
 ) -> tuple[list[float], float]:
     """Run a turn of ``system``: ``settle`` steps, then ``steps`` steps that count. Collective.
 
     Returns the seconds of each counted step, and the CPU seconds of this process and the processes ``server_pids`` meanwhile.
 
-    A step lasts from the beginning of one forward to the beginning of the next. Outstanding work therefore counts in a later
-    step.
+    A step lasts from the beginning of one forward to the beginning of the next, as ``device`` reaches them. Outstanding work
+    therefore counts in a later step.
     """
+    from .layer_times import clock_of
+
+    clock = clock_of(device)
     system.begin()
     barrier.wait()
     for step in range(settle):
         system.update(system.forward(step))
     system.require_ready()
-    seconds = []
-    cpu_began, began = cpu_seconds(server_pids), perf_counter()
+    cpu_began, moments = cpu_seconds(server_pids), [clock.now()]
     for step in range(settle, settle + steps):
         system.update(system.forward(step))
-        ended = perf_counter()
-        seconds.append(ended - began)
-        began = ended
+        moments.append(clock.now())
     cpu = cpu_seconds(server_pids) - cpu_began
     system.end()
-    return seconds, cpu
+    return [after - before for before, after in pairwise(clock.seconds(moments))], cpu

@@ -7,7 +7,6 @@ optimizer and without communication.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -16,7 +15,7 @@ from commsched import ConfigError
 from commsched.simulator.profile import LayerProfile, Profile
 
 from ..harness.arguments import at_least
-from ..harness.layer_times import Clock, LayerTimer, WallClock
+from ..harness.layer_times import LayerTimer, clock_of
 from .full_size import FULL_SIZE, FullSize, to_json
 
 
@@ -55,7 +54,7 @@ def measure(
     name: str, full_size: FullSize, device: torch.device, batch: int, steps: int, warm_up: int, bf16: bool = False
 ) -> Profile:
     """The profile of a model from ``steps`` training steps after ``warm_up``."""
-    clock: Clock = CudaClock() if device.type == "cuda" else WallClock()
+    clock = clock_of(device)
     model = full_size.make_model().to(device)
     inputs = full_size.inputs(batch, device)
     timer = LayerTimer(model, clock)
@@ -75,20 +74,6 @@ def measure(
     arithmetic = "bfloat16 autocast" if bf16 else "float32"
     source = f"measured on {_device_name(device)}, torch {torch.__version__}, {arithmetic}, batch of {batch} {full_size.shape}"
     return Profile(name, tuple(layers), source)
-
-
-class CudaClock:
-    """A clock whose moments are events in the current stream: the times at which the GPU reaches them, not the times at which
-    work was submitted."""
-
-    def now(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def seconds(self, moments: Sequence[torch.cuda.Event]) -> list[float]:
-        torch.cuda.synchronize()
-        return [moments[0].elapsed_time(moment) / 1000 for moment in moments]
 
 
 def _device_name(device: torch.device) -> str:

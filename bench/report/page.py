@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 
 from commsched import ConfigError
 
+from .. import PROGRAM
 from ..harness.figures import styled, to_svg
 from ..harness.measure import MIN_SAMPLES, TOLERATED_DIFFERENCE, median_absolute_error
 from ..harness.results import lasting
@@ -102,7 +103,7 @@ def timeline(read: Read) -> str:
     with styled():
         figure = next((figure for group in groups(read.results) if (figure := timeline_figure(group)) is not None), None)
         if figure is None:
-            raise ConfigError("no step was recorded: measure with python -m bench train, which records one of each system")
+            raise ConfigError(f"no step was recorded: measure with {PROGRAM} train, which records one of each system")
         return to_svg(figure, "timeline")
 
 

@@ -14,11 +14,11 @@ from ..harness.job import Job, run_job
 from ..harness.links import why_not_shaped
 from ..harness.measure import TOLERATED_DIFFERENCE, LayerTimes, slowest
 from ..harness.processes import JobFailed
+from ..harness.progress import relayed_lines
 from ..harness.results import commit
 from ..harness.rows import bound_of_ranks
 from ..harness.system import Carrier
 from .case import Case, Surface
-from .progress import relayed_lines
 
 Row = dict[str, Any]
 
@@ -35,7 +35,7 @@ def measure(case: Case, *, passes: int, settle: int, steps: int, timeout_seconds
     with relayed_lines() as progress:
         outcome = run_job(
             job,
-            "bench.tune.rank",
+            f"{__package__}.rank",
             {
                 "workload": {"kind": "emulated", "profile": case.scaling.profile.to_record()},
                 "incumbent": case.space.incumbent.to_record(),

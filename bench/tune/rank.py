@@ -17,11 +17,11 @@ from commsched.tuner.profiler import Profiler
 from ..harness.averaging import ConfigBarrier
 from ..harness.message_cost import measure_message_seconds
 from ..harness.network import measure_network, own_address
+from ..harness.progress import say
 from ..harness.reference import ComputeOnly, largest_difference, plain_averaging
 from ..harness.scheduled import ScheduledSystem
 from ..harness.system import Carrier, Context, timed_turn
 from ..workloads import make_workload
-from .progress import say
 
 _LAYER_STEPS = 5
 
@@ -79,8 +79,8 @@ def rank_main(session: Session, arguments: Mapping[str, Any]) -> dict[str, Any]:
     wanted = plain_averaging(workload, task.settle + task.steps, session.world_size)
     profiled = _profile(session, ScheduledSystem(context, SchedulerConfig(**task.incumbent)), task, barrier)
     passes, largest = [], 0.0
+    began = perf_counter()
     for number, order in enumerate(task.orders, 1):
-        began = perf_counter()
         windows: list[list[float]] = [[] for _ in systems]
         for place in order:
             windows[place] = timed_turn(systems[place], barrier, task.settle, task.steps)[0]
@@ -88,7 +88,9 @@ def rank_main(session: Session, arguments: Mapping[str, Any]) -> dict[str, Any]:
             largest = max(largest, difference)
         passes.append(windows)
         if session.rank == 0:
-            done = f"pass {number} of {len(task.orders)}: {len(order)} configurations in {perf_counter() - began:.0f} s"
+            took, passes_left = perf_counter() - began, len(task.orders) - number
+            left = f"; about {took / number * passes_left:.0f} s left" if passes_left else ""
+            done = f"pass {number} of {len(task.orders)}: {len(order)} configurations, {took:.0f} s so far{left}"
             say(task.progress, done)
     return {
         "network": asdict(network),

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from commsched import ConfigError
+from commsched.core.world import World
 from commsched.settings import Settings, parse_rate, parse_seconds
 from commsched.simulator.scenario import bytes_factor
 
 from .. import systems
-from ..harness.arguments import CLIPS, add_options, at_least, check_settings, setting
+from ..harness.arguments import CLIPS, add_options, at_least, check_settings, require_extra, setting
 from ..harness.job import Job, run_job
 from ..harness.links import Links, why_not_shaped
+from ..harness.progress import relayed_lines
 from ..harness.results import commit
 from ..harness.scaling import Scaling, scale
 from ..harness.system import Carrier
@@ -40,7 +44,8 @@ class TrainOptions:
 
     Args:
         model: a name from ``bench.workloads``, or a profile's ``.json`` file.
-        real: use the reduced model with real arithmetic on this machine, not EMULATED layers.
+        real: use the reduced model with real arithmetic, not EMULATED layers.
+        device: for REAL models, the kind of the device that computes: ``"cpu"`` or ``"cuda"``.
         workers: number of ranks; each has a process and a host of its own.
         servers: number of separate parameter servers, or ``"n"`` for as many as workers; ``"0"`` means a shard on every rank.
         bandwidth: rate of every link (``"500mbit"``), or one rate for each host: workers first, then servers. None means
@@ -64,6 +69,7 @@ class TrainOptions:
 
     model: str = "uniform"
     real: bool = False
+    device: str = "cpu"
     workers: int = 2
     servers: str = "0"
     bandwidth: str | None = None
@@ -84,17 +90,31 @@ class TrainOptions:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     default = TrainOptions()
-    names = ("model", "workers", "rho", "megabytes", "rounds", "steps", "settle", "transport", "lane", "partition", "credit")
-    add_options(parser, **{name: getattr(default, name) for name in names}, timeout=f"{default.timeout_seconds:g}", json=None)
-    parser.add_argument("--real", action="store_true", help="train the reduced model with real arithmetic, not EMULATED layers")
-    servers_help = "number of separate servers, or n: as many as workers; 0: a shard on every rank (default: 0)"
-    parser.add_argument("--servers", type=_servers, default=default.servers, metavar="K", help=servers_help)
-    bandwidth_help = "rate of each link, such as 500mbit; or RATE,RATE,... for each host, workers first; without it: loopback"
-    parser.add_argument("--bandwidth", type=_rates, metavar="RATE", help=bandwidth_help)
+
+    def add(heading: str, *names: str) -> argparse._ArgumentGroup:
+        group = parser.add_argument_group(heading)
+        add_options(group, **{name: getattr(default, name) for name in names})
+        return group
+
+    group = add("what trains", "model")
+    group.add_argument("--real", action="store_true", help="train the reduced model with real arithmetic, not EMULATED layers")
+    device_help = "what computes --real: cpu, or cuda, the GPU of the rank's number on its machine (default: cpu)"
+    group.add_argument("--device", choices=("cpu", "cuda"), default=default.device, help=device_help)
     clip_help = "every loop clips by the norm of all averages, or has a GradScaler (scaler); T* is the bound of such loops"
-    parser.add_argument("--clip", nargs="?", choices=list(CLIPS), const=next(iter(CLIPS)), help=clip_help)
-    parser.add_argument("--compile", action="store_true", help="torch.compile the forward; T* is that of the uncompiled model")
-    parser.add_argument("--systems", type=_systems, default=default.systems, metavar="S,...", help=_systems_help())
+    group.add_argument("--clip", nargs="?", choices=list(CLIPS), const=next(iter(CLIPS)), help=clip_help)
+    group.add_argument("--compile", action="store_true", help="torch.compile the forward; T* is that of the uncompiled model")
+    systems_help = f"{_systems_help()} (default: {','.join(default.systems)})"
+    group.add_argument("--systems", type=_systems, default=default.systems, metavar="S,...", help=systems_help)
+    add("EMULATED models", "rho", "megabytes")
+    group = add("cluster, which a launcher's ranks have already", "workers")
+    servers_help = "number of separate servers, or n: as many as workers; 0: a shard on every rank (default: 0)"
+    group.add_argument("--servers", type=_servers, default=default.servers, metavar="K", help=servers_help)
+    bandwidth_help = "rate of each link, such as 500mbit; or RATE,RATE,... for each host, workers first (default: loopback)"
+    group.add_argument("--bandwidth", type=_rates, metavar="RATE", help=bandwidth_help)
+    add("settings of commsched", "transport", "lane", "partition", "credit")
+    add("how long", "rounds", "steps", "settle")
+    group = parser.add_argument_group("time limit and result")
+    add_options(group, timeout=f"{default.timeout_seconds:g}", json=None)
 
 
 def options_of(args: argparse.Namespace) -> TrainOptions:
@@ -103,15 +123,24 @@ def options_of(args: argparse.Namespace) -> TrainOptions:
     return TrainOptions(**given, timeout_seconds=parse_seconds(args.timeout))
 
 
-def measure_rows(options: TrainOptions) -> list[dict[str, Any]]:
+def measure_rows(options: TrainOptions, world: World | None = None, show_progress: bool = False) -> list[dict[str, Any]]:
     """One row for each system, in the order of ``options.systems``.
+
+    Args:
+        world: the world of this process, if it is a rank that a launcher has started. Then all ranks call this function, links
+            and machines are those that there are, and only rank 0 gets the rows. None means that this process starts the ranks.
+        show_progress: whether to print what is being measured, and how long it will take.
 
     Raises:
         ConfigError: an option is wrong, or this machine cannot do what it asks for; the message names it.
         JobFailed: a process failed or took too long.
+        CommschedError: a rank of ``world`` failed.
     """
     from ..harness.rows import Header, make_rows
 
+    require_extra("bench", "torch", *(["sklearn"] if options.real else []))
+    if world is not None:
+        options = _options_here(options, world)
     if options.settle < MIN_SETTLE_STEPS:
         raise ConfigError(
             f"settle={options.settle}: the first {MIN_SETTLE_STEPS} steps of a turn may still use "
@@ -123,12 +152,18 @@ def measure_rows(options: TrainOptions) -> list[dict[str, Any]]:
     if options.clip and (unable := [spec.text for spec in specs if not systems.SYSTEMS[spec.base].clips]):
         raise ConfigError(f"systems: {', '.join(unable)} averages within step(), so no loop can clip there: leave it out")
     own = carrier_of_job(specs, options.transport)
+    if "nccl" in {own.transport, *(spec.carrier.transport for spec in specs if spec.carrier)}:
+        raise ConfigError(
+            "nccl: the benchmark's barriers are tensors in host memory, which it does not carry; ddp runs over NCCL"
+        )
+    if options.device != "cpu" and not options.real:
+        raise ConfigError(f"device={options.device}: EMULATED layers need none; use --real")
     missing = why_not_shaped(links, [spec.text for spec in specs if not spec.caps_itself(own.transport)])
     settings = _settings(options, own)
     check_settings(settings)
     scaling = _scaling(options, links)
     arguments = {
-        "workload": {"kind": "real", "model": options.model}
+        "workload": {"kind": "real", "model": options.model, "device": options.device}
         if scaling is None
         else {"kind": "emulated", "profile": scaling.profile.to_record()},
         "systems": [spec.text for spec in specs],
@@ -143,10 +178,20 @@ def measure_rows(options: TrainOptions) -> list[dict[str, Any]]:
         "clip": options.clip,
         "compile": options.compile,
     }
-    mpi = any(spec.carrier is not None and spec.carrier.transport == "mpi" for spec in specs)
-    job = Job(options.workers, servers, links.for_job(), settings, options.timeout_seconds, mpi=mpi, auto_sizes=True)
-    outcome = run_job(job, "bench.turns.rank", arguments)
-    links.require_as_planned(outcome.link, missing)
+    module = f"{__package__}.rank"
+    if world is not None:
+        from ..harness.launched import run_here
+
+        arguments |= {"launched": True, "progress": "" if show_progress else None}
+        outcome = run_here(world, settings, asdict(options), module, arguments, options.timeout_seconds)
+        if outcome is None:
+            return []
+    else:
+        mpi = any(spec.carrier is not None and spec.carrier.transport == "mpi" for spec in specs)
+        job = Job(options.workers, servers, links.for_job(), settings, options.timeout_seconds, mpi=mpi, auto_sizes=True)
+        with relayed_lines() if show_progress else nullcontext() as progress:
+            outcome = run_job(job, module, arguments | {"progress": progress})
+        links.require_as_planned(outcome.link, missing)
     header = Header(
         model=(f"{options.model} (reduced)" if scaling is None else scaling.real.model)
         + (" (compiled)" if options.compile else ""),
@@ -156,11 +201,33 @@ def measure_rows(options: TrainOptions) -> list[dict[str, Any]]:
         link=outcome.link,
         emulated=scaling is not None,
         stands_for=None if scaling is None or links.rates is None else scaling.stands_for(min(links.rates)),
-        lane=Settings.load(settings, {}).lane,
+        lane=Settings.load(settings, {} if world is None else os.environ).lane,
         commit=commit(),
         clip=options.clip,
+        device=options.device,
     )
     return make_rows(header, outcome.by_rank)
+
+
+def _options_here(options: TrainOptions, world: World) -> TrainOptions:
+    """The options of a rank that a launcher has started.
+
+    Raises:
+        ConfigError: an option is for jobs that the benchmark starts by itself.
+    """
+    default, started = TrainOptions(), f"{world.launcher} has started {world.world_size} ranks"
+    if not options.real:
+        raise ConfigError(f"{started}, whose links are real, so use --real; without a launcher the benchmark starts its own")
+    if options.workers not in (default.workers, world.world_size):
+        raise ConfigError(f"workers={options.workers}: {started}; leave the option out")
+    if options.bandwidth is not None:
+        raise ConfigError(f"bandwidth={options.bandwidth}: {started}, whose links are measured; leave the option out")
+    if options.servers != default.servers:
+        raise ConfigError(
+            f"servers={options.servers}: {started}; start servers by commsched server, and set COMMSCHED_SERVERS on every rank"
+        )
+    servers = Settings.load({}, os.environ).servers
+    return replace(options, workers=world.world_size, servers=str(len(servers)))
 
 
 def settle_steps(options: TrainOptions, specs: Sequence[SystemSpec]) -> int:

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
+from statistics import median
+from time import monotonic
 from typing import Any
 
 import torch
 
-from commsched import Session
+from commsched import ConfigError, Session
+from commsched.core.world import detect_world
 
 from ..harness.loop import Loop
 from ..harness.measure import LayerTimes, rotated
 from ..harness.message_cost import measure_message_seconds
-from ..harness.network import measure_network, own_address
+from ..harness.network import measure_network, own_address, traffic
+from ..harness.progress import say
 from ..harness.reference import ComputeOnly, clipping_norm, largest_difference, plain_averaging
 from ..harness.scheduled import chosen_sizes
 from ..harness.system import Carrier, Context, OpenCarrier, System, open_carriers, timed_turn
@@ -25,6 +30,8 @@ from ..workloads.compiled import CompiledWorkload
 
 #: Steps that time the layers before the systems take turns. Each round adds half as many steps as a system's turn counts.
 _LAYER_STEPS = 3
+#: Steps with quiet links, and steps beside traffic, that show how much it slows computation down.
+_SLOWED_STEPS = 3
 
 
 @dataclass(frozen=True)
@@ -34,7 +41,9 @@ class Assignment:
     ``workload`` is the argument of ``make_workload``. ``systems`` are specifications for ``bench.systems``. ``transport`` and
     ``order`` belong to the ranks' own session. ``nominal_rates`` are the rates of each host's link in bytes per second, workers
     before servers; None means that links are not shaped. ``capped`` says that the transport itself keeps to these rates.
-    ``clip`` is as in ``loop.Loop``.
+    ``clip`` is as in ``loop.Loop``. ``launched`` says that a launcher has started the ranks: it decides on threads, and links
+    are real.
+    ``progress`` is a path for ``progress.say``, or "" for stdout; None means that nobody wants to know.
     """
 
     workload: dict[str, Any]
@@ -51,6 +60,31 @@ class Assignment:
     clip: str | None = None
     compile: bool = False
     server_pids: list[int] = field(default_factory=list)
+    launched: bool = False
+    progress: str | None = None
+
+
+class _Progress:
+    """Tells the user what is being measured. Only rank 0 does."""
+
+    def __init__(self, path: str | None, rank: int) -> None:
+        self._path = path if rank == 0 else None
+        self._began = 0.0
+
+    def say(self, line: str) -> None:
+        if self._path == "":
+            print(line, flush=True)
+        elif self._path is not None:
+            say(self._path, line)
+
+    def turns_begin(self) -> None:
+        self._began = monotonic()
+
+    def turn(self, done: int, turns: int, name: str, seconds: Sequence[float]) -> None:
+        """Turn ``done`` of ``turns`` has ended; ``seconds`` are those of its steps."""
+        left = (monotonic() - self._began) / done * (turns - done)
+        remaining = f"; about {left:.0f} s left" if done < turns else ""
+        self.say(f"turn {done} of {turns}: {name}, {1000 * median(seconds):.4g} ms per step{remaining}")
 
 
 @dataclass
@@ -66,8 +100,9 @@ class _Found:
 def rank_main(session: Session, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Measure; return ``network`` and ``layers`` (of each rank), which are the same on every rank, and ``systems`` as measured
     on this rank."""
-    torch.set_num_threads(1)
     task = Assignment(**arguments)
+    if not task.launched:
+        torch.set_num_threads(1)
     specs = [parse(text) for text in task.systems]
     own = Carrier(task.transport, task.order)
     with ExitStack() as stack:
@@ -79,12 +114,16 @@ def _measure(
     task: Assignment, specs: Sequence[SystemSpec], own: Carrier, carriers: Mapping[Carrier, OpenCarrier]
 ) -> dict[str, Any]:
     session, barrier = carriers[own].session, carriers[own].barrier
-    workload = make_workload(task.workload, session.world_size)
+    progress = _Progress(task.progress, session.rank)
+    workload = make_workload({**task.workload, "device": _own_device(task.workload)}, session.world_size)
     trained = CompiledWorkload(workload) if task.compile else workload
     host = own_address()
+    progress.say("measuring the links")
     network = measure_network(session, host, task.nominal_rates, task.servers, task.capped)
+    progress.say("timing the layers without communication")
     compute = ComputeOnly(session, barrier, workload)
-    layers = compute.measure(_LAYER_STEPS)
+    compute.measure(_LAYER_STEPS)
+    slowdowns = _slowdowns(session, host, compute) if task.launched else None
     on_commsched = {(spec.carrier or own, spec.collective) for spec in specs if SYSTEMS[spec.base].is_on_commsched}
     max_norm = session.gather(clipping_norm(workload, session.world_size))[0] if task.clip == "norm" else 0.0
     contexts = {}
@@ -106,15 +145,41 @@ def _measure(
             _shared=opened.shared,
         )
         if (carrier, collective) in on_commsched:
+            progress.say(f"choosing partition and credit over {carrier.transport}, and measuring the cost of a message")
             context = _with_sizes(context, network.message_bytes)
         contexts[carrier, collective] = context
-    made = {spec.text: make(spec.base, contexts[spec.carrier or own, spec.collective]) for spec in specs}
-    layers, found = _take_turns(task, carriers[own], workload, compute, made, Loop(task.clip, max_norm))
+    made = {}
+    for spec in specs:
+        progress.say(f"preparing {spec.text}")
+        made[spec.text] = make(spec.base, contexts[spec.carrier or own, spec.collective])
+    progress.say("training as it should be, without any system")
+    loop = Loop(task.clip, max_norm, workload.device)
+    layers, found = _take_turns(task, carriers[own], workload, compute, made, loop, progress)
     return {
+        "slowdowns": slowdowns,
         "network": asdict(network),
         "layers": [asdict(each) for each in layers],
         "systems": {name: {**asdict(system.setup), **asdict(found[name])} for name, system in made.items()},
     }
+
+
+def _own_device(workload: Mapping[str, Any]) -> str:
+    """The device of this rank's model."""
+    if workload.get("device", "cpu") == "cpu":
+        return "cpu"
+    if not torch.cuda.is_available():
+        raise ConfigError("device=cuda, but torch finds no GPU that it can use here")
+    number = detect_world(os.environ).local_rank % torch.cuda.device_count()
+    torch.cuda.set_device(number)
+    return f"cuda:{number}"
+
+
+def _slowdowns(session: Session, host: str, compute: ComputeOnly) -> list[float]:
+    """How many times as long the computation of each rank takes while all links are full."""
+    quiet = compute.least_step_seconds(_SLOWED_STEPS)
+    with traffic(session, host):
+        busy = compute.least_step_seconds(_SLOWED_STEPS)
+    return [max(1.0, slowed / alone) for slowed, alone in zip(busy, quiet, strict=True)]
 
 
 def _with_sizes(context: Context, message_bytes: int) -> Context:
@@ -131,22 +196,25 @@ def _take_turns(
     compute: ComputeOnly,
     made: Mapping[str, System],
     loop: Loop,
+    progress: _Progress,
 ) -> tuple[list[LayerTimes], dict[str, _Found]]:
     """Alternate between training without communication and all systems, so that all are exposed to the same network and the
     same noise. Each round starts with another system, so that no system always follows the same one."""
     found = {name: _Found() for name in made}
     wanted = plain_averaging(workload, task.settle + task.steps, opened.session.world_size, loop)
+    progress.turns_begin()
     for turn in range(task.rounds):
         layers = compute.measure(-(-task.steps // 2))
-        for name in rotated(list(made), turn):
+        for number, name in enumerate(rotated(list(made), turn), 1):
             system = made[name]
             server_pids = task.server_pids if opened.session.rank == 0 else []  # each server counts once
-            seconds, cpu = timed_turn(system, opened.barrier, task.settle, task.steps, server_pids)
+            seconds, cpu = timed_turn(system, opened.barrier, task.settle, task.steps, server_pids, workload.device)
             found[name].seconds += seconds
             found[name].cpu_seconds += cpu
             difference = largest_difference(system.model, wanted, system.initial)
             found[name].max_difference = max(found[name].max_difference, difference)
-            if turn == task.rounds - 1:
+            progress.turn(turn * len(made) + number, task.rounds * len(made), name, seconds)
+            if turn == task.rounds - 1 and workload.device == "cpu":  # the times of a device are not those of its host
                 found[name].timeline = _timeline(system, layers[0])
     return layers, found
 

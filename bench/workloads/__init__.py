@@ -63,6 +63,11 @@ class Workload(Protocol):
         """Whether the layers sleep for the time that a GPU would take."""
         ...
 
+    @property
+    def device(self) -> str:
+        """The device of the model, as torch names it."""
+        ...
+
     def make_model(self) -> torch.nn.Module:
         """A new model. Its weights are the same at every call and on every rank."""
         ...
@@ -77,7 +82,8 @@ class Workload(Protocol):
 
 
 def make_workload(spec: Mapping[str, Any], world_size: int) -> Workload:
-    """A workload from JSON: ``{"kind": "emulated", "profile": Profile.to_record()}`` or ``{"kind": "real", "model": name}``.
+    """A workload from JSON: ``{"kind": "emulated", "profile": Profile.to_record()}`` or ``{"kind": "real", "model": name}``,
+    which may have a ``"device"``.
 
     Raises:
         ConfigError: there is no such REAL model.
@@ -92,5 +98,5 @@ def make_workload(spec: Mapping[str, Any], world_size: int) -> Workload:
     if spec["kind"] == "real":
         from .real import make_real
 
-        return make_real(spec["model"])
+        return make_real(spec["model"], spec.get("device", "cpu"))
     raise ValueError(f"a workload is emulated or real, not {spec['kind']!r}")

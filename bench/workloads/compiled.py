@@ -17,6 +17,7 @@ class CompiledWorkload:
         self._plain = plain
         self._compiled: WeakKeyDictionary[torch.nn.Module, Any] = WeakKeyDictionary()
         self.emulated = plain.emulated
+        self.device = plain.device
 
     def make_model(self) -> torch.nn.Module:
         return self._plain.make_model()

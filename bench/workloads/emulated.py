@@ -92,6 +92,7 @@ class EmulatedWorkload:
 
     profile: Profile
     emulated = True
+    device = "cpu"
 
     def make_model(self) -> EmulatedModel:
         return EmulatedModel(self.profile)

@@ -1,4 +1,4 @@
-"""REAL workloads: reduced models with real arithmetic on this machine, on small data. A step takes 0.1 to 0.3 s on one core.
+"""REAL workloads: reduced models with real arithmetic, on small data. A step takes 0.1 to 0.3 s on one core.
 
 The caller sets the number of threads.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 import torch
@@ -27,73 +27,91 @@ _DIGITS = 10  # classes
 _VOCABULARY = 4000
 
 
+Batch = tuple[torch.Tensor, ...]
+
+
 @dataclass(frozen=True)
 class RealWorkload:
-    """A REAL workload. ``batch_loss`` makes a batch from a generator and runs the forward."""
+    """A REAL workload. ``make_batch`` makes a batch from a generator. ``batch_loss`` runs the forward of a batch."""
 
     model_factory: Callable[[], nn.Module]
-    batch_loss: Callable[[nn.Module, torch.Generator], torch.Tensor]
+    make_batch: Callable[[torch.Generator], Batch]
+    batch_loss: Callable[..., torch.Tensor]
+    device: str = "cpu"
+    _kept: dict[tuple[int, int], Batch] = field(default_factory=dict, compare=False, repr=False)
     emulated = False
 
     def make_model(self) -> nn.Module:
         model = self.model_factory()
         initialise(model)
-        return model
+        return model.to(self.device)
 
     def loss(self, model: nn.Module, step: int, rank: int) -> torch.Tensor:
-        return self.batch_loss(model, generator_of(step, rank))
+        return self.batch_loss(model, *self._batch(step, rank))
+
+    def _batch(self, step: int, rank: int) -> Batch:
+        if self.device == "cpu":
+            return self.make_batch(generator_of(step, rank))
+        if (step, rank) not in self._kept:  # a device would wait for the processor, which makes batches
+            self._kept[step, rank] = tuple(each.to(self.device) for each in self.make_batch(generator_of(step, rank)))
+        return self._kept[step, rank]
 
     def untimed(self) -> RealWorkload:
         return self
 
 
-def make_real(name: str) -> RealWorkload:
-    """The reduced form of a model.
+def make_real(name: str, device: str = "cpu") -> RealWorkload:
+    """The reduced form of a model, on ``device``.
 
     Raises:
         ConfigError: there is no reduced model of this name.
     """
     if name not in _WORKLOADS:
         raise ConfigError(f"model={name}: REAL workloads are {', '.join(_WORKLOADS)}")
-    return _WORKLOADS[name]
+    return replace(_WORKLOADS[name], device=device, _kept={})
 
 
-def _classify(images: int, image_size: int, flat: bool = False) -> Callable[[nn.Module, torch.Generator], torch.Tensor]:
-    def loss(model: nn.Module, generator: torch.Generator) -> torch.Tensor:
-        inputs, labels = digits(generator, images, image_size)
-        return classification(model, inputs.flatten(1) if flat else inputs, labels)
+def _images(count: int, image_size: int, flat: bool = False) -> Callable[[torch.Generator], Batch]:
+    def batch(generator: torch.Generator) -> Batch:
+        inputs, labels = digits(generator, count, image_size)
+        return inputs.flatten(1) if flat else inputs, labels
 
-    return loss
-
-
-def _predict_next(count: int, length: int) -> Callable[[nn.Module, torch.Generator], torch.Tensor]:
-    def loss(model: nn.Module, generator: torch.Generator) -> torch.Tensor:
-        return next_token(model, sentences(generator, count, length, _VOCABULARY))
-
-    return loss
+    return batch
 
 
-def _pre_train(count: int, length: int) -> Callable[[nn.Module, torch.Generator], torch.Tensor]:
+def _to_continue(count: int, length: int) -> Callable[[torch.Generator], Batch]:
+    return lambda generator: (sentences(generator, count, length, _VOCABULARY),)
+
+
+def _pairs(count: int, length: int) -> Callable[[torch.Generator], Batch]:
     segments = (torch.arange(length) >= length // 2).long().expand(count, length)
 
-    def loss(model: nn.Module, generator: torch.Generator) -> torch.Tensor:
+    def batch(generator: torch.Generator) -> Batch:
         tokens = sentences(generator, count, length, _VOCABULARY)
         others = torch.rand(count, generator=generator) < 0.5  # sequences whose second half is another sentence
         swapped = torch.where(segments.bool() & others[:, None], tokens.flip(0), tokens)
         hidden, labels = masked(generator, swapped)
-        return pre_training(model, hidden, segments, labels, (~others).long())
+        return hidden, segments, labels, (~others).long()
 
-    return loss
+    return batch
 
 
 _WORKLOADS = {
-    "uniform": RealWorkload(lambda: MLP(64, _DIGITS, width=512, depth=12), _classify(768, 8, flat=True)),
+    "uniform": RealWorkload(lambda: MLP(64, _DIGITS, width=512, depth=12), _images(768, 8, flat=True), classification),
     "vgg16": RealWorkload(
-        lambda: VGG16(_DIGITS, width=16, hidden=1024, image_size=32, image_channels=1, smooth=True), _classify(96, 32)
+        lambda: VGG16(_DIGITS, width=16, hidden=1024, image_size=32, image_channels=1, smooth=True),
+        _images(96, 32),
+        classification,
     ),
-    "resnet50": RealWorkload(lambda: ResNet50(_DIGITS, width=24, image_channels=1, smooth=True), _classify(16, 64)),
-    "bert-base": RealWorkload(lambda: Bert(_VOCABULARY, positions=64, width=192, depth=6, heads=4), _pre_train(12, 48)),
-    "gpt2-small": RealWorkload(lambda: GPT2(_VOCABULARY, positions=64, width=192, depth=6, heads=4), _predict_next(12, 48)),
+    "resnet50": RealWorkload(
+        lambda: ResNet50(_DIGITS, width=24, image_channels=1, smooth=True), _images(16, 64), classification
+    ),
+    "bert-base": RealWorkload(
+        lambda: Bert(_VOCABULARY, positions=64, width=192, depth=6, heads=4), _pairs(12, 48), pre_training
+    ),
+    "gpt2-small": RealWorkload(
+        lambda: GPT2(_VOCABULARY, positions=64, width=192, depth=6, heads=4), _to_continue(12, 48), next_token
+    ),
 }
 
 

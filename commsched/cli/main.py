@@ -1,4 +1,4 @@
-"""``commsched run``, ``tune``, ``server``, ``doctor``, ``predict`` and ``trace``."""
+"""``commsched run``, ``tune``, ``server``, ``doctor``, ``predict``, ``trace`` and ``bench``."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, fields
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from ..core.errors import CommschedError, ConfigError
 from ..core.standard_streams import occupy, say_error
 from ..session.metrics import require_library
 from ..session.opening import quiet_grpc
-from ..settings import Settings, parse_address, parse_rate
+from ..settings import OneOf, Settings, parse_address, parse_rate
 from ..transports import require_transport, without_effect
 from ..version import __version__
 
@@ -29,15 +30,24 @@ _TUNE_OPTIONS = {"budget": "tune", "out": "tune_out", "by": "tune_by", "policies
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code. A ``CommschedError`` is printed as one line on stderr, with exit code 2."""
     occupy()
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if argv[:1] == ["bench"]:
+        return _bench(argv[1:])
     parser = argparse.ArgumentParser(prog="commsched", description="Communication scheduling for data-parallel training.")
     parser.add_argument("--version", action="version", version=f"commsched {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    _add_run(commands.add_parser("run", help="start the ranks of a job on this machine"))
-    _add_tune(commands.add_parser("tune", help="start the ranks of a job, and search for the best partition and credit"))
-    _add_server(commands.add_parser("server", help="serve a job as a parameter server"))
-    _add_doctor(commands.add_parser("doctor", help="show what commsched finds on this machine, and test the way to another"))
-    _add_predict(commands.add_parser("predict", help="simulate the training of a model on a cluster that is not there"))
-    _add_trace(commands.add_parser("trace", help="summarise a timeline that a job has written"))
+    for name, (add, summary, example) in _COMMANDS.items():
+        add(
+            commands.add_parser(
+                name,
+                help=summary,
+                description=f"{summary[0].upper()}{summary[1:]}.",
+                epilog=f"example:\n  {example}",
+                formatter_class=argparse.RawDescriptionHelpFormatter,
+                allow_abbrev=False,  # what follows the command belongs to the command, whatever it looks like
+            )
+        )
+    commands.add_parser("bench", help="measure what scheduling gains; see commsched bench --help")
     arguments = parser.parse_args(argv)
     try:
         return int(arguments.function(arguments))
@@ -50,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _add_run(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "commsched run -n N [--servers K] [options] -- COMMAND ..."
+    parser.usage = "commsched run -n N [--servers K] [options] COMMAND ..."
     _add_job(parser)
     parser.set_defaults(function=_run)
 
@@ -64,17 +74,20 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _add_tune(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "commsched tune -n N --out FILE [--budget 12trials] [--by bayes] [options] -- COMMAND ..."
+    parser.usage = "commsched tune -n N --out FILE [--budget 12trials] [--by bayes] [options] COMMAND ..."
     settings = {f.name: f for f in fields(Settings)}
-    parser.add_argument(
+    tuning = parser.add_argument_group("tuning")
+    tuning.add_argument(
         "--out", required=True, metavar="FILE", help="file for the result, such as tuned.toml; the trials go to tuned.jsonl"
     )
-    parser.add_argument(
-        "--budget", metavar="VALUE", help="the longest that tuning may take: 90s, 500steps, 20trials; default: 12trials"
+    tuning.add_argument(
+        "--budget", metavar="VALUE", help="the longest that tuning may take: 90s, 500steps, 20trials (default: 12trials)"
     )
     for option in ("by", "policies"):
-        parser.add_argument(f"--{option}", metavar="VALUE", help=settings[_TUNE_OPTIONS[option]].metadata["help"])
-    parser.add_argument("--then-stop", action="store_true", help="end training once tuning has ended; default: go on")
+        setting = settings[_TUNE_OPTIONS[option]]
+        text = f"{setting.metadata['help']} (default: {_default(setting)})"
+        tuning.add_argument(f"--{option}", metavar="VALUE", help=text)
+    tuning.add_argument("--then-stop", action="store_true", help="end training once tuning has ended; default: go on")
     _add_job(parser)
     parser.set_defaults(function=_tune)
 
@@ -100,7 +113,8 @@ def _tune(arguments: argparse.Namespace) -> int:
 
 
 def _add_server(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--bind", default="127.0.0.1:0", metavar="HOST:PORT", help="where to listen; port 0: any free one")
+    bind_help = "where to listen; port 0: any free one (default: 127.0.0.1:0)"
+    parser.add_argument("--bind", default="127.0.0.1:0", metavar="HOST:PORT", help=bind_help)
     parser.add_argument(
         "--keep", action="store_true", help="serve one job after another, as restarts need it; default: one job"
     )
@@ -194,6 +208,18 @@ def _trace(arguments: argparse.Namespace) -> int:
     return summarise(arguments.file, arguments.rank, as_json=arguments.json)
 
 
+def _bench(argv: Sequence[str]) -> int:
+    """Run the benchmarks, which have a command line of their own. A wheel holds them in this package, a checkout beside it."""
+    try:
+        module = import_module("commsched.bench.__main__")
+    except ModuleNotFoundError as error:
+        if error.name != "commsched.bench":
+            raise
+        sys.path.insert(0, str(Path(__file__).parents[2]))  # any directory before it may have a bench of its own
+        module = import_module("bench.__main__")
+    return int(module.main(argv))
+
+
 def _list_of(parse: Callable[[str], Any]) -> Callable[[str], list[Any]]:
     return lambda text: [parse(part.strip()) for part in text.split(",")]
 
@@ -216,16 +242,19 @@ def _seconds(text: str) -> float:
 
 
 def _add_job(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("-n", "--ranks", type=_at_least(1), required=True, metavar="N", help="number of ranks (workers)")
-    parser.add_argument(
-        "--servers", type=_at_least(0), default=0, metavar="K", help="parameter servers; 0: every rank hosts a shard"
-    )
+    job = parser.add_argument_group("job")
+    job.add_argument("-n", "-np", "--ranks", type=_at_least(1), required=True, metavar="N", help="number of ranks (workers)")
+    servers_help = "parameter servers; 0: every rank hosts a shard (default: 0)"
+    job.add_argument("--servers", type=_at_least(0), default=0, metavar="K", help=servers_help)
+    command_help = "the command that every rank runs, with its options, or a script in Python; -- may stand before it"
+    job.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND", help=command_help)
     _add_settings(parser, Settings.names("run_option"))
-    parser.add_argument("command", nargs="+", metavar="COMMAND", help="the command that every rank runs, after --")
 
 
 def _checked(options: Mapping[str, str], arguments: argparse.Namespace) -> Settings:
-    """The settings of the ranks to come: a mistake is reported once, and before anything starts."""
+    """The settings of the ranks to come: a mistake is reported once, and before anything starts. The command in ``arguments``
+    becomes one that can be started."""
+    arguments.command = _startable(arguments.command)
     settings = Settings.load(options, os.environ)
     require_transport(settings.transport)
     if settings.transport != "auto":
@@ -237,20 +266,53 @@ def _checked(options: Mapping[str, str], arguments: argparse.Namespace) -> Setti
             raise ConfigError(problem)
     if settings.metrics is not None:
         require_library()
-    if shutil.which(arguments.command[0]) is None:
-        raise ConfigError(f"command {arguments.command[0]!r} was not found")
     return settings
+
+
+def _startable(command: Sequence[str]) -> list[str]:
+    """``command`` without a leading ``--``, and with Python before a script.
+
+    Raises:
+        ConfigError: there is no command, or it was not found.
+    """
+    command = list(command[1:] if command[:1] == ["--"] else command)
+    if not command:
+        raise ConfigError("there is no command: write it after the options, such as commsched run -n 2 train.py --lr 0.1")
+    if shutil.which(command[0]) is not None:
+        return command
+    if command[0].endswith(".py") and Path(command[0]).is_file():
+        return [sys.executable, *command]
+    raise ConfigError(f"command {command[0]!r} was not found")
 
 
 def _environ(options: Mapping[str, str]) -> dict[str, str]:
     return {**os.environ, **{f"COMMSCHED_{name.upper()}": value for name, value in options.items()}}
 
 
+#: The headings of options that are settings. Settings without one come last.
+_GROUPS = {
+    "network": ("transport", "lane", "order", "collective", "wire", "hierarchy", "rate"),
+    "schedule": ("partition", "credit", "fusion", "policy"),
+    "what is said and checked": ("log", "trace", "check_weights"),
+}
+_OTHERS = "failures and the rest"
+
+
 def _add_settings(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
     settings = {f.name: f for f in fields(Settings)}
-    for name in names:
-        text = f"{settings[name].metadata['help']} (default: {_default(settings[name])})"
-        parser.add_argument(f"--{name.replace('_', '-')}", dest=name, metavar="VALUE", help=text)
+    grouped = {name for group in _GROUPS.values() for name in group}
+    for heading, members in {**_GROUPS, _OTHERS: [name for name in names if name not in grouped]}.items():
+        shown = [name for name in members if name in names]
+        group = parser.add_argument_group(heading) if shown else parser
+        for name in shown:
+            text = f"{settings[name].metadata['help']} (default: {_default(settings[name])})"
+            group.add_argument(f"--{name.replace('_', '-')}", dest=name, metavar=_choices(settings[name]), help=text)
+
+
+def _choices(setting: Field[Any]) -> str:
+    """What may be written as the value of a setting."""
+    parse = setting.metadata["parse"]
+    return f"{{{','.join(parse.words)}}}" if isinstance(parse, OneOf) else "VALUE"
 
 
 def _default(setting: Field[Any]) -> str:
@@ -275,6 +337,41 @@ def _at_least(least: int) -> Callable[[str], int]:
         return int(text)
 
     return number
+
+
+#: By name: the function that adds the command's arguments, what the command does, and an example.
+_COMMANDS: Mapping[str, tuple[Callable[[argparse.ArgumentParser], None], str, str]] = {
+    "run": (
+        _add_run,
+        "start the ranks of a job on this machine",
+        "commsched run -n 4 --transport gloo train.py --lr 0.1",
+    ),
+    "tune": (
+        _add_tune,
+        "start the ranks of a job, and search for the best partition and credit",
+        "commsched tune -n 4 --out tuned.toml --budget 90s train.py --lr 0.1",
+    ),
+    "server": (
+        _add_server,
+        "serve a job as a parameter server",
+        "COMMSCHED_TOKEN=... commsched server --bind 10.0.0.9:29700",
+    ),
+    "doctor": (
+        _add_doctor,
+        "show what commsched finds on this machine, and test the way to another",
+        "commsched doctor",
+    ),
+    "predict": (
+        _add_predict,
+        "simulate the training of a model on a cluster that is not there",
+        "commsched predict --model stats.json --workers 8,64 --bandwidth 10gbit,25gbit",
+    ),
+    "trace": (
+        _add_trace,
+        "summarise a timeline that a job has written",
+        "commsched trace traces/trace.json --rank 0",
+    ),
+}
 
 
 if __name__ == "__main__":

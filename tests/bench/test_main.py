@@ -58,6 +58,11 @@ def test_wrong_arguments_are_said(argv, message, capsys):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", bench_main.COMMANDS)
+def test_every_command_has_an_example_that_it_accepts(command):
+    assert parse(command, *bench_main.EXAMPLES[command].split()) is not None
+
+
 def test_a_wrong_setting_is_one_line(capsys):
     assert bench_main.main(["collectives", "--transport", "pigeon"]) == 1
     error = capsys.readouterr().err

@@ -16,6 +16,7 @@ from bench.harness.links import Links
 from bench.harness.processes import JobFailed
 from bench.turns import TrainOptions, measure_rows, options_of
 from commsched.core.errors import ConfigError
+from commsched.core.world import World
 
 SIZES = {"partition": "auto", "credit": "auto"}
 
@@ -42,6 +43,7 @@ class Ran:
         self.by_rank = [
             {
                 "network": network,
+                "slowdowns": None,
                 "layers": [layer] * 2,
                 "systems": {"fifo": {**system, **sizes, "seconds": [seconds] * 3, "max_difference": difference}},
             }
@@ -119,6 +121,7 @@ def test_wrong_arguments_are_said(argv, message, capsys):
         ({}, "bandwidth: an EMULATED model is scaled to the link, so set its rate, such as 500mbit; or use --real"),
         ({"bandwidth": "1gbit", "model": "alexnet"}, "model=alexnet: must be one of uniform, "),
         ({"real": True, "model": "alexnet"}, "model=alexnet: real models are uniform, "),
+        ({"bandwidth": "1gbit", "device": "cuda"}, "device=cuda: EMULATED layers need none; use --real"),
         ({"real": True, "megabytes": 3.0}, "megabytes: the size of a REAL model is fixed"),
         ({"bandwidth": "1gbit,2gbit"}, r"bandwidth=1gbit,2gbit: 2 rates, but there are 3 hosts, 2 workers and 1 servers"),
         ({"bandwidth": "1gbit", "settle": 2}, "settle=2: the first 3 steps of a turn may still use the settings before it"),
@@ -214,7 +217,7 @@ def test_a_real_model_is_not_scaled(ran):
     job = ran()
     (row,) = measure_rows(TrainOptions(real=True, systems=("fifo",)))
     assert row["model"] == "uniform (reduced)"
-    assert job.arguments["workload"] == {"kind": "real", "model": "uniform"}
+    assert job.arguments["workload"] == {"kind": "real", "model": "uniform", "device": "cpu"}
     assert (job.arguments["nominal_rates"], job.arguments["bytes_scale"]) == (None, 1.0)
     assert (row["emulated"], row["stands_for"], row["bandwidth_bps"], row["link"]) == (False, None, None, "loopback")
 
@@ -349,3 +352,34 @@ def test_a_rank_ends_whatever_its_engine_left_behind(tmp_path, monkeypatch):
     assert run_job(Job(2, timeout_seconds=300), "rank_that_lingers", {"fail": False}).by_rank == [[0, 1]] * 2
     with pytest.raises(JobFailed, match=r"(?s)^rank [01] ended with code 1:.*out of paper"):
         run_job(Job(2, timeout_seconds=300), "rank_that_lingers", {"fail": True})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "torchrun has started 4 ranks, whose links are real, so use --real"),
+        ({"real": True, "workers": 3}, "workers=3: torchrun has started 4 ranks; leave the option out"),
+        ({"real": True, "bandwidth": "1gbit"}, "bandwidth=1gbit: torchrun has started 4 ranks, whose links are measured"),
+        ({"real": True, "servers": "1"}, "servers=1: torchrun has started 4 ranks; start servers by commsched server"),
+        ({"real": True, "transport": "nccl"}, "nccl: the benchmark's barriers are tensors in host memory"),
+    ],
+)
+def test_options_that_ranks_of_a_launcher_cannot_have(options, message):
+    with pytest.raises(ConfigError, match=message):
+        measure_rows(TrainOptions(**options), World(1, 4, 1, 2, "torchrun"))
+
+
+def test_ranks_of_a_launcher_measure_where_they_are(monkeypatch):
+    ran, given = Ran(), {}
+
+    def run_here(world, settings, same, module, arguments, timeout_seconds):
+        given.update(arguments, same=same, settings=settings)
+        return Outcome(ran.by_rank, "of 2 machines, eth0") if world.rank == 0 else None
+
+    monkeypatch.setattr("bench.harness.launched.run_here", run_here)
+    monkeypatch.setenv("COMMSCHED_SERVERS", "10.0.0.9:29700")
+    options = TrainOptions(real=True, systems=("fifo",))
+    [row] = measure_rows(options, World(0, 4, 0, 2, "torchrun"))
+    assert (row["link"], row["workers"], row["servers"], row["emulated"]) == ("of 2 machines, eth0", 4, 1, False)
+    assert (given["launched"], given["nominal_rates"], given["same"]["workers"]) == (True, None, 4)
+    assert measure_rows(options, World(1, 4, 1, 2, "torchrun")) == []

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
+import re
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from commsched.cli import launch, server
-from commsched.cli.main import main
+from commsched.cli.main import _COMMANDS, main
 from commsched.settings import Settings
 from commsched.transports import transport_names, users_of
 
@@ -105,9 +108,10 @@ def test_the_help_of_each_option_names_its_default(capsys: pytest.CaptureFixture
     shown = " ".join(capsys.readouterr().out.split())
     defaults = Settings()
     for name in Settings.names("run_option"):
-        _, found, after = shown.partition(f"--{name.replace('_', '-')} VALUE ")
+        option = name.replace("_", "-")
+        found = re.search(rf"--{option} (VALUE|\{{[^}}]*\}}) .*?\(default: ([^)]*)\)", shown)
         assert found
-        value = after.partition("(default: ")[2].partition(")")[0]
+        value = found[2]
         if value == "none" and getattr(defaults, name) is None:
             continue
         assert getattr(Settings.load({name: value}, {}), name) == getattr(defaults, name), name
@@ -132,3 +136,40 @@ def test_a_wrong_fusion_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err == (
         "commsched: ConfigError: fusion='4XB' is not a size; write it like 4MB, 512KiB or 65536\n"
     )
+
+
+@pytest.mark.parametrize("before", [[], ["--"]])
+def test_what_follows_the_command_is_its_own(before: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    commands: list[list[str]] = []
+    monkeypatch.setattr(launch, "run", lambda ranks, servers, command, environ: commands.append([ranks, *command]) or 0)
+    (tmp_path / "train.py").touch()
+    monkeypatch.chdir(tmp_path)
+    theirs = ["--lr", "1", "-n", "7", "--transport", "none", "--tra", "--", "x"]
+    assert main(["run", "-np", "2", "--lane", "tcp", *before, "train.py", *theirs]) == 0
+    assert main(["run", "-n2", *before, "sh", "-c", "true"]) == 0
+    assert commands == [[2, sys.executable, "train.py", *theirs], [2, "sh", "-c", "true"]]
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        ([], "there is no command: write it after the options, such as commsched run -n 2 train.py --lr 0.1"),
+        (["--"], "there is no command"),
+        (["missing.py"], "command 'missing.py' was not found"),
+    ],
+)
+def test_a_command_that_cannot_be_started_is_one_line(argv: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "-n", "2", *argv]) == 2
+    assert capsys.readouterr().err.startswith(f"commsched: ConfigError: {said}")
+
+
+@pytest.mark.parametrize("command", _COMMANDS)
+def test_every_command_has_an_example_that_it_accepts(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    [example] = re.findall(r"example:\n  (.*)", capsys.readouterr().out)
+    words = example.split("commsched ")[1].split()
+    assert words[0] == command
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    _COMMANDS[command][0](parser)
+    assert parser.parse_args(words[1:]).function

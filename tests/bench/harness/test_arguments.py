@@ -43,7 +43,7 @@ def test_the_help_says_the_default() -> None:
     assert found["bandwidth"].endswith("(default: loopback)")
     assert found["credit"].endswith("; auto: chosen from measurements (default: auto)")
     assert "measurements" not in found["hierarchy"]
-    assert "default" not in found["lane"]
+    assert found["lane"].endswith("(default: tcp)")
 
 
 def test_only_the_parameter_server_has_a_lane() -> None:

@@ -8,7 +8,8 @@ import threading
 import pytest
 
 from bench.harness import network as link
-from bench.harness.network import best_stretch, measure_flows, payload_share
+from bench.harness.network import best_stretch, measure_flows, measure_network, payload_share, traffic
+from commsched.control.rendezvous import Reached
 from commsched.core.errors import TransportError
 from commsched.session.local import local_sessions
 from commsched.testing.world import run_world
@@ -27,6 +28,26 @@ def test_every_rank_learns_the_rate_of_every_flow(world_size):
     flows = run_world(world_size, rank)
     assert len(flows[0]) == world_size
     assert all(each == flows[0] and min(each) > 0 for each in flows)
+
+
+def test_one_rank_of_each_machine_measures_its_link(monkeypatch):
+    sessions = local_sessions(4)
+    here = threading.local()
+    monkeypatch.setattr(link, "reached_at", lambda host: Reached(host, False, "aabb"[here.rank]))
+    monkeypatch.setattr(link, "UNSHAPED_BYTES", 300_000)
+
+    def rank(number):
+        here.rank = number
+        with sessions[number] as session:
+            network = measure_network(session, "127.0.0.1", None, 1, False)
+            with traffic(session, "127.0.0.1"):
+                session.gather("full links")
+            return network
+
+    networks = run_world(4, rank)
+    assert len(networks[0].worker_rates) == 2
+    assert networks[0].server_rates == [max(networks[0].worker_rates)]
+    assert all(network == networks[0] for network in networks)
 
 
 def test_a_neighbour_that_cannot_be_reached_is_named(monkeypatch):

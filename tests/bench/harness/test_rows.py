@@ -4,7 +4,7 @@ import pytest
 
 from bench.harness.measure import LayerTimes
 from bench.harness.network import Network
-from bench.harness.rows import Header, disturbed, make_rows, wrong
+from bench.harness.rows import Header, disturbed, make_rows, slowed_bound, wrong
 from bench.harness.system import Setup
 
 HEADER = Header("made up", 2, 0, 800e6, "800mbit tbf", True, None, "tcp", "abc")
@@ -20,8 +20,9 @@ def system(setup, seconds, difference=0.0, cpu=0.3):
     return {**asdict(setup), "seconds": seconds, "cpu_seconds": cpu, "max_difference": difference, "timeline": []}
 
 
-def rank(network=NETWORK, layers=(SLOW, FAST), **systems):
+def rank(network=NETWORK, layers=(SLOW, FAST), slowdowns=None, **systems):
     return {
+        "slowdowns": slowdowns,
         "network": asdict(network),
         "layers": [asdict(each) for each in layers],
         "systems": {name.replace("_", "-"): found for name, found in systems.items()},
@@ -38,6 +39,7 @@ def two_ranks(network=NETWORK, header=HEADER, difference=0.0):
 
 def test_a_row_has_every_key():
     keys = """system model workers servers bandwidth_bps link emulated transport lane config partition_bytes credit_bytes
+    device slowdown slowed_bound_seconds
     gradient_bytes link_bytes_per_second per_message_seconds compute_seconds comm_seconds rho step_seconds step_samples
     clip bound_seconds unclipped_bound_seconds bound_overhead_seconds fifo_bound_seconds efficiency speedup_vs_ddp
     speedup_vs_ddp_tuned possible_speedup_vs_ddp
@@ -65,6 +67,18 @@ def test_figures():
     assert ddp["speedup_vs_ddp"] == 1
     assert ddp["bound_overhead_seconds"] is None
     assert ddp["per_message_seconds"] == 3e-4
+
+
+def test_what_traffic_slows_down_is_in_a_bound_of_its_own():
+    """The slow rank computes for 0.6 s, and gradients travel for 0.6 s: at 1.5 times as long, 0.2 s more of computation. The
+    fast rank cannot be slower than that, unless it suffers much more."""
+    [row] = make_rows(HEADER, [rank(slowdowns=[1.5, 1.0], commsched=system(COMMSCHED, [0.9, 0.8, 0.7]))])
+    assert (row["slowdown"], row["bound_seconds"]) == (1.5, pytest.approx(0.9))
+    assert row["slowed_bound_seconds"] == pytest.approx(0.9)  # T* has more than that
+    [row] = make_rows(HEADER, [rank(slowdowns=[3.0, 1.0], commsched=system(COMMSCHED, [0.9, 0.8, 0.7]))])
+    assert row["slowed_bound_seconds"] == pytest.approx(0.6 + 0.4)
+    assert slowed_bound(0.9, [SLOW, FAST], 0.6, [1.0, 10.0]) == pytest.approx(0.9)
+    assert slowed_bound(0.5, [SLOW, FAST], 0.6, [1.0, 10.0]) == pytest.approx(0.3 + 0.54)
 
 
 def test_clipped_rows_have_the_bound_of_the_norm():

@@ -144,6 +144,16 @@ def test_a_cap_of_the_transport_is_the_rate_of_the_link():
     assert found["network"]["server_rates"] == [4e6]
 
 
+def test_ranks_of_a_launcher_say_what_traffic_slows_down(capsys):
+    first, second = run_ranks({**ASSIGNMENT, "launched": True, "progress": "", "rounds": 1})
+    assert first["slowdowns"] == second["slowdowns"]
+    assert len(first["slowdowns"]) == 2
+    assert min(first["slowdowns"]) >= 1
+    said = capsys.readouterr().out
+    assert said.startswith("measuring the links\ntiming the layers without communication\n")
+    assert said.count("turn 1 of 1: commsched, ") == 1
+
+
 def test_wrong_averages_are_seen():
     for found in run_ranks(ASSIGNMENT, wrap_transport=Corrupting):
         assert found["systems"]["commsched"]["max_difference"] > 1e-4

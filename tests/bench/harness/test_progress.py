@@ -4,7 +4,7 @@ import subprocess
 import threading
 from pathlib import Path
 
-from bench.tune.progress import relayed_lines, say
+from bench.harness.progress import relayed_lines, say
 
 
 def test_lines_of_another_process_are_printed_in_order(capfd):

@@ -13,7 +13,7 @@ from pathlib import Path
 @contextmanager
 def relayed_lines() -> Iterator[str]:
     """Yields the path of a pipe. In this block, each line that a process writes to the pipe is printed."""
-    with tempfile.TemporaryDirectory(prefix="commsched-tune-") as directory:
+    with tempfile.TemporaryDirectory(prefix="commsched-bench-") as directory:
         path = Path(directory, "progress")
         os.mkfifo(path)
         # Open for writing too, so that opening does not block and the pipe ends only with this block.
