@@ -344,7 +344,7 @@ def test_ranks_with_different_numbers_of_backward_passes_are_told(rank_that_step
             left(data, model, 1).backward()
 
     with pytest.raises(
-        commsched.TransportError, match=r"rank \d (called step\(\)|dropped .* or ran backward again).*, but another rank"
+        commsched.TransportError, match=r"rank \d (called step\(\)|dropped .* or ran backward again).*, but rank \d"
     ):
         run(loop, model=chain, ordered=ordered)
 
