@@ -9,7 +9,7 @@ ENVIRONMENTS := openmpi $(ENGINES)
 # One more than there are cores, since tests wait for each other's ranks as well.
 PYTEST := -m pytest -n $(shell expr $$(nproc) + 1) --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo check docs dist environments test gpu clean
+.PHONY: demo check docs dist environments test gpu ray clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed-examples
@@ -48,18 +48,22 @@ test:
 gpu:
 	$(PYTHON) -m tests.gpu
 
+# The plugin of Ray Train, on a cluster of several raylets on this machine. Its environment alone takes more than a minute.
+ray: .venv-ray/.installed
+	.venv-ray/bin/python -m pytest tests/plugins/test_ray_cluster.py
+
 clean:
-	rm -rf $(VENV) $(ENVIRONMENTS:%=.venv-%)
+	rm -rf $(VENV) $(ENVIRONMENTS:%=.venv-%) .venv-ray
 
 $(VENV)/.installed-%: pyproject.toml constraints-dev.txt $(VENV)/.created
 	$(BIN)/python -m pip install --quiet -c constraints-dev.txt -e ".[$*]"
 	@touch $@
 
-$(ENVIRONMENTS:%=.venv-%/.installed): .venv-%/.installed: pyproject.toml constraints-dev.txt environments/%.txt .venv-%/.created
+$(ENVIRONMENTS:%=.venv-%/.installed) .venv-ray/.installed: .venv-%/.installed: pyproject.toml constraints-dev.txt environments/%.txt .venv-%/.created
 	.venv-$*/bin/python -m pip install --quiet -r environments/$*.txt
 	@touch $@
 
-$(VENV)/.created $(ENVIRONMENTS:%=.venv-%/.created):
+$(VENV)/.created $(ENVIRONMENTS:%=.venv-%/.created) .venv-ray/.created:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "commsched needs Python 3.11 or newer; try make PYTHON=python3.11" >&2; exit 1; }
 	$(PYTHON) -m venv --clear $(@D)
 	@touch $@
