@@ -27,13 +27,11 @@ class Capabilities:
     """The facts that the choice depends on, beside the settings and the launcher.
 
     ``cuda_tensors``: the gradients lie in a CUDA device's memory. ``nccl``: the gradients do, and PyTorch is loaded, has NCCL
-    and sees a device. ``torch_group``: ``torch.distributed`` is initialised. ``gloo``: ``torch.distributed`` has Gloo.
-    ``mpi4py``: mpi4py is installed.
+    and sees a device. ``gloo``: ``torch.distributed`` has Gloo. ``mpi4py``: mpi4py is installed.
     """
 
     cuda_tensors: bool = False
     nccl: bool = False
-    torch_group: bool = False
     gloo: bool = False
     mpi4py: bool = False
 
@@ -65,8 +63,6 @@ def choose(settings: Settings, world: World, seen: Capabilities) -> Choice:
     started_by_mpi = world.launcher.startswith(("mpirun", "mpiexec"))
     if started_by_mpi and seen.mpi4py:
         return Choice("mpi", f"started by {world.launcher}")
-    if seen.torch_group and seen.gloo:
-        return Choice("gloo", "torch.distributed is initialised")
     only_ps = settings.rate is not None or settings.lane != Settings().lane  # a setting of the parameter server alone
     on_network = world.world_size // (1 if settings.hierarchy == "off" else world.local_world_size)
     if seen.gloo and on_network >= GLOO_FROM and not world.one_machine and not only_ps:
@@ -85,7 +81,6 @@ def detect_capabilities(device: str = "cpu") -> Capabilities:
     return Capabilities(
         cuda_tensors=cuda_tensors,
         nccl=cuda and distributed.is_nccl_available(),  # type: ignore[union-attr]
-        torch_group=available and distributed.is_initialized(),  # type: ignore[union-attr]
         gloo=available and distributed.is_gloo_available(),  # type: ignore[union-attr]
         mpi4py=find_spec("mpi4py") is not None,
     )
@@ -111,7 +106,7 @@ def transport_name(world: World, settings: Settings, device: str, gather: Callab
     reports = gather([seen.gloo, world.local_world_size])
     everywhere = all(gloo for gloo, _ in reports)
     world = replace(world, local_world_size=max(ranks for _, ranks in reports))  # machines may have different numbers of ranks
-    choice = choose(settings, world, replace(seen, gloo=seen.gloo and (everywhere or seen.torch_group)))
+    choice = choose(settings, world, replace(seen, gloo=everywhere))
     choices = gather([choice.name, choice.reason])
     name_on_0, reason_on_0 = choices[0]
     for rank, (name, reason) in enumerate(choices):

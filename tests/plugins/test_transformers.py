@@ -19,7 +19,7 @@ CASES = ("as_documented", "accumulated", "mixed_precision", "resumed", "trained_
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Of each rank: what ``transformers_rank.py`` saved. Started by ``commsched run``; over gloo, as torch.distributed is."""
+    """Of each rank: what ``transformers_rank.py`` saved. Started by ``commsched run``."""
     out = tmp_path_factory.mktemp("transformers") / "results"
     environ = {
         "GLOO_SOCKET_IFNAME": "lo",

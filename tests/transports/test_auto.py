@@ -16,12 +16,15 @@ from commsched.transports.backends.local import LocalWorld
 from commsched.transports.open import Capabilities, transport_name
 
 
+MPI = Capabilities(mpi4py=True)
+
+
 def chosen(monkeypatch: pytest.MonkeyPatch, seen: dict[int, Capabilities], settings: Settings) -> list[str]:
-    """What each rank's session would open, and the line."""
+    """What each rank's session would open, and the line. The ranks were started by mpiexec."""
     names: dict[int, str] = {}
 
     def open_transport(rank: int, control: ControlEnd) -> Transport:
-        world = World(rank, len(seen), rank, len(seen), "threads")
+        world = World(rank, len(seen), rank, len(seen), "mpiexec")
         names[rank] = transport_name(world, settings, str(rank), control.gather_next)
         return local.transport(rank, control.report)
 
@@ -36,22 +39,20 @@ def test_all_ranks_choose_alike_and_rank_0_says_so_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "commsched")
-    group = Capabilities(torch_group=True, gloo=True)
-    assert chosen(monkeypatch, {0: group, 1: group}, Settings()) == ["gloo", "gloo"]
-    assert caplog.messages == ["transport=auto: gloo (torch.distributed is initialised)"]
+    assert chosen(monkeypatch, {0: MPI, 1: MPI}, Settings()) == ["mpi", "mpi"]
+    assert caplog.messages == ["transport=auto: mpi (started by mpiexec)"]
 
 
 def test_ranks_that_choose_differently_are_told_both_choices(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(commsched.ConfigError) as raised:
-        chosen(monkeypatch, {0: Capabilities(), 1: Capabilities(torch_group=True, gloo=True)}, Settings())
+        chosen(monkeypatch, {0: Capabilities(), 1: MPI}, Settings())
     assert str(raised.value) == (
-        "transport=auto is ps on rank 0 (every rank hosts a shard; no servers are named) but gloo on rank 1 "
-        "(torch.distributed is initialised); set transport"
+        "transport=auto is ps on rank 0 (started by mpiexec, but mpi4py is missing: "
+        'pip install "commsched[mpi]" gives mpi) but mpi on rank 1 (started by mpiexec); set transport'
     )
 
 
 def test_a_transport_that_is_set_is_not_spoken_of(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "commsched")
-    group = Capabilities(torch_group=True, gloo=True)
-    assert chosen(monkeypatch, {0: Capabilities(), 1: group}, Settings(transport="ps")) == ["ps", "ps"]
+    assert chosen(monkeypatch, {0: Capabilities(), 1: MPI}, Settings(transport="ps")) == ["ps", "ps"]
     assert caplog.messages == []

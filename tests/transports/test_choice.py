@@ -20,7 +20,7 @@ MPICH = World(0, 4, 0, 4, "mpiexec (MPICH)")
 OPENMPI = World(0, 4, 0, 4, "mpirun (Open MPI)")
 EIGHT_HOSTS = World(0, 8, 0, 1, "torchrun")
 SERVERS = {"servers": ("10.0.0.7:1", "10.0.0.8:1")}
-EVERYTHING = Capabilities(cuda_tensors=True, nccl=True, torch_group=True, gloo=True, mpi4py=True)
+EVERYTHING = Capabilities(cuda_tensors=True, nccl=True, gloo=True, mpi4py=True)
 
 
 @pytest.mark.parametrize(
@@ -28,8 +28,6 @@ EVERYTHING = Capabilities(cuda_tensors=True, nccl=True, torch_group=True, gloo=T
     [
         ({}, TORCHRUN, Capabilities(), "ps (every rank hosts a shard; no servers are named)"),
         ({}, TORCHRUN, Capabilities(mpi4py=True, gloo=True), "ps (every rank hosts a shard; no servers are named)"),
-        ({}, TORCHRUN, Capabilities(torch_group=True, gloo=True), "gloo (torch.distributed is initialised)"),
-        ({}, TORCHRUN, Capabilities(torch_group=True), "ps (every rank hosts a shard; no servers are named)"),
         ({}, EIGHT_HOSTS, Capabilities(gloo=True), "gloo (8 ranks on the network)"),
         ({}, World(0, 32, 0, 4), Capabilities(gloo=True), "gloo (8 ranks on the network)"),
         ({}, World(0, 16, 0, 8), Capabilities(gloo=True), "ps (every rank hosts a shard; no servers are named)"),
@@ -41,14 +39,13 @@ EVERYTHING = Capabilities(cuda_tensors=True, nccl=True, torch_group=True, gloo=T
         ({"lane": "grpc"}, EIGHT_HOSTS, Capabilities(gloo=True), "ps (every rank hosts a shard; no servers are named)"),
         (SERVERS, EIGHT_HOSTS, Capabilities(gloo=True), "ps (servers=10.0.0.7:1,10.0.0.8:1)"),
         ({}, MPICH, Capabilities(mpi4py=True), "mpi (started by mpiexec (MPICH))"),
-        ({}, OPENMPI, Capabilities(mpi4py=True, torch_group=True, gloo=True), "mpi (started by mpirun (Open MPI))"),
+        ({}, OPENMPI, Capabilities(mpi4py=True, gloo=True), "mpi (started by mpirun (Open MPI))"),
         (
             {},
             OPENMPI,
             Capabilities(),
             'ps (started by mpirun (Open MPI), but mpi4py is missing: pip install "commsched[mpi]" gives mpi)',
         ),
-        ({}, OPENMPI, Capabilities(torch_group=True, gloo=True), "gloo (torch.distributed is initialised)"),
         ({}, OPENMPI, EVERYTHING, "nccl (CUDA tensors, and PyTorch has NCCL)"),
         ({}, TORCHRUN, Capabilities(nccl=True), "ps (every rank hosts a shard; no servers are named)"),  # a model on the CPU
         (
@@ -70,7 +67,7 @@ def test_what_is_set_is_not_questioned() -> None:
 
 
 def test_every_choice_is_a_transport_there_is() -> None:
-    worlds, all_seen = (World(0, 1), TORCHRUN, OPENMPI), (Capabilities(*seen) for seen in product([False, True], repeat=5))
+    worlds, all_seen = (World(0, 1), TORCHRUN, OPENMPI, EIGHT_HOSTS), (Capabilities(*seen) for seen in product([False, True], repeat=4))
     settings = (Settings(transport="auto"), Settings(transport="auto", **SERVERS))
     choices = {choose(*given).name for given in product(settings, worlds, all_seen)}
     assert choices == {"gloo", "local", "mpi", "nccl", "ps"} <= set(transport_names())
@@ -81,13 +78,6 @@ def test_one_rank_that_imports_torch_for_itself_does_not_end_the_job(monkeypatch
     monkeypatch.setattr("commsched.transports.open.detect_capabilities", seen.__getitem__)
     assert _names(["imports torch", "does not"]) == ["ps", "ps"]
     assert _names(["imports torch", "imports torch"]) == ["gloo", "gloo"]
-
-
-def test_ranks_of_which_one_has_a_process_group_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = {"group": Capabilities(gloo=True, torch_group=True), "none": Capabilities()}
-    monkeypatch.setattr("commsched.transports.open.detect_capabilities", seen.__getitem__)
-    with pytest.raises(ConfigError, match=r"gloo on rank 0 .*but ps on rank 1"):
-        _names(["group", "none"])
 
 
 def test_machines_with_different_numbers_of_ranks_choose_alike(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,7 +106,7 @@ from commsched.transports import transport_names
 from commsched.transports.open import detect_capabilities
 seen = detect_capabilities("cuda:1")
 assert "torch" not in sys.modules and "mpi4py" not in sys.modules
-assert seen.cuda_tensors and not seen.nccl and not seen.torch_group and not seen.gloo, seen
+assert seen.cuda_tensors and not seen.nccl and not seen.gloo, seen
 """
 
 
@@ -129,5 +119,4 @@ def test_looking_at_a_torch_that_is_there() -> None:
     seen = detect_capabilities("cpu")
     assert not seen.cuda_tensors
     assert seen.gloo == torch.distributed.is_gloo_available()
-    assert not seen.torch_group
     assert seen.nccl == (torch.cuda.is_available() and torch.distributed.is_nccl_available())
