@@ -15,7 +15,6 @@ from commsched.settings import Settings
 from commsched.transports.backends.local import LocalWorld
 from commsched.transports.open import Capabilities, transport_name
 
-
 MPI = Capabilities(mpi4py=True)
 
 

@@ -7,7 +7,6 @@ from itertools import product
 
 import pytest
 
-from commsched.core.errors import ConfigError
 from commsched.core.world import World
 from commsched.session.local import LocalControlWorld
 from commsched.settings import Settings
@@ -67,7 +66,10 @@ def test_what_is_set_is_not_questioned() -> None:
 
 
 def test_every_choice_is_a_transport_there_is() -> None:
-    worlds, all_seen = (World(0, 1), TORCHRUN, OPENMPI, EIGHT_HOSTS), (Capabilities(*seen) for seen in product([False, True], repeat=4))
+    worlds, all_seen = (
+        (World(0, 1), TORCHRUN, OPENMPI, EIGHT_HOSTS),
+        (Capabilities(*seen) for seen in product([False, True], repeat=4)),
+    )
     settings = (Settings(transport="auto"), Settings(transport="auto", **SERVERS))
     choices = {choose(*given).name for given in product(settings, worlds, all_seen)}
     assert choices == {"gloo", "local", "mpi", "nccl", "ps"} <= set(transport_names())
