@@ -27,7 +27,13 @@ _PARTITION_SECONDS, _COLLECTIVE_PARTITION_SECONDS = 0.05e-3, 0.3e-3
 
 
 def before_first_step(
-    nbytes: int, workers: int, *, servers: int = 0, ordered: bool = False, rate: float = UNKNOWN_RATE
+    nbytes: int,
+    workers: int,
+    *,
+    servers: int = 0,
+    ordered: bool = False,
+    rate: float = UNKNOWN_RATE,
+    processor_seconds: float = 0.0,
 ) -> tuple[int, int]:
     """Partition in bytes, and credit in partitions, for ``nbytes`` of gradients, before any step was seen.
 
@@ -37,10 +43,11 @@ def before_first_step(
     Args:
         workers, servers, ordered: see :func:`seeds`.
         rate: bytes per second of a worker's network card.
+        processor_seconds: see :class:`~commsched.tuner.model.Model`.
     """
     seconds_per_byte = bytes_factor(workers, servers) / rate
     count, committed = _lanes(workers, servers, ordered)
-    theta = _COLLECTIVE_PARTITION_SECONDS if ordered else _PARTITION_SECONDS
+    theta = processor_seconds + (_COLLECTIVE_PARTITION_SECONDS if ordered else _PARTITION_SECONDS)
     best = math.sqrt(theta * nbytes / (committed * seconds_per_byte))
     size = round(min(max(best, MIN_TUNED_PARTITION_BYTES), MAX_FIRST_PARTITION_BYTES))
     return size, count

@@ -15,7 +15,7 @@ from ..core.scheduler import SchedulerConfig
 from ..settings import Settings
 from ..simulator.scenario import bytes_factor
 from .initial_guesses import UNKNOWN_RATE, before_first_step, seeds
-from .link import known_rate, least_rate
+from .link import PROCESSOR_SECONDS, known_rate, least_rate
 from .meter import StepTimer
 from .model_process import ModelProcess, RemoteModel
 from .profiler import Measured, Profiler
@@ -91,7 +91,14 @@ class FirstSizes:
         self._largest_bytes = nbytes
         rates = [rate for rate in (settings.rate, known_rate(job.host)) if rate is not None]
         rate = min(rates, default=UNKNOWN_RATE)
-        partition, lanes = before_first_step(nbytes, job.workers, servers=job.servers, ordered=job.ordered, rate=rate)
+        partition, lanes = before_first_step(
+            nbytes,
+            job.workers,
+            servers=job.servers,
+            ordered=job.ordered,
+            rate=rate,
+            processor_seconds=_processor_seconds(job, most_seconds_per_byte(job, settings)),
+        )
         if settings.partition is not None:
             partition = settings.partition
         elif settings.credit is not None:
@@ -105,6 +112,12 @@ def most_seconds_per_byte(job: JobFacts, settings: Settings) -> float:
     alone = job.workers < 2  # ranks that sum in the memory of their host, which is no network
     rate = least_rate(job.host, job.workers) if settings.rate is None and not alone else None
     return math.inf if rate is None else bytes_factor(job.workers, job.servers) / rate
+
+
+def _processor_seconds(job: JobFacts, most_seconds_per_byte: float) -> float:
+    """The processor time of a partition that computation lacks, on the one network of which a byte's time is known: the memory
+    of one machine. The overhead that is measured of collectives there contains it."""
+    return PROCESSOR_SECONDS if most_seconds_per_byte < math.inf and not job.ordered else 0.0
 
 
 class NothingMeasured(Exception):
@@ -176,6 +189,7 @@ class Learner:
             servers=self._job.servers,
             ordered=self._job.ordered,
             anchor_bytes=incumbent.partition_bytes,
+            processor_seconds=_processor_seconds(self._job, self._most_seconds_per_byte),
         )
         self._process = process
         self._require_open()

@@ -59,14 +59,15 @@ class Model:
     when it is first needed. A step with very many messages or layers is simulated with fewer, larger ones of the same total
     cost.
 
-    A reduce-scatter and an all-gather are simulated as one all-reduce, because there is no model of them. Stragglers, and hosts
-    short of processor time, are not modelled either.
+    A reduce-scatter and an all-gather are simulated as one all-reduce, because there is no model of them. Stragglers are not
+    modelled either.
 
     Args:
         workers: number of workers that use the network; with a hierarchy, number of hosts.
         servers: number of separate servers; 0 means a shard on every worker.
         ordered: whether partitions are averaged by collectives, one at a time.
         anchor_bytes: a partition size of the lattice, for example the incumbent's.
+        processor_seconds: processor time by which each partition prolongs a step, where computation lacks it.
 
     Raises:
         ValueError: there are fewer than two workers, or the profile has nothing to send.
@@ -81,6 +82,7 @@ class Model:
         servers: int = 0,
         ordered: bool = False,
         anchor_bytes: int = 1_000_000,
+        processor_seconds: float = 0.0,
     ) -> None:
         if workers < 2 or profile.nbytes == 0:
             raise ValueError(f"{workers} workers, {profile.nbytes} bytes: nothing goes over the network")
@@ -91,6 +93,7 @@ class Model:
         self._servers = 0 if ordered else servers
         self._ordered = ordered
         self._anchor_bytes = anchor_bytes
+        self._processor_seconds = processor_seconds
         self._largest_ratio = max_ratio(workers, servers, ordered)
         self._known: dict[SchedulerConfig, float] = {}
 
@@ -111,14 +114,15 @@ class Model:
         ``(config, seconds)``; only the last few count.
 
         Rate, overhead and latency are fitted together by least squares on logarithms (Gauss-Newton). The estimate so far is
-        the prior, because steps whose communication is hidden behind computation say little about the network.
+        the prior, because steps whose communication is hidden behind computation say little about the network. With
+        ``processor_seconds`` they say nothing about it, and the link stays as it is: processors decide there.
 
         Raises:
             ValueError: a time is not a positive number.
         """
         if any(not 0 < seconds < math.inf for _, seconds in trials):
             raise ValueError(f"not the times of steps: {[seconds for _, seconds in trials]}")
-        trials = trials[-_MAX_TRIALS:]
+        trials = [] if self._processor_seconds else trials[-_MAX_TRIALS:]
         measured = np.log([seconds for _, seconds in trials])
 
         def simulated(logs: FloatArray) -> FloatArray:
@@ -149,6 +153,7 @@ class Model:
             servers=self._servers,
             ordered=self._ordered,
             anchor_bytes=self._anchor_bytes,
+            processor_seconds=self._processor_seconds,
         )
         calibrated._shares = self._shares  # the NICs are the same, in units of their rate
         return calibrated
@@ -198,7 +203,8 @@ class Model:
             partition_seconds /= self._factor  # number of messages per partition on the busiest NIC, in each direction
         shares = None if self._ordered else self._shares
         cluster = self._cluster(partition_seconds, link.latency_seconds / unit)
-        return unit * simulate(self._merged.scaled(seconds=1 / unit), cluster, rules, shares=shares).step_seconds[0]
+        simulated = simulate(self._merged.scaled(seconds=1 / unit), cluster, rules, shares=shares).step_seconds[0]
+        return unit * simulated + count * self._processor_seconds
 
     def _cluster(self, message_seconds: float, latency_seconds: float) -> Cluster:
         times = {"message_seconds": message_seconds, "latency_seconds": latency_seconds}

@@ -21,6 +21,7 @@ from commsched.settings import Settings
 from commsched.simulator.profile import Profile
 from commsched.simulator.scenario import bytes_factor
 from commsched.tuner.auto import AutoSizes, Chosen, best_sizes
+from commsched.tuner.initial_guesses import before_first_step
 from commsched.tuner.learn import FirstSizes, JobFacts, NothingMeasured, TuningContext, most_seconds_per_byte
 from commsched.tuner.link import LOOPBACK_RATE
 from commsched.tuner.profiler import LinkEstimate, Measured
@@ -290,6 +291,15 @@ def test_a_second_larger_model_gets_sizes_of_its_own_and_a_smaller_one_none() ->
     assert large is not None
     assert small.partition_bytes < large.partition_bytes
     assert choose(manifest(1_000_000)) is None
+
+
+def test_processes_of_one_machine_begin_with_few_partitions() -> None:
+    """Each one costs processor time that computation lacks there."""
+    facts = JobFacts(2, "ps", False, "127.0.0.1", 1, 2)
+    free = before_first_step(MODEL.nbytes, 2, rate=LOOPBACK_RATE)[0]
+    chosen = FirstSizes(facts, Settings(), SchedulerConfig)(MODEL)
+    assert chosen is not None
+    assert chosen.partition_bytes > 2 * free
 
 
 def test_the_other_size_fits_the_one_that_is_set() -> None:

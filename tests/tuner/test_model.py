@@ -47,6 +47,14 @@ def test_it_says_what_the_simulator_says(workers, servers, ordered):
         assert model.predict(tried) == pytest.approx(outcome.step_seconds[0], rel=1e-6)
 
 
+def test_processor_time_of_partitions_prolongs_the_step_whatever_is_hidden():
+    link = LinkEstimate(1e-3 / (48 * MB), 5e-5)
+    plain, costly = (Model(uniform(), link, 2, processor_seconds=each) for each in (0.0, 1e-4))
+    for partition, count in ((2, 24), (0.5, 96)):
+        assert costly.predict(config(partition, 4)) == pytest.approx(plain.predict(config(partition, 4)) + count * 1e-4)
+    assert costly.calibrate([(config(2, 4), 1.0)]).link == link  # which is not what makes that step so long
+
+
 @pytest.mark.parametrize("ordered", [False, True])
 def test_credit_for_one_partition_is_simulated_as_credit_for_two(ordered):
     model = Model(uniform(), LinkEstimate(0.3 / (48 * MB), 2e-4), 4, ordered=ordered)
