@@ -89,7 +89,8 @@ class _CommschedBackend(Backend):  # type: ignore[misc, unused-ignore]
 
     def on_start(self, worker_group: Any, backend_config: CommschedConfig) -> None:
         self._torch.on_start(worker_group, backend_config)
-        environ = {f"COMMSCHED_{name.upper()}": _text(value) for name, value in backend_config.settings.items()}
+        given = {name: value for name, value in backend_config.settings.items() if value is not None}
+        environ = {f"COMMSCHED_{name.upper()}": _text(value) for name, value in given.items()}
         environ["COMMSCHED_TOKEN"] = secrets.token_hex(32)
         if backend_config.servers:
             nodes = worker_group.execute(_node_id)

@@ -43,7 +43,7 @@ def serve_metrics(address: str, local_rank: int, stats: Callable[[], Mapping[str
     registry.register(_Collector(stats))
     try:
         server, thread = start_http_server(wanted, host.strip("[]"), registry)
-    except (OSError, OverflowError) as error:
+    except (OSError, OverflowError, UnicodeError) as error:
         log.warning("no metrics at %s:%d: %s", host, wanted, error)
         return lambda: None
     thread.name = "commsched-metrics"

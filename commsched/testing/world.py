@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 import traceback
@@ -76,6 +77,12 @@ def _run_rank(ends: SimpleQueue[_End[T]], rank: int, fn: Callable[..., T], args:
 
 
 def _where(rank: int, thread: threading.Thread) -> str:
-    frame = sys._current_frames().get(thread.ident or 0)
+    collects = gc.isenabled()
+    gc.disable()  # a collection within this call may wait for ever for a lock that the call holds (CPython 3.11.7, gh-106883)
+    try:
+        frame = sys._current_frames().get(thread.ident or 0)
+    finally:
+        if collects:
+            gc.enable()
     stack = "".join(traceback.format_stack(frame)) if frame is not None else "it has just ended\n"
     return f"rank {rank} still runs ({thread.name}), at:\n{stack}"

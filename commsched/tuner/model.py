@@ -122,7 +122,9 @@ class Model:
         """
         if any(not 0 < seconds < math.inf for _, seconds in trials):
             raise ValueError(f"not the times of steps: {[seconds for _, seconds in trials]}")
-        trials = [] if self._processor_seconds else trials[-_MAX_TRIALS:]
+        if self._processor_seconds:
+            return self
+        trials = trials[-_MAX_TRIALS:]
         measured = np.log([seconds for _, seconds in trials])
 
         def simulated(logs: FloatArray) -> FloatArray:
@@ -153,7 +155,6 @@ class Model:
             servers=self._servers,
             ordered=self._ordered,
             anchor_bytes=self._anchor_bytes,
-            processor_seconds=self._processor_seconds,
         )
         calibrated._shares = self._shares  # the NICs are the same, in units of their rate
         return calibrated

@@ -299,6 +299,16 @@ _SPLIT_BY_TORCH = (torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_m
 _ASSERTIONS = re.compile("_*(assert|check|sym_constrain).*")
 
 
+def _begins_another(node: torch.fx.Node) -> bool:
+    """Whether ``node`` may change a mode, and no value of it says where that ends."""
+    name = str(getattr(node.target, "__name__", ""))
+    if node.op != "call_function" or node.users or _can_cross(node) or _ASSERTIONS.fullmatch(name):
+        return False
+    if name == "_sdpa_kernel":  # enters and leaves, each time with values that are made just before
+        return True
+    return not any(each.op == "call_function" and not _can_cross(each) for each in node.all_input_nodes)
+
+
 def _in_another_mode(graph: torch.fx.Graph, place: dict[torch.fx.Node, int]) -> list[tuple[int, int]]:
     """Where no part may begin, because a mode of torch is not what it is at the beginning of the graph: after the first place
     of each pair, up to the second. A part that ends without gradients would leave the ones behind it without gradients."""
@@ -312,10 +322,8 @@ def _in_another_mode(graph: torch.fx.Graph, place: dict[torch.fx.Node, int]) -> 
             elif without_gradients is not None:
                 found.append((without_gradients, index))
                 without_gradients = None
-        elif node.op == "call_function" and not node.users and not _can_cross(node):
-            ends_one = len(node.all_input_nodes) > 0  # which was begun by a value, and that cannot cross
-            if not ends_one and not _ASSERTIONS.fullmatch(str(getattr(node.target, "__name__", ""))):
-                others.append(index)
+        elif _begins_another(node):
+            others.append(index)
     if without_gradients is not None:
         found.append((without_gradients, len(place) - 1))
     return [*found, (others[0], others[-1])] if others else found

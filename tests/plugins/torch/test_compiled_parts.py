@@ -158,6 +158,17 @@ class InModes(Deep):
         return x
 
 
+class ChoosesKernels(Deep):
+    """All layers but the first and the last run with a choice of kernels."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + torch.tanh(self.layers[0](x))
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+            for index in range(1, LAYERS - 1):
+                x = x + torch.tanh(self.layers[index](x))
+        return x + torch.tanh(self.layers[-1](x))
+
+
 class ChangesAView(Deep):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x * 1.0
@@ -311,8 +322,10 @@ def test_a_part_begins_with_the_method_that_is_the_first_to_use_its_parameter(mo
     assert [part[0] for part in parts] == ["t"] * LAYERS
 
 
-@pytest.mark.parametrize("make", [ChangesParameters, InModes])
-def test_no_part_begins_in_another_mode_than_the_graph(make: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("make", "parts"), [(ChangesParameters, LAYERS), (InModes, LAYERS), (ChoosesKernels, 3)])
+def test_no_part_begins_in_another_mode_than_the_graph(
+    make: Callable[[], nn.Module], parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(compiled, "FORWARD_PARTS", 100)
     monkeypatch.setattr(compiled, "MIN_FORWARD_PART_BYTES", 1)
     has_gradients: list[tuple[bool, bool]] = []
@@ -330,7 +343,7 @@ def test_no_part_begins_in_another_mode_than_the_graph(make: Callable[[], nn.Mod
         train(data, torch.compile(model, backend=recording) if compiles(data) else model, optimizer, steps=1)
 
     run(loop, model=make)
-    assert has_gradients == [(True, True)] * LAYERS
+    assert has_gradients == [(True, True)] * parts
 
 
 def test_gradients_of_a_part_exist_before_the_backward_of_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
