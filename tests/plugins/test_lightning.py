@@ -115,7 +115,8 @@ def test_ranks_that_are_not_those_of_commsched_run_are_refused(monkeypatch: pyte
 
 def test_no_optimizer_is_refused(results: list[dict[str, Any]]) -> None:
     for result in results:
-        assert result["no_optimizer"].startswith("UnsupportedError: configure_optimizers returned no optimizer")
+        # A rank that is later may hear of the other's refusal before it refuses by itself.
+        assert "UnsupportedError: configure_optimizers returned no optimizer" in result["no_optimizer"]
 
 
 def test_a_session_of_the_script_is_refused(results: list[dict[str, Any]]) -> None:

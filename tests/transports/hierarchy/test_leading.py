@@ -308,7 +308,8 @@ def test_what_is_collected_is_reported_when_all_have_contributed_and_launched_wh
         assert reported[0].empty()  # rank 2 has contributed nothing yet
         for task in tasks[2]:
             transports[2].start(task, waiting[2])
-        assert [reported[0].get(timeout=60) for _ in range(6)] == [0, 1, 2, 3, 4, 5]
+        # Which of its two members is the last to contribute a partition is not decided: each has a connection of its own.
+        assert sorted(reported[0].get(timeout=60) for _ in range(6)) == [0, 1, 2, 3, 4, 5]
         assert started == [[], []]
         for leader in (0, 3):
             for place, index in enumerate(agreed):
