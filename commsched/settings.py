@@ -461,6 +461,29 @@ NOT_SETTINGS = frozenset(
 )
 
 
+def to_environ(keywords: Mapping[str, Any]) -> dict[str, str]:
+    """The variables of the environment that set what ``keywords`` set, for processes that get no keywords.
+
+    Raises:
+        ConfigError: a setting is unknown or wrong, or no text says its value.
+    """
+    wanted = Settings.load(keywords, {})
+    environ = {}
+    for key, value in keywords.items():
+        if value is None:
+            continue
+        variable = f"COMMSCHED_{key.upper()}"
+        text = ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+        try:
+            is_same = getattr(Settings.load({key: text}, {}), key) == getattr(wanted, key)
+        except ConfigError:
+            is_same = False
+        if not is_same:
+            raise ConfigError(f"{key}={value!r} cannot be set by the environment; give it as the text of {variable}")
+        environ[variable] = text
+    return environ
+
+
 def _read_toml(path: str) -> Mapping[str, Any]:
     try:
         return tomllib.loads(Path(path).read_text())

@@ -20,6 +20,7 @@ from commsched.settings import (
     parse_rate,
     parse_seconds,
     parse_switch,
+    to_environ,
 )
 
 HUGE = "9" * 400
@@ -332,6 +333,34 @@ def test_a_plain_file_gives_and_a_tuned_one_suggests(tmp_path: Path) -> None:
 def test_scheduler_config_travels_as_a_record() -> None:
     config = SchedulerConfig(1_000_000, 4 * 2**20, "fifo")
     assert SchedulerConfig(**config.to_record()) == config
+
+
+def test_keywords_travel_by_the_environment() -> None:
+    keywords = {
+        "transport": "ps",
+        "partition": 4_000_000,
+        "credit": "auto",
+        "rate": "200mbit",
+        "trace_steps": "10-20",
+        "fail_after": 2.5,
+        "disable": False,
+        "tune": True,
+        "tune_policies": ["fifo", "priority"],
+        "trace": Path("there"),
+        "wire": None,
+        "job": "",
+    }
+    environ = to_environ(keywords)
+    assert Settings.load({}, environ) == Settings.load(keywords, {})
+    assert environ["COMMSCHED_TUNE_POLICIES"] == "fifo,priority"
+    assert "COMMSCHED_WIRE" not in environ
+
+
+@pytest.mark.parametrize("value", [Budget(trials=3), Budget(trials=3, seconds=90.0)])
+def test_what_no_text_says_cannot_travel(value: Budget) -> None:
+    with pytest.raises(ConfigError) as raised:
+        to_environ({"transport": "ps", "tune": value})
+    assert str(raised.value) == f"tune={value!r} cannot be set by the environment; give it as the text of COMMSCHED_TUNE"
 
 
 def test_the_token_is_not_shown() -> None:

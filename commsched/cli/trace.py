@@ -13,9 +13,13 @@ from typing import Any
 from ..core.errors import ConfigError
 from ..core.standard_streams import say_out
 from ..session.trace import read_file
+from ..session.trace_events import TRACKS
 from ..tuner.result import size
 
 _Event = Mapping[str, Any]
+
+#: The tracks on which tasks appear.
+_OF_TASKS = ("queue", "send", "reply")
 
 
 @dataclass
@@ -69,12 +73,27 @@ def summarise(path: Path, rank: int | None = None, as_json: bool = False) -> int
 def _read(path: Path) -> list[_Event]:
     where = path / "trace.json" if path.is_dir() else path
     try:
-        events = [event for event in read_file(where)["traceEvents"] if event["ph"] == "X"]
-        if any(not isinstance(event["args"], dict) or not isinstance(event["dur"], int | float) for event in events):
-            raise ValueError("its events are not those of commsched")
-        return events
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        events = read_file(where)["traceEvents"]
+    except (OSError, ValueError) as error:
         raise ConfigError(f"{where} is no timeline of commsched: {type(error).__name__}: {error}") from error
+    bars: list[_Event] = [event for event in events if isinstance(event, dict) and event.get("ph") == "X"]
+    if not all(map(_is_ours, bars)) or (bars and all(event["cat"] not in TRACKS for event in bars)):
+        raise ConfigError(f"{where} is no timeline of commsched: another program has written its events")
+    return bars
+
+
+def _is_ours(event: _Event) -> bool:
+    """Whether ``event`` is a bar as commsched writes it: other programs write events in this format, too."""
+    args, kind = event.get("args"), event.get("cat")
+    if not isinstance(args, dict) or not isinstance(kind, str) or not isinstance(event.get("name"), str):
+        return False
+    whole = [event.get("pid")]
+    if kind in ("step", *_OF_TASKS):
+        whole += [args.get("group"), args.get("step")]
+    if kind in _OF_TASKS:
+        whole += [args.get("partition"), args.get("bytes")]
+    times = [event.get("ts"), event.get("dur"), args.get("needed_ms_after_ready", 0.0)]
+    return all(isinstance(each, int) for each in whole) and all(isinstance(each, int | float) for each in times)
 
 
 def _layers(events: Sequence[_Event], steps: Mapping[tuple[int, int], _Event]) -> list[dict[str, Any]]:
@@ -82,7 +101,7 @@ def _layers(events: Sequence[_Event], steps: Mapping[tuple[int, int], _Event]) -
     for event in events:
         args = event["args"]
         step = steps.get((args.get("group", -1), args.get("step", -1)))
-        if event["cat"] not in ("queue", "send", "reply") or step is None:
+        if event["cat"] not in _OF_TASKS or step is None:
             continue
         layer = layers.setdefault((args["group"], event["name"]), _Layer(event["name"]))
         number = args["step"]

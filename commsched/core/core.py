@@ -272,6 +272,8 @@ class Core:
                 self._forget(each)
         for each in idle:
             self._transport.release(each.index)
+        for observer in self.observers:
+            observer.on_release(group.index, monotonic())
 
     def _over(self, group: TensorGroup) -> list[TensorGroup]:
         """``group``, released and with its last task done, and the groups of its norms if those never come, because the

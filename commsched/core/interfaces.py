@@ -188,6 +188,9 @@ class Observer:
     def on_step(self, group: int, step: int, at: float) -> None:
         """The engine began ``step`` of ``group``."""
 
+    def on_release(self, group: int, at: float) -> None:
+        """The engine begins no further step of ``group``."""
+
     def on_ready(self, group: int, tensor: int, at: float) -> None:
         """The engine has written the gradient of ``tensor`` (its index in the manifest) in the current step."""
 

@@ -26,7 +26,7 @@ from typing import Any
 import commsched
 
 from ..core.errors import ConfigError, PeerTimeout
-from ..settings import Settings
+from ..settings import to_environ
 
 try:
     import ray
@@ -67,7 +67,7 @@ class CommschedConfig(TorchConfig):  # type: ignore[misc, unused-ignore]
         ours = [name for name in _OURS if name in self.settings]
         if ours:
             raise ConfigError(f"settings: {', '.join(ours)} is made for each group of workers; leave it out")
-        Settings.load(self.settings, {})  # raises for an unknown name or a wrong value
+        to_environ(self.settings)  # raises for an unknown name or a wrong value
 
     @property
     def backend_cls(self) -> type[Backend]:
@@ -89,8 +89,7 @@ class _CommschedBackend(Backend):  # type: ignore[misc, unused-ignore]
 
     def on_start(self, worker_group: Any, backend_config: CommschedConfig) -> None:
         self._torch.on_start(worker_group, backend_config)
-        given = {name: value for name, value in backend_config.settings.items() if value is not None}
-        environ = {f"COMMSCHED_{name.upper()}": _text(value) for name, value in given.items()}
+        environ = to_environ(backend_config.settings)
         environ["COMMSCHED_TOKEN"] = secrets.token_hex(32)
         if backend_config.servers:
             nodes = worker_group.execute(_node_id)
@@ -196,9 +195,3 @@ def _within_session(around: Any) -> Iterator[None]:
     with context:
         yield
         commsched.shutdown()
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, list | tuple):
-        return ",".join(map(str, value))
-    return str(int(value)) if isinstance(value, bool) else str(value)

@@ -77,8 +77,15 @@ class Statistics:
 
     def last(self) -> Paced | None:
         """The last steps of the largest group of gradients that is trained, or was, if none is any more."""
-        found = [self.paced(group.index) for group in self._largest_first()]
-        return next((paced for paced in found if paced is not None), None)
+        return self._main()[1]
+
+    def _main(self) -> tuple[TensorGroup | None, Paced | None]:
+        """The group that :meth:`last` is about, with its last steps. Before any step: the largest group."""
+        groups = self._largest_first()
+        for group in groups:
+            if (paced := self.paced(group.index)) is not None:
+                return group, paced
+        return (groups[0] if groups else None), None
 
     def _largest_first(self) -> list[TensorGroup]:
         """The groups of gradients, those that were released last."""
@@ -100,7 +107,7 @@ class Statistics:
 
     def record(self) -> dict[str, Any]:
         """See ``Session.stats``."""
-        paced, found = self.last(), self.assessment
+        (group, paced), found = self._main(), self.assessment
         own = None if paced is None else paced.own_seconds
         wait = self._full_wait
         per_byte = None if found is None else found.seconds_per_byte
@@ -110,7 +117,7 @@ class Statistics:
             "step_seconds": None if paced is None else paced.step_seconds,
             "compute_seconds": own,
             "exposed_seconds": None if paced is None or own is None else paced.step_seconds - own,
-            "gradient_bytes": sum(group.manifest.nbytes for group in self._largest_first()[:1]),
+            "gradient_bytes": 0 if group is None else group.manifest.nbytes,
             "partition_bytes": config.partition_bytes,
             "credit_bytes": config.credit_bytes,
             "full_wait": None if wait is None else {"line": wait.line, "why": wait.why, "seconds": wait.seconds},

@@ -66,11 +66,12 @@ class TraceObserver(Observer):
         self.about = dict(about or {})
         self._names: dict[int, list[str]] = {}
         self._nbytes: dict[int, int] = {}  # by group
-        self._main = -1  # the largest group that has begun a step
+        self._main = -1  # the largest group that has begun a step, and was not released
         self._in_main_step = steps is None or steps[0] == 0  # whether it is in one of the steps to record
         self._tasks: list[Task] = []
         self._spans: list[Span] = []
         self._begun: list[Begun] = []
+        self._released_at: dict[int, float] = {}  # by group
         try:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             self.path.unlink(missing_ok=True)  # if this run is killed, an old file must not pass for its own
@@ -93,6 +94,12 @@ class TraceObserver(Observer):
         # One step more than is recorded: it ends the last bar.
         if self._steps is None or self._steps[0] <= step <= self._steps[1] + 1:
             self._keep(self._begun, Begun(group, step, at))
+
+    def on_release(self, group: int, at: float) -> None:
+        with self._lock:
+            self._released_at.setdefault(group, at)
+            if group == self._main:
+                self._main = -1  # the next group that begins a step takes its place
 
     def on_task(self, task: CommTask) -> None:  # it carries its step, and the time when it became ready
         if self._is_wanted(task.step):
@@ -125,11 +132,13 @@ class TraceObserver(Observer):
             tasks, self._tasks = self._tasks, []
             spans, self._spans = self._spans, []
             begun, self._begun = self._begun, []
+            released_at, self._released_at = self._released_at, {}
             closed, self._closed = self._closed, True
         if closed or self._failed:
             return
         try:
-            recorded = RankRecord(self._rank, self._names, tasks, spans, begun, self._clock_offset_seconds)
+            offset = self._clock_offset_seconds
+            recorded = RankRecord(self._rank, self._names, tasks, spans, begun, offset, released_at)
             _write(self.path, recorded.in_file(), self._about())
         except OSError as error:
             self._give_up(error)

@@ -64,6 +64,7 @@ class RankRecord:
     Args:
         names: by group, the names of its tensors.
         offset_seconds: rank 0's ``time.monotonic`` minus this process's.
+        released_at: by group, when it was released, of those that were.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class RankRecord:
         spans: Sequence[Span],
         begun: Sequence[Begun],
         offset_seconds: float,
+        released_at: Mapping[int, float],
     ) -> None:
         self._rank = rank
         self._names = names
@@ -83,6 +85,7 @@ class RankRecord:
         for each in begun:
             self._begun[each.group].append(each)
         self._offset_seconds = offset_seconds
+        self._released_at = released_at
 
     def in_file(self) -> Iterator[dict[str, Any]]:
         """The events of the file."""
@@ -123,16 +126,18 @@ class RankRecord:
         last = max([*(task.done_at for task in self._tasks), *(span.stop for span in self._spans)], default=0.0)
         for group in self._trained():
             steps = self._begun[group]
-            for each, end in zip(steps, [*(following.at for following in steps[1:]), max(last, steps[-1].at)]):
+            end_of_last = max(min(last, self._released_at.get(group, last)), steps[-1].at)
+            for each, end in zip(steps, [*(following.at for following in steps[1:]), end_of_last]):
                 yield self._event("step", f"step {each.step}", each.at, end, {"step": each.step, "group": group})
 
     def _spans_as_events(self) -> Iterator[_Event]:
-        trained = self._trained()
-        steps = self._begun[trained[0]] if trained else []
-        starts = [each.at for each in steps]
+        starts = {group: [each.at for each in self._begun[group]] for group in self._trained()}
         for span in self._spans:
-            place = bisect_right(starts, span.start)
-            args = {"step": steps[place - 1].step} if place else {}
+            args: dict[str, Any] = {}
+            for group, at in starts.items():  # the first that is trained at that time: the largest
+                if at[0] <= span.start < self._released_at.get(group, float("inf")):
+                    args = {"step": self._begun[group][bisect_right(at, span.start) - 1].step}
+                    break
             yield self._event(span.track, shown(span.name), span.start, span.stop, args)
 
     # --- tasks ---

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -33,7 +34,8 @@ def facts_of(session: Session, settings: Settings, transport: str, host: str, ho
     """Where ``session`` trains: over the transport of that name, on ``hosts`` hosts. ``host`` is this rank's address."""
     workers = hosts if session.transport.one_per_host else session.world_size
     ordered, servers = session.transport.ordered, len(settings.servers)
-    return JobFacts(session.world_size, transport, ordered, host, hosts, workers, servers)
+    cores = len(os.sched_getaffinity(0))
+    return JobFacts(session.world_size, transport, ordered, host, hosts, workers, servers, cores)
 
 
 def start_choosing(session: Session, settings: Settings, job: JobFacts, say: Callable[[str], None]) -> None:

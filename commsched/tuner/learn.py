@@ -15,7 +15,7 @@ from ..core.scheduler import SchedulerConfig
 from ..settings import Settings
 from ..simulator.scenario import bytes_factor
 from .initial_guesses import UNKNOWN_RATE, before_first_step, seeds
-from .link import PROCESSOR_SECONDS, known_rate, least_rate
+from .link import CORES_OF_A_RANK, PROCESSOR_SECONDS, known_rate, least_rate
 from .meter import StepTimer
 from .model_process import ModelProcess, RemoteModel
 from .profiler import Measured, Profiler
@@ -37,7 +37,8 @@ AddObserver = Callable[[Observer], Callable[[], None]]
 class JobFacts:
     """Where training runs. ``world_size`` is the number of ranks, ``workers`` the number of ranks that use the network.
     ``transport`` is a name; ``ordered`` says whether ranks launch in one order. ``host`` is rank 0's address, ``hosts`` the
-    number of hosts, ``servers`` the number of separate parameter servers."""
+    number of hosts, ``servers`` the number of separate parameter servers, ``cores`` the number of processor cores that rank 0
+    may use."""
 
     world_size: int
     transport: str
@@ -46,6 +47,7 @@ class JobFacts:
     hosts: int
     workers: int
     servers: int = 0
+    cores: int = 1
 
     @property
     def largest_ratio(self) -> int:
@@ -116,8 +118,10 @@ def most_seconds_per_byte(job: JobFacts, settings: Settings) -> float:
 
 def _processor_seconds(job: JobFacts, most_seconds_per_byte: float) -> float:
     """The processor time of a partition that computation lacks, on the one network of which a byte's time is known: the memory
-    of one machine. The overhead that is measured of collectives there contains it."""
-    return PROCESSOR_SECONDS if most_seconds_per_byte < math.inf and not job.ordered else 0.0
+    of one machine. With more than two cores for each rank, cores that compute nothing do that work. The overhead that is
+    measured of collectives there contains it."""
+    is_short = job.cores <= CORES_OF_A_RANK * job.world_size
+    return PROCESSOR_SECONDS if most_seconds_per_byte < math.inf and is_short and not job.ordered else 0.0
 
 
 class NothingMeasured(Exception):

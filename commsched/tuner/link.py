@@ -20,6 +20,10 @@ LOOPBACK_RATE = 1.5e9
 #: computation: with 2 ranks on 2 cores, steps of 49 partitions took 12 to 15 ms longer than steps of 10.
 PROCESSOR_SECONDS = 0.3e-3
 
+#: Cores of a machine for each rank there up to which its messages take processor time from its computation: one computes, and
+#: one is for the threads that carry messages.
+CORES_OF_A_RANK = 2
+
 _LOOPBACK = "loopback"
 _IPV6_ADDRESSES = Path("/proc/net/if_inet6")
 _INTERFACES = Path("/sys/class/net")

@@ -61,11 +61,47 @@ def test_a_rank_may_be_chosen_and_json_has_the_same(directory: Path, capsys: pyt
     assert found["waits"] == [{"name": "conv.weight", "ms": pytest.approx(20.0)}]
 
 
-@pytest.mark.parametrize("content", ["", "{}", '{"traceEvents": [{"ph": "X", "args": {}}]}'])
+BAR = {"ph": "X", "pid": 0, "tid": 1, "name": "x", "ts": 1.0, "dur": 1.0}
+
+#: Bars as other programs write them, and as a later version of this one might.
+FOREIGN = {
+    "without a kind": BAR | {"args": {}},
+    "torch's operator": BAR | {"cat": "cpu_op", "args": {"External id": 1}, "pid": "Spans"},
+    "Chrome's, without arguments": BAR | {"cat": "toplevel"},
+    "a step of something else": BAR | {"cat": "step", "args": {}},
+    "times as text": BAR | {"cat": "wait", "args": {"step": 1}, "dur": "1"},
+    "a task without a size": BAR | {"cat": "queue", "args": {"group": 0, "step": 0, "partition": 0}},
+}
+
+
+@pytest.mark.parametrize("bar", FOREIGN)
+@pytest.mark.parametrize("is_list", [False, True])
+def test_a_timeline_of_another_program_is_refused(
+    directory: Path, capsys: pytest.CaptureFixture[str], bar: str, is_list: bool
+) -> None:
+    ours = json.loads((directory / "trace.json").read_text())["traceEvents"]
+    events = [*ours, FOREIGN[bar]]
+    (directory / "x.json").write_text(json.dumps(events if is_list else {"traceEvents": events}))
+    assert main(["trace", str(directory / "x.json")]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"commsched: ConfigError: {directory / 'x.json'} is no timeline of commsched: ")
+
+
+@pytest.mark.parametrize("content", ["", "{}", "[1]", '{"traceEvents": [{"ph": "X", "args": {}}]}', "\xff"])
 def test_what_is_no_timeline_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str) -> None:
-    (tmp_path / "x.json").write_text(content)
+    (tmp_path / "x.json").write_text(content, "latin-1")
     assert main(["trace", str(tmp_path / "x.json")]) == 2
     assert "is no timeline of commsched" in capsys.readouterr().err
+
+
+def test_a_timeline_of_another_program_with_nothing_that_we_know_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As torch's profiler writes them: with arguments, kinds and times."""
+    bar = BAR | {"cat": "cpu_op", "name": "aten::add", "args": {"External id": 1}}
+    (tmp_path / "x.json").write_text(json.dumps({"traceEvents": [bar]}))
+    assert main(["trace", str(tmp_path / "x.json")]) == 2
+    assert capsys.readouterr().err.endswith("is no timeline of commsched: another program has written its events\n")
 
 
 def test_a_rank_that_is_not_there_is_named(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,7 @@ import pytest
 from commsched.core.core import Core
 from commsched.core.errors import ClosedError, CommschedError, ConfigError, PeerLost, TransportError
 from commsched.core.group import TensorGroup
-from commsched.core.interfaces import Completion
+from commsched.core.interfaces import Completion, Observer
 from commsched.core.manifest import Manifest, TensorSpec
 from commsched.core.plan import cut
 from commsched.core.policies import make_policy
@@ -50,7 +50,7 @@ def watch_waits(core: Core) -> threading.Semaphore:
     return waits
 
 
-class World:
+class World(Observer):
     """A Core on a transport that the test controls, and its observer and failure callback."""
 
     def __init__(self) -> None:
@@ -94,9 +94,6 @@ class World:
                 self.transport.wait_started(len(started) + 1)
             else:
                 self.transport.done(task)
-
-    def on_step(self, group: int, step: int, at: float) -> None:
-        pass
 
     def on_ready(self, group: int, tensor: int, at: float) -> None:
         self.ready.append((group, tensor, at))

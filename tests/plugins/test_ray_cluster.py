@@ -23,6 +23,7 @@ from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 
 from commsched.plugins.ray import CommschedConfig
+from commsched.settings import Budget
 from tests.jobs.job import ROOT
 
 from .ray_loop import STEPS, inputs_of, model_of, train, weights_of
@@ -153,3 +154,5 @@ def test_settings_that_the_plugin_makes_or_that_there_are_not_are_refused() -> N
         CommschedConfig(settings={"control": "h:1", "token": "x"})
     with pytest.raises(ConfigError, match="transprot is not a setting; did you mean transport"):
         CommschedConfig(settings={"transprot": "ps"})
+    with pytest.raises(ConfigError, match=r"tune=Budget.* cannot be set by the environment"):
+        CommschedConfig(settings={"tune": Budget(trials=3)})

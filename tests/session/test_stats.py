@@ -122,6 +122,30 @@ def test_gradients_of_a_model_that_is_trained_no_more_do_not_count() -> None:
             each.abort("the test is over")
 
 
+def test_bytes_and_times_are_of_one_model() -> None:
+    """A large one may be registered long before it is trained."""
+    sessions = local_sessions(2)
+
+    def train(session: Session) -> dict[str, Any]:
+        groups = {}
+        for width in (100, 10):
+            manifest = Manifest((TensorSpec("weight", (width,), "float32"),))
+            groups[width] = session.register(manifest, {"float32": memoryview(bytearray(4 * width))})
+        for _ in range(3):
+            groups[10].begin_step()
+            groups[10].notify_ready(0)
+            groups[10].proxies[0].wait()
+        return session.stats()
+
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            found = list(pool.map(train, sessions))
+        assert [(stats["steps"] > 0, stats["gradient_bytes"]) for stats in found] == [(True, 40)] * 2
+    finally:
+        for session in sessions:
+            session.abort("the test is over")
+
+
 def test_before_any_step_nothing_is_known() -> None:
     sessions = local_sessions(2)
     try:

@@ -2,6 +2,7 @@ import itertools
 import json
 import logging
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -377,6 +378,27 @@ def test_some_steps_are_shown_and_no_others(tmp_path: Path) -> None:
     assert [each["name"] for each in events if each["cat"] == "step"][:2] == ["step 2", "step 3"]
 
 
+@pytest.mark.parametrize("steps", [None, (1, 2)])
+def test_a_second_model_has_steps_of_its_own_once_the_first_is_released(tmp_path: Path, steps: tuple[int, int] | None) -> None:
+    observer = TraceObserver(tmp_path, 0, steps=steps)
+    observer.add_group(0, MANIFEST)
+    observer.add_group(1, Manifest((TensorSpec("head", (5,), "float32"),)))
+    for group, begin, name in ((0, 0, "fc"), (1, 10, "head")):
+        for step in range(4):
+            observer.on_step(group, step, begin + step)
+            observer.on_span("forward", name, begin + step + 0.2, begin + step + 0.5)
+            if (group, step) == (0, 2):
+                break
+        observer.on_release(group, begin + step + 0.9)
+    observer.close()
+    events = bars(read(observer.path))
+    shown = [(each["name"], each["args"]["step"]) for each in events if each["cat"] == "forward"]
+    wanted = [("fc", 0), ("fc", 1), ("fc", 2), ("head", 0), ("head", 1), ("head", 2), ("head", 3)]
+    assert shown == [each for each in wanted if steps is None or each[1] in (1, 2)]
+    ends = [each["ts"] + each["dur"] for each in events if each["cat"] == "step" and each["args"]["group"] == 0]
+    assert max(ends) == pytest.approx(2.9e6)
+
+
 def test_a_file_says_what_it_is_of(tmp_path: Path) -> None:
     trained(tmp_path)
     merge(tmp_path)
@@ -471,3 +493,21 @@ def test_a_core_tells_of_every_partition_of_every_step(observer: TraceObserver) 
     require_no_overlap(events)
     sent = [(event["args"]["step"], event["args"]["partition"]) for event in bars(events) if event["cat"] == "send"]
     assert sorted(sent) == list(itertools.product(range(3), range(9)))
+
+
+def test_a_core_tells_of_a_group_that_is_released(observer: TraceObserver) -> None:
+    core = Core(SendsAtOnce(), SchedulerConfig(8, 16), observer=observer)
+    observer.add_group(core.group_count, MANIFEST)
+    group = core.add_group(cut(MANIFEST, 8), {"float32": memoryview(bytearray(60))})
+    for _ in range(2):
+        group.begin_step()
+        group.notify_all_ready((0, 1, 2))
+    core.drain()
+    group.release()
+    core.close()
+    after = time.monotonic()
+    observer.on_span("other", "later", after, after + 1.0)
+    observer.close()
+    events = read(observer.path)
+    assert max(each["ts"] + each["dur"] for each in bars(events) if each["cat"] == "step") < after * 1e6
+    assert [each["args"] for each in bars(events) if each["name"] == "later"] == [{}]

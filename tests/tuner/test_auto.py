@@ -302,6 +302,14 @@ def test_processes_of_one_machine_begin_with_few_partitions() -> None:
     assert chosen.partition_bytes > 2 * free
 
 
+@pytest.mark.parametrize(("cores", "is_short"), [(1, True), (4, True), (5, False), (64, False)])
+def test_on_a_machine_with_many_cores_other_cores_do_the_work_of_partitions(cores: int, is_short: bool) -> None:
+    facts = JobFacts(2, "ps", False, "127.0.0.1", 1, 2, cores=cores)
+    chosen = FirstSizes(facts, Settings(), SchedulerConfig)(MODEL)
+    assert chosen is not None
+    assert (chosen.partition_bytes > before_first_step(MODEL.nbytes, 2, rate=LOOPBACK_RATE)[0]) == is_short
+
+
 def test_the_other_size_fits_the_one_that_is_set() -> None:
     facts = JobFacts(2, "ps", False, "127.0.0.1", 1, 2)
     by_partition = FirstSizes(facts, Settings(partition=8_000_000), SchedulerConfig)(MODEL)

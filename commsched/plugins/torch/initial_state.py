@@ -65,7 +65,12 @@ def broadcast_optimizer(session: commsched.Session, optimizer: torch.optim.Optim
     records = session.gather(
         {"class": type(optimizer).__qualname__, "groups": _options(optimizer), "state": _describe_state(optimizer)}
     )
-    require_same([record["class"] for record in records], lambda different: f"the optimizer is of class {different.text()}")
+    require_same(
+        [record["class"] for record in records],
+        lambda different: (
+            f"the optimizer is of class {different.text()}; even a subclass may make another update, so give all ranks the same"
+        ),
+    )
     sizes = [str([group["parameters"] for group in record["groups"]]) for record in records]
     require_same(sizes, lambda different: f"the optimizer's groups hold these numbers of parameters: {different.text()}")
     says, root = root is None, root or 0

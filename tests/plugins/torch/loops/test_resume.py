@@ -262,6 +262,18 @@ def test_optimizers_of_other_classes_are_refused_by_name() -> None:
         run(loop)
 
 
+def test_an_optimizer_of_a_subclass_on_one_rank_is_refused() -> None:
+    class Logged(torch.optim.SGD):
+        """Its step might be another."""
+
+    def loop(data: Data, model: Any, optimizer: Any) -> None:
+        kind = Logged if 0 in data.ranks else torch.optim.SGD
+        data.scheduled(kind(model.parameters(), lr=0.1), model)
+
+    with pytest.raises(commsched.ManifestMismatch, match=r"Logged on rank 0 but SGD on rank 1; even a subclass"):
+        run(loop)
+
+
 def test_a_state_that_cannot_be_broadcast_names_the_way_out() -> None:
     def loop(data: Data, model: Any, optimizer: Any) -> None:
         its_optimizer = sgd(model[0])
