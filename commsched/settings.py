@@ -337,6 +337,9 @@ class Settings:
     tune_end: str | None = _setting(
         _text, None, "file for the reason of an end of tuning without a result; commsched tune sets it"
     )
+    record: str | None = _setting(
+        _text, None, "file for the layers and times of a rank that is alone; commsched predict sets it"
+    )
     launcher_file: str | None = _setting(_text, None, "file through which ranks report to commsched run, which sets it")
     tuned: Mapping[str, Any] | None = _setting(_tuned, None, "the jobs that a tuned file is for: in the file only")
     disable: bool = _setting(parse_switch, False, "1: train exactly as without commsched", run_option=True)
@@ -402,14 +405,24 @@ class Settings:
         for place, (label, source) in enumerate(sources):
             for key, value in source.items():
                 if key not in known:
-                    close = difflib.get_close_matches(key, known, 1)
-                    hint = f"did you mean {label(close[0])}?" if close else f"there are: {', '.join(known)}"
-                    raise ConfigError(f"{label(key)} is not a setting; {hint}")
+                    raise ConfigError(f"{label(key)} is not a setting; {_hint(key, value, label)}")
                 if value != "":
                     values[key] = known[key].metadata["parse"](value, label(key))
                     if place > 0 or "tuned" not in source:
                         given.add(key)
         return cls(**values, given=frozenset(given))
+
+
+def _hint(key: str, value: object, label: Callable[[str], str]) -> str:
+    """What may have been meant by ``key``, which is no setting."""
+    if isinstance(value, Mapping):
+        return "settings stand at the top of the file, and in no table"
+    names = list(SettingsKeywords.__annotations__)
+    close = difflib.get_close_matches(key, names, 1)
+    if not close:
+        return f"there are: {', '.join(names)}"
+    meant = label(close[0])
+    return f"did you mean {close[0] if ' in ' in meant else meant}?"
 
 
 class SettingsKeywords(TypedDict, total=False):

@@ -118,7 +118,7 @@ def test_options_exist(command: str, capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_every_setting_has_a_row() -> None:
-    set_by_commsched = {"tune_end", "launcher_file", "tuned", "given"}
+    set_by_commsched = {"tune_end", "record", "launcher_file", "tuned", "given"}
     named = set(quoted(ROOT / "docs" / "settings.md"))
     assert sorted(Settings.__dataclass_fields__.keys() - set_by_commsched - named) == []
 

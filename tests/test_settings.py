@@ -192,12 +192,20 @@ def test_a_typo_in_the_file_names_the_file(tmp_path: Path) -> None:
     file = tmp_path / "commsched.toml"
     file.write_text("credits = 4\n")
     said = refused({"COMMSCHED_CONFIG": str(file)})
-    assert said == f"credits in {file} is not a setting; did you mean credit in {file}?"
+    assert said == f"credits in {file} is not a setting; did you mean credit?"
+
+
+def test_a_table_in_the_file_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "commsched.toml"
+    file.write_text('[commsched]\ncredit = "4MB"\n')
+    said = refused({"COMMSCHED_CONFIG": str(file)})
+    assert said == f"commsched in {file} is not a setting; settings stand at the top of the file, and in no table"
 
 
 def test_what_is_like_nothing_is_answered_with_all_there_is() -> None:
     said = refused(zzz=1)
     assert said.startswith("zzz is not a setting; there are: transport, servers, ")
+    assert "tune_end" not in said  # which commsched sets by itself
 
 
 @pytest.mark.parametrize(
@@ -371,7 +379,7 @@ def test_the_token_is_not_shown() -> None:
 
 
 #: commsched sets them itself, by the environment or in a tuned file.
-NOT_FOR_SCRIPTS = {"tune_end", "launcher_file", "tuned", "given"}
+NOT_FOR_SCRIPTS = {"tune_end", "record", "launcher_file", "tuned", "given"}
 KEYWORDS = get_type_hints(SettingsKeywords)
 
 

@@ -24,10 +24,11 @@ from ..settings import parse_switch
 from . import launch_guard
 
 
-def run(ranks: int, servers: int, command: Sequence[str], environ: Mapping[str, str]) -> int:
+def run(ranks: int, servers: int, command: Sequence[str], environ: Mapping[str, str], *, stdout: int | None = None) -> int:
     """Run ``command`` once per rank. Returns 0, or the exit code of the process that failed first, which stderr names. The code
     is 128 plus the signal's number if a signal killed that process or interrupted the job.
 
+    ``stdout`` is a descriptor to which ranks print instead of this process's stdout.
     ``environ`` is the environment of every process; the variables that make the process a part of the job are added to it.
     Installs handlers that pass SIGINT, SIGTERM and SIGHUP on to every process, so it must be called from the main thread. A
     SIGINT or SIGHUP that is ignored stays ignored.
@@ -49,7 +50,7 @@ def run(ranks: int, servers: int, command: Sequence[str], environ: Mapping[str, 
             if servers:
                 environ["COMMSCHED_SERVERS"] = ",".join(job.start_server(environ) for _ in range(servers))
             for rank in range(ranks):
-                job.start_rank(command, environ, rank, ranks)
+                job.start_rank(command, environ, rank, ranks, stdout)
             code = job.wait()
             if code == 0 and ranks > 1 and not told.exists() and not parse_switch(environ.get("COMMSCHED_DISABLE", "")):
                 _say(f"no rank joined the job, so nothing was averaged: each of {ranks} processes ran alone. {NOTHING_MADE}")
@@ -109,10 +110,12 @@ class _Job:
             raise TransportError(f"a parameter server did not start; it said {line!r}")
         return line.rsplit(" ", 1)[1].strip()
 
-    def start_rank(self, command: Sequence[str], environ: Mapping[str, str], rank: int, ranks: int) -> None:
+    def start_rank(
+        self, command: Sequence[str], environ: Mapping[str, str], rank: int, ranks: int, stdout: int | None = None
+    ) -> None:
         world = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": ranks}
         place = {f"{prefix}{name}": str(value) for prefix in ("COMMSCHED_", "") for name, value in world.items()}
-        self._ranks[self._start(f"rank {rank}", command, {**environ, **place}).pid] = rank
+        self._ranks[self._start(f"rank {rank}", command, {**environ, **place}, stdout).pid] = rank
 
     def _start(
         self, name: str, command: Sequence[str], environ: Mapping[str, str], stdout: int | None = None

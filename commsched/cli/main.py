@@ -48,6 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
         )
     commands.add_parser("bench", help="measure what scheduling gains; see commsched bench --help")
+    if not argv:
+        say_error(parser.format_help().rstrip())
+        return 2
     arguments = parser.parse_args(argv)
     try:
         return int(arguments.function(arguments))
@@ -96,6 +99,8 @@ def _tune(arguments: argparse.Namespace) -> int:
     from .tune import require_tunable, tune
 
     given = _given(arguments, Settings.names("run_option"))
+    if arguments.budget is not None:  # an error names the option, and not its setting
+        next(f for f in fields(Settings) if f.name == "tune").metadata["parse"](arguments.budget, "--budget")
     tuning = {
         name: getattr(arguments, option) for option, name in _TUNE_OPTIONS.items() if getattr(arguments, option) is not None
     }
@@ -160,8 +165,11 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 
 def _add_predict(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "commsched predict --model m.json --workers 8,64 --bandwidth 10gbit,25gbit [options]"
-    model_help = "layers and their times: a profile, or what session.stats() gave on rank 0, as JSON"
+    parser.usage = "commsched predict --model FILE --workers 8,64 --bandwidth 10gbit,25gbit [options] [-- ARGUMENT ...]"
+    model_help = (
+        "layers and their times: a profile, or what session.stats() gave on rank 0, as JSON; or a training script with "
+        "PyTorch, such as train.py, which then runs as one process for some steps"
+    )
     parser.add_argument("--model", type=Path, required=True, metavar="FILE", help=model_help)
     workers_help = "numbers of workers, each with a network card of its own"
     parser.add_argument("--workers", type=_list_of(_at_least(2)), required=True, metavar="N,...", help=workers_help)
@@ -179,15 +187,29 @@ def _add_predict(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the rows as JSON instead of a table")
     plot_help = "also draw the rows to FILE, such as predict.svg or predict.png"
     parser.add_argument("--plot", type=Path, metavar="FILE", help=plot_help)
+    parser.add_argument("arguments", nargs="*", metavar="ARGUMENT", help="arguments of the training script, after --")
     parser.set_defaults(function=_predict)
 
 
 def _predict(arguments: argparse.Namespace) -> int:
-    from .predict import Question, predict, read_model
+    from .predict import Question, predict, read_model, require_matplotlib
 
-    profile = read_model(arguments.model)
+    if arguments.plot is not None:
+        require_matplotlib()
+    clips = arguments.clip
+    if arguments.model.suffix == ".py":
+        from .record import record
+
+        recorded = record(arguments.model, arguments.arguments, os.environ)
+        profile, clips = recorded.profile, clips or recorded.clips
+        if recorded.waits is not None:
+            say_error(f"commsched: {recorded.waits} waits for all averages. The table is for a loop without that wait")
+    elif arguments.arguments:
+        raise ConfigError(f"{arguments.arguments[0]}: only a training script (--model train.py) takes arguments")
+    else:
+        profile = read_model(arguments.model)
     questions = [
-        Question(workers, rate, arguments.servers, arguments.overhead, arguments.latency, arguments.clip, arguments.wire16)
+        Question(workers, rate, arguments.servers, arguments.overhead, arguments.latency, clips, arguments.wire16)
         for workers in arguments.workers
         for rate in arguments.bandwidth
     ]
@@ -364,7 +386,7 @@ _COMMANDS: Mapping[str, tuple[Callable[[argparse.ArgumentParser], None], str, st
     "predict": (
         _add_predict,
         "simulate the training of a model on a cluster that is not there",
-        "commsched predict --model stats.json --workers 8,64 --bandwidth 10gbit,25gbit",
+        "commsched predict --model train.py --workers 8,64 --bandwidth 10gbit,25gbit",
     ),
     "trace": (
         _add_trace,

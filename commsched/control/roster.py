@@ -290,7 +290,16 @@ class Roster:
     def _nobody_gives(self, tag: str, rank: int) -> list[Send]:
         connection = self._ranks.get(rank)
         who = self.members[connection] if connection is not None else f"rank {rank}"
-        return self.fail(PeerLost(f"{who} left, but '{tag}' waits for it", rank=rank))
+        purpose = tag.partition(", ")[2]
+        if not purpose:
+            return self.fail(PeerLost(f"{who} left, but '{tag}' waits for it", rank=rank))
+        return self.fail(
+            PeerLost(
+                f"{who} left, but other ranks wait for it {purpose}: every rank must run the same training loop; look for a "
+                "condition on the rank, or a rank without batches",
+                rank=rank,
+            )
+        )
 
     def _report(self, connection: int, message: messages.ReportFailure) -> list[Send]:
         return self.fail(from_record(message.error))

@@ -202,6 +202,19 @@ class Observer:
         ``backward``, ``update`` or ``wait``."""
 
 
+class SessionObserver(Observer):
+    """An observer that a session has from its beginning to its end; plugins report the engine's activity to it."""
+
+    def add_group(self, index: int, manifest: Manifest) -> None:
+        """The tensors of ``manifest`` are group ``index``. Called before its first task is done."""
+
+    def close(self) -> None:
+        """The session ends: nothing follows. Idempotent."""
+
+    def merge(self) -> None:
+        """All ranks have closed their observers. Called on rank 0."""
+
+
 class TaskObserver(Observer):
     """Calls ``on_task`` with every task that is done and ignores other events; see :class:`Observer`."""
 

@@ -101,6 +101,10 @@ def _open_alone(world: World, settings: Settings) -> Session:
         say(alone_line(os.environ))
     [alone] = local_sessions(1, settings.scheduler)
     alone.disabled = settings.disable
+    if settings.record is not None and world.world_size == 1 and not settings.disable:
+        from .recording import start_recording  # here: it imports the simulator's dependencies
+
+        start_recording(alone, Path(settings.record))
     return alone
 
 

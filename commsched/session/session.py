@@ -14,7 +14,7 @@ from ..core.core import Core
 from ..core.device import Device
 from ..core.errors import FORKED, ClosedError, CommschedError, PeerLost, RanksDiverged, TransportError, UnsupportedError
 from ..core.group import TensorGroup, require_buffer, require_buffers
-from ..core.interfaces import Buffer, Observer, Transport
+from ..core.interfaces import Buffer, Observer, SessionObserver, Transport
 from ..core.manifest import Manifest, TensorSpec, require_equal
 from ..core.norms import ROW_DTYPE
 from ..core.plan import Plan, cut
@@ -23,7 +23,6 @@ from ..tuner.paced import FullWait
 from .events import COMPARE, TUNER, SessionListener, Tuner
 from .log import say
 from .stats import Statistics, scalars
-from .trace import TraceObserver
 
 if TYPE_CHECKING:
     from .norms import Norms
@@ -71,7 +70,10 @@ class Session:
         world_size: number of ranks. It is 1 for a process that is alone, and with the setting ``disable``, where there may be
             other ranks that this session ignores.
         disabled: the setting ``disable`` is on; a plugin then leaves the engine unchanged.
-        observer: records the timeline; a plugin reports the engine's activity to its ``on_span``. ``None`` means no timeline.
+        observer: records the timeline, or the steps of a rank that is alone (``recording.py``); a plugin reports the engine's
+            activity to its ``on_span``. ``None`` means that nobody wants to know it.
+        is_recorded: this rank is alone, and its steps are to be recorded: a plugin submits gradients as it does with several
+            ranks, although there is nothing to average.
         check_weights: steps between two comparisons of weights (see ``plugins/common/weights_check.py``); 0 means none.
         statistics: what this rank knows of its steps.
         cleanup: closed last, however the session ends; for the threads of a plugin.
@@ -83,7 +85,7 @@ class Session:
         transport: Transport,
         core: Core,
         *,
-        trace: TraceObserver | None = None,
+        trace: SessionObserver | None = None,
         check_weights: int = 0,
     ) -> None:
         self.rank = transport.rank
@@ -97,6 +99,7 @@ class Session:
         self._first_sizes: Callable[[Manifest], SchedulerConfig | None] | None = None
         self.closed = False
         self.disabled = False
+        self.is_recorded = False
         self._ended_itself = False
         self.cleanup = ExitStack()
         self._pid = os.getpid()
@@ -104,7 +107,7 @@ class Session:
         self.statistics = Statistics(core)
         self._comparison = Comparison(self.world_size)
         self._diverged: RanksDiverged | None = None
-        self.observer = trace
+        self.observer: SessionObserver | None = trace
         self._observers_lock = threading.Lock()
         self._listener = SessionListener(core, self._on_compared)
         control.listen(self._listener)

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..core.interfaces import Observer
+from ..core.interfaces import SessionObserver
 from ..core.manifest import Manifest
 from ..core.task import CommTask
 from .trace_events import Begun, RankRecord, Span, Task, shown
@@ -31,7 +31,7 @@ log = logging.getLogger("commsched")
 MAX_EVENTS = 200_000
 
 
-class TraceObserver(Observer):
+class TraceObserver(SessionObserver):
     """Collects the timeline of one rank in memory and writes ``trace.rank{rank}.json`` when closed.
 
     Never raises, and never blocks on the disk while training runs. If the directory or the file cannot be written, or after

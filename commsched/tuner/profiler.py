@@ -176,25 +176,13 @@ class Profiler(Observer):
         average, without the bytes of the reply: most tasks also wait for other ranks or behind other replies. A collective has
         no such messages, so its latency counts as 0.
         """
-        began = list(self._began)
-        steps = [step for step in self._steps(manifest, began) if step is not None]
-        whole = {step for step, _ in began[:-1]}
+        steps = self._complete_steps(manifest)
+        whole = {step for step, _ in list(self._began)[:-1]}
         link = self._link(whole, ordered, most_seconds_per_byte)
         if not steps or link is None:
             return None
-        backward = [median(times) for times in zip(*(_backward(step.ready) for step in steps))]
-        weights = [*backward[:-1], max(backward[-1], sum(backward) / len(backward))]
-        shares = [_forward(step, manifest, weights) for step in steps]
-        forward = [median(times) for times in zip(*shares)]
-        # Medians of parts do not add up to the median of the whole.
-        total = median(sum(each) for each in shares)
-        scale = total / sum(forward) if sum(forward) > 0 else 0.0
-        layers = [LayerProfile("before forward", (), scale * forward[0], 0.0)]
-        for spec, f, b in zip(manifest.tensors, forward[1:], backward):
-            shapes = ((max(1, round(spec.nbytes / ITEMSIZE)),),) if spec.nbytes else ()
-            layers.append(LayerProfile(spec.name, shapes, scale * f, b))
         return Measured(
-            Profile("training", tuple(layers), "measured"),
+            _profile(steps, manifest),
             link,
             median(step.seconds for step in steps),
             len(steps),
@@ -203,6 +191,14 @@ class Profiler(Observer):
             None if ordered else _sending(self._tasks_of(whole)),
             link.seconds_per_byte == most_seconds_per_byte,
         )
+
+    def layers(self, manifest: Manifest) -> Profile | None:
+        """Only the layer times of :meth:`result`, for which nothing need be sent. None if no complete step has ended."""
+        steps = self._complete_steps(manifest)
+        return _profile(steps, manifest) if steps else None
+
+    def _complete_steps(self, manifest: Manifest) -> list[_Step]:
+        return [step for step in self._steps(manifest, list(self._began)) if step is not None]
 
     def _steps(self, manifest: Manifest, began: Sequence[tuple[int, float]]) -> Iterator[_Step | None]:
         """Yield each step; None for a step in which a gradient was not seen."""
@@ -292,6 +288,22 @@ def _busy_periods(tasks: Sequence[_Task]) -> list[list[_Task]]:
         periods[-1].append(task)
         until = max(until, task.done_at)
     return periods
+
+
+def _profile(steps: Sequence[_Step], manifest: Manifest) -> Profile:
+    """The layers and their times; see :meth:`Profiler.result`."""
+    backward = [median(times) for times in zip(*(_backward(step.ready) for step in steps))]
+    weights = [*backward[:-1], max(backward[-1], sum(backward) / len(backward))]
+    shares = [_forward(step, manifest, weights) for step in steps]
+    forward = [median(times) for times in zip(*shares)]
+    # Medians of parts do not add up to the median of the whole.
+    total = median(sum(each) for each in shares)
+    scale = total / sum(forward) if sum(forward) > 0 else 0.0
+    layers = [LayerProfile("before forward", (), scale * forward[0], 0.0)]
+    for spec, f, b in zip(manifest.tensors, forward[1:], backward):
+        shapes = ((max(1, round(spec.nbytes / ITEMSIZE)),),) if spec.nbytes else ()
+        layers.append(LayerProfile(spec.name, shapes, scale * f, b))
+    return Profile("training", tuple(layers), "measured")
 
 
 def _backward(ready: Sequence[float]) -> list[float]:

@@ -173,3 +173,10 @@ def test_every_command_has_an_example_that_it_accepts(command: str, capsys: pyte
     parser = argparse.ArgumentParser(allow_abbrev=False)
     _COMMANDS[command][0](parser)
     assert parser.parse_args(words[1:]).function
+
+
+def test_without_a_command_there_is_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("usage: commsched ")
+    assert "predict" in said

@@ -10,6 +10,7 @@ import pytest
 
 from commsched.cli.main import main
 from commsched.simulator.lower_bound import lower_bound
+from tests.jobs.job import ROOT, run_job
 
 LAYERS = [
     {"name": f"layer {number}", "shapes": [[250_000]], "forward_seconds": 0.010, "backward_seconds": 0.020}
@@ -128,3 +129,38 @@ def test_wrong_options_are_named(capsys: pytest.CaptureFixture[str], option: str
     with pytest.raises(SystemExit):
         main(["predict", "--model", "m.json", *(f"{name}={each}" for name, each in options.items())])
     assert said in capsys.readouterr().err
+
+
+CLUSTER = ("--workers", "2", "--bandwidth", "200mbit")
+
+
+def test_a_script_is_a_model() -> None:
+    """It runs as one process, ends before its last step, and prints on stderr."""
+    pytest.importorskip("sklearn")
+    script = str(ROOT / "examples" / "digits_torch.py")
+    code, out, err = run_job("--model", script, *CLUSTER, "--json", "--", "--steps", "1000000", subcommand="predict")
+    assert code == 0, err
+    [row] = json.loads(out)
+    assert row["bound"] <= row["commsched"] < row["ddp"]
+    assert err == f"commsched: {script} runs as one process until it has trained 31 steps\n"
+
+
+@pytest.mark.parametrize(
+    ("script", "code"), [("print('hello')", 0), ("import sys; sys.exit(3)", 3), ("import commsched; commsched.init()", 0)]
+)
+def test_a_script_that_trains_nothing_is_refused(script: str, code: int, tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(script)
+    failed, out, err = run_job("--model", str(path), *CLUSTER, subcommand="predict")
+    assert (failed, out) == (2, "")
+    assert f"{path} ended with exit code {code}, before 31 steps of a ScheduledOptimizer (PyTorch) were over" in err
+
+
+def test_a_script_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["predict", "--model", "/nope/train.py", *CLUSTER]) == 2
+    assert "--model /nope/train.py: there is no such file" in capsys.readouterr().err
+
+
+def test_only_a_script_takes_arguments(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["predict", "--model", "m.json", *CLUSTER, "--", "--steps", "3"]) == 2
+    assert "--steps: only a training script (--model train.py) takes arguments" in capsys.readouterr().err

@@ -161,7 +161,7 @@ def test_gather_is_in_rank_order_and_may_be_repeated() -> None:
 
 
 def test_a_gather_that_a_rank_does_not_take_part_in_says_what_it_is_for() -> None:
-    with pytest.raises(CommschedError, match=r"rank 1 left, but 'gather \d+, to agree on a colour' waits for it"):
+    with pytest.raises(CommschedError, match=r"rank 1 left, but other ranks wait for it to agree on a colour: every rank must"):
         ranks(2, lambda session: session.gather("red", "to agree on a colour") if session.rank == 0 else session.close())
 
 

@@ -108,7 +108,7 @@ class ScheduledOptimizer(Optimizer):
         parameters = parameters_of(optimizer)
         outside = outside_of(model, optimizer)
         session = session or init_for(parameters)
-        if session.world_size == 1:
+        if session.world_size == 1 and not session.is_recorded:
             return
         require_supported(optimizer)
         require_plain(model, parameters)

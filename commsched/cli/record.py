@@ -1,0 +1,86 @@
+"""Runs a training script as one process until its layers and their times are known, for ``commsched predict``."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ..core.errors import ConfigError
+from ..core.standard_streams import say_error
+from ..session.recording import STEPS
+from ..simulator.profile import Profile
+from . import launch
+
+#: The interval at which this process looks for the record, which the script's process writes.
+LOOK_SECONDS = 0.2
+
+_STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """What a training script does in a step. ``clips``: it clips by the norm of the averages, or reads it. ``waits``: the line
+    that waits for all averages for another reason, and the reason; None if there is none."""
+
+    profile: Profile
+    clips: bool
+    waits: str | None
+
+
+def record(script: Path, arguments: Sequence[str], environ: Mapping[str, str]) -> Recorded:
+    """Run ``script`` until :data:`~commsched.session.recording.STEPS` steps are over, and end it then. It prints on stderr.
+    Main thread only.
+
+    Raises:
+        ConfigError: the script could not be run, failed, or ended before.
+        KeyboardInterrupt: a signal interrupted it.
+    """
+    if not script.is_file():
+        raise ConfigError(f"--model {script}: there is no such file")
+    say_error(f"commsched: {script} runs as one process until it has trained {STEPS} steps")
+    handlers = {number: signal.getsignal(number) for number in _STOPS}
+    try:
+        with tempfile.TemporaryDirectory(prefix="commsched-") as directory:
+            path = Path(directory, "record.json")
+            code = _run([sys.executable, str(script), *arguments], {**environ, "COMMSCHED_RECORD": str(path)}, path)
+            found = json.loads(path.read_text()) if path.exists() else None
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    if found is None and code > 128:
+        raise KeyboardInterrupt
+    if found is None:
+        raise ConfigError(
+            f"{script} ended with exit code {code}, before {STEPS} steps of a ScheduledOptimizer (PyTorch) were over. Is line "
+            "2 in it, and does it train for long enough?"
+        )
+    wait = found["full_wait"]
+    profile = replace(Profile.from_record(found["profile"]), model=script.name)
+    waits = None if wait is None or found["measures_norms"] else f"{wait['line']} ({wait['why']})"
+    return Recorded(profile, found["measures_norms"], waits)
+
+
+def _run(command: Sequence[str], environ: Mapping[str, str], path: Path) -> int:
+    """Run ``command`` as the only rank of a job until ``path`` is there. Returns the exit code."""
+    ended = threading.Event()
+    main_thread = threading.get_ident()
+
+    def follow() -> None:
+        while not ended.wait(LOOK_SECONDS):
+            if path.exists():
+                signal.pthread_kill(main_thread, signal.SIGTERM)  # the launcher ends the job
+                return
+
+    follower = threading.Thread(target=follow, name="commsched-follow", daemon=True)
+    follower.start()
+    try:
+        return launch.run(1, 0, command, environ, stdout=sys.stderr.fileno())
+    finally:
+        ended.set()
+        follower.join()
