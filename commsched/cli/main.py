@@ -198,9 +198,9 @@ def _predict(arguments: argparse.Namespace) -> int:
         require_matplotlib()
     clips = arguments.clip
     if arguments.model.suffix == ".py":
-        from .record import record
+        from .record import record_script
 
-        recorded = record(arguments.model, arguments.arguments, os.environ)
+        recorded = record_script(arguments.model, arguments.arguments, os.environ)
         profile, clips = recorded.profile, clips or recorded.clips
         if recorded.waits is not None:
             say_error(f"commsched: {recorded.waits} waits for all averages. The table is for a loop without that wait")

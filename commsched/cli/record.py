@@ -13,18 +13,18 @@ from pathlib import Path
 
 from ..core.errors import ConfigError
 from ..core.standard_streams import say_error
-from ..session.recording import STEPS
+from ..session.recording import STEPS_TO_RECORD
 from ..simulator.profile import Profile
 from . import launch
 
 #: The interval at which this process looks for the record, which the script's process writes.
-LOOK_SECONDS = 0.2
+_LOOK_SECONDS = 0.2
 
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(frozen=True, slots=True)
-class Recorded:
+class RecordedScript:
     """What a training script does in a step. ``clips``: it clips by the norm of the averages, or reads it. ``waits``: the line
     that waits for all averages for another reason, and the reason; None if there is none."""
 
@@ -33,9 +33,8 @@ class Recorded:
     waits: str | None
 
 
-def record(script: Path, arguments: Sequence[str], environ: Mapping[str, str]) -> Recorded:
-    """Run ``script`` until :data:`~commsched.session.recording.STEPS` steps are over, and end it then. It prints on stderr.
-    Main thread only.
+def record_script(script: Path, arguments: Sequence[str], environ: Mapping[str, str]) -> RecordedScript:
+    """Run ``script`` until ``STEPS_TO_RECORD`` steps are over, and end it then. It prints on stderr. Main thread only.
 
     Raises:
         ConfigError: the script could not be run, failed, or ended before.
@@ -43,7 +42,7 @@ def record(script: Path, arguments: Sequence[str], environ: Mapping[str, str]) -
     """
     if not script.is_file():
         raise ConfigError(f"--model {script}: there is no such file")
-    say_error(f"commsched: {script} runs as one process until it has trained {STEPS} steps")
+    say_error(f"commsched: {script} runs as one process until it has trained {STEPS_TO_RECORD} steps")
     handlers = {number: signal.getsignal(number) for number in _STOPS}
     try:
         with tempfile.TemporaryDirectory(prefix="commsched-") as directory:
@@ -57,13 +56,13 @@ def record(script: Path, arguments: Sequence[str], environ: Mapping[str, str]) -
         raise KeyboardInterrupt
     if found is None:
         raise ConfigError(
-            f"{script} ended with exit code {code}, before {STEPS} steps of a ScheduledOptimizer (PyTorch) were over. Is line "
-            "2 in it, and does it train for long enough?"
+            f"{script} ended with exit code {code}, before {STEPS_TO_RECORD} steps of a ScheduledOptimizer (PyTorch) were "
+            "over. Is line 2 in it, and does it train for long enough?"
         )
     wait = found["full_wait"]
     profile = replace(Profile.from_record(found["profile"]), model=script.name)
     waits = None if wait is None or found["measures_norms"] else f"{wait['line']} ({wait['why']})"
-    return Recorded(profile, found["measures_norms"], waits)
+    return RecordedScript(profile, found["measures_norms"], waits)
 
 
 def _run(command: Sequence[str], environ: Mapping[str, str], path: Path) -> int:
@@ -72,7 +71,7 @@ def _run(command: Sequence[str], environ: Mapping[str, str], path: Path) -> int:
     main_thread = threading.get_ident()
 
     def follow() -> None:
-        while not ended.wait(LOOK_SECONDS):
+        while not ended.wait(_LOOK_SECONDS):
             if path.exists():
                 signal.pthread_kill(main_thread, signal.SIGTERM)  # the launcher ends the job
                 return

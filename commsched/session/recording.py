@@ -20,13 +20,13 @@ log = logging.getLogger("commsched")
 
 #: Steps before the first one that counts, and the number of those that count. The last step that begins ends the record.
 WARM_UP_STEPS, RECORDED_STEPS = 10, 20
-STEPS = WARM_UP_STEPS + RECORDED_STEPS + 1
+STEPS_TO_RECORD = WARM_UP_STEPS + RECORDED_STEPS + 1
 
 
 def start_recording(session: Session, path: Path) -> None:
-    """Write what is learned of the steps of ``session``, whose only rank this is, to ``path`` once :data:`STEPS` steps of its
-    largest group of gradients have begun. If training ends before, there is no file. Called before the first group is
-    registered.
+    """Write what is learned of the steps of ``session``, whose only rank this is, to ``path`` once :data:`STEPS_TO_RECORD`
+    steps of its largest group of gradients have begun. If training ends before, there is no file. Called before the first group
+    is registered.
 
     The file is a JSON object: ``profile`` (see ``Profile.from_record``), ``measures_norms`` (whether the loop waits for norms
     before it updates) and ``full_wait`` (as in ``Session.stats``).

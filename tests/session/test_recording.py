@@ -12,7 +12,7 @@ from commsched.core.manifest import Manifest, TensorSpec
 from commsched.core.world import World
 from commsched.session.local import local_sessions
 from commsched.session.opening import open_session
-from commsched.session.recording import STEPS, ForwardMarks, start_recording
+from commsched.session.recording import STEPS_TO_RECORD, ForwardMarks, start_recording
 from commsched.session.session import Session
 from commsched.settings import Settings
 from commsched.simulator.profile import Profile
@@ -58,7 +58,7 @@ def test_a_training_that_ends_before_leaves_no_file(tmp_path: Path) -> None:
     for _ in range(3):
         step(group)
     session.close()
-    assert STEPS > 3
+    assert STEPS_TO_RECORD > 3
     assert list(tmp_path.iterdir()) == []
 
 

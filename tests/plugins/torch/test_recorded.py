@@ -12,7 +12,7 @@ from torch import nn
 
 import commsched.plugins.torch as cs
 from commsched.session.local import local_sessions
-from commsched.session.recording import STEPS, start_recording
+from commsched.session.recording import STEPS_TO_RECORD, start_recording
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, clips: bool, goes_on: Callable[[int], bool]) -> int:
@@ -41,7 +41,7 @@ def test_a_recorded_rank_trains_as_ever(clips: bool, tmp_path: Path) -> None:
     path = tmp_path / "record.json"
     start_recording(session, path)
     ours = cs.ScheduledOptimizer(optimizer, model, session=session)
-    steps = train(model, ours, clips, lambda step: step < 100 * STEPS and not path.exists())
+    steps = train(model, ours, clips, lambda step: step < 100 * STEPS_TO_RECORD and not path.exists())
     session.close()
     plain, optimizer = made()
     train(plain, optimizer, clips, lambda step: step < steps)
