@@ -140,12 +140,12 @@ def forward_frees_the_last_average(
 
 @pytest.mark.parametrize("hybridize", [False, True])
 def test_forward_begins_before_all_averages_are_in(hybridize: bool) -> None:
-    assert forward_frees_the_last_average(hybridize, lambda net: None, patience_seconds=20) == [True, True]
+    assert forward_frees_the_last_average(hybridize, lambda net: None, patience_seconds=60) == [True, True]
 
 
 def test_forward_begins_before_all_sums_of_a_kvstore_are_in() -> None:
     """Its first step is no group's."""
-    freed = forward_frees_the_last_average(False, lambda net: None, 20, make_trainer=trainer_over_store, held=3)
+    freed = forward_frees_the_last_average(False, lambda net: None, 60, make_trainer=trainer_over_store, held=3)
     assert freed == [True, True]
 
 

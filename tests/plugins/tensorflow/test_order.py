@@ -12,7 +12,7 @@ import tensorflow as tf
 from keras import layers
 
 from commsched import SchedulerConfig, Session
-from commsched.core.interfaces import Completion, ForwardingTransport, Transport
+from commsched.core.interfaces import Completion, ForwardingTransport, Observer, Transport
 from commsched.core.manifest import Manifest
 from commsched.core.task import CommTask
 from commsched.plugins.tensorflow import ScheduledOptimizer
@@ -172,17 +172,12 @@ def test_gradients_are_handed_over_while_backward_runs() -> None:
     inputs, targets = numbers(2)
     order: list[int] = []
 
-    class Seen:
+    class Seen(Observer):
         def on_ready(self, group: int, tensor: int, at: float) -> None:
             if group == gradients[0]:
                 order.append(tensor)
                 if tensor == 1:
                     handed_over.set()
-
-        def on_step(self, group: int, step: int, at: float) -> None:
-            pass
-
-        on_task = on_span = lambda self, *_: None
 
     gradients: list[int] = []
 
