@@ -241,6 +241,7 @@ class Core:
                 self._groups[plan.manifest.norms.group].add_norms(group)
             self._groups.append(group)
             self._changes.add_group(group)
+            self._adopt_config()
             if self._agreement is not None:
                 self._agreement.add_group(group.index, nbytes)
         try:

@@ -27,7 +27,7 @@ class Reconfiguration:
 
     Attributes:
         latest: the configuration agreed on last.
-        current: the newest configuration that a group has applied, or that waits for no group.
+        current: the newest configuration that a group has applied, or was added with, or that waits for no group.
         waiting: the changes that some group has yet to apply, by age.
         agreed_count: the number of changes agreed on.
     """
@@ -39,11 +39,13 @@ class Reconfiguration:
         self._reserved = False
         self._holds: dict[int, int] | None = None  # the first held step of each group, while a change is being agreed on
         self.agreed_count = self._current_number = 0  # numbers of the last change and of the one that ``current`` comes from
+        self._reserved_change = _Change(0, config, {})  # the one whose configuration the last reservation returned
 
     def reserve(self) -> SchedulerConfig:
         """The configuration to cut the next group by. Every later change includes that group. No steps may be held, since that
         change may not include the group."""
         self._reserved = True
+        self._reserved_change = _Change(self.agreed_count, self.latest, {})
         return self.latest
 
     def cancel_reservation(self) -> None:
@@ -56,6 +58,8 @@ class Reconfiguration:
     def add_group(self, group: TensorGroup) -> None:
         self._groups.append(group)
         self._reserved = False
+        # The group may train while an older one, which has yet to apply the same change, never begins another step.
+        self._adopt(self._reserved_change)
 
     @property
     def is_holding(self) -> bool:

@@ -546,6 +546,19 @@ def test_a_group_that_lags_behind_does_not_bring_back_the_older_credit(world: Wo
     assert run_step(world, slow) == 1
 
 
+def test_a_group_that_is_added_after_a_change_has_its_credit_while_an_older_group_is_idle(world: World) -> None:
+    world.add_group()  # begins no step
+    agree(world.core, SchedulerConfig(10, 20))
+    assert world.core.config == ONE_BY_ONE
+    world.core.reserve_group()
+    group = world.add_group()
+    assert world.core.config == SchedulerConfig(10, 20)
+    group.begin_step()
+    for tensor in (3, 2, 1, 0):
+        group.notify_ready(tensor)
+    assert len(world.transport.wait_started(2)) == 2  # at a time
+
+
 def test_a_change_before_the_first_group_counts_for_the_groups_to_come(world: World) -> None:
     agree(world.core, SchedulerConfig(20, 20))
     assert world.core.config == SchedulerConfig(20, 20)
