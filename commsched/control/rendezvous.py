@@ -215,12 +215,17 @@ def _read(path: Path) -> Endpoint | None:
     meeting = Endpoint(parse_address(found["address"]), str(found["token"]))
     if _started(int(found["pid"])) != int(found["started"]):
         return None
-    host, _, port = meeting.address.rpartition(":")
+    return meeting if is_listening(meeting.address) else None  # the file is from an earlier session of that process
+
+
+def is_listening(address: str) -> bool:
+    """Whether a process accepts connections at ``address``, and this one reaches it within a second."""
+    host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=1.0).close()
     except OSError:
-        return None  # the file is from an earlier session of that process
-    return meeting
+        return False
+    return True
 
 
 def _started(pid: int) -> int | None:

@@ -21,7 +21,7 @@ from ..core.errors import ConfigError, PeerLost, PeerTimeout
 from ..core.world import World
 from ..net.sealed import SECRET_BYTES, OneTimeKey
 from ..settings import Settings, parse_address
-from .rendezvous import Endpoint, own_host, read_token, require_no_loopback, require_strong
+from .rendezvous import Endpoint, is_listening, own_host, read_token, require_no_loopback, require_strong
 
 log = logging.getLogger("commsched")
 
@@ -159,6 +159,7 @@ class TorchrunStore:
         """On another rank: find rank 0's endpoint.
 
         An offer of an earlier round of torchrun, whose rank 0 has ended, is not answered. So this waits for the next offer too.
+        If the token is set, nobody is asked for it, and the answer is that a process listens at the offered address.
 
         Raises:
             PeerTimeout: rank 0 did not answer within ``join_within``.
@@ -172,17 +173,20 @@ class TorchrunStore:
 
     def _find(self, rank: int) -> Endpoint:
         join_within = self._settings.join_within
-        meet_by = time.monotonic() + join_within
         own_token = read_token(self._settings)
         key, asked, seen = OneTimeKey(), None, ""
+        meet_by = time.monotonic() + join_within
         why = "rank 0 does not say where it listens"
         while time.monotonic() < meet_by:
             offer = _read_offer(self._store)
-            if offer is not None and offer.meeting != seen:
+            if offer is not None and own_token is not None:
+                _require_same_choice(offer, own_token)
+                if is_listening(offer.address):
+                    return Endpoint(offer.address, own_token)
+                why = f"rank 0 does not answer at {offer.address}"
+            elif offer is not None and offer.meeting != seen:
                 seen = offer.meeting
                 _require_same_choice(offer, own_token)
-                if own_token is not None:
-                    return Endpoint(offer.address, own_token)
                 asked = offer if self._ask(seen, rank, key) else None
                 why = f"another process has asked as rank {rank}" if asked is None else "rank 0 does not answer"
             if asked is not None and self._store.check([_reply(asked.meeting, rank)]):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -32,12 +33,14 @@ class Values:
         self.lock = threading.Lock()
         self.values: dict[str, str] = {}
         self.gone = False
+        self.looked = threading.Event()  # set by each look at a value
 
     def set(self, key: str, value: str) -> None:
         with self.access():
             self.values[key] = value
 
     def get(self, key: str) -> bytes:
+        self.looked.set()
         with self.access():
             return self.values[key].encode()
 
@@ -97,11 +100,23 @@ def test_every_rank_finds_rank_0_and_the_store_never_holds_the_token() -> None:
     assert not [thread for thread in threading.enumerate() if thread.name == "commsched-meeting"]
 
 
+TOKEN = "a long secret that nobody guesses"
+
+
+@contextmanager
+def a_port() -> Iterator[tuple[socket.socket, Endpoint]]:
+    """A port of this process, at which it does not listen yet."""
+    with socket.socket() as port:
+        port.bind(("127.0.0.1", 0))
+        yield port, Endpoint(f"127.0.0.1:{port.getsockname()[1]}", TOKEN)
+
+
 def test_a_token_that_is_set_stays_at_home() -> None:
     values = Values()
-    token = "a long secret that nobody guesses"
-    with end_of(values, token=token).offered(Endpoint(ENDPOINT.address, token), 2):
-        assert end_of(values, token=token).find(1) == (ENDPOINT.address, token)
+    token = TOKEN
+    with a_port() as (port, endpoint), end_of(values, token=token).offered(endpoint, 2):
+        port.listen()
+        assert end_of(values, token=token).find(1) == endpoint
         with pytest.raises(ConfigError, match="a token is set on rank 0, and not on this rank: set the same COMMSCHED_TOKEN"):
             end_of(values).find(1)
     with end_of(values).offered(ENDPOINT, 2):
@@ -122,6 +137,22 @@ def test_an_offer_of_an_earlier_round_is_passed_over() -> None:
         new = Endpoint("10.0.0.2:1", "cd" * 32)
         with end_of(values).offered(new, 4):
             assert asked_before.result(20) == not_asked_before.result(20) == new
+
+
+def test_an_offer_of_an_earlier_round_is_passed_over_if_the_token_is_set() -> None:
+    values = Values()
+    with a_port() as (_, earlier), a_port() as (port, new):
+        with end_of(values, token=TOKEN).offered(earlier, 2):
+            stale = values.values["offer"]
+        values.set("offer", stale)  # its rank 0 was killed
+        with pytest.raises(PeerTimeout, match=f"rank 1 waited 0.2 s .*:29500: rank 0 does not answer at {earlier.address}"):
+            end_of(values, token=TOKEN, join_within=0.2).find(1)
+        values.looked.clear()
+        with finding(values, 1, token=TOKEN) as rank_1:
+            assert values.looked.wait(20)
+            port.listen()
+            with end_of(values, token=TOKEN).offered(new, 2):
+                assert rank_1.result(20) == new
 
 
 def test_a_stranger_who_asks_first_keeps_the_rank_out() -> None:

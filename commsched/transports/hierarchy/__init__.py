@@ -5,6 +5,7 @@ Any transport that averages host memory may serve as the network. It sees one ra
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -18,7 +19,9 @@ from ..backend import Contributors, TransportContext
 from ..wire import WireTransport
 from .leader import LeaderTransport
 from .member import MemberTransport
-from .topology import HostRendezvous, HostTopology, RankLocation, connect_to_leader, is_wanted
+from .topology import NETWORK_SETTINGS, HostRendezvous, HostTopology, RankLocation, connect_to_leader, is_wanted
+
+log = logging.getLogger("commsched")
 
 #: Opens the network transport, in the world of the given context.
 OpenNetwork = Callable[[TransportContext], Transport]
@@ -36,7 +39,7 @@ def open_hierarchy(context: TransportContext, open_network: OpenNetwork) -> Tran
     """
     if context.settings.hierarchy == "off":
         return open_flat(context, open_network)
-    own = RankLocation(context.host, context.world.local_rank, hasattr(os, "memfd_create"))
+    own = RankLocation(context.host, context.world.local_rank, hasattr(os, "memfd_create"), bool(_of_network(context)))
     seats = [RankLocation(**record) for record in context.gather(asdict(own))]
     layout = HostTopology.of(seats)
     meshed = not context.settings.servers
@@ -45,6 +48,12 @@ def open_hierarchy(context: TransportContext, open_network: OpenNetwork) -> Tran
     if context.world.rank in layout.leaders:
         return _lead(context, layout, open_network)
     return _follow(context, layout)
+
+
+def _of_network(context: TransportContext) -> list[str]:
+    """The settings of how to use the network that the user has set, with their values."""
+    changed = context.settings.changed("some_transports")
+    return [context.settings.text_of(name) for name in NETWORK_SETTINGS if name in changed]
 
 
 def open_flat(context: TransportContext, open_network: OpenNetwork) -> Transport:
@@ -72,6 +81,9 @@ def _lead(context: TransportContext, layout: HostTopology, open_network: OpenNet
         if len(layout.hosts) > 1 or context.settings.servers:  # servers wait for a worker, even from a single host
             network = open_network(_among_leaders(context, layout))
             undo.callback(network.close, graceful=False)
+        else:
+            for setting in _of_network(context):
+                log.warning("%s has no effect: with hierarchy=on the ranks of a single host use no network", setting)
         ordered, channels = (network.ordered, network.channels) if network is not None else (False, 1)
         rows = 0 if network is None or ordered else network.norm_rows(Manifest(()))
         context.gather(["open", ordered, channels, rows])

@@ -21,12 +21,17 @@ from .messages import Kind, LocalMessage, UnixConnection, close_all
 
 @dataclass(frozen=True, slots=True)
 class RankLocation:
-    """A rank's own record: the address that the other ranks reach it at, its place among the ranks of its machine, and whether
-    its system has the shared memory that a hierarchy needs."""
+    """A rank's own record: the address that the other ranks reach it at, its place among the ranks of its machine, whether
+    its system has the shared memory that a hierarchy needs, and whether its user has set one of ``NETWORK_SETTINGS``."""
 
     address: str
     local_rank: int
     shares_memory: bool
+    sets_network: bool = False
+
+
+#: The settings that say how ranks use the network. They have no effect in a hierarchy on a single host, which uses none.
+NETWORK_SETTINGS = ("lane", "order", "rate")
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +98,8 @@ def is_wanted(
     """Whether the setting ``hierarchy`` (``auto``, ``on`` or ``off``) gives a hierarchy here, with that ``collective``.
     ``meshed``: without a hierarchy every rank connects to every other one.
 
+    On a single host ``auto`` gives none if a rank has set how to use the network: it would not be used.
+
     Raises:
         ConfigError: ``hierarchy`` is ``on`` and not possible; says why.
     """
@@ -100,7 +107,8 @@ def is_wanted(
     if hierarchy == "on" and hindered_by is not None:
         raise ConfigError(f"hierarchy='on' is not possible: {hindered_by}")
     if hierarchy == "auto":  # a hierarchy has no reduce-scatter and all-gather tasks over all ranks
-        gains = layout.gains or (meshed and len(layout.hosts) == 1 and len(seats) > MAX_MESH)
+        spares = meshed and len(layout.hosts) == 1 and len(seats) > MAX_MESH
+        gains = layout.gains or (spares and not any(seat.sets_network for seat in seats))
         return gains and hindered_by is None and collective != "rsag"
     return hierarchy == "on"
 

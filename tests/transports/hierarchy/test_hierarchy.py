@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
 
 from commsched.core.interfaces import Transport
+from commsched.settings import Settings
 from commsched.testing.check_transport import check_leaver, check_results, check_transport
 from commsched.testing.checked_world import OpenWorld, Threads
+from commsched.testing.world import run_world
 from commsched.transports.backend import TransportContext
 from commsched.transports.backends.ps import open_transport as open_ps
+from commsched.transports.hierarchy import open_hierarchy, topology
 
 from ..worlds import close_together
-from .worlds import HostOf, LocalNetwork, OrderedNetwork, hierarchy, open_all
+from .worlds import HostOf, LocalNetwork, OrderedNetwork, contexts, hierarchy, open_all
 
 
 def in_pairs(rank: int) -> int:
@@ -81,3 +85,34 @@ def test_of_the_only_host_the_leader_meets_servers_which_wait_for_somebody(serve
 
     close_together(open_all(on_one_host, Network, [pytest.fail] * 2, servers=servers))
     assert worlds == [1] * len(servers)
+
+
+@pytest.mark.parametrize("setting", [{"rate": "200mbit"}, {"lane": "grpc"}, {"order": "static"}])
+def test_what_a_user_set_of_the_network_is_not_ignored_on_one_host(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, setting: dict[str, str]
+) -> None:
+    monkeypatch.setattr(topology, "MAX_MESH", 1)
+    opened: list[int] = []
+
+    class Network(LocalNetwork):
+        def __call__(self, context: TransportContext) -> Transport:
+            opened.append(context.world.world_size)
+            return super().__call__(context)
+
+    def open_with(**settings: str) -> list[str]:
+        opened.clear()
+        caplog.clear()
+        given = Settings.load(settings, {})
+        everybodys = [replace(each, settings=given) for each in contexts(on_one_host, [pytest.fail] * 2)]
+        network = Network()
+        close_together(run_world(2, lambda rank: open_hierarchy(everybodys[rank], network)))
+        return caplog.messages
+
+    assert open_with() == []
+    assert opened == []
+    assert open_with(**setting) == []
+    assert opened == [2, 2]
+    [[name, _]] = setting.items()
+    [warned] = open_with(hierarchy="on", **setting)
+    assert warned.startswith(f"{name}=")
+    assert warned.endswith("has no effect: with hierarchy=on the ranks of a single host use no network")

@@ -8,6 +8,7 @@ import logging
 import os
 import socket
 import threading
+from dataclasses import replace
 
 import pytest
 
@@ -63,6 +64,15 @@ def test_auto_is_on_where_the_ranks_of_one_host_would_need_too_many_connections(
     for ranks, meshed, wanted in ((MAX_MESH, True, False), (MAX_MESH + 1, True, True), (MAX_MESH + 1, False, False)):
         places = seats(*(("a", rank) for rank in range(ranks)))
         assert is_wanted("auto", "auto", HostTopology.of(places), places, meshed) is wanted
+
+
+def test_auto_is_off_on_one_host_if_a_rank_has_set_how_to_use_the_network():
+    places = seats(*(("a", rank) for rank in range(MAX_MESH + 1)))
+    places[7] = replace(places[7], sets_network=True)  # the rate may differ between ranks
+    assert not is_wanted("auto", "auto", HostTopology.of(places), places)
+    assert is_wanted("on", "auto", HostTopology.of(places), places)
+    several = [*TWO_BY_TWO, replace(TWO_BY_TWO[0], address="c", sets_network=True)]
+    assert is_wanted("auto", "auto", HostTopology.of(several), several)  # the leaders do use the network
 
 
 @pytest.mark.parametrize(

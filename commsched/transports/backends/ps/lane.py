@@ -49,6 +49,9 @@ class OwnLane:
     def leave(self, rank: int) -> None:
         self._service.aggregator.leave(rank)
 
+    def abort(self) -> None:
+        self._closed = True
+
     def close(self, graceful: bool) -> None:
         self._closed = True
 
@@ -124,6 +127,11 @@ class RemoteLane:
     def leave(self, rank: int) -> None:
         """Notify the server that ``rank`` will push nothing more, so that no rank waits for it."""
         self._outbox.put_control(json_frame(FrameKind.LEFT, rank))
+
+    def abort(self) -> None:
+        """End at once, without a wait: ``close`` waits. The listener is not called afterwards. Idempotent."""
+        self._closed = True
+        self._stream.abort()
 
     def close(self, graceful: bool) -> None:
         """Say goodbye if ``graceful``, and end. The listener is not called afterwards. Idempotent."""

@@ -130,6 +130,9 @@ class PsTransport(Transport):
 
     def close(self, graceful: bool = True) -> None:
         self._closed = True
+        if not graceful:
+            for lane in self._lanes:  # all before any is waited for: one that connects holds a place that others wait for
+                lane.abort()
         for lane in self._lanes:
             lane.close(graceful)
         if self._own_shard is not None:

@@ -1,6 +1,8 @@
 """PsTransport over real networks; its ranks are threads."""
 
+import socket
 import threading
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from time import monotonic
@@ -18,6 +20,7 @@ from commsched.net.rpc import Call, make_channel
 from commsched.testing.check_transport import check_averages, check_back_to_back, check_leaver, check_results, check_transport
 from commsched.testing.checked_world import Threads
 from commsched.transports.backends.ps import grpc_lane as grpc_port
+from commsched.transports.backends.ps import lane as lane_module
 from commsched.transports.backends.ps import tcp_lane
 from commsched.transports.backends.ps import transport as ps_transport
 from commsched.transports.backends.ps.frame import MAX_MESSAGE_BYTES, Frame, FrameKind, WorkerHello, encode, json_frame
@@ -556,6 +559,20 @@ def test_few_streams_connect_at_a_time(monkeypatch):
     for thread in threads:
         thread.join(20)
     assert most == 3
+
+
+def test_servers_that_say_nothing_do_not_hold_up_the_end_of_the_streams_that_wait_to_connect(monkeypatch):
+    """One stream holds the only place to connect, and the others wait for it, also those that are closed first."""
+    monkeypatch.setattr(tcp_lane, "_ATTEMPT_SECONDS", 300.0)
+    monkeypatch.setattr(lane_module, "_END_SECONDS", 20.0)
+    context, began = a_context(2, 4, Failures(), join_within=0.2), monotonic()
+    options = replace(StreamOptions.of(context.settings, context.token), connecting=threading.Semaphore(1))
+    with ExitStack() as stack:
+        servers = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(4)]
+        with pytest.raises(PeerTimeout, match="did not answer"):
+            PsTransport(context, options, [f"127.0.0.1:{server.getsockname()[1]}" for server in servers])
+    assert monotonic() - began < 20
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("commsched-lane-")]
 
 
 def test_a_rank_that_leaves_is_announced_by_itself_and_by_each_rank_to_its_own_shard(monkeypatch):
