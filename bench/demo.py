@@ -25,6 +25,7 @@ from commsched.simulator.scenario import bytes_factor
 
 from .demo_worker import BLOCK_STEPS
 from .harness.arguments import add_options, at_least, setting
+from .harness.job import require_no_launcher
 from .harness.processes import JobFailed
 from .harness.results import Row, write
 
@@ -41,6 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    require_no_launcher()
     workers = args.workers
     print(f"1. timing the layers: {workers} workers train for {args.measure_steps} steps without communication", flush=True)
     layers = _launch(workers, "measure", args.measure_steps, {"COMMSCHED_DISABLE": "1"})

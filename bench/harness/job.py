@@ -71,6 +71,20 @@ class Outcome:
     link: str
 
 
+def require_no_launcher() -> None:
+    """Check that this process may start the ranks of a benchmark.
+
+    Raises:
+        ConfigError: a launcher has started this process as one of several ranks, which would each start a job.
+    """
+    world = detect_world(os.environ)
+    if world.world_size > 1:
+        raise ConfigError(
+            f"{world.launcher} has started this process as rank {world.rank} of {world.world_size}, but this benchmark starts "
+            "its own ranks: run it without a launcher (train --real runs with one)"
+        )
+
+
 def run_job(job: Job, module: str, arguments: Mapping[str, Any]) -> Outcome:
     """Call ``module.rank_main(session, arguments)`` in a process per rank and return the JSON values that they return.
 
@@ -79,17 +93,12 @@ def run_job(job: Job, module: str, arguments: Mapping[str, Any]) -> Outcome:
     limit their sending rate by themselves, if they can.
 
     Raises:
-        ConfigError: a launcher has started this process as one of several ranks, which would each start a job.
+        ConfigError: see ``require_no_launcher``.
         ClusterUnavailable: links cannot be shaped, but must be, for example because each has a bandwidth of its own or because
             collectives use them.
         JobFailed: a process failed or took too long.
     """
-    world = detect_world(os.environ)
-    if world.world_size > 1:
-        raise ConfigError(
-            f"{world.launcher} has started this process as rank {world.rank} of {world.world_size}, but this benchmark starts "
-            "its own ranks: run it without a launcher (train --real runs with one)"
-        )
+    require_no_launcher()
     if job.bandwidth is None:
         with Loopback() as hosts:
             return Outcome(_run(hosts, job, {}, module, arguments), "loopback")

@@ -16,6 +16,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
+from typing import NamedTuple
 
 from commsched import Session, TransportError
 from commsched.control.rendezvous import own_host, reached_at
@@ -52,18 +53,19 @@ def measure_flows(session: Session, host: str, counted_bytes: int, ring: Sequenc
         ring: the ranks that send and receive; None means all.
 
     Raises:
-        TransportError: a neighbour did not connect or sent nothing for a minute; the message names both neighbours.
+        TransportError: a neighbour did not connect or sent nothing for a minute; the message names it.
     """
     ring = range(session.world_size) if ring is None else ring
     rates = None
-    with ExitStack() as stack, _naming_neighbours(session, ring):
-        neighbours = _meet(session, host, ring, stack)
-        if neighbours is not None:
-            outgoing, incoming = neighbours
+    with ExitStack() as stack:
+        flows = _meet(session, host, ring, stack)
+        if flows is not None:
             with ThreadPoolExecutor(1, "bench-link") as sender:
-                sending = sender.submit(_send, outgoing, SKIPPED_BYTES + STRETCHES * counted_bytes)
-                rates = _receive(incoming, counted_bytes)
-                sending.result()
+                sending = sender.submit(_send, flows.outgoing, SKIPPED_BYTES + STRETCHES * counted_bytes)
+                with _failing(session, f"receive from rank {flows.before}"):
+                    rates = _receive(flows.incoming, counted_bytes)
+                with _failing(session, f"send to rank {flows.behind}"):
+                    sending.result()
     return best_stretch([each for each in session.gather(rates) if each is not None])
 
 
@@ -79,19 +81,21 @@ def traffic(session: Session, host: str) -> Iterator[None]:
     """
     ring = one_of_each_machine(session, host)
     ended = threading.Event()
-    with ExitStack() as stack, _naming_neighbours(session, ring):
-        neighbours = _meet(session, host, ring, stack)
-        if neighbours is None:
+    with ExitStack() as stack:
+        flows = _meet(session, host, ring, stack)
+        if flows is None:
             yield
             return
         with ThreadPoolExecutor(2, "bench-link") as pool:
-            running = [pool.submit(_send_until, neighbours[0], ended), pool.submit(_discard, neighbours[1])]
+            sending, receiving = pool.submit(_send_until, flows.outgoing, ended), pool.submit(_discard, flows.incoming)
             try:
                 yield
             finally:
                 ended.set()
-            for each in running:
-                each.result()
+            with _failing(session, f"send to rank {flows.behind}"):
+                sending.result()
+            with _failing(session, f"receive from rank {flows.before}"):
+                receiving.result()
 
 
 def one_of_each_machine(session: Session, host: str) -> list[int]:
@@ -105,39 +109,45 @@ def one_of_each_machine(session: Session, host: str) -> list[int]:
     return list(first.values()) if len(first) > 1 else list(range(session.world_size))
 
 
-def _meet(session: Session, host: str, ring: Sequence[int], stack: ExitStack) -> tuple[socket.socket, socket.socket] | None:
-    """Connect each rank of the ring with its neighbours. Returns the connection to the rank behind this one and that from the
-    rank before it, which ``stack`` closes; None if this rank is not in the ring. Collective."""
+class _Flows(NamedTuple):
+    """The connections of a rank of the ring to the rank behind it and from the rank before it."""
+
+    outgoing: socket.socket
+    behind: int
+    incoming: socket.socket
+    before: int
+
+
+def _meet(session: Session, host: str, ring: Sequence[int], stack: ExitStack) -> _Flows | None:
+    """Connect each rank of the ring with its neighbours; None if this rank is not in it. ``stack`` closes the connections.
+    Collective."""
     if session.rank not in ring:
         session.gather(None)
         session.gather("connected")
         return None
-    listener = stack.enter_context(socket.create_server((host, 0)))
+    with _failing(session, f"listen at {host}"):
+        listener = stack.enter_context(socket.create_server((host, 0)))
     listener.settimeout(_TIMEOUT_SECONDS)
     nonce = secrets.token_hex(_NONCE_BYTES)
     meetings = session.gather([host, listener.getsockname()[1], nonce])
-    _, successor = _neighbours(session.rank, ring)
-    outgoing = stack.enter_context(socket.create_connection(tuple(meetings[successor][:2]), _TIMEOUT_SECONDS))
-    outgoing.sendall(bytes.fromhex(meetings[successor][2]))
-    incoming = stack.enter_context(_accept(listener, bytes.fromhex(nonce)))
+    place = ring.index(session.rank)
+    before, behind = ring[place - 1], ring[(place + 1) % len(ring)]
+    with _failing(session, f"connect to rank {behind}"):
+        outgoing = stack.enter_context(socket.create_connection(tuple(meetings[behind][:2]), _TIMEOUT_SECONDS))
+        outgoing.sendall(bytes.fromhex(meetings[behind][2]))
+    with _failing(session, f"accept a connection from rank {before}"):
+        incoming = stack.enter_context(_accept(listener, bytes.fromhex(nonce)))
     session.gather("connected")
-    return outgoing, incoming
-
-
-def _neighbours(rank: int, ring: Sequence[int]) -> tuple[int, int]:
-    place = ring.index(rank)
-    return ring[place - 1], ring[(place + 1) % len(ring)]
+    return _Flows(outgoing, behind, incoming, before)
 
 
 @contextmanager
-def _naming_neighbours(session: Session, ring: Sequence[int]) -> Iterator[None]:
+def _failing(session: Session, what: str) -> Iterator[None]:
+    """Says what this rank could not do when it measured the network."""
     try:
         yield
     except OSError as error:
-        predecessor, successor = _neighbours(session.rank, ring)
-        raise TransportError(
-            f"rank {session.rank} could not measure the link from rank {predecessor} and to rank {successor}: {error}"
-        ) from error
+        raise TransportError(f"rank {session.rank} could not {what} to measure the network: {error}") from error
 
 
 def best_stretch(rates_by_rank: Sequence[Sequence[float]]) -> list[float]:

@@ -6,7 +6,7 @@ import os
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
@@ -30,13 +30,21 @@ def relayed_lines() -> Iterator[str]:
 
 def _relay(lines: Iterator[str]) -> None:
     for line in lines:
-        if line.endswith("\0\n"):
-            print(line[:-2], end="\n" if line[:-2] else "", flush=True)  # an incomplete line, from a process that was killed
+        ended = line.endswith("\0\n")
+        if ended:
+            line = f"{line[:-2]}\n" if line[:-2] else ""  # an incomplete line, from a process that was killed
+        with suppress(OSError, ValueError):  # nobody reads the output any more; who writes to the pipe must not wait for that
+            print(line, end="", flush=True)
+        if ended:
             return
-        print(line, end="", flush=True)
 
 
 def say(path: str, line: str) -> None:
-    """Called in a rank's process: print ``line`` in the process that reads the pipe."""
-    with open(path, "w") as pipe:
-        pipe.write(f"{line}\n")
+    """Called in a rank's process: print ``line`` in the process that reads the pipe, if it is still there."""
+    try:
+        pipe = os.open(path, os.O_WRONLY | os.O_NONBLOCK)  # to open it otherwise would wait for a reader for ever
+        with open(pipe, "w") as lines:
+            os.set_blocking(pipe, True)
+            lines.write(f"{line}\n")
+    except OSError:
+        pass  # the reader has ended, and the job ends with it

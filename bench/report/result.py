@@ -60,6 +60,7 @@ class Result:
     samples: tuple[float, ...]
     clip: str
     bound: float | None
+    slowed_bound: float | None
     unclipped_bound: float | None
     bound_overhead: float | None
     fifo_bound: float | None
@@ -118,6 +119,7 @@ def parse_result(row: object) -> Result:
         samples=tuple(_finite(each, "step_samples") for each in row.get("step_samples") or ()),
         clip=_clip(row),
         bound=_number(row, "bound_seconds"),
+        slowed_bound=_number(row, "slowed_bound_seconds"),
         unclipped_bound=_number(row, "unclipped_bound_seconds"),
         bound_overhead=_number(row, "bound_overhead_seconds"),
         fifo_bound=_number(row, "fifo_bound_seconds"),

@@ -96,6 +96,7 @@ LONG = (
     _STEP,
     Column("steps", lambda r: str(len(r.samples)) if r.samples else MISSING),
     _BOUND,
+    Column("T* slowed ms", lambda r: milliseconds(r.slowed_bound)),
     Column("T* without clipping ms", lambda r: milliseconds(r.unclipped_bound)),
     Column("T* with overhead ms", lambda r: milliseconds(r.bound_overhead)),
     Column("FIFO bound ms", lambda r: milliseconds(r.fifo_bound)),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -18,6 +17,7 @@ from types import FrameType
 
 from ..core import timeouts
 from ..core.errors import TransportError
+from ..core.ports import free_port
 from ..core.standard_streams import say_error
 from ..session.log import NOTHING_MADE
 from ..settings import parse_switch
@@ -268,24 +268,6 @@ class _Job:
 
 class _Interrupted(Exception):
     """A signal came while processes were being started."""
-
-
-def free_port() -> int:
-    """A port on which a process may listen later. It is none of those that the system itself gives out: a connection might get
-    it before that."""
-    try:
-        low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
-    except OSError:
-        low, high = 32768, 65535
-    ports = [port for port in range(10_000, 65536) if not low <= port <= high] or range(10_000, 65536)
-    while True:
-        port = secrets.choice(ports)
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-        return port
 
 
 def _kill_group(process_group: int, number: int) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, fields
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from ..control.rendezvous import read_token, require_strong
 from ..core.errors import CommschedError, ConfigError
@@ -27,6 +27,15 @@ from ..version import __version__
 _TUNE_OPTIONS = {"budget": "tune", "out": "tune_out", "by": "tune_by", "policies": "tune_policies"}
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says where options belong if one is missing that may stand behind the command, to which it then belongs."""
+
+    def error(self, message: str) -> NoReturn:
+        if "arguments are required" in message and any(action.nargs == argparse.REMAINDER for action in self._actions):
+            message += f"; write the options of {self.prog} before the command, since what follows the command is its own"
+        super().error(message)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code. A ``CommschedError`` is printed as one line on stderr, with exit code 2."""
     occupy()
@@ -35,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _bench(argv[1:])
     parser = argparse.ArgumentParser(prog="commsched", description="Communication scheduling for data-parallel training.")
     parser.add_argument("--version", action="version", version=f"commsched {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_Parser)
     for name, (add, summary, example) in _COMMANDS.items():
         add(
             commands.add_parser(

@@ -285,7 +285,9 @@ class Core:
         """Called with the lock held, when no task of the group is outstanding."""
         if self._agreement is not None:
             self._agreement.release(group.index)
-        self._pace.end(group.index)
+        forgotten = self._pace.end(group.index, group.manifest.nbytes)
+        if forgotten is not None:
+            self._stragglers.forget(forgotten)
         group.tasks = ()
 
     def begin_step(self, group: TensorGroup) -> int:
@@ -557,8 +559,9 @@ class Core:
         elif topic == STALL and self._stalls is not None:
             self._stalls.on_message(rank, value)
         elif topic == PACE:
-            with self._lock:
-                lines = self._stragglers.add(rank, PaceReport(*value))
+            report = PaceReport(*value)
+            with self._lock:  # a rank may report its last steps of a group that is forgotten here
+                lines = self._stragglers.add(rank, report) if self._pace.knows(report.group) else []
             for line in lines:
                 log.warning("%s", line)
         elif topic == NOT_FINITE:

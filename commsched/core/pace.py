@@ -51,6 +51,7 @@ class Pace:
         self._waited = 0.0  # seconds before that in which any thread waited
         self._begun: dict[int, tuple[float, float]] = {}  # by group: start of the step, and the seconds waited until then
         self._steps: dict[int, deque[tuple[float, float]]] = {}  # by group: own and whole seconds of the last steps
+        self._kept: tuple[int, int] | None = None  # bytes and index of the ended group whose last steps stay known
 
     def wait_begins(self, now: float) -> None:
         if self._waits == 0:
@@ -86,9 +87,24 @@ class Pace:
         chosen = list(islice(known, max(0, len(known) - steps), None))
         return PaceReport(group, step, *(median(times) for times in zip(*chosen, strict=True)))
 
-    def end(self, group: int) -> None:
-        """Note that ``group`` has had its last step. Its last steps stay known, for the summary at the end of the job."""
+    def knows(self, group: int) -> bool:
+        """Whether the last steps of ``group`` are remembered."""
+        return group in self._steps
+
+    def end(self, group: int, nbytes: int) -> int | None:
+        """Note that ``group``, of that many bytes, has had its last step. The last steps of the largest group that has ended
+        stay known, for the summary at the end of the job. Returns the group that is forgotten instead, if there is one."""
         self._begun.pop(group, None)
+        if group not in self._steps or self._kept == (nbytes, group):
+            return None
+        ended, forgotten = (nbytes, group), self._kept
+        if forgotten is not None and forgotten > ended:
+            ended, forgotten = forgotten, ended
+        self._kept = ended
+        if forgotten is None:
+            return None
+        del self._steps[forgotten[1]]
+        return forgotten[1]
 
 
 def _parts(own: Sequence[float], step: int) -> tuple[float, ...]:
@@ -124,6 +140,12 @@ class Stragglers:
             return []
         own = sorted(each.own for each in reports.values())
         return [line for rank in sorted(reports) if (line := self._judge(rank, reports[rank], own)) is not None]
+
+    def forget(self, group: int) -> None:
+        """Forget what is known of ``group``. No further report of it may be added."""
+        self._parts.pop(group, None)
+        self._reports = {key: kept for key, kept in self._reports.items() if key[0] != group}
+        self._slow = {key: count for key, count in self._slow.items() if key[0] != group}
 
     def own_parts(self, group: int) -> dict[int, tuple[float, ...]]:
         """By rank: its own seconds in the last parts that all ranks have reported, the same parts on each rank. Empty before

@@ -14,7 +14,6 @@ import ctypes
 import os
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,6 +25,7 @@ from typing import Any
 import commsched
 
 from ..core.errors import ConfigError, PeerTimeout
+from ..core.ports import free_port
 from ..settings import to_environ
 
 try:
@@ -178,9 +178,7 @@ def _node_id() -> str:
 
 def _free_address() -> str:
     host = get_node_ip_address()
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.bind((host, 0))
-        return f"{f'[{host}]' if ':' in host else host}:{probe.getsockname()[1]}"
+    return f"{f'[{host}]' if ':' in host else host}:{free_port(host)}"
 
 
 def _set_environ(environ: Mapping[str, str]) -> None:

@@ -51,6 +51,7 @@ def row(system="commsched", rho=1.0, **changes):
         "step_seconds": {"median": median, "low": 0.98 * median, "high": 1.02 * median, "count": 3},
         "step_samples": [0.98 * median, median, 1.02 * median],
         "bound_seconds": bound,
+        "slowed_bound_seconds": 1.1 * bound,
         "bound_overhead_seconds": None,
         "fifo_bound_seconds": 1.3 * bound,
         "efficiency": bound / median,
@@ -138,6 +139,12 @@ def test_every_row_stands_in_the_table_of_the_page(made):
     assert [cells[0] for cells in rows].count("vgg16 (simulated)") == 1
     bare = next(cells for cells in rows if cells[0] == "bare")
     assert bare[5:9] == ["fifo", "-", "160.0 [156.8, 163.2]", "-"]
+    headings = re.findall(r"<th[^>]*>(.*?)</th>", body)
+    slowed = headings.index("T* slowed ms")
+    assert headings[slowed - 1 : slowed + 1] == ["T* ms", "T* slowed ms"]
+    measured = next(cells for cells in rows if cells[0] == "uniform (EMULATED)")
+    assert measured[slowed - 1 : slowed + 1] == ["120.0", "132.0"]
+    assert bare[slowed] == "-"
 
 
 def test_emulated_and_simulated_are_said_everywhere(made):

@@ -8,8 +8,8 @@ import time
 import pytest
 
 from commsched.cli import doctor
-from commsched.cli.launch import free_port
 from commsched.cli.main import main
+from commsched.core.ports import free_port
 from commsched.transports import transport_names
 from tests.jobs.job import Job, listening
 

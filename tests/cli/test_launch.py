@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import os
 import signal
-import socket
 import sys
 from pathlib import Path
 from queue import SimpleQueue
@@ -86,11 +85,3 @@ def test_a_job_that_is_over_is_not_ended_again(
     monkeypatch.setattr(sys, "stdin", io.StringIO("9\ndone\n"))
     guard.main(str(tmp_path))
     assert signalled == []
-
-
-def test_a_port_for_later_is_none_that_the_system_gives_to_connections() -> None:
-    low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
-    with socket.socket() as listening:
-        port = launch.free_port()
-        listening.bind(("127.0.0.1", port))
-    assert not low <= port <= high or (low, high) == (1024, 65535)

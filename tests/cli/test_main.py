@@ -138,6 +138,26 @@ def test_a_wrong_fusion_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("arguments", "missing"),
+    [
+        (["run", "python", "train.py", "-n", "2"], "-n/-np/--ranks"),
+        (["run", "--lane", "grpc", "--", "python", "train.py", "-n2"], "-n/-np/--ranks"),
+        (["tune", "-n", "2", "python", "train.py", "--out", "tuned.toml"], "--out"),
+    ],
+)
+def test_an_option_behind_the_command_is_said_to_belong_to_it(
+    arguments: list[str], missing: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.endswith(
+        f"error: the following arguments are required: {missing}; write the options of commsched {arguments[0]} before the "
+        "command, since what follows the command is its own\n"
+    )
+
+
 @pytest.mark.parametrize("before", [[], ["--"]])
 def test_what_follows_the_command_is_its_own(before: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     commands: list[list[str]] = []

@@ -14,7 +14,6 @@ from typing import Any
 import grpc
 import pytest
 
-from commsched.cli.launch import free_port
 from commsched.control import client as client_module
 from commsched.control import messages
 from commsched.control import stream as stream_module
@@ -34,6 +33,7 @@ from commsched.core.errors import (
     UnsupportedError,
     from_record,
 )
+from commsched.core.ports import free_port
 from commsched.net.rpc import Call, DaemonExecutor, make_channel
 from commsched.version import __version__
 

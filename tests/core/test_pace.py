@@ -66,7 +66,7 @@ def test_waits_of_several_threads_count_once_and_a_step_may_begin_within_one() -
     report = pace.step_begins(0, REPORT_STEPS, 10.0)
     # The medians: the first step had 1 s of its own, the last one 5.
     assert report == PaceReport(0, REPORT_STEPS, 0.0, 0.0, (0.0, 0.0))
-    pace.end(0)
+    assert pace.end(0, 1) is None
     assert pace.step_begins(0, 0, 11.0) is None
     assert pace.latest(0, 0) == PaceReport(0, 0, 0.0, 0.0)  # what it was stays known
 
@@ -118,6 +118,34 @@ def test_parts_are_medians_of_five_steps_each_without_the_first_five() -> None:
     assert parts[:3] == [(7.0, 12.0, 17.0), (22.0, 27.0), (32.0, 37.0)]
     assert [len(each) for each in parts] == [3, 2, 2, 2, 10]
     assert parts[-1][-1] == 97.0
+
+
+def test_of_the_groups_that_have_ended_only_the_largest_stays_known() -> None:
+    """A long job may make many groups, for one optimizer after another."""
+    pace, forgotten = Pace(), []
+    for group, nbytes in enumerate([20, 10, 30, 30, 10]):
+        for step in range(3):
+            assert pace.step_begins(group, step, float(step)) is None
+        assert pace.knows(group)
+        forgotten += [pace.end(group, nbytes), pace.end(group, nbytes)]  # it may be released twice
+    assert forgotten == [None, None, 1, None, 0, None, 2, None, 4, None]
+    assert [group for group in range(5) if pace.latest(group, 2) is not None] == [3]
+    pace.step_begins(5, 0, 0.0)
+    assert pace.end(5, 100) is None  # it had no step
+    assert pace.knows(3)
+
+
+def test_what_was_reported_of_a_group_is_forgotten_with_it() -> None:
+    stragglers = Stragglers(2)
+    for group in range(2):
+        for rank, own in enumerate([0.1, 0.3]):
+            stragglers.add(rank, PaceReport(group, REPORT_STEPS, own, 0.3, (own,)))
+        stragglers.add(0, PaceReport(group, 2 * REPORT_STEPS, 0.1, 0.3))
+    stragglers.forget(0)
+    assert stragglers.own_parts(0) == {}
+    assert stragglers.own_parts(1) == {0: (0.1,), 1: (0.3,)}
+    kept = stragglers._reports, stragglers._slow, stragglers._parts
+    assert [{key if isinstance(key, int) else key[0] for key in each} for each in kept] == [{1}] * 3
 
 
 def test_what_is_a_small_part_of_a_long_step_names_nobody() -> None:

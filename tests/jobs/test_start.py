@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from commsched.cli.launch import free_port
+from commsched.core.ports import free_port
 from commsched.transports import transport_names, users_of
 
 from .job import WORKER, clean_environ, run_job, worker

@@ -26,7 +26,7 @@ from commsched.core.errors import FORKED, CommschedError, ConfigError, PeerLost,
 from commsched.core.finite import LASTING_STEPS
 from commsched.core.interfaces import Completion, ForwardingTransport, Observer, Transport
 from commsched.core.manifest import Manifest, TensorSpec
-from commsched.core.pace import REPORT_STEPS
+from commsched.core.pace import EARLY_REPORTS, REPORT_STEPS
 from commsched.core.stalls import StepOfGroup, Wait
 from commsched.core.task import CommTask
 from commsched.session.local import LocalControlWorld, local_sessions
@@ -450,6 +450,22 @@ def test_a_rank_that_is_slow_outside_waiting_is_named() -> None:
         logging.getLogger("commsched").removeHandler(note)
     [line] = (line for line in said if "is slow" in line)
     assert re.match(r"rank 1 is slow: it takes \d+ ms of a step by itself, without waiting, and the other ranks \d+ ms", line)
+
+
+def test_the_pace_of_groups_that_have_ended_is_not_kept_for_ever() -> None:
+    """But that of the largest of them is, for the summary at the end of the job."""
+
+    def main(session: Session) -> None:
+        for tensors in (2, 3, 1, 2):
+            group = session.register(manifest(tensors), buffers(manifest(tensors)))
+            for _ in range(EARLY_REPORTS[0] + 1):
+                step(session, group, 1.0)
+            group.release()
+        known = [index for index in range(4) if session.core.pace(index, 5) is not None]
+        assert known == [1]
+        assert {index for index in range(4) if session.core.own_parts(index)} <= {1}
+
+    ranks(2, main)
 
 
 @pytest.mark.parametrize("nan_rank", [0, 2])

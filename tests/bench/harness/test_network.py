@@ -62,8 +62,36 @@ def test_a_neighbour_that_cannot_be_reached_is_named(monkeypatch):
         with sessions[number] as session:
             return measure_flows(session, "127.0.0.1", 1000)
 
-    with pytest.raises(TransportError, match=r"rank \d could not measure the link from rank \d and to rank \d: refused"):
+    with pytest.raises(TransportError, match=r"rank (0 could not connect to rank 1|1 could not connect to rank 0) to "):
         run_world(2, rank)
+
+
+def test_an_address_that_is_not_this_machines_is_no_neighbours_fault():
+    sessions = local_sessions(2)
+
+    def rank(number):
+        with sessions[number] as session:
+            return measure_flows(session, "192.0.2.1", 1000)
+
+    with pytest.raises(TransportError, match=r"rank \d could not listen at 192.0.2.1 to measure the network: "):
+        run_world(2, rank)
+
+
+def test_an_error_of_the_work_beside_traffic_is_its_own(monkeypatch):
+    """Also on a rank that takes no part in the traffic."""
+    sessions, raised = local_sessions(3), []
+    here = threading.local()
+    monkeypatch.setattr(link, "reached_at", lambda host: Reached(host, False, "aab"[here.rank]))
+
+    def rank(number):
+        here.rank = number
+        with sessions[number] as session:
+            with pytest.raises(FileNotFoundError, match="of the work"), traffic(session, "127.0.0.1"):
+                raise FileNotFoundError("of the work")
+            raised.append(number)
+
+    run_world(3, rank)
+    assert sorted(raised) == [0, 1, 2]
 
 
 def test_a_stranger_is_turned_away():

@@ -1,10 +1,11 @@
 """Lines of ranks that are printed while their job runs."""
 
+import os
 import subprocess
 import threading
 from pathlib import Path
 
-from bench.harness.progress import relayed_lines, say
+from bench.harness.progress import _relay, relayed_lines, say
 
 
 def test_lines_of_another_process_are_printed_in_order(capfd):
@@ -27,3 +28,24 @@ def test_half_a_line_of_a_process_that_was_killed_is_printed_too(capfd):
         pipe.write("pass 1 o")
         pipe.flush()
     assert capfd.readouterr().out == "pass 1 o\n"
+
+
+def test_a_line_for_a_process_that_has_ended_is_dropped(tmp_path):
+    path = tmp_path / "progress"
+    os.mkfifo(path)
+    saying = threading.Thread(target=say, args=(str(path), "to nobody"), daemon=True)
+    saying.start()
+    saying.join(20)
+    assert not saying.is_alive()
+    path.unlink()
+    say(str(path), "to nobody")
+
+
+def test_ranks_do_not_wait_for_an_output_that_nobody_reads(monkeypatch):
+    def refuse(*_: object, **__: object) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr("builtins.print", refuse)
+    lines = iter(["one\n", "two\n", "\0\n", "of the next job\n"])
+    _relay(lines)
+    assert list(lines) == ["of the next job\n"]
