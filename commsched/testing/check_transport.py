@@ -369,13 +369,13 @@ def check_close(open_world: OpenWorld) -> None:
     """``close`` may be called again, and leaves no thread of commsched behind."""
     before = set(threading.enumerate())
     with Threads(open_world, 2) as world:
-        run_world(2, lambda rank: world.transports[rank].close(), timeout_seconds=30.0)
+        run_world(2, lambda rank: world.transports[rank].close(), timeout_seconds=60.0)
         for transport in world.transports:
             transport.close()
         assert not world.failures, f"closing in good order was reported as a failure: {world.failures[0]}"
     left = [t for t in threading.enumerate() if t.name.startswith("commsched") and t not in before]
     for thread in left:
-        thread.join(5.0)
+        thread.join(60.0)
     left = [thread for thread in left if thread.is_alive()]
     assert not left, f"threads are left after close: {[thread.name for thread in left]}"
 

@@ -32,7 +32,8 @@ def run_world(world_size: int, fn: Callable[..., T], *args: Any, timeout_seconds
 
     Raises:
         TimeoutError: a rank still ran after ``timeout_seconds``, and no rank had raised.
-        BaseException: the first exception of a rank. Its notes name the ranks that raised later or did not end.
+        BaseException: the first exception of a rank. If it says no more than that another rank ended by an exception, that
+            exception: which of the two comes first is chance. Notes name the ranks that raised later or did not end.
     """
     ends: SimpleQueue[_End[T]] = SimpleQueue()
     threads = {
@@ -42,7 +43,7 @@ def run_world(world_size: int, fn: Callable[..., T], *args: Any, timeout_seconds
     for thread in threads.values():
         thread.start()
     ended: dict[int, _End[T]] = {}
-    first_error: BaseException | None = None
+    failed: list[tuple[int, BaseException]] = []  # in the order in which ranks raised
     deadline = monotonic() + timeout_seconds
     while len(ended) < world_size:
         try:
@@ -51,22 +52,26 @@ def run_world(world_size: int, fn: Callable[..., T], *args: Any, timeout_seconds
             break
         ended[end.rank] = end
         threads[end.rank].join()
-        if end.error is None:
-            continue
-        if first_error is None:
-            first_error = end.error
-            first_error.add_note(f"raised first, on rank {end.rank} of {world_size}")
+        if end.error is not None:
+            failed.append((end.rank, end.error))
             deadline = min(deadline, monotonic() + _GRACE_SECONDS)
-        elif end.error is not first_error:
-            first_error.add_note(f"then on rank {end.rank}: {type(end.error).__name__}: {end.error}")
     stuck = [_where(rank, thread) for rank, thread in threads.items() if rank not in ended]
-    if first_error is not None:
-        for note in stuck:
-            first_error.add_note(note)
-        raise first_error
+    if failed:
+        told = str(failed[0][1])
+        failed.sort(key=lambda each: not told.startswith(f"rank {each[0]} ended: {_named(each[1])}"))
+        (rank, error), *others = failed
+        error.add_note(f"raised first, on rank {rank} of {world_size}")
+        for note in (*(f"then on rank {other}: {_named(later)}" for other, later in others if later is not error), *stuck):
+            error.add_note(note)
+        raise error
     if stuck:
         raise TimeoutError(f"not every rank ended within {timeout_seconds:g} s\n" + "\n".join(stuck))
     return [ended[rank].result for rank in range(world_size)]  # type: ignore[misc]
+
+
+def _named(error: BaseException) -> str:
+    """As a session tells the other ranks of it."""
+    return f"{type(error).__name__}: {error}"
 
 
 def _run_rank(ends: SimpleQueue[_End[T]], rank: int, fn: Callable[..., T], args: tuple[Any, ...]) -> None:

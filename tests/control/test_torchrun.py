@@ -72,7 +72,7 @@ class Values:
 
 
 def end_of(values: Values, **settings: object) -> TorchrunStore:
-    return TorchrunStore(values, PLACE, Settings.load({"join_within": 20, **settings}, {}))
+    return TorchrunStore(values, PLACE, Settings.load({"join_within": 60, **settings}, {}))
 
 
 @contextmanager
@@ -90,9 +90,9 @@ def until(condition: Callable[[], bool]) -> None:
 def test_every_rank_finds_rank_0_and_the_store_never_holds_the_token() -> None:
     values = Values()
     with finding(values, 1) as early, finding(values, 2) as another, end_of(values).offered(ENDPOINT, 4):
-        assert early.result(20) == another.result(20) == ENDPOINT
+        assert early.result(60) == another.result(60) == ENDPOINT
         with finding(values, 3) as late:
-            assert late.result(20) == ENDPOINT
+            assert late.result(60) == ENDPOINT
         held = json.dumps(values.values)
         assert ENDPOINT.address in held
         assert ENDPOINT.token not in held
@@ -129,14 +129,14 @@ def test_an_offer_of_an_earlier_round_is_passed_over() -> None:
     """Whether its ranks had asked or not."""
     values = Values()
     with end_of(values).offered(ENDPOINT, 4), finding(values, 1) as earlier:
-        assert earlier.result(20) == ENDPOINT
+        assert earlier.result(60) == ENDPOINT
         stale = values.values["offer"]
     values.set("offer", stale)  # its rank 0 was killed
     with finding(values, 1) as asked_before, finding(values, 2) as not_asked_before:
         until(lambda: values.has("question/2"))
         new = Endpoint("10.0.0.2:1", "cd" * 32)
         with end_of(values).offered(new, 4):
-            assert asked_before.result(20) == not_asked_before.result(20) == new
+            assert asked_before.result(60) == not_asked_before.result(60) == new
 
 
 def test_an_offer_of_an_earlier_round_is_passed_over_if_the_token_is_set() -> None:
@@ -173,7 +173,7 @@ def test_a_stranger_who_asks_instead_is_noticed() -> None:
         letter = key.seal(b"\0" * 32, OneTimeKey().public, "token of m for rank 1")
         values.set("m/reply/1", letter.hex())
         with pytest.raises(ConfigError, match=r"the answer to rank 1 in .* another program writes to that store"):
-            rank.result(20)
+            rank.result(60)
 
 
 @pytest.mark.parametrize("garbage", ["", "x", "[", "[" * 100_000, "[1, 2, 3]", '["m", "nowhere", ""]', "{}", '["m"]', "1"])
@@ -191,7 +191,7 @@ def test_a_question_of_no_rank_of_ours_stops_nobody_else() -> None:
         for rank, question in ((1, "no key"), (2, "1")):
             values.set(f"{meeting}/question/{rank}", question)
         with finding(values, 3) as rank_3:
-            assert rank_3.result(20) == ENDPOINT
+            assert rank_3.result(60) == ENDPOINT
 
 
 def test_a_store_that_is_gone(caplog: pytest.LogCaptureFixture) -> None:

@@ -50,7 +50,7 @@ class Sent:
 
     def wait(self, count: int) -> list[tuple[str, Any]]:
         with self._changed:
-            assert self._changed.wait_for(lambda: len(self.messages) >= count, 10), self.messages
+            assert self._changed.wait_for(lambda: len(self.messages) >= count, 60), self.messages
             return list(self.messages)
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import subprocess
 import sys
 
 import pytest
 
+from commsched.cli.launch import free_port
 from tests.transports.backends.mpi.launch import BY_DEFAULT, OPEN_MPI, run
 
 from .job import ROOT, clean_environ, run_job
@@ -44,8 +44,7 @@ def test_mpiexec_of_open_mpi(expected: str) -> None:
 
 def test_torchrun_on_two_hosts(expected: str) -> None:
     """Both are this machine, by its loopback address; as far as the ranks know they are two."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    port = free_port()
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1"]
     hosts = [
         subprocess.Popen(
@@ -58,7 +57,7 @@ def test_torchrun_on_two_hosts(expected: str) -> None:
         for host in range(2)
     ]
     try:
-        ends = [host.communicate(timeout=100) for host in hosts]
+        ends = [host.communicate(timeout=300) for host in hosts]
     finally:
         for host in hosts:
             host.kill()

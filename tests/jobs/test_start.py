@@ -157,12 +157,12 @@ def test_a_command_that_is_not_there_is_one_line() -> None:
     assert (code, err) == (2, "commsched: ConfigError: command 'no-such-program' was not found\n")
 
 
-def _rank(rank: int, size: int, few_files: int | None = None, **environ: str) -> subprocess.Popen[str]:
-    """``few_files``: how many it may have open."""
+def _rank(rank: int, size: int, *arguments: str, few_files: int | None = None, **environ: str) -> subprocess.Popen[str]:
+    """A worker. ``few_files``: how many it may have open."""
     limit = ["prlimit", f"--nofile={few_files}"] if few_files else []
     place = {"COMMSCHED_RANK": str(rank), "COMMSCHED_WORLD_SIZE": str(size), "COMMSCHED_LOCAL_RANK": str(rank)}
     return subprocess.Popen(
-        [*limit, sys.executable, str(WORKER), "5"],
+        [*limit, sys.executable, str(WORKER), "5", *arguments],
         env=clean_environ(**place, COMMSCHED_LOCAL_WORLD_SIZE=str(size), **environ),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -181,11 +181,11 @@ def _ends(processes: list[subprocess.Popen[str]]) -> list[tuple[int, str]]:
     return ends
 
 
-def test_a_wrong_token_is_refused_in_one_clear_line() -> None:
-    control = f"127.0.0.1:{free_port()}"
+def test_a_wrong_token_is_refused_in_one_clear_line(tmp_path: Path) -> None:
+    control = {"COMMSCHED_CONTROL": f"127.0.0.1:{free_port()}"}
     ends = _ends(
         [
-            _rank(rank, 2, COMMSCHED_CONTROL=control, COMMSCHED_TOKEN=f"token {rank}", COMMSCHED_JOIN_WITHIN=within)
+            _rank(rank, 2, "--meet", str(tmp_path), **control, COMMSCHED_TOKEN=f"token {rank}", COMMSCHED_JOIN_WITHIN=within)
             for rank, within in enumerate(("8", "100"))
         ]
     )

@@ -66,11 +66,11 @@ def test_what_is_found_serves_the_same_job_and_no_other(tmp_path: Path) -> None:
     assert code == 0, err
     assert re.fullmatch(r"commsched: 2 ranks on 1 host, ps over tcp, 6 tensors of .*\n", err), err
     assert len(weights(said)) == 2
-    code, _, err = run_job("-n", "3", *LINK, *training("10"), environ=config)
+    code, _, err = run_job("-n", "3", *LINK, *training("10"), environ=config, patient=True)
     assert code == 1
     assert "\nConfigError: the tuned file is for 2 ranks, but this job has 3; tune again for this job" in f"\n{err}"
     assert err.count("the tuned file is for 2 ranks, but this job has 3") == 3, err
-    code, _, err = run_job("-n", "2", *LINK, *training("10", "--width", "200"), environ=config)
+    code, _, err = run_job("-n", "2", *LINK, *training("10", "--width", "200"), environ=config, patient=True)
     assert code == 1
     assert err.count("ConfigError: the tuned file is for another model, but this job trains one with other tensors") == 2, err
 

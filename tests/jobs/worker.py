@@ -1,10 +1,11 @@
 """A rank of the tests' jobs: averages one tensor per step, checks every number, and misbehaves as told.
 
 worker.py STEPS [--shape N] [--dtype NAME] [--tensors N] [--fail-at STEP] [--exit-at STEP] [--kill-at STEP]
-          [--stall-at STEP] [--hold-at STEP] [--exit-code CODE] [--evaluate FILE] [--rank R]
+          [--stall-at STEP] [--hold-at STEP] [--exit-code CODE] [--evaluate FILE] [--rank R] [--meet DIRECTORY]
 
 The misbehaviour is that of rank ``--rank`` only, and not after torchrun has restarted the job. The others evaluate, after their
-last step, until there is ``--evaluate``.
+last step, until there is ``--evaluate``. With ``--meet`` each waits, before it joins, until all ranks have started: on a busy
+machine processes start at very different times.
 """
 
 from __future__ import annotations
@@ -37,8 +38,13 @@ def main() -> None:
     parser.add_argument("--exit-code", type=int)
     parser.add_argument("--evaluate", type=Path)
     parser.add_argument("--rank", type=int, default=1)
+    parser.add_argument("--meet", type=Path)
     args = parser.parse_args()
 
+    if args.meet is not None:
+        (args.meet / os.environ["COMMSCHED_RANK"]).touch()
+        while len(os.listdir(args.meet)) < int(os.environ["COMMSCHED_WORLD_SIZE"]):
+            time.sleep(0.02)  # other processes make them: nothing could tell us
     session = commsched.init()
     odd = session.rank == args.rank and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
     shape = args.shape if odd else 1000

@@ -29,7 +29,7 @@ def port_of(caplog: pytest.LogCaptureFixture) -> int:
 
 
 def shown(port: int) -> list[str]:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=20) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
         return [line for line in answer.read().decode().splitlines() if not line.startswith("#")]
 
 

@@ -16,7 +16,7 @@ from commsched.testing.check_device import CheckedDevice, check_failure
 
 def check(device: SimulatedDevice) -> None:
     """The check, as short as it shows every device below."""
-    check_device(device, make_array=device.allocate, break_device=device.fail, rounds=8, busy_bytes=64, timeout_seconds=30)
+    check_device(device, make_array=device.allocate, break_device=device.fail, rounds=8, busy_bytes=64, timeout_seconds=60)
 
 
 def done_at_once(stream: SimulatedStream) -> None:

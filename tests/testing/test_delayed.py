@@ -88,7 +88,7 @@ def test_a_delayed_transport_passes_on_the_rest_and_leaves_no_thread() -> None:
     delayed.close()
     delayed.close()
     assert inner.closed
-    assert set(threading.enumerate()) == before
+    assert set(threading.enumerate()) <= before  # what an earlier test has begun may end meanwhile
 
 
 def test_close_does_not_wait_for_delays() -> None:

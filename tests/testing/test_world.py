@@ -2,6 +2,7 @@ import threading
 
 import pytest
 
+from commsched.core.errors import TransportError
 from commsched.testing.world import run_world
 
 
@@ -33,6 +34,27 @@ def test_the_first_exception_is_raised_and_the_others_are_named_in_its_notes() -
     with pytest.raises(KeyError, match="first") as raised:
         run_world(2, fn)
     assert raised.value.__notes__ == ["raised first, on rank 1 of 2", "then on rank 0: ValueError: second"]
+
+
+def test_an_exception_comes_before_what_other_ranks_say_of_it() -> None:
+    """A rank that is told of it may raise that sooner than the rank whose exception it is."""
+    told = threading.Event()
+
+    def fn(rank: int) -> None:
+        if rank == 1:
+            assert told.wait(60)
+            for thread in [thread for thread in threading.enumerate() if thread.name == "commsched-rank-0"]:
+                thread.join(60)
+            raise KeyError("cause")
+        told.set()
+        raise TransportError("rank 1 ended: KeyError: 'cause' (a note)")
+
+    with pytest.raises(KeyError, match="cause") as raised:
+        run_world(2, fn)
+    assert raised.value.__notes__ == [
+        "raised first, on rank 1 of 2",
+        "then on rank 0: TransportError: rank 1 ended: KeyError: 'cause' (a note)",
+    ]
 
 
 def test_one_error_raised_on_every_rank_is_named_once() -> None:

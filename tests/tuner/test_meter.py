@@ -206,7 +206,7 @@ def test_it_tells_without_holding_its_lock() -> None:
     meter = StepTimer(tell)
     meter.add_group(0, manifest(1))
     meter.on_switch(window(settle=0, steps=1), {0: 1})
-    run_world(1, lambda rank: Engine(meter).steps(1.0, 1.0, 1.0), timeout_seconds=5)
+    run_world(1, lambda rank: Engine(meter).steps(1.0, 1.0, 1.0), timeout_seconds=60)
     assert seen == [0]
 
 

@@ -225,7 +225,7 @@ def test_training_that_ends_in_the_middle_ends_at_once(steps: int) -> None:
     lines: list[str] = []
     settings = Settings(tune=Budget(trials=100), tune_by="random")
     training = Training(steps=steps, width=WIDE, config=SchedulerConfig(), open_rank=tuned(settings, lines.append))
-    require_same_weights(training.run(20), Training(steps=steps, width=WIDE, config=SchedulerConfig()).run()[0])
+    require_same_weights(training.run(), Training(steps=steps, width=WIDE, config=SchedulerConfig()).run()[0])
     assert not [line for line in lines if "ended first" not in line and "trial" not in line], lines
     if steps == 40:
         assert "not finished; partition 4.0 MB, credit 16.0 MB kept" in lines[-1]
@@ -733,7 +733,9 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 def test_a_searcher_that_is_not_there_ends_the_start_of_a_real_job() -> None:
     code, out, err = run_job(
-        "-n", "2", "--transport", "ps", *worker("5"), environ={"COMMSCHED_TUNE": "1", "COMMSCHED_TUNE_BY": "magic"}
+        *("-n", "2", "--transport", "ps", *worker("5")),
+        environ={"COMMSCHED_TUNE": "1", "COMMSCHED_TUNE_BY": "magic"},
+        patient=True,
     )
     assert code == 1
     assert "pid" not in out

@@ -44,7 +44,7 @@ def test_a_last_step_that_all_break_off_is_no_hindrance_to_closing(order: str, r
             core.drain()
             core.prepare_leave()
 
-    with Threads(WORLDS[world], 4, 20.0) as threads:
+    with Threads(WORLDS[world], 4, 60.0) as threads:
         threads.run(body)
 
 
@@ -74,7 +74,7 @@ def test_who_waits_for_what_one_rank_has_broken_off_is_told_so(order: str, notif
             with pytest.raises(PeerLost, match=rf"rank {quitter} left.*; tensor 'layer\d' .*step \d+.* waits"):
                 go_on()
 
-    with Threads(WORLDS[world], 2 if world == "alone" else 4, 20.0) as threads:
+    with Threads(WORLDS[world], 2 if world == "alone" else 4, 60.0) as threads:
         threads.failures_expected = True
         threads.run(body)
 
@@ -91,7 +91,7 @@ def test_a_change_that_is_wanted_by_a_static_order_does_not_undo_another() -> No
                 tensors.average(rank, range(6))  # not the usual order
             assert core.config == wanted
 
-    with Threads(ordered_world, 2, 20.0) as world:
+    with Threads(ordered_world, 2, 60.0) as world:
         world.run(body)
 
 
@@ -107,5 +107,5 @@ def test_a_group_that_rests_keeps_one_change_in_waiting() -> None:
             resting.average(rank, range(6))
             assert resting.group.plan.partitions[0].nbytes <= 800
 
-    with Threads(ordered_world, 2, 20.0) as world:
+    with Threads(ordered_world, 2, 60.0) as world:
         world.run(body)

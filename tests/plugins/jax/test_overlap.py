@@ -96,12 +96,12 @@ def first_layer_runs(
     ("between", "cast"), [(plain, False), (padded, False), (plain, True)], ids=["plain", "padded", "all cast ahead"]
 )
 def test_forward_runs_while_the_last_layer_is_on_its_way(between: Any, cast: bool) -> None:
-    assert first_layer_runs(between, make_params(0), 20, cast)
+    assert first_layer_runs(between, make_params(0), 60, cast)
 
 
 def test_the_timeline_shows_the_next_forward_beside_communication(tmp_path: Path) -> None:
     """As docs/jax.md says: averages of step 0 that come while layers of step 1 run."""
-    assert first_layer_runs(plain, make_params(0), 20, observer=TraceObserver(tmp_path, 0))
+    assert first_layer_runs(plain, make_params(0), 60, observer=TraceObserver(tmp_path, 0))
     spans = [event for event in json.loads((tmp_path / "trace.rank0.json").read_text())["traceEvents"] if event["ph"] == "X"]
 
     def shown(track: str, layer: str, step: int | None = None) -> list[tuple[float, float]]:

@@ -168,7 +168,7 @@ class HandedOver:
 
     def wait_for(self, count: int) -> bool:
         with self._changed:
-            return self._changed.wait_for(lambda: len(self.layers) >= count, 20)
+            return self._changed.wait_for(lambda: len(self.layers) >= count, 60)
 
 
 def test_the_last_layer_is_handed_over_while_backward_runs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -320,4 +320,4 @@ def test_alone_it_is_gluons_trainer_to_the_bit() -> None:
         trainers[0].detach()
         require_equal([weights_of(ours)], weights_of(plain), 0.0)
         assert session.core.group_count == 0
-    assert set(threading.enumerate()) == before
+    assert set(threading.enumerate()) <= before  # what an earlier test has begun may end meanwhile

@@ -316,7 +316,7 @@ def test_alone_it_is_plain_training_to_the_bit() -> None:
         require_equal([weights_of(ours)], weights_of(plain), 0.0)
         require_equal([fit(0, slice(0, ROWS), ScheduledStore(session), ADAM)], fit(0, slice(0, ROWS), None, ADAM), 0.0)
         assert session.core.group_count == 0
-    assert set(threading.enumerate()) == before
+    assert set(threading.enumerate()) <= before  # what an earlier test has begun may end meanwhile
 
 
 def test_its_name_is_known_to_mxnet() -> None:

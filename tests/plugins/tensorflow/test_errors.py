@@ -547,7 +547,7 @@ def test_a_failure_opens_no_gate() -> None:
             waits.append(lambda: any(waiting.numpy() for waiting in signals._waiting))
         sessions[rank].gather("one step")
         if rank == 1:
-            for _ in range(2000):
+            for _ in range(12_000):
                 if waits[0]():
                     break
                 time.sleep(0.005)

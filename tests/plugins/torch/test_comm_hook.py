@@ -72,7 +72,7 @@ def process_group(store: dist.Store, rank: int, world_size: int) -> dist.Process
     """One for this thread; ``init_process_group`` makes one for the process."""
     options = dist.ProcessGroupGloo._Options()
     options._devices = [dist.ProcessGroupGloo.create_device(interface="lo")]
-    options._timeout = timedelta(seconds=20)
+    options._timeout = timedelta(seconds=120)
     group = dist.ProcessGroup(store, rank, world_size)
     gloo = dist.ProcessGroupGloo(store, rank, world_size, options)
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)

@@ -292,8 +292,8 @@ def test_a_leader_that_cannot_be_made_leaves_nothing_behind() -> None:
     with pytest.raises(RuntimeError, match="no callbacks today"):
         LeaderTransport(context, HostTopology(((4, 5),)), {5: link}, None)
     members.close()
-    assert set(threading.enumerate()) == before
-    assert len(os.listdir("/proc/self/fd")) == files
+    assert set(threading.enumerate()) <= before  # what an earlier test has begun may end meanwhile
+    assert len(os.listdir("/proc/self/fd")) <= files
 
 
 def test_a_push_without_memory_is_refused(leader, told: Told) -> None:

@@ -110,9 +110,9 @@ def test_different_settings_of_ranks_are_told() -> None:
     assert "ConfigError: hierarchy is on on rank 0 but off on rank 3; give all the same" in err
 
 
-def test_a_leader_that_cannot_open_its_network_ends_all() -> None:
+def test_a_leader_that_cannot_open_its_network_ends_all(tmp_path: Path) -> None:
     """Members wait for their leader, who waits for a server that does not come."""
     environ = {"COMMSCHED_SERVERS": "127.0.0.1:1", "COMMSCHED_JOIN_WITHIN": "8"}
-    code, _, err = run_job(*on_two_hosts("ps", "5"), environ=environ, patient=True)
+    code, _, err = run_job(*on_two_hosts("ps", "5", "--meet", str(tmp_path)), environ=environ, patient=True)
     assert code == 1
     assert len(re.findall(r"server 0 at 127.0.0.1:1 did not answer within", err)) == 4, err

@@ -130,7 +130,7 @@ def test_sums_that_wait_go_to_the_network_in_the_order_of_their_tasks() -> None:
         for task in tasks[1:]:
             transports[0].start(task, Waiting(0))
         networks[0].go.set()
-        started = networks[0].wait_started(3, 30)
+        started = networks[0].wait_started(3, 60)
     assert [task.partition.index for task in started] == [0, 2, 1]
 
 
@@ -162,7 +162,7 @@ def test_rows_of_norms_follow_the_sums_that_they_are_about() -> None:
         row = CommTask(1, 0, at, memoryview(bytearray(at.nbytes)), order=LAST_KEY, priority=0)
         leader.start(row, Waiting(0))
         network.go.set()
-        started = network.wait_started(4, 30)
+        started = network.wait_started(4, 60)
         assert [(task.group, task.order) for task in started] == [(0, 0), (0, 1), (0, 2), (1, LAST_KEY)]
 
 

@@ -60,7 +60,7 @@ def test_the_numbers_at_the_end_of_gloos_addresses_are_equal_on_all_ranks() -> N
         device = dist.ProcessGroupGloo.create_device(hostname="127.0.0.1", lazy_init=False)
         for _ in range(2):
             options = dist.ProcessGroupGloo._Options()
-            options._devices, options._threads, options._timeout = [device], 1, timedelta(seconds=20)
+            options._devices, options._threads, options._timeout = [device], 1, timedelta(seconds=60)
             groups.append(dist.ProcessGroupGloo(GatherStore(gather, 3), rank, 3, options))
 
     groups: list[Any] = []

@@ -51,8 +51,8 @@ HELLO = json_frame(FrameKind.HELLO, WorkerHello(0, 2, 0).to_record())
 def socket_pair():
     left, right = socket.socketpair()
     with closing(left), closing(right):
-        left.settimeout(20)
-        right.settimeout(20)
+        left.settimeout(60)
+        right.settimeout(60)
         yield left, right
 
 
@@ -72,8 +72,8 @@ def dial(address: str) -> socket.socket:
 
 def authenticated(address: str) -> socket.socket:
     connected = dial(address)
-    client_handshake(connected, "the server", TOKEN, "a job", 20)
-    connected.settimeout(20)
+    client_handshake(connected, "the server", TOKEN, "a job", 60)
+    connected.settimeout(60)
     return connected
 
 
@@ -109,9 +109,9 @@ def shake_hands(workers_token: str, servers_token: str, job: str = "") -> tuple[
             raised[index] = error
 
     with socket_pair() as (worker, server):
-        thread = threading.Thread(target=part, args=(1, server_handshake, server, servers_token, 20))
+        thread = threading.Thread(target=part, args=(1, server_handshake, server, servers_token, 60))
         thread.start()
-        part(0, client_handshake, worker, "server 3", workers_token, job, 20)
+        part(0, client_handshake, worker, "server 3", workers_token, job, 60)
         thread.join(60)
     return raised[0], raised[1], told[1]
 
@@ -135,7 +135,7 @@ def recorded_admission(first: bytes) -> bytes:
         stranger.sendall(first)
         stranger.shutdown(socket.SHUT_WR)
         with pytest.raises(HandshakeRejected):
-            server_handshake(server, TOKEN, 20)
+            server_handshake(server, TOKEN, 60)
         server.close()
         return everything_from(stranger)
 
@@ -148,11 +148,11 @@ def test_no_bytes_get_a_stranger_past_the_handshake_or_show_a_proof(said):
 
 def test_an_old_proof_and_the_servers_own_prove_nothing():
     with socket_pair() as (worker, server):
-        thread = threading.Thread(target=server_handshake, args=(server, TOKEN, 20))
+        thread = threading.Thread(target=server_handshake, args=(server, TOKEN, 60))
         thread.start()
         relay, inner = socket.socketpair()
         with closing(relay), closing(inner):
-            introducing = threading.Thread(target=client_handshake, args=(inner, "it", TOKEN, "j", 20))
+            introducing = threading.Thread(target=client_handshake, args=(inner, "it", TOKEN, "j", 60))
             introducing.start()
             relay.sendall(exactly(worker, 36))
             answer = exactly(relay, 70)
@@ -183,7 +183,7 @@ def test_a_proof_for_one_job_is_none_for_another():
 
 def refuse(server: socket.socket, why: str) -> None:
     with pytest.raises(HandshakeRejected, match=why), closing(server):
-        server_handshake(server, TOKEN, 20)
+        server_handshake(server, TOKEN, 60)
 
 
 @given(st.binary(max_size=80) | st.binary(max_size=80).map(lambda rest: b"CST\x03" + bytes(32) + b"+" + rest))
@@ -193,7 +193,7 @@ def test_a_worker_takes_no_bytes_for_a_server(said):
         stranger.sendall(said)
         stranger.shutdown(socket.SHUT_WR)
         with pytest.raises((ConfigError, StreamBroken)):
-            client_handshake(worker, "it", TOKEN, "j", 20)
+            client_handshake(worker, "it", TOKEN, "j", 60)
 
 
 def test_a_server_that_sends_the_workers_own_proof_back_proves_nothing():
@@ -207,13 +207,13 @@ def test_a_server_that_sends_the_workers_own_proof_back_proves_nothing():
         reflecting = threading.Thread(target=reflect)
         reflecting.start()
         with pytest.raises(ConfigError, match="it has another token; set the same COMMSCHED_TOKEN everywhere"):
-            client_handshake(worker, "it", TOKEN, "j", 20)
+            client_handshake(worker, "it", TOKEN, "j", 60)
         reflecting.join(60)
 
 
 def introduce_in_vain(worker: socket.socket) -> None:
     with pytest.raises(StreamBroken):
-        client_handshake(worker, "it", TOKEN, "j", 20)
+        client_handshake(worker, "it", TOKEN, "j", 60)
 
 
 def test_the_token_does_not_travel():
@@ -348,11 +348,11 @@ def test_who_made_room_while_it_proved_itself_is_not_admitted():
 
         def meet() -> None:
             with closing(accepted), pytest.raises(HandshakeRejected, match="it was closed to make room for others"):
-                server_handshake(accepted, TOKEN, 20, lambda: port._proven(accepted))
+                server_handshake(accepted, TOKEN, 60, lambda: port._proven(accepted))
 
         met = DaemonExecutor("test").submit(meet)
         with pytest.raises(StreamBroken, match="it ended the connection"):
-            client_handshake(worker, "the server", TOKEN, "a job", 20)
+            client_handshake(worker, "the server", TOKEN, "a job", 60)
         met.result(60)
         del port._open[accepted]
     port.close(False)
@@ -485,7 +485,7 @@ def test_a_worker_that_ends_in_the_middle_of_a_message_is_lost(shard, cut):
 @pytest.fixture
 def listening():
     with closing(socket.create_server(("127.0.0.1", 0))) as listening:
-        listening.settimeout(20)
+        listening.settimeout(60)
         yield listening
 
 
@@ -526,7 +526,7 @@ def test_an_address_of_a_kind_that_this_machine_lacks_is_passed_over(monkeypatch
 def test_options_that_the_system_refuses_are_no_end_of_the_server(monkeypatch, listening):
     def serve() -> None:
         with closing(listening.accept()[0]) as accepted:
-            server_handshake(accepted, TOKEN, 20)
+            server_handshake(accepted, TOKEN, 60)
             everything_from(accepted)
 
     thread = threading.Thread(target=serve)
@@ -546,7 +546,7 @@ def test_who_waits_for_a_connection_gives_up_when_the_job_fails(address):
     lane = RemoteLane(stream, WorkerHello(0, 1, 0), None)
     lane.give_up(TransportError("rank 1 is gone"))
     with pytest.raises(TransportError, match="rank 1 is gone"):
-        lane.wait_connected(20)
+        lane.wait_connected(60)
     lane.close(False)
     assert not lane._reader.is_alive()
 
@@ -905,7 +905,7 @@ def test_a_result_before_its_push_has_left_is_refused(listening):
     def serve() -> None:
         accepted, _ = listening.accept()
         with closing(accepted):
-            server_handshake(accepted, TOKEN, 20)
+            server_handshake(accepted, TOKEN, 60)
             accepted.sendall(encode(json_frame(FrameKind.HELLO, {})))
             exactly(accepted, HEADER_BYTES)
             accepted.sendall(encode(Frame(FrameKind.RESULT, 0, 0, 0, "uint8", 0, 2**26, bytes(2**26)))[: HEADER_BYTES + 10])

@@ -11,6 +11,7 @@ import grpc
 import numpy as np
 import pytest
 
+from commsched.cli.launch import free_port
 from commsched.core.errors import ClosedError, CommschedError, ConfigError, PeerLost, PeerTimeout
 from commsched.core.manifest import Manifest, TensorSpec
 from commsched.core.plan import Partition
@@ -51,7 +52,7 @@ class Failures:
 
     def first(self) -> CommschedError:
         with self._changed:
-            assert self._changed.wait_for(lambda: self._errors, 20), "no failure was told"
+            assert self._changed.wait_for(lambda: self._errors, 60), "no failure was told"
             return self._errors[0]
 
     def none(self) -> bool:
@@ -94,7 +95,7 @@ def server(lane):
     shard.close()
 
 
-def connect(address: str, lane: str, on_failure=None, *, rank=0, world_size=1, token=TOKEN, within=20.0) -> PsTransport:
+def connect(address: str, lane: str, on_failure=None, *, rank=0, world_size=1, token=TOKEN, within=60.0) -> PsTransport:
     on_failure = on_failure or Failures()
     context = a_context(rank, world_size, on_failure, lane=lane, join_within=within)
     return open_ps(replace(context, token=token), [address])
@@ -280,17 +281,16 @@ def test_a_rank_over_grpc_asks_whether_a_server_over_tcp_has_its_lane():
 
 
 def test_a_server_may_come_up_after_its_workers(lane, monkeypatch):
-    probe = a_shard(1, Failures(), lane=lane)
-    probe.close()
+    address = f"127.0.0.1:{free_port()}"
     late: list[Shard] = []
     wait_connected = RemoteLane.wait_connected
 
     def start_and_wait(self: RemoteLane, within_seconds: float) -> None:  # the lane has begun to connect
-        late.append(a_shard(1, Failures(), address=probe.address, lane=lane))
+        late.append(a_shard(1, Failures(), address=address, lane=lane))
         wait_connected(self, within_seconds)
 
     monkeypatch.setattr(RemoteLane, "wait_connected", start_and_wait)
-    connect(probe.address, lane).close()
+    connect(address, lane).close()
     late[0].close()
 
 
@@ -546,7 +546,7 @@ def test_few_streams_connect_at_a_time(monkeypatch):
             most = max(most, at_a_time)
             changed.notify_all()
             if stream is not streams[-1]:
-                changed.wait_for(lambda: most == 3, 20)
+                changed.wait_for(lambda: most == 3, 60)
             at_a_time -= 1
             stream._aborted.set()
 
@@ -557,7 +557,7 @@ def test_few_streams_connect_at_a_time(monkeypatch):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(60)
     assert most == 3
 
 
@@ -583,11 +583,11 @@ def test_a_rank_that_leaves_is_announced_by_itself_and_by_each_rank_to_its_own_s
 
     def body(world, rank):
         with world.core(rank, SchedulerConfig()) as core:
-            together.wait(20)
+            together.wait(60)
             core.prepare_leave()
             for other in {0, 1, 2} - {rank}:
                 core.leave(other)
-            together.wait(20)
+            together.wait(60)
 
     together = threading.Barrier(3)
     with Threads(embedded_world, 3) as world:
