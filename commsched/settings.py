@@ -234,6 +234,15 @@ class Settings:
         server_option=True,
         some_transports=True,
     )
+    security: str = _setting(
+        OneOf("none", "tls"),
+        "none",
+        "encryption of all that travels, and proof that both ends belong to the job: none, tls (transport ps)",
+        same_on_all_ranks=True,
+        run_option=True,
+        server_option=True,
+        some_transports=True,
+    )
     order: str = _setting(
         OneOf("agreed", "static"),
         "agreed",
@@ -348,6 +357,9 @@ class Settings:
     job: str | None = _setting(_text, None, "the job's name, if several jobs have one token and address; none: the launcher's")
     token: str | None = _setting(_text, None, "the job's secret; needed across machines", shown=False)
     token_file: str | None = _setting(_text, None, "a file of mode 0600 that holds the token")
+    certificates: str | None = _setting(
+        _text, None, "directory with ca.crt, tls.crt and tls.key for security=tls; none: made from the token"
+    )
     rendezvous: str | None = _setting(_text, None, "file in which rank 0 gives its address to ranks of the same machine")
     #: Names of the settings that the user set, which tuning does not change. Settings from a tuned file do not count: tuning
     #: starts from them.
@@ -432,6 +444,7 @@ class SettingsKeywords(TypedDict, total=False):
     transport: str | None
     servers: str | Sequence[str] | None
     lane: Literal["tcp", "grpc"] | None
+    security: Literal["none", "tls"] | None
     order: Literal["agreed", "static"] | None
     collective: Literal["auto", "all_reduce", "rsag"] | None
     wire: Literal["none", "bfloat16", "float16"] | None
@@ -459,6 +472,7 @@ class SettingsKeywords(TypedDict, total=False):
     job: str | None
     token: str | None
     token_file: str | Path | None
+    certificates: str | Path | None
     rendezvous: str | Path | None
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from ..control.rendezvous import own_host, read_token, require_strong
 from ..core.errors import CommschedError, ConfigError
 from ..core.standard_streams import say_out
+from ..net.tls import identity_of
 from ..settings import Settings
 from ..transports import load_backend, transport_names
 from ..tuner.link import describe_interfaces, describe_link
@@ -156,6 +157,9 @@ def _settings(settings: Settings) -> Iterator[str]:
         else:
             require_strong(token, settings.control or "0.0.0.0:0")
             yield f"the token has {len(token)} characters"
+        if identity_of(settings.security, token or "not known yet", settings.certificates) is not None:
+            made = "made from the token" if settings.certificates is None else f"in {settings.certificates}"
+            yield f"security={settings.security}, with certificates {made}"
     except ConfigError as error:
         yield str(error)
 

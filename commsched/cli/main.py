@@ -322,7 +322,7 @@ def _environ(options: Mapping[str, str]) -> dict[str, str]:
 
 #: The headings of options that are settings. Settings without one come last.
 _GROUPS = {
-    "network": ("transport", "lane", "order", "collective", "wire", "hierarchy", "rate"),
+    "network": ("transport", "lane", "security", "order", "collective", "wire", "hierarchy", "rate"),
     "schedule": ("partition", "credit", "fusion", "policy"),
     "what is said and checked": ("log", "trace", "check_weights"),
 }

@@ -45,12 +45,15 @@ def await_peer(address: str, environ: Mapping[str, str]) -> int:
         CommschedError: no machine came, or it could not be reached.
     """
     where = parse_address(address or f"{address_towards_the_world()}:{PORT}", "--listen")
-    token = read_token(Settings.load({}, environ))
+    settings = Settings.load({}, environ)
+    token = read_token(settings)
     if token is None:
         token = secrets.token_hex(32)
         shown = token
     else:
         shown = "(the same token)"
+    if settings.security != "none":
+        shown += f" COMMSCHED_SECURITY={settings.security}"
     say_out(f"listening on {where}; on the other machine: COMMSCHED_TOKEN={shown} commsched doctor --peer {where}")
     return _measure(0, where, token, LISTEN_SECONDS, environ)
 
@@ -114,7 +117,9 @@ _FIXED = {
     "credit": "8MB",
     "log": "warning",
 }
-_USED = frozenset({"COMMSCHED_TOKEN", "COMMSCHED_TOKEN_FILE", "COMMSCHED_HOST", "COMMSCHED_LANE", "COMMSCHED_FAIL_AFTER"})
+_USED = frozenset(
+    f"COMMSCHED_{name}" for name in ("TOKEN", "TOKEN_FILE", "HOST", "LANE", "FAIL_AFTER", "SECURITY", "CERTIFICATES")
+)
 
 
 def _round_trip(session: Session) -> float:

@@ -13,6 +13,7 @@ from ..control.witnessed import Witness
 from ..core.errors import CommschedError, ProtocolError
 from ..core.interfaces import OnFailure
 from ..core.standard_streams import say_error, say_out
+from ..net.tls import identity_of
 from ..settings import Settings
 from ..transports.backends.ps import server
 from ..transports.backends.ps.frame import WorkerHello
@@ -65,6 +66,7 @@ def serve(address: str, token: str, settings: Settings, on_bound: Callable[[str]
             fail_after_seconds=settings.fail_after,
             join_within_seconds=settings.join_within,
             job=job,
+            identity=identity_of(settings.security, token, settings.certificates),
         )
         client.when_failed(on_failure)
         return client

@@ -11,6 +11,7 @@ import grpc
 from ..core import timeouts
 from ..core.errors import CommschedError, PeerLost, PeerTimeout, ProtocolError, TransportError
 from ..net.rpc import Unproven
+from ..net.tls import Identity
 from ..version import __version__
 from .end import ControlEnd
 from .liveness import ClockOffset, FailureDetector, heartbeat_seconds, tick_seconds, too_silent
@@ -32,6 +33,7 @@ class ControlClient(ControlEnd):
         fail_after_seconds: silence after which rank 0 is given up; the same on every member.
         join_within_seconds: longest time that joining may take.
         server: for rank 0 only, whose process hosts the server: their messages then pass through no socket.
+        identity: this process's; with one, the channel is encrypted.
 
     Raises:
         ConfigError: the token is wrong, rank 0 does not prove the token or serves another job, the world size differs from
@@ -52,6 +54,7 @@ class ControlClient(ControlEnd):
         stall_after_seconds: float | None = None,
         server: ControlServer | None = None,
         job: str = "",
+        identity: Identity | None = None,
     ) -> None:
         super().__init__(
             member,
@@ -78,7 +81,9 @@ class ControlClient(ControlEnd):
         self._watch = threading.Thread(target=self._tick, name="commsched-control-watch", daemon=True)
         ends: Any = {"hello": self._hello, "on_end": self._stream_ended}
         self._stream = (
-            ControlStream(address, token, job, fail_after_seconds, self._beat_seconds, on_data=self._on_data, **ends)
+            ControlStream(
+                address, token, job, fail_after_seconds, self._beat_seconds, on_data=self._on_data, identity=identity, **ends
+            )
             if server is None
             else InProcessStream(server, on_message=self._on_message, **ends)
         )

@@ -16,6 +16,7 @@ import grpc
 from ..core import timeouts
 from ..core.errors import PeerLost, ProtocolError
 from ..net.rpc import DaemonExecutor, Unproven, bind, make_server
+from ..net.tls import Identity
 from .liveness import heartbeat_seconds, tick_seconds
 from .messages import MAX_WIRE_BYTES, METHOD, SERVICE, Heartbeat, Message, decode, encode
 from .roster import Roster, Send
@@ -35,6 +36,7 @@ class ControlServer:
         join_within_seconds: all ranks must have joined within this time from now.
         job: members of another job are refused, and this job goes on.
         servers: number of parameter servers that are processes of their own.
+        identity: rank 0's; with one, the channel is encrypted.
 
     Raises:
         ConfigError: the address is taken or is not one of this machine, or the token is empty.
@@ -50,6 +52,7 @@ class ControlServer:
         join_within_seconds: float,
         job: str = "",
         servers: int = 0,
+        identity: Identity | None = None,
     ) -> None:
         self.heartbeat_seconds = heartbeat_seconds(fail_after_seconds, world_size)
         self._tick_seconds = tick_seconds(fail_after_seconds, world_size)
@@ -70,10 +73,12 @@ class ControlServer:
 
         self._executor = DaemonExecutor("commsched-control-stream")
         most = world_size + servers + _MORE_CONNECTIONS
-        self._server = make_server(self._executor, token, fail_after_seconds, MAX_WIRE_BYTES, job, most, self._refused)
+        self._server = make_server(
+            self._executor, token, fail_after_seconds, MAX_WIRE_BYTES, job, most, self._refused, identity
+        )
         handlers = {METHOD: grpc.stream_stream_rpc_method_handler(self._serve)}
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
-        self.address = f"{address.rpartition(':')[0]}:{bind(self._server, address)}"
+        self.address = f"{address.rpartition(':')[0]}:{bind(self._server, address, identity)}"
         self._doubts: Doubts[int] = Doubts(fail_after_seconds, self._runs)
         self._watch = threading.Thread(target=self._tick, name="commsched-control-watch", daemon=True)
         # Start this first: if no thread can be started, no member may reach a server that detects no failures.

@@ -12,6 +12,7 @@ import grpc
 
 from ..core.errors import CommschedError, ConfigError, TransportError
 from ..net.rpc import Call, Unproven, make_channel
+from ..net.tls import Identity, probe
 from .messages import MAX_WIRE_BYTES, METHOD, SERVICE, Heartbeat, Message, encode
 
 T = TypeVar("T")
@@ -19,6 +20,7 @@ T = TypeVar("T")
 BEAT = encode(Heartbeat())
 
 _RETRY_SECONDS = 0.1  # between attempts to connect
+_PROBE_SECONDS = 2.0  # longest time to find out why the server does not answer
 _FAREWELL_SECONDS = 0.5  # longest time that close waits for the server to take the last message
 
 
@@ -30,6 +32,7 @@ class ControlStream:
         beat_seconds: the interval of heartbeats.
         on_end: called when the stream has ended, with the reason: gRPC's error, ``Unproven``, RuntimeError if gRPC can start no
             thread, or None if the server ended the stream in order. It returns True to ask for another attempt.
+        identity: this process's, over TLS.
     """
 
     def __init__(
@@ -43,7 +46,10 @@ class ControlStream:
         hello: Callable[[], Message],
         on_data: Callable[[bytes], None],
         on_end: Callable[[grpc.RpcError | Unproven | RuntimeError | None], bool],
+        identity: Identity | None = None,
     ) -> None:
+        self._address = address
+        self._identity = identity
         self._token = token
         self._job = job
         self._heartbeat_seconds = beat_seconds
@@ -54,7 +60,7 @@ class ControlStream:
         self._closed = False
         self._call: Call | None = None
         self._outbox = MessageQueue(self._heartbeat_seconds, BEAT)
-        self._channel = make_channel(address, fail_after_seconds, MAX_WIRE_BYTES)
+        self._channel = make_channel(address, fail_after_seconds, MAX_WIRE_BYTES, identity)
         self._thread = threading.Thread(target=self._run, name="commsched-control-receive", daemon=True)
 
     def start(self) -> None:
@@ -100,15 +106,40 @@ class ControlStream:
             if self._closed:
                 return False
             self._outbox = outbox
-            self._call = call = Call(self._channel, f"/{SERVICE}/{METHOD}", outbox, self._token, self._job)
+            self._call = call = Call(
+                self._channel, f"/{SERVICE}/{METHOD}", outbox, self._token, self._job, identity=self._identity
+            )
         error: grpc.RpcError | Unproven | RuntimeError | None = None
         try:
+            if self._identity is not None:
+                self._require_fitting()
             for data in call:
                 self._on_data(data)
         except (grpc.RpcError, Unproven, RuntimeError) as broken:  # RuntimeError: gRPC can start no thread
             error = broken
+        if self._identity is None and isinstance(error, grpc.RpcError) and _was_cut(error):
+            try:
+                self._require_fitting()
+            except Unproven as found:
+                error = found
         outbox.close(discard=True)
         return self._on_end(error)
+
+    def _require_fitting(self) -> None:
+        """Raises Unproven if one of the two ends uses TLS and the other does not, or if they belong to different jobs. gRPC
+        reports that like a server that is not up yet."""
+        try:
+            why = probe(self._address, self._identity, _PROBE_SECONDS)
+        except OSError:
+            return  # it is not up
+        if why is not None:
+            raise Unproven(why)
+
+
+def _was_cut(error: grpc.RpcError) -> bool:
+    """Whether the server accepted the connection and then ended it, as one that speaks TLS does."""
+    said = error.details() or ""
+    return error.code() is grpc.StatusCode.UNAVAILABLE and ("Socket closed" in said or "reset by peer" in said)
 
 
 def refusal(error: grpc.RpcError | Unproven | RuntimeError | None, address: str) -> CommschedError | None:

@@ -22,6 +22,7 @@ import grpc
 
 from ..core.errors import ConfigError
 from .proof import PROOF_BYTES, is_proof, make_nonce, prove
+from .tls import MEMBER_NAME, Identity, digest_of
 
 log = logging.getLogger("commsched")
 
@@ -29,7 +30,9 @@ T = TypeVar("T")
 Options = list[tuple[str, int]]
 
 #: Metadata keys of the proofs. The member's values are metadata of a call; the server's proof is metadata of its answer.
-_CHALLENGE, _NONCE, _PROOF, _JOB = (f"commsched-{name}-bin" for name in ("challenge", "nonce", "proof", "job"))
+_CHALLENGE, _NONCE, _PROOF, _JOB, _CERTIFICATE = (
+    f"commsched-{name}-bin" for name in ("challenge", "nonce", "proof", "job", "certificate")
+)
 
 #: Longest time that a member may take to answer a challenge.
 _CHALLENGE_SECONDS = 60.0
@@ -173,6 +176,7 @@ def make_server(
     job: str | None = None,
     most_connections: int = 0,
     on_refusal: Callable[[str], None] = lambda why: None,
+    identity: Identity | None = None,
 ) -> grpc.Server:
     """A server that answers only calls of :class:`Call` with the same ``token``; see :func:`bind` for its port.
 
@@ -181,6 +185,7 @@ def make_server(
         most_connections: the server accepts this many connections, or a quarter of this process's file descriptors if that
             is more.
         on_refusal: called with the refused caller and the reason; from any thread.
+        identity: the same as that of :func:`bind`.
 
     Raises:
         ConfigError: the token is empty.
@@ -189,7 +194,7 @@ def make_server(
         *server_options(fail_after_seconds, max_message_bytes),
         ("grpc.max_allowed_incoming_connections", max(most_connections, _most_strangers())),
     ]
-    return grpc.server(executor, interceptors=[TokenInterceptor(token, job, on_refusal)], options=options)
+    return grpc.server(executor, interceptors=[TokenInterceptor(token, job, on_refusal, identity is not None)], options=options)
 
 
 def _most_strangers() -> int:
@@ -198,19 +203,32 @@ def _most_strangers() -> int:
     return max(16, min(soft if soft > 0 else _MAX_CONNECTIONS, _MAX_CONNECTIONS) // 4)
 
 
-def make_channel(address: str, fail_after_seconds: float, max_message_bytes: int) -> grpc.Channel:
-    """A channel to a server of :func:`make_server`, for :class:`Call`."""
-    return grpc.insecure_channel(address, options=channel_options(fail_after_seconds, max_message_bytes))
+def make_channel(
+    address: str, fail_after_seconds: float, max_message_bytes: int, identity: Identity | None = None
+) -> grpc.Channel:
+    """A channel to a server of :func:`make_server`, for :class:`Call`; over TLS with an ``identity``."""
+    options: list[tuple[str, int | str]] = [*channel_options(fail_after_seconds, max_message_bytes)]
+    if identity is None:
+        return grpc.insecure_channel(address, options=options)
+    credentials = grpc.ssl_channel_credentials(identity.authority, identity.key, identity.certificate)
+    return grpc.secure_channel(address, credentials, options=[*options, ("grpc.ssl_target_name_override", MEMBER_NAME)])
 
 
-def bind(server: grpc.Server, address: str) -> int:
-    """Let ``server`` listen at ``address`` (host:port), and return the actual port. Port 0 lets the system choose one.
+def bind(server: grpc.Server, address: str, identity: Identity | None = None) -> int:
+    """Let ``server`` listen at ``address`` (host:port), and return the actual port. Port 0 lets the system choose one. With an
+    ``identity``, it speaks TLS only, and with members of the job only.
 
     Raises:
         ConfigError: the address is taken, or is not one of this machine; names it.
     """
     try:
-        port: int = server.add_insecure_port(address)
+        port: int
+        if identity is None:
+            port = server.add_insecure_port(address)
+        else:
+            pair = identity.key, identity.certificate
+            credentials = grpc.ssl_server_credentials([pair], identity.authority, require_client_auth=True)
+            port = server.add_secure_port(address, credentials)
     except RuntimeError:
         port = 0
     if port == 0:
@@ -264,6 +282,7 @@ class Call:
     server, whose answer precedes its first message. Before that answer no request is sent, and no message is believed.
 
     Iterating makes the call, and yields the server's messages. ``wait_for_ready``: gRPC retries while the server is not up.
+    ``identity``: that of the channel.
 
     Raises (when iterated):
         grpc.RpcError: the call failed, or the server refuses this token or job.
@@ -279,7 +298,9 @@ class Call:
         job: str,
         *,
         wait_for_ready: bool = False,
+        identity: Identity | None = None,
     ) -> None:
+        self._certificate = b"" if identity is None else identity.digest
         self._channel = channel
         self._method = method
         self._requests = requests
@@ -336,15 +357,17 @@ class Call:
 
     def _converse(self, challenge: bytes) -> Iterator[bytes]:
         nonce = make_nonce()
-        proof = prove(self._token, _role("member", self._method), challenge, nonce, self._job)
-        metadata = (_CHALLENGE, challenge), (_NONCE, nonce), (_PROOF, proof), (_JOB, self._job.encode())
+        proof = prove(self._token, _role("member", self._method), challenge, nonce, self._job, self._certificate)
+        metadata = [(_CHALLENGE, challenge), (_NONCE, nonce), (_PROOF, proof), (_JOB, self._job.encode())]
+        if self._certificate:
+            metadata.append((_CERTIFICATE, self._certificate))
         exchange = self._channel.stream_stream(self._method)
         call = self._begin(lambda: exchange(self._gated(), metadata=metadata, wait_for_ready=self._wait_for_ready))
         if call is None:
             return
         shown = dict(call.initial_metadata() or ()).get(_PROOF, b"")
         role = _role("server", self._method)
-        self._proven = is_proof(shown, self._token, role, challenge, nonce, self._job)
+        self._proven = is_proof(shown, self._token, role, challenge, nonce, self._job, self._certificate)
         self._decided.set()
         for message in call:
             if not self._proven:
@@ -361,19 +384,30 @@ class Call:
 
 
 class Unproven(Exception):
-    """The process that answers a call is not one of this job's servers."""
+    """The process that answers a call is not one of this job's servers; the text says why."""
 
-    def __init__(self) -> None:
-        super().__init__("does not prove that it has this job's token; another program may listen there")
+    def __init__(self, why: str = "does not prove that it has this job's token; another program may listen there") -> None:
+        super().__init__(why)
 
 
 class TokenInterceptor(grpc.ServerInterceptor):  # type: ignore[misc, unused-ignore]
     """Refuses calls that do not prove the job's token, and proves the token to the other callers.
 
     A call that shows no proof, or a wrong one, ends as UNAUTHENTICATED; without a proof, it gets a challenge. A call of another
-    job ends as FAILED_PRECONDITION. A refused call ends before its handler sees a message, and without reading any."""
+    job ends as FAILED_PRECONDITION. A refused call ends before its handler sees a message, and without reading any.
 
-    def __init__(self, token: str, job: str | None = None, on_refusal: Callable[[str], None] = lambda why: None) -> None:
+    Args:
+        secured: whether callers come over TLS. Then a proof must name the certificate that the caller has shown there, so that
+            a member of another job, or anybody else with a certificate of the same authority, cannot pass on a proof.
+    """
+
+    def __init__(
+        self,
+        token: str,
+        job: str | None = None,
+        on_refusal: Callable[[str], None] = lambda why: None,
+        secured: bool = False,
+    ) -> None:
         if not token:
             raise ConfigError("the job's token is empty; set the same COMMSCHED_TOKEN on every rank")
         self._token = token
@@ -385,6 +419,7 @@ class TokenInterceptor(grpc.ServerInterceptor):  # type: ignore[misc, unused-ign
         self._refuse_job = grpc.stream_stream_rpc_method_handler(self._abort_job)
         self._warn_again_at = 0.0
         self._on_refusal = on_refusal
+        self._secured = secured
 
     def intercept_service(
         self,
@@ -394,13 +429,13 @@ class TokenInterceptor(grpc.ServerInterceptor):  # type: ignore[misc, unused-ign
         shown = dict(handler_call_details.invocation_metadata)
         if _PROOF not in shown:
             return self._ask
-        challenge, nonce, proof = (shown.get(key, b"") for key in (_CHALLENGE, _NONCE, _PROOF))
+        challenge, nonce, proof, certificate = (shown.get(key, b"") for key in (_CHALLENGE, _NONCE, _PROOF, _CERTIFICATE))
         try:
             job = shown.get(_JOB, b"").decode()
         except UnicodeDecodeError:
             return self._refuse
         method = handler_call_details.method
-        if not is_proof(proof, self._token, _role("member", method), challenge, nonce, job):
+        if not is_proof(proof, self._token, _role("member", method), challenge, nonce, job, certificate):
             return self._refuse
         if not self._challenges.take(challenge):  # only now: a stranger must not use up others' challenges
             return self._refuse
@@ -409,10 +444,12 @@ class TokenInterceptor(grpc.ServerInterceptor):  # type: ignore[misc, unused-ign
         handler = continuation(handler_call_details)
         if handler is None or handler.stream_stream is None:
             return handler
-        answer = prove(self._token, _role("server", method), challenge, nonce, job)
+        answer = prove(self._token, _role("server", method), challenge, nonce, job, certificate)
         exchange = handler.stream_stream
 
         def proven(requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+            if self._secured and not hmac.compare_digest(certificate, _digest_shown(context)):
+                self._abort(requests, context)
             context.send_initial_metadata(((_PROOF, answer),))
             return cast("Iterator[bytes]", exchange(requests, context))
 
@@ -469,6 +506,12 @@ class Challenges:
                 self._taken = {taken: at for taken, at in self._taken.items() if at > oldest}
                 self._sweep_at = max(_LEAST_SWEPT, 2 * len(self._taken))
             return True
+
+
+def _digest_shown(context: grpc.ServicerContext) -> bytes:
+    """The digest of the certificate by which a caller has connected."""
+    shown = context.auth_context().get("x509_pem_cert", ())
+    return digest_of(shown[0]) if shown else b""
 
 
 def job_of(context: grpc.ServicerContext) -> str:

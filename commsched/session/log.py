@@ -113,6 +113,8 @@ def first_line(
         parts.append(f"{settings.order} order")
     if settings.wire != "none":
         parts.append(f"{settings.wire} on the wire")
+    if settings.security != "none":
+        parts.append("encrypted")
     return ", ".join(parts)
 
 

@@ -31,6 +31,7 @@ from ..core.core import Core
 from ..core.errors import ConfigError
 from ..core.manifest import Manifest
 from ..core.world import World
+from ..net.tls import identity_of
 from ..settings import Settings
 from ..transports import load_backend, require_transport, without_effect
 from ..transports.backend import TransportContext
@@ -192,6 +193,7 @@ def _meet(
         join_within_seconds=settings.join_within,
         job=job,
         servers=len(settings.servers),
+        identity=identity_of(settings.security, wanted.token, settings.certificates),
     )
     around.callback(server.close)
     endpoint = Endpoint(server.address, wanted.token)
@@ -227,6 +229,7 @@ def _join(
         stall_after_seconds=settings.stall_after,
         server=server,
         job=job,
+        identity=None if server is not None else identity_of(settings.security, endpoint.token, settings.certificates),
     )
 
 

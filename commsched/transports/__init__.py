@@ -44,7 +44,10 @@ def without_effect(settings: Settings, transport: str) -> dict[str, str]:
     used = load_backend(transport).settings
     changed = {name: value for name, value in settings.changed("some_transports").items() if name not in used}
     return {
-        name: f"{settings.text_of(name)} has no effect with transport={transport}: it is for {', '.join(users_of(name))}"
+        name: f"transport={transport} cannot encrypt, so security={settings.security!r} is refused: take transport=ps, or a "
+        "network that encrypts, such as WireGuard (docs/security.md), with security='none'"
+        if name == "security"
+        else f"{settings.text_of(name)} has no effect with transport={transport}: it is for {', '.join(users_of(name))}"
         for name in changed
     }
 

@@ -58,6 +58,8 @@ def choose(settings: Settings, world: World, seen: Capabilities) -> Choice:
         return Choice("local", "one rank, nothing to send")
     if settings.servers:
         return Choice("ps", f"servers={','.join(settings.servers)}")
+    if settings.security != Settings().security:
+        return Choice("ps", f"security={settings.security}, which the others do not have")
     if seen.cuda_tensors and seen.nccl:
         return Choice("nccl", "CUDA tensors, and PyTorch has NCCL")
     started_by_mpi = world.launcher.startswith(("mpirun", "mpiexec"))

@@ -42,9 +42,11 @@ def test_settings_and_addresses_are_shown(capsys: pytest.CaptureFixture[str], mo
     monkeypatch.setenv("COMMSCHED_CONTROL", "127.0.0.1:29600")
     monkeypatch.setenv("COMMSCHED_TOKEN", "short")
     monkeypatch.setenv("COMMSCHED_WIRE", "bfloat16")
+    monkeypatch.setenv("COMMSCHED_SECURITY", "tls")
     out = examined(capsys)
     assert "towards control=127.0.0.1:29600, this machine's address is 127.0.0.1 (loopback)" in out
-    assert "control='127.0.0.1:29600', wire='bfloat16'" in out
+    assert "control='127.0.0.1:29600', security='tls', wire='bfloat16'" in out
+    assert "security=tls, with certificates made from the token" in out
     assert "the token has 5 characters" in out
     assert "short" not in out
 
@@ -69,11 +71,12 @@ def await_listener(job: Job, address: str) -> None:
         time.sleep(0.02)  # somebody else's process: nothing could tell us
 
 
-def test_two_of_them_join_and_measure() -> None:
-    address, token = f"127.0.0.1:{free_port()}", "of this test, which nobody guesses"
-    with Job("--listen", address, subcommand="doctor", environ={"COMMSCHED_TOKEN": token}) as one:
+def test_two_of_them_join_and_measure_with_encryption() -> None:
+    address = f"127.0.0.1:{free_port()}"
+    environ = {"COMMSCHED_TOKEN": "of this test, which nobody guesses", "COMMSCHED_SECURITY": "tls"}
+    with Job("--listen", address, subcommand="doctor", environ=environ) as one:
         await_listener(one, address)
-        with Job("--peer", address, subcommand="doctor", environ={"COMMSCHED_TOKEN": token}) as other:
+        with Job("--peer", address, subcommand="doctor", environ=environ) as other:
             ended = [job.process.communicate(timeout=300) for job in (one, other)]
             assert [job.process.returncode for job in (one, other)] == [0, 0], ended
     for out, err in ended:
@@ -81,7 +84,8 @@ def test_two_of_them_join_and_measure() -> None:
         assert "ms for a round trip" in out
         assert "Gbit/s in each direction" in out
         assert all("which ranks on other machines cannot reach" in line for line in err.splitlines())  # it is loopback
-    assert ended[0][0].startswith(f"listening on {address}; on the other machine: COMMSCHED_TOKEN=(the same token)")
+    said = f"listening on {address}; on the other machine: COMMSCHED_TOKEN=(the same token) COMMSCHED_SECURITY=tls"
+    assert ended[0][0].startswith(said)
 
 
 def test_where_nobody_listens_it_says_so_at_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

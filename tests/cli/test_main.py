@@ -67,6 +67,11 @@ def test_a_lane_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[str]
         (["--transport", "gloo", "--servers", "2"], "--servers 2 cannot be used with transport=gloo: only ps has servers"),
         (["--transport", "mpi", "--lane", "grpc"], "lane='grpc' has no effect with transport=mpi: it is for ps"),
         (
+            ["--transport", "gloo", "--security", "tls"],
+            "transport=gloo cannot encrypt, so security='tls' is refused: take transport=ps, or a network that encrypts, such "
+            "as WireGuard (docs/security.md), with security='none'",
+        ),
+        (
             ["--transport", "ps", "--order", "static"],
             f"order='static' has no effect with transport=ps: it is for {', '.join(users_of('order'))}",
         ),
@@ -83,6 +88,7 @@ def test_options_that_would_do_nothing_are_refused(options: list[str], said: str
         ("--transport", "auto", "COMMSCHED_TRANSPORT"),
         ("--fusion", "1MB", "COMMSCHED_FUSION"),
         ("--lane", "grpc", "COMMSCHED_LANE"),
+        ("--security", "tls", "COMMSCHED_SECURITY"),
         ("--order", "static", "COMMSCHED_ORDER"),
         ("--wire", "bfloat16", "COMMSCHED_WIRE"),
         ("--hierarchy", "off", "COMMSCHED_HIERARCHY"),

@@ -133,12 +133,12 @@ ONE = Manifest((TensorSpec("weight", (20,), "float64"),))
             "ps over tcp, 3 tensors of 6.0 MB per step, partition 4.0 MB at first, credit 16.0 MB at first, priority",
         ),
         (
-            {"lane": "grpc", "servers": ("a:1",), "wire": "bfloat16", "credit": 16_000_000},
+            {"lane": "grpc", "servers": ("a:1",), "wire": "bfloat16", "credit": 16_000_000, "security": "tls"},
             "ps",
             False,
             MANIFEST,
             "ps over grpc with 1 server, 3 tensors of 6.0 MB per step, partition 4.0 MB at first, credit 16.0 MB, priority, "
-            "bfloat16 on the wire",
+            "bfloat16 on the wire, encrypted",
         ),
         (
             {"order": "static", "collective": "rsag", "partition": 64_000, "credit": 16_000_000},

@@ -53,6 +53,8 @@ EVERYTHING = Capabilities(cuda_tensors=True, nccl=True, gloo=True, mpi4py=True)
             Capabilities(cuda_tensors=True, mpi4py=True),
             "mpi (started by mpiexec (MPICH))",
         ),  # the plugin will refuse it
+        ({"security": "tls"}, OPENMPI, EVERYTHING, "ps (security=tls, which the others do not have)"),
+        ({"security": "tls"}, EIGHT_HOSTS, EVERYTHING, "ps (security=tls, which the others do not have)"),
         (SERVERS, OPENMPI, EVERYTHING, "ps (servers=10.0.0.7:1,10.0.0.8:1)"),
         (SERVERS, World(0, 1), EVERYTHING, "local (one rank, nothing to send)"),
     ],

@@ -43,6 +43,8 @@ def test_an_unknown_name_is_answered_with_those_there_are():
         ({"rate": "1gbit", "lane": "grpc"}, "ps", []),
         ({"order": "static", "collective": "rsag"}, "nccl", []),
         ({"collective": "rsag"}, "ps", ["collective='rsag' has no effect with transport=ps: it is for gloo, mpi, "]),
+        ({"security": "tls"}, "mpi", ["transport=mpi cannot encrypt, so security='tls' is refused: take transport=ps, or a "]),
+        ({"security": "tls"}, "ps", []),
         ({"wire": "float16"}, "nccl", ["wire='float16' has no effect with transport=nccl: it is for gloo, "]),
         ({"hierarchy": "on"}, "nccl", ["hierarchy='on' has no effect with transport=nccl: it is for gloo, "]),
     ],

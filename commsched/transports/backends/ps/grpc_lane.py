@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 
 import grpc
 
 from ....core.errors import CommschedError, ConfigError, ProtocolError, TransportError
 from ....net.rpc import Call, DaemonExecutor, Unproven, bind, job_of, make_channel, make_server
+from ....net.tls import probe
 from ...averaging.contributions import PartitionKey
 from .frame import MAX_MESSAGE_BYTES, Frame, FrameKind, decode, encode
 from .send_queue import SendQueue
 from .stream import Allocate, Stream, StreamBroken, StreamOptions
+
+#: How long one attempt to find out whether the server is up and belongs to this job may take, and the pause before the next.
+_PROBE_SECONDS, _PAUSE_SECONDS = 5.0, 0.2
 
 #: The one method of a parameter server.
 METHOD = "/commsched.ps/Exchange"
@@ -24,11 +29,18 @@ class GrpcStream:
         self.peer = peer
         self.outbox = SendQueue(options.rate_limiter)
         self._unacknowledged: dict[PartitionKey, Callable[[], None]] = {}
-        self._channel = make_channel(address, options.fail_after_seconds, MAX_MESSAGE_BYTES)
+        self._address = address
+        self._identity = options.identity
+        self._aborted = threading.Event()
+        self._channel = make_channel(address, options.fail_after_seconds, MAX_MESSAGE_BYTES, self._identity)
         # wait_for_ready: gRPC tries again while the server is not up, until ``close``.
-        self._call = Call(self._channel, METHOD, self._requests(), options.token, job, wait_for_ready=True)
+        self._call = Call(
+            self._channel, METHOD, self._requests(), options.token, job, wait_for_ready=True, identity=self._identity
+        )
 
     def frames(self, place: Allocate) -> Iterator[Frame]:
+        if self._identity is not None:
+            self._require_member()
         try:
             for message in self._call:
                 frame = decode(message)
@@ -41,7 +53,20 @@ class GrpcStream:
         except Unproven as error:
             raise ConfigError(f"{self.peer} {error}") from error
 
+    def _require_member(self) -> None:
+        """Wait until the server is up, and check that it belongs to this job: gRPC would try for ever."""
+        while not self._aborted.is_set():
+            try:
+                why = probe(self._address, self._identity, _PROBE_SECONDS)
+            except OSError:
+                self._aborted.wait(_PAUSE_SECONDS)
+                continue
+            if why is None:
+                return
+            raise ConfigError(f"{self.peer} {why}")
+
     def abort(self) -> None:
+        self._aborted.set()
         self.outbox.abort()
         self._call.cancel()
 
@@ -81,8 +106,10 @@ class GrpcPort:
         self._rate_limiter = options.rate_limiter
         self._executor = DaemonExecutor("commsched-ps")
         self._readers = DaemonExecutor("commsched-ps-reader")
-        self._server = make_server(self._executor, options.token, options.fail_after_seconds, MAX_MESSAGE_BYTES)
-        self.address = f"{address.rpartition(':')[0]}:{bind(self._server, address)}"
+        self._server = make_server(
+            self._executor, options.token, options.fail_after_seconds, MAX_MESSAGE_BYTES, identity=options.identity
+        )
+        self.address = f"{address.rpartition(':')[0]}:{bind(self._server, address, options.identity)}"
 
     def serve(self, handle: Callable[[Stream, str], None]) -> None:
         def exchange(requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:

@@ -12,7 +12,7 @@ from ....core.task import CommTask
 from ...averaging.contributions import PartitionKey
 from .frame import RAW, Damaged, Frame, FrameKind, WorkerHello, json_frame
 from .service import Service
-from .stream import StreamBroken, WorkerStream
+from .stream import Altered, StreamBroken, WorkerStream
 
 if TYPE_CHECKING:
     from .transport import PsTransport
@@ -97,7 +97,9 @@ class RemoteLane:
             CommschedError: the job failed meanwhile.
         """
         if not self._connected.wait(within_seconds):
-            raise PeerTimeout(f"{self._peer} did not answer within {within_seconds:.0f} s (is it up, with the same lane?)")
+            raise PeerTimeout(
+                f"{self._peer} did not answer within {within_seconds:.0f} s (is it up, with the same lane and security?)"
+            )
         if not self._welcomed:
             raise self._end or PeerLost(f"{self._peer} ended before it answered")
 
@@ -154,6 +156,8 @@ class RemoteLane:
                     self._handle(frame)
                 del frame  # its memory may be reused before the next message comes
             self._ended(PeerLost(f"{self._peer} is gone: it ended the stream without a goodbye"))
+        except Altered as why:
+            self._ended(TransportError(why.describe(self._rank, self._peer)))
         except StreamBroken as broken:
             self._ended(PeerLost(f"{self._peer} is gone: {broken}"))
         except Damaged as damaged:

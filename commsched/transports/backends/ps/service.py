@@ -17,7 +17,7 @@ from ...averaging.contributions import Reply
 from ...backend import Contributors
 from .frame import RAW, Damaged, Frame, FrameKind, WorkerHello, json_frame
 from .send_queue import PushPriority
-from .stream import Stream, StreamBroken
+from .stream import Altered, Stream, StreamBroken
 
 log = logging.getLogger("commsched")
 
@@ -153,6 +153,8 @@ class Service:
             raise ProtocolError(f"{self._name} got from {worker}: {error}") from error
         except Damaged as damaged:
             raise TransportError(f"{self._what(worker, damaged.frame)} arrived damaged at {self._name}: {damaged}") from damaged
+        except Altered as why:
+            raise TransportError(why.describe(self._name, str(worker))) from why
         except StreamBroken:
             pass  # handled below like an end without a goodbye
         if worker.rank is not None:

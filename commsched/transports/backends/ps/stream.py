@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from ....net.tls import Identity, identity_of
 from ....settings import Settings
 from .frame import Frame
 from .send_queue import RateLimiter, SendQueue
@@ -25,6 +26,7 @@ class StreamOptions:
         lane: the carrier of messages, ``tcp`` or ``grpc``.
         fail_after_seconds: bounds how long a frozen connection lives.
         rate_limiter: caps the rate of sending of all streams of the process, if given. Closed with the options.
+        identity: this process's; with one, all streams are encrypted.
         connecting: held by each stream of the process that connects, so that few do so at a time.
     """
 
@@ -32,14 +34,21 @@ class StreamOptions:
     lane: str = "tcp"
     fail_after_seconds: float = 10.0
     rate_limiter: RateLimiter | None = None
+    identity: Identity | None = field(default=None, compare=False)
     connecting: threading.Semaphore = field(
         default_factory=lambda: threading.Semaphore(_MAX_CONNECTING), compare=False, repr=False
     )
 
     @classmethod
     def of(cls, settings: Settings, token: str) -> StreamOptions:
+        """The options that ``settings`` ask for.
+
+        Raises:
+            ConfigError: the certificates for ``security=tls`` cannot be read or made.
+        """
+        identity = identity_of(settings.security, token, settings.certificates)
         limiter = RateLimiter(settings.rate) if settings.rate is not None else None
-        return cls(token, settings.lane, settings.fail_after, limiter)
+        return cls(token, settings.lane, settings.fail_after, limiter, identity)
 
     def close(self) -> None:
         """End the rate limiter. Idempotent."""
@@ -56,6 +65,22 @@ class StreamBroken(Exception):
     """The connection broke or ended within a message; the text says why."""
 
 
+class Altered(StreamBroken):
+    """What came over an encrypted connection is not what was sent. ``heard``: the other end found that, and has said so."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.heard = "ALERT" in reason
+
+    def describe(self, this_end: str, other_end: str) -> str:
+        """The error's text, for both ends' names in messages."""
+        receiver, sender = (other_end, this_end) if self.heard else (this_end, other_end)
+        return (
+            f"{receiver} got from {sender} what that did not send: somebody on the way changes, replays or invents bytes, or a "
+            f"network card, switch or memory does (TLS: {self})"
+        )
+
+
 class Stream(Protocol):
     """A stream of frames. A thread of the carrier sends the messages in ``outbox``, and calls each message's ``sent``."""
 
@@ -70,6 +95,7 @@ class Stream(Protocol):
 
         Raises:
             StreamBroken: the connection broke.
+            Altered: somebody on the way changed, replayed or invented bytes of an encrypted connection.
             ProtocolError: a message is not of this protocol, or ``place`` refused it.
             Damaged: the payload of a message differs from the sent payload.
             CommschedError: no connection is possible; says why.

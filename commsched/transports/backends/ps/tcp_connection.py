@@ -2,7 +2,7 @@
 
 In the handshake both ends prove that they know the job's token (``net/proof.py``). The worker proves first, so a stranger that
 connects learns nothing from which the token could be guessed. The worker also gives the name of its job, which the proof
-covers. The messages that follow are neither encrypted nor signed.
+covers. The messages that follow are neither encrypted nor signed, unless ``tls_connection.py`` carries all of it.
 """
 
 from __future__ import annotations
@@ -17,11 +17,15 @@ from time import monotonic
 
 from ....core.errors import CommschedError, ConfigError
 from ....net.proof import NONCE_BYTES, PROOF_BYTES, is_proof, make_nonce, prove
+from ....net.tls import TlsSocket
 from .frame import HEADER_BYTES, RAW, VERSION, Frame, decode_header, encode_header
 from .send_queue import OutgoingFrame, SendQueue
 from .stream import Allocate, StreamBroken
 
 _MAGIC = b"CST" + bytes([VERSION])
+#: What a server sends first if it speaks TLS.
+TLS_GREETING = b"CSS" + bytes([VERSION])
+GREETING_BYTES = len(TLS_GREETING)
 _WORKER, _SERVER = b"tcp worker", b"tcp server"
 _ACCEPTED, _REFUSED = b"+", b"-"
 
@@ -30,7 +34,7 @@ class HandshakeRejected(Exception):
     """The connecting process is none of this job's workers; the text says why."""
 
 
-def client_handshake(connection: socket.socket, peer: str, token: str, job: str, within_seconds: float) -> None:
+def client_handshake(connection: socket.socket | TlsSocket, peer: str, token: str, job: str, within_seconds: float) -> None:
     """Do the worker's part of the handshake, on a new connection. No byte after the handshake is read.
 
     Args:
@@ -41,19 +45,25 @@ def client_handshake(connection: socket.socket, peer: str, token: str, job: str,
         StreamBroken: the connection ended, or no answer came in time.
     """
     deadline = monotonic() + within_seconds
-    if _read(connection, len(_MAGIC), deadline) != _MAGIC:
+    certificate = _members_digest(connection)
+    greeting = read_exactly(connection, GREETING_BYTES, deadline)
+    if greeting == TLS_GREETING:
+        raise ConfigError(f"{peer} takes encrypted connections only; give all ranks and servers security=tls")
+    if greeting != _MAGIC:
         raise ConfigError(f"{peer} does not speak lane=tcp; give all ranks and servers the same lane and version")
-    challenge = _read(connection, NONCE_BYTES, deadline)
+    challenge = read_exactly(connection, NONCE_BYTES, deadline)
     nonce = make_nonce()
     name = job.encode()
-    _write(connection, _MAGIC + nonce + prove(token, _WORKER, challenge, nonce, job) + bytes([len(name)]) + name, deadline)
-    accepted = _read(connection, len(_ACCEPTED), deadline) == _ACCEPTED
-    if not accepted or not is_proof(_read(connection, PROOF_BYTES, deadline), token, _SERVER, challenge, nonce, job):
+    proof = prove(token, _WORKER, challenge, nonce, job, certificate)
+    write_all(connection, _MAGIC + nonce + proof + bytes([len(name)]) + name, deadline)
+    accepted = read_exactly(connection, len(_ACCEPTED), deadline) == _ACCEPTED
+    shown = read_exactly(connection, PROOF_BYTES, deadline) if accepted else b""
+    if not is_proof(shown, token, _SERVER, challenge, nonce, job, certificate):
         raise ConfigError(f"{peer} has another token; set the same COMMSCHED_TOKEN everywhere")
 
 
 def server_handshake(
-    connection: socket.socket, token: str, within_seconds: float, on_proven: Callable[[], None] = lambda: None
+    connection: socket.socket | TlsSocket, token: str, within_seconds: float, on_proven: Callable[[], None] = lambda: None
 ) -> str:
     """Do the server's part of the handshake, on a connection just accepted. Returns the name of the worker's job.
 
@@ -64,26 +74,32 @@ def server_handshake(
         HandshakeRejected: the other end does not know the token, does not speak this protocol, or was too slow.
     """
     deadline = monotonic() + within_seconds
+    certificate = _members_digest(connection)
     challenge = make_nonce()
     try:
-        _write(connection, _MAGIC + challenge, deadline)
-        if _read(connection, len(_MAGIC), deadline) != _MAGIC:
+        write_all(connection, _MAGIC + challenge, deadline)
+        if read_exactly(connection, len(_MAGIC), deadline) != _MAGIC:
             raise HandshakeRejected("it does not speak this version's TCP lane")
-        nonce = _read(connection, NONCE_BYTES, deadline)
-        proof = _read(connection, PROOF_BYTES, deadline)
-        [length] = _read(connection, 1, deadline)
-        job = _read(connection, length, deadline).decode("utf-8", "replace")
-        if not is_proof(proof, token, _WORKER, challenge, nonce, job):
-            _write(connection, _REFUSED, deadline)
+        nonce = read_exactly(connection, NONCE_BYTES, deadline)
+        proof = read_exactly(connection, PROOF_BYTES, deadline)
+        [length] = read_exactly(connection, 1, deadline)
+        job = read_exactly(connection, length, deadline).decode("utf-8", "replace")
+        if not is_proof(proof, token, _WORKER, challenge, nonce, job, certificate):
+            write_all(connection, _REFUSED, deadline)
             raise HandshakeRejected("it does not have this job's token")
         on_proven()
-        _write(connection, _ACCEPTED + prove(token, _SERVER, challenge, nonce, job), deadline)
+        write_all(connection, _ACCEPTED + prove(token, _SERVER, challenge, nonce, job, certificate), deadline)
         return job
     except StreamBroken as broken:
         raise HandshakeRejected(str(broken)) from broken
 
 
-def _read(connection: socket.socket, nbytes: int, deadline: float) -> bytes:
+def _members_digest(connection: socket.socket | TlsSocket) -> bytes:
+    return connection.members_digest if isinstance(connection, TlsSocket) else b""
+
+
+def read_exactly(connection: socket.socket | TlsSocket, nbytes: int, deadline: float) -> bytes:
+    """Raises StreamBroken if they do not come in time."""
     received = b""
     while len(received) < nbytes:
         try:
@@ -97,7 +113,8 @@ def _read(connection: socket.socket, nbytes: int, deadline: float) -> bytes:
     return received
 
 
-def _write(connection: socket.socket, data: bytes, deadline: float) -> None:
+def write_all(connection: socket.socket | TlsSocket, data: bytes, deadline: float) -> None:
+    """Raises StreamBroken if they cannot leave in time."""
     try:
         connection.settimeout(_remaining(deadline))
         connection.sendall(data)
@@ -122,7 +139,7 @@ _UNSENT_BYTES = 256 * 1024
 _REST_BYTES = 64 * 1024
 
 #: A larger message is received when it is there as a whole, or when this many of its bytes are there.
-_LARGE_BYTES, _AWAITED_BYTES = 32 * 1024, 256 * 1024
+LARGE_BYTES, _AWAITED_BYTES = 32 * 1024, 256 * 1024
 
 #: The most parts of messages that leave by one call. Linux accepts 1024.
 _MAX_PARTS = 512
@@ -208,7 +225,7 @@ class TcpConnection:
     def _fill(self, memory: memoryview) -> bool:
         """Fill ``memory`` from the socket. Returns False if the other end had ended before the first byte."""
         filled, wanted = 0, len(memory)
-        receive, is_large = self._socket.recv_into, wanted > _LARGE_BYTES
+        receive, is_large = self._socket.recv_into, wanted > LARGE_BYTES
         flags = socket.MSG_DONTWAIT if is_large else socket.MSG_WAITALL
         try:
             while True:
@@ -216,7 +233,7 @@ class TcpConnection:
                     received = receive(memory[filled:] if filled else memory, 0, flags)
                 except BlockingIOError:  # nothing is there, or nothing has come for a while
                     if not is_large:
-                        _require_answers(self._socket, self._fail_after_seconds + 2.0)
+                        require_answers(self._socket, self._fail_after_seconds + 2.0)
                         continue
                 else:
                     filled += received
@@ -240,7 +257,7 @@ class TcpConnection:
         if (awaited := min(nbytes, _AWAITED_BYTES)) != self._awaited:
             self._await(awaited)
         if not self._readable.poll(self._poll_ms):
-            _require_answers(self._socket, self._fail_after_seconds + 2.0)
+            require_answers(self._socket, self._fail_after_seconds + 2.0)
 
     def _await(self, nbytes: int) -> None:
         self._awaited = nbytes
@@ -250,6 +267,10 @@ class TcpConnection:
         """Return the error to raise. The sender's error comes first, since other errors follow from it."""
         error = self._send_error
         return error if isinstance(error, CommschedError) else StreamBroken(str(error or why))
+
+    def _broken_or(self, what: StreamBroken) -> Exception:
+        """Return the error to raise: ``what`` the receiver found, unless the sender has failed by its own fault."""
+        return self._send_error if isinstance(self._send_error, CommschedError) else what
 
     # --- the sender's thread ---
 
@@ -316,7 +337,7 @@ def _silence_seconds(fail_after_seconds: float) -> float:
     return min(fail_after_seconds / 4, _MAX_PROBE_SECONDS)
 
 
-def _require_answers(connected: socket.socket, within_seconds: float) -> None:
+def require_answers(connected: socket.socket, within_seconds: float) -> None:
     """Check that the other end's kernel answers, even if its process does not read.
 
     Raises:

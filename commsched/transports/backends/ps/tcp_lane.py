@@ -13,10 +13,12 @@ from typing import Any
 
 from ....core.errors import ConfigError
 from ....net.rpc import DaemonExecutor, listen
+from ....net.tls import NotOfThisJob, TlsSocket
 from .frame import Frame
 from .send_queue import SendQueue
 from .stream import Allocate, Stream, StreamBroken, StreamOptions
 from .tcp_connection import HandshakeRejected, TcpConnection, client_handshake, server_handshake
+from .tls_connection import TlsConnection, secure_server, secure_worker
 
 #: How long one attempt to connect may take, and then its handshake, before the next attempt.
 _ATTEMPT_SECONDS = 5.0
@@ -42,7 +44,7 @@ class TcpStream:
         if connected is None:
             return
         name = f"{threading.current_thread().name}-sender"
-        self._connection = TcpConnection(connected, self.peer, self.outbox, name, self._options.fail_after_seconds)
+        self._connection = _connection(connected, self.peer, self.outbox, name, self._options.fail_after_seconds)
         yield from self._connection.frames(place)
 
     def abort(self) -> None:
@@ -62,7 +64,7 @@ class TcpStream:
         elif closing is not None:
             closing.close()
 
-    def _connect(self) -> socket.socket | None:
+    def _connect(self) -> socket.socket | TlsSocket | None:
         """Return a connection to a server that knows the token, or None after ``abort``. Tries until then, without a limit."""
         pause_seconds = _FIRST_PAUSE_SECONDS
         while not self._aborted.is_set():
@@ -82,7 +84,7 @@ class TcpStream:
         except OSError:
             return []  # the name may resolve later
 
-    def _attempt(self, family: int, kind: int, protocol: int, address: Any) -> socket.socket | None:
+    def _attempt(self, family: int, kind: int, protocol: int, address: Any) -> socket.socket | TlsSocket | None:
         with ExitStack() as undo:
             try:
                 connecting = socket.socket(family, kind, protocol)  # fails for example where there is no IPv6
@@ -93,16 +95,29 @@ class TcpStream:
                     return None
                 connecting.settimeout(_ATTEMPT_SECONDS)
                 connecting.connect(address)
-                client_handshake(connecting, self.peer, self._options.token, self._job, _ATTEMPT_SECONDS)
+                made: socket.socket | TlsSocket = connecting
+                if self._options.identity is not None:
+                    made = secure_worker(connecting, self.peer, self._options.identity, _ATTEMPT_SECONDS)
+                client_handshake(made, self.peer, self._options.token, self._job, _ATTEMPT_SECONDS)
+            except NotOfThisJob as why:
+                raise ConfigError(f"{self.peer} {why}") from why
             except (OSError, StreamBroken):
                 return None
             undo.pop_all()
-            return connecting
+            return made
 
     def _drop(self, connecting: socket.socket) -> None:
         with self._lock:
             self._socket = None
         connecting.close()
+
+
+def _connection(
+    made: socket.socket | TlsSocket, peer: str, outbox: SendQueue, name: str, fail_after_seconds: float
+) -> TcpConnection:
+    if isinstance(made, TlsSocket):
+        return TlsConnection(made, peer, outbox, name, fail_after_seconds)
+    return TcpConnection(made, peer, outbox, name, fail_after_seconds)
 
 
 log = logging.getLogger("commsched")
@@ -208,10 +223,15 @@ class TcpPort:
 
     def _meet(self, accepted: socket.socket, peer: str, handle: Callable[[Stream, str], None]) -> None:
         try:
-            job = server_handshake(accepted, self._options.token, _HANDSHAKE_SECONDS, lambda: self._proven(accepted))
-            self._serve(accepted, peer, job, handle)
+            made: socket.socket | TlsSocket = accepted
+            if self._options.identity is not None:
+                made = secure_server(accepted, self._options.identity, _HANDSHAKE_SECONDS)
+            job = server_handshake(made, self._options.token, _HANDSHAKE_SECONDS, lambda: self._proven(accepted))
+            self._serve(made, peer, job, handle)
         except HandshakeRejected as stranger:
             self._warn(peer, stranger)
+        except NotOfThisJob as stranger:
+            self._warn(peer, f"it {stranger}")
         finally:
             self._end(accepted)
 
@@ -222,10 +242,10 @@ class TcpPort:
                 raise HandshakeRejected("it was closed to make room for others")
             self._open[accepted] = None
 
-    def _serve(self, accepted: socket.socket, peer: str, job: str, handle: Callable[[Stream, str], None]) -> None:
+    def _serve(self, accepted: socket.socket | TlsSocket, peer: str, job: str, handle: Callable[[Stream, str], None]) -> None:
         outbox = SendQueue(self._options.rate_limiter)
         try:
-            connection = TcpConnection(accepted, peer, outbox, "commsched-ps-sender", self._options.fail_after_seconds)
+            connection = _connection(accepted, peer, outbox, "commsched-ps-sender", self._options.fail_after_seconds)
         except (OSError, RuntimeError) as error:  # the system lacks a resource, for example a thread
             return log.warning("%s cannot serve %s: %s", self.address, peer, error)
         try:

@@ -1,10 +1,8 @@
 """A bit that changes on the way: a real relay between worker and server changes one, and makes TCP's own checksums right."""
 
 import re
-import socket
 import struct
-import threading
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 
 import numpy as np
 import pytest
@@ -12,6 +10,7 @@ import pytest
 from commsched.core.errors import ProtocolError, TransportError
 from commsched.transports.backends.ps.frame import MAGIC, VERSION, FrameKind
 
+from ....net.relay import Relay
 from ...worlds import a_shard
 from .test_transport import MANIFEST, Ended, Failures, connect, make_task
 
@@ -20,48 +19,20 @@ VALUE = 3.14
 BYTES = struct.pack("<f", VALUE)
 
 
-class Relay:
-    """Passes on what comes, both ways, but for the first ``found`` on the way ``to``: a bit of the byte ``at`` behind its
-    beginning changes."""
+class OneBit:
+    """Changes one bit, in the byte ``at`` behind the beginning of the first ``found`` on the way ``to``."""
 
-    def __init__(self, server: str, to: str, found: bytes, at: int) -> None:
-        host, _, port = server.rpartition(":")
-        self._server = host, int(port)
+    def __init__(self, to: str, found: bytes, at: int) -> None:
         self._to, self._found, self._at = to, found, at
-        self._ends: list[socket.socket] = []
-        self._listening = socket.create_server(("127.0.0.1", 0))
-        self.address = f"127.0.0.1:{self._listening.getsockname()[1]}"
-        self._threads = [threading.Thread(target=self._accept, daemon=True)]
-        self._threads[0].start()
 
-    def _accept(self) -> None:
-        with suppress(OSError):
-            while True:
-                worker, _ = self._listening.accept()
-                server = socket.create_connection(self._server)
-                self._ends += [worker, server]
-                for way in ((worker, server, "server"), (server, worker, "worker")):
-                    self._threads.append(threading.Thread(target=self._pass_on, args=way, daemon=True))
-                    self._threads[-1].start()
-
-    def _pass_on(self, source: socket.socket, target: socket.socket, to: str) -> None:
-        with suppress(OSError):
-            while data := source.recv(65536):
-                place = data.find(self._found) if to == self._to else -1
-                if 0 <= place < len(data) - self._at:
-                    data = bytearray(data)
-                    data[place + self._at] ^= 1
-                    self._found = b"nothing more"
-                target.sendall(data)
-            target.shutdown(socket.SHUT_WR)
-
-    def close(self) -> None:
-        for each in (self._listening, *self._ends):
-            with suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
-            each.close()
-        for thread in self._threads:
-            thread.join(60)
+    def __call__(self, to: str, data: bytes) -> bytes:
+        place = data.find(self._found) if to == self._to else -1
+        if 0 <= place < len(data) - self._at:
+            changed = bytearray(data)
+            changed[place + self._at] ^= 1
+            self._found = b"nothing more"
+            return bytes(changed)
+        return data
 
 
 @contextmanager
@@ -69,7 +40,7 @@ def one_push(lane: str, to: str, found: bytes, at: int):
     """A worker's push in step 7 over a relay: what the server's first failure is, and the worker's; and the task's data."""
     failures = Failures(), Failures()
     shard = a_shard(None, failures[0], lane=lane)
-    with closing(Relay(shard.address, to, found, at)) as relay:
+    with closing(Relay(shard.address, OneBit(to, found, at))) as relay:
         transport = connect(relay.address, lane, failures[1])
         transport.add_group(0, MANIFEST)
         task, ended = make_task(step=7, value=VALUE), Ended()

@@ -32,8 +32,8 @@ from commsched.transports.backends.ps.stream import StreamBroken, StreamOptions
 from commsched.transports.backends.ps.tcp_connection import (
     HandshakeRejected,
     TcpConnection,
-    _require_answers,
     client_handshake,
+    require_answers,
     server_handshake,
 )
 from commsched.transports.backends.ps.tcp_lane import TcpPort, TcpStream
@@ -510,7 +510,7 @@ def test_a_server_that_ends_in_the_handshake_is_tried_again_until_the_time_is_ov
         listening.accept()[0].close()
     with pytest.raises(PeerTimeout) as raised:
         lane.wait_connected(0)
-    assert str(raised.value) == "server 0 did not answer within 0 s (is it up, with the same lane?)"
+    assert str(raised.value) == "server 0 did not answer within 0 s (is it up, with the same lane and security?)"
     lane.close(False)
     assert not lane._reader.is_alive()
 
@@ -627,7 +627,7 @@ def test_a_stream_cut_anywhere_gives_whole_frames_and_says_that_it_broke(sent, d
     assert got == sent[: len(got)]
 
 
-LARGE, AWAITED = tcp_connection._LARGE_BYTES, tcp_connection._AWAITED_BYTES
+LARGE, AWAITED = tcp_connection.LARGE_BYTES, tcp_connection._AWAITED_BYTES
 
 
 @pytest.mark.parametrize("nbytes", [LARGE, LARGE + 1, AWAITED, AWAITED + 1, 3 * AWAITED])
@@ -834,7 +834,7 @@ def test_a_host_that_does_not_answer_ends_the_connection(retransmits, probes, la
             return struct.pack("=BBBB52xI", 1, 0, retransmits, probes, last_answer_ms)[:size]
 
     with pytest.raises(TimeoutError, match="its host has not answered for 5 s") if is_cut else nullcontext():
-        _require_answers(Socket(), 5.0)
+        require_answers(Socket(), 5.0)
 
 
 def test_an_error_in_the_senders_callback_ends_the_stream_with_it():

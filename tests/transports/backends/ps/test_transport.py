@@ -256,7 +256,10 @@ def test_a_server_that_does_not_come_up_is_named(lane):
     probe.close()
     with pytest.raises(PeerTimeout) as raised:
         connect(probe.address, lane, within=0.0)
-    assert str(raised.value) == f"server 0 at {probe.address} did not answer within 0 s (is it up, with the same lane?)"
+    assert (
+        str(raised.value)
+        == f"server 0 at {probe.address} did not answer within 0 s (is it up, with the same lane and security?)"
+    )
 
 
 def test_why_a_rank_cannot_start_is_told_before_its_other_connections_end(lane):
@@ -275,7 +278,7 @@ def test_why_a_rank_cannot_start_is_told_before_its_other_connections_end(lane):
 
 def test_a_rank_over_grpc_asks_whether_a_server_over_tcp_has_its_lane():
     server = a_shard(1, pytest.fail)
-    with pytest.raises(PeerTimeout, match=r"\(is it up, with the same lane\?\)"):
+    with pytest.raises(PeerTimeout, match=r"\(is it up, with the same lane and security\?\)"):
         connect(server.address, "grpc", within=0.0)
     server.close()
 
