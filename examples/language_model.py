@@ -1,9 +1,11 @@
 """A language model, data-parallel: a transformer that learns to write this repository's LICENSE, character by character.
 
     commsched run -n 2 -- python examples/language_model.py
+    commsched run -n 2 -- python examples/language_model.py --compile
 
-The two lines of commsched are marked; without them it is plain PyTorch. After ``word_language_model`` of pytorch/examples: the
-text lies in columns that are read from top to bottom, and the learning rate falls when the validation loss does not.
+The two lines of commsched are marked; without them it is plain PyTorch. Gradients are clipped by their global norm. After
+``word_language_model`` of pytorch/examples: the text lies in columns that are read from top to bottom, and the learning rate
+falls when the validation loss does not.
 """
 
 from __future__ import annotations
@@ -60,6 +62,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--columns", type=int, default=8, help="per rank")
+    parser.add_argument("--compile", nargs="?", const="inductor", metavar="BACKEND", help="by torch.compile; default: not")
     parser.add_argument("--steps", type=int, help="end after so many; default: all")
     args = parser.parse_args()
 
@@ -71,6 +74,8 @@ def main() -> None:
     train = columns_of(text[:split], args.columns * world_size)[:, rank * args.columns : (rank + 1) * args.columns]
     validation = columns_of(text[split:], 4)
     model = TransformerModel(len(alphabet))
+    if args.compile is not None:
+        model.compile(backend=args.compile)
     optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
     optimizer = cs.ScheduledOptimizer(optimizer, model)  # line 2
     scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.25, patience=1)

@@ -16,7 +16,7 @@ from queue import SimpleQueue
 from types import FrameType
 
 from ..core import timeouts
-from ..core.errors import TransportError
+from ..core.errors import TransportError, ranks_text
 from ..core.ports import free_port
 from ..core.standard_streams import say_error
 from ..session.log import NOTHING_MADE
@@ -85,6 +85,7 @@ class _Job:
         self._ranks: dict[int, int] = {}  # by pid
         self._events: SimpleQueue[_Event] = SimpleQueue()
         self._failures: list[_Event] = []  # in the order of their ends
+        self._ended_well: list[int] = []  # ranks
         self._ended_by_us: list[str] = []
         self._timers: list[threading.Timer] = []
         self._interrupted = 0
@@ -150,6 +151,8 @@ class _Job:
             ranks.discard(event.pid)
             if event.exit_code != 0:
                 self._failures.append(event)
+            elif event.pid in self._ranks:
+                self._ended_well.append(self._ranks[event.pid])
             if event.exit_code != 0 or (not ranks and self._alive):
                 self._end_soon()
         if self._failures and not self._interrupted:
@@ -188,7 +191,9 @@ class _Job:
         if cause is None:
             others = sum(self._names[each.pid] not in self._ended_by_us for each in self._failures)
             ended = f"{others} process{'' if others == 1 else 'es'} ended with errors that name the cause" if others else ""
-            return "; ".join(filter(None, (ended_by_us, ended)))
+            absent = sorted(set(self._ended_well) - self._ranks_that("joined")) if ended else []
+            left_out = f"{ranks_text(absent)} ended without an error, and without having joined" if absent else ""
+            return "; ".join(filter(None, (ended_by_us, ended, left_out)))
         name = self._names[cause.pid]
         if cause.exit_code < 0:
             number = -cause.exit_code

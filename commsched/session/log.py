@@ -91,10 +91,17 @@ def no_rank_line(world: World, environ: Mapping[str, str]) -> str | None:
 
 
 def first_line(
-    settings: Settings, transport: str, ordered: bool, ranks: int, hosts: int, config: SchedulerConfig, manifest: Manifest
+    settings: Settings,
+    transport: str,
+    ordered: bool,
+    ranks: int,
+    hosts: int,
+    config: SchedulerConfig,
+    manifest: Manifest,
+    one_per_host: bool = False,
 ) -> str:
     """The line that describes the job, for the tensors of ``manifest``, cut and ordered by ``config``. ``ordered``: all ranks
-    of ``transport`` launch in one order."""
+    of ``transport`` launch in one order. ``one_per_host``: the ranks of a host sum before one of them uses the network."""
     way = f"{transport} over {settings.lane}" if transport == "ps" else transport
     if settings.servers:
         way += f" with {_count(len(settings.servers), 'server')}"
@@ -115,6 +122,8 @@ def first_line(
         parts.append(f"{settings.wire} on the wire")
     if settings.security != "none":
         parts.append("encrypted")
+    if one_per_host:
+        parts.append("each host sums first (hierarchy)")
     return ", ".join(parts)
 
 

@@ -320,7 +320,8 @@ def _first_lines(
     session: Session, world: World, settings: Settings, transport: str, hosts: int, manifest: Manifest
 ) -> list[str]:
     ordered, config = session.transport.ordered, session.core.config
-    line = first_line(settings, transport, ordered, session.world_size, hosts, config, manifest)
+    one_per_host = session.transport.one_per_host
+    line = first_line(settings, transport, ordered, session.world_size, hosts, config, manifest, one_per_host)
     more = no_rank_line(world, os.environ)
     return [line] if more is None else [line, more]
 

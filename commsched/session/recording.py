@@ -22,6 +22,9 @@ log = logging.getLogger("commsched")
 WARM_UP_STEPS, RECORDED_STEPS = 10, 20
 STEPS_TO_RECORD = WARM_UP_STEPS + RECORDED_STEPS + 1
 
+#: Time limit for the thread when the session closes.
+_END_SECONDS = 2.0
+
 
 def start_recording(session: Session, path: Path) -> None:
     """Write what is learned of the steps of ``session``, whose only rank this is, to ``path`` once :data:`STEPS_TO_RECORD`
@@ -38,7 +41,9 @@ def start_recording(session: Session, path: Path) -> None:
     session.is_recorded = True
     session.observer = forward = ForwardMarks()
     arguments = session, meter, forward, path
-    threading.Thread(target=_record, args=arguments, name="commsched-record", daemon=True).start()
+    thread = threading.Thread(target=_record, args=arguments, name="commsched-record", daemon=True)
+    thread.start()
+    session.cleanup.callback(thread.join, _END_SECONDS)
 
 
 def _record(session: Session, meter: StepTimer, forward: ForwardMarks, path: Path) -> None:

@@ -96,7 +96,9 @@ class Verdict:
         took = f"{milliseconds(self.winner_seconds)} ms instead of {milliseconds(self.incumbent_seconds)} ms"
         interval = f"95 % between {_change(self.low)} and {_change(self.high)}, {self.pairs} pairs"
         compared = f"{winner}: {took} ({_change(self.gain)}, {interval})"
-        return f"{cost}: {compared}: {'kept' if self.reason == 'kept' else f'not confirmed; {stays}'}"
+        if self.reason == "kept":
+            return f"{cost}: {compared}: kept"
+        return f"{cost}: no gain confirmed; {stays}. The best candidate was {compared}"
 
     @classmethod
     def from_record(cls, record: dict[str, Any]) -> Verdict:

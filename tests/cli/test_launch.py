@@ -54,6 +54,7 @@ def job(tmp_path: Path) -> _Job:
     made = object.__new__(_Job)
     made._told = tmp_path / "told"
     made._processes, made._timers, made._failures, made._ended_by_us, made._interrupted = {}, [], [], [], 0
+    made._ended_well = []
     made._names = {10: "server 0 (pid 10)", 11: "rank 0 (pid 11)", 12: "rank 1 (pid 12)"}
     made._ranks, made._alive, made._events = {11: 0, 12: 1}, {10, 11, 12}, SimpleQueue()
     return made

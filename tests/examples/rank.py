@@ -1,12 +1,14 @@
 """One rank that runs scripts one after the other: rank.py OUT STEPS SCRIPT ... ddp SCRIPT ...
 
-Those after ``ddp`` find a process group of torch.distributed. What they print goes to OUT.<rank>.
+A SCRIPT may have options behind it, in the same word. Those after ``ddp`` find a process group of torch.distributed. What they
+print goes to OUT.<rank>.
 """
 
 from __future__ import annotations
 
 import os
 import runpy
+import shlex
 import sys
 from contextlib import redirect_stdout
 
@@ -25,8 +27,9 @@ def main() -> None:
                 dist.init_process_group("gloo")
                 continue
             print(f"script {script}")
-            sys.argv = [script, "--steps", steps]
-            runpy.run_path(script, run_name="__main__")
+            path, *options = shlex.split(script)
+            sys.argv = [path, "--steps", steps, *options]
+            runpy.run_path(path, run_name="__main__")
     dist.barrier()
     os._exit(0)  # gloo's threads now and then keep the interpreter from ending
 

@@ -22,7 +22,8 @@ pytest.importorskip("sklearn")
 from tests.jobs.job import ROOT, run_job
 
 EXAMPLES = ROOT / "examples"
-NAMES = ("language_model", "digits_convolutional", "digits_transformer", "gan")
+NAMES = ("language_model", "digits_convolutional", "digits_transformer", "gan", "lora")
+COMPILED = "language_model --compile eager"
 CLIPS = ("language_model", "digits_transformer")  # by a norm, which torch adds up in 32 bits and commsched in 64
 RANKS, STEPS = 2, 6
 OURS = re.compile(r"^(?P<indent> *)(?P<code>\S.*)  # line [12]\n", re.MULTILINE)
@@ -72,18 +73,21 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> Printed:
     directory = tmp_path_factory.mktemp("examples")
     ours, theirs = [EXAMPLES / f"{name}.py" for name in NAMES], plain(directory, NAMES, ddp_instead)
     out = directory / "out"
-    command = [sys.executable, "-m", "tests.examples.rank", out, STEPS, *ours, "ddp", *theirs]
+    compiled = f"{EXAMPLES}/{COMPILED.replace(' ', '.py ', 1)}"
+    command = [sys.executable, "-m", "tests.examples.rank", out, STEPS, *ours, compiled, "ddp", *theirs]
     environ = {"PYTHONPATH": f"{ROOT}:{EXAMPLES}"}
     code, _, err = run_job("-n", str(RANKS), "--", *map(str, command), environ=environ)
     assert code == 0, err
     losses: dict[tuple[Path, str, int], list[str]] = {}
     for rank in range(RANKS):
         for block in Path(f"{out}.{rank}").read_text().split("script ")[1:]:
-            path, *lines = block.splitlines()
-            losses[Path(path).parent, Path(path).stem, rank] = [line for line in lines if " loss " in line]
+            script, *lines = block.splitlines()
+            path, _, options = script.partition(" ")
+            name = f"{Path(path).stem} {options}".strip()
+            losses[Path(path).parent, name, rank] = [line for line in lines if " loss " in line]
     return Printed(
         *(
-            {(name, rank): losses[scripts[0].parent, name, rank] for name in NAMES for rank in range(RANKS)}
+            {(name, rank): each for (place, name, rank), each in losses.items() if place == scripts[0].parent}
             for scripts in (ours, theirs)
         )
     )
@@ -99,6 +103,12 @@ def test_every_loss_is_that_of_distributed_data_parallel(name: str, printed: Pri
         else:
             assert ours[name, rank] == theirs[name, rank]
     assert ours[name, 0] != ours[name, 1]  # of different data
+
+
+def test_the_compiled_language_model_has_the_same_losses(printed: Printed) -> None:
+    for rank in range(RANKS):
+        plain, compiled = (list(map(loss_of, printed.ours[name, rank])) for name in ("language_model", COMPILED))
+        assert compiled == pytest.approx(plain, rel=1e-6)
 
 
 def test_the_mean_of_the_losses_is_that_of_one_process_on_the_joint_batch(

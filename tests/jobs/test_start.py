@@ -140,6 +140,18 @@ def test_ranks_that_never_joined_are_told_that_nothing_was_averaged() -> None:
     assert run_job("-n", "1", "--", "true") == (0, "", "")
 
 
+def test_a_rank_that_ended_without_having_joined_is_named() -> None:
+    """Line 2 stands behind ``if rank == 0:``, say."""
+    script = "import commsched, os; os.environ['RANK'] == '0' and commsched.init(join_within=3)"
+    code, _, err = run_job("-n", "2", "--", sys.executable, "-c", script)
+    assert code == 1
+    assert "rank 1 of 2 did not join within 3 s" in err
+    assert err.splitlines()[-1] == (
+        "commsched run: 1 process ended with errors that name the cause; rank 1 ended without an error, and without having "
+        "joined"
+    )
+
+
 def test_another_launchers_ranks_without_a_session_are_told_so_by_rank_0() -> None:
     """As by a script that has line 1, but not line 2, under torchrun."""
 

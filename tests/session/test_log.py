@@ -164,6 +164,11 @@ def test_the_configuration_is_that_in_use() -> None:
     assert line.endswith(", partition 1.5 MB, credit 16.0 MB, fifo")
 
 
+def test_it_says_whether_each_host_sums_first() -> None:
+    line = first_line(Settings(), "ps", False, 4, 2, SchedulerConfig(), ONE, one_per_host=True)
+    assert line.endswith(", priority, each host sums first (hierarchy)")
+
+
 def test_it_is_said_once() -> None:
     said: list[str] = []
     first = FirstLine(said.append, lambda manifest: [f"{len(manifest.tensors)} tensors", "and more"])

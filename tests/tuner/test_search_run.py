@@ -438,8 +438,9 @@ _SENTENCE = Verdict(
                 "winner_seconds": 0.0123,
                 "winner": SchedulerConfig(64_000, 512_000, "fifo"),
             },
-            "tuning: 12 trials, 61 s: partition 64 KB, credit 512 KB, policy fifo: 12.3 ms instead of 412.0 ms (+1.0 %, "
-            "95 % between +3.0 % and -1.0 %, 6 pairs): not confirmed; partition 4.0 MB, credit 16.0 MB kept",
+            "tuning: 12 trials, 61 s: no gain confirmed; partition 4.0 MB, credit 16.0 MB kept. The best candidate was "
+            "partition 64 KB, credit 512 KB, policy fifo: 12.3 ms instead of 412.0 ms (+1.0 %, 95 % between +3.0 % and -1.0 %, "
+            "6 pairs)",
         ),
         (
             {"reason": "no gain", "kept": DEFAULT, "winner": DEFAULT, "pairs": 0},
