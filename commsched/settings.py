@@ -426,7 +426,7 @@ class Settings:
 
 
 def _hint(key: str, value: object, label: Callable[[str], str]) -> str:
-    """What may have been meant by ``key``, which is no setting."""
+    """The advice for whoever wrote ``key``, which is no setting."""
     if isinstance(value, Mapping):
         return "settings stand at the top of the file, and in no table"
     names = list(SettingsKeywords.__annotations__)

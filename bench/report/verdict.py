@@ -13,7 +13,7 @@ from .tables import Column, difference, milliseconds
 #: Medians that differ by less than this count as equal in words.
 _EQUAL = 0.01
 
-#: Of what is possible, a gain below this is none.
+#: A possible speed-up below this counts as none.
 _NOTHING = 1.02
 
 
@@ -21,7 +21,7 @@ def _times(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
 
 
-#: What a reader wants to know first.
+#: The columns that a reader wants to see first.
 FIVE = (
     Column("system", lambda result: result.system, numeric=False),
     Column("ms/step", lambda result: milliseconds(result.median)),
@@ -45,7 +45,7 @@ class Bar:
 
 
 def sentence(group: Group) -> str | None:
-    """What the results of ``group`` at the rho nearest to 1 say about commsched. None if there is no row of it, or none of
+    """The verdict on commsched by the results of ``group`` at the rho nearest to 1. None if there is no row of it, or none of
     DDP."""
     at = group.hardest()
     ours = min((each for each in at if each.system == "commsched"), key=lambda each: each.median, default=None)

@@ -341,7 +341,7 @@ def _add_settings(parser: argparse.ArgumentParser, names: Sequence[str]) -> None
 
 
 def _choices(setting: Field[Any]) -> str:
-    """What may be written as the value of a setting."""
+    """The values that a user may write for a setting, for the help."""
     parse = setting.metadata["parse"]
     return f"{{{','.join(parse.words)}}}" if isinstance(parse, OneOf) else "VALUE"
 

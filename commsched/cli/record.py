@@ -25,8 +25,8 @@ _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @dataclass(frozen=True, slots=True)
 class RecordedScript:
-    """What a training script does in a step. ``clips``: it clips by the norm of the averages, or reads it. ``waits``: the line
-    that waits for all averages for another reason, and the reason; None if there is none."""
+    """A training script's layers and its loop. ``clips``: it clips by the norm of the averages, or reads it. ``waits``: the
+    line that waits for all averages for another reason, and the reason; None if there is none."""
 
     profile: Profile
     clips: bool

@@ -137,7 +137,7 @@ def _layers(events: Sequence[_Event], steps: Mapping[tuple[int, int], _Event]) -
 
 
 def _waits(events: Sequence[_Event], steps: Sequence[int]) -> list[dict[str, Any]]:
-    """What the engine waited for, in milliseconds of a step, the longest first."""
+    """The waits of the engine by tensor, in milliseconds of a step, the longest first."""
     counted = set(steps)
     waited: defaultdict[str, float] = defaultdict(float)
     for event in events:

@@ -50,7 +50,7 @@ _MIN_PATIENCE_SECONDS = 120.0
 #: The longest time that gRPC accepts.
 _MAX_MS = 2**31 - 1
 
-#: What has ended or expired is dropped when there are this many, and then whenever their number has doubled.
+#: Ended threads and expired challenges are dropped when there are this many, and then whenever their number has doubled.
 _LEAST_SWEPT = 16
 
 #: Connections that may wait to be accepted. The system's own limit (net.core.somaxconn) may be less. All ranks connect at once.

@@ -32,7 +32,7 @@ MEMBER_NAME = "commsched"
 #: The files of the directory that the setting ``certificates`` names, as in a Kubernetes secret of the type kubernetes.io/tls.
 AUTHORITY_FILE, CERTIFICATE_FILE, KEY_FILE = "ca.crt", "tls.crt", "tls.key"
 
-#: What each guess of a token costs who has seen a certificate: 32 MiB of memory, and about a tenth of a second.
+#: Each guess of a token costs its maker, who has seen a certificate, 32 MiB of memory and about a tenth of a second.
 _SCRYPT = {"n": 2**15, "r": 8, "p": 1, "maxmem": 2**26}
 
 #: The order of the group P-256.
@@ -46,7 +46,7 @@ _CHUNK_BYTES = 64 * 1024
 
 
 class Identity:
-    """What this process shows the other members, and by what it knows them.
+    """The certificate that this process shows the other members, and the authority by which it knows them.
 
     Attributes:
         digest: of this process's certificate. Proofs of the token name it, so that they prove nothing in a connection that
@@ -238,7 +238,7 @@ class TlsSocket:
         self.socket.settimeout(seconds)
 
     def recv(self, nbytes: int) -> bytes:
-        """As a socket's, but raises NotOfThisJob if the other end refuses this process: it says so after the handshake."""
+        """Receive as a socket does. Raises NotOfThisJob if the other end refuses this process, after the handshake."""
         while True:
             try:
                 return self._tls.read(nbytes)
@@ -258,7 +258,7 @@ class TlsSocket:
     # --- the sending thread ---
 
     def encrypted(self, data: bytes | memoryview) -> bytes:
-        """What to send for ``data``."""
+        """Return the bytes to send for ``data``."""
         with self._lock:
             self._tls.write(data)  # memory takes all of it
             return self._outgoing.read()
@@ -286,7 +286,7 @@ class TlsSocket:
         return explain(error, self._identity)
 
     def last_words(self) -> bytes:
-        """What tells the other end of the error that :meth:`read_into` has raised."""
+        """Return the bytes that tell the other end of the error that :meth:`read_into` has raised."""
         with self._lock:
             return self._outgoing.read()
 

@@ -246,7 +246,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
         return {} if self._session is None or self._session.closed else self._session.scalars()
 
     def log(self, values: dict[str, Any], *arguments: Any, **more: Any) -> Any:
-        """As in Accelerate, with :meth:`scalars` beside ``values``."""
+        """Log ``values`` as Accelerate does, with :meth:`scalars` beside them."""
         return super().log({**self.scalars(), **values}, *arguments, **more)
 
     def free_memory(self, *objects: Any) -> Any:

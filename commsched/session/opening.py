@@ -303,7 +303,7 @@ def steps_between_comparisons(settings: Settings, rank: int, gather: Callable[[A
 
 
 def _about(world: World, settings: Settings, transport: str, hosts: int) -> dict[str, Any]:
-    """What a timeline says of its job."""
+    """The facts that a timeline gives of its job."""
     given = sorted(settings.given - {"token", "tuned"})
     return {
         "commsched": __version__,

@@ -59,7 +59,7 @@ class _Event(NamedTuple):
 
 
 class RankRecord:
-    """What one rank recorded.
+    """The events that one rank recorded.
 
     Args:
         names: by group, the names of its tensors.

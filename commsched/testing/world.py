@@ -70,7 +70,7 @@ def run_world(world_size: int, fn: Callable[..., T], *args: Any, timeout_seconds
 
 
 def _named(error: BaseException) -> str:
-    """As a session tells the other ranks of it."""
+    """The words by which a session tells the other ranks of ``error``."""
     return f"{type(error).__name__}: {error}"
 
 

@@ -26,7 +26,7 @@ def main() -> int:
 
 
 def problem(document: dict[str, object]) -> str | None:
-    """What is wrong with it; None if nothing is."""
+    """The fault of it; None if it has none."""
     kind = str(document["kind"])
     try:
         if str(document["apiVersion"]).startswith("trainer.kubeflow.org/"):

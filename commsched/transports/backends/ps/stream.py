@@ -66,7 +66,7 @@ class StreamBroken(Exception):
 
 
 class Altered(StreamBroken):
-    """What came over an encrypted connection is not what was sent. ``heard``: the other end found that, and has said so."""
+    """Bytes of an encrypted connection are not those that were sent. ``heard``: the other end found that, and has said so."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)

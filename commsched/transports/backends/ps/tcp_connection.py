@@ -23,7 +23,7 @@ from .send_queue import OutgoingFrame, SendQueue
 from .stream import Allocate, StreamBroken
 
 _MAGIC = b"CST" + bytes([VERSION])
-#: What a server sends first if it speaks TLS.
+#: The first bytes of a server that speaks TLS.
 TLS_GREETING = b"CSS" + bytes([VERSION])
 GREETING_BYTES = len(TLS_GREETING)
 _WORKER, _SERVER = b"tcp worker", b"tcp server"

@@ -27,8 +27,8 @@ from .tcp_connection import (
     write_all,
 )
 
-#: What the receiver takes from the system at a time, and what the sender encrypts at a time. The threads of a connection take
-#: turns at these pieces.
+#: Bytes that the receiver takes from the system at a time, and that the sender encrypts at a time. The threads of a connection
+#: take turns at these pieces.
 _ARRIVED_BYTES = 64 * 1024
 _ENCRYPTED_BYTES = 64 * 1024
 

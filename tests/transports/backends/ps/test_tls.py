@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import socket
 import threading
 from contextlib import closing, contextmanager
 from dataclasses import replace
@@ -21,6 +20,7 @@ from commsched.transports.backends.ps import open_transport
 from ....net.relay import Relay, nothing
 from ...worlds import TOKEN, a_context, a_shard, open_ps
 from .test_damage import BYTES, VALUE
+from .test_tcp import dial, everything_from
 from .test_transport import Ended, Failures
 
 LANES = ["tcp", "grpc"]
@@ -154,16 +154,9 @@ def test_a_recorded_conversation_is_refused_when_it_comes_again():
         transport = connect(relay.address, "tcp", failures)
         _, ended = push(transport)
         assert ended.done.wait(60)
-        host, _, port = shard.address.rpartition(":")
-        with socket.create_connection((host, int(port)), timeout=60) as again:
+        with dial(shard.address) as again:
             again.sendall(relay.heard["server"])
-            answer = b""
-            try:
-                while more := again.recv(65536):
-                    answer += more
-            except ConnectionResetError:
-                pass
-            assert BYTES not in answer
+            assert BYTES not in everything_from(again)
         assert failures.none()  # the job goes on
         transport.close()
 
@@ -195,9 +188,8 @@ def test_a_setting_that_one_of_them_lacks_is_named(worker, server, lane, said):
 
 def test_a_stranger_who_sends_nonsense_costs_the_job_nothing():
     with closing(a_shard(None, failures := Failures(), security="tls")) as shard:
-        host, _, port = shard.address.rpartition(":")
         for nonsense in (b"", b"\x16\x03\x01\x00\x05hello", bytes(1000), b"GET / HTTP/1.1\r\n\r\n"):
-            with socket.create_connection((host, int(port)), timeout=60) as stranger:
+            with dial(shard.address) as stranger:
                 assert stranger.recv(4)[:3] == b"CSS"
                 stranger.sendall(nonsense)
         transport = connect(shard.address, "tcp", failures)
