@@ -6,6 +6,7 @@ import re
 import threading
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from time import monotonic
 
 import numpy as np
 import pytest
@@ -13,14 +14,18 @@ import pytest
 from commsched.core.errors import ConfigError, PeerLost, TransportError
 from commsched.core.manifest import Manifest, TensorSpec
 from commsched.core.task import CommTask, Partition
+from commsched.net.proof import NONCE_BYTES, PROOF_BYTES
+from commsched.net.tls import identity_of
 from commsched.testing.check_transport import check_transport
 from commsched.testing.checked_world import world_of
 from commsched.transports.backends.ps import open_transport
+from commsched.transports.backends.ps.tcp_connection import HandshakeRejected, client_handshake, read_exactly, server_handshake
+from commsched.transports.backends.ps.tls_connection import secure_server, secure_worker
 
 from ....net.relay import Relay, nothing
 from ...worlds import TOKEN, a_context, a_shard, open_ps
 from .test_damage import BYTES, VALUE
-from .test_tcp import dial, everything_from
+from .test_tcp import dial, everything_from, socket_pair
 from .test_transport import Ended, Failures
 
 LANES = ["tcp", "grpc"]
@@ -184,6 +189,41 @@ def test_a_setting_that_one_of_them_lacks_is_named(worker, server, lane, said):
     with closing(a_shard(None, Failures(), lane=lane, security=server)) as shard:
         with pytest.raises(ConfigError, match=re.escape(f"server 0 at {shard.address} {said}")):
             connect(shard.address, lane, Failures(), security=worker)
+
+
+def test_who_has_a_certificate_cannot_pass_on_the_proof_of_a_member():
+    """It ends the worker's connection, begins one of its own to the server, and passes everything on."""
+    workers, its, servers = (identity_of("tls", TOKEN, None) for _ in range(3))
+    raised = []
+
+    def run(part):
+        try:
+            part()
+        except Exception as error:
+            raised.append((type(error), str(error)))
+
+    def worker():
+        client_handshake(secure_worker(to_worker, "server 0", workers, 60), "server 0", TOKEN, "", 60)
+
+    def server():
+        server_handshake(secure_server(to_server, servers, 60), TOKEN, 60)
+
+    def pass_on():
+        from_worker, from_server = secure_server(near_worker, its, 60), secure_worker(near_server, "server 0", its, 60)
+        deadline = monotonic() + 60
+        from_worker.sendall(read_exactly(from_server, 4 + NONCE_BYTES, deadline))
+        from_server.sendall(read_exactly(from_worker, 4 + NONCE_BYTES + PROOF_BYTES + 1, deadline))
+        from_worker.sendall(read_exactly(from_server, 1, deadline))
+
+    with socket_pair() as (near_worker, to_worker), socket_pair() as (near_server, to_server):
+        threads = [threading.Thread(target=run, args=(part,)) for part in (worker, server, pass_on)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    refused = (HandshakeRejected, "it does not have this job's token")
+    not_admitted = (ConfigError, "server 0 has another token; set the same COMMSCHED_TOKEN everywhere")
+    assert sorted(raised, key=str) == sorted([refused, not_admitted], key=str)
 
 
 def test_a_stranger_who_sends_nonsense_costs_the_job_nothing():
