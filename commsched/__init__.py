@@ -17,6 +17,7 @@ from .core.errors import (
     UnsupportedError,
 )
 from .core.scheduler import SchedulerConfig
+from .session.elastic import Elastic
 from .session.process import end_first, init, require_world_size, shutdown
 from .session.session import Session
 from .version import __version__
@@ -27,6 +28,7 @@ __all__ = [
     "init",
     "require_world_size",
     "shutdown",
+    "Elastic",
     "Session",
     "SchedulerConfig",
     "CommschedError",

@@ -9,7 +9,7 @@ import math
 import re
 import threading
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, TypedDict
@@ -17,6 +17,9 @@ from typing import Any, Literal, TypedDict
 from .core.errors import ConfigError
 from .core.policies import policy_names
 from .core.scheduler import COLLECTIVES, MAX_PARTITION_BYTES, SchedulerConfig
+
+#: The most connections between a rank and a server. Each has two threads at both ends.
+MAX_FLOWS = 32
 
 # --- parsers: each raises ConfigError, which names ``key``, the value and the right form, for a value of another form ---
 
@@ -133,6 +136,13 @@ def _count(value: object, key: str) -> int:
     return int(str(value))
 
 
+def _flows(value: object, key: str) -> int:
+    text = str(value).strip()
+    if not text.isdecimal() or not 1 <= int(text) <= MAX_FLOWS:
+        raise ConfigError(f"{key}={value!r} is not a number of connections; write 1 to {MAX_FLOWS}")
+    return int(text)
+
+
 def _text(value: object, key: str) -> str:
     return str(value)
 
@@ -232,6 +242,14 @@ class Settings:
         same_on_all_ranks=True,
         run_option=True,
         server_option=True,
+        some_transports=True,
+    )
+    flows: int = _setting(
+        _flows,
+        1,
+        "connections between a rank and each server, for networks that cap a single one (lane tcp)",
+        same_on_all_ranks=True,
+        run_option=True,
         some_transports=True,
     )
     security: str = _setting(
@@ -408,6 +426,9 @@ class Settings:
         values: dict[str, Any] = {}
         given: set[str] = set()
         environment = {key: value for key, value in environ.items() if key.startswith("COMMSCHED_") and key not in NOT_SETTINGS}
+        for key in environ:
+            if (meant := _misspelled(key, known)) is not None:
+                raise ConfigError(f"{key} is not a setting; did you mean {meant}?")
         config = environ.get("COMMSCHED_CONFIG")
         sources: list[tuple[Callable[[str], str], Mapping[str, Any]]] = [
             (lambda key: f"{key} in {config}", _read_toml(config) if config else {}),
@@ -423,6 +444,25 @@ class Settings:
                     if place > 0 or "tuned" not in source:
                         given.add(key)
         return cls(**values, given=frozenset(given))
+
+
+#: How like ``COMMSCHED`` another prefix of a variable is, from 0 to 1, to be taken for it: COMSCHED and COMMSCHEDULER are.
+_LIKE_OURS = 0.8
+
+
+def _misspelled(variable: str, known: Collection[str]) -> str | None:
+    """The variable that was likely meant by ``variable``, if that has not our prefix but almost, and then a setting."""
+    if "COMMSCHED_" in variable:
+        return None  # ours, or one of ours under another name, OLD_COMMSCHED_LOG, which switches it off
+    parts = variable.upper().split("_")
+    for end in (1, 2):  # COMSCHED_LOG, COMM_SCHED_LOG
+        prefix, key = "".join(parts[:end]), "_".join(parts[end:])
+        if difflib.SequenceMatcher(None, prefix, "COMMSCHED").ratio() < _LIKE_OURS:
+            continue
+        words = [*map(str.upper, known), *(name.removeprefix("COMMSCHED_") for name in NOT_SETTINGS)]
+        if close := difflib.get_close_matches(key, words, 1, _LIKE_OURS):
+            return f"COMMSCHED_{close[0]}"
+    return None
 
 
 def _hint(key: str, value: object, label: Callable[[str], str]) -> str:
@@ -444,6 +484,7 @@ class SettingsKeywords(TypedDict, total=False):
     transport: str | None
     servers: str | Sequence[str] | None
     lane: Literal["tcp", "grpc"] | None
+    flows: int | str | None
     security: Literal["none", "tls"] | None
     order: Literal["agreed", "static"] | None
     collective: Literal["auto", "all_reduce", "rsag"] | None
@@ -476,10 +517,12 @@ class SettingsKeywords(TypedDict, total=False):
     rendezvous: str | Path | None
 
 
-#: ``COMMSCHED_*`` variables that are not settings: the rank and world (see ``core/world.py``), and the name of the TOML file.
+#: ``COMMSCHED_*`` variables that are not settings: the rank and world (see ``core/world.py``), the launcher's socket in an
+#: elastic job, and the name of the TOML file.
 NOT_SETTINGS = frozenset(
     {
         "COMMSCHED_CONFIG",
+        "COMMSCHED_ELASTIC",
         "COMMSCHED_RANK",
         "COMMSCHED_WORLD_SIZE",
         "COMMSCHED_LOCAL_RANK",

@@ -16,6 +16,7 @@ DELIBERATE = {
     "BACKEND",
     "ComparedWeights",
     "Device",
+    "ElasticPart",
     "FloatArray",
     "GradientExchange",
     "ITEMSIZE",

@@ -213,6 +213,7 @@ def test_what_is_like_nothing_is_answered_with_all_there_is() -> None:
     [
         ("servers", "10.0.0.1"),
         ("lane", "pigeon"),
+        ("flows", "0"),
         ("order", "any"),
         ("wire", "float8"),
         ("hierarchy", "maybe"),
@@ -237,9 +238,43 @@ def test_a_bad_value_names_its_key_as_the_user_wrote_it(tmp_path: Path, key: str
     assert refused({"COMMSCHED_CONFIG": str(file)}).startswith(f"{key} in {file}={value!r} is ")
 
 
+@pytest.mark.parametrize("value", [0, 33, "many", 1.5, True])
+def test_a_number_of_flows_is_between_1_and_32(value: object) -> None:
+    assert refused(flows=value) == f"flows={value!r} is not a number of connections; write 1 to 32"
+
+
+def test_flows_may_be_a_number_or_its_text() -> None:
+    assert [load(flows=value).flows for value in (1, " 32 ", "5")] == [1, 32, 5]
+
+
 def test_a_partition_has_an_upper_bound() -> None:
     assert load(partition=MAX_PARTITION_BYTES).partition == MAX_PARTITION_BYTES
     assert refused(partition="1GiB") == "partition='1GiB' is more than the largest partition, 256MiB"
+
+
+@pytest.mark.parametrize(
+    ("variable", "meant"),
+    [
+        ("COMSCHED_PARTITION", "COMMSCHED_PARTITION"),
+        ("COMMSHED_LOG", "COMMSCHED_LOG"),
+        ("COMM_SCHED_FAIL_AFTER", "COMMSCHED_FAIL_AFTER"),
+        ("COMMSCHEDULER_RATE", "COMMSCHED_RATE"),
+        ("commsched_token", "COMMSCHED_TOKEN"),
+        ("COMSCHED_PARTITON", "COMMSCHED_PARTITION"),
+        ("COMMSCHD_WORLD_SIZE", "COMMSCHED_WORLD_SIZE"),
+        ("COMMSHED_CONFIG", "COMMSCHED_CONFIG"),
+    ],
+)
+def test_a_prefix_that_is_almost_ours_is_noticed(variable: str, meant: str) -> None:
+    assert refused({variable: "1"}) == f"{variable} is not a setting; did you mean {meant}?"
+
+
+@pytest.mark.parametrize(
+    "variable",
+    ["COMMAND_LOG", "COMMS_TOKEN", "SCHED_RATE", "COMMSHED_VERSION_ID", "COMSCHED", "_", "RANK", "OLD_COMMSCHED_LOG"],
+)
+def test_the_variables_of_others_are_theirs(variable: str) -> None:
+    assert load({variable: "1"}) == load()
 
 
 def test_an_unknown_policy_is_answered_with_those_there_are() -> None:

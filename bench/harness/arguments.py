@@ -104,6 +104,7 @@ _TRANSPORTS = [name for name in transport_names() if name != "local"]  # which i
 _OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "transport": {"metavar": "NAME", "help": f"transport of the gradients: {', '.join(_TRANSPORTS)}"},
     "lane": {"metavar": "{tcp,grpc}", "help": "connections to the parameter server", "absent": "tcp"},
+    "flows": {"type": at_least(1), "metavar": "N", "help": "connections between a rank and a server, over ps by tcp"},
     "security": {"metavar": "{none,tls}", "help": "encryption, over ps"},
     "order": {"help": "how ranks agree on the order of collectives: agreed or static"},
     "policy": {"help": "policy of the scheduler"},
@@ -139,8 +140,8 @@ _OPTIONS: Mapping[str, Mapping[str, Any]] = {
 
 #: The options that choose one transport, the numbers of ranks and servers, and their defaults.
 TRANSPORT_OPTIONS = {
-    **{"transport": "ps", "lane": "tcp", "security": "none", "order": "agreed", "policy": "priority", "collective": "auto"},
-    **{"wire": "none", "hierarchy": "auto", "workers": 2, "servers": 0},
+    **{"transport": "ps", "lane": "tcp", "flows": 1, "security": "none", "order": "agreed", "policy": "priority"},
+    **{"collective": "auto", "wire": "none", "hierarchy": "auto", "workers": 2, "servers": 0},
 }
 
 
@@ -182,7 +183,7 @@ def transport_columns(args: argparse.Namespace) -> dict[str, Any]:
 def transport_words(args: argparse.Namespace) -> str:
     """The transport in words, such as ``ps over tcp`` or ``gloo``, and all settings that are not the default."""
     words = [f"{args.transport} over {args.lane}" if args.transport == "ps" else args.transport]
-    for name in ("security", "order", "policy", "collective", "wire", "hierarchy"):
+    for name in ("flows", "security", "order", "policy", "collective", "wire", "hierarchy"):
         if getattr(args, name) != TRANSPORT_OPTIONS[name]:
             words.append(f"{name} {getattr(args, name)}")
     return ", ".join(words)

@@ -2,7 +2,7 @@
 
 A :class:`Cluster` gives every host a network namespace of its own. A bridge joins them, and ``tc tbf`` shapes each host's link
 in both directions. The bridge has a namespace too, so that it is invisible outside. A cluster needs root, iproute2 and the
-kernel's veth, bridge and tbf.
+kernel's veth, bridge and tbf; htb and u32 too, if single connections are capped.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import os
 import re
 import signal
 import subprocess
+import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -83,17 +85,19 @@ class Cluster:
         hosts: names of the hosts, at most 250.
         rate: rate of every link in each direction, in ``tc``'s notation (``"1gbit"``), or one rate for each host; None means
             not shaped.
+        flow_rate: rate of each TCP connection in each direction, as clouds cap it, on links with a rate.
 
     Raises:
         ConfigError: a rate is invalid.
         ClusterUnavailable: raised on entering; the message says what is missing.
     """
 
-    def __init__(self, hosts: Sequence[str], rate: str | Mapping[str, str] | None) -> None:
+    def __init__(self, hosts: Sequence[str], rate: str | Mapping[str, str] | None, flow_rate: str | None = None) -> None:
         if len(set(hosts)) != len(hosts) or not 0 < len(hosts) <= 250:
             raise ValueError(f"a cluster has 1 to 250 hosts with different names, not {list(hosts)}")
         rates = dict.fromkeys(hosts, rate) if rate is None or isinstance(rate, str) else {h: rate[h] for h in hosts}
         self._rates = {host: None if each is None else parse_rate(each) for host, each in rates.items()}
+        self._flow_rate = None if flow_rate is None else parse_rate(flow_rate)
         self._number = {host: number for number, host in enumerate(hosts, 1)}
         self._prefix = f"commsched-bench-{os.getpid()}-{_started(os.getpid())}-{next(_serial)}"
         self._stack = ExitStack()
@@ -137,7 +141,7 @@ class Cluster:
             _ip("-n", inside, "link", "set", "lo", "up")
             _ip("-n", inside, "link", "set", "eth0", "up")
             _route(inside, self.address(host))
-            _shape(inside, "eth0", self._rates[host])
+            _shape(inside, "eth0", self._rates[host], self._flow_rate)
             _shape(bridge, port, self._rates[host])
 
     def _remove_all(self) -> None:
@@ -153,10 +157,14 @@ def _route(namespace: str, address: str) -> None:
     _ip("-n", namespace, "route", "replace", *route, "congctl", CONGESTION_CONTROL)
 
 
-def _shape(namespace: str, device: str, rate_bytes_per_second: float | None) -> None:
+def _shape(
+    namespace: str, device: str, rate_bytes_per_second: float | None, flow_bytes_per_second: float | None = None
+) -> None:
     if rate_bytes_per_second is None:
         return
     rate = f"{round(rate_bytes_per_second * 8)}bit"
+    if flow_bytes_per_second is not None:
+        return _cap_flows(namespace, device, rate, flow_bytes_per_second)
     _command(
         "tc",
         "-n",
@@ -174,6 +182,39 @@ def _shape(namespace: str, device: str, rate_bytes_per_second: float | None) -> 
         "latency",
         "50ms",
     )
+
+
+#: The ports of a host with capped flows: so few that every pair of a port here and a port there has a class of its own.
+_FIRST_PORT, _PORTS = 32768, 32
+_FLOW_BURST_BYTES = 64 * 1024  # a packet that the network card would cut has as many
+
+
+def _cap_flows(namespace: str, device: str, rate: str, flow_bytes_per_second: float) -> None:
+    ports = range(_FIRST_PORT, _FIRST_PORT + _PORTS)
+    change = "import sys; open('/proc/sys/net/ipv4/ip_local_port_range', 'w').write(sys.argv[1])"
+    _command("ip", "netns", "exec", namespace, sys.executable, "-c", change, f"{ports[0]} {ports[-1]}")
+    cap = f"ceil {round(flow_bytes_per_second * 8)}bit burst {_FLOW_BURST_BYTES} cburst {_FLOW_BURST_BYTES} quantum 65536"
+    queued = max(BURST_BYTES, round(0.05 * flow_bytes_per_second))  # as much as 50 ms, like the ``latency`` of tbf
+    lines = [
+        f"qdisc add dev {device} root handle 1: htb default 2",
+        f"class add dev {device} parent 1: classid 1:1 htb rate {rate} burst {BURST_BYTES} cburst {BURST_BYTES}",
+        f"class add dev {device} parent 1:1 classid 1:2 htb rate {rate} burst {BURST_BYTES} cburst {BURST_BYTES} quantum 65536",
+        # The first port chooses a bucket of a hash table, in which the rules compare both.
+        f"filter add dev {device} parent 1: protocol ip prio 1 handle 2: u32 divisor {_PORTS}",
+        f"filter add dev {device} parent 1: protocol ip prio 1 u32 ht 800:: match ip protocol 6 0xff "
+        f"hashkey mask 0x{_PORTS - 1:04x}0000 at 20 link 2:",
+    ]
+    for number, (here, there) in enumerate(itertools.product(ports, ports), 0x100):
+        lines += [
+            f"class add dev {device} parent 1:1 classid 1:{number:x} htb rate 64kbit {cap}",
+            f"qdisc add dev {device} parent 1:{number:x} bfifo limit {queued}",
+            f"filter add dev {device} parent 1: protocol ip prio 1 u32 ht 2:{here % _PORTS:x}: match ip sport {here} 0xffff "
+            f"match ip dport {there} 0xffff flowid 1:{number:x}",
+        ]
+    with tempfile.NamedTemporaryFile("w", prefix="commsched-bench-") as batch:
+        batch.write("\n".join(lines))
+        batch.flush()
+        _command("tc", "-n", namespace, "-batch", batch.name)
 
 
 def _remove_leftovers() -> None:

@@ -34,7 +34,8 @@ class Job:
     or a mapping with the rate of each host (``worker0``, .., ``server0``, ..), which needs shaped links. ``ranks_per_host``
     ranks share a host and its link; without a bandwidth all ranks are on one host. ``mpi`` says that some gradients travel by
     MPI, whatever the setting ``transport`` is. ``auto_sizes``: partition and credit choose themselves, as in a user's job,
-    unless ``settings`` has them; otherwise they stay until the job changes them."""
+    unless ``settings`` has them; otherwise they stay until the job changes them. ``flow_bandwidth`` is the rate of each TCP
+    connection on shaped links."""
 
     workers: int
     servers: int = 0
@@ -44,6 +45,7 @@ class Job:
     ranks_per_host: int = 1
     mpi: bool = False
     auto_sizes: bool = False
+    flow_bandwidth: str | None = None
 
     @property
     def hosts(self) -> int:
@@ -104,22 +106,22 @@ def run_job(job: Job, module: str, arguments: Mapping[str, Any]) -> Outcome:
             return Outcome(_run(hosts, job, {}, module, arguments), "loopback")
     with ExitStack() as stack:
         try:
-            cluster = stack.enter_context(Cluster(_host_names(job), job.bandwidth))
+            cluster = stack.enter_context(Cluster(_host_names(job), job.bandwidth, job.flow_bandwidth))
         except ClusterUnavailable as error:
-            if not isinstance(job.bandwidth, str) or not job.caps_itself:
+            if not isinstance(job.bandwidth, str) or not job.caps_itself or job.flow_bandwidth is not None:
                 raise
             print(f"no shaped links here, so each rank limits its sending rate to {job.bandwidth}: {error}", file=sys.stderr)
         else:
-            return Outcome(
-                _run(cluster, job, _several_machines(cluster, job), module, arguments), f"{_words(job.bandwidth)} tbf"
-            )
+            return Outcome(_run(cluster, job, _several_machines(cluster, job), module, arguments), _words(job))
     with Loopback() as hosts:
         cap = {"COMMSCHED_RATE": job.bandwidth}
         return Outcome(_run(hosts, job, cap, module, arguments), f"{job.bandwidth} cap in the transport")
 
 
-def _words(bandwidth: str | Mapping[str, str]) -> str:
-    return bandwidth if isinstance(bandwidth, str) else ",".join(bandwidth.values())
+def _words(job: Job) -> str:
+    assert job.bandwidth is not None
+    rates = job.bandwidth if isinstance(job.bandwidth, str) else ",".join(job.bandwidth.values())
+    return f"{rates} tbf" if job.flow_bandwidth is None else f"{rates}, each connection {job.flow_bandwidth} htb"
 
 
 def _host_names(job: Job) -> list[str]:

@@ -13,9 +13,8 @@ from itertools import pairwise
 from commsched import ConfigError
 from commsched.settings import parse_rate
 from commsched.simulator.scenario import bytes_factor
-from commsched.transports.hierarchy.topology import NETWORK_SETTINGS, HostTopology, RankLocation, is_wanted
+from commsched.transports.hierarchy.topology import HostTopology, RankLocation, is_wanted
 
-from .arguments import TRANSPORT_OPTIONS
 from .cluster import BURST_BYTES
 
 
@@ -139,8 +138,8 @@ class Route:
             ConfigError: see ``is_wanted``.
         """
         sharing = args.workers if getattr(args, "bandwidth", None) is None else ranks_per_host
-        sets = any(getattr(args, name) != default for name, default in TRANSPORT_OPTIONS.items() if name in NETWORK_SETTINGS)
-        seats = [RankLocation(f"host {rank // sharing}", rank % sharing, True, sets) for rank in range(args.workers)]
+        # A benchmark always names its transport, which counts as a user's setting.
+        seats = [RankLocation(f"host {rank // sharing}", rank % sharing, True, True) for rank in range(args.workers)]
         hierarchical = is_wanted(args.hierarchy, args.collective, HostTopology.of(seats), seats)
         each = sharing if hierarchical else ranks_per_host
         return cls(args.workers // each, each, args.servers, hierarchical, args.wire)

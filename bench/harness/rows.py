@@ -23,7 +23,8 @@ Row = dict[str, Any]
 class Header:
     """The values that are the same in all rows of one run and known before it.
 
-    ``bandwidth_bps`` is the bandwidth of the slowest link. ``lane`` is the lane of the parameter server, if there is one.
+    ``bandwidth_bps`` is the bandwidth of the slowest link. ``lane`` is the lane of the parameter server, if there is one, and
+    ``flows`` the number of its connections between a worker and a shard.
     ``commit`` is the commit of the program. ``clip`` is how every loop uses all averages before an update; see ``loop.Loop``.
     ``device`` is the kind of the device that computes.
     """
@@ -39,6 +40,7 @@ class Header:
     commit: str | None = None
     clip: str | None = None
     device: str = "cpu"
+    flows: int = 1
 
 
 def make_rows(header: Header, by_rank: Sequence[Mapping[str, Any]]) -> list[Row]:
@@ -135,7 +137,7 @@ def _row(
     samples = list(slowest([rank["seconds"] for rank in by_rank]))
     step_seconds = median_interval(samples)
     compute, comm = sum(map(sum, times)), per_byte * sum(layers.nbytes)
-    lane = header.lane if system["transport"] == "ps" else None
+    lane, flows = (header.lane, header.flows) if system["transport"] == "ps" else (None, 1)
     cpu = sum(rank["cpu_seconds"] / len(rank["seconds"]) for rank in by_rank) / len(by_rank)
     difference = max(rank["max_difference"] for rank in by_rank)
     return {
@@ -149,7 +151,7 @@ def _row(
         "emulated": header.emulated,
         "transport": system["transport"],
         "lane": lane,
-        "config": system["words"] if lane is None else f"{system['words']}, {lane} lane",
+        "config": system["words"] + ("" if lane is None else f", {lane} lane") + (f", {flows} flows" if flows > 1 else ""),
         "partition_bytes": system["partition_bytes"],
         "credit_bytes": system["credit_bytes"],
         "gradient_bytes": sum(layers.nbytes),

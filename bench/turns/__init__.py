@@ -59,6 +59,7 @@ class TrainOptions:
         settle: number of steps, at least 3, before them that do not count; a static order adds 7.
         transport: transport of systems on commsched that do not name one.
         lane: lane of the parameter server's bytes; None means the default.
+        flows: connections between a rank and each shard or server.
         partition, credit: sizes for systems on commsched, such as ``"1MB"``; with ``"auto"`` they choose themselves, as in a
             job that does not set them.
         clip: how every loop uses all averages before an update: ``"norm"`` (``clip_grad_norm_``), ``"scaler"``
@@ -81,6 +82,7 @@ class TrainOptions:
     settle: int = 3
     transport: str = "ps"
     lane: str | None = None
+    flows: int = 1
     partition: str = "auto"
     credit: str = "auto"
     clip: str | None = None
@@ -111,7 +113,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--servers", type=_servers, default=default.servers, metavar="K", help=servers_help)
     bandwidth_help = "rate of each link, such as 500mbit; or RATE,RATE,... for each host, workers first (default: loopback)"
     group.add_argument("--bandwidth", type=_rates, metavar="RATE", help=bandwidth_help)
-    add("settings of commsched", "transport", "lane", "partition", "credit")
+    add("settings of commsched", "transport", "lane", "flows", "partition", "credit")
     add("how long", "rounds", "steps", "settle")
     group = parser.add_argument_group("time limit and result")
     add_options(group, timeout=f"{default.timeout_seconds:g}", json=None)
@@ -192,6 +194,7 @@ def measure_rows(options: TrainOptions, world: World | None = None, show_progres
         with relayed_lines() if show_progress else nullcontext() as progress:
             outcome = run_job(job, module, arguments | {"progress": progress})
         links.require_as_planned(outcome.link, missing)
+    used = Settings.load(settings, {} if world is None else os.environ)
     header = Header(
         model=(f"{options.model} (reduced)" if scaling is None else scaling.real.model)
         + (" (compiled)" if options.compile else ""),
@@ -201,7 +204,8 @@ def measure_rows(options: TrainOptions, world: World | None = None, show_progres
         link=outcome.link,
         emulated=scaling is not None,
         stands_for=None if scaling is None or links.rates is None else scaling.stands_for(min(links.rates)),
-        lane=Settings.load(settings, {} if world is None else os.environ).lane,
+        lane=used.lane,
+        flows=used.flows,
         commit=commit(),
         clip=options.clip,
         device=options.device,
@@ -241,6 +245,8 @@ def _settings(options: TrainOptions, own: Carrier) -> dict[str, str]:
     found = {"transport": own.transport, "partition": options.partition, "credit": options.credit}
     if own.order != Carrier(own.transport).order:
         found["order"] = own.order
+    if options.flows != TrainOptions().flows:
+        found["flows"] = str(options.flows)
     return found if options.lane is None else {**found, "lane": options.lane}
 
 

@@ -14,29 +14,41 @@ from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 from types import FrameType
+from typing import Any
 
 from ..core import timeouts
 from ..core.errors import TransportError, ranks_text
 from ..core.ports import free_port
 from ..core.standard_streams import say_error
 from ..session.log import NOTHING_MADE
+from ..session.membership import ELASTIC
 from ..settings import parse_switch
 from . import launch_guard
 
 
-def run(ranks: int, servers: int, command: Sequence[str], environ: Mapping[str, str], *, stdout: int | None = None) -> int:
+def run(
+    ranks: int,
+    servers: int,
+    command: Sequence[str],
+    environ: Mapping[str, str],
+    elastic: Elasticity | None = None,
+    *,
+    stdout: int | None = None,
+) -> int:
     """Run ``command`` once per rank. Returns 0, or the exit code of the process that failed first, which stderr names. The code
     is 128 plus the signal's number if a signal killed that process or interrupted the job.
 
     ``stdout`` is a descriptor to which ranks print instead of this process's stdout.
     ``environ`` is the environment of every process; the variables that make the process a part of the job are added to it.
+    With ``elastic`` the job outlives the loss of processes, see ``elastic.py``.
+
     Installs handlers that pass SIGINT, SIGTERM and SIGHUP on to every process, so it must be called from the main thread. A
     SIGINT or SIGHUP that is ignored stays ignored.
     """
     with tempfile.TemporaryDirectory(prefix="commsched-") as directory:
         environ = {
             "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // ranks)),  # otherwise every engine takes all cores
-            **environ,
+            **{name: value for name, value in environ.items() if name != ELASTIC},  # a rank of an elastic job may call this
             "COMMSCHED_TOKEN": secrets.token_hex(32),
             "COMMSCHED_RENDEZVOUS": f"{directory}/control.json",
             # Variables of torchrun, for scripts that initialise torch.distributed or split their data by them.
@@ -45,10 +57,14 @@ def run(ranks: int, servers: int, command: Sequence[str], environ: Mapping[str, 
         }
         told = Path(directory, "told")
         environ = {**environ, "COMMSCHED_LAUNCHER_FILE": str(told)}
+        if elastic is not None:
+            from .elastic import ElasticJob
+
+            return ElasticJob(directory, told, servers, command, environ, elastic).run(ranks)
         job = _Job(directory, told)
         try:
             if servers:
-                environ["COMMSCHED_SERVERS"] = ",".join(job.start_server(environ) for _ in range(servers))
+                environ["COMMSCHED_SERVERS"] = ",".join(job.start_servers(servers, environ))
             for rank in range(ranks):
                 job.start_rank(command, environ, rank, ranks, stdout)
             code = job.wait()
@@ -59,6 +75,18 @@ def run(ranks: int, servers: int, command: Sequence[str], environ: Mapping[str, 
             return job.exit_code()
         finally:
             job.kill()
+
+
+@dataclass(frozen=True, slots=True)
+class Elasticity:
+    """The bounds within which an elastic job goes on. ``max_restarts``: the number of processes that may be started in place of
+    lost ones. ``min_ranks``: the job ends if fewer are left. ``replace_within_seconds``: the others wait no longer for a new
+    process, if they are enough."""
+
+    min_ranks: int
+    max_restarts: int
+    join_within_seconds: float
+    replace_within_seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +111,7 @@ class _Job:
         self._names: dict[int, str] = {}
         self._alive: set[int] = set()
         self._ranks: dict[int, int] = {}  # by pid
-        self._events: SimpleQueue[_Event] = SimpleQueue()
+        self._events: SimpleQueue[Any] = SimpleQueue()  # each an _Event; in an elastic job also what its processes ask
         self._failures: list[_Event] = []  # in the order of their ends
         self._ended_well: list[int] = []  # ranks
         self._ended_by_us: list[str] = []
@@ -101,9 +129,13 @@ class _Job:
             if number == signal.SIGTERM or signal.getsignal(number) is not signal.SIG_IGN:  # nohup, or a shell's &, sets it
                 signal.signal(number, self._pass_on)
 
-    def start_server(self, environ: Mapping[str, str]) -> str:
+    def start_servers(self, count: int, environ: Mapping[str, str]) -> list[str]:
+        """Start servers, side by side, and return their addresses."""
         command = [sys.executable, "-m", "commsched", "server", "--bind", "127.0.0.1:0"]
-        process = self._start(f"server {len(self._processes)}", command, environ, stdout=subprocess.PIPE)
+        started = [self._start(f"server {number}", command, environ, stdout=subprocess.PIPE) for number in range(count)]
+        return [self._address_of(server) for server in started]
+
+    def _address_of(self, process: subprocess.Popen[str]) -> str:
         assert process.stdout is not None
         line = process.stdout.readline()
         if "listening on " not in line:
@@ -113,10 +145,13 @@ class _Job:
 
     def start_rank(
         self, command: Sequence[str], environ: Mapping[str, str], rank: int, ranks: int, stdout: int | None = None
-    ) -> None:
+    ) -> int:
+        """Start a process, and return its pid."""
         world = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": ranks}
         place = {f"{prefix}{name}": str(value) for prefix in ("COMMSCHED_", "") for name, value in world.items()}
-        self._ranks[self._start(f"rank {rank}", command, {**environ, **place}, stdout).pid] = rank
+        pid = self._start(f"rank {rank}", command, {**environ, **place}, stdout).pid
+        self._ranks[pid] = rank
+        return pid
 
     def _start(
         self, name: str, command: Sequence[str], environ: Mapping[str, str], stdout: int | None = None
@@ -162,12 +197,15 @@ class _Job:
     def _cause(self) -> _Event | None:
         """The first failure that is no consequence of another failure, and that we did not cause. A server's error exit always
         is a consequence: the server was notified of the failure."""
-        innocent = {None, *self._ranks_that("heard")}
         for failure in self._failures:
             by_itself = self._names[failure.pid] not in self._ended_by_us
-            if by_itself and (failure.exit_code < 0 or self._ranks.get(failure.pid) not in innocent):
+            if by_itself and (failure.exit_code < 0 or not self._has_heard(failure.pid)):
                 return failure
         return None
+
+    def _has_heard(self, pid: int) -> bool:
+        """Whether the process has ended, if with an error, as a consequence of another's."""
+        return self._ranks.get(pid) in {None, *self._ranks_that("heard")}
 
     def _watch(self, pid: int) -> None:
         """Enqueue an event for the end of a process, without reaping it, and for each time it is stopped."""

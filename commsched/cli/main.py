@@ -12,16 +12,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, fields
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..control.rendezvous import read_token, require_strong
 from ..core.errors import CommschedError, ConfigError
 from ..core.standard_streams import occupy, say_error
+from ..session.membership import require_can_be_elastic
 from ..session.metrics import require_library
 from ..session.opening import quiet_grpc
 from ..settings import OneOf, Settings, parse_address, parse_rate
 from ..transports import require_transport, without_effect
 from ..version import __version__
+
+if TYPE_CHECKING:
+    from .launch import Elasticity
 
 #: Options of ``commsched tune`` that have another name than their setting, with the setting's name.
 _TUNE_OPTIONS = {"budget": "tune", "out": "tune_out", "by": "tune_by", "policies": "tune_policies"}
@@ -72,7 +76,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _add_run(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "commsched run -n N [--servers K] [options] COMMAND ..."
+    parser.usage = "commsched run -n N [--servers K] [--elastic] [options] COMMAND ..."
+    elastic = parser.add_argument_group("lost ranks")
+    elastic_help = "go on when ranks are lost; the script uses commsched.Elastic (default: a lost rank ends the job)"
+    elastic.add_argument("--elastic", action="store_true", help=elastic_help)
+    restarts_help = "with --elastic: so many processes may be started in place of lost ones (default: 3)"
+    elastic.add_argument("--max-restarts", type=_at_least(0), metavar="K", help=restarts_help)
+    min_help = "with --elastic: without restarts left, go on with fewer ranks, but not fewer than this (default: N)"
+    elastic.add_argument("--min", type=_at_least(1), metavar="N", help=min_help)
+    replace_help = (
+        "with --elastic and --min: wait so long for a new process, and then go on without it until it comes (default: 30)"
+    )
+    elastic.add_argument("--replace-within", type=_seconds, metavar="SECONDS", help=replace_help)
     _add_job(parser)
     parser.set_defaults(function=_run)
 
@@ -81,8 +96,29 @@ def _run(arguments: argparse.Namespace) -> int:
     from .launch import run
 
     options = _given(arguments, Settings.names("run_option"))
-    _checked(options, arguments)
-    return run(arguments.ranks, arguments.servers, arguments.command, _environ(options))
+    settings = _checked(options, arguments)
+    elastic = _elasticity(arguments, settings)
+    job = arguments.ranks, arguments.servers, arguments.command, _environ(options)
+    return run(*job) if elastic is None else run(*job, elastic)
+
+
+def _elasticity(arguments: argparse.Namespace, settings: Settings) -> Elasticity | None:
+    from .launch import Elasticity
+
+    if not arguments.elastic:
+        for option in ("min", "max_restarts", "replace_within"):
+            if getattr(arguments, option) is not None:
+                raise ConfigError(f"--{option.replace('_', '-')} is for --elastic only")
+        return None
+    if arguments.ranks < 2 or settings.disable:
+        raise ConfigError("--elastic needs several ranks that train together")
+    require_can_be_elastic(settings)
+    min_ranks = arguments.ranks if arguments.min is None else arguments.min
+    if min_ranks > arguments.ranks:
+        raise ConfigError(f"--min {min_ranks} is more than the {arguments.ranks} ranks of -n")
+    max_restarts = 3 if arguments.max_restarts is None else arguments.max_restarts
+    replace_within = 30.0 if arguments.replace_within is None else arguments.replace_within
+    return Elasticity(min_ranks, max_restarts, settings.join_within, replace_within)
 
 
 def _add_tune(parser: argparse.ArgumentParser) -> None:
@@ -322,7 +358,7 @@ def _environ(options: Mapping[str, str]) -> dict[str, str]:
 
 #: The headings of options that are settings. Settings without one come last.
 _GROUPS = {
-    "network": ("transport", "lane", "security", "order", "collective", "wire", "hierarchy", "rate"),
+    "network": ("transport", "lane", "flows", "security", "order", "collective", "wire", "hierarchy", "rate"),
     "schedule": ("partition", "credit", "fusion", "policy"),
     "what is said and checked": ("log", "trace", "check_weights"),
 }

@@ -148,6 +148,7 @@ class ControlEnd:
                 self._stall_after_seconds,
             )
             del self._gathers[tag]
+            self._missing.pop(tag, None)
         parsed = {text: json.loads(text) for text in set(values)}
         return [parsed[text] for text in values]
 

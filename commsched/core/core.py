@@ -18,6 +18,7 @@ from weakref import WeakSet
 
 from .device import Device
 from .device_events import Event
+from .duplicates import SAMPLED_STEP, Duplicates, GradientSamples
 from .errors import (
     FEWER_BATCHES,
     FORKED,
@@ -41,7 +42,7 @@ from .plan import Partition, Plan, cut
 from .policies import make_policy
 from .reconfigure import Reconfiguration
 from .scheduler import COLLECTIVES, LAST_KEY, Scheduler, SchedulerConfig, is_key
-from .staging import StagedGroup, StagedTask, Staging
+from .staging import DeviceGroup, Kernels, StagedGroup, StagedTask, Staging
 from .stalls import RankProgress, Stalls, StepOfGroup, Wait, progress_of
 from .task import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, CommTask, State
 
@@ -104,6 +105,8 @@ class Core:
         self._looks = messenger is not None and transport.world_size > 1  # check that gradients are finite
         self._not_finite = NotFinite()  # used by the dispatcher thread only
         self._first_not_finite = FirstNotFinite(transport.world_size)
+        self._samples = GradientSamples()  # a step's tasks are done when they are taken
+        self._duplicates = Duplicates(transport.world_size)
         self._waits: list[Callable[[], Wait]] = []  # the current waits of engine threads
         self._lock = threading.Lock()
         self._wakes: SimpleQueue[None] = (
@@ -113,8 +116,10 @@ class Core:
         self._progress = threading.Condition(self._lock)  # engine threads wait on it
         self._agreement = self._make_agreement(config, order) if transport.ordered else None
         self._order: Order = self._agreement or Scheduler(make_policy(config.policy), config.credit_bytes)
-        self._groups: list[TensorGroup] = []
-        self._stagings: dict[Device, Staging] = {}
+        self._groups: dict[int, TensorGroup] = {}  # by number, those that may still be asked about
+        self._group_count = 0
+        self._last_steps: dict[int, int] = {}  # by number of a forgotten group: its steps, if not 1
+        self._kernels: dict[Device, Kernels] = {}
         self._failure: CommschedError | None = None
         self.has_raised = False  # the failure was raised to a caller
         self._failed_inside: CommschedError | None = None  # a failure found with the lock held; the dispatcher reports it
@@ -193,8 +198,9 @@ class Core:
 
     @property
     def group_count(self) -> int:
-        """The number of groups that were added, which is the index of the next one."""
-        return len(self._groups)
+        """The number of groups that were added, which is the index of the next one. No index is used twice, so a late message
+        of an old group is never taken for one of a new group."""
+        return self._group_count
 
     # --- engine threads ---
 
@@ -217,7 +223,8 @@ class Core:
         self, plan: Plan, buffers: Mapping[str, Buffer], collective: str | None = None, device: Device | None = None
     ) -> TensorGroup:
         """Add the tensors of ``plan`` as a group; ``buffers`` maps each dtype to its flat buffer of bytes. They are memory that
-        the transport averages, or memory of ``device``, whose gradients then travel from the host's memory.
+        the transport averages, or memory of ``device``. If that is not where the transport averages, gradients travel from the
+        host's memory.
 
         The caller ensures that all ranks add equal plans in the same order, each with the same ``collective``. ``None`` means
         the collective of ``config``.
@@ -226,20 +233,24 @@ class Core:
             TransportError: the job failed; the message names the first cause.
             CommschedError: any other error that ``Transport.add_group`` raises.
         """
-        staging = None if device is None else self._staging(device)
+        kernels = None if device is None else self._kernels_of(device)
         with self._lock:
             self._check()
             splits, nbytes = self._splits(collective or self.config.collective), plan.manifest.nbytes
             if plan.manifest.norms is not None:
                 # Rows are gathered, if there is a gather. They are never the largest group, whose order may be static.
                 splits, nbytes = ALL_GATHER in self._transport.verbs, 0
-            if staging is None:
-                group = TensorGroup(self, len(self._groups), plan, buffers, splits)
+            group: TensorGroup
+            if kernels is None:
+                group = TensorGroup(self, self._group_count, plan, buffers, splits)
+            elif isinstance(kernels, Staging):
+                group = StagedGroup(self, self._group_count, plan, buffers, splits, kernels)
             else:
-                group = StagedGroup(self, len(self._groups), plan, buffers, splits, staging)
+                group = DeviceGroup(self, self._group_count, plan, buffers, splits, kernels)
             if plan.manifest.norms is not None:
                 self._groups[plan.manifest.norms.group].add_norms(group)
-            self._groups.append(group)
+            self._groups[group.index] = group
+            self._group_count += 1
             self._changes.add_group(group)
             self._adopt_config()
             if self._agreement is not None:
@@ -261,6 +272,8 @@ class Core:
         """Release ``group``, and the groups of its norms, in the transport: each at once if none of its tasks is outstanding,
         otherwise when the last is done."""
         with self._lock:
+            if group.is_released:
+                return
             for each in (group, *group.norms):
                 each.is_released = True
             self._changes.drop_released()
@@ -282,13 +295,29 @@ class Core:
         return [group, *(norms for norms in group.norms if norms.active == 0 and norms.unfinished > 0)]
 
     def _forget(self, group: TensorGroup) -> None:
-        """Called with the lock held, when no task of the group is outstanding."""
+        """Drop all that is kept of the group: a job may average another value in each step. Called with the lock held, when no
+        task of the group is outstanding."""
         if self._agreement is not None:
             self._agreement.release(group.index)
+        self._changes.forget(group.index)
+        self._not_finite.forget(group.index)
+        self._samples.take(group.index)
         forgotten = self._pace.end(group.index, group.manifest.nbytes)
         if forgotten is not None:
             self._stragglers.forget(forgotten)
+            self._drop(self._groups.get(forgotten))
+        if not self._pace.knows(group.index):
+            self._drop(group)
         group.tasks = ()
+
+    def _drop(self, group: TensorGroup | None) -> None:
+        """Drop ``group``, unless its last step was broken off: ranks that wait for that step ask about it. Called with the lock
+        held."""
+        if group is None or group.unfinished:
+            return
+        self._groups.pop(group.index, None)
+        if group.next_step != 1:  # most had one step; an order is static only after several: see ``prepare_leave``
+            self._last_steps[group.index] = group.next_step
 
     def begin_step(self, group: TensorGroup) -> int:
         with self._lock:
@@ -308,6 +337,8 @@ class Core:
             if group.norms and group.unmeasured == 0:
                 self._norms_ready(group, now)
             report = self._pace.step_begins(group.index, step, now)
+            if report is not None and step == SAMPLED_STEP + 1:
+                report = report._replace(digest=self._samples.take(group.index))
         for observer in self.observers:
             observer.on_step(group.index, step, now)
         if (on_step := self.on_step) is not None:  # another thread may set it to None
@@ -343,7 +374,7 @@ class Core:
             for tensor in tensors:
                 observer.on_ready(group.index, tensor, now)
 
-    def notify_queued(self, group: StagedGroup, tensors: Sequence[int], after: Event) -> None:
+    def notify_queued(self, group: DeviceGroup, tensors: Sequence[int], after: Event) -> None:
         """Do what :meth:`notify_ready` does, for a group on a device, where the gradients are there ``after`` an event."""
         tasks: list[CommTask] = []
         with self._lock:
@@ -353,7 +384,7 @@ class Core:
                 tasks += group.gradients_written(tensors)
             finally:
                 # With the lock held: no other thread's event may come between the last gradient of a task and those before.
-                group.staging.notified(group, [tensor for tensor in tensors if tensor in group.notified], tasks, after)
+                group.kernels.notified(group, [tensor for tensor in tensors if tensor in group.notified], tasks, after)
 
     def _add(self, task: CommTask, now: float) -> None:
         """Called with the lock held."""
@@ -393,11 +424,18 @@ class Core:
     def pace(self, group: int, steps: int) -> PaceReport | None:
         """Medians over the last ``steps`` steps of ``group`` on this rank; None before its first step has ended. Any thread."""
         with self._lock:
-            return self._pace.latest(group, self._groups[group].step, steps)
+            known = self._groups.get(group)
+            return None if known is None else self._pace.latest(group, known.step, steps)
 
     def measures_norms(self, group: int) -> bool:
         """Whether norms of the averages of ``group`` are told before the averages. Any thread."""
-        return bool(self._groups[group].norms)
+        known = self._groups.get(group)
+        return known is not None and bool(known.norms)
+
+    @property
+    def same_gradients(self) -> tuple[int, ...]:
+        """On rank 0: the ranks that were found to have the same gradients, before these were averaged. Any thread."""
+        return self._duplicates.ranks
 
     def own_parts(self, group: int) -> dict[int, tuple[float, ...]]:
         """On rank 0: by rank, the seconds of a step of ``group`` without waiting, in each of the last parts that all ranks have
@@ -409,15 +447,15 @@ class Core:
         """Wait until every task that became ready is done, but for those stuck in a static order behind one that is not."""
         with self._lock:
             self._wait_until(lambda: not self._is_moving(), self._wait_for_last, drains=True)
-            stagings = list(self._stagings.values())
-        for staging in stagings:
-            staging.settle()
-        if stagings:
+            devices = list(self._kernels.values())
+        for kernels in devices:
+            kernels.settle()
+        if devices:
             with self._lock:  # a copy may have failed
                 self._wait_until(lambda: not self._reported, lambda: Wait("to learn why the job failed"))
 
     def _is_moving(self) -> bool:
-        return any(map(self._moves, self._groups))
+        return any(map(self._moves, self._groups.values()))
 
     def _moves(self, group: TensorGroup) -> bool:
         """Whether a task of ``group`` is outstanding and can start and finish without the engine."""
@@ -453,8 +491,8 @@ class Core:
         if self.config != self._changes.current:
             self.config = self._changes.current
             self._order.reconfigure(make_policy(self.config.policy), self.config.credit_bytes)
-            for staging in self._stagings.values():
-                staging.use(make_policy(self.config.policy))
+            for kernels in self._kernels.values():
+                kernels.use(make_policy(self.config.policy))
             self._rouse()
 
     # --- the dispatcher thread ---
@@ -510,8 +548,11 @@ class Core:
 
     def _start(self, task: CommTask) -> None:
         # Data on a device cannot be checked without waiting for the device. An all-gather sends averages, not gradients.
-        if self._looks and isinstance(task.data, memoryview) and not looks_finite(task.partition.dtype, task.data):
-            self._warn_of_not_finite(task)
+        if self._looks and isinstance(task.data, memoryview) and task.verb != ALL_GATHER:
+            if not looks_finite(task.partition.dtype, task.data):
+                self._warn_of_not_finite(task)
+            if task.step == SAMPLED_STEP:
+                self._samples.add(task, self._groups[task.group].manifest)
         self._call_transport(task, lambda: self._transport.start(task, self))
 
     def _call_transport(self, task: CommTask, call: Callable[[], None]) -> None:
@@ -562,7 +603,8 @@ class Core:
             report = PaceReport(*value)
             with self._lock:  # a rank may report its last steps of a group that is forgotten here
                 lines = self._stragglers.add(rank, report) if self._pace.knows(report.group) else []
-            for line in lines:
+                duplicates = self._duplicates.add(rank, report)
+            for line in lines if duplicates is None else [*lines, duplicates]:
                 log.warning("%s", line)
         elif topic == NOT_FINITE:
             with self._lock:
@@ -612,7 +654,8 @@ class Core:
     def _report_leave(self, agreement: AgreedOrder) -> None:
         with self._lock:
             # This rank never completes a step that was broken off here.
-            steps = {group.index: group.step if group.unfinished else group.next_step for group in self._groups}
+            steps = {index: group.step if group.unfinished else group.next_step for index, group in self._groups.items()}
+            steps |= self._last_steps
             agreement.prepare_leave(steps)
             self._flushing = True
             self._rouse()
@@ -641,7 +684,7 @@ class Core:
         return range_of(at) if at is not None else ""
 
     def _partition(self, key: LaunchKey) -> Partition | None:
-        group = self._groups[key.group] if 0 <= key.group < len(self._groups) else None
+        group = self._groups.get(key.group)
         partitions = group.plan.partitions if group is not None else ()
         return partitions[key.partition] if 0 <= key.partition < len(partitions) else None
 
@@ -702,34 +745,34 @@ class Core:
 
     # --- gradients on a device (see ``staging``) ---
 
-    def _staging(self, device: Device) -> Staging:
-        """The copies between ``device`` and the host. Groups are added one after another, so no two threads make them."""
-        if self._transport.device != "cpu":
-            kind, where = type(self._transport).__name__, self._transport.device
+    def _kernels_of(self, device: Device) -> Kernels:
+        """Return the object that waits for the kernels of ``device``. Groups are added one after another, so no two threads
+        make it."""
+        where = self._transport.device
+        if where not in ("cpu", device.name):
+            kind = type(self._transport).__name__
             raise UnsupportedError(
                 f"{kind} averages on {where}: memory of {device.name} would be averaged in the host's memory"
             )
+        calls: dict[str, Any] = {"ready": self._made_ready, "made": self._made, "report": self._report}
         with self._lock:
             self._check()
-            staging = self._stagings.get(device)
-            if staging is None:
-                staging = self._stagings[device] = Staging(
-                    device,
-                    make_policy(self.config.policy),
-                    self._transport.rank,
-                    ready=self._staged,
-                    made=self._made,
-                    report=self._report,
-                )
-            return staging
+            kernels = self._kernels.get(device)
+            if kernels is None:
+                if where == "cpu":
+                    kernels = Staging(device, self._transport.rank, make_policy(self.config.policy), **calls)
+                else:
+                    kernels = Kernels(device, self._transport.rank, **calls)
+                self._kernels[device] = kernels
+            return kernels
 
-    def _staged(self, task: StagedTask) -> None:
+    def _made_ready(self, task: CommTask) -> None:
         with self._lock:
             if self._failure is None and not self._closed:
                 task.advance("notify_ready")
                 self._add(task, task.ready_at)
 
-    def _made(self, group: StagedGroup, tensors: Sequence[int], now: float) -> None:
+    def _made(self, group: DeviceGroup, tensors: Sequence[int], now: float) -> None:
         for observer in self.observers:
             for tensor in tensors:
                 observer.on_ready(group.index, tensor, now)
@@ -750,7 +793,7 @@ class Core:
 
     def _say_where(self, error: CommschedError) -> None:
         """Add to ``error`` the step and the first tensor whose average was outstanding here. Called with the lock held."""
-        unfinished = [group for group in self._groups if group.unfinished]
+        unfinished = [group for group in self._groups.values() if group.unfinished]
         if not unfinished:
             return
         group = max(unfinished, key=lambda group: sum(group.manifest.buffer_bytes.values()))
@@ -778,8 +821,8 @@ class Core:
             self._rouse()
             self._progress.notify_all()
         self._dispatcher.join()
-        for staging in self._stagings.values():
-            staging.close()
+        for kernels in self._kernels.values():
+            kernels.close()
 
     def leave_in_child(self) -> None:
         """Make every wait and call raise ClosedError in a forked process, where no thread starts or completes tasks. The locks
@@ -855,7 +898,9 @@ class Core:
             log.warning("rank %d has waited %.0f s %s", self._transport.rank, seconds, wait.what)
 
     def _wait_for_proxy(self, proxy: DependencyProxy) -> Wait:
-        group = next(group for group in self._groups if proxy in group.proxies)
+        group = next((group for group in self._groups.values() if proxy in group.proxies), None)
+        if group is None:
+            return Wait(f"for the average of '{proxy.name}', which was released")
         return self._wait_for_tensor(group, group.proxies.index(proxy))
 
     def _wait_for_tensor(self, group: TensorGroup, tensor: int) -> Wait:
@@ -871,14 +916,16 @@ class Core:
         return Wait(what, StepOfGroup(group.index, group.step, -1) if not group.is_between_steps else None)
 
     def _wait_for_last(self) -> Wait:
-        group = next((group for group in self._groups if self._moves(group)), None)
+        group = next((group for group in self._groups.values() if self._moves(group)), None)
         what = "for the last averages"
         return self._wait_for_step(group, what) if group is not None else Wait(what)
 
     def _progress_of(self, place: StepOfGroup) -> RankProgress:
         """This rank's answer about ``place``, for ``Stalls``."""
         with self._lock:
-            group = self._groups[place.group] if place.group < len(self._groups) else None
+            group = self._groups.get(place.group)
+            if group is None and place.group < self._group_count:
+                return RankProgress(begun=place.step < self._last_steps.get(place.group, 1))
             if group is None or group.step < place.step:
                 return RankProgress(begun=False, waits=self._waits[0]().what if self._waits else "")
             if group.step > place.step:
@@ -902,7 +949,7 @@ class Core:
             pass  # the session ends
 
     def _warn_of_not_finite(self, task: CommTask) -> None:
-        report = self._not_finite.add(task, self._groups[task.group].manifest) if task.verb != ALL_GATHER else None
+        report = self._not_finite.add(task, self._groups[task.group].manifest)
         if report is not None:
             self._send_report(NOT_FINITE, report)
 

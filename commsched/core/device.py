@@ -52,6 +52,13 @@ class DeviceStream(Protocol):
             ValueError: as :meth:`copy`.
         """
 
+    def divide(self, values: Buffer, by: int, dtype: str) -> None:
+        """Divide each of ``values``, of type float32 or float64, by ``by``, and round the quotient to nearest even.
+
+        Raises:
+            ValueError: as :meth:`copy`, or it is another type.
+        """
+
     def cast(self, target: Buffer, to: str, source: Buffer, dtype: str) -> None:
         """Write the elements of ``source``, of type ``dtype``, to ``target`` as type ``to``. One type is float32 and the other
         one float16 or bfloat16. Rounds to nearest even; NaN stays NaN, and what a type cannot hold becomes infinite.

@@ -44,11 +44,16 @@ def looks_finite(dtype: str, data: memoryview) -> bool:
 
 
 class NotFinite:
-    """Finds gradients of this rank that stay not finite. One thread at a time."""
+    """Finds gradients of this rank that stay not finite. One thread at a time adds them."""
 
     def __init__(self) -> None:
         self._since: dict[int, FiniteReport] = {}  # by group
         self._last: dict[int, int] = {}  # by group: last step in which a gradient was not finite
+
+    def forget(self, group: int) -> None:
+        """Forget ``group``, which has had its last step. Any thread."""
+        self._since.pop(group, None)
+        self._last.pop(group, None)
 
     def add(self, task: CommTask, manifest: Manifest) -> FiniteReport | None:
         """Note that the gradients of ``task``, which are about to be sent, do not look finite. Returns a report if this has

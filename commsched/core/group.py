@@ -37,7 +37,7 @@ def require_buffer(buffer: Buffer, name: str, device: str) -> None:
     """
     if device != "cpu":  # only the engine knows the type of the device's arrays
         if isinstance(buffer, memoryview | bytes | bytearray):
-            raise ValueError(f"{name} is in the host's memory, not on {device}")
+            raise ValueError(f"{name} is in the host's memory, not on {device}; transport=ps takes it there")
     elif not isinstance(buffer, memoryview):
         raise ValueError(f"{name} is a {type(buffer).__name__}; give a memoryview of its bytes")
     elif (buffer.format, buffer.ndim) != ("B", 1) or not buffer.c_contiguous:

@@ -33,13 +33,15 @@ SLOW_REPORTS = 2
 
 class PaceReport(NamedTuple):
     """Medians over the :data:`REPORT_STEPS` steps before ``step``, or as many as there were, in seconds per step. ``own`` is
-    the time without waiting, ``whole`` the whole time, ``parts`` the own time in each part since the last report."""
+    the time without waiting, ``whole`` the whole time, ``parts`` the own time in each part since the last report, ``digest``
+    that of this rank's gradients (see ``duplicates.py``), if they were sampled."""
 
     group: int
     step: int
     own: float
     whole: float
     parts: Sequence[float] = ()
+    digest: str = ""
 
 
 class Pace:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from .group import TensorGroup
@@ -35,7 +35,8 @@ class Reconfiguration:
     def __init__(self, config: SchedulerConfig) -> None:
         self.latest = self.current = config
         self.waiting: list[_Change] = []
-        self._groups: list[TensorGroup] = []
+        self._groups: dict[int, TensorGroup] = {}  # those that were not forgotten
+        self._count = 0  # of all groups so far
         self._reserved = False
         self._holds: dict[int, int] | None = None  # the first held step of each group, while a change is being agreed on
         self.agreed_count = self._current_number = 0  # numbers of the last change and of the one that ``current`` comes from
@@ -52,14 +53,19 @@ class Reconfiguration:
         """Note that the group that was reserved is not added. No change waits for it."""
         self._reserved = False
         for change in self.waiting:
-            change.steps.pop(len(self._groups), None)
+            change.steps.pop(self._count, None)
         self._drop_empty()
 
     def add_group(self, group: TensorGroup) -> None:
-        self._groups.append(group)
+        self._groups[group.index] = group
+        self._count += 1
         self._reserved = False
         # The group may train while an older one, which has yet to apply the same change, never begins another step.
         self._adopt(self._reserved_change)
+
+    def forget(self, group: int) -> None:
+        """Forget ``group``, which was released."""
+        self._groups.pop(group, None)
 
     @property
     def is_holding(self) -> bool:
@@ -67,9 +73,9 @@ class Reconfiguration:
 
     def hold(self) -> dict[int, int]:
         """Hold steps; see ``Core.hold_steps``."""
-        self._holds = {group.index: group.next_step + 1 for group in self._groups if not group.is_over}
+        self._holds = {group.index: group.next_step + 1 for group in self._groups.values() if not group.is_over}
         if self._reserved:
-            self._holds[len(self._groups)] = 1
+            self._holds[self._count] = 1
         return dict(self._holds)
 
     def is_held(self, group: TensorGroup) -> bool:
@@ -105,8 +111,11 @@ class Reconfiguration:
 
     def without_released(self, steps: Mapping[int, int]) -> dict[int, int]:
         """The entries of ``steps`` for groups that may begin a step here, or that are not added yet."""
-        groups: Sequence[TensorGroup] = self._groups  # only ever grows
-        return {group: step for group, step in steps.items() if group >= len(groups) or not groups[group].is_over}
+        return {group: step for group, step in steps.items() if self._has_steps(group)}
+
+    def _has_steps(self, group: int) -> bool:
+        known = self._groups.get(group)  # asked first: another thread may add the group meanwhile
+        return group >= self._count if known is None else not known.is_over
 
     def drop_released(self) -> None:
         """Drop the changes that released groups would have applied."""

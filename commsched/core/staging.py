@@ -1,4 +1,8 @@
-"""Staging: gradients in a device's memory that travel from the host's, because the transport averages there.
+"""Gradients in a device's memory: those that the transport averages there, and those that travel from the host's memory.
+
+The host queues kernels long before they run. So a gradient is notified with the event behind its kernel, and its tasks are
+STAGED until all their gradients are made. If the transport averages on the device, they are READY then, and averages are
+complete when they are done. The rest of this page is about staging, for a transport that averages in the host's memory.
 
 A group on a device has a *mirror* of its flat buffers in pinned memory of the host. Its tasks lie there, so transports do not
 know of the device. A task takes this way: all its gradients are notified (STAGED) -> their kernels are done, which the events
@@ -40,10 +44,10 @@ CLOSE_SECONDS = 5.0
 _COMPUTED, _SENT, _RECEIVED = "computed the gradient of", "sent the host the gradient of", "received the average of"
 
 
-class StagedCalls(GroupCalls, Protocol):
+class DeviceCalls(GroupCalls, Protocol):
     """The calls of groups on a device that ``Core`` carries out."""
 
-    def notify_queued(self, group: StagedGroup, tensors: Sequence[int], after: Event) -> None: ...
+    def notify_queued(self, group: DeviceGroup, tensors: Sequence[int], after: Event) -> None: ...
 
     def raise_cause(self, error: CommschedError) -> NoReturn: ...
 
@@ -80,22 +84,44 @@ class StagedProxy(DependencyProxy):
         self.owner.wait(self.arrival, stream, self.name)
 
 
-class StagedGroup(TensorGroup):
+class DeviceGroup(TensorGroup):
+    """A group whose gradients are made on a device, after the events with which they are notified."""
+
+    _when_notified = "stage"
+
+    def __init__(
+        self, core: DeviceCalls, index: int, plan: Plan, buffers: Mapping[str, Buffer], splits: bool, kernels: Kernels
+    ) -> None:
+        super().__init__(core, index, plan, buffers, splits)
+        self.kernels = kernels
+        self.made = set()
+        self._calls = core
+
+    def notify_ready(self, tensor: int, after: Event | None = None) -> None:
+        self.notify_all_ready((tensor,), after)
+
+    def notify_all_ready(self, tensors: Sequence[int], after: Event | None = None) -> None:
+        self._calls.notify_queued(self, tensors, NOW if after is None else after)
+
+    def open_step(self) -> int:
+        step = super().open_step()
+        self.made.clear()
+        return step
+
+
+class StagedGroup(DeviceGroup):
     """A group whose flat buffers are ``there``, in the memory of a device; ``buffers`` are their mirror."""
 
     _task_type = StagedTask
     _proxy_type = StagedProxy
-    _when_notified = "stage"
 
     def __init__(
-        self, core: StagedCalls, index: int, plan: Plan, there: Mapping[str, Buffer], splits: bool, staging: Staging
+        self, core: DeviceCalls, index: int, plan: Plan, there: Mapping[str, Buffer], splits: bool, staging: Staging
     ) -> None:
-        super().__init__(core, index, plan, staging.mirror(there), splits)
+        super().__init__(core, index, plan, staging.mirror(there), splits, staging)
         self.staging = staging
-        self.made = set()
         self._there = there
         self._arrival: Arrival | None = None  # the last copy to the device
-        self._calls = core
         for proxy in self.proxies:
             cast("StagedProxy", proxy).owner = self
 
@@ -104,12 +130,6 @@ class StagedGroup(TensorGroup):
         if self._arrival is not None:
             self.wait(self._arrival, stream, self.proxies[0].name, keep_mirror=True)
         return step
-
-    def notify_ready(self, tensor: int, after: Event | None = None) -> None:
-        self._calls.notify_queued(self, (tensor,), NOW if after is None else after)
-
-    def notify_all_ready(self, tensors: Sequence[int], after: Event | None = None) -> None:
-        self._calls.notify_queued(self, tensors, NOW if after is None else after)
 
     def wait(self, arrival: Arrival | None, stream: DeviceStream | None, name: str, keep_mirror: bool = False) -> None:
         """Let later work of ``stream`` wait for ``arrival``, of tensor ``name``; without a stream the host waits.
@@ -136,7 +156,6 @@ class StagedGroup(TensorGroup):
 
     def open_step(self) -> int:
         step = super().open_step()
-        self.made.clear()
         for task in self.tasks:
             at = task.partition
             self._place(task, self._there[at.dtype][at.start : at.stop])
@@ -164,12 +183,11 @@ def _later(one: Arrival | None, other: Arrival | None) -> Arrival | None:
     return max(one, other, key=lambda arrival: arrival.number) if one is not None and other is not None else one or other
 
 
-class Staging:
-    """The copies between one device and the host of one rank, and the threads that wait for the device.
+class Kernels:
+    """The thread that waits for the kernels that make gradients on one device of one rank.
 
     Args:
-        policy: the order of copies to the host.
-        ready: called with each task whose gradients are in the mirror. It is called by one thread at a time.
+        ready: called with each task that the transport may have. It is called by one thread at a time.
         made: called with a group, tensors and a time when their kernels are done, and before their tasks are ready.
         report: called with a failure of the device. Any thread.
     """
@@ -177,23 +195,72 @@ class Staging:
     def __init__(
         self,
         device: Device,
-        policy: Policy,
         rank: int,
         *,
-        ready: Callable[[StagedTask], None],
-        made: Callable[[StagedGroup, Sequence[int], float], None],
+        ready: Callable[[CommTask], None],
+        made: Callable[[DeviceGroup, Sequence[int], float], None],
         report: Callable[[CommschedError], None],
     ) -> None:
         self.device = device
         self._rank = rank
         self._ready, self._made, self._report = ready, made, report
+        self._kernels = EventWatcher("commsched-gradients")
+
+    def notified(self, group: DeviceGroup, tensors: Sequence[int], tasks: Sequence[CommTask], after: Event) -> None:
+        """Note that the gradients of ``tensors`` are made ``after`` an event, and those of ``tasks`` after this and all earlier
+        events. Never waits. The core calls it with its lock held, so in the order of the notifications."""
+        step, name = group.step, group.proxies[tensors[0]].name if tensors else ""
+        self._kernels.call_after(
+            after,
+            lambda: self._kernels_done(group, step, tensors, tasks),
+            lambda error: self._report(self.failure(step, name, _COMPUTED, error)),
+        )
+
+    def _kernels_done(self, group: DeviceGroup, step: int, tensors: Sequence[int], tasks: Sequence[CommTask]) -> None:
+        now = monotonic()
+        if group.step == step:  # a tensor without elements does not keep the step open
+            group.made.update(tensors)
+        self._made(group, tensors, now)
+        for task in tasks:
+            task.ready_at = now
+        self._begin(tasks)
+
+    def _begin(self, tasks: Sequence[CommTask]) -> None:
+        """All gradients of ``tasks`` are made."""
+        for task in tasks:
+            self._ready(task)
+
+    def failure(self, step: int, tensor: str, did: str, error: Exception) -> CommschedError:
+        """The failure of the job that follows from ``error``, which the device raised for what it did in a step."""
+        if isinstance(error, CommschedError):
+            return error
+        cause = f"{type(error).__name__}: {error}"
+        text = f"rank {self._rank}: {self.device.name} failed while it {did} '{tensor}' in step {step}: {cause}"
+        return TransportError(text, rank=self._rank, step=step, tensor=tensor)
+
+    def use(self, policy: Policy) -> None:
+        """Continue with another policy."""
+
+    def settle(self) -> None:
+        """Return when all averages that are there are on the device."""
+
+    def close(self) -> None:
+        """Queue no further copy, and wait for those that are queued. Idempotent."""
+        self._kernels.close(CLOSE_SECONDS)
+
+
+class Staging(Kernels):
+    """The copies between one device and the host of one rank, and the threads that wait for the device. A task is ready when
+    its gradients are in the mirror. ``policy`` is the order of copies to the host; the other arguments are as before."""
+
+    def __init__(self, device: Device, rank: int, policy: Policy, **calls: Any) -> None:
+        super().__init__(device, rank, **calls)
         self._lock = threading.Lock()  # guards all below, and the two streams
         self._to_host, self._to_device = device.stream(), device.stream()
         self._waiting: Scheduler[StagedTask] = Scheduler(policy, MAX_BYTES_IN_FLIGHT)
         self._arrivals = 0
         self._closed = False
-        # Each waits for events of streams that do not wait for those of the others.
-        self._kernels = EventWatcher("commsched-gradients")
+        # Each of the three waits for events of streams that do not wait for those of the others.
         self._out, self._back = EventWatcher("commsched-copies-out"), EventWatcher("commsched-copies-back")
 
     def mirror(self, there: Mapping[str, Buffer]) -> dict[str, memoryview]:
@@ -201,32 +268,15 @@ class Staging:
         return {dtype: self.device.allocate_host(len(buffer)) for dtype, buffer in there.items()}
 
     def use(self, policy: Policy) -> None:
-        """Continue with another policy."""
         with self._lock:
             self._waiting.use(policy)
 
     # --- to the host ---
 
-    def notified(self, group: StagedGroup, tensors: Sequence[int], tasks: Sequence[CommTask], after: Event) -> None:
-        """Note that the gradients of ``tensors`` are made ``after`` an event, and those of ``tasks`` after this and all earlier
-        events. Never waits. The core calls it with its lock held, so in the order of the notifications."""
-        staged, step = cast("Sequence[StagedTask]", tasks), group.step
-        name = group.proxies[tensors[0]].name if tensors else ""
-        self._kernels.call_after(
-            after,
-            lambda: self._kernels_done(group, step, tensors, staged),
-            lambda error: self._report(self.failure(step, name, _COMPUTED, error)),
-        )
-
-    def _kernels_done(self, group: StagedGroup, step: int, tensors: Sequence[int], tasks: Sequence[StagedTask]) -> None:
-        now = monotonic()
-        if group.step == step:  # a tensor without elements does not keep the step open
-            group.made.update(tensors)
-        self._made(group, tensors, now)
+    def _begin(self, tasks: Sequence[CommTask]) -> None:
         with self._lock:
             for task in tasks:
-                task.ready_at = now
-                self._waiting.add(task)
+                self._waiting.add(cast("StagedTask", task))
             self._queue_copies()
 
     def _queue_copies(self) -> None:
@@ -276,23 +326,13 @@ class Staging:
 
     # --- failure and end ---
 
-    def failure(self, step: int, tensor: str, did: str, error: Exception) -> CommschedError:
-        """The failure of the job that follows from ``error``, which the device raised for what it did in a step."""
-        if isinstance(error, CommschedError):
-            return error
-        cause = f"{type(error).__name__}: {error}"
-        text = f"rank {self._rank}: {self.device.name} failed while it {did} '{tensor}' in step {step}: {cause}"
-        return TransportError(text, rank=self._rank, step=step, tensor=tensor)
-
     def _task_failed(self, task: StagedTask, did: str, error: Exception) -> None:
         self._report(self.failure(task.step, task.owner.proxies[task.partition.tensors[0]].name, did, error))
 
     def settle(self) -> None:
-        """Return when all averages whose copies are queued are on the device."""
         self._back.settle()
 
     def close(self) -> None:
-        """Queue no further copy, and wait for those that are queued. Idempotent."""
         with self._lock:
             self._closed = True
         deadline = monotonic() + CLOSE_SECONDS

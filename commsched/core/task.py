@@ -13,7 +13,7 @@ class State(Enum):
     """The state of a CommTask; see :data:`TRANSITIONS`."""
 
     PENDING = "pending"  # its gradients are not all computed yet
-    STAGED = "staged"  # they are queued on a device, or computed there, and on their way to the host's memory
+    STAGED = "staged"  # they are queued on a device, or computed there, and perhaps on their way to the host's memory
     READY = "ready"  # waits in the scheduler for credit and its turn
     STARTED = "started"  # submitted to the transport; holds credit
     SENT = "sent"  # its bytes have left this rank; its credit is returned

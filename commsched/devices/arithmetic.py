@@ -61,6 +61,14 @@ def add_elements(into: NDArray[np.uint8], values: NDArray[np.uint8], dtype: str)
             np.add(total, values.view(dtype), out=total)
 
 
+def divide_elements(values: NDArray[np.uint8], by: int, dtype: str) -> None:
+    """``DeviceStream.divide`` for bytes in the host's memory."""
+    require_quotients(values, dtype)
+    numbers = values.view(dtype)
+    with np.errstate(all="ignore"):
+        np.divide(numbers, by, out=numbers)
+
+
 def cast_elements(target: NDArray[np.uint8], to: str, source: NDArray[np.uint8], dtype: str) -> None:
     """``DeviceStream.cast`` for bytes in the host's memory."""
     half = require_cast(target, to, source, dtype)
@@ -80,6 +88,12 @@ def require_cast(target: Buffer, to: str, source: Buffer, dtype: str) -> Half:
     if len(target) * ITEMSIZE[dtype] != len(source) * ITEMSIZE[to] or len(source) % ITEMSIZE[dtype]:
         raise ValueError(f"{len(source)} bytes of {dtype} are not as many elements as {len(target)} bytes of {to}")
     return half
+
+
+def require_quotients(values: Buffer, dtype: str) -> None:
+    """Raise ValueError if these are not elements that can be divided."""
+    if dtype not in ("float32", "float64") or len(values) % ITEMSIZE[dtype]:
+        raise ValueError(f"{len(values)} bytes of {dtype} are not divided; only whole elements of float32 and float64 are")
 
 
 def require_equal_sizes(target: Buffer, source: Buffer, itemsize: int = 1) -> None:

@@ -103,6 +103,8 @@ def first_line(
     """The line that describes the job, for the tensors of ``manifest``, cut and ordered by ``config``. ``ordered``: all ranks
     of ``transport`` launch in one order. ``one_per_host``: the ranks of a host sum before one of them uses the network."""
     way = f"{transport} over {settings.lane}" if transport == "ps" else transport
+    if transport == "ps" and settings.flows > 1:
+        way += f" on {settings.flows} flows"
     if settings.servers:
         way += f" with {_count(len(settings.servers), 'server')}"
     choosing = manifest.nbytes >= MIN_TELLING_BYTES  # smaller tensors leave nothing to choose

@@ -146,6 +146,7 @@ def _open_joined(world: World, settings: Settings, device: str) -> Session:
                 on_failure=control.report,
                 when_failed=control.when_failed,
                 job=job,
+                device=device,
                 could_not_start=partial(could_not_start, control),
             )
             transport = open_named(context, name)

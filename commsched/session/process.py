@@ -7,16 +7,19 @@ import logging
 import os
 import sys
 import threading
+from contextlib import suppress
 from functools import partial
 from typing import Unpack
 
+from ..control.generations import Asked
 from ..core import process_exit
-from ..core.errors import CommschedError, ConfigError
+from ..core.errors import CommschedError, ConfigError, TransportError
 from ..core.standard_streams import flush_all, occupy
 from ..core.world import World, detect_world
 from ..settings import Settings, SettingsKeywords, parse_switch
 from . import opening
 from .log import NOTHING_MADE, say
+from .membership import ELASTIC, ElasticMember
 from .opening import open_session
 from .process_end import is_consequence, let_the_cause_end_first, record, shorten, unhandled
 from .session import Session
@@ -60,10 +63,42 @@ def init(*, device: str = "cpu", world: World | None = None, **settings: Unpack[
         occupy()
         process_exit.watch()
         shorten(world.rank)
-        _current = open_session(world, Settings.load(settings, os.environ), device)
+        loaded = Settings.load(settings, os.environ)
+        path = os.environ.get(ELASTIC)
+        if path is None or world.launcher != "commsched run" or world.world_size == 1:
+            _current = open_session(world, loaded, device)
+        else:
+            joined = ElasticMember(path, loaded, device).move(Asked())
+            if joined is None:
+                raise TransportError("the job has made all its steps, and does not need this process any more")
+            _current = joined
         _current.when_failed(partial(_say_if_unnoticed, _current))
         end_first()
         return _current
+
+
+def move_on(asked: Asked) -> Session | None:
+    """In an elastic job, after the session of this process has ended with its generation: open that of the next generation.
+    None: all steps are made, and no generation follows.
+
+    Raises:
+        CommschedError: the job cannot go on.
+    """
+    global _current
+    with _lock:
+        if _current is None or _current.membership is None:
+            raise ConfigError("this process has no session of an elastic job")
+        _current = _current.membership.move(asked)
+        if _current is not None:
+            _current.when_failed(partial(_say_if_unnoticed, _current))
+        return _current
+
+
+def say_farewell(asked: Asked) -> None:
+    """In an elastic job: tell the launcher that this process wants no further place, and why."""
+    with _lock, suppress(CommschedError):  # a job that cannot go on gives no places anyway
+        if _current is not None and _current.membership is not None:
+            _current.membership.move(asked)
 
 
 def end_first() -> None:

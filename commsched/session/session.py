@@ -25,6 +25,8 @@ from .log import say
 from .stats import Statistics, scalars
 
 if TYPE_CHECKING:
+    from ..control.generations import Place
+    from .membership import ElasticMember
     from .norms import Norms
 
 
@@ -77,6 +79,7 @@ class Session:
         check_weights: steps between two comparisons of weights (see ``plugins/common/weights_check.py``); 0 means none.
         statistics: what this rank knows of its steps.
         cleanup: closed last, however the session ends; for the threads of a plugin.
+        membership, place: of an elastic job, whose session lasts for one generation; otherwise None.
     """
 
     def __init__(
@@ -100,6 +103,8 @@ class Session:
         self.closed = False
         self.disabled = False
         self.is_recorded = False
+        self.membership: ElasticMember | None = None
+        self.place: Place | None = None
         self._ended_itself = False
         self.cleanup = ExitStack()
         self._pid = os.getpid()
@@ -147,8 +152,13 @@ class Session:
     @property
     def device(self) -> str:
         """Where averages are made: "cpu", or a device as PyTorch names it. Flat buffers lie there, or, if it is "cpu", on any
-        device that is given with them."""
+        device. A device is given with them."""
         return self.transport.device
+
+    @property
+    def root(self) -> int:
+        """The rank whose values all ranks begin with. It is 0, but for a later generation of an elastic job."""
+        return 0 if self.place is None else self.place.root
 
     # --- interface for plugins ---
 
@@ -177,12 +187,12 @@ class Session:
     def register(self, manifest: Manifest, buffers: Mapping[str, Buffer], device: Device | None = None) -> TensorGroup:
         """Announce tensors, in forward order, and the flat buffer of each dtype. Collective; moves no data.
 
-        A buffer has ``manifest.buffer_bytes[dtype]`` writable bytes on :attr:`device`. In the host's memory it is a
-        ``memoryview`` of format ``B``. With ``device`` it is memory of that device, although averages are made in the host's:
-        gradients are copied to the host and averages back, through pinned memory of the same size. Ranks may have different
-        devices. The buffers belong to the session until ``release`` of the returned group, so the engine
-        must neither move nor free them. The engine writes each gradient into the tensor's place in its flat buffer, and the
-        average replaces it there. uint8 is summed; every other dtype is averaged.
+        A buffer has ``manifest.buffer_bytes[dtype]`` writable bytes. In the host's memory it is a ``memoryview`` of format
+        ``B``. With ``device`` it is memory of that device. If averages are made in the host's memory, gradients are copied to
+        the host and averages back, through pinned memory of the same size; ranks may have different devices then. The buffers
+        belong to the session until ``release`` of the returned group, so the engine must neither move nor free them. The engine
+        writes each gradient into the tensor's place in its flat buffer, and the average replaces it there. uint8 is summed;
+        every other dtype is averaged.
 
         Raises:
             ManifestMismatch: ranks disagree; names the tensor and both values, on every rank, before any data moves.
@@ -190,7 +200,7 @@ class Session:
             UnsupportedError: averages are made on another device than ``device``; on this rank only.
             CommschedError: see :meth:`gather`.
         """
-        device = self._to_stage(device)
+        device = self._on_device(device)
         require_buffers(manifest, buffers, self.device if device is None else device.name)
         # Plugins also register tensors of their own, in which each rank reports its actions.
         has_gradients = any(not spec.name.startswith("commsched.") for spec in manifest.tensors)
@@ -208,11 +218,11 @@ class Session:
             self.statistics.add_group(group)
         return group
 
-    def _to_stage(self, device: Device | None) -> Device | None:
-        """``device``, if its memory is copied to the host's to be averaged; None if it is averaged where it is."""
-        if device is None or device.name == ("host" if self.device == "cpu" else self.device):
+    def _on_device(self, device: Device | None) -> Device | None:
+        """``device``; None if its memory is the host's, which is averaged where it is."""
+        if device is None or (device.name == "host" and self.device == "cpu"):
             return None
-        if self.device != "cpu":
+        if self.device not in ("cpu", device.name):
             raise UnsupportedError(f"averages are made on {self.device}, but the memory given is on {device.name}")
         return device
 
@@ -295,7 +305,7 @@ class Session:
             ValueError: ``data`` is not such memory, or there is no rank ``root``; on this rank only.
             CommschedError: see :meth:`gather`.
         """
-        device = self._to_stage(device)
+        device = self._on_device(device)
         require_buffer(data, f"the memory to broadcast as '{name}'", self.device if device is None else device.name)
         if not 0 <= root < self.world_size:
             raise ValueError(f"'{name}' cannot be broadcast from rank {root} of {self.world_size}")
@@ -315,7 +325,7 @@ class Session:
             CommschedError: see :meth:`gather`.
         """
         manifest = Manifest((spec,))
-        device = self._to_stage(device)
+        device = self._on_device(device)
         require_buffers(manifest, {spec.dtype: data}, self.device if device is None else device.name)
         plan, collective = self._agree_on(manifest)
         self._run_once(plan, data, collective, device)
@@ -464,6 +474,7 @@ class Session:
         Rank 0 also knows, after some 20 steps or when partition and credit are chosen:
 
         - ``full_wait``: the line of the loop that waits for all averages: ``line`` (``file:line``), ``why``, ``seconds``
+        - ``same_gradients``: the ranks whose own gradients were equal, as with the same batches
         - ``slowest_rank``: the rank that computes longest, if it is slower than rank 0, and ``late_seconds``, the part of
           ``exposed_seconds`` that ranks wait for it
         - ``network_bytes_per_second``: bytes of gradient that the network averages per second

@@ -52,7 +52,8 @@ class Statistics:
         self.assessment: Assessment | None = None
 
     def add_group(self, group: TensorGroup) -> None:
-        self._groups[group.index] = group
+        kept = {index: each for index, each in self._groups.items() if not each.is_over or self.paced(index) is not None}
+        self._groups = {**kept, group.index: group}
 
     def add_full_wait(self, wait: FullWait) -> None:
         """Note a line at which all averages are waited for. The one that costs most counts."""
@@ -73,6 +74,7 @@ class Statistics:
             own_by_rank=by_rank,
             needs_norm=self._core.measures_norms(group),
             full_wait=self._full_wait,
+            same_gradients=self._core.same_gradients,
         )
 
     def last(self) -> Paced | None:
@@ -121,6 +123,7 @@ class Statistics:
             "partition_bytes": config.partition_bytes,
             "credit_bytes": config.credit_bytes,
             "full_wait": None if wait is None else {"line": wait.line, "why": wait.why, "seconds": wait.seconds},
+            "same_gradients": list(self._core.same_gradients),
             "slowest_rank": None if found is None else found.slowest_rank,
             "late_seconds": None if found is None or own is None else found.late_seconds,
             "network_bytes_per_second": None if per_byte is None else 1 / per_byte,

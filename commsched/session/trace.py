@@ -72,6 +72,7 @@ class TraceObserver(SessionObserver):
         self._spans: list[Span] = []
         self._begun: list[Begun] = []
         self._released_at: dict[int, float] = {}  # by group
+        self._shown: set[int] = set()  # groups with a step or a task that is recorded
         try:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             self.path.unlink(missing_ok=True)  # if this run is killed, an old file must not pass for its own
@@ -93,18 +94,22 @@ class TraceObserver(SessionObserver):
                     self._in_main_step = self._is_wanted(step)
         # One step more than is recorded: it ends the last bar.
         if self._steps is None or self._steps[0] <= step <= self._steps[1] + 1:
-            self._keep(self._begun, Begun(group, step, at))
+            self._keep(self._begun, Begun(group, step, at), group)
 
     def on_release(self, group: int, at: float) -> None:
         with self._lock:
-            self._released_at.setdefault(group, at)
+            if group in self._shown:
+                self._released_at.setdefault(group, at)
+            else:  # one of very many values, maybe, each of which is averaged once
+                self._names.pop(group, None)
+                self._nbytes.pop(group, None)
             if group == self._main:
                 self._main = -1  # the next group that begins a step takes its place
 
     def on_task(self, task: CommTask) -> None:  # it carries its step, and the time when it became ready
         if self._is_wanted(task.step):
             times = task.ready_at, task.started_at, task.sent_at, task.done_at
-            self._keep(self._tasks, Task(task.group, task.step, task.partition, task.priority, *times))
+            self._keep(self._tasks, Task(task.group, task.step, task.partition, task.priority, *times), task.group)
 
     def on_span(self, track: str, name: str, start: float, stop: float) -> None:
         if self._in_main_step:
@@ -113,13 +118,15 @@ class TraceObserver(SessionObserver):
     def _is_wanted(self, step: int) -> bool:
         return self._steps is None or self._steps[0] <= step <= self._steps[1]
 
-    def _keep(self, kept: list[Any], event: Any) -> None:
+    def _keep(self, kept: list[Any], event: Any, group: int | None = None) -> None:
         with self._lock:
             if not self._recording:
                 return
             if self._room > 0:
                 self._room -= 1
                 kept.append(event)
+                if group is not None:
+                    self._shown.add(group)
                 return
             self._recording = False
             events = len(self._tasks) + len(self._spans)

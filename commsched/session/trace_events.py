@@ -197,10 +197,12 @@ class RankRecord:
             stops = [(event, event.start) for event in way]
             gradient = readers.gradient(tensor, task.ready_at)
             if gradient is not None and (bar := self._bar(bars, gradient)) is not None:
-                stops.insert(0, (bar, (bar.start + bar.stop) // 2))  # at its end another bar may begin
+                middle = (bar.start + bar.stop) // 2  # at its end another bar may begin
+                stops.insert(0, (bar, min(middle, way[0].start)))
             reader = readers.first(tensor, task.ready_at, self._next_step_at(task))
-            if reader is not None and (bar := self._bar(bars, reader)) is not None:
-                stops.append((bar, bar.start))
+            if reader is not None and (bar := self._bar(bars, reader)) is not None and bar.stop > way[-1].stop:
+                # A forward that waits for the average begins before it is there. No arrow may lead back in time.
+                stops.append((bar, max(bar.start, way[-1].stop)))
             for place, (bar, at) in enumerate(stops):
                 kind = {"ph": "s"} if place == 0 else {"ph": "f", "bp": "e"} if place == len(stops) - 1 else {"ph": "t"}
                 where = {"pid": self._rank, "tid": places[id(bar)], "ts": at / 1000}

@@ -35,7 +35,7 @@ def facts_of(session: Session, settings: Settings, transport: str, host: str, ho
     workers = hosts if session.transport.one_per_host else session.world_size
     ordered, servers = session.transport.ordered, len(settings.servers)
     cores = len(os.sched_getaffinity(0))
-    return JobFacts(session.world_size, transport, ordered, host, hosts, workers, servers, cores)
+    return JobFacts(session.world_size, transport, ordered, host, hosts, workers, servers, cores, settings.flows)
 
 
 def start_choosing(session: Session, settings: Settings, job: JobFacts, say: Callable[[str], None]) -> None:

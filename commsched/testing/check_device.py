@@ -66,6 +66,7 @@ def check_device(
         lambda checked: check_programs(checked, rounds),
         check_threads,
         check_sums,
+        check_quotients,
         check_casts,
         lambda checked: check_views(checked, make_array),
         check_mistakes,
@@ -345,6 +346,17 @@ def check_sums(checked: CheckedDevice) -> None:
         _require_numbers(got, expected, dtype, f"a sum of {dtype}")
 
 
+def check_quotients(checked: CheckedDevice) -> None:
+    """Quotients are rounded to nearest even. A product with a rounded reciprocal is not."""
+    for dtype in ("float32", "float64"):
+        numbers = _random_numbers(5, dtype)
+        for by in (1, 2, 3, 7, 49):
+            stream, values = checked.busy_stream(), checked.upload(numbers)
+            stream.divide(values, by, dtype)
+            with np.errstate(all="ignore"):
+                _require_numbers(checked.download(values, stream), numbers / by, dtype, f"a quotient of {dtype} by {by}")
+
+
 def check_casts(checked: CheckedDevice) -> None:
     """Every 16-bit float becomes the float32 of the same value; a float32 becomes the nearest 16-bit float, or of two the even
     one."""
@@ -397,6 +409,8 @@ def check_mistakes(checked: CheckedDevice) -> None:
         "copy to an object without memory": lambda: stream.copy(object(), memory),  # type: ignore[arg-type]
         "sum of 8 bytes and 4": lambda: stream.add(memory, device.allocate(4), "uint8"),
         "sum of 6 bytes of float32": lambda: stream.add(memory[:6], device.allocate(6), "float32"),
+        "quotient of float16": lambda: stream.divide(memory, 2, "float16"),
+        "quotient of 6 bytes of float32": lambda: stream.divide(memory[:6], 2, "float32"),
         "cast from float64": lambda: stream.cast(memory[:4], "float32", memory, "float64"),
         "cast from float16 to bfloat16": lambda: stream.cast(device.allocate(8), "bfloat16", memory, "float16"),
         "cast of 2 float16 to 1 float32": lambda: stream.cast(device.allocate(4), "float32", memory[:4], "float16"),

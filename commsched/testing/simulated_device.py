@@ -19,7 +19,14 @@ from ..core.device import Device, DeviceEvent, DeviceStream
 from ..core.errors import UnsupportedError
 from ..core.interfaces import Buffer
 from ..core.manifest import ITEMSIZE
-from ..devices.arithmetic import add_elements, cast_elements, require_cast, require_equal_sizes
+from ..devices.arithmetic import (
+    add_elements,
+    cast_elements,
+    divide_elements,
+    require_cast,
+    require_equal_sizes,
+    require_quotients,
+)
 
 _Bytes = NDArray[np.uint8]
 
@@ -55,9 +62,21 @@ class SimulatedBuffer:
         return f"<SimulatedBuffer of {len(self)} bytes on {self.device.name}>"
 
 
+class SimulatedCollective:
+    """Work of several streams that is done together, when each of them has come to its part: a collective."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.parts: list[tuple[SimulatedStream, _Work]] = []
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self.parts) == self.size
+
+
 @dataclass(slots=True, eq=False)
 class _Work:
-    """A piece of work in a stream. ``after``: it is nothing but the wait for that event."""
+    """A piece of work in a stream, perhaps a part of a ``collective``. ``after``: it is nothing but the wait for that event."""
 
     run: Callable[[], None]
     reads: Sequence[_Bytes] = ()
@@ -65,6 +84,7 @@ class _Work:
     keeps: bool = False  # it needs what its memory held before
     due: float = 0.0
     after: SimulatedEvent | None = None
+    collective: SimulatedCollective | None = None
     is_poisoned: bool = False
     kept: Sequence[_Bytes] = ()
 
@@ -142,6 +162,10 @@ class SimulatedStream(DeviceStream):
         require_equal_sizes(into, values, ITEMSIZE[dtype])
         self.launch(lambda others, total: add_elements(total, others, dtype), [values], [into])
 
+    def divide(self, values: Buffer, by: int, dtype: str) -> None:
+        require_quotients(values, dtype)
+        self.launch(lambda memory: divide_elements(memory, by, dtype), writes=[values])
+
     def cast(self, target: Buffer, to: str, source: Buffer, dtype: str) -> None:
         require_cast(target, to, source, dtype)
         self.launch(lambda here, there: cast_elements(there, to, here, dtype), [source], [target])
@@ -152,15 +176,21 @@ class SimulatedStream(DeviceStream):
         reads: Sequence[Buffer] = (),
         writes: Sequence[Buffer] = (),
         seconds: float = 0.0,
+        collective: SimulatedCollective | None = None,
     ) -> None:
-        """Queue ``kernel(*reads, *writes)``, which gets the memory of the device as arrays of uint8 and takes ``seconds``."""
+        """Queue ``kernel(*reads, *writes)``, which gets the memory of the device as arrays of uint8 and takes ``seconds``. The
+        kernels of a ``collective`` are called one right after the other, when all parts of it are queued and each is the next
+        in its stream. So whoever waits for one waits until the others are queued."""
         pairs = [self.device.memory_of(buffer) for buffer in (*reads, *writes)]
         if not all(there for _, there in pairs):
             raise ValueError(f"a kernel of {self.device.name} uses its memory only")
         arrays = [array for array, _ in pairs]
         with self.device.entered():
             self.due = max(self.due, self.device.now()) + seconds if seconds else self.due
-            self.device.queue(self, _Work(lambda: kernel(*arrays), arrays, arrays[len(reads) :], keeps=True, due=self.due))
+            work = _Work(lambda: kernel(*arrays), arrays, arrays[len(reads) :], keeps=True, due=self.due, collective=collective)
+            if collective is not None:
+                collective.parts.append((self, work))
+            self.device.queue(self, work)
 
     def synchronize(self) -> None:
         self.record().synchronize()
@@ -259,6 +289,15 @@ class SimulatedDevice(Device):
                 self._fails_after = (after, error)
             self._changed.notify_all()
 
+    def break_off(self, collective: SimulatedCollective, stream: SimulatedStream) -> None:
+        """Let the parts of ``collective`` in ``stream`` end for themselves, without a result. The others wait for them for
+        ever."""
+        with self._changed:
+            for _, work in [part for part in collective.parts if part[0] is stream]:
+                collective.parts.remove((stream, work))
+                work.collective, work.run, work.kept = None, lambda: None, ()
+            self._changed.notify_all()
+
     def hold(self) -> None:
         """Do nothing more until :meth:`resume`; who waits for work waits until then."""
         with self._changed:
@@ -309,6 +348,8 @@ class SimulatedDevice(Device):
             work.poison()
         stream.queue.append(work)
         self._start()
+        if work.collective is not None:
+            self._changed.notify_all()
 
     def wait_until(self, event: SimulatedEvent) -> None:
         """Do work until ``event`` has happened, and perhaps other work before."""
@@ -326,7 +367,7 @@ class SimulatedDevice(Device):
         """Whether ``event`` has happened. Sometimes does the work that it needs."""
         with self.entered():
             if not self._held and event.due <= self.now() and self._chance.random() < 0.5:
-                self._do_until(event)
+                self._do_until(event, waits=False)
             return event.has_happened
 
     def _require_working(self) -> None:
@@ -358,14 +399,29 @@ class SimulatedDevice(Device):
         stream.queue.popleft()
         stream.finished += 1
 
-    def _do_until(self, event: SimulatedEvent) -> None:
+    def _do_until(self, event: SimulatedEvent, waits: bool = True) -> bool:
+        """Do work until ``event`` has happened. If a part of a collective is not queued yet, wait for it, or return False."""
         while not event.has_happened:
             head = event.stream.queue[0]
             if head.after is not None:
-                self._do_until(head.after)
-            else:
+                if not self._do_until(head.after, waits):
+                    return False
+            elif (collective := head.collective) is None:
                 self._finish(event.stream)
+            elif not collective.is_complete or self._held:
+                if not waits:
+                    return False
+                self._changed.wait()
+                self._require_working()
+            elif (late := next((part for part in collective.parts if part[0].queue[0] is not part[1]), None)) is not None:
+                stream, work = late
+                if not self._do_until(SimulatedEvent(stream, stream.finished + stream.queue.index(work), 0.0), waits):
+                    return False
+            else:
+                for stream, _ in collective.parts:
+                    self._finish(stream)
             self._start()
+        return True
 
     def _do_other_work(self) -> None:
         """Half of the time, finish some work that nobody waits for."""
@@ -373,7 +429,10 @@ class SimulatedDevice(Device):
             ready = [
                 stream
                 for stream in self._streams
-                if stream.queue and stream.queue[0].after is None and stream.queue[0].due <= self.now()
+                if stream.queue
+                and (head := stream.queue[0]).after is None
+                and head.collective is None
+                and head.due <= self.now()
             ]
             if not ready:
                 return

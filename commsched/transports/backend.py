@@ -66,6 +66,7 @@ class TransportContext:
 
     ``gather(value)`` returns the JSON values of all ranks, in rank order. ``host`` is the address, without port, at which the
     other ranks reach this rank. ``control_address`` is the address of rank 0's control channel. ``job`` is the job's name.
+    ``device`` is the one that holds the gradients, as far as is known: "cpu", or a device as PyTorch names it.
     ``when_failed(callback)`` registers a callback for the failure of the job. A transport that waits for other ranks while it
     opens needs it. ``could_not_start(error)`` reports to the job why this rank cannot open the transport, and returns when the
     job knows. It is for a transport whose own connections would give the other ranks a poorer reason when they end.
@@ -83,6 +84,7 @@ class TransportContext:
     when_failed: WhenFailed
     contributors: Contributors = Contributors((), 0)  # nobody means the ranks of ``world``
     job: str = ""
+    device: str = "cpu"
     could_not_start: Callable[[BaseException], object] = lambda error: None
 
     def __post_init__(self) -> None:

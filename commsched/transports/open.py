@@ -26,8 +26,8 @@ GLOO_FROM = 8
 class Capabilities:
     """The facts that the choice depends on, beside the settings and the launcher.
 
-    ``cuda_tensors``: the gradients lie in a CUDA device's memory. ``nccl``: the gradients do, and PyTorch is loaded, has NCCL
-    and sees a device. ``gloo``: ``torch.distributed`` has Gloo. ``mpi4py``: mpi4py is installed.
+    ``cuda_tensors``: the gradients lie in a CUDA device's memory. ``nccl``: the gradients do, and cupy has NCCL. ``gloo``:
+    ``torch.distributed`` has Gloo. ``mpi4py``: mpi4py is installed.
     """
 
     cuda_tensors: bool = False
@@ -50,7 +50,7 @@ class Choice:
 def choose(settings: Settings, world: World, seen: Capabilities) -> Choice:
     """Choose the transport for ``settings``. Pure, so equal arguments give equal choices on all ranks.
 
-    CUDA tensors come before the launcher: only NCCL carries them, under mpiexec too.
+    CUDA tensors come before the launcher: NCCL knows the links between devices, under mpiexec too.
     """
     if settings.transport != "auto":
         return Choice(settings.transport, "as set")
@@ -61,11 +61,12 @@ def choose(settings: Settings, world: World, seen: Capabilities) -> Choice:
     if settings.security != Settings().security:
         return Choice("ps", f"security={settings.security}, which the others do not have")
     if seen.cuda_tensors and seen.nccl:
-        return Choice("nccl", "CUDA tensors, and PyTorch has NCCL")
+        return Choice("nccl", "CUDA tensors, and cupy has NCCL")
     started_by_mpi = world.launcher.startswith(("mpirun", "mpiexec"))
     if started_by_mpi and seen.mpi4py:
         return Choice("mpi", f"started by {world.launcher}")
-    only_ps = settings.rate is not None or settings.lane != Settings().lane  # a setting of the parameter server alone
+    defaults = Settings()  # of settings of the parameter server alone
+    only_ps = any(getattr(settings, name) != getattr(defaults, name) for name in ("rate", "lane", "flows"))
     on_network = world.world_size // (1 if settings.hierarchy == "off" else world.local_world_size)
     if seen.gloo and on_network >= GLOO_FROM and not world.one_machine and not only_ps:
         return Choice("gloo", f"{on_network} ranks on the network")
@@ -75,17 +76,24 @@ def choose(settings: Settings, world: World, seen: Capabilities) -> Choice:
 
 
 def detect_capabilities(device: str = "cpu") -> Capabilities:
-    """Detect the capabilities for gradients on ``device`` ("cpu", or a PyTorch name such as "cuda:1"). Imports nothing."""
+    """Detect the capabilities for gradients on ``device`` ("cpu", or a PyTorch name such as "cuda:1"). Imports no engine, and
+    cupy only for a CUDA device."""
     torch, distributed = sys.modules.get("torch"), sys.modules.get("torch.distributed")
-    available = torch is not None and distributed is not None and distributed.is_available()
     cuda_tensors = device.partition(":")[0] == "cuda"
-    cuda = cuda_tensors and available and torch.cuda.is_available()  # type: ignore[union-attr]  # wakes the CUDA driver
     return Capabilities(
         cuda_tensors=cuda_tensors,
-        nccl=cuda and distributed.is_nccl_available(),  # type: ignore[union-attr]
-        gloo=available and distributed.is_gloo_available(),  # type: ignore[union-attr]
+        nccl=cuda_tensors and _has_nccl(),
+        gloo=torch is not None and distributed is not None and distributed.is_available() and distributed.is_gloo_available(),
         mpi4py=find_spec("mpi4py") is not None,
     )
+
+
+def _has_nccl() -> bool:
+    try:
+        from cupy.cuda import nccl
+    except ImportError:
+        return False
+    return bool(nccl.available)
 
 
 log = logging.getLogger("commsched")

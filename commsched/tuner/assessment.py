@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from ..core.errors import ranks_text
 from ..core.manifest import Manifest
 from ..core.pace import PARTS_KEPT
 from ..settings import Settings
@@ -183,7 +184,12 @@ def _layers(manifest: Manifest, measured: Measured) -> tuple[Mapping[str, Any], 
 def in_words(found: Assessment, settings: Settings) -> list[str]:
     """``found`` as two lines for the user: what a step takes, and what to do about it."""
     what = _what(found)
-    return [f"{what}{_least(found)}", *_advice(found, settings)]
+    advice, same = _advice(found, settings), found.paced.same_gradients
+    if same:
+        advice = [
+            "; ".join((f"{ranks_text(same, 8)} seem to train on the same batches, so their steps are worth one", *advice))
+        ]
+    return [f"{what}{_least(found)}", *advice]
 
 
 def last_lines(found: Assessment, now: Paced) -> list[str]:

@@ -72,8 +72,8 @@ class AutoSizes:
             Stopped: training ends.
         """
         incumbent, self._profiled = self._context.current(), None
-        largest_ratio = self._context.job.largest_ratio
-        space = Space(incumbent, manifest.nbytes, fixed_by(self._context.settings), largest_ratio=largest_ratio)
+        job, fixed = self._context.job, fixed_by(self._context.settings)
+        space = Space(incumbent, manifest.nbytes, fixed, largest_ratio=job.largest_ratio, least_ratio=job.least_ratio)
         if space.dimensions == 0 or self._context.job.workers < 2:
             return None
         try:

@@ -44,8 +44,9 @@ class TuningJob:
             ConfigError: the journal is of another search, or one of the files cannot be written.
         """
         settings, incumbent = self._context.settings, self._context.current()
-        ratio = self._context.job.largest_ratio
-        space = Space(incumbent, manifest.nbytes, fixed_by(settings), settings.tune_policies, ratio)
+        job = self._context.job
+        ratios = job.largest_ratio, job.least_ratio
+        space = Space(incumbent, manifest.nbytes, fixed_by(settings), settings.tune_policies, *ratios)
         if space.dimensions == 0:
             self._context.say(
                 "tuning: nothing is left to choose; partition, credit and policy are given, or the model is too small"

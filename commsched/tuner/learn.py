@@ -38,7 +38,7 @@ class JobFacts:
     """Where training runs. ``world_size`` is the number of ranks, ``workers`` the number of ranks that use the network.
     ``transport`` is a name; ``ordered`` says whether ranks launch in one order. ``host`` is rank 0's address, ``hosts`` the
     number of hosts, ``servers`` the number of separate parameter servers, ``cores`` the number of processor cores that rank 0
-    may use."""
+    may use. ``flows`` is the number of connections between a worker and each shard or server."""
 
     world_size: int
     transport: str
@@ -48,11 +48,18 @@ class JobFacts:
     workers: int
     servers: int = 0
     cores: int = 1
+    flows: int = 1
 
     @property
     def largest_ratio(self) -> int:
         """The largest credit to try, in partitions."""
-        return max_ratio(self.workers, self.servers, self.ordered)
+        return max_ratio(self.workers, self.servers, self.ordered) << (self.flows - 1).bit_length()
+
+    @property
+    def least_ratio(self) -> int:
+        """The least credit to try, in partitions: several flows need one each. Simulated links are not capped, so a simulation
+        would take less."""
+        return 1 if self.flows == 1 else self.flows * (self.servers or max(1, self.workers - 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +108,7 @@ class FirstSizes:
             rate=rate,
             processor_seconds=_processor_seconds(job, most_seconds_per_byte(job, settings)),
         )
+        lanes *= job.flows
         if settings.partition is not None:
             partition = settings.partition
         elif settings.credit is not None:

@@ -31,6 +31,7 @@ class Paced:
         own_by_rank: each rank's own seconds in the same few parts of the last steps; may be empty.
         needs_norm: whether every update needs a norm of all averages.
         full_wait: a line at which all averages are waited for; None if there is none.
+        same_gradients: the ranks that seem to train on the same batches.
     """
 
     steps: int
@@ -40,3 +41,4 @@ class Paced:
     own_by_rank: Mapping[int, Sequence[float]] = field(default_factory=dict)
     needs_norm: bool = False
     full_wait: FullWait | None = None
+    same_gradients: Sequence[int] = ()

@@ -134,7 +134,7 @@ def describe_transport(name: str, settings: Settings) -> str:
     parts = [f"{name} over {settings.lane}" if name == "ps" else name]
     if settings.servers:
         parts.append(f"{len(settings.servers)} servers")
-    for setting in ("security", "order", "collective", "wire", "hierarchy"):
+    for setting in ("flows", "security", "order", "collective", "wire", "hierarchy"):
         if getattr(settings, setting) != getattr(Settings(), setting):
             parts.append(f"{setting}={getattr(settings, setting)}")
     return ", ".join(parts)

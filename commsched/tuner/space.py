@@ -51,6 +51,7 @@ class Space:
         fixed: any of ``partition``, ``credit``, ``policy``.
         policies: the policies to choose from; if empty, only the incumbent's.
         largest_ratio: the largest credit in partitions, see :func:`max_ratio`.
+        least_ratio: the least credit in partitions.
 
     Raises:
         ConfigError: there is no such policy.
@@ -62,6 +63,7 @@ class Space:
     fixed: frozenset[str] = frozenset()
     policies: tuple[str, ...] = ()
     largest_ratio: int = MAX_RATIO
+    least_ratio: int = 1
 
     def __post_init__(self) -> None:
         if self.total_bytes < 1:
@@ -163,7 +165,7 @@ class Space:
         if "credit" not in self.fixed:
             most = min(self.largest_ratio * partition_bytes, max(self.total_bytes, partition_bytes))
             wanted = config.credit_bytes if self._credit_is_free else self.incumbent.credit_bytes
-            credit_bytes = min(max(wanted, partition_bytes), most)
+            credit_bytes = min(max(wanted, self.least_ratio * partition_bytes), most)
         policy = config.policy if config.policy in self.choices else self.choices[0]
         return replace(self.incumbent, partition_bytes=partition_bytes, credit_bytes=credit_bytes, policy=policy)
 

@@ -71,6 +71,12 @@ def test_a_wrong_setting_is_one_line(capsys):
     assert error.count("\n") == 1
 
 
+def test_a_cap_for_each_connection_needs_shaped_links(capsys):
+    assert bench_main.main(["collectives", "--flow-bandwidth", "100mbit"]) == 1
+    said = "python -m bench collectives: flow-bandwidth=100mbit: it needs links with a bandwidth\n"
+    assert capsys.readouterr().err == said
+
+
 def test_a_slow_rank_that_is_not_there_is_refused(capsys):
     assert bench_main.main(["rounds", "--workers", "2", "--slow-rank", "2"]) == 1
     assert capsys.readouterr().err == "python -m bench rounds: slow-rank=2, but the ranks are 0 to 1\n"

@@ -175,6 +175,9 @@ def test_a_lane_is_passed_on_when_it_is_given(ran, monkeypatch):
     (row,) = measure_rows(TrainOptions(bandwidth="400mbit", lane="grpc", systems=("fifo",)))
     assert job.job.settings == {"transport": "ps", **SIZES, "lane": "grpc"}
     assert (row["lane"], row["config"]) == ("grpc", "partition 1 MB, grpc lane")
+    (row,) = measure_rows(TrainOptions(bandwidth="400mbit", flows=3, systems=("fifo",)))
+    assert job.job.settings == {"transport": "ps", **SIZES, "flows": "3"}
+    assert (row["lane"], row["config"]) == ("tcp", "partition 1 MB, tcp lane, 3 flows")
 
 
 def test_a_way_of_their_own(ran):

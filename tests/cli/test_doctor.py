@@ -33,7 +33,7 @@ def test_every_transport_and_engine_is_there_or_has_its_pip_line(
     out = examined(capsys)
     shown = {line.split()[0]: line for line in out.splitlines() if line.startswith("  ")}
     assert set(transport_names()) <= set(shown)
-    for name, extra in (("gloo", "torch"), ("mpi", "mpi"), ("nccl", "torch"), ("JAX", "jax"), ("PyTorch", "torch")):
+    for name, extra in (("gloo", "torch"), ("mpi", "mpi"), ("nccl", "cuda"), ("JAX", "jax"), ("PyTorch", "torch")):
         assert shown[name].endswith(f'no; pip install "commsched[{extra}]"')
     assert shown["ps"].endswith("yes")
 

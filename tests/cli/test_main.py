@@ -75,6 +75,15 @@ def test_a_lane_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[str]
             ["--transport", "ps", "--order", "static"],
             f"order='static' has no effect with transport=ps: it is for {', '.join(users_of('order'))}",
         ),
+        (["--min", "1"], "--min is for --elastic only"),
+        (["--max-restarts", "1"], "--max-restarts is for --elastic only"),
+        (["--elastic", "--min", "3"], "--min 3 is more than the 2 ranks of -n"),
+        (["--elastic", "--disable", "1"], "--elastic needs several ranks that train together"),
+        (["--replace-within", "1"], "--replace-within is for --elastic only"),
+        (
+            ["--elastic", "--transport", "mpi"],
+            "transport='mpi' cannot be used with --elastic, which works over ps and gloo only",
+        ),
     ],
 )
 def test_options_that_would_do_nothing_are_refused(options: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -88,6 +97,7 @@ def test_options_that_would_do_nothing_are_refused(options: list[str], said: str
         ("--transport", "auto", "COMMSCHED_TRANSPORT"),
         ("--fusion", "1MB", "COMMSCHED_FUSION"),
         ("--lane", "grpc", "COMMSCHED_LANE"),
+        ("--flows", "3", "COMMSCHED_FLOWS"),
         ("--security", "tls", "COMMSCHED_SECURITY"),
         ("--order", "static", "COMMSCHED_ORDER"),
         ("--wire", "bfloat16", "COMMSCHED_WIRE"),

@@ -128,13 +128,17 @@ def test_a_mismatch_is_a_failure_of_the_core(leader: Rank) -> None:
     assert leader.transport.started == []
 
 
+def first_step(rank: Rank) -> None:
+    for tensor in range(3):
+        rank.group.notify_ready(tensor)
+    for task in rank.transport.wait_started(3):
+        rank.transport.done(task)
+
+
 def test_a_rank_that_has_gone_on_to_the_next_step_is_late_with_nothing_of_the_last() -> None:
     rank = Rank(1, ordered=False)
     try:
-        for tensor in range(3):
-            rank.group.notify_ready(tensor)
-        for task in rank.transport.wait_started(3):
-            rank.transport.done(task)
+        first_step(rank)
         rank.group.begin_step()
         for step in (0, 1):
             rank.core.on_announced(STALL, {"place": [0, step, 1], "number": step})
@@ -176,6 +180,36 @@ def test_a_farewell_is_sent_when_it_returns(follower: Rank) -> None:
     follower.core.prepare_leave()
     assert follower.sent.messages == [("tell order", {"kind": "Leaves", "rank": 1, "steps": [(0, 0, 0)]})]
     assert follower.transport.left == [1]  # itself
+
+
+def test_a_farewell_names_the_last_step_of_groups_that_were_released(follower: Rank) -> None:
+    """Another rank may wait for a step of such a group in a static order. Groups of one step have no such order."""
+    plan = cut(Manifest((TensorSpec("nothing", (0,), "uint8"),)), 10)
+    for steps in (3, 2, 1):
+        group = follower.core.add_group(plan, {"uint8": memoryview(bytearray())})
+        for _ in range(steps):
+            group.begin_step()
+        group.release()
+    assert follower.core.group_count == 4
+    assert follower.core.pace(1, 5) is None  # it is forgotten, and group 2 takes its place in the summary
+    assert follower.core.pace(2, 5) is not None
+    follower.core.prepare_leave()
+    ((_, message),) = follower.sent.messages
+    assert sorted(message["steps"]) == [(0, 0, 0), (1, 3, 0), (2, 2, 0)]
+
+
+def test_of_a_group_that_was_released_no_rank_is_late() -> None:
+    rank = Rank(1, ordered=False)
+    try:
+        first_step(rank)
+        rank.group.release()
+        rank.group.release()  # nothing more
+        for step in range(2):
+            rank.core.on_announced(STALL, {"place": [0, step, 1], "number": step})
+        answers = [message["answer"] for _, message in rank.sent.wait(2)]
+        assert [(answer["begun"], answer["missing"]) for answer in answers] == [(True, 0), (False, 0)]
+    finally:
+        rank.core.close()
 
 
 def test_a_farewell_after_close_is_an_error(follower: Rank) -> None:

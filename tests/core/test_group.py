@@ -50,7 +50,7 @@ def test_buffers_that_do_not_fit_are_named(buffers: dict[str, Any], message: str
             "cpu",
             "it is not a flat view of bytes (format 'B', shape (4,), not contiguous); give",
         ),
-        (memoryview(bytearray(4)), "cuda:0", "it is in the host's memory, not on cuda:0"),
+        (memoryview(bytearray(4)), "cuda:0", "it is in the host's memory, not on cuda:0; transport=ps takes it there"),
     ],
 )
 def test_what_is_no_buffer_is_told_why(buffer: Any, device: str, message: str) -> None:

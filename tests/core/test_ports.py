@@ -24,6 +24,33 @@ def test_a_port_for_later_is_none_that_the_system_gives_to_connections(host: str
         assert not low <= port <= high or (low, high) == (1024, 65535)
 
 
+@pytest.mark.parametrize(
+    ("given", "chosen"),
+    [
+        ("32768\t60999\n", [*range(20_000, 32_768), *range(61_000, 65_536)]),
+        ("1024 65535", [*range(20_000, 65_536)]),  # the system gives out all, so any is as good as another
+        (None, [*range(20_000, 32_768)]),  # unknown: the range of most systems
+    ],
+)
+def test_the_ports_to_choose_from(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, given: str | None, chosen: list[int]
+) -> None:
+    offered: list[list[int]] = []
+
+    def choose(all_ports: list[int]) -> int:
+        offered.append(list(all_ports))
+        return free
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        free = listening.getsockname()[1]
+    if given is not None:
+        (tmp_path / "range").write_text(given)
+    monkeypatch.setattr(ports, "Path", lambda name: tmp_path / "range")
+    monkeypatch.setattr(ports.secrets, "choice", choose)
+    assert free_port() == free
+    assert offered == [chosen]
+
+
 def test_a_port_that_is_taken_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         offered = iter([taken.getsockname()[1], other := free_port()])

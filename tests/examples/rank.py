@@ -1,7 +1,7 @@
 """One rank that runs scripts one after the other: rank.py OUT STEPS SCRIPT ... ddp SCRIPT ...
 
 A SCRIPT may have options behind it, in the same word. Those after ``ddp`` find a process group of torch.distributed. What they
-print goes to OUT.<rank>.
+print goes to OUT.<rank>, and so do the sizes of the gradients that commsched averages.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ from contextlib import redirect_stdout
 import torch.distributed as dist
 
 import commsched
+from commsched.tuner.result import size
 
 
 def main() -> None:
     out, steps, *scripts = sys.argv[1:]
     with open(f"{out}.{os.environ['RANK']}", "w", encoding="utf-8") as file, redirect_stdout(file):
+        commsched.init().on_register(lambda index, manifest: print(f"gradients of {size(manifest.nbytes)}"))
         for script in scripts:
             if script == "ddp":
                 commsched.shutdown()

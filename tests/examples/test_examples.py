@@ -61,10 +61,12 @@ def plain(directory: Path, names: tuple[str, ...], replace: Callable[[re.Match[s
 
 
 class Printed(NamedTuple):
-    """``ours``: by the examples as they are; ``theirs``: by the same under DistributedDataParallel."""
+    """``ours``: by the examples as they are; ``theirs``: by the same under DistributedDataParallel; ``sizes``: by name, of
+    the gradients of each model."""
 
     ours: Losses
     theirs: Losses
+    sizes: dict[str, list[str]]
 
 
 @pytest.fixture(scope="module")
@@ -79,23 +81,27 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> Printed:
     code, _, err = run_job("-n", str(RANKS), "--", *map(str, command), environ=environ)
     assert code == 0, err
     losses: dict[tuple[Path, str, int], list[str]] = {}
+    sizes: dict[str, list[str]] = {}
     for rank in range(RANKS):
         for block in Path(f"{out}.{rank}").read_text().split("script ")[1:]:
             script, *lines = block.splitlines()
             path, _, options = script.partition(" ")
             name = f"{Path(path).stem} {options}".strip()
             losses[Path(path).parent, name, rank] = [line for line in lines if " loss " in line]
+            if averaged := [line.removeprefix("gradients of ") for line in lines if line.startswith("gradients of ")]:
+                sizes[name] = averaged
     return Printed(
         *(
             {(name, rank): each for (place, name, rank), each in losses.items() if place == scripts[0].parent}
             for scripts in (ours, theirs)
-        )
+        ),
+        sizes,
     )
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_loss_is_that_of_distributed_data_parallel(name: str, printed: Printed) -> None:
-    ours, theirs = printed
+    ours, theirs, _ = printed
     for rank in range(RANKS):
         assert [line.split(" loss ")[0] for line in ours[name, rank]] == [f"rank {rank} step {step}" for step in range(STEPS)]
         if name in CLIPS:
@@ -103,6 +109,13 @@ def test_every_loss_is_that_of_distributed_data_parallel(name: str, printed: Pri
         else:
             assert ours[name, rank] == theirs[name, rank]
     assert ours[name, 0] != ours[name, 1]  # of different data
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_page_has_the_size_of_the_gradients(name: str, printed: Printed) -> None:
+    page = (ROOT / "docs" / "examples.md").read_text().partition("## On a network")[2]
+    [row] = re.findall(rf"^\| `{name}.py` \| ([^|;]*)", page, re.MULTILINE)
+    assert sorted(re.findall(r"\d+ KB", row)) == sorted(printed.sizes[name])
 
 
 def test_the_compiled_language_model_has_the_same_losses(printed: Printed) -> None:

@@ -6,8 +6,11 @@ import re
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.jobs.job import ROOT, run_job
 
+SIZES = re.compile(r"(\d[\d.]*) ([KM])B")
 PAGE = (ROOT / "docs" / "first_hour.md").read_text()
 
 
@@ -21,4 +24,9 @@ def test_the_first_script(tmp_path: Path) -> None:
     # The sizes chosen depend on the machine's interface and processors; all else of the line is the page's.
     said, written = (re.sub(r"\d[\d.]* [KM]B at first", "SIZE at first", text) for text in (err, line[0]))
     assert (code, said) == (0, written)
+    for text in (err, line[0]):  # a credit has room for whole partitions, of which the model has several
+        gradients, partition, credit = (float(number) * {"K": 1e3, "M": 1e6}[unit] for number, unit in SIZES.findall(text))
+        assert gradients == 8.4e6
+        assert partition <= gradients / 2
+        assert credit == pytest.approx(round(credit / partition) * partition, rel=0.06)
     assert sorted(re.findall(r"rank (\d) epoch 0 loss 0\.\d+", out)) == ["0", "1"]

@@ -36,11 +36,11 @@ def _first_line(ranks: int, transport: str) -> str:
     )
 
 
-def test_an_encrypted_job_runs_to_its_end() -> None:
-    code, out, err = run_job("-n", "2", "--servers", "1", "--security", "tls", *worker("20"))
+def test_an_encrypted_job_with_several_flows_runs_to_its_end() -> None:
+    code, out, err = run_job("-n", "2", "--servers", "1", "--flows", "2", "--security", "tls", *worker("20"))
     assert code == 0, err
     assert out.count("finished") == 2
-    assert err == _first_line(2, "ps over tcp with 1 server").replace("priority", "priority, encrypted")
+    assert err == _first_line(2, "ps over tcp on 2 flows with 1 server").replace("priority", "priority, encrypted")
 
 
 def test_the_first_line_says_what_is_set_and_which_order_is_agreed_on() -> None:

@@ -133,6 +133,13 @@ ONE = Manifest((TensorSpec("weight", (20,), "float64"),))
             "ps over tcp, 3 tensors of 6.0 MB per step, partition 4.0 MB at first, credit 16.0 MB at first, priority",
         ),
         (
+            {"flows": 3, "partition": 64_000, "credit": 16_000_000},
+            "ps",
+            False,
+            ONE,
+            "ps over tcp on 3 flows, 1 tensor of 160 bytes per step, partition 64 KB, credit 16.0 MB, priority",
+        ),
+        (
             {"lane": "grpc", "servers": ("a:1",), "wire": "bfloat16", "credit": 16_000_000, "security": "tls"},
             "ps",
             False,

@@ -468,6 +468,31 @@ def test_the_pace_of_groups_that_have_ended_is_not_kept_for_ever() -> None:
     ranks(2, main)
 
 
+@pytest.mark.parametrize("seeds", [(5, 5), (5, 6)])
+def test_ranks_that_train_on_the_same_batches_are_named_once(seeds: tuple[int, int], caplog: pytest.LogCaptureFixture) -> None:
+    def main(session: Session) -> None:
+        chance, described = random.Random(seeds[session.rank]), manifest(40, 60)
+        group = session.register(described, buffers(described))
+        view = group.buffers["float32"].cast("f")
+        for _ in range(2 * EARLY_REPORTS[0]):
+            group.begin_step()
+            for index in range(len(view)):
+                view[index] = chance.random()
+            group.notify_all_ready((1, 0))
+            for proxy in group.proxies:
+                proxy.wait()
+        session.gather(None)  # rank 0 has all reports
+        assert session.stats()["same_gradients"] == ([0, 1] if session.rank == 0 and len(set(seeds)) == 1 else [])
+
+    ranks(2, main, SchedulerConfig(partition_bytes=200))
+    lines = [message for message in caplog.messages if "same" in message]
+    assert len(lines) == (len(set(seeds)) == 1)
+    assert all(
+        line.startswith("all ranks had the same gradients in step 19, as ranks that train on the same batches have")
+        for line in lines
+    )
+
+
 @pytest.mark.parametrize("nan_rank", [0, 2])
 def test_the_rank_whose_gradients_were_the_first_that_are_not_finite_is_named_once(
     nan_rank: int, caplog: pytest.LogCaptureFixture

@@ -495,6 +495,21 @@ def test_a_core_tells_of_every_partition_of_every_step(observer: TraceObserver) 
     assert sorted(sent) == list(itertools.product(range(3), range(9)))
 
 
+@pytest.mark.parametrize(("steps", "most", "named"), [((10, 20), 1000, 0), (None, 3, 2), (None, 1000, 30)])
+def test_of_groups_that_are_not_shown_nothing_is_kept(
+    tmp_path: Path, steps: tuple[int, int] | None, most: int, named: int
+) -> None:
+    """A job may average a value of its own in each step, long before and after the steps of the timeline."""
+    observer = TraceObserver(tmp_path, 0, steps=steps, most_events=most)
+    for group in range(30):
+        observer.add_group(group, MANIFEST)
+        observer.on_step(group, 0, float(group))
+        observer.on_task(make_task(*[group + 0.5] * 4, step=0, group=group))
+        observer.on_release(group, group + 0.75)
+    assert len(observer._names) == len(observer._nbytes) == len(observer._released_at) == named
+    observer.close()
+
+
 def test_a_core_tells_of_a_group_that_is_released(observer: TraceObserver) -> None:
     core = Core(SendsAtOnce(), SchedulerConfig(8, 16), observer=observer)
     observer.add_group(core.group_count, MANIFEST)

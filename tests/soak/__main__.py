@@ -12,6 +12,7 @@ WHAT = {
     "fuzz": "random and mutated bytes into everything that reads bytes from outside",
     "strangers": "garbage, silence and many connections at every port of a running job",
     "scale": "what many ranks cost rank 0, and each rank",
+    "elastic": "elastic jobs: ranks and servers are lost at random moments, and training goes on",
     "network": "black holes, cuts, delays and flipped bits between network namespaces; needs root",
 }
 

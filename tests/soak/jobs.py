@@ -26,6 +26,7 @@ TOKEN = "soak" * 16
 #: Name -> options of ``commsched run``. ``mpi`` is started by mpiexec.
 CONFIGURATIONS: Mapping[str, tuple[str, ...]] = {
     "ps tcp": ("--transport", "ps", "--hierarchy", "off"),
+    "ps tcp, 3 flows": ("--transport", "ps", "--hierarchy", "off", "--flows", "3"),
     "ps grpc": ("--transport", "ps", "--lane", "grpc"),
     "ps tcp + 1 server": ("--transport", "ps", "--servers", "1"),
     "ps grpc + 2 servers": ("--transport", "ps", "--lane", "grpc", "--servers", "2"),

@@ -137,6 +137,22 @@ class RoundsHalvesAway(Stream):
         self.launch(away, [source], [target])
 
 
+class MultipliesByTheReciprocal(Stream):
+    def divide(self, values: Any, by: int, dtype: str) -> None:
+        def multiply(memory: Any) -> None:
+            numbers = memory.view(dtype)
+            with np.errstate(all="ignore"):
+                np.multiply(numbers, numbers.dtype.type(1) / numbers.dtype.type(by), out=numbers)
+
+        self.launch(multiply, writes=[values])
+
+
+class DividesAnything(Stream):
+    def divide(self, values: Any, by: int, dtype: str) -> None:
+        if dtype != "float16":
+            super().divide(values, by, dtype)
+
+
 class LosesNaN(Stream):
     def cast(self, target: Any, to: str, source: Any, dtype: str) -> None:
         super().cast(target, to, source, dtype)
@@ -283,6 +299,8 @@ WRONG: list[tuple[Callable[[], SimulatedDevice], str]] = [
     (with_streams(AcceptsOtherSizes), "a copy of 8 bytes to 7 is no error"),
     (with_streams(AddsInSixteenBits), r"a sum of bfloat16: \d+ of \d+ are wrong"),
     (with_streams(RoundsHalvesAway), r"a cast from float32 to bfloat16: \d+ of \d+ are wrong"),
+    (with_streams(MultipliesByTheReciprocal), r"a quotient of float32 by 3: \d+ of \d+ are wrong"),
+    (with_streams(DividesAnything), "a quotient of float16 is no error"),
     (with_streams(LosesNaN), r"a cast from float32 to bfloat16: \d+ of \d+ are wrong, such as \[-inf\] for \[nan\]"),
     (with_streams(CastsAnything), "a cast from float16 to bfloat16 is no error"),
     (DirtyMemory, "new bytes on the device are not all zero"),

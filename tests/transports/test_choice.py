@@ -10,9 +10,10 @@ import pytest
 from commsched.core.world import World
 from commsched.session.local import LocalControlWorld
 from commsched.settings import Settings
-from commsched.testing import run_world
+from commsched.testing import SimulatedDevice, run_world
 from commsched.transports import transport_names
 from commsched.transports.open import Capabilities, choose, detect_capabilities, transport_name
+from tests.devices.backends.fake_cupy import in_place_of_cupy
 
 TORCHRUN = World(0, 4, 0, 4, "torchrun")
 MPICH = World(0, 4, 0, 4, "mpiexec (MPICH)")
@@ -35,6 +36,7 @@ EVERYTHING = Capabilities(cuda_tensors=True, nccl=True, gloo=True, mpi4py=True)
         ({}, World(0, 7, 0, 1), Capabilities(gloo=True), "ps (every rank hosts a shard; no servers are named)"),
         ({}, World(0, 8, 0, 8), Capabilities(gloo=True), "ps (every rank hosts a shard; no servers are named)"),
         ({"rate": 1e6}, EIGHT_HOSTS, Capabilities(gloo=True), "ps (every rank hosts a shard; no servers are named)"),
+        ({"flows": 2}, EIGHT_HOSTS, Capabilities(gloo=True), "ps (every rank hosts a shard; no servers are named)"),
         ({"lane": "grpc"}, EIGHT_HOSTS, Capabilities(gloo=True), "ps (every rank hosts a shard; no servers are named)"),
         (SERVERS, EIGHT_HOSTS, Capabilities(gloo=True), "ps (servers=10.0.0.7:1,10.0.0.8:1)"),
         ({}, MPICH, Capabilities(mpi4py=True), "mpi (started by mpiexec (MPICH))"),
@@ -45,7 +47,7 @@ EVERYTHING = Capabilities(cuda_tensors=True, nccl=True, gloo=True, mpi4py=True)
             Capabilities(),
             'ps (started by mpirun (Open MPI), but mpi4py is missing: pip install "commsched[mpi]" gives mpi)',
         ),
-        ({}, OPENMPI, EVERYTHING, "nccl (CUDA tensors, and PyTorch has NCCL)"),
+        ({}, OPENMPI, EVERYTHING, "nccl (CUDA tensors, and cupy has NCCL)"),
         ({}, TORCHRUN, Capabilities(nccl=True), "ps (every rank hosts a shard; no servers are named)"),  # a model on the CPU
         (
             {},
@@ -123,4 +125,11 @@ def test_looking_at_a_torch_that_is_there() -> None:
     seen = detect_capabilities("cpu")
     assert not seen.cuda_tensors
     assert seen.gloo == torch.distributed.is_gloo_available()
-    assert seen.nccl == (torch.cuda.is_available() and torch.distributed.is_nccl_available())
+
+
+@pytest.mark.parametrize("available", [True, False])
+def test_looking_at_a_cupy_that_is_there(available: bool) -> None:
+    with in_place_of_cupy(SimulatedDevice()) as cupy:
+        cupy.cuda.nccl.available = available
+        assert detect_capabilities("cuda:0").nccl is available
+        assert not detect_capabilities("cpu").nccl

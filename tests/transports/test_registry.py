@@ -41,8 +41,11 @@ def test_an_unknown_name_is_answered_with_those_there_are():
         ({"lane": "grpc", "servers": "a:1"}, "mpi", ["servers=", "lane='grpc' has no effect with transport=mpi: it is for ps"]),
         ({"lane": "tcp", "order": "agreed"}, "gloo", []),  # the defaults
         ({"rate": "1gbit", "lane": "grpc"}, "ps", []),
-        ({"order": "static", "collective": "rsag"}, "nccl", []),
+        ({"collective": "rsag"}, "nccl", []),
+        ({"order": "static"}, "nccl", ["order='static' has no effect with transport=nccl: it is for gloo, "]),
         ({"collective": "rsag"}, "ps", ["collective='rsag' has no effect with transport=ps: it is for gloo, mpi, "]),
+        ({"flows": "2"}, "gloo", ["flows=2 has no effect with transport=gloo: it is for ps"]),
+        ({"flows": "2"}, "ps", []),
         ({"security": "tls"}, "mpi", ["transport=mpi cannot encrypt, so security='tls' is refused: take transport=ps, or a "]),
         ({"security": "tls"}, "ps", []),
         ({"wire": "float16"}, "nccl", ["wire='float16' has no effect with transport=nccl: it is for gloo, "]),

@@ -88,7 +88,9 @@ def embedded_world(
 
 
 @contextmanager
-def separate_world(listeners: Sequence[OnFailure], *, lane: str = "tcp", servers: int = 2) -> Iterator[Sequence[PsTransport]]:
+def separate_world(
+    listeners: Sequence[OnFailure], *, lane: str = "tcp", flows: int = 1, servers: int = 2
+) -> Iterator[Sequence[PsTransport]]:
     """Servers that no rank hosts, over a real network."""
     size = len(listeners)
     with ExitStack() as stack:
@@ -99,7 +101,7 @@ def separate_world(listeners: Sequence[OnFailure], *, lane: str = "tcp", servers
         addresses = [shard.address for shard in shards]
 
         def connect(rank: int) -> PsTransport:
-            return open_ps(a_context(rank, size, listeners[rank], lane=lane, join_within=60.0), addresses)
+            return open_ps(a_context(rank, size, listeners[rank], lane=lane, flows=flows, join_within=60.0), addresses)
 
         transports = run_world(size, connect)
         stack.callback(close_together, transports)

@@ -108,6 +108,12 @@ def test_settings_that_stand_in_the_way_are_named() -> None:
     assert "that is the cost of messages" in words(far, measured(25), tune="1")[1]
 
 
+def test_ranks_on_the_same_batches_come_first() -> None:
+    same = "ranks 0, 1 seem to train on the same batches, so their steps are worth one"
+    assert words(paced(0.301, same_gradients=(0, 1)), measured(1000))[1].startswith(f"{same}; communication is 0.3 % of a step")
+    assert words(paced(0.6, same_gradients=(0, 1)), measured(25))[1].startswith(f"{same}; 40 % above the bound")
+
+
 def test_a_slow_rank_is_no_fault_of_the_network() -> None:
     found = assess(paced(0.5, own_by_rank=parts(0.3, 0.48)), MANIFEST, measured(1000), job(), Settings())
     assert (found.slowest_rank, found.late_seconds) == (1, pytest.approx(0.18))

@@ -320,6 +320,15 @@ def test_the_other_size_fits_the_one_that_is_set() -> None:
     assert (by_credit.partition_bytes, by_credit.credit_bytes) == (150_000, 600_000)
 
 
+def test_each_of_several_flows_has_a_partition_from_the_first_step_on() -> None:
+    one, four = (JobFacts(2, "ps", False, "127.0.0.1", 1, 2, flows=flows) for flows in (1, 4))
+    chosen = [FirstSizes(facts, Settings(), SchedulerConfig)(MODEL) for facts in (one, four)]
+    assert [each and each.credit_bytes / each.partition_bytes for each in chosen] == [4, 16]
+    assert (one.least_ratio, one.largest_ratio) == (1, 32)
+    assert (four.least_ratio, four.largest_ratio) == (4, 128)
+    assert JobFacts(8, "ps", False, "10.0.0.1", 8, 8, servers=2, flows=3).least_ratio == 6
+
+
 def test_a_change_that_somebody_else_makes_stays() -> None:
     job = Job(bowl(500_000, 4), bowl(500_000, 4))
     mine = SchedulerConfig(1_234_567, 5_000_000)

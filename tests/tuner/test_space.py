@@ -54,6 +54,13 @@ def assert_legal(space: Space, config: SchedulerConfig) -> None:
         assert config.policy in space.policies
 
 
+def test_no_credit_is_below_the_least_number_of_partitions() -> None:
+    space = Space(SchedulerConfig(1_000_000, 4_000_000), 100_000_000, least_ratio=8)
+    assert {config.credit_bytes // config.partition_bytes >= 8 for config in space.lattice(2)} == {True}
+    assert space.clip(SchedulerConfig(2_000_000, 2_000_000)).credit_bytes == 16_000_000
+    assert space.clip(space.incumbent) == space.incumbent
+
+
 @given(spaces_with_points())
 def test_every_point_is_a_legal_configuration_with_a_point_of_its_own(drawn: tuple[Space, tuple[float, ...]]) -> None:
     space, point = drawn

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from ...core.device import DeviceEvent
 from ...core.errors import ConfigError, UnsupportedError
 from ...core.interfaces import Buffer
-from ..arithmetic import add_elements, cast_elements, require_equal_sizes
+from ..arithmetic import add_elements, cast_elements, divide_elements, require_equal_sizes
 
 
 class _Now:
@@ -38,6 +38,9 @@ class HostStream:
 
     def add(self, into: Buffer, values: Buffer, dtype: str) -> None:
         add_elements(_array(into), _array(values), dtype)
+
+    def divide(self, values: Buffer, by: int, dtype: str) -> None:
+        divide_elements(_array(values), by, dtype)
 
     def cast(self, target: Buffer, to: str, source: Buffer, dtype: str) -> None:
         cast_elements(_array(target), to, _array(source), dtype)

@@ -87,7 +87,10 @@ def _array(name: str, leaf: Any) -> NDArray[Any]:
         devices = leaf.devices()
         if len(devices) > 1 or next(iter(devices)).platform != "cpu":
             where = ", ".join(sorted(str(device) for device in devices))
-            raise UnsupportedError(f"'{name}' lies on {where}; the JAX plugin trains on one CPU device per rank")
+            raise UnsupportedError(
+                f"'{name}' lies on {where}; the JAX plugin trains on one CPU device per rank: begin the script with "
+                "jax.config.update('jax_platforms', 'cpu')"
+            )
         if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             leaf = jax.random.key_data(leaf)
     array = np.ascontiguousarray(leaf).reshape(np.shape(leaf))

@@ -29,7 +29,9 @@ from ...core.interfaces import Buffer
 from ...core.manifest import Manifest, TensorSpec
 from ...devices import open_device
 from ..common.collectives import register_flat
+from ..common.undo import Undo
 from ..common.weights_check import WeightsCheck, digest_of, number_in
+from .elastic import ElasticPart
 from .engine import SGD, Network
 
 
@@ -63,14 +65,18 @@ class ScheduledOptimizer:
     """
 
     def __init__(self, optimizer: SGD, session: commsched.Session | None = None, device: Device | None = None) -> None:
-        self._session = commsched.init() if session is None else session
         self._optimizer = optimizer
         self._network = optimizer.network
         self._device = _device_of(self._network) if device is None else device
         self._names = [f"{index} {type(layer).__name__}" for index, layer in enumerate(self._network.layers)]
-        self._begin_from_rank_0()
-        self._register()
         self._due: dict[int, SGD] = {}  # outstanding updates: layer -> copy of the optimizer, made when ``step`` was called
+        self._undo: Undo[int] | None = None  # by layer; in an elastic job
+        self._take_part(session or commsched.init(device="cpu" if self._device is None else self._device.name))
+
+    def _take_part(self, session: commsched.Session) -> None:
+        self._session = session
+        self._begin_from_root()
+        self._register()
         self._network.around_forward = self._around_forward
         self._network.around_backward = self._around_backward
         self._session.on_close(self.synchronize)
@@ -84,6 +90,8 @@ class ScheduledOptimizer:
             CommschedError: the session failed.
         """
         self.synchronize()  # does nothing if a forward has run since the last step
+        if self._undo is not None:
+            self._undo.committed()
         then = copy.copy(self._optimizer)  # copies the hyper-parameters; the velocities stay shared
         self._check.begin(self._group.step)
         self._due = dict.fromkeys(range(len(self._network.layers)), then)
@@ -96,6 +104,11 @@ class ScheduledOptimizer:
         """
         for index in sorted(self._due):
             self._update(index)
+
+    @property
+    def elastic_part(self) -> ElasticPart:
+        """``commsched.Elastic`` uses it."""
+        return ElasticPart(self)
 
     # --- (a) describe the tensors ---
 
@@ -123,7 +136,7 @@ class ScheduledOptimizer:
         flat = np.zeros_like(parameters[0], dtype=np.uint8, shape=(nbytes,))  # on the device of the parameters
         return flat, self._bytes_of(flat, "the gradients")
 
-    def _begin_from_rank_0(self) -> None:
+    def _begin_from_root(self) -> None:
         for index, layer in enumerate(self._network.layers):
             for name, parameter in layer.parameters.items():
                 self._broadcast(f"{index}.{name}", parameter)
@@ -132,10 +145,10 @@ class ScheduledOptimizer:
     def _broadcast(self, name: str, array: NDArray[Any]) -> None:
         memory = self._bytes_of(array, name)
         if (stream := self._stream()) is not None:
-            if self._session.rank != 0:
+            if self._session.rank != self._session.root:
                 array.fill(0)
             stream.synchronize()
-        self._session.broadcast(name, memory, device=self._device)
+        self._session.broadcast(name, memory, self._session.root, self._device)
 
     def _bytes_of(self, array: NDArray[Any], name: str) -> Buffer:
         """Return the memory of ``array`` as bytes, without a copy."""
@@ -180,8 +193,12 @@ class ScheduledOptimizer:
     def _update(self, index: int) -> None:
         for tensor in self._tensors[index]:
             self._group.proxies[tensor].wait(self._stream())
+        if self._undo is not None:
+            self._undo.before_update([index])
         with self._span("update", index):
             self._due.pop(index).update(index)
+        if self._undo is not None:
+            self._undo.after_update()
         for tensor in self._tensors[index]:
             if (part := self._check.wanted(tensor)) is not None:
                 weights = self._bytes_of(self._parameters[tensor], "")[slice(*part)]

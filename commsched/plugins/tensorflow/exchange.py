@@ -48,7 +48,7 @@ class GradientExchange:
         submitted: called with a name whenever gradients were submitted.
 
     Raises:
-        UnsupportedError: a variable's type cannot be averaged; names it.
+        UnsupportedError: a variable's type cannot be averaged, or it is not on the CPU; names it.
         ManifestMismatch: ranks have different variables.
     """
 
@@ -61,10 +61,15 @@ class GradientExchange:
         submitted: Callable[[str], None] | None = None,
     ) -> None:
         for variable in variables:
-            if own_value(variable).dtype.name not in _DTYPES:
+            value = own_value(variable)
+            if value.dtype.name not in _DTYPES:
                 raise UnsupportedError(
-                    f"variable '{variable.path}' is {own_value(variable).dtype.name}; only gradients of {', '.join(_DTYPES)} "
-                    "can be averaged"
+                    f"variable '{variable.path}' is {value.dtype.name}; only gradients of {', '.join(_DTYPES)} can be averaged"
+                )
+            if tf.DeviceSpec.from_string(value.device).device_type not in (None, "CPU"):
+                raise UnsupportedError(
+                    f"variable '{variable.path}' is on {value.device}; the TensorFlow plugin trains on the CPU: begin the "
+                    "script with tf.config.set_visible_devices([], 'GPU')"
                 )
         self._session = session
         session.statistics.waits_elsewhere = True  # graphs wait in the runtime

@@ -54,8 +54,7 @@ class Device:
         return torch.from_numpy(memory), memory.data
 
     def when_written(self, notify: Callable[..., None]) -> None:
-        """Call ``notify`` once the work queued so far on the current stream is done, or now with an event behind that work.
-        Never waits."""
+        """Call ``notify``, with an event behind the work queued so far on the current stream. Never waits."""
         notify()
 
     def copying(self) -> AbstractContextManager[object]:
@@ -76,52 +75,59 @@ class Device:
         report(digest_of(values.numpy().data))
 
     def settle(self) -> None:
-        """Wait until every ``notify`` and ``report`` was called."""
+        """Wait until every ``report`` was called."""
 
     def close(self) -> None:
-        """End the watcher's thread, if there is one. No ``notify`` or ``report`` may be outstanding."""
+        """End the watcher's thread, if there is one. No ``report`` may be outstanding."""
 
 
 class Cuda(Device):
     """A CUDA device.
 
-    The host runs ahead of the device. A gradient is therefore reported ready when its kernel is done, not when the kernel is
-    queued. Otherwise a collective that waits for the front layer's gradient, which comes last, would block all others in the
-    queue of collectives.
+    The host runs ahead of the device. A gradient is therefore notified with the event behind its kernel.
 
-    An average is complete when the device has it. The host waits for the average before it reads it; no stream waits for a
-    collective, so a broken collective cannot block the stream of the training.
+    If the session's transport averages on the device, an average is complete when the device has it. The host waits for it
+    before it reads it; no stream waits for a collective, so a broken collective cannot block the stream of the training.
+
+    If the transport averages in the host's memory, the core copies gradients and averages, by the device layer's streams (see
+    ``core/staging.py``), and the stream that reads an average waits for its copy to the device. A reader on any other stream
+    than that of the training waits in the host: the gradient is not guarded after it, so the training would find no wait.
 
     Updates run on the stream that reads the parameter first. Where one stream reads all parameters, as nearly everywhere, the
     order on that stream suffices. Once several streams have read parameters, every update waits for the whole device before it
     and for its own stream after it.
     """
 
-    def __init__(self, device: torch.device, session: commsched.Session) -> None:
+    def __init__(self, device: torch.device, session: commsched.Session, layer: DeviceLayer) -> None:
         self.name = str(device)
+        self.layer: DeviceLayer = layer
+        self.arrived = self._arrived if session.device == "cpu" else None
         self._device = device
         self._report = session.report
         self._stream: torch.cuda.Stream | None = None  # the first stream that read a parameter
         self._several_streams = False
         self._copies = torch.cuda.Stream(device, priority=-1)
-        self._watcher = EventWatcher("commsched-gradients")
+        self._watcher = EventWatcher("commsched-digests")
         session.cleanup.callback(self.close)
 
     def allocate(self, nbytes: int) -> tuple[torch.Tensor, Any]:
         flat = torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
         torch.cuda.current_stream(self._device).synchronize()  # another stream may write to it next
-        return flat, flat
+        return flat, self.layer.view(flat)
 
     def when_written(self, notify: Callable[..., None]) -> None:
-        _refuse_capturing()
-        event = torch.cuda.Event(blocking=True)
-        event.record(torch.cuda.current_stream(self._device))
-        self._watcher.call_after(event, notify, self._failed)
+        if torch.cuda.is_current_stream_capturing():
+            raise UnsupportedError("backward is captured in a CUDA graph: gradients would be averaged once, not in each replay")
+        notify(self._current_stream().record())
 
-    def _failed(self, error: Exception) -> None:
-        if not isinstance(error, CommschedError):  # the session's own error is raised by the next call anyway
-            cause = f"{type(error).__name__}: {error}"
-            self._report(TransportError(f"{self._device} failed while it computed gradients: {cause}"))
+    def _arrived(self, proxies: Iterable[DependencyProxy]) -> None:
+        is_usual = not self._several_streams and torch.cuda.current_stream(self._device) == self._stream
+        stream = self._current_stream() if is_usual else None
+        for proxy in proxies:
+            proxy.wait(stream)
+
+    def _current_stream(self) -> DeviceStream:
+        return self.layer.current_stream(torch.cuda.current_stream(self._device).cuda_stream)
 
     @contextmanager
     def copying(self) -> Iterator[None]:
@@ -152,47 +158,16 @@ class Cuda(Device):
         event.record(torch.cuda.current_stream(self._device))
         self._watcher.call_after(event, lambda: report(int(there) % 2**64), self._failed)
 
+    def _failed(self, error: Exception) -> None:
+        if not isinstance(error, CommschedError):  # the session's own error is raised by the next call anyway
+            cause = f"{type(error).__name__}: {error}"
+            self._report(TransportError(f"{self._device} failed while it computed a digest of weights: {cause}"))
+
     def settle(self) -> None:
         self._watcher.settle()
 
     def close(self) -> None:
         self._watcher.close(_CLOSE_SECONDS)
-
-
-class StagedCuda(Cuda):
-    """A CUDA device whose gradients travel from the host's memory, since the session's transport averages there.
-
-    The core copies them, by the device layer's streams (see ``core/staging.py``). So a gradient is notified at once, with the
-    event behind its kernel, and the stream that reads an average waits for its copy to the device. A reader on any other stream
-    than that of the training waits in the host: the gradient is not guarded after it, so the training would find no wait.
-    """
-
-    def __init__(self, device: torch.device, session: commsched.Session, layer: DeviceLayer) -> None:
-        super().__init__(device, session)
-        self.layer: DeviceLayer = layer
-        self.arrived = self._arrived
-
-    def allocate(self, nbytes: int) -> tuple[torch.Tensor, Any]:
-        flat, _ = super().allocate(nbytes)
-        return flat, self.layer.view(flat)
-
-    def when_written(self, notify: Callable[..., None]) -> None:
-        _refuse_capturing()
-        notify(self._current_stream().record())
-
-    def _arrived(self, proxies: Iterable[DependencyProxy]) -> None:
-        is_usual = not self._several_streams and torch.cuda.current_stream(self._device) == self._stream
-        stream = self._current_stream() if is_usual else None
-        for proxy in proxies:
-            proxy.wait(stream)
-
-    def _current_stream(self) -> DeviceStream:
-        return self.layer.current_stream(torch.cuda.current_stream(self._device).cuda_stream)
-
-
-def _refuse_capturing() -> None:
-    if torch.cuda.is_current_stream_capturing():
-        raise UnsupportedError("backward is captured in a CUDA graph: gradients would be averaged once, not in each replay")
 
 
 def digest_on_device(values: torch.Tensor) -> torch.Tensor:
@@ -227,22 +202,18 @@ def open_device(session: commsched.Session, parameters: Sequence[tuple[str, torc
     if str(device) == session.device == "cpu":
         return Device()
     where = f"parameter '{parameters[0][0]}' is on {device}"
-    if device.type == "cuda" and session.device == "cpu":
+    if device.type == "cuda" and session.device in ("cpu", str(device)):
         try:
-            return StagedCuda(device, session, open_layer(str(device)))
+            return Cuda(device, session, open_layer(str(device)))
         except ConfigError as error:
-            raise ConfigError(
-                f"{where}, and the session's transport averages in the host's memory: {error}; or set transport=nccl"
-            ) from error
-    if device.type == "cuda" and str(device) != session.device:
+            raise ConfigError(f"{where}: {error}") from error
+    if device.type == "cuda":
         raise UnsupportedError(
             f"{where}, but the session was opened on {session.device}; call torch.cuda.set_device before commsched.init"
         )
-    if str(device) != session.device:
-        raise UnsupportedError(
-            f"{where}, but the session's transport averages on {session.device if session.device != 'cpu' else 'the CPU'} only"
-        )
-    return Cuda(device, session)
+    raise UnsupportedError(
+        f"{where}, but the session's transport averages on {session.device if session.device != 'cpu' else 'the CPU'} only"
+    )
 
 
 def spec_of(name: str, parameter: torch.Tensor) -> TensorSpec:

@@ -100,7 +100,8 @@ class GradientExchange:
         self._at_close = _finish_at_close(session, WeakMethod(self._finish))
         self._collected = finalize(self, self.places.registered.abandon)
         self._collected.atexit = False
-        finalize(self, self._at_close).atexit = False
+        self._released = finalize(self, self._at_close)
+        self._released.atexit = False
 
     def _hook_all(self, slots: Sequence[Slot]) -> None:
         for slot in slots:
@@ -199,6 +200,24 @@ class GradientExchange:
         self._collected.detach()
         self._at_close()
         self.places.release()
+
+    def drop(self) -> None:
+        """Release the model without the other ranks, from a session that has ended. Gradients, averages and outstanding updates
+        are lost. Not collective."""
+        for handle in self._handles:
+            handle.remove()
+        self._collected.detach()
+        self._released.detach()  # it refers to the session, and so to the failure, whose traceback refers to this exchange
+        self._at_close()
+        self._own_sums.forget()
+        self._round.without.forget()
+        with unguarded():
+            for slot in self.places.all:
+                if slot.waiting is not None:
+                    release(slot.waiting)
+                    slot.waiting = None
+                slot.parameter.grad = None
+        self.places.drop()
 
     def _finish(self) -> None:
         """Called when the session closes. If the last backward had no ``step()``, its round is still open and can complete

@@ -13,6 +13,7 @@ import commsched
 
 from ...core.comparison import require_same
 from ...core.errors import UnsupportedError
+from ...devices import open_device
 from .compared import compared_keys
 from .timing import no_use
 
@@ -25,16 +26,19 @@ _NAMED = 5  # the maximum number of replaced hyper-parameters that a warning nam
 _SCALARS = (int, float, bool, str, type(None))
 
 
-def broadcast_model(session: commsched.Session, model: torch.nn.Module, beside: Mapping[str, torch.Tensor]) -> None:
-    """Broadcast rank 0's parameters, frozen or not, and buffers of every type, bit for bit; also those parameters ``beside``
-    the model, by name, that it lacks. Collective. Raises ManifestMismatch if models differ in a name, shape or type."""
+def broadcast_model(
+    session: commsched.Session, model: torch.nn.Module, beside: Mapping[str, torch.Tensor], root: int = 0
+) -> None:
+    """Broadcast the parameters of ``root``, frozen or not, and buffers of every type, bit for bit; also those parameters
+    ``beside`` the model, by name, that it lacks. Collective. Raises ManifestMismatch if models differ in a name, shape or
+    type."""
     named: dict[str, torch.Tensor] = {f"parameter '{name}'": tensor for name, tensor in model.named_parameters()}
     inside = {id(tensor) for tensor in named.values()}
     named |= {f"parameter '{name}'": tensor for name, tensor in beside.items() if id(tensor) not in inside}
     named |= {f"buffer '{name}'": tensor for name, tensor in model.named_buffers()}
     records = session.gather([[name, list(tensor.shape), str(tensor.dtype)] for name, tensor in named.items()])
     require_same(records, lambda different: f"the model has {different.text(_text)}")
-    broadcast_parameters(session, named)
+    broadcast_parameters(session, named, root)
 
 
 def broadcast_parameters(session: commsched.Session, named: Mapping[str, torch.Tensor], root: int = 0) -> None:
@@ -83,6 +87,17 @@ def broadcast_optimizer(session: commsched.Session, optimizer: torch.optim.Optim
             group.update({key: _like(group.get(key), value) for key, value in options["options"].items()})
     state = _adopt_state(optimizer, records[root]["state"], session.rank == root)
     _broadcast(session, "optimizer state", state, root)
+
+
+def options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """The hyper-parameters of each group, as values that can travel as JSON."""
+    return [group["options"] for group in _options(optimizer)]
+
+
+def take_options(optimizer: torch.optim.Optimizer, options: list[dict[str, Any]]) -> None:
+    """Give the groups the hyper-parameters that :func:`options_of` returned, on another rank or earlier."""
+    for group, values in zip(optimizer.param_groups, options):
+        group.update({key: _like(group.get(key), value) for key, value in values.items()})
 
 
 def _differences(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> str:
@@ -231,6 +246,7 @@ class _Piece:
         self._name = name
         self._root = root
         self._flat = torch.zeros(nbytes, dtype=torch.uint8, device=session.device)
+        self._layer = None if session.device == "cpu" else open_device(session.device)
         self._filled = 0
         self._places: list[tuple[torch.Tensor, torch.Tensor]] = []  # bytes of a tensor, and their place in the buffer
         self._afterwards: list[Callable[[], object]] = []
@@ -259,9 +275,11 @@ class _Piece:
                 place.copy_(values)
         else:
             flat.zero_()
-        if flat.is_cuda:
+        if self._layer is None:
+            self._session.broadcast(self._name, flat.numpy().data, self._root)
+        else:
             torch.cuda.current_stream(flat.device).synchronize()
-        self._session.broadcast(self._name, flat if flat.is_cuda else flat.numpy().data, self._root)
+            self._session.broadcast(self._name, self._layer.view(flat), self._root, self._layer)
         if self._session.rank != self._root:
             for values, place in self._places:
                 values.copy_(place)

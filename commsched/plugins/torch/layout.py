@@ -217,13 +217,22 @@ class GradientLayout:
         self.slots += late
         return group
 
-    def release(self) -> None:
-        """Release the buffers and the parameters. No average or update may be outstanding."""
+    def drop(self) -> None:
+        """Release the parameters from a session that has ended. Not collective."""
+        self._release_tensors()
+        with suppress(CommschedError):
+            self.registered.close()
+
+    def _release_tensors(self) -> None:
         for slot in self.all:
             if _owners.get(id(slot.parameter)) is self:
                 del _owners[id(slot.parameter)]
             release(slot.gradient)
             release(slot.parameter)
+
+    def release(self) -> None:
+        """Release the buffers and the parameters. No average or update may be outstanding."""
+        self._release_tensors()
         if self._flags is not None:
             self._flags.settle()
         self.registered.close()

@@ -100,6 +100,21 @@ class Measures:
         """What this rank has asked for in this round, to be sent to all ranks."""
         return [order in self.asked and not self._is_refused for order in (*ORDERS, 0.0)]
 
+    @property
+    def orders(self) -> list[float]:
+        """The orders of the norms that are measured."""
+        return list(self._orders)
+
+    def resume(self, orders: Sequence[float]) -> None:
+        """Measure norms of ``orders`` from the first round on, as an earlier session did. All ranks must call it alike."""
+        self._orders, self._asked_before = list(orders), set(orders)
+
+    def begin(self, groups: Sequence[TensorGroup]) -> None:
+        """Called on all ranks before the first round of ``groups``. Collective, if it adds norms."""
+        if self._orders and not self._is_refused:
+            self._add(groups, set())
+            self.current = RoundNorms(self._norms)
+
     def any_order(self, slots: Sequence[Slot]) -> float | None:
         """An order in which the norms of ``slots`` are measured, the largest if there are several."""
         orders = sorted(self._orders, reverse=True)

@@ -19,10 +19,12 @@ from torch.optim import Optimizer
 import commsched
 
 from ...core.errors import ClosedError, ConfigError, TransportError, UnsupportedError
+from ..common.undo import Undo
 from . import compiled
 from .checks import find_overlap, outside_of, require_optimizer_and_model, require_plain, sparse_weights
 from .compared import ComparedWeights, compared_keys, mean_loss
 from .device import init_for
+from .elastic import ElasticPart
 from .exchange import GradientExchange
 from .guard import Guarded, guard, own_class, unguarded
 from .initial_state import broadcast_model, broadcast_optimizer, broadcast_parameters, parameters_of, require_same_group
@@ -108,6 +110,10 @@ class ScheduledOptimizer(Optimizer):
         parameters = parameters_of(optimizer)
         outside = outside_of(model, optimizer)
         session = session or init_for(parameters)
+        self._session = session
+        self._model = model
+        self._undo: Undo[torch.Tensor] | None = None  # by parameter; in an elastic job
+        self._has_compiled = False  # code was compiled since this optimizer was made
         if session.world_size == 1 and not session.is_recorded:
             return
         require_supported(optimizer)
@@ -116,7 +122,6 @@ class ScheduledOptimizer(Optimizer):
             if outside:
                 log.warning("%s", outside)
             warn_if_impossible()
-        self._session = session
         self._per_parameter = is_of_torch(optimizer) if per_parameter is None else per_parameter
         self._hooks_per_update = per_parameter is True  # also call the user's hooks when only some parameters are updated
         self._why_step_waits: str | None = None  # why step() waits for all updates, as a clause; None: it does not wait
@@ -125,28 +130,16 @@ class ScheduledOptimizer(Optimizer):
             self._step_must_wait(f"{type(optimizer).__name__} may use all gradients at once")
         if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
             self._step_must_wait("TorchScript reads parameters without waiting for their update")
-        self._model = model
-        slots = _make_slots(optimizer.param_groups, model)
-        self._look_for_shared_memory(slots)
-        self._note_parameters()
-        self._compared: set[str] = set()  # keys of the hyper-parameters that are compared
-        end_abandoned(session)
-        self._exchange = GradientExchange(session, model, slots, self.synchronize, self._supersede, self._compared)
-        broadcast_model(session, model, {slot.name: slot.parameter for slot in slots})
-        broadcast_optimizer(session, optimizer)
-        self._compared |= compared_keys(optimizer, optimizer.param_groups)
-        self._exchange.places.record_first_use()
-        self._steps = 0
-        self._make_comparison()
+        exchange = self._take_part(session)
         self._compiled_in_steps = 0  # in how many steps in a row code was compiled while updates were outstanding
         self._is_compiled_anew = False  # it was so in this step
         without_gates = compiled.watch_compiler(self._before_compiling, self._graph_made)
         if without_gates is not None:
             self._step_must_wait(without_gates)
-            self._exchange.before_compiling()
-            self._exchange.gradients_are_read_by_compiled_code()
+            exchange.before_compiling()
+            exchange.gradients_are_read_by_compiled_code()
         if session.observer is not None:
-            trace_forward(model, session.observer, self._exchange.forward_began)
+            trace_forward(model, session.observer, exchange.forward_began)
         # Code that still holds the user's optimizer must not save stale state.
         self._state_hooks: list[Any] = []
         if hasattr(optimizer, "_optimizer_state_dict_pre_hooks"):  # not every optimizer class calls Optimizer.__init__
@@ -154,6 +147,25 @@ class ScheduledOptimizer(Optimizer):
                 optimizer.register_state_dict_pre_hook(lambda _: self.synchronize()),
                 optimizer.register_load_state_dict_pre_hook(lambda *_: self.synchronize()),
             ]
+
+    def _take_part(self, session: commsched.Session) -> GradientExchange:
+        """Average the gradients of the model in ``session``. Collective: all ranks begin with the values of one."""
+        optimizer, model = self.optimizer, self._model
+        slots = _make_slots(optimizer.param_groups, model)
+        self._look_for_shared_memory(slots)
+        self._note_parameters()
+        self._compared: set[str] = set()  # keys of the hyper-parameters that are compared
+        end_abandoned(session)
+        exchange = GradientExchange(session, model, slots, self.synchronize, self._supersede, self._compared)
+        self._exchange = exchange
+        broadcast_model(session, model, {slot.name: slot.parameter for slot in slots}, session.root)
+        is_first = session.place is None or session.place.generation == 1
+        broadcast_optimizer(session, optimizer, None if is_first else session.root)
+        self._compared |= compared_keys(optimizer, optimizer.param_groups)
+        exchange.places.record_first_use()
+        self._steps = 0
+        self._make_comparison()
+        return exchange
 
     # --- the training loop ---
 
@@ -185,6 +197,8 @@ class ScheduledOptimizer(Optimizer):
             hyper_parameters = snapshot(self.optimizer)
             keeps = exchange.commit(hyper_parameters)
             self._hyper_parameters = hyper_parameters  # only after commit(), which may still run the last step's updates
+            if self._undo is not None:
+                self._undo.committed()
             # A learning-rate scheduler made before the optimizer was wrapped checks whether step() was called.
             self.optimizer._opt_called = True  # type: ignore[attr-defined]
             exchange.put_in_place = self._put_in_place  # so the parameters keep this object and the user's optimizer alive
@@ -206,6 +220,8 @@ class ScheduledOptimizer(Optimizer):
         decisions on the loss.
         """
         self._require_no_join(f"step(closure) of {type(self.optimizer).__name__}, which averages the loss")
+        if self._undo is not None:
+            raise UnsupportedError(f"step(closure) of {type(self.optimizer).__name__} cannot be elastic")
         swapped: list[SwappedIn] = []
         raised: list[BaseException] = []  # errors raised by the closure, not by the optimizer
 
@@ -328,6 +344,7 @@ class ScheduledOptimizer(Optimizer):
 
     def _before_compiling(self) -> None:
         """Called before code is compiled, which may read any parameter: the compiler must find all with their own class."""
+        self._has_compiled = True
         if self._exchange is None or self._session.closed:
             return
         try:
@@ -410,6 +427,12 @@ class ScheduledOptimizer(Optimizer):
         if self._exchange is not None and self._exchange.join is not None:
             raise UnsupportedError(f"{what}, within a Join would wait for ranks that have run out of batches: do it outside")
 
+    # --- for commsched.Elastic ---
+
+    @property
+    def elastic_part(self) -> ElasticPart:
+        return ElasticPart(self)
+
     # --- outstanding updates ---
 
     def _await_updates(self, slots: Sequence[Slot], keeps: Sequence[bool]) -> None:
@@ -474,8 +497,12 @@ class ScheduledOptimizer(Optimizer):
             for slot in batch:
                 del self._pending[slot.flag]
             try:
+                if self._undo is not None:
+                    self._undo.before_update([slot.parameter for slot in used])
                 with exchange.places.device.updating():
                     self._update(used)
+                if self._undo is not None:
+                    self._undo.after_update()
             finally:
                 for slot in batch:
                     slot.state = GRADIENT_TRANSITIONS[slot.state, "update"]  # advance() is one more call for each parameter

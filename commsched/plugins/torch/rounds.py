@@ -136,10 +136,12 @@ class Round:
         self.without.forget()
         self.without.dropped.clear()
         self.edits.begin_round()
-        if self.state is not RoundState.IDLE:
-            ended = self._places.flags.kept()
+        flags = self._places.flags  # the first time, this makes the groups
+        if self.state is RoundState.IDLE:
+            self.measures.begin(self._places.groups)
+        else:
+            ended = flags.kept()
             self.measures.begin_round(self._places.groups, ended.asked, ended.committed > 0)
-        flags = self._places.flags
         for group in self._places.groups:
             group.begin_step()
         flags.begin_step()

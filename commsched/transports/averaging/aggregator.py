@@ -13,6 +13,7 @@ overwrite an average that is still being sent to a slow rank.
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 
 from ...core.errors import ProtocolError
 from ...core.interfaces import OnFailure
@@ -51,6 +52,13 @@ class Aggregator:
                 sums = NormSums(self._contributions.manifest_of(rank, norms.group), manifest)
                 self._measured[norms.group] = (*self._measured.get(norms.group, ()), sums)
                 self._sums[group] = sums
+
+    def release(self, rank: int, groups: Sequence[int]) -> None:
+        """See ``Contributions``."""
+        for group in self._contributions.release(rank, groups):
+            with self._lock:
+                self._sums.pop(group, None)
+                self._measured.pop(group, None)
 
     def describe(self, key: PartitionKey, dtype: str, start: int, stop: int) -> str:
         """See ``Contributions``."""

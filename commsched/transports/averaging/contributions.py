@@ -66,11 +66,12 @@ class _Group:
     """One manifest, and the entries of the steps that a rank may still be in."""
 
     manifest: Manifest
-    ranks: set[int]
+    ranks: set[int]  # those that have announced it
     latest: Least  # by rank: the step of its last push; -1 before the first push
     newest: int = -1  # the latest of those steps
     steps: dict[int, dict[int, _Entry]] = field(default_factory=dict)  # step -> partition -> entry
     unfinished: dict[PartitionKey, _Entry] = field(default_factory=dict)
+    released: set[int] = field(default_factory=set)  # ranks that are done with it
 
 
 @dataclass(slots=True)
@@ -117,6 +118,27 @@ class Contributions:
                 raise ProtocolError(f"rank {self.members[rank]} announced group {group} twice")
             _require_same(known.manifest, self.members[min(known.ranks)], manifest, self.members[rank])
             known.ranks.add(rank)
+
+    def release(self, rank: int, groups: Sequence[int]) -> list[int]:
+        """``rank`` pushes nothing more to ``groups``, and has all their averages. Forgets and returns those that every rank has
+        released.
+
+        Raises:
+            ProtocolError: ``rank`` has not announced such a group.
+        """
+        over = []
+        with self._lock:
+            if self._closed:
+                return []
+            for number in groups:
+                group = self._groups.get(number)
+                if group is None or rank not in group.ranks:
+                    raise ProtocolError(f"rank {self.members[rank]} released group {number} without announcing the group")
+                group.released.add(rank)
+                if len(group.released) == len(self.members) and not group.unfinished:
+                    del self._groups[number]
+                    over.append(number)
+        return over
 
     def manifest_of(self, rank: int, group: int) -> Manifest:
         """The tensors of ``group``, which ``rank`` has announced.

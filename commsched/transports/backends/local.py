@@ -72,6 +72,9 @@ class LocalTransport(Transport):
     def add_group(self, group: int, manifest: Manifest) -> None:
         self._world.aggregator.add_group(self.rank, group, manifest)
 
+    def release(self, group: int) -> None:
+        self._world.aggregator.release(self.rank, (group,))
+
     def norm_rows(self, manifest: Manifest) -> int:
         return 1  # one aggregator makes all averages
 

@@ -15,7 +15,7 @@ class _Start(NamedTuple):
 
     sequence: int
     verb: str
-    group: int
+    manifest: Manifest
     step: int
     partition: Partition
 
@@ -31,14 +31,18 @@ class SequenceChecker:
     def add_group(self, group: int, manifest: Manifest) -> None:
         self._manifests[group] = manifest
 
+    def release(self, group: int) -> None:
+        self._manifests.pop(group, None)
+
     def manifest(self, group: int) -> Manifest:
         return self._manifests[group]
 
-    def name(self, task: CommTask | _Start) -> str:
-        """Name a task in a message, such as ``all_reduce tensor 'embedding' of step 7``."""
-        at = task.partition
-        names = self._manifests[task.group].names_in(at.dtype, at.start, at.stop)
-        return f"{task.verb} tensor {names} of step {task.step}"
+    def name(self, task: CommTask) -> str:
+        """Name a task in a message, such as ``all_reduce tensor 'embedding' of step 7``. Its group was not released."""
+        return _name(self._start(task))
+
+    def _start(self, task: CommTask) -> _Start:
+        return _Start(task.sequence, task.verb, self._manifests[task.group], task.step, task.partition)
 
     def add(self, task: CommTask) -> None:
         """Record that ``task`` starts.
@@ -49,9 +53,14 @@ class SequenceChecker:
         last = self._last[task.channel]
         expected = 0 if last is None else last.sequence + 1
         if task.sequence != expected:
-            after = "first" if last is None else f"after {last.sequence}: {self.name(last)}"
+            after = "first" if last is None else f"after {last.sequence}: {_name(last)}"
             raise OrderMismatch(
                 f"{self._who} was asked to {self.name(task)} at place {task.sequence} of channel {task.channel}, but place "
                 f"{expected} is next ({after})"
             )
-        self._last[task.channel] = _Start(task.sequence, task.verb, task.group, task.step, task.partition)
+        self._last[task.channel] = self._start(task)
+
+
+def _name(start: _Start) -> str:
+    at = start.partition
+    return f"{start.verb} tensor {start.manifest.names_in(at.dtype, at.start, at.stop)} of step {start.step}"

@@ -7,11 +7,12 @@ import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
 from ...core.errors import ClosedError, CommschedError, PeerLost, TransportError
-from ...core.interfaces import Completion, Transport
+from ...core.interfaces import Buffer, Completion, Transport
 from ...core.manifest import ITEMSIZE, Manifest
 from ...core.task import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, CommTask
 from ..averaging.buffer_pool import BufferPool
@@ -36,7 +37,7 @@ _Then = Callable[[], None]
 
 class CollectiveTransport(Transport):
     """See ``interfaces.Transport``. It is ordered, and checks the sequence of each of its ``channels``. A group has no
-    memory of its own here, and messages may still name tensors of a released one.
+    memory of its own here.
 
     Every rank receives all contributions to its chunk from the other ranks, sums them in rank order (16-bit floats in 32 bits),
     and sends the average to all other ranks. It sends as many bytes as a ring all-reduce. Two ranks need half the messages for
@@ -101,6 +102,7 @@ class CollectiveTransport(Transport):
         self._attempt(task, partial(self._begin, task, then))
 
     def release(self, group: int) -> None:
+        self._launches.release(group)
         self._sums.pop(group, None)
         self._measured.pop(group, None)
 
@@ -245,7 +247,7 @@ class CollectiveTransport(Transport):
             self._verdict.report(error)
 
 
-def chunks_of(data: memoryview, itemsize: int, world_size: int) -> list[memoryview]:
+def chunks_of(data: Buffer, itemsize: int, world_size: int) -> list[Any]:
     """Split ``data``, which holds ``numel`` elements of ``itemsize`` bytes, into one chunk per rank.
 
     The chunk of rank ``r`` holds elements ``numel * r // world_size`` to ``numel * (r + 1) // world_size``. With fewer elements

@@ -52,8 +52,10 @@ def open_hierarchy(context: TransportContext, open_network: OpenNetwork) -> Tran
 
 def _of_network(context: TransportContext) -> list[str]:
     """The settings of how to use the network that the user has set, with their values."""
-    changed = context.settings.changed("some_transports")
-    return [context.settings.text_of(name) for name in NETWORK_SETTINGS if name in changed]
+    settings = context.settings
+    changed = settings.changed("some_transports")
+    chosen = ["transport"] if "transport" in settings.given and settings.transport != "auto" else []
+    return [settings.text_of(name) for name in (*chosen, *NETWORK_SETTINGS) if name in chosen or name in changed]
 
 
 def open_flat(context: TransportContext, open_network: OpenNetwork) -> Transport:

@@ -158,6 +158,7 @@ class LeaderTransport(Transport):
             of.pop(group, None)
         for member in self._members:
             member.release(group)
+        self._contributions.release(0, (group,))
         if self._network is not None:
             self._network.release(group)
 

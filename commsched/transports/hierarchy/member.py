@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -71,6 +72,7 @@ class MemberTransport(Transport):
         self._closed = False
         self._said_goodbye = False
         self._manifests: dict[int, Manifest] = {}
+        self._released: deque[int] = deque()  # groups of which the leader is to be told that they are released
         self._contributions: dict[int, SharedBuffers] = {}  # by group; the dispatcher adds them
         self._averages: dict[int, SharedBuffers] = {}  # by group; the reader adds them
         # Single operations on a dict are atomic; the dispatcher adds a key, and the reader removes it.
@@ -83,6 +85,8 @@ class MemberTransport(Transport):
 
     def add_group(self, group: int, manifest: Manifest) -> None:
         self._manifests[group] = manifest
+        while self._released:
+            self._send(LocalMessage(Kind.RELEASED, group=self._released.popleft()))
         self._pass(LocalMessage(Kind.GROUP, group=group), write_manifest(manifest))
 
     def norm_rows(self, manifest: Manifest) -> int:
@@ -101,6 +105,9 @@ class MemberTransport(Transport):
         self._send(about(Kind.PUSH, task))
 
     def release(self, group: int) -> None:
+        """See ``interfaces.Transport``. The leader learns of it with the next group."""
+        if group in self._manifests:
+            self._released.append(group)
         for of in (self._manifests, self._contributions, self._averages):
             of.pop(group, None)
 
@@ -281,6 +288,8 @@ class Connection:
                 self._contributions.add_group(self._index, message.group, manifest)
             elif message.kind is Kind.MEMORY and fds and message.group in self._manifests:
                 self._mirrors[message.group] = SharedBuffers(self._manifests[message.group], attach(fds[0]))
+            elif message.kind is Kind.RELEASED:
+                self._contributions.release(self._index, (message.group,))
             elif message.kind is Kind.GOODBYE:
                 self._said_goodbye = True
                 self._contributions.leave(self._index)

@@ -40,6 +40,7 @@ class Kind(IntEnum):
     PUSH = 4  # all but rank: a contribution is in memory
     DONE = 5  # all but rank: an average is in memory
     GOODBYE = 6  # the connection ends in good order
+    RELEASED = 7  # group: a member pushes nothing more to it, and has all its averages
 
 
 class LocalMessage(NamedTuple):

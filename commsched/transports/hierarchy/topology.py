@@ -22,7 +22,7 @@ from .messages import Kind, LocalMessage, UnixConnection, close_all
 @dataclass(frozen=True, slots=True)
 class RankLocation:
     """A rank's own record: the address that the other ranks reach it at, its place among the ranks of its machine, whether
-    its system has the shared memory that a hierarchy needs, and whether its user has set one of ``NETWORK_SETTINGS``."""
+    its system has the shared memory that a hierarchy needs, and whether its user has set how to use the network."""
 
     address: str
     local_rank: int
@@ -30,8 +30,9 @@ class RankLocation:
     sets_network: bool = False
 
 
-#: The settings that say how ranks use the network. They have no effect in a hierarchy on a single host, which uses none.
-NETWORK_SETTINGS = ("lane", "order", "rate")
+#: The settings that, beside ``transport``, say how ranks use the network. None of them has an effect in a hierarchy on a single
+#: host, which uses no network.
+NETWORK_SETTINGS = ("lane", "flows", "order", "rate", "wire")
 
 
 @dataclass(frozen=True, slots=True)

@@ -84,6 +84,36 @@ def test_each_link_has_its_rate_in_both_directions():
         assert re.search(r"dev port2 root .*rate 200Mbit", ports)
 
 
+SEND_TWICE = """
+import socket, sys
+with socket.create_connection((sys.argv[1], 32768)) as first, socket.create_connection((sys.argv[1], 32768)) as second:
+    first.sendall(bytes(100_000))
+    second.sendall(bytes(200_000))
+"""
+SERVE_TWICE = """
+import socket, sys
+listener = socket.create_server((sys.argv[1], 32768))
+print("ready", flush=True)
+for connection, _ in [listener.accept(), listener.accept()]:
+    while connection.recv(65536):
+        pass
+"""
+
+
+def test_every_connection_has_a_cap_of_its_own():
+    with Cluster(["a", "b"], "1gbit", "100mbit") as cluster:
+        serve = [sys.executable, "-c", SERVE_TWICE, cluster.address("a")]
+        server = cluster.start("a", "server", serve, os.environ, says_line=True)
+        assert server.first_line(60) == "ready"
+        client = cluster.start("b", "client", [sys.executable, "-c", SEND_TWICE, cluster.address("a")], os.environ)
+        cluster.processes.wait([client, server], 60)
+        command = ["tc", "-n", cluster.namespace("b"), "-s", "class", "show", "dev", "eth0"]
+        shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        used = re.findall(r"class htb 1:\w+ parent 1:1 .*ceil (\w+) .*\n Sent (\d+) bytes", shown)
+        sent = sorted((int(nbytes) // 100_000, ceil) for ceil, nbytes in used if int(nbytes) >= 100_000)
+        assert sent == [(1, "100Mbit"), (2, "100Mbit")]
+
+
 def test_without_a_rate_links_are_not_shaped():
     with Cluster(["a"], None) as cluster:
         assert "tbf" not in run(cluster, "a", "tc", "qdisc", "show")
@@ -111,7 +141,7 @@ def test_an_exception_removes_everything():
 
 
 def test_a_failure_while_building_removes_what_was_built(monkeypatch):
-    def fail(namespace, device, rate):
+    def fail(*arguments):
         raise ClusterUnavailable("no tbf")
 
     monkeypatch.setattr(cluster_module, "_shape", fail)

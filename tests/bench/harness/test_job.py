@@ -49,7 +49,7 @@ def test_collectives_in_namespaces(tmp_path):
 
 
 def test_without_namespaces_the_transport_caps_itself_and_says_so(tmp_path, capsys, monkeypatch):
-    def refuse(hosts, rate):
+    def refuse(*arguments):
         raise ClusterUnavailable("ip netns add: Operation not permitted; shaped links need root")
 
     monkeypatch.setattr(job_module, "Cluster", refuse)
@@ -147,7 +147,7 @@ def test_what_cannot_be_measured_is_said_before_anything_starts(argv, message, c
 
 
 def test_collectives_do_not_cap_themselves(monkeypatch):
-    def refuse(hosts, rate):
+    def refuse(*arguments):
         raise ClusterUnavailable("shaped links need root")
 
     monkeypatch.setattr(job_module, "Cluster", refuse)

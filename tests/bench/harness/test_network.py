@@ -1,4 +1,4 @@
-"""None"""
+"""The rates of links, measured with plain TCP between neighbours in a ring."""
 
 from __future__ import annotations
 
@@ -64,6 +64,45 @@ def test_a_neighbour_that_cannot_be_reached_is_named(monkeypatch):
 
     with pytest.raises(TransportError, match=r"rank (0 could not connect to rank 1|1 could not connect to rank 0) to "):
         run_world(2, rank)
+
+
+@pytest.mark.parametrize("measured", [True, False])
+@pytest.mark.parametrize(("call", "what"), [("_send", "send to rank 2"), ("_receive", "receive from rank 0")])
+def test_the_neighbour_of_a_flow_that_broke_is_named(monkeypatch, measured, call, what):
+    """Rank 1 in a ring of three has two: one sends to it, and it sends to the other."""
+    sessions = local_sessions(3)
+    name = call if measured else {"_send": "_send_until", "_receive": "_discard"}[call]
+    works, lock, breaks = getattr(link, name), threading.Lock(), []
+    here = threading.local()
+    real = link._meet
+
+    def meet(session, *arguments):
+        flows = real(session, *arguments)
+        here.mine = flows
+        if session.rank == 1:
+            breaks.append(flows.outgoing if call == "_send" else flows.incoming)
+        return flows
+
+    def breaking(connection, *arguments):
+        with lock:
+            broken = connection in breaks
+        if broken:
+            raise ConnectionResetError("it broke")
+        return works(connection, *arguments)
+
+    monkeypatch.setattr(link, "_meet", meet)
+    monkeypatch.setattr(link, name, breaking)
+
+    def rank(number):
+        with sessions[number] as session:
+            if measured:
+                measure_flows(session, "127.0.0.1", 1000)
+            else:
+                with traffic(session, "127.0.0.1"):
+                    session.gather("full links")
+
+    with pytest.raises(TransportError, match=f"rank 1 could not {what} to measure the network: it broke"):
+        run_world(3, rank)
 
 
 def test_an_address_that_is_not_this_machines_is_no_neighbours_fault():

@@ -5,6 +5,8 @@ import subprocess
 import threading
 from pathlib import Path
 
+import pytest
+
 from bench.harness.progress import _relay, relayed_lines, say
 
 
@@ -41,9 +43,10 @@ def test_a_line_for_a_process_that_has_ended_is_dropped(tmp_path):
     say(str(path), "to nobody")
 
 
-def test_ranks_do_not_wait_for_an_output_that_nobody_reads(monkeypatch):
+@pytest.mark.parametrize("error", [BrokenPipeError, ValueError("I/O operation on closed file")])
+def test_ranks_do_not_wait_for_an_output_that_nobody_reads(monkeypatch, error):
     def refuse(*_: object, **__: object) -> None:
-        raise BrokenPipeError
+        raise error
 
     monkeypatch.setattr("builtins.print", refuse)
     lines = iter(["one\n", "two\n", "\0\n", "of the next job\n"])

@@ -4,15 +4,21 @@ cupy 14, as its source has them. The kernels for bfloat16 are functions of numpy
 from __future__ import annotations
 
 import ctypes
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from weakref import ref
 
 import numpy as np
+import pytest
 
 from commsched.devices.arithmetic import HALVES
-from commsched.testing import SimulatedDevice
+from commsched.testing import SimulatedBuffer, SimulatedDevice
+
+from . import fake_nccl
 
 NOT_READY, ILLEGAL_ADDRESS = 600, 700
 
@@ -23,9 +29,24 @@ class CUDARuntimeError(RuntimeError):
         self.status = status
 
 
+@contextmanager
+def in_place_of_cupy(device: SimulatedDevice, count: int = 1) -> Iterator[Any]:
+    """Within the block, who imports cupy gets the stand-in."""
+    fake: Any = install(device, count)
+    user = "commsched.devices.backends.cuda.device"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "cupy", fake)
+        patch.setitem(sys.modules, "cupy.cuda", fake.cuda)
+        patch.delitem(sys.modules, user, raising=False)
+        yield fake
+    sys.modules.pop(user, None)
+
+
 def install(device: SimulatedDevice, count: int = 1) -> ModuleType:
-    """Return a module ``cupy`` whose GPU is ``device``. All ``count`` GPUs share its memory."""
+    """Return a module ``cupy`` whose GPU is ``device``. All ``count`` GPUs share its memory, but are checked to be different.
+    ``cupy.cuda.nccl`` is :func:`fake_nccl.make`."""
     thread = threading.local()
+    allocated: dict[int, ref[Any]] = {}  # by address
     events: dict[int, Any] = {}
 
     def translated(call: Callable[[], Any]) -> Any:
@@ -43,6 +64,7 @@ def install(device: SimulatedDevice, count: int = 1) -> ModuleType:
     class Device:
         def __init__(self, device: int | None = None) -> None:
             self.id = getDevice() if device is None else device
+            self.pci_bus_id = f"0000:0{self.id}:00.0"
 
         def __enter__(self) -> Device:
             thread.devices = [*getattr(thread, "devices", [0]), self.id]
@@ -66,7 +88,7 @@ def install(device: SimulatedDevice, count: int = 1) -> ModuleType:
             version, address = obj.__cuda_stream__()
             assert version == 0
             assert isinstance(address, int)
-            return cls._around(next(each for each in device._streams if id(each) == address), obj)
+            return cls._around(stream_at(address), obj)
 
         @classmethod
         def _around(cls, of: Any, owner: Any = None) -> Stream:
@@ -122,6 +144,7 @@ def install(device: SimulatedDevice, count: int = 1) -> ModuleType:
             self.mem = mem
             self.buffer = mem.buffer[offset:]
             self.device_id = mem.device_id
+            self.ptr = int(self.buffer._memory.__array_interface__["data"][0])
 
         def memset_async(self, value: int, size: int, stream: Stream) -> None:
             translated(lambda: stream.of.launch(lambda out: out.fill(value), writes=[self.buffer[:size]]))
@@ -144,6 +167,7 @@ def install(device: SimulatedDevice, count: int = 1) -> ModuleType:
     def alloc(size: int) -> MemoryPointer:
         buffer = device.allocate(size)
         buffer._memory.fill(0xEE)  # cupy's memory is not cleared
+        note(buffer)
         return MemoryPointer(SimpleNamespace(buffer=buffer, device_id=getDevice()), 0)
 
     def alloc_pinned_memory(size: int) -> Any:
@@ -156,6 +180,7 @@ def install(device: SimulatedDevice, count: int = 1) -> ModuleType:
         def __init__(self, ptr: int, size: int, owner: Any, device_id: int = -1) -> None:
             self.buffer = device.view(owner)[:size] if size else device.allocate(0)
             self.device_id = owner.device_id if device_id == -1 else device_id
+            note(self.buffer)
 
     class ndarray:
         def __init__(self, shape: Any, dtype: Any = float, memptr: Any = None, strides: Any = None) -> None:
@@ -180,6 +205,24 @@ def install(device: SimulatedDevice, count: int = 1) -> ModuleType:
         def bytes(self) -> Any:
             return self.data.buffer[: self.nbytes]
 
+    def note(buffer: SimulatedBuffer) -> None:
+        memory = buffer._memory
+        while isinstance(memory.base, np.ndarray):
+            memory = memory.base
+        allocated[memory.__array_interface__["data"][0]] = ref(memory)
+
+    def memory_at(address: int, size: int) -> SimulatedBuffer:
+        """The memory of the device that begins at ``address``, as a pointer in C would have it."""
+        for begin, known in list(allocated.items()):
+            if (memory := known()) is None:
+                allocated.pop(begin, None)
+            elif begin <= address and address + size <= begin + memory.size:
+                return SimulatedBuffer(device, memory[address - begin : address - begin + size])
+        raise AssertionError(f"{size} bytes at {address:#x} are not memory of the device")
+
+    def stream_at(address: int) -> Any:
+        return next(each for each in device._streams if id(each) == address)
+
     def kernel(run: Callable[..., None], reads: list[ndarray], write: ndarray) -> None:
         stream = get_current_stream()
 
@@ -191,6 +234,10 @@ def install(device: SimulatedDevice, count: int = 1) -> ModuleType:
 
     def add(x: ndarray, y: ndarray, *, out: ndarray) -> None:
         kernel(lambda a, b, c: np.add(a, b, out=c), [x, y], out)
+
+    def true_divide(x: ndarray, by: int, *, out: ndarray) -> None:
+        assert isinstance(by, int)  # a weak scalar: the type of the quotient is that of x
+        kernel(lambda a, b: np.divide(a, by, out=b), [x], out)
 
     def copyto(dst: ndarray, src: ndarray, casting: str = "same_kind") -> None:
         kernel(lambda a, b: np.copyto(b, a, casting=casting), [src], dst)  # type: ignore[arg-type]
@@ -223,9 +270,14 @@ def install(device: SimulatedDevice, count: int = 1) -> ModuleType:
     cupy: Any = ModuleType("cupy")
     cupy.__version__ = "14.2.0"
     runtime = SimpleNamespace(
-        getDeviceCount=lambda: count, getDevice=getDevice, eventQuery=eventQuery, CUDARuntimeError=CUDARuntimeError
+        getDeviceCount=lambda: count,
+        getDevice=getDevice,
+        getDeviceProperties=lambda number: {"uuid": b"a GPU"},
+        eventQuery=eventQuery,
+        CUDARuntimeError=CUDARuntimeError,
     )
-    cupy.cuda = SimpleNamespace(
+    cupy.cuda = ModuleType("cupy.cuda")
+    vars(cupy.cuda).update(
         runtime=runtime,
         Device=Device,
         Stream=Stream,
@@ -235,7 +287,8 @@ def install(device: SimulatedDevice, count: int = 1) -> ModuleType:
         alloc=alloc,
         alloc_pinned_memory=alloc_pinned_memory,
         get_current_stream=get_current_stream,
+        nccl=fake_nccl.make(device, memory_at, stream_at, getDevice),
     )
-    for each in (ndarray, add, copyto, ElementwiseKernel, from_dlpack):
+    for each in (ndarray, add, true_divide, copyto, ElementwiseKernel, from_dlpack):
         setattr(cupy, each.__name__, each)
     return cupy

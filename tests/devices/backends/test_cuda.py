@@ -19,7 +19,7 @@ from commsched.devices.backends import cuda
 from commsched.session.local import local_sessions
 from commsched.testing import SimulatedDevice, check_device
 
-from .fake_cupy import CUDARuntimeError, install
+from .fake_cupy import CUDARuntimeError, in_place_of_cupy
 
 MODULE = "commsched.devices.backends.cuda.device"
 
@@ -30,13 +30,10 @@ def gpu() -> SimulatedDevice:
 
 
 @pytest.fixture
-def cupy(gpu: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def cupy(gpu: SimulatedDevice) -> Iterator[Any]:
     """The stand-in, with two GPUs, under the name of cupy."""
-    fake = install(gpu, count=2)
-    monkeypatch.setitem(sys.modules, "cupy", fake)
-    monkeypatch.delitem(sys.modules, MODULE, raising=False)
-    yield fake
-    sys.modules.pop(MODULE, None)
+    with in_place_of_cupy(gpu, count=2) as fake:
+        yield fake
 
 
 def gpus() -> int:

@@ -11,6 +11,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import keras
@@ -337,6 +338,20 @@ def test_a_type_that_cannot_be_averaged() -> None:
         optimizer.apply([tf.zeros(2, tf.complex64)])
 
     refused(UnsupportedError, r"variable '.*phase' is complex64; only gradients of float16, bfloat16, float32, float64", body)
+
+
+def test_a_variable_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def moved(variable: Any) -> Any:
+        return SimpleNamespace(dtype=tf.float32, device="/job:localhost/replica:0/task:0/device:GPU:0")
+
+    def body(session: Session, model: Any) -> None:
+        ScheduledOptimizer(sgd(), model, session=session).apply(gradients_of(model))
+
+    monkeypatch.setattr("commsched.plugins.tensorflow.exchange.own_value", moved)
+    said = (
+        r"variable '.*' is on /job:localhost/replica:0/task:0/device:GPU:0; the TensorFlow plugin trains on the CPU: begin the"
+    )
+    refused(UnsupportedError, said, body)
 
 
 def test_xla() -> None:

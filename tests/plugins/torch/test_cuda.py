@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from commsched.transports.open import detect_capabilities
 from tests.jobs.job import run_job
 
 from .test_equality import OPTIMIZERS
@@ -17,8 +18,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.timeout(180),
     pytest.mark.skipif(
-        not (torch.cuda.is_available() and torch.distributed.is_nccl_available() and torch.cuda.device_count() > 1),
-        reason="needs two CUDA devices and NCCL",
+        not detect_capabilities("cuda").nccl or torch.cuda.device_count() < 2, reason="needs two CUDA devices, cupy and NCCL"
     ),
 ]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +17,7 @@ from commsched.core.errors import ClosedError, ConfigError, UnsupportedError
 from commsched.plugins.torch import ScheduledOptimizer
 from commsched.plugins.torch import device as device_module
 from commsched.plugins.torch import layout as places
-from commsched.plugins.torch.device import Cuda, Device, StagedCuda, device_of, init_for, open_device
+from commsched.plugins.torch.device import Cuda, Device, device_of, init_for, open_device
 from commsched.session.local import local_sessions
 from commsched.testing import SimulatedDevice, SimulatedStream
 from commsched.testing.world import run_world
@@ -63,15 +63,15 @@ def test_devices_that_do_not_fit_are_named(devices: list[str], session: str, mes
     assert str(raised.value) == message
 
 
-def test_what_staging_lacks_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("session", ["cpu", "cuda:0"])
+def test_what_a_device_lacks_is_told(session: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def lacking(name: str) -> Any:
         raise ConfigError(f"the device '{name}' needs cupy")
 
     monkeypatch.setattr(device_module, "open_layer", lacking)
     with pytest.raises(ConfigError) as raised:
-        open_device(session_on("cpu"), [("w", on("cuda:0"))])
-    where = "parameter 'w' is on cuda:0, and the session's transport averages in the host's memory"
-    assert str(raised.value) == f"{where}: the device 'cuda:0' needs cupy; or set transport=nccl"
+        open_device(session_on(session), [("w", on("cuda:0"))])
+    assert str(raised.value) == "parameter 'w' is on cuda:0: the device 'cuda:0' needs cupy"
 
 
 def test_the_device_of_all() -> None:
@@ -155,62 +155,93 @@ class FakeCuda:
         self.now = before
 
 
+class FakeLayer(SimulatedDevice):
+    """A device of the layer beneath, whose only stream stands for PyTorch's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.name = "cuda:0"
+
+    def current_stream(self, of: Any = None) -> SimulatedStream:
+        assert of == FakeStream.cuda_stream
+        return super().current_stream()
+
+
 class Opened:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, on_device: str = "cuda:0") -> None:
         self.cuda = FakeCuda()
+        self.layer = FakeLayer()
         self.reported: list[Exception] = []
         self.cleanup = ExitStack()
         monkeypatch.setattr(device_module.torch, "cuda", self.cuda)
+        monkeypatch.setattr(device_module, "open_layer", lambda name: self.layer)
         session: Any = SimpleNamespace(device=on_device, report=self.reported.append, cleanup=self.cleanup)
         device = open_device(session, [("w", on("cuda:0"))])
         assert isinstance(device, Cuda)
         self.device = device
 
 
-@pytest.fixture
-def opened(monkeypatch: pytest.MonkeyPatch) -> Any:
-    opened = Opened(monkeypatch)
+@pytest.fixture(params=["cuda:0", "cpu"], ids=["nccl", "staged"])
+def opened(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    opened = Opened(monkeypatch, request.param)
     yield opened
     opened.cleanup.close()  # as the session does at its end, however it ends
-    assert "commsched-gradients" not in [thread.name for thread in threading.enumerate()]
+    assert "commsched-digests" not in [thread.name for thread in threading.enumerate()]
 
 
-def test_a_gradient_is_reported_when_its_kernel_is_done(opened: Opened) -> None:
-    notified: list[str] = []
-    for name in ("last layer", "first layer"):
-        opened.device.when_written(lambda name=name: notified.append(name))
-    assert notified == []
-    for event in opened.cuda.default.events:
-        event.happened.set()
-    opened.device.settle()
-    assert notified == ["last layer", "first layer"]
+def test_a_gradient_is_notified_at_once_with_the_event_behind_its_kernel(opened: Opened) -> None:
+    buffer = opened.layer.allocate(4)
+    opened.layer.current_stream(17).launch(lambda gradient: gradient.fill(7), writes=[buffer])
+    events: list[Any] = []
+    opened.device.when_written(events.append)
+    assert opened.layer.outstanding == 1
+    events[0].synchronize()
+    assert opened.layer.peek(buffer) == bytes([7] * 4)
 
 
-def test_a_device_that_fails_is_reported(opened: Opened) -> None:
-    opened.device.when_written(lambda: None)
-    event = opened.cuda.default.events[0]
-    event.error = RuntimeError("an illegal memory access was encountered")
+@pytest.fixture
+def digested(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> Opened:
+    """What is computed for a digest is there at once, and the event behind it is the test's."""
+    monkeypatch.setattr(device_module, "digest_on_device", lambda values: values)
+    empty = torch.empty
+    monkeypatch.setattr(device_module.torch, "empty", lambda *shape, pin_memory, **options: empty(*shape, **options))
+    return opened
+
+
+def test_a_digest_is_reported_when_it_is_there(digested: Opened) -> None:
+    reported: list[int] = []
+    digested.device.digest(torch.tensor(-1), reported.append)
+    assert reported == []
+    digested.cuda.default.events[0].happened.set()
+    digested.device.settle()
+    assert reported == [2**64 - 1]
+
+
+@pytest.mark.parametrize(
+    ("error", "reported"),
+    [
+        (
+            RuntimeError("an illegal memory access was encountered"),
+            ["cuda:0 failed while it computed a digest of weights: RuntimeError: an illegal memory access was encountered"],
+        ),
+        (ClosedError("this session is closed"), []),
+    ],
+)
+def test_a_device_that_fails_is_reported_unless_the_session_has(
+    digested: Opened, error: Exception, reported: list[str]
+) -> None:
+    digested.device.digest(torch.tensor(1), pytest.fail)
+    event = digested.cuda.default.events[0]
+    event.error = error
     event.happened.set()
-    opened.device.settle()
-    assert [str(error) for error in opened.reported] == [
-        "cuda:0 failed while it computed gradients: RuntimeError: an illegal memory access was encountered"
-    ]
-
-
-def test_a_session_that_has_failed_is_not_reported_again(opened: Opened) -> None:
-    def notify() -> None:
-        raise ClosedError("this session is closed")
-
-    opened.device.when_written(notify)
-    opened.cuda.default.events[0].happened.set()
-    opened.device.settle()
-    assert opened.reported == []
+    digested.device.settle()
+    assert [str(each) for each in digested.reported] == reported
 
 
 def test_a_captured_backward_is_refused(opened: Opened) -> None:
     opened.cuda.capturing = True
     with pytest.raises(UnsupportedError, match="backward is captured in a CUDA graph: gradients would be averaged once"):
-        opened.device.when_written(lambda: None)
+        opened.device.when_written(lambda event: None)
 
 
 def test_flags_are_copied_beside_the_training_and_are_there_at_the_end(opened: Opened) -> None:
@@ -246,54 +277,23 @@ def test_once_two_streams_read_parameters_every_update_waits_for_the_device(open
     assert opened.cuda.default.synchronized == 1
 
 
-# --- gradients that the core copies to the host ---
+@pytest.mark.parametrize("opened", ["cuda:0"], indirect=True)
+def test_averages_that_nccl_made_need_no_wait(opened: Opened) -> None:
+    assert opened.device.arrived is None
 
 
-class FakeLayer(SimulatedDevice):
-    """A device of the layer beneath, whose only stream stands for PyTorch's."""
-
-    name = "cuda:0"
-
-    def current_stream(self, of: Any = None) -> SimulatedStream:
-        assert of == FakeStream.cuda_stream
-        return super().current_stream()
-
-
-@pytest.fixture
-def staged(monkeypatch: pytest.MonkeyPatch) -> Iterator[Opened]:
-    monkeypatch.setattr(device_module, "open_layer", lambda name: FakeLayer())
-    opened = Opened(monkeypatch, on_device="cpu")
-    assert isinstance(opened.device, StagedCuda)
-    yield opened
-    opened.cleanup.close()
-
-
-def test_a_staged_gradient_is_notified_at_once_with_the_event_behind_its_kernel(staged: Opened) -> None:
-    layer = staged.device.layer
-    assert isinstance(layer, FakeLayer)
-    buffer = layer.allocate(4)
-    layer.current_stream(17).launch(lambda gradient: gradient.fill(7), writes=[buffer])
-    events: list[Any] = []
-    staged.device.when_written(events.append)
-    assert layer.outstanding == 1
-    events[0].synchronize()
-    assert layer.peek(buffer) == bytes([7] * 4)
-    staged.cuda.capturing = True
-    with pytest.raises(UnsupportedError, match="backward is captured in a CUDA graph: gradients would be averaged once"):
-        staged.device.when_written(events.append)
-
-
-def test_the_stream_waits_for_a_staged_average_until_several_read_parameters(staged: Opened) -> None:
+@pytest.mark.parametrize("opened", ["cpu"], indirect=True)
+def test_the_stream_waits_for_a_staged_average_until_several_read_parameters(opened: Opened) -> None:
     waits: list[Any] = []
     proxy: Any = SimpleNamespace(wait=waits.append)
-    assert staged.device.arrived is not None
-    staged.device.arrived([proxy])  # which stream will be the one of the training is not known yet
-    staged.device.read()
-    staged.device.arrived([proxy])
-    with staged.cuda.stream(FakeStream()):
-        staged.device.arrived([proxy])  # a gradient is read, and the training would not wait for it again
-        staged.device.read()
-    staged.device.arrived([proxy])
+    assert opened.device.arrived is not None
+    opened.device.arrived([proxy])  # which stream will be the one of the training is not known yet
+    opened.device.read()
+    opened.device.arrived([proxy])
+    with opened.cuda.stream(FakeStream()):
+        opened.device.arrived([proxy])  # a gradient is read, and the training would not wait for it again
+        opened.device.read()
+    opened.device.arrived([proxy])
     assert [type(stream) for stream in waits] == [type(None), SimulatedStream, type(None), type(None)]
 
 

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from commsched.core.errors import FEWER_BATCHES, CommschedError, ManifestMismatch, PeerLost, ProtocolError
 from commsched.core.manifest import Manifest, TensorSpec
+from commsched.core.norms import NormsOf
 from commsched.testing.world import run_world
 from commsched.transports.averaging.aggregator import Aggregator
 from commsched.transports.averaging.contributions import PartitionKey
@@ -73,6 +74,29 @@ def test_all_ranks_get_the_same_bytes_and_cannot_write_them():
     assert replies[0] is replies[1]
     assert replies[0] == bytes(16)
     assert replies[0].readonly
+
+
+def test_a_group_that_every_rank_has_released_is_forgotten():
+    """Until then, and while an average is outstanding, it stays known."""
+    world = World(2)
+    rows = Manifest((TensorSpec("rows", (5,), "float64"),), norms=NormsOf(0, 0, (2.0,)))
+    for rank in range(2):
+        world.aggregator.add_group(rank, 1, rows)
+        world.push(rank, 0)
+    world.aggregator.release(0, [0, 1])
+    world.aggregator.release(1, [1])
+    assert not world.aggregator.has_rows(1)
+    world.push(1, 1)
+    world.aggregator.release(1, [0])
+    with pytest.raises(ProtocolError, match="rank 1 released group 1 without announcing the group"):
+        world.aggregator.release(1, [1])
+    world.push(0, 1)  # an average was outstanding, so the group is known still
+    assert len(world.results) == 4
+    fresh = World(2)
+    for rank in range(2):
+        fresh.aggregator.release(rank, [0])
+    with pytest.raises(ProtocolError, match="rank 0 pushed step 0 of group 0 without announcing the group"):
+        fresh.push(0, 0)
 
 
 @pytest.mark.parametrize("giver", [0, 1, 2])

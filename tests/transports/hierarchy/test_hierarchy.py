@@ -87,7 +87,17 @@ def test_of_the_only_host_the_leader_meets_servers_which_wait_for_somebody(serve
     assert worlds == [1] * len(servers)
 
 
-@pytest.mark.parametrize("setting", [{"rate": "200mbit"}, {"lane": "grpc"}, {"order": "static"}])
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"rate": "200mbit"},
+        {"lane": "grpc"},
+        {"order": "static"},
+        {"transport": "ps"},
+        {"transport": "gloo"},
+        {"wire": "bfloat16"},
+    ],
+)
 def test_what_a_user_set_of_the_network_is_not_ignored_on_one_host(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, setting: dict[str, str]
 ) -> None:
@@ -108,8 +118,9 @@ def test_what_a_user_set_of_the_network_is_not_ignored_on_one_host(
         close_together(run_world(2, lambda rank: open_hierarchy(everybodys[rank], network)))
         return caplog.messages
 
-    assert open_with() == []
-    assert opened == []
+    for nothing in ({}, {"transport": "auto"}, {"wire": "none"}):
+        assert open_with(**nothing) == []
+        assert opened == []
     assert open_with(**setting) == []
     assert opened == [2, 2]
     [[name, _]] = setting.items()

@@ -14,7 +14,7 @@ from ....core.device import DeviceEvent
 from ....core.errors import UnsupportedError
 from ....core.interfaces import Buffer
 from ....core.manifest import ITEMSIZE
-from ...arithmetic import require_cast, require_equal_sizes
+from ...arithmetic import require_cast, require_equal_sizes, require_quotients
 
 _NOT_READY = 600  # cudaErrorNotReady
 
@@ -88,6 +88,13 @@ class CudaStream:
                 cupy.add(_elements(into, dtype), _elements(values, dtype), out=_elements(into, dtype))
 
     @_on_device
+    def divide(self, values: Buffer, by: int, dtype: str) -> None:
+        require_quotients(values, dtype)
+        self._memory(values)
+        with self._stream:
+            cupy.true_divide(_elements(values, dtype), by, out=_elements(values, dtype))
+
+    @_on_device
     def cast(self, target: Buffer, to: str, source: Buffer, dtype: str) -> None:
         require_cast(target, to, source, dtype)
         self._memory(target), self._memory(source)
@@ -101,10 +108,21 @@ class CudaStream:
     def synchronize(self) -> None:
         self._stream.synchronize()
 
+    @property
+    def address(self) -> int:
+        """The address of CUDA's stream."""
+        address: int = self._stream.ptr
+        return address
+
+    def address_of(self, buffer: Buffer) -> int:
+        """The address of memory of the device. Raises ValueError if it is not flat bytes there."""
+        address: int = self._memory(buffer).ptr
+        return address
+
     def _memory(self, buffer: Any) -> Any:
         """The pointer to a buffer. Raises ValueError if it is not flat bytes on this device."""
         if not isinstance(buffer, cupy.ndarray):
-            raise ValueError(f"a {type(buffer).__name__} is no memory that cuda:{self._number} copies")
+            raise ValueError(f"a {type(buffer).__name__} is no memory of cuda:{self._number}")
         if buffer.dtype != np.uint8 or buffer.ndim != 1 or not buffer.flags.c_contiguous:
             raise ValueError(f"an array of {buffer.dtype}, shape {buffer.shape}, is not flat bytes")
         if buffer.data.device_id != self._number:
@@ -113,18 +131,18 @@ class CudaStream:
 
 
 class CudaDevice:
-    """See ``Device``. Its buffers are cupy arrays of uint8. Two of the same number are equal: they are the same GPU."""
+    """See ``Device``. Its buffers are cupy arrays of uint8. Two of the same :attr:`number` are equal: they are the same GPU."""
 
     def __init__(self, number: int) -> None:
         self.name = f"cuda:{number}"
-        self._number = number
+        self.number = number
         self._device = cupy.cuda.Device(number)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, CudaDevice) and other._number == self._number
+        return isinstance(other, CudaDevice) and other.number == self.number
 
     def __hash__(self) -> int:
-        return self._number
+        return self.number
 
     @_on_device
     def allocate(self, nbytes: int) -> Any:
@@ -150,20 +168,20 @@ class CudaDevice:
             memory, nbytes = _described(array) or _exchanged(array)
         except Exception as error:
             raise UnsupportedError(f"the memory of a {kind} is not to be had on {self.name}: {error}") from error
-        if memory.device_id != self._number:
+        if memory.device_id != self.number:
             raise UnsupportedError(f"the memory of a {kind} is on cuda:{memory.device_id}, not on {self.name}")
         return _flat(nbytes, memory)
 
     @_on_device
     def stream(self, priority: int = 0) -> CudaStream:
-        return CudaStream(self._number, cupy.cuda.Stream(non_blocking=True, priority=priority))
+        return CudaStream(self.number, cupy.cuda.Stream(non_blocking=True, priority=priority))
 
     @_on_device
     def current_stream(self, of: Any = None) -> CudaStream:
         """``of`` has ``__cuda_stream__``, or is the address of CUDA's stream."""
         if of is None:
-            return CudaStream(self._number, cupy.cuda.get_current_stream())
-        return CudaStream(self._number, cupy.cuda.Stream.from_external(_Address(of) if isinstance(of, int) else of))
+            return CudaStream(self.number, cupy.cuda.get_current_stream())
+        return CudaStream(self.number, cupy.cuda.Stream.from_external(_Address(of) if isinstance(of, int) else of))
 
 
 class _Address:

@@ -1,204 +1,233 @@
-"""The collectives on a device that the transport needs, by torch's NCCL process group, and the store by which the ranks'
-process groups meet."""
+"""The collectives on a device that the transport needs, by cupy's binding of NCCL, and how the ranks meet."""
 
 from __future__ import annotations
 
-import socket
+import struct
 import threading
 from collections.abc import Callable, Sequence
-from datetime import timedelta
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, cast
 
-import torch
-import torch.distributed as dist
-from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
-
-from ....core.device_events import Event
-from ....core.errors import ConfigError, TransportError
+from ....core.errors import CommschedError, ConfigError, TransportError
+from ....core.interfaces import Buffer
+from ....core.manifest import ITEMSIZE
+from ....devices import open_device
 from ...backend import TransportContext
 from ...collective.failures import exit_if_job_fails
 
+if TYPE_CHECKING:
+    from ....devices.backends.cuda.device import CudaDevice
+
+#: How often NCCL is asked whether a connection broke. It has no way to tell by itself.
+_ASK_SECONDS: Final = 1.0
+
+#: How long an abort waits for a call that another thread makes. A call may wait for other ranks, which only an abort can end.
+_CALL_SECONDS: Final = 2.0
+
+#: How long ``close`` waits for NCCL. It may wait for ranks of this host that have ended without a word.
+_CLOSE_SECONDS: Final = 5.0
+
 
 class NcclGroup:
-    """Collectives over all ranks, on one queue of the device. All methods but ``abort`` are called by one thread at a time.
+    """Collectives over all ranks, on one stream of the device. They queue work and return before it is done.
 
-    ``all_reduce``, ``reduce_scatter`` and ``all_gather`` are called within the ``work`` given to :meth:`launch`, and take
-    contiguous tensors on :attr:`device`. The queue is a stream of high priority, so that the kernels that move data get their
-    share of the device beside the kernels of the training.
-
-    Depending on its version, torch launches collectives on the current stream or on a stream of its own. ``Work.wait`` makes
-    the current stream, which is ours, wait for them, and not the host. An event recorded on our stream afterwards marks the end
-    of the collective.
+    The stream has high priority, so that the kernels that move data get their share of the device beside the kernels of the
+    training. One thread at a time calls the collectives, and any thread the other methods.
     """
 
-    def __init__(self, store: Store, rank: int, world_size: int, device: torch.device, timeout: timedelta) -> None:
-        nccl: Any = dist.ProcessGroupNCCL
-        options = nccl.Options(is_high_priority_stream=True)
-        options._timeout = timeout
+    def __init__(self, device: CudaDevice, rank: int, world_size: int, identifier: bytes) -> None:
+        from cupy.cuda import Device, nccl
+
         self.device = device
-        self._rank = rank
-        self._group = nccl(store, rank, world_size, options)
-        self._stream = torch.cuda.Stream(device, priority=-1)
-        self._aborted = False
-        self._lock = threading.Lock()
+        self.stream = device.stream(priority=-1)
+        self._nccl: Any = nccl
+        self._rank, self._world_size = rank, world_size
+        self._current = Device(device.number)
+        with self._current:
+            self._communicator = nccl.NcclCommunicator(world_size, identifier, rank)
+        self._types = {"float32": nccl.NCCL_FLOAT32, "float64": nccl.NCCL_FLOAT64, "uint8": nccl.NCCL_UINT8}
+        self._lock = threading.Lock()  # guards the communicator: all other calls of NCCL are made with it
+        self._end = threading.Lock()  # taken, once, by whoever ends the communicator
+        self._broken = ""
+        self._ended = threading.Event()
+        self._asking = threading.Thread(target=self._ask, name="commsched-nccl-errors", daemon=True)
+        self._asking.start()
 
-    def all_reduce(self, values: torch.Tensor) -> None:
+    def all_reduce(self, values: Buffer, dtype: str) -> None:
         """Replace ``values`` by the sum of all ranks' ``values``."""
-        self._group.allreduce([values]).wait()
+        at, kind = self.stream.address_of(values), self._types[dtype]
+        self._call(lambda to: to.allReduce(at, at, self._count(values, dtype), kind, self._nccl.NCCL_SUM, self.stream.address))
 
-    def reduce_scatter(self, chunks: Sequence[torch.Tensor]) -> None:
-        """Replace this rank's own chunk, ``chunks[rank]``, by its sum over all ranks. The other chunks become undefined."""
-        own = chunks[self._rank]
-        if (whole := _as_one(chunks)) is not None:
-            self._group._reduce_scatter_base(own, whole).wait()
-        else:  # torch makes it a group of reductions, one to each rank
-            self._group.reduce_scatter([own], [list(chunks)]).wait()
+    def reduce_scatter(self, chunks: Sequence[Buffer], dtype: str) -> None:
+        """Replace this rank's own chunk, ``chunks[rank]``, by its sum over all ranks. The other chunks become undefined. The
+        chunks lie one after another in memory."""
+        kind, add, stream = self._types[dtype], self._nccl.NCCL_SUM, self.stream.address
+        at, counts = self._places(chunks, dtype)
+        if len(set(counts)) == 1:
+            self._call(lambda to: to.reduceScatter(at[0], at[self._rank], counts[0], kind, add, stream))
+        else:
+            self._call_each(lambda to, root: to.reduce(at[root], at[root], counts[root], kind, add, root, stream))
 
-    def all_gather(self, chunks: Sequence[torch.Tensor]) -> None:
+    def all_gather(self, chunks: Sequence[Buffer]) -> None:
         """Replace each ``chunks[r]`` by the own chunk of rank ``r``. The chunks lie one after another in memory."""
-        own = chunks[self._rank]
-        if (whole := _as_one(chunks)) is not None:
-            self._group._allgather_base(whole, own).wait()
-        else:  # torch makes it a group of broadcasts, one from each rank
-            self._group.allgather([list(chunks)], [own]).wait()
-
-    def launch(self, work: Callable[[], None]) -> Event:
-        """Run ``work``, which queues its operations on the device after all earlier launches. The event marks their end."""
-        event = torch.cuda.Event(blocking=True)  # a thread that waits for it sleeps
-        with torch.cuda.stream(self._stream):
-            work()
-            event.record(self._stream)
-        return event
+        kind, stream = self._types["uint8"], self.stream.address
+        at, counts = self._places(chunks, "uint8")
+        if len(set(counts)) == 1:
+            self._call(lambda to: to.allGather(at[self._rank], at[0], counts[0], kind, stream))
+        else:
+            self._call_each(lambda to, root: to.broadcast(at[root], at[root], counts[root], kind, root, stream))
 
     def error(self) -> str:
         """Return what broke the group, or an empty string. An operation that ended because it was aborted gives no result."""
-        if self._aborted:
-            return "it was aborted"
-        state: Any = self._group.get_error()
-        return "" if state.name == "SUCCESS" else f"NCCL reports {state.name}"
+        with self._lock:
+            if not self._broken:
+                try:
+                    self._communicator.check_async_error()
+                except self._nccl.NcclError as error:
+                    self._broken = f"NCCL reports {error}"
+            return self._broken
 
     def abort(self) -> None:
-        """End all launched operations, and release everything, without waiting for other ranks. Thread-safe."""
-        with self._lock:
-            aborted, self._aborted = self._aborted, True  # set before the abort can end a launched operation
-        if not aborted:
-            self._group.abort()
+        """End all launched operations, and release everything, without waiting for other ranks."""
+        self._broken = self._broken or "it was aborted"  # before the abort can end a launched operation
+        self._ended.set()
+        if self._end.acquire(blocking=False):
+            has_lock = self._lock.acquire(timeout=_CALL_SECONDS)
+            self._communicator.abort()
+            if has_lock:
+                self._lock.release()
+        if threading.current_thread() is not self._asking:
+            self._asking.join(_CLOSE_SECONDS)
 
     def close(self) -> None:
-        """Release everything. Call it when no launched operation is outstanding."""
-        if not self._aborted:
-            self._group.shutdown()
+        """Release everything. Call it when no operation is outstanding on any rank."""
+        self._ended.set()
+        self._asking.join(_CLOSE_SECONDS)
+        if self._end.acquire(blocking=False):
+            closing = threading.Thread(target=self._communicator.destroy, name="commsched-nccl-close", daemon=True)
+            closing.start()
+            closing.join(_CLOSE_SECONDS)
 
+    def _call(self, call: Callable[[Any], object]) -> None:
+        with self._lock, self._current:
+            if self._broken:
+                raise RuntimeError(self._broken)
+            call(self._communicator)
 
-def _as_one(chunks: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """Return consecutive chunks of equal size as one tensor, which saves copies, or None if their sizes differ."""
-    first = chunks[0]
-    if any(chunk.numel() != first.numel() for chunk in chunks):
-        return None
-    return first.as_strided((first.numel() * len(chunks),), (1,))
+    def _call_each(self, call: Callable[[Any, int], object]) -> None:
+        """Call it for every rank, as one operation."""
 
+        def call_all(communicator: Any) -> None:
+            self._nccl.groupStart()
+            try:
+                for rank in range(self._world_size):
+                    call(communicator, rank)
+            finally:
+                self._nccl.groupEnd()
 
-#: torch ends the process when a collective takes longer. This is a last resort, far behind ``fail_after``, which names the
-#: silent rank.
-_MIN_TIMEOUT_SECONDS = 600.0
+        self._call(call_all)
+
+    def _places(self, chunks: Sequence[Buffer], dtype: str) -> tuple[list[int], list[int]]:
+        return [self.stream.address_of(chunk) for chunk in chunks], [self._count(chunk, dtype) for chunk in chunks]
+
+    def _count(self, values: Buffer, dtype: str) -> int:
+        return len(values) // ITEMSIZE[dtype]
+
+    def _ask(self) -> None:
+        """The thread commsched-nccl-errors: abort when a connection broke, since operations would wait for it for ever."""
+        while not self._ended.wait(_ASK_SECONDS):
+            if self.error():
+                self.abort()
 
 
 def connect(context: TransportContext) -> NcclGroup:
-    """Return the group of this rank, on the current device of the calling thread. Collective.
+    """Return the group of this rank. Collective.
 
     Raises:
-        ConfigError: PyTorch lacks NCCL or a device, or two ranks would share a device.
+        ConfigError: a rank lacks cupy, NCCL or a device, two ranks share a device, or ranks have different versions of NCCL.
         TransportError: NCCL could not connect the ranks, or a first sum was wrong.
     """
-    device = _own_device(context)
-    rank, world_size, settings = context.world.rank, context.world.world_size, context.settings
-    store = open_store(context)
-    timeout = timedelta(seconds=max(_MIN_TIMEOUT_SECONDS, 10 * settings.fail_after))
-    group = NcclGroup(store, rank, world_size, device, timeout)
-    # Without an abort, a collective that waits for a lost rank would block the device, and every thread that synchronises with
-    # it, for ever.
-    context.when_failed(lambda _: _abort_aside(group))
+    rank, world_size = context.world.rank, context.world.world_size
+    device, identifier = _meet(context)
+    group = None
     try:
         with exit_if_job_fails(context.when_failed):  # while it connects, NCCL waits for all ranks without a limit
-            ones = torch.ones(1, device=device)
-            torch.cuda.current_stream(device).synchronize()
-            group.launch(lambda: group.all_reduce(ones)).synchronize()
-            total = ones.item()
+            group = NcclGroup(device, rank, world_size, identifier)
+            # Without an abort, an operation that waits for a lost rank would block the device, and every thread that
+            # synchronises with it, for ever.
+            context.when_failed(partial(_abort_aside, group))
+            total = _count_ranks(group)
         if broken := group.error():
             raise RuntimeError(broken)
+        if total != world_size:
+            raise RuntimeError(f"the first sum of {world_size} ones is {total:g}")
     except Exception as error:
-        group.abort()
-        raise TransportError(f"rank {rank}: NCCL could not connect {device}: {type(error).__name__}: {error}") from error
-    if total != world_size:
-        group.abort()
-        raise TransportError(f"rank {rank}: NCCL's first sum of {world_size} ones on {device} is {total:g}")
+        if group is not None:
+            group.abort()
+        raise TransportError(f"rank {rank}: NCCL could not connect {device.name}: {type(error).__name__}: {error}") from error
     return group
 
 
-def _abort_aside(group: NcclGroup) -> None:
+def _abort_aside(group: NcclGroup, error: CommschedError) -> None:
     """Abort in a thread of its own: an abort may take a while, and the caller is a control thread."""
     threading.Thread(target=group.abort, name="commsched-nccl-abort", daemon=True).start()
 
 
-def _own_device(context: TransportContext) -> torch.device:
-    """Return this rank's device. Collective: an error of one rank is raised on every rank."""
-    devices = context.gather(_describe_device(context.host))
-    for rank, record in enumerate(devices):
+def _count_ranks(group: NcclGroup) -> float:
+    there, here = group.device.allocate(4), group.device.allocate_host(4)
+    struct.pack_into("f", here, 0, 1.0)
+    group.stream.copy(there, here)
+    group.all_reduce(there, "float32")
+    group.stream.copy(here, there)
+    group.stream.synchronize()
+    total: float = struct.unpack("f", here)[0]
+    return total
+
+
+def _meet(context: TransportContext) -> tuple[CudaDevice, bytes]:
+    """Return this rank's device, and the identifier that rank 0 has made. Collective: an error of one rank is raised on all.
+
+    NCCL's ranks find each other by the identifier, so nobody who does not see the control channel can join them.
+    """
+    device, described = None, {}
+    try:
+        device = _own_device(context.device)
+        described = _describe(device, context)
+    except Exception as error:
+        described = {"error": str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"}
+    ranks = context.gather(described)
+    for rank, record in enumerate(ranks):
         if "error" in record:
             raise ConfigError(f"transport='nccl' on rank {rank}: {record['error']}")
+        if record["version"] != ranks[0]["version"]:
+            versions = f"{ranks[0]['version']} on rank 0 and {record['version']} on rank {rank}"
+            raise ConfigError(f"transport='nccl': NCCL has version {versions}; install the same on all machines")
         for other in range(rank):
-            if devices[other]["identity"] == record["identity"]:
+            if ranks[other]["identity"] == record["identity"]:
                 raise ConfigError(
                     f"transport='nccl': ranks {other} and {rank} share the device {record['name']}; NCCL needs one for each: "
-                    "call torch.cuda.set_device(local_rank) before commsched.init"
+                    "keep each rank's model on the device of its local rank, and call torch.cuda.set_device(local_rank), or "
+                    "commsched.init(device=...), before anything else opens the session. Over transport=ps ranks may share one"
                 )
-    return torch.device(devices[context.world.rank]["name"])
+    return cast("CudaDevice", device), bytes.fromhex(ranks[0]["identifier"])
 
 
-def _describe_device(host: str) -> dict[str, str]:
-    if not dist.is_available() or not dist.is_nccl_available():
-        return {"error": f"this PyTorch ({torch.__version__}) is built without NCCL; install one built for CUDA"}
-    if not all(hasattr(dist.ProcessGroupNCCL, name) for name in ("abort", "shutdown", "get_error")):
-        return {"error": f'this PyTorch ({torch.__version__}) is too old for it: pip install "torch>=2.7"'}
-    if not torch.cuda.is_available():
-        return {"error": "PyTorch sees no CUDA device"}
-    index = torch.cuda.current_device()
-    # In containers, each rank may call its device cuda:0.
-    identity = str(getattr(torch.cuda.get_device_properties(index), "uuid", f"{host} {index}"))
-    return {"name": f"cuda:{index}", "identity": identity}
+def _own_device(name: str) -> CudaDevice:
+    if not name.startswith("cuda"):  # the session was opened before there was a model
+        open_device("cuda")  # says what is missing
+        from cupy.cuda import runtime
+
+        name = f"cuda:{runtime.getDevice()}"
+    return cast("CudaDevice", open_device(name))
 
 
-def open_store(context: TransportContext) -> Store:
-    """Open a store of our own. Rank 0 serves it, at rank 0's ``context.host`` only, for as long as rank 0 holds it. Collective.
+def _describe(device: CudaDevice, context: TransportContext) -> dict[str, str]:
+    from cupy.cuda import Device, nccl, runtime
 
-    NCCL's identifier passes through the store, and torch's watchdogs read it at any time, so it must be a server. Like NCCL's
-    traffic it is neither authenticated nor encrypted.
-
-    Raises:
-        TransportError: rank 0 could not open the store, or this rank could not reach it; names the address.
-    """
-    rank, within = context.world.rank, timedelta(seconds=context.settings.join_within)
-    store, told = _listen(context.host, within) if rank == 0 else (None, None)
-    host, port = context.gather([context.host, told])[0]
-    if not isinstance(port, int):
-        raise TransportError(f"rank 0 could not open a store for process groups on {host}: {port}")
-    if store is not None:
-        return store
-    try:
-        return TCPStore(host, port, is_master=False, timeout=within, wait_for_workers=False)
-    except Exception as error:
-        raise TransportError(f"rank {rank} could not reach the store of rank 0 on {host}:{port}: {error}") from error
-
-
-def _listen(host: str, within: timedelta) -> tuple[Store | None, int | str]:
-    """Return the store and its port. If it cannot be opened, return None and the reason, to be raised on all ranks."""
-    try:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        with socket.create_server((host, 0), family=family) as listener:
-            port: int = listener.getsockname()[1]
-            store = TCPStore(
-                host, port, is_master=True, timeout=within, wait_for_workers=False, master_listen_fd=listener.detach()
-            )
-        return store, port
-    except Exception as error:
-        return None, f"{type(error).__name__}: {error}"
+    if not nccl.available:
+        raise ConfigError('cupy finds no NCCL: pip install "nvidia-nccl-cu12" for CUDA 12, or "nvidia-nccl-cu13" for CUDA 13')
+    # In containers each rank may call its device cuda:0.
+    identity = f"{runtime.getDeviceProperties(device.number)['uuid'].hex()} {Device(device.number).pci_bus_id}"
+    identifier = nccl.get_unique_id().hex() if context.world.rank == 0 else ""
+    version = str(nccl.get_version())
+    return {"name": device.name, "identity": identity, "version": version, "identifier": identifier}

@@ -5,16 +5,15 @@ from __future__ import annotations
 import threading
 from functools import partial
 
-import torch
-
 from ....core.device_events import EventWatcher
 from ....core.errors import ClosedError, PeerLost, TransportError
-from ....core.interfaces import Completion, Transport
-from ....core.manifest import Manifest
+from ....core.interfaces import Buffer, Completion, Transport
+from ....core.manifest import ITEMSIZE, Manifest
 from ....core.task import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, CommTask
 from ...backend import TransportContext
 from ...collective.failures import DeferredFailure
 from ...collective.sequence import SequenceChecker
+from ...collective.transport import chunks_of
 from .group import NcclGroup
 
 #: How long the device may take to end aborted operations.
@@ -22,15 +21,14 @@ _ABORT_SECONDS = 5.0
 
 
 class NcclTransport(Transport):
-    """Averages partitions by NCCL. See ``interfaces.Transport``. A group has no memory of its own here, and messages may
-    still name tensors of a released one.
+    """Averages partitions by NCCL. See ``interfaces.Transport``. A group has no memory of its own here.
 
-    ``task.data`` is a tensor of uint8 on :attr:`device`, and is complete there when the task becomes ready. A gradient that is
+    ``task.data`` is memory of :attr:`device`, and is complete there when the task becomes ready. A gradient that is
     reported while its kernel is only queued would block later gradients that are complete already.
 
-    Sums are computed in the gradients' dtype. 16-bit gradients are summed in float32, in a temporary copy. That costs two more
-    passes over the device's memory and twice the bytes on the wire, but loses no bits at each hop. The sum is divided
-    afterwards, and rounded once. NCCL's own average would first multiply each rank's contribution by a rounded 1/n.
+    Sums are computed in the gradients' dtype. 16-bit gradients are summed in float32, in a copy. That costs two more passes
+    over the device's memory and twice the bytes on the wire, but loses no bits at each hop. The sum is divided afterwards, and
+    rounded once. NCCL's own average would first multiply each rank's contribution by a rounded 1/n.
 
     A task is sent and done when the device has finished it, so no more than the credit is ever queued. The thread
     ``commsched-nccl`` sleeps until then. The result is visible to all work that any stream starts afterwards.
@@ -42,7 +40,7 @@ class NcclTransport(Transport):
     def __init__(self, context: TransportContext, group: NcclGroup) -> None:
         self.rank = context.world.rank
         self.world_size = context.world.world_size
-        self.device = str(group.device)
+        self.device = group.device.name
         self._group = group
         self._verdict = DeferredFailure(context.on_failure, context.when_failed)
         self._launches = SequenceChecker(f"rank {self.rank}", self.channels)
@@ -50,6 +48,7 @@ class NcclTransport(Transport):
         self._unfinished = 0
         self._closed = False
         self._watcher = EventWatcher("commsched-nccl")
+        self._copies: list[Buffer] = []  # for 16-bit gradients in float32; of two, the last is in use
 
     def add_group(self, group: int, manifest: Manifest) -> None:
         self._launches.add_group(group, manifest)
@@ -62,21 +61,24 @@ class NcclTransport(Transport):
             TransportError: the task's data does not lie on this transport's device.
         """
         self._launches.add(task)
-        if not isinstance(task.data, torch.Tensor) or task.data.device != self._group.device:
-            where = task.data.device if isinstance(task.data, torch.Tensor) else "the host"
-            raise TransportError(
-                f"rank {self.rank} cannot {self._launches.name(task)}: it lies on {where}, and NCCL was opened on {self.device}"
-            )
+        try:
+            self._group.stream.address_of(task.data)
+        except ValueError as error:
+            raise TransportError(f"rank {self.rank} cannot {self._launches.name(task)}: {error}") from error
         with self._lock:
             if self._closed:
                 raise ClosedError("this transport is closed")
             self._unfinished += 1
         try:
-            event = self._group.launch(partial(self._run, task))
+            self._run(task)
+            event = self._group.stream.record()
         except Exception as error:
             self._fail(task, error)
             return
         self._watcher.call_after(event, partial(self._finish, task, completion), partial(self._fail, task))
+
+    def release(self, group: int) -> None:
+        self._launches.release(group)
 
     def close(self, graceful: bool = True) -> None:
         with self._lock:
@@ -95,42 +97,47 @@ class NcclTransport(Transport):
     # --- on the device ---
 
     def _run(self, task: CommTask) -> None:
-        values = task.data.view(getattr(torch, task.partition.dtype))
-        with torch.no_grad():
-            if task.verb == ALL_GATHER:
-                if self._splits(values):
-                    self._group.all_gather(self._chunks(values))
-            elif values.dtype in (torch.float16, torch.bfloat16):
-                wide = values.float()
-                result = self._sum(task.verb, wide)
-                self._same_part(values, task.verb).copy_(self._divide(result))
-            else:
-                result = self._sum(task.verb, values)
-                if values.dtype != torch.uint8:  # sums of bytes wrap, and are not divided
-                    self._divide(result)
-
-    def _divide(self, total: torch.Tensor) -> torch.Tensor:
-        # The divisor is a tensor on the device: given a host number, PyTorch's CUDA kernel multiplies by a rounded 1/n.
-        return total.div_(total.new_full((), self.world_size))
-
-    def _sum(self, verb: str, values: torch.Tensor) -> torch.Tensor:
-        """Sum ``values`` over all ranks, and return the part of ``values`` that holds the sums."""
-        if verb == REDUCE_SCATTER and self._splits(values):
-            self._group.reduce_scatter(self._chunks(values))
+        dtype, values, stream = task.partition.dtype, task.data, self._group.stream
+        if task.verb == ALL_GATHER:
+            if self._splits(values, dtype):
+                self._group.all_gather(self._chunks(values, dtype))
+        elif dtype in ("float16", "bfloat16"):
+            wide = self._copy(2 * len(values))
+            stream.cast(wide, "float32", values, dtype)
+            self._average(task.verb, wide, "float32")
+            stream.cast(
+                self._same_part(values, dtype, task.verb), dtype, self._same_part(wide, "float32", task.verb), "float32"
+            )
         else:
-            self._group.all_reduce(values)
-        return self._same_part(values, verb)
+            self._average(task.verb, values, dtype)
 
-    def _same_part(self, values: torch.Tensor, verb: str) -> torch.Tensor:
-        return self._chunks(values)[self.rank] if verb == REDUCE_SCATTER and self._splits(values) else values
+    def _average(self, verb: str, values: Buffer, dtype: str) -> None:
+        if verb == REDUCE_SCATTER and self._splits(values, dtype):
+            self._group.reduce_scatter(self._chunks(values, dtype), dtype)
+        else:
+            self._group.all_reduce(values, dtype)
+        if dtype != "uint8":  # sums of bytes wrap, and are not divided
+            self._group.stream.divide(self._same_part(values, dtype, verb), self.world_size, dtype)
 
-    def _splits(self, values: torch.Tensor) -> bool:
+    def _copy(self, nbytes: int) -> Buffer:
+        """Memory for the operations of one task. Those of the next, which may use it again, come after them on the stream.
+        Memory that became too small is kept, since operations may still use it."""
+        if not self._copies or len(self._copies[-1]) < nbytes:
+            self._copies.append(self._group.device.allocate(1 << (nbytes - 1).bit_length()))
+        memory: Buffer = self._copies[-1][:nbytes]
+        return memory
+
+    def _same_part(self, values: Buffer, dtype: str, verb: str) -> Buffer:
+        """The part of ``values`` that is averaged here."""
+        splits = verb == REDUCE_SCATTER and self._splits(values, dtype)
+        return self._chunks(values, dtype)[self.rank] if splits else values
+
+    def _splits(self, values: Buffer, dtype: str) -> bool:
         """Whether no rank's chunk of ``values`` is empty. Otherwise the reduce-scatter task averages all of ``values``."""
-        return values.numel() >= self.world_size
+        return len(values) // ITEMSIZE[dtype] >= self.world_size
 
-    def _chunks(self, values: torch.Tensor) -> list[torch.Tensor]:
-        n = self.world_size
-        return [values[values.numel() * r // n : values.numel() * (r + 1) // n] for r in range(n)]
+    def _chunks(self, values: Buffer, dtype: str) -> list[Buffer]:
+        return chunks_of(values, ITEMSIZE[dtype], self.world_size)
 
     # --- the thread commsched-nccl ---
 

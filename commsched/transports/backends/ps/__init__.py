@@ -33,6 +33,6 @@ def open_transport(context: TransportContext) -> PsTransport:
 
 BACKEND = Backend(
     open_transport,
-    settings=frozenset({"servers", "lane", "security", "rate", "wire", "hierarchy"}),
+    settings=frozenset({"servers", "lane", "flows", "security", "rate", "wire", "hierarchy"}),
     listens_at_host=True,
 )

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import struct
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -21,16 +21,17 @@ from xxhash import xxh3_64_intdigest as checksum
 from ....core.errors import ConfigError, ProtocolError
 from ....core.manifest import ITEMSIZE
 from ....core.scheduler import MAX_PARTITION_BYTES
+from ....settings import MAX_FLOWS
 from ...averaging.contributions import PartitionKey
 from ...averaging.reduce import Bytes
 from ...backend import Contributors, TransportContext
 
 MAGIC = b"CSPS"
-VERSION = 3
+VERSION = 5
 
 # magic, version, kind, dtype, group, partition, order, payload bytes, step, start, stop, the payload's checksum; then the
 # checksum of these fields. The header has 64 bytes, so that the payload behind it stays aligned.
-_FIELDS = struct.Struct("<4sBBBxHxxIIIQQQQ")
+_FIELDS = struct.Struct("<4sBBBxIIIIQQQQ")
 _CHECKSUM = struct.Struct("<Q")
 _HEADER = struct.Struct(_FIELDS.format + "Q")
 HEADER_BYTES = _HEADER.size
@@ -57,11 +58,12 @@ class FrameKind(IntEnum):
     GOODBYE = 6  # either: the sender ends in good order
     ERROR = 7  # server: the job failed (JSON: type, message)
     LEFT = 8  # worker: a rank, maybe another one, sends nothing more (JSON: its number)
+    RELEASED = 9  # worker: it pushes nothing more to these groups, and has all their averages (JSON: their numbers)
 
 
 #: Messages whose payload is gradients.
 RAW = frozenset({FrameKind.PUSH, FrameKind.RESULT})
-_JSON = frozenset({FrameKind.HELLO, FrameKind.GROUP, FrameKind.ERROR, FrameKind.LEFT})
+_JSON = frozenset({FrameKind.HELLO, FrameKind.GROUP, FrameKind.ERROR, FrameKind.LEFT, FrameKind.RELEASED})
 _KINDS = {int(kind): kind for kind in FrameKind}
 
 
@@ -139,7 +141,7 @@ def encode_header(frame: Frame) -> bytes:
     """Return the header of ``frame``, which precedes its payload on the wire.
 
     Raises:
-        struct.error: a number does not fit (16-bit group, 32-bit partition and order, 64-bit step).
+        struct.error: a number does not fit (32-bit group, partition and order, 64-bit step).
     """
     kind, group, step, partition, dtype, start, stop, payload, order = frame
     nbytes, code = len(payload), _DTYPE_CODES[dtype]
@@ -212,7 +214,8 @@ class WorkerHello:
     """The first message of a worker: ``rank`` of ``world_size`` greets the server that it counts as number ``server``.
 
     ``control_address`` is the address of rank 0's control channel, for a server that was not started by a rank. ``members`` and
-    ``divisor`` are those of :attr:`contributors`; ``None`` means that the ranks are the ranks of the job.
+    ``divisor`` are those of :attr:`contributors`; ``None`` means that the ranks are the ranks of the job. The stream is number
+    ``flow`` of the worker's ``flows`` to this server.
     """
 
     rank: int
@@ -221,6 +224,8 @@ class WorkerHello:
     control_address: str | None = None
     members: tuple[int, ...] | None = None
     divisor: int | None = None
+    flow: int = 0
+    flows: int = 1
 
     @classmethod
     def of(cls, context: TransportContext, server: int) -> WorkerHello:
@@ -228,7 +233,11 @@ class WorkerHello:
         world, contributors = context.world, context.contributors
         plain = contributors == Contributors.all_ranks(world.world_size)
         members, divisor = (None, None) if plain else (contributors.members, contributors.divisor)
-        return cls(world.rank, world.world_size, server, context.control_address, members, divisor)
+        return cls(world.rank, world.world_size, server, context.control_address, members, divisor, 0, context.settings.flows)
+
+    def of_flow(self, flow: int) -> WorkerHello:
+        """The hello of the same worker on another flow."""
+        return replace(self, flow=flow)
 
     @property
     def contributors(self) -> Contributors:
@@ -249,8 +258,8 @@ class WorkerHello:
 
         Raises:
             ProtocolError: ``record`` does not have the form that :meth:`to_record` gives.
-            ConfigError: the rank is not below the world size, the world size is above :data:`MAX_RANKS`, or ``members`` or
-                ``divisor`` cannot be.
+            ConfigError: the rank is not below the world size, the world size is above :data:`MAX_RANKS`, or ``members``,
+                ``divisor``, ``flow`` or ``flows`` cannot be.
         """
         wanted = {f.name for f in fields(cls)}
         if not isinstance(record, dict) or record.keys() != wanted:
@@ -258,13 +267,15 @@ class WorkerHello:
         members = record["members"]
         if not isinstance(members, list | tuple | None):
             raise ProtocolError("a hello holds a value of the wrong type")
-        numbers = [record["rank"], record["world_size"], record["server"], *(members or ())]
+        numbers = [record["rank"], record["world_size"], record["server"], record["flow"], record["flows"], *(members or ())]
         numbers += [] if record["divisor"] is None else [record["divisor"]]
         address = record["control_address"]
         if not all(type(n) is int and 0 <= n < 2**31 for n in numbers) or not isinstance(address, str | None):
             raise ProtocolError("a hello holds a value of the wrong type")
         if record["world_size"] > MAX_RANKS:
             raise ConfigError(f"a hello says that there are {record['world_size']} ranks; the limit is {MAX_RANKS}")
+        if not record["flow"] < record["flows"] <= MAX_FLOWS:
+            raise ConfigError(f"a hello is of flow {record['flow']} of {record['flows']}; the limit is {MAX_FLOWS}")
         hello = cls(**{**record, "members": None if members is None else tuple(members)})
         if hello.rank >= hello.world_size:
             raise ConfigError(f"rank {hello.rank} is not below its world size of {hello.world_size}")

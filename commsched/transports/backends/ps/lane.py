@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
+from time import monotonic
 from typing import TYPE_CHECKING
 
 from ....core.errors import ClosedError, CommschedError, PeerLost, PeerTimeout, ProtocolError, TransportError, from_record
@@ -29,6 +33,9 @@ class OwnLane:
 
     def add_group(self, group: int, manifest: Manifest) -> None:
         self._service.aggregator.add_group(self._rank, group, manifest)
+
+    def release(self, groups: Sequence[int]) -> None:
+        self._service.aggregator.release(self._rank, groups)
 
     def push(self, task: CommTask) -> None:
         if self._closed:
@@ -59,33 +66,53 @@ class OwnLane:
 #: How long a closing lane waits for the server's answer to its goodbye.
 _GOODBYE_SECONDS = 2.0
 
-#: How long it waits for its thread. A thread that is looking up a host name cannot be ended, and ends after the lookup.
+#: How long it waits for its threads. A thread that is looking up a host name cannot be ended, and ends after the lookup.
 _END_SECONDS = 5.0
 
 
+@dataclass(eq=False)
+class _Flow:
+    """One of a lane's streams, and what the server has said on it."""
+
+    stream: WorkerStream
+    welcomed: bool = False
+    said_goodbye: bool = False
+
+
 class RemoteLane:
-    """The lane to a server in another process, over any stream.
+    """The lane to a server in another process, over one or several streams of any carrier, which share their gradients: each
+    takes the most urgent push when it is free.
 
     The constructor only begins to connect. ``wait_connected`` must return before the first push. ``listener`` is called from
-    the lane's own thread or the carrier's, without a lock held. For one key, its ``on_sent`` returns before ``on_result`` is
+    the lane's own threads or the carrier's, without a lock held. For one key, its ``on_sent`` returns before ``on_result`` is
     called.
     """
 
-    def __init__(self, stream: WorkerStream, hello: WorkerHello, listener: PsTransport) -> None:
-        self._stream = stream
-        self._peer = stream.peer
-        self._outbox = stream.outbox
+    def __init__(self, streams: Sequence[WorkerStream], hello: WorkerHello, listener: PsTransport) -> None:
+        self._flows = [_Flow(stream) for stream in streams]
+        self._peer = streams[0].peer
+        self._outbox = streams[0].outbox
         self._server = hello.server
         self._rank = f"rank {hello.member}"
         self._listener = listener
+        self._rows: set[int] = set()  # the groups whose averages are rows of norms
         self._connected = threading.Event()  # set when this rank was welcomed, or the lane ended
+        self._lock = threading.Lock()  # guards what is known of all flows together
         self._welcomed = False
         self._end: CommschedError | None = None  # why nothing more can be pushed
         self._closed = False
-        self._outbox.put_control(json_frame(FrameKind.HELLO, hello.to_record()))
-        name = f"commsched-lane-{hello.rank}-to-{hello.server}"
-        self._reader = threading.Thread(target=self._read, name=name, daemon=True)
-        self._reader.start()
+        self._readers = []
+        for number, flow in enumerate(self._flows):
+            flow.stream.outbox.put_control(json_frame(FrameKind.HELLO, hello.of_flow(number).to_record()))
+            name = f"commsched-lane-{hello.rank}-to-{hello.server}" + (f"-flow-{number}" if number else "")
+            self._readers.append(threading.Thread(target=self._read, args=(flow,), name=name, daemon=True))
+        try:
+            for reader in self._readers:
+                reader.start()
+        except BaseException:  # for example, the system has no thread left
+            self._readers = [reader for reader in self._readers if reader.ident is not None]
+            self.close(graceful=False)
+            raise
 
     def wait_connected(self, within_seconds: float) -> None:
         """Return when the server has welcomed this rank.
@@ -111,7 +138,14 @@ class RemoteLane:
 
     def add_group(self, group: int, manifest: Manifest) -> None:
         """Announce a group before its first push."""
-        self._outbox.put_control(json_frame(FrameKind.GROUP, manifest.to_record(), group))
+        if manifest.norms is not None:
+            self._rows.add(group)
+        self._say(json_frame(FrameKind.GROUP, manifest.to_record(), group))  # on each flow before its first push of it
+
+    def release(self, groups: Sequence[int]) -> None:
+        """Notify the server that this rank is done with ``groups``."""
+        self._rows.difference_update(groups)
+        self._say(json_frame(FrameKind.RELEASED, groups))  # on each flow behind its announcements of them
 
     def push(self, task: CommTask) -> None:
         """Send ``task.data``, which must not change until the result has come. Never waits for other ranks.
@@ -124,38 +158,57 @@ class RemoteLane:
             raise self._end
         at = task.partition
         frame = Frame(FrameKind.PUSH, task.group, task.step, at.index, at.dtype, at.start, at.stop, task.data, task.order)
-        self._outbox.put(frame, partial(self._listener.on_sent, self._server, frame.key))
+        sent: Callable[[], None] = partial(self._listener.on_sent, self._server, frame.key)
+        if len(self._flows) == 1 or task.group not in self._rows:
+            return self._outbox.put(frame, sent)
+        # A row must come behind all contributions, and a contribution may still be leaving on any flow. The server takes the
+        # row when it has come on all of them.
+        sent = _last_of(len(self._flows), sent)
+        for flow in self._flows:
+            flow.stream.outbox.put(frame, sent, only_here=True)
 
     def leave(self, rank: int) -> None:
         """Notify the server that ``rank`` will push nothing more, so that no rank waits for it."""
-        self._outbox.put_control(json_frame(FrameKind.LEFT, rank))
+        self._say(json_frame(FrameKind.LEFT, rank))
 
     def abort(self) -> None:
         """End at once, without a wait: ``close`` waits. The listener is not called afterwards. Idempotent."""
         self._closed = True
-        self._stream.abort()
+        for flow in self._flows:
+            flow.stream.abort()
 
     def close(self, graceful: bool) -> None:
         """Say goodbye if ``graceful``, and end. The listener is not called afterwards. Idempotent."""
         self._closed = True
         if graceful and self._welcomed and self._end is None:
-            self._outbox.put_control(Frame(FrameKind.GOODBYE))
-            self._outbox.finish()
-            self._reader.join(_GOODBYE_SECONDS)
-        self._stream.abort()
-        self._reader.join(_END_SECONDS)
+            self._say(Frame(FrameKind.GOODBYE))
+            for flow in self._flows:
+                flow.stream.outbox.finish()
+            self._join(_GOODBYE_SECONDS)
+        self.abort()
+        self._join(_END_SECONDS)
 
-    # --- the reader's thread ---
+    def _say(self, frame: Frame) -> None:
+        for flow in self._flows:
+            flow.stream.outbox.put_control(frame)
 
-    def _read(self) -> None:
+    def _join(self, within_seconds: float) -> None:
+        deadline = monotonic() + within_seconds
+        for reader in self._readers:
+            reader.join(max(0.0, deadline - monotonic()))
+
+    # --- the thread of each flow ---
+
+    def _read(self, flow: _Flow) -> None:
         try:
-            for frame in self._stream.frames(self._place):
+            for frame in flow.stream.frames(self._place):
                 if frame.kind is FrameKind.RESULT and self._welcomed:
                     self._listener.on_result(self._server, frame)
                 else:
-                    self._handle(frame)
+                    self._handle(flow, frame)
                 del frame  # its memory may be reused before the next message comes
-            self._ended(PeerLost(f"{self._peer} is gone: it ended the stream without a goodbye"))
+            if not flow.said_goodbye:
+                self._ended(PeerLost(f"{self._peer} is gone: it ended the stream without a goodbye"))
         except Altered as why:
             self._ended(TransportError(why.describe(self._rank, self._peer)))
         except StreamBroken as broken:
@@ -172,37 +225,55 @@ class RemoteLane:
         except Exception as error:
             self._ended(TransportError(f"the lane to {self._peer} failed: {type(error).__name__}: {error}"))
         finally:
-            self._stream.close()
+            flow.stream.close()
 
     def _place(self, frame: Frame) -> memoryview:
         if frame.kind is not FrameKind.RESULT or not self._welcomed:
             raise ProtocolError(f"{frame.kind.name} out of turn")
         return self._listener.destination(self._server, frame)
 
-    def _handle(self, frame: Frame) -> None:
+    def _handle(self, flow: _Flow, frame: Frame) -> None:
         if frame.kind is FrameKind.ERROR:
             self._ended(_error_in(frame))
         elif frame.kind is FrameKind.GOODBYE:
-            self._said_goodbye()
-        elif frame.kind is FrameKind.HELLO and not self._welcomed:
-            self._welcomed = True
-            self._connected.set()
+            self._said_goodbye(flow)
+        elif frame.kind is FrameKind.HELLO and not flow.welcomed:
+            with self._lock:
+                flow.welcomed = True
+                self._welcomed = all(each.welcomed for each in self._flows)
+            if self._welcomed:
+                self._connected.set()
         else:
             raise ProtocolError(f"{frame.kind.name} out of turn")
 
-    def _said_goodbye(self) -> None:
-        if self._end is None:
+    def _said_goodbye(self, flow: _Flow) -> None:
+        with self._lock:
+            flow.said_goodbye = True
+            if self._end is not None or not all(each.said_goodbye for each in self._flows):
+                return  # results may still come on the others
             self._end = PeerLost(f"{self._peer} has closed")
-            if not self._closed:
-                self._listener.on_end(self._server)
+        if not self._closed:
+            self._listener.on_end(self._server)
 
     def _ended(self, error: CommschedError) -> None:
         """Record why the lane ended. Only the first reason counts. Before the welcome, ``wait_connected`` raises it."""
-        if self._end is None:
-            self._end = error
-            if self._welcomed and not self._closed:
-                self._listener.on_broken(self._server, error)
+        with self._lock:
+            is_first = self._end is None
+            self._end = self._end or error
+        if is_first and self._welcomed and not self._closed:
+            self._listener.on_broken(self._server, error)
         self._connected.set()
+
+
+def _last_of(count: int, call: Callable[[], None]) -> Callable[[], None]:
+    """A function that calls ``call`` when it is called for the last of ``count`` times, from any thread."""
+    left = itertools.count(count - 1, -1)
+
+    def called() -> None:
+        if next(left) == 0:  # atomic
+            call()
+
+    return called
 
 
 def _error_in(frame: Frame) -> CommschedError:

@@ -1,4 +1,4 @@
-"""The messages that wait to be sent on one stream, in the order in which they should leave, and what they wait for: pushes of
+"""The messages that wait to be sent to one peer, in the order in which they should leave, and what they wait for: pushes of
 this rank, and an optional cap on the sending rate of the process, which is an emulated link that all its streams share."""
 
 from __future__ import annotations
@@ -51,6 +51,11 @@ class PushPriority:
         for when_free in waiting:
             when_free()
 
+    def release(self, group: int) -> None:
+        """Forget ``group``, which has had its last step."""
+        with self._lock:
+            self._latest.pop(group, None)
+
     def give_back(self) -> None:
         waiting: list[Callable[[], None]] = []
         with self._lock:
@@ -91,68 +96,113 @@ class OutgoingFrame:
     sent: Callable[[], None] | None = None
 
 
+#: The order of a message, its number of arrival, which makes the order total, and the message.
+_Waiting = tuple[int, int, OutgoingFrame]
+
+
+class _Gradients:
+    """The gradients that wait for one of the streams to a peer, and the streams that wait for gradients. Hold ``lock``."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.waiting: list[_Waiting] = []  # a heap
+        self.arrivals = 0
+        self.idle: list[SendQueue] = []
+        self.way: PushPriority | None = None
+        self.finished = False
+
+    def wake(self, count: int) -> None:
+        """Wake so many of the streams that wait."""
+        for _ in range(min(count, len(self.idle))):
+            stream = self.idle.pop()
+            stream._idle = False
+            stream._reasons.put(None)
+
+    def way_is_free(self) -> None:
+        with self.lock:
+            self.wake(len(self.idle))
+
+
 class SendQueue:
     """A blocking iterator of messages that feeds one stream. Only the sending thread iterates it.
 
     That thread takes a message when the one before has left, so each choice is made at the last moment. Control messages leave
     first, in the order they came. Gradients follow in the ``order`` of their frames, and in the order they came where that is
     equal. With a ``pacer``, gradients enter this queue when they may leave.
+
+    Several streams to one peer share their gradients: each takes the most urgent one when it is free. Control messages are of
+    one stream. When the first of these streams ends, the gradients of all are dropped.
+
+    Args:
+        beside: a queue of another stream to the same peer, with which this one shares its gradients.
     """
 
-    def __init__(self, pacer: RateLimiter | None = None) -> None:
-        self._lock = threading.Lock()
-        # One item for each message to take, and for each other reason to wake the sender. This is a semaphore in C. It costs a
-        # tenth of a Condition, which would be the largest cost of a small partition.
-        self._wake: SimpleQueue[None] = SimpleQueue()
+    def __init__(self, pacer: RateLimiter | None = None, beside: SendQueue | None = None) -> None:
+        self._gradients: _Gradients = _Gradients() if beside is None else beside._gradients
+        # An item for each reason to wake the sender, which waits only if it found nothing to send. This is a semaphore in C. It
+        # costs a tenth of a Condition, which would be the largest cost of a small partition.
+        self._reasons: SimpleQueue[None] = SimpleQueue()
+        self._idle = False  # whether the sender waits, and is among the idle ones
         self._control: deque[OutgoingFrame] = deque()
-        self._gradients: list[tuple[int, int, OutgoingFrame]] = []  # a heap of (order, number of arrival, message)
-        self._arrivals = 0
+        self._only_here: list[_Waiting] = []  # a heap of gradients that no other stream takes
         self._pacer = pacer
-        self._way: PushPriority | None = None
-        self._kept_back = 0  # number of items taken from _wake while pushes had priority
         self._finished = False
+
+    def share_with(self, other: SendQueue) -> None:
+        """Share the gradients of ``other``, whose stream leads to the same peer, before any were put here."""
+        # ``finish`` and ``put_control`` may still hold the lock of before: what they change is of this queue alone.
+        with self._gradients.lock:
+            if self._idle:
+                self._idle = False
+                self._gradients.idle.remove(self)
+            self._gradients = other._gradients
+        self._reasons.put(None)
 
     def put_control(self, frame: Frame) -> None:
         """Queue a small message before all gradients. Ignored after ``finish``."""
         if self._pacer is not None:
             self._pacer.charge(frame.nbytes)
-        with self._lock:
+        with self._gradients.lock:
             if not self._finished:
                 self._control.append(OutgoingFrame(frame))
-                self._wake.put(None)
+                self._reasons.put(None)
 
-    def put(self, frame: Frame, sent: Callable[[], None] | None = None) -> None:
-        """Queue gradients. Their memory must not change until they have left. Ignored after ``finish``."""
+    def put(self, frame: Frame, sent: Callable[[], None] | None = None, only_here: bool = False) -> None:
+        """Queue gradients. Their memory must not change until they have left. Ignored after ``finish``.
+
+        ``only_here``: no other stream takes them.
+        """
         parcel = OutgoingFrame(frame, sent)
         if self._pacer is None:
-            self._enter(parcel)
+            self._enter(parcel, only_here)
         else:
             # The pacer has one order for all messages of this process; see PushPriority. Replies of an earlier step come before
             # pushes: a rank that is ahead would otherwise hold back what the others wait for, and ranks would be ahead in turn.
             # Groups count their steps apart, so the models of one process with fewer steps come first.
             is_reply = frame.kind is FrameKind.RESULT
             order = frame.order + _REPLIES_LAST * (2 * frame.step + is_reply)
-            self._pacer.submit(order, frame.nbytes, lambda: self._enter(parcel))
+            self._pacer.submit(order, frame.nbytes, lambda: self._enter(parcel, only_here))
 
     def yield_to(self, way: PushPriority) -> None:
         """Send gradients only while ``way`` is free for them, until ``stop_yielding``."""
-        with self._lock:
-            self._way = way
+        with self._gradients.lock:
+            self._gradients.way = way
 
     def stop_yielding(self) -> None:
-        with self._lock:
-            way, self._way = self._way, None
+        gradients = self._gradients
+        with gradients.lock:
+            way, gradients.way = gradients.way, None
         if way is not None:
-            way.forget(self._way_is_free)
+            way.forget(gradients.way_is_free)
 
     def finish(self) -> None:
         """End the stream once the control messages have left. Waiting gradients are dropped. Idempotent."""
-        with self._lock:
+        with self._gradients.lock:
             self._finish()
 
     def abort(self) -> None:
         """End the stream at once: all waiting messages are dropped. Idempotent."""
-        with self._lock:
+        with self._gradients.lock:
             self._control.clear()
             self._finish()
 
@@ -161,55 +211,67 @@ class SendQueue:
 
     def __next__(self) -> OutgoingFrame:
         while True:
-            parcel = self._woken()
-            if parcel is not None:
-                return parcel
-            with self._lock:
-                # A control message and the end may have come since the item that was kept back.
-                if self._finished and not self._control:
+            gradients = self._gradients
+            with gradients.lock:
+                parcel = self._choose(gradients)
+                if parcel is not None:
+                    return parcel
+                if self._finished:
                     raise StopIteration
+                if gradients is self._gradients:  # otherwise ``share_with`` has put an item into ``_reasons``
+                    self._idle = True
+                    gradients.idle.append(self)
+            self._reasons.get()
 
     def next_now(self) -> OutgoingFrame | None:
         """The next message if one may leave now, otherwise None, also after the end. Only the sending thread calls it."""
-        return None if self._wake.empty() else self._woken()
-
-    def _woken(self) -> OutgoingFrame | None:
-        """Wait for an item of ``_wake``. Return what to send for it, if anything."""
-        self._wake.get()
-        with self._lock:
-            if self._control:
-                return self._control.popleft()
-            if self._finished:
-                self._wake.put(None)  # for the next call
-            elif self._gradients:
-                if self._way is None or not self._way.must_wait(self._gradients[0][2].frame, self._way_is_free):
-                    return heappop(self._gradients)[2]
-                self._kept_back += 1
+        gradients = self._gradients
+        if not (self._control or self._only_here or gradients.waiting):
             return None
+        with gradients.lock:
+            return self._choose(gradients)
 
-    def _enter(self, parcel: OutgoingFrame) -> None:
-        with self._lock:
-            if not self._finished:
-                self._arrivals += 1
-                heappush(self._gradients, (parcel.frame.order, self._arrivals, parcel))
-                self._wake.put(None)
+    # --- called with the lock held ---
 
-    def _way_is_free(self) -> None:
-        with self._lock:
-            while self._kept_back:
-                self._kept_back -= 1
-                self._wake.put(None)
+    def _choose(self, gradients: _Gradients) -> OutgoingFrame | None:
+        """Take the next message, if one may leave now."""
+        if self._idle:  # it was woken for itself
+            self._idle = False
+            gradients.idle.remove(self)
+        if self._control:
+            return self._control.popleft()
+        waiting, here, way = gradients.waiting, self._only_here, gradients.way
+        if here and (not waiting or here[0] < waiting[0]):
+            waiting = here
+        if not waiting or (way is not None and way.must_wait(waiting[0][2].frame, gradients.way_is_free)):
+            return None
+        return heappop(waiting)[2]
 
     def _finish(self) -> None:
-        self._finished = True
-        self._gradients = []  # drops the references to their memory
-        self._wake.put(None)
+        self._finished = self._gradients.finished = True
+        self._gradients.waiting, self._only_here = [], []  # drops the references to their memory
+        self._reasons.put(None)
+
+    # --- called without it ---
+
+    def _enter(self, parcel: OutgoingFrame, only_here: bool) -> None:
+        gradients = self._gradients
+        with gradients.lock:
+            if gradients.finished:
+                return
+            gradients.arrivals += 1
+            item = (parcel.frame.order, gradients.arrivals, parcel)
+            if only_here:
+                heappush(self._only_here, item)
+                self._reasons.put(None)
+            else:
+                heappush(gradients.waiting, item)
+                gradients.wake(1)
 
     def __repr__(self) -> str:
-        with self._lock:
-            return (
-                f"<Outbox {len(self._control)} control, {len(self._gradients)} ready{', finished' if self._finished else ''}>"
-            )
+        with self._gradients.lock:
+            waiting = len(self._gradients.waiting) + len(self._only_here)
+            return f"<Outbox {len(self._control)} control, {waiting} ready{', finished' if self._finished else ''}>"
 
 
 @dataclass(slots=True, eq=False)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 from ....core.errors import CommschedError, ConfigError, PeerLost, ProtocolError, TransportError, to_record
@@ -16,10 +16,35 @@ from ...averaging.aggregator import Aggregator
 from ...averaging.contributions import Reply
 from ...backend import Contributors
 from .frame import RAW, Damaged, Frame, FrameKind, WorkerHello, json_frame
-from .send_queue import PushPriority
+from .send_queue import PushPriority, SendQueue
 from .stream import Altered, Stream, StreamBroken
 
 log = logging.getLogger("commsched")
+
+
+class _Flows:
+    """The streams of one rank, and what it has said on them. Thread-safe."""
+
+    def __init__(self, hello: WorkerHello, outbox: SendQueue) -> None:
+        self.hello = hello  # the first
+        self.outbox = outbox
+        self.greeted = {hello.flow}
+        self.announcing = threading.Lock()
+        self.groups: set[int] = set()  # guarded by ``announcing``
+        self._lock = threading.Lock()
+        self._said: dict[Hashable, set[int]] = {}  # what was said on some of them
+
+    def has_said_on_all(self, what: Hashable, flow: int) -> bool:
+        """Note that the rank has said ``what`` on ``flow``. True if it has said so on all of its flows by now."""
+        if self.hello.flows == 1:
+            return True
+        with self._lock:
+            on = self._said.setdefault(what, set())
+            on.add(flow)
+            if len(on) < self.hello.flows:
+                return False
+            del self._said[what]
+            return True
 
 
 @dataclass(eq=False)
@@ -30,9 +55,16 @@ class _Worker:
     job: str
     rank: int | None = None
     member: int | None = None  # the job's rank, which names it in messages
+    flow: int = 0  # the number of the stream among those of this rank
+    flows: _Flows | None = None
+    groups: set[int] = field(default_factory=set)  # announced on this stream
 
     def __str__(self) -> str:
         return self.stream.peer if self.rank is None else f"rank {self.member} ({self.stream.peer})"
+
+    def has_said_on_all(self, what: Hashable) -> bool:
+        assert self.flows is not None
+        return self.flows.has_said_on_all(what, self.flow)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +89,11 @@ class ServiceContext:
 
 
 class Service:
-    """Serves one job: accepts one stream per rank, and fails as a whole when one of them breaks."""
+    """Serves one job: accepts the streams of each rank, and fails as a whole when one of them breaks.
+
+    A rank has one stream, or several that share the pushes and the replies. Where the order of messages counts, the rank says
+    them on all its streams, and a message holds when it has come on all; a group is known from the first on.
+    """
 
     def __init__(self, context: ServiceContext) -> None:
         #: Taken by the pushes of a rank in the same process; replies of this server give way to them.
@@ -68,7 +104,7 @@ class Service:
         self._welcoming = threading.Event()  # set when hellos are answered
         self._aggregator = None if context.contributors is None else Aggregator(context.contributors, self.fail)
         self._workers: list[_Worker] = []
-        self._greeted: dict[int, WorkerHello] = {}  # by rank, of the ranks that have or had a stream
+        self._greeted: dict[int, _Flows] = {}  # by rank, of the ranks that have or had a stream
         self._left: set[int] = set()
         self._failure: CommschedError | None = None
         self._closed = False
@@ -143,9 +179,9 @@ class Service:
         try:
             for frame in worker.stream.frames(partial(self._place, worker)):
                 if frame.kind is FrameKind.PUSH and worker.rank is not None:
-                    self._push(worker.rank, worker.stream, frame)
+                    self._push(worker, worker.rank, frame)
                 elif frame.kind is FrameKind.GOODBYE and worker.rank is not None:
-                    return self._goodbye(worker.rank)
+                    return self._goodbye(worker, worker.rank)
                 else:
                     self._handle(worker, frame)
                 del frame  # its memory may be reused before the next message comes
@@ -171,10 +207,14 @@ class Service:
         self.aggregator.require_fitting(worker.rank, frame.key, frame.dtype, frame.start, frame.stop)
         return self.aggregator.buffers.take(frame.stop - frame.start)
 
-    def _push(self, rank: int, stream: Stream, frame: Frame) -> None:
+    def _push(self, worker: _Worker, rank: int, frame: Frame) -> None:
         given = not memoryview(frame.payload).readonly  # the payload lies in the memory from ``_place``
-        # Every rank waits for all rows, which are small. Their pushes come last, so a reply has not the order of its push.
-        reply = _reply_to(stream, frame, 0 if self.aggregator.has_rows(frame.group) else frame.order)
+        order = frame.order
+        if self.aggregator.has_rows(frame.group):
+            if not worker.has_said_on_all(frame.key):
+                return  # a contribution to the averages may still come on another stream
+            order = 0  # every rank waits for all rows, which are small; their pushes come last
+        reply = _reply_to(worker.stream, frame, order)
         self.aggregator.push(rank, frame.key, frame.dtype, frame.start, frame.stop, frame.payload, reply, given=given)
 
     def _handle(self, worker: _Worker, frame: Frame) -> None:
@@ -183,17 +223,45 @@ class Service:
         elif worker.rank is None:
             raise _out_of_turn(worker, frame)
         elif frame.kind is FrameKind.GROUP:
-            self.aggregator.add_group(worker.rank, frame.group, Manifest.from_record(frame.json()))
+            self._announce(worker, worker.rank, frame.group, Manifest.from_record(frame.json()))
+        elif frame.kind is FrameKind.RELEASED:
+            self._release(worker, worker.rank, self._groups_in(frame))
         elif frame.kind is FrameKind.LEFT:
-            self.aggregator.leave(self._rank_in(frame))
+            left = self._rank_in(frame)
+            if worker.has_said_on_all((FrameKind.LEFT, left)):
+                self.aggregator.leave(left)
         else:
             raise _out_of_turn(worker, frame)
+
+    def _announce(self, worker: _Worker, rank: int, group: int, manifest: Manifest) -> None:
+        flows = worker.flows
+        assert flows is not None
+        with flows.announcing:  # the stream of the second announcement goes on when the group is known
+            if group in worker.groups or group not in flows.groups:
+                self.aggregator.add_group(rank, group, manifest)
+            flows.groups.add(group)
+            worker.groups.add(group)
+
+    def _release(self, worker: _Worker, rank: int, groups: Sequence[int]) -> None:
+        flows = worker.flows
+        assert flows is not None
+        worker.groups.difference_update(groups)
+        if worker.has_said_on_all((FrameKind.RELEASED, tuple(groups))):  # and has announced them on all, which comes before
+            with flows.announcing:
+                self.aggregator.release(rank, groups)
+                flows.groups.difference_update(groups)
 
     def _rank_in(self, frame: Frame) -> int:
         rank = frame.json()
         if type(rank) is not int or not 0 <= rank < self.aggregator.contributors.world_size:
             raise ProtocolError(f"{str(rank)[:20]!r} is not a rank")
         return rank
+
+    def _groups_in(self, frame: Frame) -> list[int]:
+        groups = frame.json()
+        if not isinstance(groups, list) or not all(type(group) is int for group in groups):
+            raise ProtocolError(f"{str(groups)[:20]!r} are not groups")
+        return groups
 
     def _greet(self, worker: _Worker, hello: WorkerHello) -> None:
         with self._lock:
@@ -216,18 +284,31 @@ class Service:
                     f"rank {hello.member} says that the members are {asked.members} of {asked.divisor}; they are "
                     f"{known.members} of {known.divisor}"
                 )
-            if hello.rank in self._greeted:
-                raise ConfigError(_greeted_twice(self._greeted[hello.rank], hello))
-            self._greeted[hello.rank] = hello
+            earlier = next(iter(self._greeted.values())).hello if self._greeted else hello
+            if hello.flows != earlier.flows:
+                raise ConfigError(
+                    f"rank {hello.member} has flows={hello.flows}, but rank {earlier.member} has flows={earlier.flows}; give "
+                    "all ranks the same"
+                )
+            flows = self._greeted.get(hello.rank)
+            if flows is None:
+                flows = self._greeted[hello.rank] = _Flows(hello, worker.stream.outbox)
+            elif hello.flow in flows.greeted or hello.of_flow(0) != flows.hello.of_flow(0):
+                raise ConfigError(_greeted_twice(flows.hello, hello))
+            else:
+                flows.greeted.add(hello.flow)
+                worker.stream.outbox.share_with(flows.outbox)
             self._job = worker.job
-            worker.rank, worker.member = hello.rank, hello.member
+            worker.rank, worker.member, worker.flow, worker.flows = hello.rank, hello.member, hello.flow, flows
         if first:
             self._context.on_first_hello(hello)
             self._welcoming.set()
         self._welcoming.wait()
         worker.stream.outbox.put_control(json_frame(FrameKind.HELLO, {}))
 
-    def _goodbye(self, rank: int) -> None:
+    def _goodbye(self, worker: _Worker, rank: int) -> None:
+        if not worker.has_said_on_all(FrameKind.GOODBYE):
+            return
         self.aggregator.leave(rank)
         with self._lock:
             self._left.add(rank)

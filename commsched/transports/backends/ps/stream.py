@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from ....core.errors import ConfigError
 from ....net.tls import Identity, identity_of
 from ....settings import Settings
 from .frame import Frame
@@ -126,20 +127,27 @@ class Port(Protocol):
         """Release the port, all connections and threads. If ``graceful``, streams may take a moment to end. Idempotent."""
 
 
-def open_stream(peer: str, address: str, options: StreamOptions, job: str) -> WorkerStream:
-    """Return a worker's end of a stream to the server at ``address``. It connects when its ``frames`` are iterated.
+def open_streams(peer: str, address: str, options: StreamOptions, job: str, flows: int = 1) -> list[WorkerStream]:
+    """Return a worker's ends of ``flows`` streams to the server at ``address``. They share the gradients that wait to be sent.
+    Each connects when its ``frames`` are iterated.
 
     Args:
         peer: the name of the server in messages, such as ``server 1 at 10.0.0.7:4242``.
         job: the job's name, which the worker proves with the token.
+
+    Raises:
+        ConfigError: the carrier has one stream to a server only.
     """
     if options.lane == "grpc":
         from .grpc_lane import GrpcStream
 
-        return GrpcStream(peer, address, options, job)
+        if flows > 1:
+            raise ConfigError(f"flows={flows} needs lane='tcp': gRPC has one connection between two processes")
+        return [GrpcStream(peer, address, options, job)]
     from .tcp_lane import TcpStream
 
-    return TcpStream(peer, address, options, job)
+    first = TcpStream(peer, address, options, job)
+    return [first, *(TcpStream(peer, address, options, job, beside=first) for _ in range(flows - 1))]
 
 
 def open_port(address: str, options: StreamOptions) -> Port:

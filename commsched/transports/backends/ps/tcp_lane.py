@@ -26,11 +26,11 @@ _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.05, 1.0
 
 
 class TcpStream:
-    """See ``WorkerStream``."""
+    """See ``WorkerStream``. It shares its gradients with the stream ``beside``."""
 
-    def __init__(self, peer: str, address: str, options: StreamOptions, job: str) -> None:
+    def __init__(self, peer: str, address: str, options: StreamOptions, job: str, beside: TcpStream | None = None) -> None:
         self.peer = peer
-        self.outbox = SendQueue(options.rate_limiter)
+        self.outbox: SendQueue = SendQueue(options.rate_limiter, beside.outbox if beside is not None else None)
         self._address = address
         self._options = options
         self._job = job

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from time import monotonic
@@ -18,7 +19,7 @@ from ...backend import TransportContext
 from .frame import Frame, WorkerHello
 from .lane import OwnLane, RemoteLane
 from .server import Shard
-from .stream import StreamOptions, open_stream
+from .stream import StreamOptions, open_streams
 
 
 @dataclass(slots=True, eq=False)
@@ -64,6 +65,7 @@ class PsTransport(Transport):
         # Single operations on a dict are atomic; the dispatcher adds a key, and the reader of its lane removes it.
         self._pending: dict[PartitionKey, _Started] = {}
         self._manifests: dict[int, Manifest] = {}  # for messages
+        self._released: deque[int] = deque()  # groups of which servers are to be told that they are released
         self._peers = [
             f"rank {context.contributors.members[index]}'s shard at {address}" if own_shard else f"server {index} at {address}"
             for index, address in enumerate(servers)
@@ -75,8 +77,8 @@ class PsTransport(Transport):
                 if own_shard is not None and index == self.rank:
                     self._lanes.append(OwnLane(self.rank, own_shard.service, self))
                     continue
-                stream = open_stream(self._peers[index], servers[index], options, context.job)
-                self._lanes.append(RemoteLane(stream, WorkerHello.of(context, index), self))
+                streams = open_streams(self._peers[index], servers[index], options, context.job, context.settings.flows)
+                self._lanes.append(RemoteLane(streams, WorkerHello.of(context, index), self))
             self._lanes = [*self._lanes[len(servers) - first :], *self._lanes[: len(servers) - first]]  # by index
             connecting = [lane for lane in self._lanes if isinstance(lane, RemoteLane)]
             # If another rank fails, the server that this rank waits for may never come.
@@ -96,12 +98,17 @@ class PsTransport(Transport):
         """See ``interfaces.Transport``.
 
         Raises:
-            ConfigError: ``group`` is beyond the 16 bits that the wire has for it.
+            ConfigError: ``group`` is beyond the 32 bits that the wire has for it.
         """
-        if group >= 2**16:
-            raise ConfigError(f"group {group} is one too many: a job may have {2**16} groups of tensors")
+        if group >= 2**32:
+            raise ConfigError(f"group {group} is one too many: a job may have {2**32} groups of tensors")
         self._manifests[group] = manifest
+        released = []
+        while self._released:
+            released.append(self._released.popleft())
         for lane in self._lanes:
+            if released:
+                lane.release(released)
             lane.add_group(group, manifest)
 
     def norm_rows(self, manifest: Manifest) -> int:
@@ -118,8 +125,12 @@ class PsTransport(Transport):
         self._lanes[server].push(task)
 
     def release(self, group: int) -> None:
-        """See ``interfaces.Transport``. Servers keep the group's manifest, to name a rank that breaks the rules."""
-        self._manifests.pop(group, None)
+        """See ``interfaces.Transport``. Servers learn of it with the next group: groups are few, or one comes for each value
+        that is averaged once. So no message is sent for it alone."""
+        if self._manifests.pop(group, None) is not None:
+            self._released.append(group)
+        if self._way is not None:
+            self._way.release(group)
 
     def leave(self, rank: int) -> None:
         # A rank that leaves notifies every server itself. If all ranks notified all servers of it, a job with a shard on every

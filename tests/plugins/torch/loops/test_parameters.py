@@ -271,7 +271,7 @@ def test_a_closure_returns_when_all_averages_are_there(monkeypatch: pytest.Monke
     there: list[bool] = []
 
     def mean_loss(session: Session, loss: torch.Tensor) -> torch.Tensor:
-        there.append(all(proxy.is_open for group in session.core._groups for proxy in group.proxies))
+        there.append(all(proxy.is_open for group in session.core._groups.values() for proxy in group.proxies))
         return loss
 
     def slow(transport: Transport) -> Transport:

@@ -120,7 +120,7 @@ def test_no_sync_accumulates(last_within: bool) -> None:
 def test_no_sync_within_no_sync_lasts_until_the_outer_one_ends() -> None:
     def loop(data: Data, model: nn.Module, optimizer: Any) -> None:
         train(data, model, optimizer, steps=1)  # from now on gradients have groups
-        groups = data.session.core._groups
+        groups = data.session.core._groups.values()
         begun = [group.step for group in groups]
         with data.no_sync(optimizer):
             with data.no_sync(optimizer):

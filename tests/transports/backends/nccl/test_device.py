@@ -1,72 +1,78 @@
-"""NCCL on a real device, as far as one goes: a group of one rank. Several ranks: ``tests/plugins/torch/test_cuda.py``."""
+"""NCCL on the GPUs of this machine: as many ranks as there are GPUs, up to three, as threads of this process."""
 
 from __future__ import annotations
 
-from datetime import timedelta
+from typing import Any
 
+import numpy as np
 import pytest
 
-torch = pytest.importorskip("torch")
+cupy = pytest.importorskip("cupy")
 
 from commsched.core.manifest import Manifest, TensorSpec  # noqa: E402
-from commsched.core.task import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER  # noqa: E402
-from commsched.transports.backends.nccl.group import NcclGroup  # noqa: E402
+from commsched.devices import open_device  # noqa: E402
+from commsched.testing.check_transport import check_transport  # noqa: E402
 from commsched.transports.backends.nccl.transport import NcclTransport  # noqa: E402
 
-from ...worlds import a_context  # noqa: E402
 from .test_transport import Done, make_task  # noqa: E402
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not (torch.cuda.is_available() and torch.distributed.is_nccl_available()), reason="needs a CUDA device and NCCL"
-    ),
-]
+from .worlds import nccl_world  # noqa: E402
 
 
-@pytest.fixture
-def transport():
-    device = torch.device("cuda", torch.cuda.current_device())
-    group = NcclGroup(torch.distributed.HashStore(), 0, 1, device, timedelta(seconds=60))
-    failures: list[Exception] = []
-    transport = NcclTransport(a_context(0, 1, failures.append), group)
-    transport.add_group(0, Manifest((TensorSpec("weight", (1000,), "float32"),)))
-    yield transport
-    transport.close()
-    assert failures == []
+def gpus() -> int:
+    try:
+        return int(cupy.cuda.runtime.getDeviceCount())
+    except cupy.cuda.runtime.CUDARuntimeError:
+        return 0
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "uint8"])
-def test_every_dtype_and_verb(transport: NcclTransport, dtype: str) -> None:
-    values = (torch.arange(1001, device=transport.device) % 100).to(getattr(torch, dtype))
-    before = values.clone()
-    torch.cuda.synchronize()
-    for sequence, verb in enumerate((ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER)):
-        done = Done()
-        transport.start(make_task(dtype, 1001, verb, sequence, values.view(torch.uint8)), done)
-        assert done.told.wait(60)
-        assert torch.equal(values, before)
+def has_nccl() -> bool:
+    from cupy.cuda import nccl
+
+    return bool(nccl.available)
+
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(gpus() == 0 or not has_nccl(), reason="needs a CUDA device and NCCL")]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_conformance(ranks: int) -> None:
+    if gpus() < ranks:
+        pytest.skip(f"needs {ranks} CUDA devices")
+    check_transport(nccl_world, world_sizes=(ranks,), rounds=20, open_device=lambda rank: open_device(f"cuda:{rank}"))
 
 
 @pytest.mark.parametrize(
     ("dtype", "largest"), [("float16", 200), ("bfloat16", 256), ("float32", 1 << 20), ("float64", 1 << 20)]
 )
-def test_an_average_over_seven_ranks_is_rounded_once(dtype: str, largest: int) -> None:
+def test_an_average_over_seven_ranks_is_rounded_once(dtype: str, largest: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """1/7 is not exact: a product with it is not the quotient of every second number. The sum is that of one rank."""
-    device = torch.device("cuda", torch.cuda.current_device())
-    group = NcclGroup(torch.distributed.HashStore(), 0, 1, device, timedelta(seconds=60))
-    transport = NcclTransport(a_context(0, 7, pytest.fail), group)
-    transport.add_group(0, Manifest((TensorSpec("weight", (1000,), "float32"),)))
-    expected = torch.arange(1, largest // 7, device=device).to(getattr(torch, dtype))
-    values = expected * 7  # exact
-    torch.cuda.synchronize()
-    done = Done()
-    transport.start(make_task(dtype, values.numel(), data=values.view(torch.uint8)), done)
-    assert done.told.wait(60)
-    assert torch.equal(values, expected)
-    transport.close()
+    with nccl_world([pytest.fail]) as [transport]:
+        assert isinstance(transport, NcclTransport)
+        transport.world_size = 7
+        transport.add_group(0, Manifest((TensorSpec("weight", (1000,), "float32"),)))
+        expected = bytes_of(np.arange(1, largest // 7), dtype)
+        values = bytes_of(np.arange(1, largest // 7) * 7, dtype)  # exact
+        device = open_device("cuda:0")
+        there, here, stream = device.allocate(values.size), device.allocate_host(values.size), device.stream()
+        np.asarray(here)[:] = values
+        stream.copy(there, here)
+        stream.synchronize()
+        done = Done()
+        transport.start(make_task(dtype, largest // 7 - 1, there), done)
+        assert done.told.wait(60)
+        stream.copy(here, there)
+        stream.synchronize()
+        assert np.array_equal(np.asarray(here), expected)
 
 
-def test_an_aborted_group_ends_without_a_result(transport: NcclTransport) -> None:
-    transport._group.abort()
-    assert transport._group.error() == "it was aborted"
+def bytes_of(values: Any, dtype: str) -> Any:
+    if dtype == "bfloat16":
+        return (values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
+    return values.astype(dtype).view(np.uint8)
+
+
+def test_an_aborted_group_ends_without_a_result() -> None:
+    with nccl_world([pytest.fail]) as [transport]:
+        assert isinstance(transport, NcclTransport)
+        transport._group.abort()
+        assert transport._group.error() == "it was aborted"

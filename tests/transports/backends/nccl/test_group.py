@@ -1,193 +1,160 @@
-"""What is checked, and said, before NCCL connects anything."""
+"""How ranks meet, and what is checked and said before NCCL averages anything."""
 
 from __future__ import annotations
 
+import sys
 import threading
-from types import SimpleNamespace
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-torch = pytest.importorskip("torch")
-
-from commsched.core import timeouts  # noqa: E402
-from commsched.core.errors import CommschedError, ConfigError, PeerLost, TransportError  # noqa: E402
-from commsched.testing.world import run_world  # noqa: E402
-from commsched.transports.backends.nccl import group, open_transport  # noqa: E402
-
-
-class Ranks:
-    """The contexts of a job of two ranks, with what a transport needs of them to open."""
-
-    def __init__(self) -> None:
-        self._barrier = threading.Barrier(2)
-        self._values: list[Any] = [None, None]
-
-    def context(self, rank: int, host: str = "127.0.0.1") -> Any:
-        return SimpleNamespace(
-            world=SimpleNamespace(rank=rank, world_size=2),
-            settings=SimpleNamespace(join_within=10.0, fail_after=10.0),
-            host=host,
-            gather=lambda value: self._gather(rank, value),
-            on_failure=lambda error: None,
-            when_failed=lambda callback: None,
-        )
-
-    def _gather(self, rank: int, value: Any) -> list[Any]:
-        self._values[rank] = value
-        self._barrier.wait(60)
-        values = list(self._values)
-        self._barrier.wait(60)
-        return values
+from commsched.core import timeouts
+from commsched.core.errors import CommschedError, PeerLost, TransportError
+from commsched.testing.checked_world import Meeting
+from commsched.testing.world import run_world
+from commsched.transports.backend import TransportContext
+from commsched.transports.backends.nccl import open_transport
+from commsched.transports.backends.nccl.group import NcclGroup, connect
 
 
-def errors_of(call: Any) -> list[str]:
-    """The error of each of two ranks that ``call`` with a context each."""
-    ranks = Ranks()
+def errors_of(prepare: Callable[[int, TransportContext], TransportContext]) -> list[str]:
+    """The error of each of two ranks that open a transport, each on a device of its own, with the context that ``prepare``
+    makes of theirs."""
+    meeting = Meeting(2)
 
     def one(rank: int) -> str:
+        context = replace(meeting.context(rank, lambda error: None), device=f"cuda:{rank}")
         try:
-            call(ranks.context(rank))
+            open_transport(prepare(rank, context)).close()
         except CommschedError as error:
             return f"{type(error).__name__}: {error}"
         return ""
 
-    return run_world(2, one, timeout_seconds=300)
+    return run_world(2, one, timeout_seconds=60)
 
 
-@pytest.mark.skipif(torch.distributed.is_nccl_available(), reason="this PyTorch has NCCL")
-def test_a_torch_without_nccl_is_named_on_every_rank() -> None:
-    version = torch.__version__
-    said = (
-        f"ConfigError: transport='nccl' on rank 0: this PyTorch ({version}) is built without NCCL; install one built for CUDA"
+def on_own(rank: int, context: TransportContext) -> TransportContext:
+    return context
+
+
+def test_ranks_meet(cupy: Any) -> None:
+    assert errors_of(on_own) == ["", ""]
+    assert "commsched-nccl-errors" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_a_session_that_knows_no_device_takes_the_current_one(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    monkeypatch.setattr(
+        "commsched.transports.backends.nccl.group.NcclGroup.__init__", lambda group, device, *_: seen.append(device.name)
     )
-    assert errors_of(open_transport) == [said, said]
+    monkeypatch.setattr("commsched.transports.backends.nccl.group._count_ranks", lambda group: 1)
+    monkeypatch.setattr(NcclGroup, "error", lambda group: "")
+    with cupy.cuda.Device(2):
+        connect(Meeting(1).context(0, pytest.fail))
+    assert seen == ["cuda:2"]
 
 
-def test_one_device_for_two_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(group, "_describe_device", lambda host: {"name": "cuda:0", "identity": "GPU-1"})
+def test_without_cupy_every_rank_says_who_lacks_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "cupy", raising=False)
+    monkeypatch.setattr("commsched.devices.backends.cuda.find_spec", lambda name: None)
     said = (
-        "ConfigError: transport='nccl': ranks 0 and 1 share the device cuda:0; NCCL needs one for each: call "
-        "torch.cuda.set_device(local_rank) before commsched.init"
+        "ConfigError: transport='nccl' on rank 0: the device 'cuda:0' needs cupy: pip install \"commsched[cuda]\" for CUDA 12, "
+        'or "commsched[cuda13]" for CUDA 13'
     )
-    assert errors_of(group.connect) == [said, said]
+    assert errors_of(on_own) == [said, said]
 
 
-def test_what_is_missing_on_one_rank_is_said_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = iter([{"name": "cuda:0", "identity": "GPU-1"}, {"error": "PyTorch sees no CUDA device"}])
-    monkeypatch.setattr(group, "_describe_device", lambda host: next(found))
-    first, second = errors_of(group.connect)
-    assert first == second
-    assert first.startswith("ConfigError: transport='nccl' on rank ")
-    assert first.endswith(": PyTorch sees no CUDA device")
+def test_without_nccl_every_rank_says_who_lacks_it(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cupy.cuda.nccl, "available", False)
+    said = (
+        "ConfigError: transport='nccl' on rank 0: cupy finds no NCCL: pip install \"nvidia-nccl-cu12\" for CUDA 12, or "
+        '"nvidia-nccl-cu13" for CUDA 13'
+    )
+    assert errors_of(on_own) == [said, said]
 
 
-class SumThatIsWrong:
-    """A group whose first sum has only this rank in it."""
+def test_an_identifier_that_cannot_be_made_is_told_to_every_rank(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> bytes:
+        raise cupy.cuda.nccl.NcclError(1)
 
-    def __init__(self, *arguments: Any) -> None:
-        self.store, *_ = arguments  # of rank 0: the server lives as long as somebody holds it
-        self.aborted = False
-        groups.append(self)
-
-    def all_reduce(self, values: Any) -> None:
-        pass
-
-    def launch(self, work: Any) -> Any:
-        work()
-        return SimpleNamespace(synchronize=lambda: None)
-
-    def error(self) -> str:
-        return ""
-
-    def abort(self) -> None:
-        self.aborted = True
+    monkeypatch.setattr(cupy.cuda.nccl, "get_unique_id", fail)
+    said = "ConfigError: transport='nccl' on rank 0: NcclError: NCCL_ERROR_UNHANDLED_CUDA_ERROR: unhandled cuda error"
+    assert errors_of(on_own) == [said, said]
 
 
-groups: list[SumThatIsWrong] = []
+def test_one_device_for_two_ranks_is_refused(cupy: Any) -> None:
+    said = (
+        "ConfigError: transport='nccl': ranks 0 and 1 share the device cuda:0; NCCL needs one for each: keep each rank's model "
+        "on the device of its local rank, and call torch.cuda.set_device(local_rank), or commsched.init(device=...), before "
+        "anything else opens the session. Over transport=ps ranks may share one"
+    )
+    assert errors_of(lambda rank, context: replace(context, device="cuda:0")) == [said, said]
 
 
-def test_a_wrong_first_sum_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    groups.clear()
-    monkeypatch.setattr(group, "_own_device", lambda context: torch.device("cpu"))
-    monkeypatch.setattr(group, "NcclGroup", SumThatIsWrong)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=lambda: None))
-    assert errors_of(group.connect) == [
-        f"TransportError: rank {rank}: NCCL's first sum of 2 ones on cpu is 1" for rank in range(2)
+def test_different_versions_are_refused(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    versions = threading.local()
+
+    def begin(rank: int, context: TransportContext) -> TransportContext:
+        versions.mine = 22703 + rank
+        return context
+
+    monkeypatch.setattr(cupy.cuda.nccl, "get_version", lambda: versions.mine)
+    said = (
+        "ConfigError: transport='nccl': NCCL has version 22703 on rank 0 and 22704 on rank 1; install the same on all machines"
+    )
+    assert errors_of(begin) == [said, said]
+
+
+def test_a_wrong_first_sum_is_an_error(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(NcclGroup, "all_reduce", lambda group, values, dtype: None)
+    assert errors_of(on_own) == [
+        f"TransportError: rank {rank}: NCCL could not connect cuda:{rank}: RuntimeError: the first sum of 2 ones is 1"
+        for rank in range(2)
     ]
-    assert [group.aborted for group in groups] == [True, True]
 
 
 @pytest.mark.parametrize("abort_helps", [True, False])
 def test_a_job_that_fails_while_ranks_connect_ends_the_wait(
-    abort_helps: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    abort_helps: bool, cupy: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """The first sum waits for a rank that is dead. If not even an abort ends that, the process ends."""
     ended, exited, aborters = threading.Event(), threading.Event(), []
 
-    class Waits(SumThatIsWrong):
-        """For a rank that is dead."""
+    def first_sum(group: NcclGroup, values: Any, dtype: str) -> None:
+        for listener in reversed(listeners):  # the control channel's thread may not wait either
+            listener(PeerLost("rank 1 is gone"))
+        assert ended.wait(60)
 
-        def launch(self, work: Any) -> Any:
-            listeners[1](PeerLost("rank 1 is gone"))  # the control channel's thread may not wait either
-            listeners[0](PeerLost("rank 1 is gone"))
-            return SimpleNamespace(synchronize=lambda: ended.wait(60))
-
-        def error(self) -> str:
-            return "it was aborted"
-
-        def abort(self) -> None:
-            aborters.append(threading.current_thread().name)
-            if abort_helps:
-                ended.set()
+    def abort(group: NcclGroup) -> None:
+        aborters.append(threading.current_thread().name)
+        group._broken = "it was aborted"
+        group._ended.set()
+        if abort_helps:
+            ended.set()
 
     def leave(code: int) -> None:
         exited.set()
         ended.set()
 
     listeners: list[Any] = []
-    monkeypatch.setattr(group, "_own_device", lambda context: torch.device("cpu"))
-    monkeypatch.setattr(group, "open_store", lambda context: None)
-    monkeypatch.setattr(group, "NcclGroup", Waits)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=lambda: None))
+    monkeypatch.setattr(NcclGroup, "all_reduce", first_sum)
+    monkeypatch.setattr(NcclGroup, "abort", abort)
     monkeypatch.setattr(timeouts, "STUCK_LIBRARY_SECONDS", 5.0 if abort_helps else 0.01)
     monkeypatch.setattr("os._exit", leave)
-    context = Ranks().context(0)
-    context.when_failed = listeners.append
-    with pytest.raises(TransportError, match="rank 0: NCCL could not connect cpu: RuntimeError: it was aborted"):
-        group.connect(context)
+    context = replace(Meeting(1).context(0, pytest.fail), device="cuda:0", when_failed=listeners.append)
+    with pytest.raises(TransportError, match="rank 0: NCCL could not connect cuda:0: RuntimeError: it was aborted"):
+        connect(context)
     assert "commsched-nccl-abort" in aborters
     assert exited.is_set() is not abort_helps
     assert ("commsched: PeerLost: rank 1 is gone" in capsys.readouterr().err) is not abort_helps
 
 
-def test_ranks_meet_in_the_store() -> None:
-    ranks, kept = Ranks(), []
-
-    def one(rank: int) -> bytes:
-        opened = group.open_store(ranks.context(rank))
-        kept.append(opened)
-        if rank == 0:
-            opened.set("identifier", b"\x00\xffnccl")
-        return opened.get("identifier")
-
-    assert run_world(2, one, timeout_seconds=300) == [b"\x00\xffnccl"] * 2
-
-
-def test_a_store_that_cannot_open_is_told_to_every_rank() -> None:
-    ranks = Ranks()
-
-    def one(rank: int) -> str:
-        with pytest.raises(TransportError) as raised:
-            group.open_store(ranks.context(rank, host="203.0.113.7"))  # an address that no machine has
-        return str(raised.value)
-
-    first, second = run_world(2, one, timeout_seconds=300)
-    assert first == second
-    assert first.startswith("rank 0 could not open a store for process groups on 203.0.113.7: OSError")
-
-
-def test_torch_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(__import__("sys").modules, "torch")
-    monkeypatch.setattr("commsched.transports.backends.nccl.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r'transport=\'nccl\' needs PyTorch: pip install "commsched\[torch\]"'):
-        open_transport(Ranks().context(0))
+def test_a_library_that_does_not_close_is_left_behind(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL may wait for ranks of this host that have ended."""
+    waits = threading.Event()
+    monkeypatch.setattr("commsched.transports.backends.nccl.group._CLOSE_SECONDS", 0.01)
+    monkeypatch.setattr(cupy.cuda.nccl.NcclCommunicator, "destroy", lambda communicator: waits.wait(60))
+    assert errors_of(on_own) == ["", ""]
+    waits.set()

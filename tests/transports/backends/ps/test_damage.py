@@ -2,6 +2,7 @@
 
 import re
 import struct
+from collections.abc import Callable
 from contextlib import closing, contextmanager
 
 import numpy as np
@@ -35,12 +36,16 @@ class OneBit:
         return data
 
 
-@contextmanager
 def one_push(lane: str, to: str, found: bytes, at: int):
+    return relayed_push(lane, OneBit(to, found, at))
+
+
+@contextmanager
+def relayed_push(lane: str, change: Callable[[str, bytes], bytes]):
     """A worker's push in step 7 over a relay: what the server's first failure is, and the worker's; and the task's data."""
     failures = Failures(), Failures()
     shard = a_shard(None, failures[0], lane=lane)
-    with closing(Relay(shard.address, OneBit(to, found, at))) as relay:
+    with closing(Relay(shard.address, change)) as relay:
         transport = connect(relay.address, lane, failures[1])
         transport.add_group(0, MANIFEST)
         task, ended = make_task(step=7, value=VALUE), Ended()
@@ -101,3 +106,21 @@ def test_what_is_not_changed_arrives_over_the_relay(lane):
         assert set(np.frombuffer(task.data, np.float32)) == {np.float32(VALUE)}
         assert servers.none()
         assert workers.none()
+
+
+def test_a_push_that_comes_twice_is_averaged_once():
+    """Somebody on the way replays it, within a connection without TLS. Its checksums are right."""
+    first = MAGIC + bytes([VERSION, FrameKind.PUSH])
+
+    def replay(to: str, data: bytes) -> bytes:
+        return data + data[data.find(first) :] if to == "server" and first in data else data
+
+    with relayed_push("tcp", replay) as (shard, _, servers, workers, task, _):
+        for failures in (servers, workers):
+            assert type(failures.first()) is ProtocolError
+            assert re.fullmatch(
+                rf"the server at {shard.address} got from rank 0 \(127\.0\.0\.1:\d+\): rank 0 pushed partition 0 of step 7, "
+                r"tensor 'weight', twice",
+                str(failures.first()),
+            )
+        assert set(np.frombuffer(task.data, np.float32)) == {np.float32(VALUE)}

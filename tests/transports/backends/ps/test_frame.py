@@ -11,6 +11,7 @@ from xxhash import xxh3_64_intdigest
 from commsched.core.errors import ConfigError, ProtocolError
 from commsched.core.manifest import ITEMSIZE
 from commsched.core.scheduler import MAX_PARTITION_BYTES
+from commsched.settings import MAX_FLOWS
 from commsched.transports.backends.ps.frame import (
     HEADER_BYTES,
     MAGIC,
@@ -28,7 +29,7 @@ from commsched.transports.backends.ps.frame import (
     json_frame,
 )
 
-groups, partitions, steps = st.integers(0, 2**16 - 1), st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)
+groups, partitions, steps = st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)
 
 
 @st.composite
@@ -133,7 +134,7 @@ def header(magic=MAGIC, version=VERSION, kind=3, dtype=3, start=0, stop=4, nbyte
     [
         (b"GET / HTTP/1.1\r\n", r"a message of 16 bytes is shorter than a header"),
         (header(magic=b"HTTP") + b"abcd", r"begins with b'HTTP', not b'CSPS'"),
-        (header(version=2) + b"abcd", r"has wire version 2; this is version 3"),
+        (header(version=2) + b"abcd", rf"has wire version 2; this is version {VERSION}"),
         (header()[:-1] + b"!abcd", r"a header that arrived damaged: its checksum is [0-9a-f]{16}, not 21[0-9a-f]{14} as when"),
         (header(kind=0) + b"abcd", r"has kind 0 and dtype 3; one of them is unknown"),
         (header(dtype=99) + b"abcd", r"has kind 3 and dtype 99; one of them is unknown"),
@@ -172,13 +173,20 @@ def test_json_that_is_none_is_a_protocol_error(payload):
 
 def test_a_number_that_does_not_fit_is_not_sent():
     with pytest.raises(struct.error):
-        encode(Frame(FrameKind.ACK, group=2**16))
+        encode(Frame(FrameKind.ACK, group=2**32))
 
 
-@given(st.integers(0, 50), st.integers(0, 50), st.integers(0, 9), st.none() | st.text(), st.none() | st.integers(1, 99))
-def test_a_hello_comes_back_as_it_was(rank, more, server, address, divisor):
+@given(
+    st.integers(0, 50),
+    st.integers(0, 50),
+    st.integers(0, 9),
+    st.none() | st.text(),
+    st.none() | st.integers(1, 99),
+    st.integers(1, MAX_FLOWS),
+)
+def test_a_hello_comes_back_as_it_was(rank, more, server, address, divisor, flows):
     members = tuple(range(rank + more + 1)) if divisor else None
-    hello = WorkerHello(rank, rank + more + 1, server, address, members, divisor)
+    hello = WorkerHello(rank, rank + more + 1, server, address, members, divisor, flows - 1, flows)
     assert WorkerHello.from_record(json.loads(json.dumps(hello.to_record()))) == hello
 
 
@@ -189,7 +197,7 @@ def test_a_hello_comes_back_as_it_was(rank, more, server, address, divisor):
     | st.fixed_dictionaries(
         {
             name: st.none() | st.integers() | st.booleans() | st.text() | st.lists(st.integers())
-            for name in ("rank", "world_size", "server", "control_address", "members", "divisor")
+            for name in ("rank", "world_size", "server", "control_address", "members", "divisor", "flow", "flows")
         }
     )
 )
@@ -199,11 +207,18 @@ def test_any_record_is_a_hello_or_refused(record):
     except (ProtocolError, ConfigError):
         return
     assert 0 <= hello.rank < hello.world_size
+    assert 0 <= hello.flow < hello.flows <= MAX_FLOWS
 
 
 def test_a_rank_outside_its_world_is_refused():
     with pytest.raises(ConfigError, match="rank 2 is not below its world size of 2"):
         WorkerHello.from_record(WorkerHello(2, 2, 0).to_record())
+
+
+@pytest.mark.parametrize(("flow", "flows"), [(0, 0), (2, 2), (0, MAX_FLOWS + 1)])
+def test_a_flow_that_cannot_be_is_refused(flow, flows):
+    with pytest.raises(ConfigError, match=f"a hello is of flow {flow} of {flows}; the limit is {MAX_FLOWS}"):
+        WorkerHello.from_record(WorkerHello(0, 2, 0, flow=flow, flows=flows).to_record())
 
 
 def test_a_world_of_more_ranks_than_there_can_be_is_refused_before_it_takes_memory():

@@ -29,7 +29,7 @@ class Watched:
         self.averaged: SimpleQueue[int] = SimpleQueue()
         for owner, name, queue, partition in (
             (PsTransport, "start", self.started, lambda task, completion: task.partition.index),
-            (Service, "_push", self.pushed, lambda rank, stream, frame: frame.partition),
+            (Service, "_push", self.pushed, lambda worker, rank, frame: frame.partition),
             (PsTransport, "on_result", self.averaged, lambda server, frame: frame.partition),
         ):
             monkeypatch.setattr(owner, name, self._noting(getattr(owner, name), queue, partition))

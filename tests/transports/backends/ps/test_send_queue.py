@@ -2,6 +2,7 @@
 
 import queue
 import threading
+from time import monotonic, sleep
 
 import pytest
 
@@ -245,14 +246,119 @@ def test_an_error_that_comes_while_a_reply_is_kept_back_is_sent():
     outbox.yield_to(way)
     way.take(0, 0)
     put(outbox, 1, kind=FrameKind.RESULT)
-    kept_back = outbox._woken
 
-    def woken():
-        found = kept_back()
-        if found is None and not outbox._finished:  # another thread, just now
-            outbox.put_control(ACK)
-            outbox.finish()
-        return found
+    class Reasons(queue.SimpleQueue):
+        def get(self):
+            if self.empty():  # the sender has found nothing, and another thread comes just before it waits
+                outbox.put_control(ACK)
+                outbox.finish()
+            return super().get()
 
-    outbox._woken = woken
+    outbox._reasons = Reasons()
     assert [parcel.frame for parcel in outbox] == [ACK]
+
+
+# --- several streams to one peer ---
+
+
+def streams(count: int) -> list[SendQueue]:
+    first = SendQueue()
+    return [first, *(SendQueue(beside=first) for _ in range(count - 1))]
+
+
+def test_each_stream_takes_the_most_urgent_gradient_when_it_is_free():
+    a, b = streams(2)
+    for order in (3, 1, 2, 0):
+        put(a, order)
+    assert [next(stream).frame.order for stream in (a, b, b, a)] == [0, 1, 2, 3]
+    assert (a.next_now(), b.next_now()) == (None, None)
+
+
+def test_control_messages_are_of_one_stream():
+    a, b = streams(2)
+    put(a, 1)
+    a.put_control(ACK)
+    assert next(b).frame.order == 1
+    assert next(a).frame == ACK
+
+
+def test_a_gradient_wakes_one_stream_that_waits_and_the_next_one_another():
+    a, b = streams(2)
+    threads, taken = zip(*map(taken_in_a_thread, (a, b)))
+    until(lambda: len(a._gradients.idle) == 2)
+    put(a, 1)
+    until(lambda: sum(each.qsize() for each in taken) == 1)
+    for number in range(1000):
+        put(b, number)
+    a.put_control(ACK)
+    b.put_control(ACK)
+    until(lambda: sum(each.qsize() for each in taken) == 1003)
+    a.finish()
+    b.finish()
+    for thread in threads:
+        thread.join(60)
+    frames = [[each.get() for _ in range(each.qsize())][:-1] for each in taken]
+    assert [each.count(ACK) for each in frames] == [1, 1]
+    assert sorted(frame.order for each in frames for frame in each if frame != ACK) == sorted([1, *range(1000)])
+
+
+def until(is_so) -> None:
+    deadline = monotonic() + 60
+    while not is_so():
+        assert monotonic() < deadline
+        sleep(0.001)
+
+
+def test_a_gradient_for_one_stream_waits_there_for_the_more_urgent_ones_of_all():
+    a, b = streams(2)
+    put(a, 1)
+    for each in (a, b):
+        each.put(Frame(FrameKind.PUSH, order=5), only_here=True)
+    put(b, 9)
+    assert [next(b).frame.order for _ in range(3)] == [1, 5, 9]
+    assert next(a).frame.order == 5
+    assert a.next_now() is None
+
+
+def test_a_stream_may_begin_to_share_while_its_sender_waits():
+    first, later = SendQueue(), SendQueue()
+    thread, taken = taken_in_a_thread(later)
+    until(lambda: later._idle)
+    later.share_with(first)
+    put(first, 7)
+    assert taken.get(timeout=60).order == 7
+    put(later, 8)
+    assert taken.get(timeout=60).order == 8
+    later.put_control(ACK)
+    later.finish()
+    assert taken.get(timeout=60) == ACK
+    thread.join(60)
+
+
+def test_all_streams_give_way_and_none_is_forgotten_when_it_is_free():
+    way, (a, b) = PushPriority(), streams(2)
+    a.yield_to(way)
+    way.take(0, 0)
+    threads, taken = zip(*map(taken_in_a_thread, (a, b)))
+    put(a, 1)
+    put(a, 2)
+    until(lambda: len(a._gradients.idle) == 2)
+    way.give_back()
+    until(lambda: sum(each.qsize() for each in taken) == 2)
+    for each in (a, b):
+        each.finish()
+    for thread in threads:
+        thread.join(60)
+
+
+def test_the_end_of_one_stream_drops_the_gradients_of_all_and_nothing_else():
+    a, b = streams(2)
+    put(a, 1)
+    b.put(Frame(FrameKind.PUSH, order=5), only_here=True)
+    b.put_control(ACK)
+    a.abort()
+    put(b, 2)
+    assert list(a) == []
+    assert next(b).frame == ACK
+    b.finish()
+    assert list(b) == []

@@ -111,8 +111,9 @@ def world():
     world.close()
 
 
-def hello(rank: int, world_size: int = 2) -> Frame:
-    return json_frame(FrameKind.HELLO, WorkerHello(rank, world_size, 1, "10.0.0.1:29600").to_record())
+def hello(rank: int, world_size: int = 2, flow: int = 0, flows: int = 1) -> Frame:
+    greeting = WorkerHello(rank, world_size, 1, "10.0.0.1:29600", flow=flow, flows=flows)
+    return json_frame(FrameKind.HELLO, greeting.to_record())
 
 
 def push(partition: int, step: int = 0, value: float = 1.0) -> Frame:
@@ -259,6 +260,8 @@ def test_a_host_is_called_by_the_rank_that_leads_it(greeting, why):
         (json_frame(FrameKind.LEFT, 2), "'2' is not a rank"),
         (json_frame(FrameKind.LEFT, []), "'[]' is not a rank"),
         (json_frame(FrameKind.GROUP, {"a": 1}, group=1), "not a manifest"),
+        (json_frame(FrameKind.RELEASED, [0, "1"]), "\"[0, '1']\" are not groups"),
+        (json_frame(FrameKind.RELEASED, [1]), "rank 1 released group 1 without announcing the group"),
         (push(8), "rank 1 pushed float32 bytes 32 to 36 of step 0, but that buffer has 32 bytes"),
         (push(0), "rank 1 pushed partition 0 of step 0, tensor 'embedding', twice"),
     ],
@@ -370,4 +373,113 @@ def test_closing_says_goodbye_and_takes_no_more_streams(world):
     assert [frame.kind for frame in peer.heard()] == [FrameKind.GOODBYE]
     assert Peer(world.service).heard() == []
     peer.end()
+    assert world.failures == []
+
+
+# --- several flows of a rank ---
+
+
+@pytest.fixture
+def two_flows(world):
+    """For each rank its two streams, which are welcomed and have announced its tensors."""
+    ranks = [[Peer(world.service), Peer(world.service)] for _ in range(2)]
+    for rank, peers in enumerate(ranks):
+        world.peers += peers
+        for flow in (1, 0):
+            peers[flow].send(hello(rank, flow=flow, flows=2), json_frame(FrameKind.GROUP, MANIFEST.to_record()))
+            assert peers[flow].receive().kind is FrameKind.HELLO
+    return ranks
+
+
+def test_pushes_on_any_flow_are_averaged_and_replies_leave_on_the_flow_that_is_free(world, two_flows):
+    (a, b), (c, d) = two_flows
+    a.send(push(0), push(5))
+    b.send(push(3))
+    d.send(*[push(partition, value=3.0) for partition in (5, 0, 3)])
+    assert [peer.receive().partition for peer in (b, a, a)] == [0, 3, 5]
+    assert [peer.receive().partition for peer in (d, c, d)] == [0, 3, 5]
+    assert world.failures == []
+
+
+def test_a_group_is_announced_on_each_flow_once(world, two_flows):
+    (a, _), (c, _) = two_flows
+    told = the_error(a.send_last(json_frame(FrameKind.GROUP, MANIFEST.to_record())))
+    assert told.endswith("rank 0 announced group 0 twice")
+    assert the_error(c.heard()) == told
+
+
+def test_a_row_of_norms_is_made_when_its_push_has_come_on_all_flows(world, two_flows):
+    rows = Manifest((TensorSpec("row", (3,), "float64"),), norms=NormsOf(0, 0, (2.0,)))
+    asked = Frame(FrameKind.PUSH, 1, 0, 0, "float64", 0, 24, bytes(24), order=LAST_KEY)
+    for peers in two_flows:
+        for peer in peers:
+            peer.send(json_frame(FrameKind.GROUP, rows.to_record(), 1))
+    (a, b), (c, d) = two_flows
+    for peer in (a, c, d):
+        peer.send(asked)
+    for peers in two_flows:  # rank 0's on the flow on which it has not asked yet, rank 1's on any
+        peers[1].send(push(3, value=4.0))
+    for peer in (a, c):
+        assert peer.receive().partition == 3
+        assert peer.outbox.next_now() is None
+    b.send(asked)
+    for peer in (b, d):
+        got = peer.receive()
+        assert got.group == 1
+        assert np.frombuffer(got.payload).tolist() == [0, 1, 16]
+    assert world.failures == []
+
+
+def test_a_rank_has_left_when_it_has_said_so_on_all_flows(world, two_flows):
+    (a, _), (c, d) = two_flows
+    a.send(push(0))
+    c.send(json_frame(FrameKind.LEFT, 1))
+    d.send(push(0))
+    assert a.receive().kind is FrameKind.RESULT
+    a.send(push(1))
+    assert world.failures == []
+    d.send(json_frame(FrameKind.LEFT, 1))
+    assert "rank 1 left after step 0; tensor 'embedding' of step 0 waits for it" in str(world.failures)
+
+
+def test_the_job_ends_when_every_rank_has_said_goodbye_on_all_flows(world, two_flows):
+    *others, last = [peer for peers in two_flows for peer in peers]
+    for peer in others:
+        peer.send_last(Frame(FrameKind.GOODBYE))
+        assert not world.all_left.is_set()
+    last.send_last(Frame(FrameKind.GOODBYE))
+    assert world.all_left.wait(60)
+    assert world.failures == []
+
+
+def test_a_lost_flow_is_a_lost_rank(world, two_flows):
+    (a, b), (_, d) = two_flows
+    d.end(StreamBroken("reset"))
+    for peer in (a, b):
+        assert the_error(peer.heard()) == "PeerLost: rank 1 is gone: its connection to server 1 broke"
+    assert [type(failure) for failure in world.failures] == [PeerLost]
+
+
+@pytest.mark.parametrize(
+    ("greeting", "why"),
+    [
+        (hello(1, flow=0, flows=3), "ConfigError: rank 1 has flows=3, but rank 0 has flows=2; give all ranks the same"),
+        (hello(1), "ConfigError: rank 1 has flows=1, but rank 0 has flows=2; give all ranks the same"),
+        (hello(0, flow=1, flows=2), "ConfigError: rank 0 is connected already; two processes claim to be it"),
+    ],
+)
+def test_flows_that_do_not_fit_are_refused_and_this_job_goes_on(world, two_flows, greeting, why):
+    assert the_error(Peer(world.service).send_last(greeting)) == why
+    two_flows[0][0].send(push(0))
+    assert world.failures == []
+
+
+def test_a_second_process_with_the_rank_of_another_gets_no_flow_of_it(world):
+    mine = Peer(world.service)
+    world.peers.append(mine)
+    mine.send(hello(1, flow=0, flows=2))
+    other = WorkerHello(1, 2, 1, "10.0.0.1:5", flow=1, flows=2)
+    assert "two processes claim to be it" in the_error(
+        Peer(world.service).send_last(json_frame(FrameKind.HELLO, other.to_record()))
+    )
     assert world.failures == []

@@ -19,6 +19,7 @@ from commsched.transports.backends.ps import tcp_connection, tcp_lane
 from commsched.transports.backends.ps.frame import (
     HEADER_BYTES,
     RAW,
+    VERSION,
     Frame,
     FrameKind,
     WorkerHello,
@@ -43,6 +44,9 @@ from .test_transport import MANIFEST, Ended, Failures, connect, make_task
 
 #: More than any test may take.
 NEVER_SECONDS = 1000.0
+
+#: The first bytes of both ends.
+GREETING = b"CST" + bytes([VERSION])
 
 HELLO = json_frame(FrameKind.HELLO, WorkerHello(0, 2, 0).to_record())
 
@@ -140,7 +144,7 @@ def recorded_admission(first: bytes) -> bytes:
         return everything_from(stranger)
 
 
-@given(st.binary(max_size=350) | st.binary(max_size=350).map(lambda rest: b"CST\x03" + rest))
+@given(st.binary(max_size=350) | st.binary(max_size=350).map(lambda rest: GREETING + rest))
 @settings(max_examples=60)
 def test_no_bytes_get_a_stranger_past_the_handshake_or_show_a_proof(said):
     assert len(recorded_admission(said)) <= 4 + 32 + 1  # the greeting, the challenge and a refusal
@@ -186,7 +190,7 @@ def refuse(server: socket.socket, why: str) -> None:
         server_handshake(server, TOKEN, 60)
 
 
-@given(st.binary(max_size=80) | st.binary(max_size=80).map(lambda rest: b"CST\x03" + bytes(32) + b"+" + rest))
+@given(st.binary(max_size=80) | st.binary(max_size=80).map(lambda rest: GREETING + bytes(32) + b"+" + rest))
 @settings(max_examples=60)
 def test_a_worker_takes_no_bytes_for_a_server(said):
     with socket_pair() as (worker, stranger):
@@ -200,7 +204,7 @@ def test_a_server_that_sends_the_workers_own_proof_back_proves_nothing():
     with socket_pair() as (worker, impostor):
 
         def reflect() -> None:
-            impostor.sendall(b"CST\x03" + bytes(32))
+            impostor.sendall(GREETING + bytes(32))
             proof = exactly(impostor, 70)[36:68]
             impostor.sendall(b"+" + proof)
 
@@ -218,7 +222,7 @@ def introduce_in_vain(worker: socket.socket) -> None:
 
 def test_the_token_does_not_travel():
     with socket_pair() as (worker, server):
-        server.sendall(b"CST\x03" + bytes(32))
+        server.sendall(GREETING + bytes(32))
         thread = threading.Thread(target=introduce_in_vain, args=(worker,))
         thread.start()
         said = exactly(server, 70)
@@ -241,7 +245,7 @@ def test_the_time_is_for_the_handshake_as_a_whole():
 
         def dribble() -> None:
             nonlocal said
-            stranger.sendall(b"CST\x03")
+            stranger.sendall(GREETING)
             with suppress(OSError):
                 while not ended.wait(0.02):
                     stranger.sendall(b"x")
@@ -261,7 +265,7 @@ def test_the_time_is_for_the_handshake_as_a_whole():
 
 def test_strangers_are_sent_away_and_the_job_goes_on(shard):
     server, failures = shard
-    for said in (b"GET / HTTP/1.1\r\n\r\n" + bytes(100), b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"", b"CST\x03" + bytes(64)):
+    for said in (b"GET / HTTP/1.1\r\n\r\n" + bytes(100), b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"", GREETING + bytes(64)):
         with closing(dial(server.address)) as stranger:
             with suppress(OSError):  # it may have been sent away already
                 stranger.sendall(said)
@@ -505,14 +509,14 @@ def test_what_does_not_speak_our_protocol_is_one_clear_line():
 
 def test_a_server_that_ends_in_the_handshake_is_tried_again_until_the_time_is_over(listening):
     stream = TcpStream("server 0", address_of(listening), StreamOptions(TOKEN), "j")
-    lane = RemoteLane(stream, WorkerHello(0, 1, 0), None)
+    lane = RemoteLane([stream], WorkerHello(0, 1, 0), None)
     for _ in range(3):
         listening.accept()[0].close()
     with pytest.raises(PeerTimeout) as raised:
         lane.wait_connected(0)
     assert str(raised.value) == "server 0 did not answer within 0 s (is it up, with the same lane and security?)"
     lane.close(False)
-    assert not lane._reader.is_alive()
+    assert not lane._readers[0].is_alive()
 
 
 def test_an_address_of_a_kind_that_this_machine_lacks_is_passed_over(monkeypatch, shard):
@@ -543,22 +547,22 @@ def test_options_that_the_system_refuses_are_no_end_of_the_server(monkeypatch, l
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "192.0.2.1:1", "nowhere.invalid:1"])
 def test_who_waits_for_a_connection_gives_up_when_the_job_fails(address):
     stream = TcpStream("server 0", address, StreamOptions(TOKEN), "j")
-    lane = RemoteLane(stream, WorkerHello(0, 1, 0), None)
+    lane = RemoteLane([stream], WorkerHello(0, 1, 0), None)
     lane.give_up(TransportError("rank 1 is gone"))
     with pytest.raises(TransportError, match="rank 1 is gone"):
         lane.wait_connected(60)
     lane.close(False)
-    assert not lane._reader.is_alive()
+    assert not lane._readers[0].is_alive()
 
 
 def test_a_server_that_takes_the_connection_and_says_nothing_does_not_hold_up_the_end(monkeypatch, listening):
     monkeypatch.setattr(tcp_lane, "_ATTEMPT_SECONDS", NEVER_SECONDS)
     monkeypatch.setattr(lanes, "_END_SECONDS", 100.0)
     stream = TcpStream("server 0", address_of(listening), StreamOptions(TOKEN), "j")
-    lane = RemoteLane(stream, WorkerHello(0, 1, 0), None)
+    lane = RemoteLane([stream], WorkerHello(0, 1, 0), None)
     with closing(listening.accept()[0]):
         lane.close(True)
-    assert not lane._reader.is_alive()
+    assert not lane._readers[0].is_alive()
 
 
 # --- a connection ---

@@ -19,10 +19,10 @@ from commsched.core.scheduler import SchedulerConfig
 from commsched.core.task import CommTask
 from commsched.net.rpc import Call, make_channel
 from commsched.testing.check_transport import check_averages, check_back_to_back, check_leaver, check_results, check_transport
-from commsched.testing.checked_world import Threads
+from commsched.testing.checked_world import Threads, world_of
 from commsched.transports.backends.ps import grpc_lane as grpc_port
 from commsched.transports.backends.ps import lane as lane_module
-from commsched.transports.backends.ps import tcp_lane
+from commsched.transports.backends.ps import open_transport, tcp_lane
 from commsched.transports.backends.ps import transport as ps_transport
 from commsched.transports.backends.ps.frame import MAX_MESSAGE_BYTES, Frame, FrameKind, WorkerHello, encode, json_frame
 from commsched.transports.backends.ps.grpc_lane import METHOD
@@ -30,7 +30,7 @@ from commsched.transports.backends.ps.lane import RemoteLane
 from commsched.transports.backends.ps.send_queue import PushPriority
 from commsched.transports.backends.ps.server import Shard
 from commsched.transports.backends.ps.service import Service
-from commsched.transports.backends.ps.stream import Stream, StreamOptions, open_port, open_stream
+from commsched.transports.backends.ps.stream import Stream, StreamOptions, open_port, open_streams
 from commsched.transports.backends.ps.transport import PsTransport
 
 from ...worlds import TOKEN, a_context, a_shard, embedded_world, open_ps, separate_world
@@ -104,6 +104,20 @@ def connect(address: str, lane: str, on_failure=None, *, rank=0, world_size=1, t
 def test_conformance_embedded(lane):
     sizes, rounds = ((1, 2, 3, 5), 40) if lane == "tcp" else ((2, 4), 20)
     check_transport(partial(embedded_world, lane=lane), world_sizes=sizes, rounds=rounds)
+
+
+def test_conformance_with_several_flows():
+    check_transport(world_of(open_transport, flows=3), world_sizes=(1, 2, 3), rounds=20)
+
+
+def test_averages_and_norms_with_a_separate_server_and_several_flows():
+    check_results(lambda: Threads(partial(separate_world, flows=2), 2), rounds=10)
+    check_leaver(partial(separate_world, flows=2))
+
+
+def test_several_flows_over_grpc_are_refused():
+    with pytest.raises(ConfigError, match="flows=2 needs lane='tcp': gRPC has one connection between two processes"):
+        open_ps(a_context(0, 1, pytest.fail, lane="grpc", flows=2), ["127.0.0.1:1"])
 
 
 def test_conformance_with_a_separate_server():
@@ -315,10 +329,10 @@ def test_what_ends_the_connecting_leaves_no_lane(server, lane, monkeypatch, erro
     def open_once(*arguments):
         if opened:
             raise error
-        opened.append(open_stream(*arguments))
+        opened.append(open_streams(*arguments))
         return opened[0]
 
-    monkeypatch.setattr(ps_transport, "open_stream", open_once)
+    monkeypatch.setattr(ps_transport, "open_streams", open_once)
     with pytest.raises(type(error)):
         open_ps(a_context(0, 1, pytest.fail, lane=lane), [server.address] * 2)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("commsched-lane-")]
@@ -352,7 +366,7 @@ def test_a_server_that_closes_while_nobody_waits_is_lost_to_the_next_push(server
     transport.start(make_task(), done)
     assert done.done.wait(60)
     server.close()
-    transport._lanes[0]._reader.join(60)
+    transport._lanes[0]._readers[0].join(60)
     assert failures.none()
     with pytest.raises(PeerLost, match=f"server 0 at {server.address} has closed"):
         transport.start(make_task(step=1), Ended())
@@ -379,8 +393,8 @@ def test_a_closed_transport_starts_nothing(server, lane):
 
 def test_more_groups_than_the_wire_can_number_are_refused(server, lane):
     transport = connect(server.address, lane)
-    with pytest.raises(ConfigError, match="group 65536 is one too many: a job may have 65536 groups"):
-        transport.add_group(2**16, MANIFEST)
+    with pytest.raises(ConfigError, match="group 4294967296 is one too many: a job may have 4294967296 groups"):
+        transport.add_group(2**32, MANIFEST)
     transport.close()
 
 
@@ -555,7 +569,7 @@ def test_few_streams_connect_at_a_time(monkeypatch):
 
     monkeypatch.setattr(tcp_lane.TcpStream, "_attempt", attempt)
     options = StreamOptions(TOKEN, connecting=threading.Semaphore(3))
-    streams = [open_stream("a server", "127.0.0.1:1", options, "a job") for _ in range(9)]
+    streams = open_streams("a server", "127.0.0.1:1", options, "a job", flows=9)
     threads = [threading.Thread(target=list, args=(stream.frames(memoryview),)) for stream in streams]
     for thread in threads:
         thread.start()

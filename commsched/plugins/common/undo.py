@@ -1,0 +1,70 @@
+"""Undo: takes back the updates of a step that the ranks of an elastic job cannot finish. Shared by plugins."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any, Generic, TypeVar
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+class Undo(Generic[Key]):
+    """Keeps the values that the last step's updates have replaced: those of each parameter, just before its update.
+
+    So the copies cost no wait. They take as much memory as the parameters and the state of the optimizer.
+
+    Updates of step k are only made once all ranks have contributed to step k, so all had the result of step k - 1 then.
+    Therefore one step is enough.
+
+    Args:
+        save: returns a copy of what the update of the parameter ``key`` changes. Its second argument is an earlier copy, whose
+            memory it may use, or None.
+        restore: puts such a copy in place.
+    """
+
+    def __init__(self, save: Callable[[Key, Any], Any], restore: Callable[[Key, Any], None]) -> None:
+        self._save = save
+        self._restore = restore
+        self._kept: dict[Key, tuple[int, Any]] = {}  # by parameter: the step of the update, and what it has replaced
+        self._now = 0
+        self._updating = 0
+        self._is_torn = False
+
+    def begin_step(self, step: int) -> int:
+        """The training loop begins ``step``. Updates of an earlier step may be outstanding. Return the number of steps whose
+        result this rank may have to go back to, if not to the result of the steps before this one."""
+        self._now = step
+        return self._updating
+
+    def committed(self) -> None:
+        """The updates that are made from now on are those of the step that the loop is in. None is outstanding."""
+        self._updating = self._now
+
+    def before_update(self, keys: Iterable[Key]) -> None:
+        """The parameters ``keys`` are about to be updated."""
+        self._is_torn = True
+        for key in keys:
+            step, copied = self._kept.get(key, (-1, None))
+            if step != self._updating:
+                self._kept[key] = self._updating, self._save(key, copied)
+
+    def after_update(self) -> None:
+        """The update is made."""
+        self._is_torn = False
+
+    def steps(self, is_outstanding: bool) -> int:
+        """The most steps whose result this rank has or can go back to. ``is_outstanding``: there are outstanding updates."""
+        return self._updating if is_outstanding or self._is_torn else self._now
+
+    def take_back(self, steps: int) -> None:
+        """Put the values in place that there were after ``steps`` steps."""
+        for key, (step, copied) in self._kept.items():
+            if step >= steps:
+                self._restore(key, copied)
+        self.begin_anew(steps)
+
+    def begin_anew(self, steps: int) -> None:
+        """All values are those after ``steps`` steps. Copies are of no use any more, but their memory is."""
+        self._kept = {key: (-1, copied) for key, (_, copied) in self._kept.items()}
+        self._now = self._updating = steps
+        self._is_torn = False

@@ -1,0 +1,78 @@
+"""The part of a ScheduledOptimizer that ``commsched.Elastic`` uses: it leaves a session, undoes updates, joins another."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+from numpy.typing import NDArray
+
+import commsched
+
+from ..common.undo import Undo
+
+if TYPE_CHECKING:
+    from .plugin import ScheduledOptimizer
+
+
+class ElasticPart:
+    """See ``ElasticPart`` in ``session/elastic.py``. It uses what ``optimizer`` keeps to itself otherwise."""
+
+    def __init__(self, optimizer: ScheduledOptimizer) -> None:
+        self._of = optimizer
+
+    @property
+    def session(self) -> commsched.Session:
+        return self._of._session
+
+    def synchronize(self) -> None:
+        self._of.synchronize()
+
+    def begin_undo(self) -> None:
+        self._undo = self._of._undo = Undo(self._saved, self._restore)
+
+    def begin_step(self, step: int) -> int:
+        return self._undo.begin_step(step)
+
+    def note(self) -> Any:
+        return self.hyper_parameters()
+
+    def leave(self) -> int:
+        steps = self._undo.steps(is_outstanding=bool(self._of._due))
+        self._of._due.clear()
+        self._of._network.around_forward = self._of._network.around_backward = nullcontext
+        return steps
+
+    def go_back(self, steps: int, noted: Any) -> None:
+        self._undo.take_back(steps)
+        self.set_hyper_parameters(noted)
+
+    def move(self, session: commsched.Session, steps: int) -> None:
+        self._of._take_part(session)
+        self._undo.begin_anew(steps)
+
+    def hyper_parameters(self) -> Any:
+        sgd = self._of._optimizer
+        return {"learning_rate": float(sgd.learning_rate), "momentum": float(sgd.momentum)}
+
+    def set_hyper_parameters(self, values: Any) -> None:
+        sgd = self._of._optimizer
+        sgd.learning_rate, sgd.momentum = values["learning_rate"], values["momentum"]
+
+    def load(self, each: Any, state: dict[str, Any]) -> None:
+        each.load_state_dict(state)
+
+    def _arrays(self, layer: int) -> list[NDArray[Any]]:
+        return [*self._of._network.layers[layer].parameters.values(), *self._of._optimizer.velocities[layer].values()]
+
+    def _saved(self, layer: int, memory: list[NDArray[Any]] | None) -> list[NDArray[Any]]:
+        arrays = self._arrays(layer)
+        if memory is None:
+            return [array.copy() for array in arrays]
+        for copied, array in zip(memory, arrays):
+            copied[...] = array
+        return memory
+
+    def _restore(self, layer: int, saved: list[NDArray[Any]]) -> None:
+        for array, values in zip(self._arrays(layer), saved):
+            array[...] = values

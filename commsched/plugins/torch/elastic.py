@@ -1,0 +1,114 @@
+"""The part of a ScheduledOptimizer that ``commsched.Elastic`` uses: it leaves a session, undoes updates, joins another."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import commsched
+
+from ...core.errors import UnsupportedError
+from ..common.undo import Undo
+from .initial_state import options_of, take_options
+from .saved import Saved, put_back, saved_for_update
+from .update import is_of_torch
+
+if TYPE_CHECKING:
+    from .optimizer import ScheduledOptimizer
+
+
+class ElasticPart:
+    """See ``ElasticPart`` in ``session/elastic.py``. It uses what ``optimizer`` keeps to itself otherwise."""
+
+    def __init__(self, optimizer: ScheduledOptimizer) -> None:
+        self._of = optimizer
+        self._norms: list[float] = []  # the orders of norms that the next session measures from its first step on
+
+    @property
+    def session(self) -> commsched.Session:
+        return self._of._session
+
+    def synchronize(self) -> None:
+        self._of.synchronize()
+
+    def begin_undo(self) -> None:
+        kind = type(self._of.optimizer)
+        if not is_of_torch(self._of.optimizer):
+            raise UnsupportedError(
+                f"a {kind.__name__} cannot be elastic: only those of torch.optim are known to keep all their state by parameter"
+            )
+        self._undo = self._of._undo = Undo(self._saved, self._restore)
+
+    def begin_step(self, step: int) -> int:
+        if self._of._has_compiled:
+            raise UnsupportedError("code that torch.compile compiles cannot be elastic")
+        return self._undo.begin_step(step)
+
+    def note(self) -> Any:
+        model = self._of._model
+        with torch.no_grad():
+            # A version of a buffer would not say whether it has changed: BatchNorm on the CPU and ``.data`` leave it as it was.
+            buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        pending = {id(slot.parameter) for slot in self._of._pending.values()}
+        others = ((name, each) for name, each in model.named_parameters() if id(each) not in pending)
+        versions = {name: each._version for name, each in others if not each.requires_grad and not each.is_inference()}
+        return self.hyper_parameters(), buffers, versions
+
+    def leave(self) -> int:
+        of = self._of
+        with of._lock:
+            steps = self._undo.steps(is_outstanding=bool(of._pending))
+            of._pending.clear()
+            exchange, of._exchange = of._exchange, None
+            if exchange is not None:
+                exchange.drop()
+            return steps
+
+    def go_back(self, steps: int, noted: Any) -> None:
+        hyper_parameters, buffers, versions = noted
+        for name, parameter in self._of._model.named_parameters():
+            if parameter._version != versions.get(name, parameter._version):
+                raise UnsupportedError(
+                    f"'{name}', which the optimizer does not update, was changed by the script in the step that was broken "
+                    "off, and its values before that are gone: make it a buffer of the model, which goes back with the step"
+                )
+        self._undo.take_back(steps)
+        with torch.no_grad():
+            for name, buffer in self._of._model.named_buffers():
+                buffer.copy_(buffers[name])
+        self.set_hyper_parameters(hyper_parameters)
+
+    def move(self, session: commsched.Session, steps: int) -> None:
+        self._of._session = session
+        if session.world_size > 1:
+            self._of._take_part(session).measures.resume(self._norms)
+        self._undo.begin_anew(steps)
+
+    def hyper_parameters(self) -> Any:
+        exchange = self._of._exchange
+        norms = [] if exchange is None else exchange.measures.orders
+        return {"options": options_of(self._of.optimizer), "norms": norms}
+
+    def set_hyper_parameters(self, values: Any) -> None:
+        take_options(self._of.optimizer, values["options"])
+        self._norms = values["norms"]
+        if self._of._exchange is not None:
+            self._of._exchange.measures.resume(self._norms)
+
+    def load(self, each: Any, state: dict[str, Any]) -> None:
+        if isinstance(each, torch.amp.GradScaler):
+            with suppress(AssertionError):  # it has no scale yet
+                each.update(each.get_scale())  # forgets what it knows of the step that was broken off
+        each.load_state_dict(state)
+
+    def _saved(self, parameter: torch.Tensor, memory: Saved | None) -> Saved:
+        return saved_for_update(parameter, self._of.optimizer.state.get(parameter), memory)
+
+    def _restore(self, parameter: torch.Tensor, saved: Saved) -> None:
+        state = put_back(parameter, saved)
+        if state is None:
+            self._of.optimizer.state.pop(parameter, None)
+        else:
+            self._of.optimizer.state[parameter] = state

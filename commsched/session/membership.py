@@ -1,0 +1,137 @@
+"""This process's membership in an elastic job: it asks the launcher for its place, and opens the session of each generation."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from queue import SimpleQueue
+
+from ..control.generations import Asked, Finish, GiveUp, Place, Summoned, answer_from_line, asked_to_line
+from ..core.errors import ConfigError, PeerLost, TransportError
+from ..core.world import World
+from ..settings import Settings
+from .opening import open_session
+from .session import Session
+
+log = logging.getLogger("commsched")
+
+
+@contextmanager
+def short_path(path: Path) -> Iterator[str]:
+    """Another name of ``path``, for a Unix socket: the system takes some 100 characters only."""
+    directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield f"/proc/self/fd/{directory}/{path.name}"
+    finally:
+        os.close(directory)
+
+
+#: The variable that holds the path of the socket at which the launcher answers this process.
+ELASTIC = "COMMSCHED_ELASTIC"
+
+_LAUNCHER = "commsched run --elastic"
+_JOIN_SECONDS = 10.0
+
+
+def require_can_be_elastic(settings: Settings) -> None:
+    """Raises ConfigError if a setting cannot be used in an elastic job."""
+    if settings.transport not in ("auto", "ps", "gloo"):
+        raise ConfigError(f"transport={settings.transport!r} cannot be used with --elastic, which works over ps and gloo only")
+    for name in ("trace", "tune", "control", "servers"):
+        if getattr(settings, name):
+            raise ConfigError(f"{settings.text_of(name)} cannot be used with --elastic")
+
+
+class ElasticMember:
+    """Opens one session after the other for this process.
+
+    Args:
+        path: of the launcher's socket for this process.
+        settings, device: for every session.
+
+    Attributes:
+        is_summoned: the launcher asks this process to end its session after the step in hand, since ranks have come.
+
+    Raises:
+        ConfigError: a setting cannot be used in an elastic job.
+    """
+
+    def __init__(self, path: str, settings: Settings, device: str) -> None:
+        require_can_be_elastic(settings)
+        self.is_summoned = False
+        self._path = path
+        self._connection: socket.socket | None = None  # with the launcher, as long as this process lives
+        self._answers: SimpleQueue[Place | Finish | GiveUp | None] = SimpleQueue()  # None: there will be no more
+        self._settings = settings
+        self._device = device
+
+    def move(self, asked: Asked) -> Session | None:
+        """Take part in the next generation that begins. None: all steps are made, and no generation follows. Collective.
+
+        Raises:
+            TransportError: the job cannot go on.
+            CommschedError: see ``open_session``.
+        """
+        while True:
+            place = self._ask(asked)
+            if place is None:
+                return None
+            try:
+                return self._open(place)
+            except TransportError as error:  # a rank was lost while the generation began; the launcher bounds how often
+                log.info("generation %d did not begin: %s", place.generation, error)
+                asked = replace(asked, lost=None, was_silent=False)
+
+    def _connect(self) -> socket.socket:
+        connection = socket.socket(socket.AF_UNIX)
+        with short_path(Path(self._path)) as path:
+            connection.connect(path)
+        threading.Thread(target=self._listen, args=(connection,), name="commsched-member", daemon=True).start()
+        return connection
+
+    def _listen(self, connection: socket.socket) -> None:
+        """Take what the launcher says, until it or this process ends."""
+        with suppress(OSError, ValueError, KeyError, TypeError), connection.makefile("rb") as file:
+            for line in file:
+                answer = answer_from_line(line)
+                if isinstance(answer, Summoned):
+                    self.is_summoned = True
+                else:
+                    self.is_summoned = False
+                    self._answers.put(answer)
+        self._answers.put(None)
+
+    def _ask(self, asked: Asked) -> Place | None:
+        """Ask the launcher for a place in the next generation, and wait until all ranks have asked. None: all steps are made.
+
+        Raises:
+            PeerLost: the launcher has ended.
+            TransportError: the job cannot go on.
+        """
+        answer = None
+        with suppress(OSError):
+            self._connection = self._connection or self._connect()
+            self._connection.sendall(asked_to_line(asked))
+            answer = self._answers.get()
+        if answer is None:
+            raise PeerLost(f"{_LAUNCHER} does not answer any more: it has ended")
+        if isinstance(answer, GiveUp):
+            raise TransportError(f"the job cannot go on: {answer.why}")
+        return None if isinstance(answer, Finish) else answer
+
+    def _open(self, place: Place) -> Session:
+        world = World(place.rank, place.world_size, place.rank, place.world_size, launcher=_LAUNCHER)
+        transport = "ps" if self._settings.transport == "auto" else self._settings.transport
+        settings = replace(self._settings, transport=transport, token=place.token, token_file=None)
+        # All processes have just asked, so those that do not join at once have died since.
+        within = min(settings.join_within, max(_JOIN_SECONDS, settings.fail_after))
+        settings = replace(settings, rendezvous=place.rendezvous, servers=place.servers, join_within=within)
+        session = open_session(world, settings, self._device)
+        session.membership, session.place = self, place
+        return session

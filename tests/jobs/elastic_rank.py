@@ -1,0 +1,109 @@
+"""A rank of elastic jobs: trains a small numpy network, and prints the digest of its weights.
+
+elastic_rank.py STEPS DIRECTORY [STRIKE ...]: each STRIKE is WHERE:WHO:STEP:HOW, done once in the job, as DIRECTORY notes.
+WHERE: start, forward, backward, stepped or after (the loop). WHO: a rank's number, or s or l and the number of a rank that
+strikes the job's server or launcher. HOW: kill, stop, term, raise or exit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+import commsched
+from commsched.plugins.numpy import SGD, Linear, Network, ReLU, ScheduledOptimizer, softmax_cross_entropy
+from commsched.session.elastic import ElasticStep
+from commsched.session.session import Session
+from tests.jobs.rank import say
+
+
+def server_of(launcher: int) -> int:
+    """The process number of the job's newest server."""
+    found = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            words = Path("/proc", pid, "stat").read_text().rpartition(")")[2].split()
+            command = Path("/proc", pid, "cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if int(words[1]) == launcher and words[0] != "Z" and b"server" in command:
+            found.append(int(pid))
+    return max(found)
+
+
+class Strikes:
+    def __init__(self, directory: str, strikes: list[str]) -> None:
+        self._directory = Path(directory)
+        self._strikes = strikes
+        self.is_leaving: Callable[[], bool] = lambda: True
+
+    def at(self, where: str, step: ElasticStep) -> None:
+        for strike in self._strikes:
+            place, who, number, how = strike.split(":")
+            if (place, who.lstrip("sl"), int(number)) != (where, str(step.rank), step.number):
+                continue
+            try:
+                (self._directory / strike).touch(exist_ok=False)
+            except FileExistsError:
+                continue
+            say(1, f"strike {time.monotonic():.3f} {strike}")
+            if how == "raise":
+                raise ValueError("boom")
+            if how == "exit":
+                sys.exit(3)
+            targets = {"s": server_of, "l": int}
+            os.kill(
+                targets[who[0]](os.getppid()) if who[0] in targets else os.getpid(),
+                {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM}[how],
+            )
+            while who.startswith("l") and not self.is_leaving():
+                time.sleep(0.01)  # until the launcher has passed the signal on
+
+
+def train(steps: int, strikes: Strikes, session: Session | None = None) -> tuple[int, str]:
+    """Return the rank at the end, and the digest of the weights with the number of ranks in each step."""
+    rng = np.random.default_rng(0)
+    layers = [Linear(32, 96, rng, np.float32), ReLU(), Linear(96, 96, rng, np.float32), ReLU(), Linear(96, 10, rng, np.float32)]
+    network = Network(layers)
+    optimizer = ScheduledOptimizer(SGD(network, learning_rate=0.01, momentum=0.9), session)
+    elastic = commsched.Elastic(optimizer)
+    strikes.is_leaving = lambda: elastic._leaves
+    for step in elastic.steps(steps):
+        with step:
+            if step.is_new_world:
+                say(1, f"rank {step.rank} of {step.world_size} pid {os.getpid()} step {step.number} at {time.monotonic():.3f}")
+            strikes.at("start", step)
+            data = np.random.default_rng((step.number, step.rank))
+            outputs = network.forward(data.standard_normal((8, 32), np.float32))
+            strikes.at("forward", step)
+            _, gradient = softmax_cross_entropy(outputs, data.integers(0, 10, 8))
+            network.backward(gradient)
+            strikes.at("backward", step)
+            optimizer.step()
+            strikes.at("stepped", step)
+            elastic.state["shares"] = [*elastic.state.get("shares", []), [step.number, step.world_size]]
+    strikes.at("after", ElasticStep(steps, elastic.session, False))
+    weights = b"".join(value.tobytes() for layer in layers for value in layer.parameters.values())
+    shares = " ".join(f"{number}/{size}" for number, size in elastic.state["shares"])
+    return elastic.session.rank, f"{hashlib.sha256(weights).hexdigest()} shares {shares}"
+
+
+def main() -> None:
+    steps, directory, *given = sys.argv[1:]
+    try:
+        rank, end = train(int(steps), Strikes(directory, given))
+    except SystemExit:
+        say(1, f"left {os.getpid()}")
+        raise
+    say(1, f"rank {rank} weights {end}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""Elastic jobs of real processes: who is lost is replaced, or missed; the weights are right; nothing is left."""
+
+from __future__ import annotations
+
+import re
+import signal
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from commsched.session.local import local_sessions
+from commsched.session.session import Session
+
+from .elastic_rank import Strikes, train
+from .job import ROOT, gone, run_job
+
+RANK = str(ROOT / "tests" / "jobs" / "elastic_rank.py")
+STEPS = 8
+
+
+def run(directory: Path, options: list[str], *strikes: str, temporary: Path | None = None) -> tuple[int, str, str]:
+    directory.mkdir()
+    environ = {} if temporary is None else {"TMPDIR": str(temporary)}
+    return run_job(*options, "--", sys.executable, RANK, str(STEPS), str(directory), *strikes, environ=environ)
+
+
+def ended(out: str) -> dict[int, str]:
+    """By rank: the digest of its weights, and the number of ranks in each step."""
+    return {int(rank): end for rank, end in re.findall(r"^rank (\d) weights (.*)$", out, re.MULTILINE)}
+
+
+def nothing_left(out: str) -> bool:
+    return all(gone(int(pid)) for pid in re.findall(r" pid (\d+) ", out))
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> str:
+    """The end of two ranks without a loss: threads, in an ordinary job."""
+    sessions = local_sessions(2)
+    with ThreadPoolExecutor(2) as threads:
+        ends = [threads.submit(train, STEPS, Strikes("", []), session) for session in sessions]
+        [end] = {each.result(60.0)[1] for each in ends}
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(Session.close, sessions))
+    return end
+
+
+def test_killed_ranks_are_replaced_and_the_weights_are_those_of_a_run_without_loss(tmp_path: Path, undisturbed: str) -> None:
+    options = ["-n", "2", "--elastic", "--max-restarts", "2"]
+    code, out, err = run(tmp_path / "job", options, "backward:1:2:kill", "forward:0:5:kill")
+    assert code == 0, err
+    assert ended(out) == {0: undisturbed, 1: undisturbed}
+    assert re.findall(r"commsched run: rank (\d) \(pid \d+\) was killed by SIGKILL\n", err) == ["1", "0"]
+    assert re.findall(r"commsched run: rank (\d) is replaced; restarts left: (\d)\n", err) == [("1", "1"), ("0", "0")]
+    assert nothing_left(out)
+
+
+def test_without_restarts_the_others_go_on(tmp_path: Path) -> None:
+    options = ["-n", "3", "--elastic", "--min", "2", "--max-restarts", "0"]
+    code, out, err = run(tmp_path / "job", options, "stepped:0:4:raise")
+    assert code == 0, err
+    ends = ended(out)
+    assert sorted(ends) == [0, 1]
+    [end] = set(ends.values())
+    [step] = re.findall(r"commsched run: the job goes on with 2 ranks instead of 3, from step (\d)\n", err)
+    sizes = [f"{number}/{3 if number < int(step) else 2}" for number in range(STEPS)]
+    assert end.split()[2:] == sizes
+    assert "ValueError: boom" in err
+    assert nothing_left(out)
+
+
+def test_a_killed_server_is_replaced(tmp_path: Path, undisturbed: str) -> None:
+    temporary = tmp_path / ("long" * 30)  # longer than the address of a Unix socket may be
+    temporary.mkdir()
+    options = ["-n", "2", "--servers", "1", "--elastic"]
+    code, out, err = run(tmp_path / "job", options, "forward:s0:3:kill", temporary=temporary)
+    assert code == 0, err
+    assert ended(out) == {0: undisturbed, 1: undisturbed}
+    assert nothing_left(out)
+
+
+def test_a_frozen_rank_is_killed_and_replaced(tmp_path: Path, undisturbed: str) -> None:
+    code, out, err = run(tmp_path / "job", ["-n", "2", "--elastic", "--fail-after", "1"], "forward:1:3:stop")
+    assert code == 0, err
+    assert ended(out) == {0: undisturbed, 1: undisturbed}
+    assert re.search(r"commsched run: rank 1 \(pid \d+\) is killed: it was (silent|stopped)\n", err), err
+    assert nothing_left(out)
+
+
+def test_a_rank_that_gets_sigterm_leaves_after_the_step_in_hand(tmp_path: Path) -> None:
+    options = ["-n", "2", "--elastic", "--min", "1", "--max-restarts", "0"]
+    code, out, err = run(tmp_path / "job", options, "forward:1:3:term")
+    assert code == 0, err
+    assert ended(out)[0].split()[2:] == [f"{number}/{2 if number < 4 else 1}" for number in range(STEPS)]
+    assert re.findall(r"^commsched run: (.*)$", re.sub(r" \(pid \d+\)", "", err), re.MULTILINE) == [
+        "rank 1 leaves",
+        "the job goes on with 1 rank instead of 2, from step 4",
+    ]
+    assert nothing_left(out)
+
+
+def test_all_ranks_leave_when_the_launcher_gets_sigterm(tmp_path: Path) -> None:
+    code, out, err = run(tmp_path / "job", ["-n", "2", "--elastic"], "forward:l1:3:term")
+    assert code == 128 + signal.SIGTERM, err
+    assert len(re.findall(r"^left \d+$", out, re.MULTILINE)) == 2
+    assert "Traceback" not in err
+    assert nothing_left(out)
+
+
+def test_a_rank_that_is_lost_after_the_loop_ends_the_job_with_its_exit_code(tmp_path: Path) -> None:
+    code, out, err = run(tmp_path / "job", ["-n", "2", "--elastic"], f"after:1:{STEPS}:exit")
+    assert code == 3
+    assert re.search(r"commsched run: the job cannot go on: .* has failed after the last step\n", err), err
+    assert re.search(r"commsched run: rank 1 \(pid \d+\) ended with exit code 3", err.splitlines()[-1])
+    assert nothing_left(out)
+
+
+def test_one_rank_too_few_ends_the_job_with_its_exit_code(tmp_path: Path) -> None:
+    code, out, err = run(tmp_path / "job", ["-n", "2", "--elastic", "--max-restarts", "0"], "start:1:2:exit")
+    assert code == 3
+    assert "commsched run: the job cannot go on: 1 rank is left, fewer than --min 2, and no restart\n" in err
+    assert re.search(r"commsched run: rank 1 \(pid \d+\) ended with exit code 3", err.splitlines()[-1])
+    assert nothing_left(out)

@@ -1,0 +1,51 @@
+"""As ``tests/jobs/elastic_rank.py``, in PyTorch: AdamW, a learning-rate scheduler, clipping."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+import time
+
+import torch
+from torch import nn
+
+import commsched
+import commsched.plugins.torch as cs
+from tests.jobs.elastic_rank import Strikes
+from tests.jobs.rank import say
+
+
+def main() -> None:
+    steps, directory, *given = sys.argv[1:]
+    strikes = Strikes(directory, given)
+    torch.manual_seed(os.getpid())  # each its own: all must begin with the root's
+    if os.environ["RANK"] == "0":
+        torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 160), nn.ReLU(), nn.Linear(160, 160), nn.ReLU(), nn.Linear(160, 10))
+    base = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(base, int(steps))
+    optimizer = cs.ScheduledOptimizer(base, model)
+    elastic = commsched.Elastic(optimizer, also=[scheduler])
+    for step in elastic.steps(int(steps)):
+        with step:
+            if step.is_new_world:
+                say(1, f"rank {step.rank} of {step.world_size} pid {os.getpid()} step {step.number} at {time.monotonic():.3f}")
+            strikes.at("start", step)
+            generator = torch.Generator().manual_seed(1000 * step.number + step.rank)
+            outputs = model(torch.randn(8, 64, generator=generator))
+            strikes.at("forward", step)
+            loss = nn.functional.cross_entropy(outputs, torch.randint(0, 10, (8,), generator=generator))
+            optimizer.zero_grad()
+            loss.backward()
+            strikes.at("backward", step)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            strikes.at("stepped", step)
+            scheduler.step()
+    weights = b"".join(parameter.detach().numpy().tobytes() for parameter in model.parameters())
+    say(1, f"rank {elastic.session.rank} weights {hashlib.sha256(weights).hexdigest()}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,347 @@
+"""Elastic training loops: ranks die at all points of a step, and training goes on with the right numbers."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import commsched
+from commsched.core.errors import ConfigError, UnsupportedError
+from commsched.plugins.common.undo import Undo
+from commsched.plugins.torch import ScheduledOptimizer
+from commsched.session.local import local_sessions
+from commsched.session.session import Session
+from tests.plugins.elastic_world import Gates, Late, equal, run_elastic
+
+STEPS = 6
+Result = list[Any]
+
+
+class Model(nn.Module):
+    """Three layers; ``gate`` is called in the forward, before the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 4)
+        self.norm = nn.BatchNorm1d(8)
+        self.register_buffer("counted", torch.zeros(1))
+        self.teacher = nn.Parameter(torch.zeros(1), requires_grad=False)
+        self.gate: Callable[[str], None] = lambda _: None
+
+    counted: torch.Tensor
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.counted.data.mul_(0.5).add_(1.0)  # its version stays, as it does for the statistics of a BatchNorm
+        hidden = torch.relu(self.first(inputs))
+        self.gate("forward")
+        outputs: torch.Tensor = self.third(torch.relu(self.norm(self.second(hidden))))
+        return outputs
+
+
+_seeding = threading.Lock()
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def momentum(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def _at_gradient(gate: Callable[[str], None], _: torch.Tensor) -> None:
+    gate("backward")
+
+
+def train(
+    session: Session,
+    gates: Gates,
+    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer] = adamw,
+    clips: bool = False,
+    reads_last: bool = False,
+    catches: bool = False,
+    scales: bool = False,
+    idle: tuple[int, ...] = (),
+    teaches: bool = False,
+    state: dict[str, Any] | None = None,
+    shares: list[tuple[int, int, int]] | None = None,
+    exchanges: list[weakref.ref[Any]] | None = None,
+) -> Result:
+    with _seeding:
+        torch.manual_seed(session.rank)  # each its own: all must begin with the root's
+        model = Model().double()
+    base = make_optimizer(model)
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(base, [2, 4], gamma=0.5)
+    optimizer = ScheduledOptimizer(base, model, session=session)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, enabled=scales)
+    elastic = commsched.Elastic(optimizer, also=[scheduler, scaler])
+    for step in elastic.steps(STEPS):
+        with step, suppress(Exception) if catches else nullcontext():
+            if step.is_new_world and exchanges is not None:
+                exchanges.append(weakref.ref(optimizer._exchange))
+            gate = partial(gates.at, rank=step.rank, step=step.number)
+            model.gate = gate
+            gate("start")
+            if step.number in idle:
+                continue
+            generator = torch.Generator().manual_seed(100 * step.number + step.rank)
+            inputs = torch.randn(5, 6, generator=generator, dtype=torch.float64)
+            loss = nn.functional.cross_entropy(model(inputs), torch.randint(0, 4, (5,), generator=generator))
+            optimizer.zero_grad()
+            hook = model.first.weight.register_hook(partial(_at_gradient, gate))
+            scaler.scale(loss).backward()
+            hook.remove()
+            gate("after backward")
+            if clips:
+                scaler.unscale_(optimizer)
+                gate("after unscaling")
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+                gate("clipped")
+            if not clips:
+                gate("after unscaling")
+            scaler.step(optimizer)
+            scaler.update()
+            gate("stepped")
+            if reads_last:
+                model.third.weight.sum().item()  # its update is made, those of the layers before are not
+                gate("read")
+            scheduler.step()
+            if teaches:
+                with torch.no_grad():
+                    model.teacher.mul_(0.9)
+            elastic.state.update(state or {})
+            elastic.state["samples"] = elastic.state.get("samples", 0) + 5 * step.world_size
+            gate("end")
+        if shares is not None and step._lost is None:
+            shares.append((step.number, step.rank, step.world_size))
+    state = [[name, value.tolist()] for each in model.parameters() for name, value in base.state[each].items()]
+    weights = [parameter.detach().tolist() for parameter in model.parameters()]
+    buffers = [int(model.norm.num_batches_tracked), model.counted.item()]
+    return [weights, state, base.param_groups[0]["lr"], buffers, elastic.state]
+
+
+class AfterReads(Gates):
+    """The rank that dies waits until the others have read."""
+
+    def __init__(self, kill: tuple[str, int, int], reads_at: int | None = None) -> None:
+        super().__init__(kill)
+        self._kill = kill
+        self._reads_at = kill[2] if reads_at is None else reads_at
+        self._all = threading.Barrier(3, timeout=60.0)
+        self._met: set[int] = set()
+
+    def at(self, where: str, rank: int, step: int) -> None:
+        is_victim = (where, rank, step) == self._kill
+        if (is_victim or (where == "read" and step == self._reads_at and rank != self._kill[1])) and rank not in self._met:
+            self._met.add(rank)
+            self._all.wait()
+        super().at(where, rank, step)
+
+
+def holds_first_of(rank: int, step: int) -> Callable[[int, int, int], bool]:
+    """The rank never sends its first layer's gradient of the step."""
+    return lambda *of: of == (rank, step, 0)
+
+
+_undisturbed: dict[str, Result] = {}
+
+
+def undisturbed(monkeypatch: pytest.MonkeyPatch, ranks: int, job: Callable[..., Result]) -> Result:
+    """The result of ``job`` without a loss."""
+    key = repr((ranks, getattr(job, "keywords", None)))
+    if key not in _undisturbed:
+        _undisturbed[key] = equal(run_elastic(monkeypatch, ranks, partial(job, gates=Gates())).results)
+    return _undisturbed[key]
+
+
+WHERE = ["start", "forward", "backward", "after backward", "stepped", "end"]
+
+
+@pytest.mark.parametrize(("where", "rank"), [(where, number % 2) for number, where in enumerate(WHERE)])
+def test_weights_are_those_of_a_run_without_loss(monkeypatch: pytest.MonkeyPatch, where: str, rank: int) -> None:
+    gates = Gates((where, rank, 3), (where, 1 - rank, 5))
+    run = run_elastic(monkeypatch, 2, partial(train, gates=gates), max_restarts=2)
+    assert equal(run.results) == undisturbed(monkeypatch, 2, train)
+    assert [ranks for ranks, _ in run.generations] == [2, 2, 2]
+
+
+@pytest.mark.parametrize("where", ["clipped", "backward", "stepped"])
+def test_so_they_are_with_clipping(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    job = partial(train, make_optimizer=momentum, clips=True)
+    run = run_elastic(monkeypatch, 3, partial(job, gates=Gates((where, 1, 4))), max_restarts=1)
+    assert equal(run.results) == undisturbed(monkeypatch, 3, job)
+
+
+@pytest.mark.parametrize("make_optimizer", [adamw, momentum])
+def test_updates_of_a_step_that_nobody_can_finish_are_taken_back(
+    monkeypatch: pytest.MonkeyPatch, make_optimizer: Callable[[nn.Module], torch.optim.Optimizer]
+) -> None:
+    """The rank dies after ``step()``, but before it has sent its first layer's gradient. So the others have the averages of the
+    layers behind it only, and one of these is read at once."""
+    made: list[int] = []
+    job = partial(train, make_optimizer=make_optimizer, reads_last=True)
+    expected = undisturbed(monkeypatch, 3, job)
+    take_back = Undo.take_back
+
+    def counted(undo: Undo[Any], steps: int) -> None:
+        made.append(sum(step >= steps for step, _ in undo._kept.values()))
+        take_back(undo, steps)
+
+    monkeypatch.setattr(Undo, "take_back", counted)
+    gates = AfterReads(("stepped", 1, 3))
+    run = run_elastic(
+        monkeypatch,
+        3,
+        partial(job, gates=gates),
+        max_restarts=1,
+        holds=holds_first_of(1, 3),
+    )
+    assert equal(run.results) == expected
+    assert run.generations == [(3, 0), (3, 3)]
+    assert made == [1]  # the root's; no other rank needs to
+
+
+def test_fewer_ranks_go_on_with_the_batches_of_the_new_world(monkeypatch: pytest.MonkeyPatch) -> None:
+    shares: list[tuple[int, int, int]] = []
+    job = partial(train, shares=shares)
+    run = run_elastic(monkeypatch, 3, partial(job, gates=Gates(("forward", 0, 3))), min_ranks=2)
+    (_, steps) = run.generations[-1]
+    assert run.generations == [(3, 0), (2, steps)]
+    assert sorted(run.results) == [0, 1]
+    assert equal(run.results)[-1] == {"samples": 5 * (3 * steps + 2 * (STEPS - steps))}
+    of_two = sorted((number, rank) for number, rank, size in shares if size == 2)
+    assert of_two == [(number, rank) for number in range(steps, STEPS) for rank in range(2)]
+
+
+class Grows(Gates):
+    """A rank is lost. Its replacement comes in step 3, when the others train without it, and they are called."""
+
+    def __init__(self, late: Late) -> None:
+        super().__init__(("forward", 1, 1))
+        self._late = late
+
+    def at(self, where: str, rank: int, step: int) -> None:
+        super().at(where, rank, step)
+        if (where, rank, step) == ("start", 0, 3):
+            self._late.may_come.set()
+            assert self._late.called.wait(60.0)
+
+
+def test_a_replacement_that_comes_late_joins_a_job_that_has_gone_on_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    late = Late()
+    run = run_elastic(monkeypatch, 3, partial(train, gates=Grows(late)), min_ranks=2, max_restarts=1, late=late)
+    (ranks, none), (fewer, lost), (again, grown) = run.generations
+    assert (ranks, none, fewer, again) == (3, 0, 2, 3)
+    assert lost in (1, 2)
+    assert grown in (2, 3, 4)  # rank 0 was in step 3, with updates of step 2 outstanding or not
+    assert sorted(run.results) == [0, 1, 2]
+    assert equal(run.results)[-1] == {"samples": 5 * (3 * lost + 2 * (grown - lost) + 3 * (STEPS - grown))}
+
+
+def test_several_at_once_and_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    gates = Gates(("forward", 0, 2), ("stepped", 1, 2), ("start", 2, 4))
+    run = run_elastic(monkeypatch, 3, partial(train, gates=gates), max_restarts=3)
+    assert equal(run.results) == undisturbed(monkeypatch, 3, train)
+
+
+def test_a_rank_too_few_ends_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = run_elastic(monkeypatch, 2, partial(train, gates=Gates(("forward", 1, 2))))
+    assert (run.results, run.why) == ({}, "1 rank is left, fewer than --min 2, and no restart")
+
+
+def test_an_ordinary_job_is_an_ordinary_loop() -> None:
+    [session] = local_sessions(1)
+    [weights, *_] = train(session, Gates())
+    assert len(weights) == 9
+    session.close()
+
+
+def test_an_optimizer_of_unknown_state_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Mine(torch.optim.SGD):
+        pass
+
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        return Mine(model.parameters(), lr=0.1)
+
+    with pytest.raises(UnsupportedError, match=r"a Mine cannot be elastic: only those of torch\.optim"):
+        run_elastic(monkeypatch, 2, partial(train, gates=Gates(), make_optimizer=make))
+    with pytest.raises(UnsupportedError, match="a SGD cannot be elastic; the ScheduledOptimizers of PyTorch and numpy can"):
+        commsched.Elastic(torch.optim.SGD(Model().parameters(), lr=0.1))  # type: ignore[arg-type]
+
+
+def test_a_step_whose_loss_the_script_has_caught_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As loops do that skip a batch whatever is wrong with it."""
+    run = run_elastic(monkeypatch, 2, partial(train, gates=Gates(("after backward", 1, 3)), catches=True), max_restarts=1)
+    assert equal(run.results) == undisturbed(monkeypatch, 2, train)
+
+
+def test_steps_without_an_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The update of step 2 is outstanding in step 4, when a rank is lost that has not sent all its gradients of step 2."""
+    job = partial(train, reads_last=True, idle=(3, 4))
+    gates = AfterReads(("start", 1, 4), reads_at=2)
+    run = run_elastic(
+        monkeypatch,
+        3,
+        partial(job, gates=gates),
+        max_restarts=1,
+        holds=holds_first_of(1, 2),
+    )
+    assert run.generations == [(3, 0), (3, 2)]
+    assert equal(run.results) == undisturbed(monkeypatch, 3, job)
+
+
+@pytest.mark.parametrize("unscales", [False, True])
+def test_a_gradient_scaler_forgets_the_step_that_was_broken_off(monkeypatch: pytest.MonkeyPatch, unscales: bool) -> None:
+    job = partial(train, make_optimizer=momentum, clips=unscales, scales=True)
+    run = run_elastic(monkeypatch, 2, partial(job, gates=Gates(("after unscaling", 1, 4))), max_restarts=1)
+    assert equal(run.results) == undisturbed(monkeypatch, 2, job)
+
+
+def test_state_that_cannot_travel_is_named_in_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UnsupportedError, match=r"Elastic\.state\['best'\] holds a Tensor; it may hold numbers"):
+        run_elastic(monkeypatch, 2, partial(train, gates=Gates(), state={"best": torch.ones(1)}))
+
+
+def test_frozen_weights_that_the_script_changes_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They cannot go back, so that the change would count twice."""
+    job = partial(train, gates=AfterReads(("stepped", 1, 3)), reads_last=True, teaches=True)
+    with pytest.raises(UnsupportedError, match="'teacher', which the optimizer does not update, was changed by the script"):
+        run_elastic(monkeypatch, 3, job, max_restarts=1, holds=holds_first_of(1, 3))
+
+
+def test_a_second_loop_is_refused() -> None:
+    [session] = local_sessions(1)
+    model = Model()
+    elastic = commsched.Elastic(ScheduledOptimizer(adamw(model), model, session=session))
+    assert [step.number for step in elastic.steps(2)] == [0, 1]
+    with pytest.raises(ConfigError, match=r"one loop over Elastic\.steps"):
+        next(elastic.steps(4))
+    session.close()
+
+
+def test_a_session_that_has_ended_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[weakref.ref[Any]] = []
+    left: list[int] = []
+
+    class Watching(Gates):
+        def at(self, where: str, rank: int, step: int) -> None:
+            super().at(where, rank, step)
+            if (where, rank, step) == ("end", 0, STEPS - 1):
+                gc.collect()
+                left.append(sum(each() is not None for each in ended))
+
+    def watched(session: Session, gates: Gates) -> Result:
+        return train(session, gates, momentum, clips=True, exchanges=ended if session.rank == 0 else None)
+
+    run_elastic(monkeypatch, 2, partial(watched, gates=Watching(("backward", 1, 1), ("clipped", 1, 3))), max_restarts=2)
+    assert len(ended) == 3
+    assert left == [1]  # that of now

@@ -1,0 +1,81 @@
+"""What an elastic loop gives to a new process, besides the model. The loops themselves: ``tests/plugins``, ``tests/jobs``."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from commsched.control.generations import Asked, Place
+from commsched.core.errors import ConfigError, PeerTimeout, UnsupportedError
+from commsched.session import membership
+from commsched.session.elastic import _packed, _unpacked
+from commsched.session.local import local_sessions
+from commsched.session.membership import ElasticMember, require_can_be_elastic
+from commsched.session.session import Session
+from commsched.settings import Settings
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        True,
+        {"samples": 7, "best": math.inf, "name": "a", "shares": [[1, 2], (3.5, None)]},
+        {1: {2: ()}, (1, 2): [], None: {}},
+        {"milestones": Counter({30: 1, 60: 2})},
+        {"dict": 1, "list": 2},
+    ],
+    ids=str,
+)
+def test_state_is_the_same_after_its_journey(value: Any) -> None:
+    there = _unpacked(json.loads(json.dumps(_packed(value, "it"))))
+    assert there == value
+    assert type(there) is type(value)
+
+
+def test_other_values_are_refused() -> None:
+    with pytest.raises(
+        UnsupportedError, match=r"the state of an Elastic\['seen'\] holds a set; it may hold numbers, text, None, and"
+    ):
+        _packed({"seen": [{1, 2}]}, "the state of an Elastic")
+
+
+def test_a_rank_that_is_lost_while_a_generation_opens_ends_that_generation(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[Asked] = []
+    opened = local_sessions(1)[0]
+
+    def ask(member: ElasticMember, asked: Asked) -> Place:
+        said.append(asked)
+        return Place(len(said), 0, 2, 0, 5, "token", "/nowhere")
+
+    def open_session(*_: object) -> Session:
+        if len(said) == 1:
+            raise PeerTimeout("rank 1 of 2 did not join within 10 s")
+        return opened
+
+    monkeypatch.setattr(ElasticMember, "_ask", ask)
+    monkeypatch.setattr(membership, "open_session", open_session)
+    member = ElasticMember("/nowhere", Settings.load({}, {}), "cpu")
+    assert member.move(Asked(5, lost=1, was_silent=True)) is opened
+    assert said == [Asked(5, lost=1, was_silent=True), Asked(5)]
+    assert opened.place is not None
+    assert opened.place.generation == 2
+    opened.close()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"transport": "mpi"}, "transport='mpi' cannot be used with --elastic, which works over ps and gloo only"),
+        ({"trace": "traces"}, "trace='traces' cannot be used with --elastic"),
+        ({"tune": "1"}, "tune=.* cannot be used with --elastic"),
+        ({"control": "127.0.0.1:7000"}, "control='127.0.0.1:7000' cannot be used with --elastic"),
+    ],
+)
+def test_settings_that_cannot_be_elastic(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        require_can_be_elastic(Settings.load(settings, {}))
