@@ -381,7 +381,8 @@ def require_equal_values(
     """
     different = None
     if (kept.recorded > 0.99 or edits.use_norms) and (kept.edits_differ or edits.differs(kept.edit_sizes)):
-        different = next(iter(edits.flags), 0)
+        # It may be another rank that recorded them, so this rank's own edits would not tell the name.
+        different = next((flag for flag, changed in enumerate(kept.changed) if changed), 0)
     elif kept.own_samples is not None:
         different = first_sample_difference(kept.samples, kept.own_samples, samples.rounding)
     if different is None:

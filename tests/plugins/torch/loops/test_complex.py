@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -12,7 +13,7 @@ from torch import nn
 
 import commsched
 
-from .loop import LARGE, SMALL, Data, batch, require_plain, run
+from .loop import LARGE, SMALL, TIMEOUT_SECONDS, Data, batch, require_plain, run
 
 
 class Spectral(nn.Module):
@@ -68,12 +69,23 @@ def test_complex_parameters_that_are_unfrozen_later() -> None:
     require_plain(loop, model=Spectral)
 
 
-def test_a_complex_gradient_that_one_rank_has_changed_is_refused() -> None:
+def test_a_complex_gradient_that_one_rank_has_changed_is_refused_by_its_name() -> None:
+    """On both ranks: one has recorded the change, to be made later, and the other has made it at once."""
+    both = threading.Barrier(2)
+    refusals: list[str] = []
+
     def loop(data: Data, model: Any, optimizer: Any) -> None:
         data.loss(model).backward()
         model.modes.grad.mul_(1j if 0 in data.ranks else 1)
         optimizer.step()
-        model(batch(0))
+        try:
+            model(batch(0))
+        except commsched.UnsupportedError as refusal:
+            refusals.append(str(refusal))
+            both.wait(TIMEOUT_SECONDS)  # else the other rank is told of this rank's end instead
+            raise
 
-    with pytest.raises(commsched.CommschedError, match=r"the gradient of 'modes' was changed before step\(\) to other values"):
+    with pytest.raises(commsched.UnsupportedError):
         run(loop, model=Spectral)
+    named = "the gradient of 'modes' was changed before step() to other values"
+    assert [refusal.startswith(named) for refusal in refusals] == [True, True]
