@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from ....core.errors import ConfigError
+from ....net.handshake import StreamBroken as StreamBroken
 from ....net.tls import Identity, identity_of
 from ....settings import Settings
 from .frame import Frame
@@ -60,10 +61,6 @@ class StreamOptions:
 #: Returns the memory for the payload of a push or result, given the message without its payload. It is called before a byte of
 #: the payload is read, so that a message out of turn or out of range takes no memory and overwrites none. Raises ProtocolError.
 Allocate = Callable[[Frame], memoryview]
-
-
-class StreamBroken(Exception):
-    """The connection broke or ended within a message; the text says why."""
 
 
 class Altered(StreamBroken):

@@ -1,8 +1,6 @@
-"""A TCP connection: its handshake, and the frames that it carries both ways. Both ends use it.
+"""A TCP connection: its handshake (``net/handshake.py``), and the frames that it carries both ways. Both ends use it.
 
-In the handshake both ends prove that they know the job's token (``net/proof.py``). The worker proves first, so a stranger that
-connects learns nothing from which the token could be guessed. The worker also gives the name of its job, which the proof
-covers. The messages that follow are neither encrypted nor signed, unless ``tls_connection.py`` carries all of it.
+The messages are neither encrypted nor signed, unless ``tls_connection.py`` carries all of it.
 """
 
 from __future__ import annotations
@@ -11,122 +9,25 @@ import select
 import socket
 import struct
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from time import monotonic
 
-from ....core.errors import CommschedError, ConfigError
-from ....net.proof import NONCE_BYTES, PROOF_BYTES, is_proof, make_nonce, prove
-from ....net.tls import TlsSocket
+from ....core.errors import CommschedError
+from ....net.handshake import Handshake
 from .frame import HEADER_BYTES, RAW, VERSION, Frame, decode_header, encode_header
 from .send_queue import OutgoingFrame, SendQueue
 from .stream import Allocate, StreamBroken
 
-_MAGIC = b"CST" + bytes([VERSION])
-#: The first bytes of a server that speaks TLS.
-TLS_GREETING = b"CSS" + bytes([VERSION])
-GREETING_BYTES = len(TLS_GREETING)
-_WORKER, _SERVER = b"tcp worker", b"tcp server"
-_ACCEPTED, _REFUSED = b"+", b"-"
-
-
-class HandshakeRejected(Exception):
-    """The connecting process is none of this job's workers; the text says why."""
-
-
-def client_handshake(connection: socket.socket | TlsSocket, peer: str, token: str, job: str, within_seconds: float) -> None:
-    """Do the worker's part of the handshake, on a new connection. No byte after the handshake is read.
-
-    Args:
-        peer: the name of the server in messages.
-
-    Raises:
-        ConfigError: the server has another token, or is no TCP server of this version.
-        StreamBroken: the connection ended, or no answer came in time.
-    """
-    deadline = monotonic() + within_seconds
-    certificate = _members_digest(connection)
-    greeting = read_exactly(connection, GREETING_BYTES, deadline)
-    if greeting == TLS_GREETING:
-        raise ConfigError(f"{peer} takes encrypted connections only; give all ranks and servers security=tls")
-    if greeting != _MAGIC:
-        raise ConfigError(f"{peer} does not speak lane=tcp; give all ranks and servers the same lane and version")
-    challenge = read_exactly(connection, NONCE_BYTES, deadline)
-    nonce = make_nonce()
-    name = job.encode()
-    proof = prove(token, _WORKER, challenge, nonce, job, certificate)
-    write_all(connection, _MAGIC + nonce + proof + bytes([len(name)]) + name, deadline)
-    accepted = read_exactly(connection, len(_ACCEPTED), deadline) == _ACCEPTED
-    shown = read_exactly(connection, PROOF_BYTES, deadline) if accepted else b""
-    if not is_proof(shown, token, _SERVER, challenge, nonce, job, certificate):
-        raise ConfigError(f"{peer} has another token; set the same COMMSCHED_TOKEN everywhere")
-
-
-def server_handshake(
-    connection: socket.socket | TlsSocket, token: str, within_seconds: float, on_proven: Callable[[], None] = lambda: None
-) -> str:
-    """Do the server's part of the handshake, on a connection just accepted. Returns the name of the worker's job.
-
-    At most 324 bytes are read. ``on_proven`` is called before the worker is notified that it is admitted. An exception from
-    ``on_proven`` ends the handshake.
-
-    Raises:
-        HandshakeRejected: the other end does not know the token, does not speak this protocol, or was too slow.
-    """
-    deadline = monotonic() + within_seconds
-    certificate = _members_digest(connection)
-    challenge = make_nonce()
-    try:
-        write_all(connection, _MAGIC + challenge, deadline)
-        if read_exactly(connection, len(_MAGIC), deadline) != _MAGIC:
-            raise HandshakeRejected("it does not speak this version's TCP lane")
-        nonce = read_exactly(connection, NONCE_BYTES, deadline)
-        proof = read_exactly(connection, PROOF_BYTES, deadline)
-        [length] = read_exactly(connection, 1, deadline)
-        job = read_exactly(connection, length, deadline).decode("utf-8", "replace")
-        if not is_proof(proof, token, _WORKER, challenge, nonce, job, certificate):
-            write_all(connection, _REFUSED, deadline)
-            raise HandshakeRejected("it does not have this job's token")
-        on_proven()
-        write_all(connection, _ACCEPTED + prove(token, _SERVER, challenge, nonce, job, certificate), deadline)
-        return job
-    except StreamBroken as broken:
-        raise HandshakeRejected(str(broken)) from broken
-
-
-def _members_digest(connection: socket.socket | TlsSocket) -> bytes:
-    return connection.members_digest if isinstance(connection, TlsSocket) else b""
-
-
-def read_exactly(connection: socket.socket | TlsSocket, nbytes: int, deadline: float) -> bytes:
-    """Raises StreamBroken if they do not come in time."""
-    received = b""
-    while len(received) < nbytes:
-        try:
-            connection.settimeout(_remaining(deadline))
-            part = connection.recv(nbytes - len(received))
-        except OSError as error:
-            raise StreamBroken(str(error)) from error
-        if not part:
-            raise StreamBroken("it ended the connection")
-        received += part
-    return received
-
-
-def write_all(connection: socket.socket | TlsSocket, data: bytes, deadline: float) -> None:
-    """Raises StreamBroken if they cannot leave in time."""
-    try:
-        connection.settimeout(_remaining(deadline))
-        connection.sendall(data)
-    except OSError as error:
-        raise StreamBroken(str(error)) from error
-
-
-def _remaining(deadline: float) -> float:
-    remaining = deadline - monotonic()
-    if remaining <= 0:
-        raise TimeoutError("timed out")
-    return remaining
+#: The handshake of a worker's connection to a shard.
+LANE = Handshake(
+    b"CST" + bytes([VERSION]),
+    b"CSS" + bytes([VERSION]),
+    b"tcp worker",
+    b"tcp server",
+    "lane=tcp",
+    "give all ranks and servers the same lane and version",
+)
 
 
 #: The bytes that the kernel may hold unsent. They are committed beyond the credit, and an urgent message waits for them. A

@@ -12,13 +12,14 @@ from time import monotonic
 from typing import Any
 
 from ....core.errors import ConfigError
+from ....net.handshake import HandshakeRejected
 from ....net.rpc import DaemonExecutor, listen
-from ....net.tls import NotOfThisJob, TlsSocket
+from ....net.tls import TlsSocket
 from .frame import Frame
 from .send_queue import SendQueue
 from .stream import Allocate, Stream, StreamBroken, StreamOptions
-from .tcp_connection import HandshakeRejected, TcpConnection, client_handshake, server_handshake
-from .tls_connection import TlsConnection, secure_server, secure_worker
+from .tcp_connection import LANE, TcpConnection
+from .tls_connection import TlsConnection
 
 #: How long one attempt to connect may take, and then its handshake, before the next attempt.
 _ATTEMPT_SECONDS = 5.0
@@ -95,12 +96,9 @@ class TcpStream:
                     return None
                 connecting.settimeout(_ATTEMPT_SECONDS)
                 connecting.connect(address)
-                made: socket.socket | TlsSocket = connecting
-                if self._options.identity is not None:
-                    made = secure_worker(connecting, self.peer, self._options.identity, _ATTEMPT_SECONDS)
-                client_handshake(made, self.peer, self._options.token, self._job, _ATTEMPT_SECONDS)
-            except NotOfThisJob as why:
-                raise ConfigError(f"{self.peer} {why}") from why
+                made = LANE.begin(
+                    connecting, self.peer, self._options.token, self._job, self._options.identity, _ATTEMPT_SECONDS
+                )
             except (OSError, StreamBroken):
                 return None
             undo.pop_all()
@@ -223,15 +221,12 @@ class TcpPort:
 
     def _meet(self, accepted: socket.socket, peer: str, handle: Callable[[Stream, str], None]) -> None:
         try:
-            made: socket.socket | TlsSocket = accepted
-            if self._options.identity is not None:
-                made = secure_server(accepted, self._options.identity, _HANDSHAKE_SECONDS)
-            job = server_handshake(made, self._options.token, _HANDSHAKE_SECONDS, lambda: self._proven(accepted))
+            made, job = LANE.answer(
+                accepted, self._options.token, self._options.identity, _HANDSHAKE_SECONDS, lambda: self._proven(accepted)
+            )
             self._serve(made, peer, job, handle)
         except HandshakeRejected as stranger:
             self._warn(peer, stranger)
-        except NotOfThisJob as stranger:
-            self._warn(peer, f"it {stranger}")
         finally:
             self._end(accepted)
 

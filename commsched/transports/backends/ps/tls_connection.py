@@ -1,31 +1,15 @@
-"""A TCP connection over TLS: how it begins, and the frames that it carries.
-
-The server first sends a few bytes in the clear that say that it speaks TLS, so that an end with the other setting is named
-instead of waited for. Then come the handshake of TLS, and inside it that of the plain lane, whose proofs name the worker's
-certificate.
-"""
+"""The frames that a TCP connection over TLS carries."""
 
 from __future__ import annotations
 
 import socket
 import ssl
 from contextlib import suppress
-from time import monotonic
 
-from ....core.errors import ConfigError
-from ....net.tls import Identity, TlsSocket
+from ....net.tls import TlsSocket
 from .send_queue import SendQueue
-from .stream import Altered, StreamBroken
-from .tcp_connection import (
-    GREETING_BYTES,
-    LARGE_BYTES,
-    TLS_GREETING,
-    HandshakeRejected,
-    TcpConnection,
-    read_exactly,
-    require_answers,
-    write_all,
-)
+from .stream import Altered
+from .tcp_connection import LARGE_BYTES, TcpConnection, require_answers
 
 #: Bytes that the receiver takes from the system at a time, and that the sender encrypts at a time. The threads of a connection
 #: take turns at these pieces.
@@ -34,40 +18,6 @@ _ENCRYPTED_BYTES = 64 * 1024
 
 #: A record of TLS holds this many bytes at most. OpenSSL may have one in part.
 _RECORD_BYTES = 16 * 1024
-
-
-def secure_worker(connection: socket.socket, peer: str, identity: Identity, within_seconds: float) -> TlsSocket:
-    """Begin the worker's end of an encrypted connection, on a new connection.
-
-    Raises:
-        ConfigError: the server does not encrypt.
-        NotOfThisJob: the server does not belong to this job.
-        OSError, StreamBroken: the connection ended, or no answer came in time.
-    """
-    deadline = monotonic() + within_seconds
-    greeting = read_exactly(connection, GREETING_BYTES, deadline)
-    if greeting != TLS_GREETING:
-        raise ConfigError(f"{peer} does not speak lane=tcp with security=tls; give all ranks and servers the same settings")
-    secured = TlsSocket(connection, identity, server_side=False)
-    secured.handshake(deadline - monotonic())
-    return secured
-
-
-def secure_server(connection: socket.socket, identity: Identity, within_seconds: float) -> TlsSocket:
-    """Begin the server's end of an encrypted connection, on a connection just accepted.
-
-    Raises:
-        NotOfThisJob: the other end does not belong to this job, or does not speak TLS.
-        HandshakeRejected: it was too slow, or ended the connection.
-    """
-    deadline = monotonic() + within_seconds
-    secured = TlsSocket(connection, identity, server_side=True)
-    try:
-        write_all(connection, TLS_GREETING, deadline)
-        secured.handshake(deadline - monotonic())
-    except (OSError, StreamBroken) as error:
-        raise HandshakeRejected(str(error)) from error
-    return secured
 
 
 class TlsConnection(TcpConnection):

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from commsched.core.errors import ConfigError, PeerLost, PeerTimeout, TransportError
 from commsched.core.manifest import ITEMSIZE
+from commsched.net.handshake import HandshakeRejected
 from commsched.net.rpc import DaemonExecutor
 from commsched.transports.backends.ps import lane as lanes
 from commsched.transports.backends.ps import tcp_connection, tcp_lane
@@ -30,13 +31,7 @@ from commsched.transports.backends.ps.frame import (
 from commsched.transports.backends.ps.lane import RemoteLane
 from commsched.transports.backends.ps.send_queue import SendQueue
 from commsched.transports.backends.ps.stream import StreamBroken, StreamOptions
-from commsched.transports.backends.ps.tcp_connection import (
-    HandshakeRejected,
-    TcpConnection,
-    client_handshake,
-    require_answers,
-    server_handshake,
-)
+from commsched.transports.backends.ps.tcp_connection import LANE, TcpConnection, require_answers
 from commsched.transports.backends.ps.tcp_lane import TcpPort, TcpStream
 
 from ...worlds import TOKEN, a_shard
@@ -76,7 +71,7 @@ def dial(address: str) -> socket.socket:
 
 def authenticated(address: str) -> socket.socket:
     connected = dial(address)
-    client_handshake(connected, "the server", TOKEN, "a job", 60)
+    LANE.connect(connected, "the server", TOKEN, "a job", 60)
     connected.settimeout(60)
     return connected
 
@@ -113,9 +108,9 @@ def shake_hands(workers_token: str, servers_token: str, job: str = "") -> tuple[
             raised[index] = error
 
     with socket_pair() as (worker, server):
-        thread = threading.Thread(target=part, args=(1, server_handshake, server, servers_token, 60))
+        thread = threading.Thread(target=part, args=(1, LANE.accept, server, servers_token, 60))
         thread.start()
-        part(0, client_handshake, worker, "server 3", workers_token, job, 60)
+        part(0, LANE.connect, worker, "server 3", workers_token, job, 60)
         thread.join(60)
     return raised[0], raised[1], told[1]
 
@@ -139,7 +134,7 @@ def recorded_admission(first: bytes) -> bytes:
         stranger.sendall(first)
         stranger.shutdown(socket.SHUT_WR)
         with pytest.raises(HandshakeRejected):
-            server_handshake(server, TOKEN, 60)
+            LANE.accept(server, TOKEN, 60)
         server.close()
         return everything_from(stranger)
 
@@ -152,11 +147,11 @@ def test_no_bytes_get_a_stranger_past_the_handshake_or_show_a_proof(said):
 
 def test_an_old_proof_and_the_servers_own_prove_nothing():
     with socket_pair() as (worker, server):
-        thread = threading.Thread(target=server_handshake, args=(server, TOKEN, 60))
+        thread = threading.Thread(target=LANE.accept, args=(server, TOKEN, 60))
         thread.start()
         relay, inner = socket.socketpair()
         with closing(relay), closing(inner):
-            introducing = threading.Thread(target=client_handshake, args=(inner, "it", TOKEN, "j", 60))
+            introducing = threading.Thread(target=LANE.connect, args=(inner, "it", TOKEN, "j", 60))
             introducing.start()
             relay.sendall(exactly(worker, 36))
             answer = exactly(relay, 70)
@@ -187,7 +182,7 @@ def test_a_proof_for_one_job_is_none_for_another():
 
 def refuse(server: socket.socket, why: str) -> None:
     with pytest.raises(HandshakeRejected, match=why), closing(server):
-        server_handshake(server, TOKEN, 60)
+        LANE.accept(server, TOKEN, 60)
 
 
 @given(st.binary(max_size=80) | st.binary(max_size=80).map(lambda rest: GREETING + bytes(32) + b"+" + rest))
@@ -197,7 +192,7 @@ def test_a_worker_takes_no_bytes_for_a_server(said):
         stranger.sendall(said)
         stranger.shutdown(socket.SHUT_WR)
         with pytest.raises((ConfigError, StreamBroken)):
-            client_handshake(worker, "it", TOKEN, "j", 60)
+            LANE.connect(worker, "it", TOKEN, "j", 60)
 
 
 def test_a_server_that_sends_the_workers_own_proof_back_proves_nothing():
@@ -211,13 +206,13 @@ def test_a_server_that_sends_the_workers_own_proof_back_proves_nothing():
         reflecting = threading.Thread(target=reflect)
         reflecting.start()
         with pytest.raises(ConfigError, match="it has another token; set the same COMMSCHED_TOKEN everywhere"):
-            client_handshake(worker, "it", TOKEN, "j", 60)
+            LANE.connect(worker, "it", TOKEN, "j", 60)
         reflecting.join(60)
 
 
 def introduce_in_vain(worker: socket.socket) -> None:
     with pytest.raises(StreamBroken):
-        client_handshake(worker, "it", TOKEN, "j", 60)
+        LANE.connect(worker, "it", TOKEN, "j", 60)
 
 
 def test_the_token_does_not_travel():
@@ -234,7 +229,7 @@ def test_the_token_does_not_travel():
 
 def test_who_says_nothing_is_sent_away_in_time():
     with socket_pair() as (_, server), pytest.raises(HandshakeRejected, match="timed out"):
-        server_handshake(server, TOKEN, 0.05)
+        LANE.accept(server, TOKEN, 0.05)
 
 
 def test_the_time_is_for_the_handshake_as_a_whole():
@@ -254,7 +249,7 @@ def test_the_time_is_for_the_handshake_as_a_whole():
         dribbling = threading.Thread(target=dribble)
         dribbling.start()
         with pytest.raises(HandshakeRejected, match="timed out"):
-            server_handshake(server, TOKEN, 0.5)
+            LANE.accept(server, TOKEN, 0.5)
         ended.set()
         dribbling.join(60)
     assert said < 150
@@ -352,11 +347,11 @@ def test_who_made_room_while_it_proved_itself_is_not_admitted():
 
         def meet() -> None:
             with closing(accepted), pytest.raises(HandshakeRejected, match="it was closed to make room for others"):
-                server_handshake(accepted, TOKEN, 60, lambda: port._proven(accepted))
+                LANE.accept(accepted, TOKEN, 60, lambda: port._proven(accepted))
 
         met = DaemonExecutor("test").submit(meet)
         with pytest.raises(StreamBroken, match="it ended the connection"):
-            client_handshake(worker, "the server", TOKEN, "a job", 60)
+            LANE.connect(worker, "the server", TOKEN, "a job", 60)
         met.result(60)
         del port._open[accepted]
     port.close(False)
@@ -530,7 +525,7 @@ def test_an_address_of_a_kind_that_this_machine_lacks_is_passed_over(monkeypatch
 def test_options_that_the_system_refuses_are_no_end_of_the_server(monkeypatch, listening):
     def serve() -> None:
         with closing(listening.accept()[0]) as accepted:
-            server_handshake(accepted, TOKEN, 60)
+            LANE.accept(accepted, TOKEN, 60)
             everything_from(accepted)
 
     thread = threading.Thread(target=serve)
@@ -909,7 +904,7 @@ def test_a_result_before_its_push_has_left_is_refused(listening):
     def serve() -> None:
         accepted, _ = listening.accept()
         with closing(accepted):
-            server_handshake(accepted, TOKEN, 60)
+            LANE.accept(accepted, TOKEN, 60)
             accepted.sendall(encode(json_frame(FrameKind.HELLO, {})))
             exactly(accepted, HEADER_BYTES)
             accepted.sendall(encode(Frame(FrameKind.RESULT, 0, 0, 0, "uint8", 0, 2**26, bytes(2**26)))[: HEADER_BYTES + 10])

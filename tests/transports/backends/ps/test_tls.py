@@ -14,13 +14,13 @@ import pytest
 from commsched.core.errors import ConfigError, PeerLost, TransportError
 from commsched.core.manifest import Manifest, TensorSpec
 from commsched.core.task import CommTask, Partition
+from commsched.net.handshake import HandshakeRejected, read_exactly
 from commsched.net.proof import NONCE_BYTES, PROOF_BYTES
 from commsched.net.tls import identity_of
 from commsched.testing.check_transport import check_transport
 from commsched.testing.checked_world import world_of
 from commsched.transports.backends.ps import open_transport
-from commsched.transports.backends.ps.tcp_connection import HandshakeRejected, client_handshake, read_exactly, server_handshake
-from commsched.transports.backends.ps.tls_connection import secure_server, secure_worker
+from commsched.transports.backends.ps.tcp_connection import LANE
 
 from ....net.relay import Relay, nothing
 from ...worlds import TOKEN, a_context, a_shard, open_ps
@@ -203,13 +203,14 @@ def test_who_has_a_certificate_cannot_pass_on_the_proof_of_a_member():
             raised.append((type(error), str(error)))
 
     def worker():
-        client_handshake(secure_worker(to_worker, "server 0", workers, 60), "server 0", TOKEN, "", 60)
+        LANE.connect(LANE.secure_connecting(to_worker, "server 0", workers, 60), "server 0", TOKEN, "", 60)
 
     def server():
-        server_handshake(secure_server(to_server, servers, 60), TOKEN, 60)
+        LANE.accept(LANE.secure_listening(to_server, servers, 60), TOKEN, 60)
 
     def pass_on():
-        from_worker, from_server = secure_server(near_worker, its, 60), secure_worker(near_server, "server 0", its, 60)
+        from_worker = LANE.secure_listening(near_worker, its, 60)
+        from_server = LANE.secure_connecting(near_server, "server 0", its, 60)
         deadline = monotonic() + 60
         from_worker.sendall(read_exactly(from_server, 4 + NONCE_BYTES, deadline))
         from_server.sendall(read_exactly(from_worker, 4 + NONCE_BYTES + PROOF_BYTES + 1, deadline))
