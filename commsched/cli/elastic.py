@@ -1,266 +1,464 @@
-"""``commsched run --elastic``: a job that outlives the loss of ranks and servers.
+"""``commsched run --elastic``: a job that outlives the loss of ranks, servers and machines.
 
-The launcher decides who is in each generation (``control/generations.py``). Each process asks it at a socket of its own, in the
-job's private directory.
+One launcher hosts the job: it decides who is in each generation (``control/generations.py``). It starts processes on its own
+machine, and has those of other machines started by their launchers (``links.py``), which :func:`_follow` it.
 """
 
 from __future__ import annotations
 
 import secrets
-import signal
-import socket
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
-from pathlib import Path
+from contextlib import ExitStack
+from dataclasses import replace
 from queue import Empty
+from typing import Any
 
-from ..control.generations import (
-    Action,
-    Asked,
-    Dismiss,
+from ..control.elastic_messages import (
+    Closes,
+    EndAll,
+    Ended,
+    Examine,
     Finish,
-    Form,
-    Generations,
-    GiveUp,
-    Kill,
+    HostAnswer,
+    KillMember,
+    LauncherHello,
+    Listens,
+    MachineReport,
+    MemberSaid,
+    MemberStopped,
+    Over,
     Place,
-    Start,
-    Summon,
+    Started,
+    StartMember,
     Summoned,
-    answer_to_line,
-    asked_from_line,
+    Tell,
+    from_line,
+    generation_token,
+    to_line,
 )
-from ..control.witness import runs
-from ..session.membership import ELASTIC, short_path
-from .launch import Elasticity, _Event, _Interrupted, _Job, _kill_group, _say, _signal_name
+from ..control.generations import Action, Asked, Dismiss, Form, Generations, GiveUp, Kill, Start, Summon
+from ..control.rendezvous import require_no_loopback
+from ..core.errors import ConfigError, ranks_text
+from . import links
+from .launch import Among, Elasticity, Ends, Interrupted, ProcessEvent, kill_group, signal_name, tell_user
+from .machine import LocalMachine, Machine, Signalled
 
 _TICK_SECONDS = 0.5
 _ASK_SECONDS = 5.0  # a survivor that has not asked so long after the first, and does not run, is taken for lost
 
 
-@dataclass(frozen=True, slots=True)
-class _AskedEvent:
-    member: int
-    asked: Asked
-    connection: socket.socket
+def run_elastic(
+    directory: str,
+    ranks: int,
+    servers: int,
+    command: Sequence[str],
+    environ: Mapping[str, str],
+    elasticity: Elasticity,
+) -> int:
+    """Run the processes of an elastic job on this machine, and decide for the job if no other launcher does. Returns the exit
+    code of the job.
+
+    Raises:
+        ConfigError: the launchers of several machines do not meet.
+    """
+    among = elasticity.among
+    room = ranks if among is None else min(ranks, among.room)
+    with ExitStack() as stack:
+        listening = None if among is None else links.listen_for_launchers(among)
+        own_host = "127.0.0.1"
+        if among is not None and listening is not None:
+            stack.callback(listening.close)
+            require_no_loopback(among.address.rpartition(":")[0].strip("[]"), f"control={among.address!r}")
+            own_host = among.host or str(listening.getsockname()[0])
+        machine = LocalMachine(directory, ranks, room, own_host, command, environ)
+        stack.callback(machine.close)
+        if among is not None and listening is None:
+            return _follow(machine, among, _common(ranks, elasticity), elasticity.join_within_seconds)
+        desk = None
+        if among is not None and listening is not None:
+            desk = links.Desk(listening, among, machine.events)
+            stack.callback(desk.close)
+        job = _ElasticJob(machine, ranks, servers, environ["COMMSCHED_TOKEN"], elasticity)
+        return job.run()
 
 
-class ElasticJob(_Job):
-    """The processes of one elastic job. Servers are started anew for each generation, since they serve one session."""
+def _common(ranks: int, elasticity: Elasticity) -> dict[str, Any]:
+    """The settings that all launchers of a job must share, by their options."""
+    return {
+        "-n": ranks,
+        "--min": elasticity.min_ranks,
+        "--max-restarts": elasticity.max_restarts,
+        "--replace-within": elasticity.replace_within_seconds,
+    }
 
-    def __init__(
-        self,
-        directory: str,
-        told: Path,
-        servers: int,
-        command: Sequence[str],
-        environ: Mapping[str, str],
-        elasticity: Elasticity,
-    ) -> None:
-        super().__init__(directory, told)
-        self._directory = Path(directory)
+
+def _follow(machine: LocalMachine, among: Among, settings: dict[str, Any], within_seconds: float) -> int:
+    """Start and end processes on this machine, as the launcher that hosts the job orders."""
+    peer = f"the launcher at {among.address}, which hosts the job,"
+
+    def hello(own_host: str) -> LauncherHello:
+        machine.host = among.host or own_host
+        return LauncherHello(settings, machine.room, machine.host)
+
+    try:
+        link = links.connect_to_host(among, hello, within_seconds, lambda: machine.interrupted_by > 0)
+    except ConfigError:
+        if machine.interrupted_by:
+            return 128 + machine.interrupted_by
+        raise
+    threading.Thread(target=_hear, args=(link, machine), name="commsched-launcher", daemon=True).start()
+    try:
+        while True:
+            event = machine.events.get()
+            match event:
+                case links.Told(HostAnswer(problem)):
+                    if problem:
+                        raise ConfigError(f"{peer} does not take this one: {problem}")
+                case links.Told(Over(exit_code, sentence)):
+                    if sentence:
+                        tell_user(sentence)
+                    return exit_code
+                case links.Told(message):
+                    machine.do(message)
+                case links.Gone(_, why):
+                    if machine.interrupted_by:
+                        return 128 + machine.interrupted_by
+                    tell_user(f"{peer} is lost ({why}), and the job with it")
+                    return 1
+                case _:
+                    report = machine.reported(event)
+                    if isinstance(report, Signalled):
+                        link.send(Closes())
+                    elif report is not None:
+                        link.send(report)
+            if machine.interrupted_by and machine.is_empty:
+                return 128 + machine.interrupted_by
+    finally:
+        link.close()
+
+
+def _hear(link: links.Link, machine: LocalMachine) -> None:
+    why = "it ended the connection"
+    try:
+        for message in link.messages():
+            machine.events.put(links.Told(message))
+    except links.LinkLost as lost:
+        why = str(lost)
+    machine.events.put(links.Gone(None, why))
+
+
+class _Member:
+    """A process of the job: the ``slot`` of the ``machine`` where it is."""
+
+    def __init__(self, machine: Machine, slot: int) -> None:
+        self.machine = machine
+        self.slot: int | None = slot  # None: another process may take its place
+        self.lives = True
+
+
+class _ElasticJob:
+    """The host's view of the job. Servers are started anew for each generation, since they serve one session."""
+
+    def __init__(self, here: LocalMachine, ranks: int, servers: int, token: str, elasticity: Elasticity) -> None:
+        self._here = here
+        self._ranks = ranks
         self._servers = servers
-        self._command = command
-        self._environ = environ
+        self._token = token
+        self._settings = _common(ranks, elasticity)
+        self._spans_machines = elasticity.among is not None
         self._generations = Generations(
             elasticity.min_ranks,
             elasticity.max_restarts,
             elasticity.join_within_seconds,
             elasticity.replace_within_seconds,
         )
-        self._members: dict[int, int] = {}  # by pid
-        self._pids: dict[int, int] = {}  # by member
-        self._connections: dict[int, socket.socket] = {}  # by member
+        self._machines: list[Machine] = [here]
+        self._members: dict[int, _Member] = {}
+        self._next_member = 0
+        self._homeless: list[int] = []  # members for which no machine has room yet
+        self._told: dict[int, tuple[str, ...]] = {}  # by member that has ended, the events that it had reported
+        self._ends = Ends(self._ranks_that)
         self._waiting: set[int] = set()  # members that wait for an answer
+        self._killed: set[int] = set()
         self._server_pids: set[int] = set()
-        self._killed: set[int] = set()  # pids
-        self._listening: list[socket.socket] = []
-        self._ranks_now = 0
-        self._losses: list[_Event] = []  # since the last generation began
-        self._awaited: set[int] = set()  # members that were said to be awaited, since then
-
-    def run(self, ranks: int) -> int:
-        """Run the job from its start to its end, and return the exit code."""
         self._ranks_now = ranks
+        self._losses: list[ProcessEvent] = []  # since the last generation began
+        self._awaited: set[int] = set()  # members that were said to be awaited, since then
+        self._generation: Form | None = None
+        self._has_given_up = False
+        self._is_met = False  # rank 0 of this generation has said where it listens, or has ended
+
+    def run(self) -> int:
+        """Run the job from its start to its end, and return the exit code."""
+        if self._here.room < self._ranks:
+            tell_user(f"{self._here.host} hosts the job, with room for {self._here.room} of {self._ranks} ranks")
+        for rank in range(self._ranks):
+            self._want(rank)
+        self._settle()
         try:
-            for rank in range(ranks):
-                self._start_member(rank)
-            return self.wait()
-        except _Interrupted:
-            return self.exit_code()
-        finally:
-            self.kill()
-            for listening in self._listening:
-                with suppress(OSError):
-                    listening.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
-                listening.close()
+            self._wait()
+        except Interrupted:  # while servers were being started
+            pass
+        number = self._here.interrupted_by
+        sentence = self._ends.what_happened() if self._ends.failures and not number else ""
+        if sentence:
+            tell_user(sentence)
+        code = 128 + number if number else self._ends.exit_code() or int(self._generations.is_closed)
+        for machine in self._machines:
+            if isinstance(machine, links.RemoteMachine):
+                machine.link.send(Over(code, sentence))
+        return code
 
-    def _start_member(self, rank: int) -> None:
-        member = len(self._members)
-        path = self._directory / f"member-{member}"
-        told = self._directory / f"told-{member}"
-        listening = socket.socket(socket.AF_UNIX)
-        self._listening.append(listening)
-        with short_path(path) as short:
-            listening.bind(short)
-        listening.listen()
-        threading.Thread(target=self._listen, args=(member, listening), name=f"commsched-member-{member}", daemon=True).start()
-        self._generations.started(member, rank, time.monotonic())
-        environ = {**self._environ, ELASTIC: str(path), "COMMSCHED_LAUNCHER_FILE": str(told)}
-        pid = self.start_rank(self._command, environ, rank, self._ranks_now)
-        self._members[pid], self._pids[member] = member, pid
-        self._watch_in_thread(pid)
-
-    def _watch_in_thread(self, pid: int) -> None:
-        threading.Thread(target=self._watch, args=(pid,), name=f"commsched-watch-{pid}", daemon=True).start()
-
-    def _listen(self, member: int, listening: socket.socket) -> None:
-        """Enqueue what the process ``member`` asks."""
-        while True:
+    def _wait(self) -> None:
+        """Wait until every process has ended for good."""
+        while self._homeless or any(member.lives for member in self._members.values()):
             try:
-                connection, _ = listening.accept()
-            except OSError:
-                return  # the job is over
-            # It may be killed while it writes.
-            with suppress(OSError, ValueError, TypeError), connection.makefile("rb") as file:
-                for line in file:
-                    self._events.put(_AskedEvent(member, asked_from_line(line), connection))
-
-    def wait(self) -> int:
-        """Wait until every rank has ended for good."""
-        while self._alive & set(self._ranks):
-            try:
-                event = self._events.get(timeout=_TICK_SECONDS)
+                event = self._here.events.get(timeout=_TICK_SECONDS)
             except Empty:
                 self._tick()
                 continue
-            if isinstance(event, _AskedEvent):
-                self._was_asked(event)
-            elif event.stopped_by:
-                _say(f"{self._names[event.pid]} was stopped by {_signal_name(event.stopped_by)}")
-            else:
-                self._ended(event)
-        if self._failures and not self._interrupted:
-            _say(self._what_happened())
-        return self.exit_code() or int(self._generations.is_closed)
+            match event:
+                case links.Came(machine):
+                    self._came(machine)
+                case links.Heard(machine, report):
+                    if machine in self._machines:
+                        self._reported(machine, report)
+                case links.Gone(machine, why):
+                    if machine in self._machines:
+                        self._gone(machine, why)
+                case _:
+                    own = self._here.reported(event)
+                    if isinstance(own, Signalled):
+                        self._homeless.clear()
+                        self._order_all(EndAll(own.number))
+                    elif own is not None:
+                        self._reported(self._here, own)
 
-    def _was_asked(self, event: _AskedEvent) -> None:
-        self._connections[event.member] = event.connection
-        self._waiting.add(event.member)
-        if self._interrupted:  # all ranks have got the signal, and leave
-            gone = event.asked.leaves or event.asked.is_done
-            self._answer(event.member, Finish() if gone else GiveUp("commsched run was interrupted"))
+    def _order_all(self, order: EndAll) -> None:
+        for machine in self._machines:
+            if machine is not self._here:
+                machine.do(order)
+
+    # --- machines ---
+
+    def _came(self, machine: links.RemoteMachine) -> None:
+        problem = next(
+            (
+                f"{name} is {machine.settings.get(name)} there, and {value} at {self._here.host}; give all launchers the same"
+                for name, value in self._settings.items()
+                if machine.settings.get(name) != value
+            ),
+            "",
+        )
+        if self._here.interrupted_by or self._generations.is_closed:
+            problem = problem or "the job ends"
+        machine.link.send(HostAnswer(problem))
+        if problem:
+            tell_user(f"the launcher at {machine.host} is refused: {problem}")
+            machine.link.finish()
             return
-        if event.asked.leaves:
-            _say(f"{self._names[self._pids[event.member]]} leaves")
-        self._do(self._generations.asked(event.member, event.asked, time.monotonic()))
+        self._machines.append(machine)
+        tell_user(f"{machine.host} has come, with room for {ranks_number(machine.room)}")
+        self._settle()
+
+    def _gone(self, machine: links.RemoteMachine, why: str) -> None:
+        self._machines.remove(machine)
+        lost = [number for number, member in self._members.items() if member.machine is machine and member.lives]
+        if not lost:
+            return
+        ranks = ranks_text(sorted(self._ends.ranks[member] for member in lost))
+        if not self._here.interrupted_by:
+            tell_user(f"the launcher at {machine.host} is lost ({why}), and with it {ranks}")
+        # Its processes may live without their launcher. The others must not go on with them.
+        for number, member in self._members.items():
+            if member.lives and number not in lost and number not in self._waiting:
+                self._tell(number, Summoned())
+        self._ends.is_lost.update(lost)
+        self._killed.update(lost)  # so nothing more is said of them
+        for number in lost:
+            self._ended(Ended(number, 1))
+
+    def _want(self, rank: int) -> None:
+        """Have a process started as ``rank``, as soon as a machine has room."""
+        self._generations.wanted(self._next_member, rank, time.monotonic())
+        self._homeless.append(self._next_member)
+        self._next_member += 1
+
+    def _settle(self) -> None:
+        """Start the processes for which there is room."""
+        while self._homeless and (found := self._room()) is not None:
+            machine, slot = found
+            number = self._homeless.pop(0)
+            rank = self._generations.started(number, time.monotonic())
+            self._members[number] = _Member(machine, slot)
+            self._ends.ranks[number], self._ends.names[number] = rank, f"rank {rank}"
+            machine.do(StartMember(number, rank, slot))
+
+    def _room(self) -> tuple[Machine, int] | None:
+        for machine in self._machines:
+            taken = {member.slot for member in self._members.values() if member.machine is machine}
+            for slot in range(machine.room):
+                if slot not in taken:
+                    return machine, slot
+        return None
+
+    # --- processes ---
+
+    def _reported(self, machine: Machine, report: MachineReport) -> None:
+        if isinstance(report, Closes):
+            machine.room = 0
+            tell_user(f"the launcher at {machine.host} has got a signal: its ranks leave, and no further ones start there")
+            return
+        member = self._members.get(report.member)
+        if member is None or member.machine is not machine or not member.lives:
+            return
+        match report:
+            case MemberSaid(number, line):
+                self._said(number, line)
+            case Ended():
+                self._ended(report)
+            case Started(number, pid):
+                at = f" at {machine.host}" if self._spans_machines else ""
+                self._ends.names[number] = f"rank {self._ends.ranks[number]} (pid {pid}{at})"
+            case MemberStopped(number, 0):
+                if number not in self._killed:
+                    self._do([Kill(number, "it was stopped")])
+            case MemberStopped(number, signal_number):
+                tell_user(f"{self._ends.names[number]} was stopped by {signal_name(signal_number)}")
+
+    def _said(self, number: int, line: str) -> None:
+        try:
+            said = from_line(line)
+        except ValueError:
+            return  # it was killed while it wrote
+        if isinstance(said, Asked):
+            self._asked(number, said)
+        elif isinstance(said, Listens) and self._generation is not None:
+            is_rank_0 = self._generation.ranks.get(number) == 0
+            if is_rank_0 and said.generation == self._generation.generation:
+                self._meet_at(said.address)
+
+    def _meet_at(self, address: str) -> None:
+        """Tell the ranks of this generation where rank 0 listens."""
+        assert self._generation is not None
+        self._is_met = True
+        for number, rank in self._generation.ranks.items():
+            if rank != 0 and self._members[number].lives:
+                self._tell(number, Listens(self._generation.generation, address))
+
+    def _asked(self, number: int, asked: Asked) -> None:
+        self._waiting.add(number)
+        if self._here.interrupted_by:  # all ranks have got the signal, and leave
+            gone = asked.leaves or asked.is_done
+            self._answer(number, Finish() if gone else GiveUp("commsched run was interrupted"))
+            return
+        if asked.leaves:
+            tell_user(f"{self._ends.names[number]} leaves")
+            self._members[number].slot = None
+        self._do(self._generations.asked(number, asked, time.monotonic()))
 
     def _tick(self) -> None:
         now = time.monotonic()
         self._do(self._generations.tick(now))
-        for member in self._generations.awaited(now, _ASK_SECONDS):
-            pid = self._pids[member]
-            if pid not in self._killed and not runs(pid):
-                self._do([Kill(member, "it was stopped")])
-            elif member not in self._awaited:
-                self._awaited.add(member)
-                _say(f"all wait for {self._names[pid]}, which has not noticed the loss yet")
+        for number in self._generations.awaited(now, _ASK_SECONDS):
+            member = self._members[number]
+            if number not in self._killed:
+                member.machine.do(Examine(number))
+            if number not in self._awaited:
+                self._awaited.add(number)
+                tell_user(f"all wait for {self._ends.names[number]}, which has not noticed the loss yet")
 
-    def _ended(self, event: _Event) -> None:
-        self._alive.discard(event.pid)
-        if event.pid in self._server_pids:
-            return  # ranks that miss it ask for another generation
-        if event.exit_code != 0:
-            _kill_group(event.pid, signal.SIGKILL)  # what the process has left behind, such as a data loader's processes
-        if self._interrupted:
-            self._failures += [event] if event.exit_code else []
+    def _ended(self, ended: Ended) -> None:
+        number, well = ended.member, ended.exit_code == 0
+        member, name = self._members[number], self._ends.names[number]
+        member.lives, member.slot = False, None
+        self._waiting.discard(number)
+        self._told[number] = ended.told
+        if ended.was_ended:
+            self._ends.ended_by_us = sorted([*self._ends.ended_by_us, name])
+        failure = ProcessEvent(number, ended.exit_code)
+        if self._here.interrupted_by:
+            self._ends.failures += [] if well else [failure]
             return
-        member = self._members[event.pid]
-        self._waiting.discard(member)
-        if (connection := self._connections.pop(member, None)) is not None:
-            connection.close()
-        if event.exit_code != 0:
-            (self._failures if self._generations.is_closed else self._losses).append(event)
-        actions = self._generations.ended(member, event.exit_code == 0, self._has_heard(event.pid))
-        if event.exit_code != 0 and event.pid not in self._killed and not self._generations.is_closed:
-            _say(f"{self._names[event.pid]} {_ended_how(event)}")
+        is_closed = self._generations.is_closed
+        if well:
+            self._ends.ended_well.append(self._ends.ranks[number])
+        else:
+            (self._ends.failures if is_closed else self._losses).append(failure)
+        if self._generation is not None and self._generation.ranks.get(number) == 0 and not self._is_met:
+            self._meet_at("")
+        actions = self._generations.ended(number, well, "heard" in ended.told)
+        if not well and number not in self._killed and not is_closed:
+            tell_user(self._ends.how(failure))
         self._do(actions)
 
-    def _told_by(self, pid: int) -> set[str]:
-        """The events that the process has reported."""
-        try:
-            lines = Path(self._directory, f"told-{self._members[pid]}").read_text().splitlines()
-        except FileNotFoundError:
-            return set()
-        return {line.split()[0] for line in lines}
-
     def _ranks_that(self, what: str) -> set[int]:
-        return {rank for pid, rank in self._ranks.items() if what in self._told_by(pid)}
-
-    def _has_heard(self, pid: int) -> bool:
-        return pid not in self._members or "heard" in self._told_by(pid)
+        return {self._ends.ranks[number] for number, told in self._told.items() if what in told}
 
     def _do(self, actions: Sequence[Action]) -> None:
         for action in actions:
             match action:
                 case Start(rank):
-                    _say(f"rank {rank} is replaced; restarts left: {self._generations.restarts_left}")
-                    self._start_member(rank)
-                case Kill(member, why):
-                    pid = self._pids[member]
-                    _say(f"{self._names[pid]} is killed: {why}")
-                    self._killed.add(pid)
-                    _kill_group(pid, signal.SIGKILL)
-                case Summon(member):
-                    self._tell(member, Summoned())
+                    self._want(rank)
+                    self._settle()
+                    wait = ", as soon as a machine has room for it" if self._homeless else ""
+                    tell_user(f"rank {rank} is replaced{wait}; restarts left: {self._generations.restarts_left}")
+                case Kill(number, why):
+                    if number in self._homeless:
+                        self._homeless.remove(number)
+                        continue
+                    tell_user(f"{self._ends.names[number]} is killed: {why}")
+                    self._killed.add(number)
+                    self._members[number].machine.do(KillMember(number))
+                case Summon(number):
+                    self._tell(number, Summoned())
                 case Form():
                     self._form(action)
-                case Dismiss(member):
-                    self._answer(member, Finish())
+                case Dismiss(number):
+                    self._answer(number, Finish())
                 case GiveUp(why):
-                    if not self._timers:
-                        _say(f"the job cannot go on: {why}")
-                    self._failures, self._losses = [*self._losses, *self._failures], []
+                    if not self._has_given_up:
+                        tell_user(f"the job cannot go on: {why}")
+                    self._has_given_up = True
+                    self._ends.failures, self._losses = [*self._losses, *self._ends.failures], []
+                    self._homeless.clear()
                     for waiting in tuple(self._waiting):
                         self._answer(waiting, action)
-                    self._end_soon()
+                    for machine in self._machines:
+                        machine.do(EndAll(0))
 
     def _form(self, form: Form) -> None:
         for pid in self._server_pids:
-            _kill_group(pid, signal.SIGKILL)
-        token = secrets.token_hex(32)
-        rendezvous = str(self._directory / f"control-{form.generation}.json")
-        before = set(self._processes)
-        addresses = self.start_servers(self._servers, {**self._environ, "COMMSCHED_TOKEN": token})
-        for pid in set(self._processes) - before:
-            self._server_pids.add(pid)
-            self._watch_in_thread(pid)
+            kill_group(pid, 9)
+        self._generation, self._is_met = form, False
+        salt = secrets.token_hex(16)
+        servers, started = self._here.serve(self._servers, generation_token(self._token, form.generation, salt))
+        self._server_pids |= started
         size = len(form.ranks)
         if form.generation > 1:
             fewer = f" instead of {self._ranks_now}" if size != self._ranks_now else ""
-            _say(f"the job goes on with {size} rank{'s' if size > 1 else ''}{fewer}, from step {form.steps}")
+            tell_user(f"the job goes on with {ranks_number(size)}{fewer}, from step {form.steps}")
         self._ranks_now = size
         self._losses.clear()
         self._awaited.clear()
-        for member, rank in form.ranks.items():
-            pid = self._pids[member]
-            self._ranks[pid], self._names[pid] = rank, f"rank {rank} (pid {pid})"
-            place = Place(form.generation, rank, size, form.root, form.steps, token, rendezvous, tuple(addresses))
-            self._answer(member, place)
+        place = Place(form.generation, 0, size, 0, 0, form.root, form.steps, "", salt, tuple(servers))
+        for number, rank in form.ranks.items():
+            name = self._ends.names[number]
+            self._ends.ranks[number], self._ends.names[number] = rank, f"rank {rank} {name.split(' ', 2)[2]}"
+            machine = self._members[number].machine
+            beside = sorted(its for other, its in form.ranks.items() if self._members[other].machine is machine)
+            at = beside.index(rank)
+            self._answer(number, replace(place, rank=rank, local_rank=at, local_world_size=len(beside), host=machine.host))
 
-    def _answer(self, member: int, answer: Place | Finish | GiveUp) -> None:
-        self._waiting.remove(member)
-        self._tell(member, answer)
+    def _answer(self, number: int, answer: Place | Finish | GiveUp) -> None:
+        self._waiting.remove(number)
+        self._tell(number, answer)
 
-    def _tell(self, member: int, answer: Place | Finish | GiveUp | Summoned) -> None:
-        with suppress(OSError):  # it was killed meanwhile, and its end is to come
-            self._connections[member].sendall(answer_to_line(answer))
+    def _tell(self, number: int, answer: Place | Finish | GiveUp | Summoned | Listens) -> None:
+        self._members[number].machine.do(Tell(number, to_line(answer).decode()))
 
 
-def _ended_how(event: _Event) -> str:
-    if event.exit_code < 0:
-        return f"was killed by {_signal_name(-event.exit_code)}"
-    return f"ended with exit code {event.exit_code}"
+def ranks_number(ranks: int) -> str:
+    return f"{ranks} rank{'' if ranks == 1 else 's'}"

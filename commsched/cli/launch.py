@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
@@ -20,6 +20,7 @@ from ..core import timeouts
 from ..core.errors import TransportError, ranks_text
 from ..core.ports import free_port
 from ..core.standard_streams import say_error
+from ..net.tls import Identity
 from ..session.log import NOTHING_MADE
 from ..session.membership import ELASTIC
 from ..settings import parse_switch
@@ -46,22 +47,24 @@ def run(
     SIGINT or SIGHUP that is ignored stays ignored.
     """
     with tempfile.TemporaryDirectory(prefix="commsched-") as directory:
+        among = None if elastic is None else elastic.among
+        here = max(1, ranks if among is None else among.room)  # ranks on this machine
         environ = {
-            "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // ranks)),  # otherwise every engine takes all cores
+            "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // here)),  # otherwise every engine takes all cores
             **{name: value for name, value in environ.items() if name != ELASTIC},  # a rank of an elastic job may call this
-            "COMMSCHED_TOKEN": secrets.token_hex(32),
+            "COMMSCHED_TOKEN": secrets.token_hex(32) if among is None else among.token,
             "COMMSCHED_RENDEZVOUS": f"{directory}/control.json",
-            # Variables of torchrun, for scripts that initialise torch.distributed or split their data by them.
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(free_port()),
         }
-        told = Path(directory, "told")
-        environ = {**environ, "COMMSCHED_LAUNCHER_FILE": str(told)}
+        if among is None:  # else no address would hold for the whole job
+            # Variables of torchrun, for scripts that initialise torch.distributed or split their data by them.
+            environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         if elastic is not None:
-            from .elastic import ElasticJob
+            from .elastic import run_elastic
 
-            return ElasticJob(directory, told, servers, command, environ, elastic).run(ranks)
-        job = _Job(directory, told)
+            return run_elastic(directory, ranks, servers, command, environ, elastic)
+        told = Path(directory, "told")
+        environ["COMMSCHED_LAUNCHER_FILE"] = str(told)
+        job = Job(directory, told)
         try:
             if servers:
                 environ["COMMSCHED_SERVERS"] = ",".join(job.start_servers(servers, environ))
@@ -69,9 +72,11 @@ def run(
                 job.start_rank(command, environ, rank, ranks, stdout)
             code = job.wait()
             if code == 0 and ranks > 1 and not told.exists() and not parse_switch(environ.get("COMMSCHED_DISABLE", "")):
-                _say(f"no rank joined the job, so nothing was averaged: each of {ranks} processes ran alone. {NOTHING_MADE}")
+                tell_user(
+                    f"no rank joined the job, so nothing was averaged: each of {ranks} processes ran alone. {NOTHING_MADE}"
+                )
             return code
-        except _Interrupted:
+        except Interrupted:
             return job.exit_code()
         finally:
             job.kill()
@@ -81,24 +86,112 @@ def run(
 class Elasticity:
     """The bounds within which an elastic job goes on. ``max_restarts``: the number of processes that may be started in place of
     lost ones. ``min_ranks``: the job ends if fewer are left. ``replace_within_seconds``: the others wait no longer for a new
-    process, if they are enough."""
+    process, if they are enough. ``among``: how the launchers of several machines meet; None: there is one machine."""
 
     min_ranks: int
     max_restarts: int
     join_within_seconds: float
     replace_within_seconds: float
+    among: Among | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class _Event:
+class Among:
+    """How the launchers of an elastic job meet.
+
+    Attributes:
+        address: ``host:port`` at which one of them listens, on the machine that has this address.
+        room: for so many ranks this machine has room.
+        host: the address at which other machines reach this one; None: the one from which it reaches ``address``.
+        fail_after_seconds: a launcher that is silent so long is lost.
+    """
+
+    address: str
+    token: str
+    job: str
+    room: int
+    host: str | None
+    identity: Identity | None
+    fail_after_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessEvent:
     """A process has ended, or the signal ``stopped_by`` has stopped it. It may be stopped several times."""
 
-    pid: int
+    process: int
     exit_code: int = 0  # negative: the number of the signal that killed it
     stopped_by: int = 0
 
 
-class _Job:
+class Ends:
+    """How the processes of a job have ended. A process is known by a number, such as its pid.
+
+    Args:
+        ranks_that: returns the ranks that have reported an event: ``joined``, or ``heard`` of another's failure.
+    """
+
+    def __init__(self, ranks_that: Callable[[str], set[int]]) -> None:
+        self.names: dict[int, str] = {}
+        self.ranks: dict[int, int] = {}
+        self.failures: list[ProcessEvent] = []  # in the order of their ends
+        self.ended_well: list[int] = []  # ranks
+        self.ended_by_us: list[str] = []
+        self.is_lost: set[int] = set()  # with their machine
+        self._ranks_that = ranks_that
+
+    def _cause(self) -> ProcessEvent | None:
+        """The first failure that is no consequence of another failure, and that we did not cause. A server's error exit always
+        is a consequence: the server was notified of the failure."""
+        for failure in self.failures:
+            by_itself = self.names[failure.process] not in self.ended_by_us
+            if by_itself and (failure.exit_code < 0 or not self._has_heard(failure.process)):
+                return failure
+        return None
+
+    def _has_heard(self, process: int) -> bool:
+        """Whether the process has ended, if with an error, as a consequence of another's."""
+        return self.ranks.get(process) in {None, *self._ranks_that("heard")}
+
+    def what_happened(self) -> str:
+        """A sentence on the process that failed first, on how it ended, and on the other processes."""
+        cause = self._cause()
+        ended_by_us = f"{', '.join(self.ended_by_us)} had to be ended" if self.ended_by_us else ""
+        if cause is None:
+            others = sum(self.names[each.process] not in self.ended_by_us for each in self.failures)
+            ended = f"{others} process{'' if others == 1 else 'es'} ended with errors that name the cause" if others else ""
+            absent = sorted(set(self.ended_well) - self._ranks_that("joined")) if ended else []
+            left_out = f"{ranks_text(absent)} ended without an error, and without having joined" if absent else ""
+            return "; ".join(filter(None, (ended_by_us, ended, left_out)))
+        line = self.how(cause)
+        if cause.exit_code == -signal.SIGKILL:
+            line += " (out of memory?)"
+        rank = self.ranks.get(cause.process)
+        if rank is not None and rank not in self._ranks_that("joined"):
+            line += " before it joined the job"
+        if len(self.failures) > 1:
+            line += f"; then {len(self.failures) - 1} more ended with errors"
+        return f"{line}; {ended_by_us}" if ended_by_us else line
+
+    def how(self, failure: ProcessEvent) -> str:
+        """Which process has failed, and how."""
+        name = self.names[failure.process]
+        if failure.process in self.is_lost:
+            return f"{name} was lost with its launcher"
+        if failure.exit_code < 0:
+            return f"{name} was killed by {signal_name(-failure.exit_code)}"
+        return f"{name} ended with exit code {failure.exit_code}"
+
+    def exit_code(self) -> int:
+        """The exit code of the job."""
+        if not self.failures:
+            return 0
+        of_ranks = [failure for failure in self.failures if failure.process in self.ranks]
+        code = (self._cause() or [*of_ranks, *self.failures][0]).exit_code
+        return code if code >= 0 else 128 - code
+
+
+class Job:
     """The processes of one job. Each process has a session of its own, so that its children end with it. The guard process
     removes ``directory`` if this process is killed. ``told`` is the file to which the ranks append their events.
 
@@ -108,13 +201,10 @@ class _Job:
     def __init__(self, directory: str, told: Path) -> None:
         self._told = told
         self._processes: dict[int, subprocess.Popen[str]] = {}
-        self._names: dict[int, str] = {}
         self._alive: set[int] = set()
-        self._ranks: dict[int, int] = {}  # by pid
-        self._events: SimpleQueue[Any] = SimpleQueue()  # each an _Event; in an elastic job also what its processes ask
-        self._failures: list[_Event] = []  # in the order of their ends
-        self._ended_well: list[int] = []  # ranks
-        self._ended_by_us: list[str] = []
+        self._events: SimpleQueue[Any] = SimpleQueue()  # each an ProcessEvent; in an elastic job there are others
+        self._ends = Ends(self._ranks_that)
+        self._names, self._ranks = self._ends.names, self._ends.ranks  # by pid
         self._timers: list[threading.Timer] = []
         self._interrupted = 0
         # Without site packages and environment: the guard must start at once, whatever the job's Python is like.
@@ -147,9 +237,7 @@ class _Job:
         self, command: Sequence[str], environ: Mapping[str, str], rank: int, ranks: int, stdout: int | None = None
     ) -> int:
         """Start a process, and return its pid."""
-        world = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": ranks}
-        place = {f"{prefix}{name}": str(value) for prefix in ("COMMSCHED_", "") for name, value in world.items()}
-        pid = self._start(f"rank {rank}", command, {**environ, **place}, stdout).pid
+        pid = self._start(f"rank {rank}", command, {**environ, **variables_of(rank, ranks, rank, ranks)}, stdout).pid
         self._ranks[pid] = rank
         return pid
 
@@ -180,32 +268,19 @@ class _Job:
         while self._alive:
             event = self._events.get()
             if event.stopped_by:
-                _say(f"{self._names[event.pid]} was stopped by {_signal_name(event.stopped_by)}")
+                tell_user(f"{self._names[event.process]} was stopped by {signal_name(event.stopped_by)}")
                 continue
-            self._alive.discard(event.pid)
-            ranks.discard(event.pid)
+            self._alive.discard(event.process)
+            ranks.discard(event.process)
             if event.exit_code != 0:
-                self._failures.append(event)
-            elif event.pid in self._ranks:
-                self._ended_well.append(self._ranks[event.pid])
+                self._ends.failures.append(event)
+            elif event.process in self._ranks:
+                self._ends.ended_well.append(self._ranks[event.process])
             if event.exit_code != 0 or (not ranks and self._alive):
                 self._end_soon()
-        if self._failures and not self._interrupted:
-            _say(self._what_happened())
+        if self._ends.failures and not self._interrupted:
+            tell_user(self._ends.what_happened())
         return self.exit_code()
-
-    def _cause(self) -> _Event | None:
-        """The first failure that is no consequence of another failure, and that we did not cause. A server's error exit always
-        is a consequence: the server was notified of the failure."""
-        for failure in self._failures:
-            by_itself = self._names[failure.pid] not in self._ended_by_us
-            if by_itself and (failure.exit_code < 0 or not self._has_heard(failure.pid)):
-                return failure
-        return None
-
-    def _has_heard(self, pid: int) -> bool:
-        """Whether the process has ended, if with an error, as a consequence of another's."""
-        return self._ranks.get(pid) in {None, *self._ranks_that("heard")}
 
     def _watch(self, pid: int) -> None:
         """Enqueue an event for the end of a process, without reaping it, and for each time it is stopped."""
@@ -214,36 +289,13 @@ class _Job:
                 found = os.waitid(os.P_PID, pid, os.WEXITED | os.WSTOPPED | os.WNOWAIT)
                 if found is None or found.si_code != os.CLD_STOPPED:
                     break
-                self._events.put(_Event(pid, stopped_by=found.si_status))
+                self._events.put(ProcessEvent(pid, stopped_by=found.si_status))
                 os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOHANG)  # otherwise the next call would return at once
         except ChildProcessError:
             return  # the job is over, and the process was reaped
         status = found.si_status if found is not None else 1
         exited = found is None or found.si_code == os.CLD_EXITED
-        self._events.put(_Event(pid, status if exited else -status))
-
-    def _what_happened(self) -> str:
-        """A sentence on the process that failed first, on how it ended, and on the other processes."""
-        cause = self._cause()
-        ended_by_us = f"{', '.join(self._ended_by_us)} had to be ended" if self._ended_by_us else ""
-        if cause is None:
-            others = sum(self._names[each.pid] not in self._ended_by_us for each in self._failures)
-            ended = f"{others} process{'' if others == 1 else 'es'} ended with errors that name the cause" if others else ""
-            absent = sorted(set(self._ended_well) - self._ranks_that("joined")) if ended else []
-            left_out = f"{ranks_text(absent)} ended without an error, and without having joined" if absent else ""
-            return "; ".join(filter(None, (ended_by_us, ended, left_out)))
-        name = self._names[cause.pid]
-        if cause.exit_code < 0:
-            number = -cause.exit_code
-            line = f"{name} was killed by {_signal_name(number)}{' (out of memory?)' if number == signal.SIGKILL else ''}"
-        else:
-            line = f"{name} ended with exit code {cause.exit_code}"
-        rank = self._ranks.get(cause.pid)
-        if rank is not None and rank not in self._ranks_that("joined"):
-            line += " before it joined the job"
-        if len(self._failures) > 1:
-            line += f"; then {len(self._failures) - 1} more ended with errors"
-        return f"{line}; {ended_by_us}" if ended_by_us else line
+        self._events.put(ProcessEvent(pid, status if exited else -status))
 
     def _ranks_that(self, what: str) -> set[int]:
         """The ranks that have reported the event ``what``: ``joined``, or ``heard`` of another's failure."""
@@ -254,13 +306,7 @@ class _Job:
         return {int(line.split()[1]) for line in lines if line.startswith(f"{what} ")}
 
     def exit_code(self) -> int:
-        if self._interrupted:
-            return 128 + self._interrupted
-        if not self._failures:
-            return 0
-        of_ranks = [failure for failure in self._failures if failure.pid in self._ranks]
-        code = (self._cause() or [*of_ranks, *self._failures][0]).exit_code
-        return code if code >= 0 else 128 - code
+        return 128 + self._interrupted if self._interrupted else self._ends.exit_code()
 
     def _end_soon(self) -> None:
         if not self._timers:
@@ -274,7 +320,7 @@ class _Job:
                 self._timers.append(timer)
 
     def _end(self, number: int) -> None:
-        self._ended_by_us = sorted(self._names[pid] for pid in self._alive)
+        self._ends.ended_by_us = sorted(self._names[pid] for pid in self._alive)
         self._signal(number)
 
     def kill(self) -> None:
@@ -282,7 +328,7 @@ class _Job:
         for timer in self._timers:
             timer.cancel()
         for process_group in self._processes:
-            _kill_group(process_group, signal.SIGKILL)
+            kill_group(process_group, signal.SIGKILL)
         for process in self._processes.values():
             process.wait()
         self._tell_guard("done")
@@ -297,7 +343,7 @@ class _Job:
 
     def _require_not_interrupted(self) -> None:
         if self._interrupted:
-            raise _Interrupted
+            raise Interrupted
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
         self._interrupted = self._interrupted or number
@@ -306,26 +352,32 @@ class _Job:
 
     def _signal(self, number: int) -> None:
         for pid in list(self._alive):
-            _kill_group(pid, number)
+            kill_group(pid, number)
 
 
-class _Interrupted(Exception):
+class Interrupted(Exception):
     """A signal came while processes were being started."""
 
 
-def _kill_group(process_group: int, number: int) -> None:
+def variables_of(rank: int, ranks: int, local_rank: int, local_ranks: int) -> dict[str, str]:
+    """The variables that tell a process its place."""
+    world = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": local_ranks}
+    return {f"{prefix}{name}": str(value) for prefix in ("COMMSCHED_", "") for name, value in world.items()}
+
+
+def kill_group(process_group: int, number: int) -> None:
     try:
         os.killpg(process_group, number)
     except (ProcessLookupError, PermissionError):
         pass  # all processes of the group have ended
 
 
-def _signal_name(number: int) -> str:
+def signal_name(number: int) -> str:
     try:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
 
 
-def _say(line: str) -> None:
+def tell_user(line: str) -> None:
     say_error(f"commsched run: {line}")

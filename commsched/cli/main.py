@@ -14,9 +14,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from ..control.rendezvous import read_token, require_strong
+from ..control.rendezvous import job_name, read_token, require_strong
 from ..core.errors import CommschedError, ConfigError
 from ..core.standard_streams import occupy, say_error
+from ..core.world import World
 from ..session.membership import require_can_be_elastic
 from ..session.metrics import require_library
 from ..session.opening import quiet_grpc
@@ -25,7 +26,7 @@ from ..transports import require_transport, without_effect
 from ..version import __version__
 
 if TYPE_CHECKING:
-    from .launch import Elasticity
+    from .launch import Among, Elasticity
 
 #: Options of ``commsched tune`` that have another name than their setting, with the setting's name.
 _TUNE_OPTIONS = {"budget": "tune", "out": "tune_out", "by": "tune_by", "policies": "tune_policies"}
@@ -76,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _add_run(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "commsched run -n N [--servers K] [--elastic] [options] COMMAND ..."
+    parser.usage = "commsched run -n N [--servers K] [--elastic [--local K]] [options] COMMAND ..."
     elastic = parser.add_argument_group("lost ranks")
     elastic_help = "go on when ranks are lost; the script uses commsched.Elastic (default: a lost rank ends the job)"
     elastic.add_argument("--elastic", action="store_true", help=elastic_help)
@@ -88,6 +89,11 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         "with --elastic and --min: wait so long for a new process, and then go on without it until it comes (default: 30)"
     )
     elastic.add_argument("--replace-within", type=_seconds, metavar="SECONDS", help=replace_help)
+    local_help = (
+        "with --elastic, on each of several machines, with COMMSCHED_CONTROL and COMMSCHED_TOKEN: how many of the N ranks this "
+        "machine has room for (default: all, on this machine)"
+    )
+    elastic.add_argument("--local", type=_at_least(0), metavar="K", help=local_help)
     _add_job(parser)
     parser.set_defaults(function=_run)
 
@@ -106,7 +112,7 @@ def _elasticity(arguments: argparse.Namespace, settings: Settings) -> Elasticity
     from .launch import Elasticity
 
     if not arguments.elastic:
-        for option in ("min", "max_restarts", "replace_within"):
+        for option in ("min", "max_restarts", "replace_within", "local"):
             if getattr(arguments, option) is not None:
                 raise ConfigError(f"--{option.replace('_', '-')} is for --elastic only")
         return None
@@ -116,9 +122,42 @@ def _elasticity(arguments: argparse.Namespace, settings: Settings) -> Elasticity
     min_ranks = arguments.ranks if arguments.min is None else arguments.min
     if min_ranks > arguments.ranks:
         raise ConfigError(f"--min {min_ranks} is more than the {arguments.ranks} ranks of -n")
-    max_restarts = 3 if arguments.max_restarts is None else arguments.max_restarts
+    among = _among(arguments, settings)
+    # A machine may be lost with all of its ranks.
+    default_restarts = 3 if among is None else max(3, arguments.ranks)
+    max_restarts = default_restarts if arguments.max_restarts is None else arguments.max_restarts
     replace_within = 30.0 if arguments.replace_within is None else arguments.replace_within
-    return Elasticity(min_ranks, max_restarts, settings.join_within, replace_within)
+    return Elasticity(min_ranks, max_restarts, settings.join_within, replace_within, among)
+
+
+def _among(arguments: argparse.Namespace, settings: Settings) -> Among | None:
+    from ..net.tls import identity_of
+    from .launch import Among
+
+    if arguments.local is None:
+        if settings.control is not None:
+            raise ConfigError(
+                f"{settings.text_of('control')} is for elastic jobs on several machines: say by --local how many of the ranks "
+                "each has room for"
+            )
+        return None
+    if settings.control is None:
+        raise ConfigError("--local needs COMMSCHED_CONTROL=host:port, where the launchers of all machines meet")
+    token = read_token(settings)
+    if token is None:
+        raise ConfigError("--local needs the same COMMSCHED_TOKEN or COMMSCHED_TOKEN_FILE on every machine")
+    require_strong(token, settings.control)
+    if arguments.servers:
+        raise ConfigError(f"--servers {arguments.servers} cannot be used with --local: every rank hosts a shard")
+    return Among(
+        settings.control,
+        token,
+        job_name(World(), settings, {}),
+        arguments.local,
+        None if settings.host is None else settings.host.strip("[]"),
+        identity_of(settings.security, token, settings.certificates),
+        settings.fail_after,
+    )
 
 
 def _add_tune(parser: argparse.ArgumentParser) -> None:

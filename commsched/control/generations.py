@@ -7,11 +7,9 @@ special. It is pure: it knows no process, socket or clock.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from ..core import timeouts
 from ..core.errors import ranks_text
@@ -36,21 +34,6 @@ class Asked:
     was_silent: bool = False
     is_done: bool = False
     leaves: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """The place of one process in a generation, counted from 1. All ranks begin with the values that the rank ``root`` has
-    after ``steps`` steps."""
-
-    generation: int
-    rank: int
-    world_size: int
-    root: int
-    steps: int
-    token: str
-    rendezvous: str
-    servers: tuple[str, ...] = ()
 
 
 #: Why a job ends if none of its ranks goes on.
@@ -109,16 +92,6 @@ class GiveUp:
 Action = Start | Kill | Form | Summon | Dismiss | GiveUp
 
 
-@dataclass(frozen=True, slots=True)
-class Finish:
-    """The answer to a member that is dismissed."""
-
-
-@dataclass(frozen=True, slots=True)
-class Summoned:
-    """The message to a member that is summoned."""
-
-
 class Generations:
     """The ranks of one elastic job. A process is a *member*, by a number that is never used again.
 
@@ -143,7 +116,8 @@ class Generations:
         self._replace_within_seconds = replace_within_seconds
         self._generation = 0
         self._ranks: dict[int, int] = {}  # by member: all that live
-        self._newcomers: dict[int, float] = {}  # members without a generation so far, and when they were started
+        self._newcomers: dict[int, float] = {}  # members without a generation so far, and when they were started, or inf
+        self._without_place: dict[int, float] = {}  # newcomers that are not started yet, and since when they are wanted
         self._late: set[int] = set()  # newcomers without which a generation has begun
         self._late_starts = 0  # processes to be started that are late from the beginning
         self._asked: dict[int, Asked] = {}
@@ -164,12 +138,18 @@ class Generations:
     def restarts_left(self) -> int:
         return self._restarts_left
 
-    def started(self, member: int, rank: int, now: float) -> None:
-        """The launcher has started ``member``."""
-        self._ranks[member], self._newcomers[member] = rank, now
+    def wanted(self, member: int, rank: int, now: float) -> None:
+        """``member`` is to be started in the place of ``rank``, as soon as a machine has room for it."""
+        self._ranks[member], self._newcomers[member], self._without_place[member] = rank, math.inf, now
         if self._late_starts:
             self._late_starts -= 1
             self._late.add(member)
+
+    def started(self, member: int, now: float) -> int:
+        """``member`` is being started. Return the rank that it begins as."""
+        self._newcomers[member] = now
+        del self._without_place[member]
+        return self._ranks[member]
 
     def asked(self, member: int, asked: Asked, now: float) -> list[Action]:
         """``member`` asks for its next place."""
@@ -227,7 +207,7 @@ class Generations:
 
     def _forget(self, member: int) -> tuple[int, bool]:
         """Return its rank, and whether it was late."""
-        for known in (self._newcomers, self._asked, self._suspects):
+        for known in (self._newcomers, self._without_place, self._asked, self._suspects):
             known.pop(member, None)
         was_late = member in self._late
         self._late.discard(member)
@@ -268,6 +248,10 @@ class Generations:
             for member in hanging:
                 del self._suspects[member]
             return [Kill(member, "it has failed, and does not end") for member in hanging]
+        waiting = [each for each, since in self._without_place.items() if now > since + self._join_within_seconds]
+        if waiting := [member for member in waiting if member not in self._late]:
+            text = ranks_text(sorted(self._ranks[member] for member in waiting))
+            return self._give_up(f"no machine with room for {text} has come within {self._join_within_seconds:g} s")
         late = [
             member
             for member, started_at in self._newcomers.items()
@@ -323,31 +307,3 @@ class Generations:
     def _give_up(self, why: str) -> list[Action]:
         self._is_closed, self._why = True, why
         return [GiveUp(why)]
-
-
-# --- what the two ends say to each other: one line of JSON each ---
-
-
-def asked_to_line(asked: Asked) -> bytes:
-    return f"{json.dumps(asdict(asked))}\n".encode()
-
-
-def asked_from_line(line: bytes) -> Asked:
-    """Raises ValueError or TypeError if the line is none."""
-    return Asked(**json.loads(line))
-
-
-def answer_to_line(answer: Place | Finish | GiveUp | Summoned) -> bytes:
-    kind = {Place: "place", Finish: "finish", GiveUp: "give up", Summoned: "summoned"}[type(answer)]
-    return f"{json.dumps({'kind': kind, **asdict(answer)})}\n".encode()
-
-
-def answer_from_line(line: bytes) -> Place | Finish | GiveUp | Summoned:
-    """Raises ValueError, KeyError or TypeError if the line is none."""
-    record: dict[str, Any] = json.loads(line)
-    kind = record.pop("kind")
-    if kind == "place":
-        return Place(**{**record, "servers": tuple(record["servers"])})
-    if kind == "summoned":
-        return Summoned()
-    return Finish() if kind == "finish" else GiveUp(**record)

@@ -262,6 +262,11 @@ def own_host(settings: Settings, control_address: str) -> str:
         time.sleep(0.2)  # polls only while joining: names and routes may come up late
 
 
+def bracketed(host: str) -> str:
+    """``host`` as it stands before a port."""
+    return f"[{host}]" if ":" in host else host
+
+
 def stands_for_loopback(host: str) -> bool:
     """Whether ``host``, a name or an address, resolves to a loopback address on this machine."""
     try:

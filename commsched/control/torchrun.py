@@ -21,7 +21,7 @@ from ..core.errors import ConfigError, PeerLost, PeerTimeout
 from ..core.world import World
 from ..net.sealed import SECRET_BYTES, OneTimeKey
 from ..settings import Settings, parse_address
-from .rendezvous import Endpoint, is_listening, own_host, read_token, require_no_loopback, require_strong
+from .rendezvous import Endpoint, bracketed, is_listening, own_host, read_token, require_no_loopback, require_strong
 
 log = logging.getLogger("commsched")
 
@@ -46,7 +46,7 @@ class StorePlace(NamedTuple):
     port: int
 
     def __str__(self) -> str:
-        return f"{_bracketed(self.host)}:{self.port}"
+        return f"{bracketed(self.host)}:{self.port}"
 
 
 def store_place(world: World, settings: Settings, environ: Mapping[str, str]) -> StorePlace | None:
@@ -96,7 +96,7 @@ class TorchrunStore:
             raise ConfigError("servers is set, but no token: set the same COMMSCHED_TOKEN on every rank and server")
         if self._settings.host is None:
             require_no_loopback(self._place.host, f"MASTER_ADDR={self._place.host!r}")
-        address = f"{_bracketed(own_host(self._settings, str(self._place)))}:0"
+        address = f"{bracketed(own_host(self._settings, str(self._place)))}:0"
         token = token or secrets.token_hex(SECRET_BYTES)
         require_strong(token, address)
         return Endpoint(address, token)
@@ -253,7 +253,3 @@ def _reply(meeting: str, rank: int) -> str:
 
 def _about(meeting: str, rank: int) -> str:
     return f"token of {meeting} for rank {rank}"
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host

@@ -6,14 +6,17 @@ import logging
 import os
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 
-from ..control.generations import Asked, Finish, GiveUp, Place, Summoned, answer_from_line, asked_to_line
-from ..core.errors import ConfigError, PeerLost, TransportError
+from ..control.elastic_messages import Answer, Finish, Listens, Place, Summoned, from_line, generation_token, to_line
+from ..control.generations import Asked, GiveUp
+from ..control.rendezvous import Endpoint, bracketed, read_token
+from ..core.errors import ConfigError, PeerLost, PeerTimeout, TransportError
 from ..core.world import World
 from ..settings import Settings
 from .opening import open_session
@@ -36,6 +39,7 @@ def short_path(path: Path) -> Iterator[str]:
 ELASTIC = "COMMSCHED_ELASTIC"
 
 _LAUNCHER = "commsched run --elastic"
+_LAUNCHER_ENDED = f"{_LAUNCHER} does not answer any more: it has ended"
 _JOIN_SECONDS = 10.0
 
 
@@ -43,7 +47,7 @@ def require_can_be_elastic(settings: Settings) -> None:
     """Raises ConfigError if a setting cannot be used in an elastic job."""
     if settings.transport not in ("auto", "ps", "gloo"):
         raise ConfigError(f"transport={settings.transport!r} cannot be used with --elastic, which works over ps and gloo only")
-    for name in ("trace", "tune", "control", "servers"):
+    for name in ("trace", "tune", "servers"):
         if getattr(settings, name):
             raise ConfigError(f"{settings.text_of(name)} cannot be used with --elastic")
 
@@ -67,7 +71,8 @@ class ElasticMember:
         self.is_summoned = False
         self._path = path
         self._connection: socket.socket | None = None  # with the launcher, as long as this process lives
-        self._answers: SimpleQueue[Place | Finish | GiveUp | None] = SimpleQueue()  # None: there will be no more
+        self._answers: SimpleQueue[Answer | None] = SimpleQueue()  # None: there will be no more
+        self._listens: SimpleQueue[Listens | None] = SimpleQueue()
         self._settings = settings
         self._device = device
 
@@ -97,15 +102,17 @@ class ElasticMember:
 
     def _listen(self, connection: socket.socket) -> None:
         """Take what the launcher says, until it or this process ends."""
-        with suppress(OSError, ValueError, KeyError, TypeError), connection.makefile("rb") as file:
+        with suppress(OSError, ValueError), connection.makefile("rb") as file:
             for line in file:
-                answer = answer_from_line(line)
-                if isinstance(answer, Summoned):
-                    self.is_summoned = True
-                else:
-                    self.is_summoned = False
+                answer = from_line(line)
+                if isinstance(answer, Listens):
+                    self._listens.put(answer)
+                    continue
+                self.is_summoned = isinstance(answer, Summoned)
+                if not self.is_summoned:
                     self._answers.put(answer)
         self._answers.put(None)
+        self._listens.put(None)
 
     def _ask(self, asked: Asked) -> Place | None:
         """Ask the launcher for a place in the next generation, and wait until all ranks have asked. None: all steps are made.
@@ -117,21 +124,77 @@ class ElasticMember:
         answer = None
         with suppress(OSError):
             self._connection = self._connection or self._connect()
-            self._connection.sendall(asked_to_line(asked))
+            self._connection.sendall(to_line(asked))
             answer = self._answers.get()
-        if answer is None:
-            raise PeerLost(f"{_LAUNCHER} does not answer any more: it has ended")
         if isinstance(answer, GiveUp):
             raise TransportError(f"the job cannot go on: {answer.why}")
-        return None if isinstance(answer, Finish) else answer
+        if isinstance(answer, Place | Finish):
+            return answer if isinstance(answer, Place) else None
+        raise PeerLost(_LAUNCHER_ENDED)
 
     def _open(self, place: Place) -> Session:
-        world = World(place.rank, place.world_size, place.rank, place.world_size, launcher=_LAUNCHER)
+        world = World(place.rank, place.world_size, place.local_rank, place.local_world_size, launcher=_LAUNCHER)
         transport = "ps" if self._settings.transport == "auto" else self._settings.transport
-        settings = replace(self._settings, transport=transport, token=place.token, token_file=None)
+        token = read_token(self._settings)
+        if token is None:
+            raise ConfigError(f"COMMSCHED_TOKEN is missing, which {_LAUNCHER} has set")
+        token = generation_token(token, place.generation, place.salt)
         # All processes have just asked, so those that do not join at once have died since.
-        within = min(settings.join_within, max(_JOIN_SECONDS, settings.fail_after))
-        settings = replace(settings, rendezvous=place.rendezvous, servers=place.servers, join_within=within)
-        session = open_session(world, settings, self._device)
+        within = min(self._settings.join_within, max(_JOIN_SECONDS, self._settings.fail_after))
+        settings = replace(
+            self._settings,
+            transport=transport,
+            control=None,
+            token=token,
+            token_file=None,
+            servers=place.servers,
+            join_within=within,
+        )
+        session = open_session(world, settings, self._device, _AtLauncher(self, place, token, within))
         session.membership, session.place = self, place
         return session
+
+    def _say(self, listens: Listens) -> None:
+        """Tell the launcher, for the other ranks, where rank 0 listens."""
+        assert self._connection is not None
+        try:
+            self._connection.sendall(to_line(listens))
+        except OSError as error:
+            raise PeerLost(_LAUNCHER_ENDED) from error
+
+    def _hear(self, generation: int, within_seconds: float) -> str:
+        """Return the address at which rank 0 of ``generation`` listens."""
+        deadline = time.monotonic() + within_seconds
+        while True:
+            try:
+                listens = self._listens.get(timeout=max(0.0, deadline - time.monotonic()))
+            except Empty:
+                raise PeerTimeout(f"rank 0 did not say within {within_seconds:g} s where it listens") from None
+            if listens is None:
+                self._listens.put(None)
+                raise PeerLost(_LAUNCHER_ENDED)
+            if listens.generation == generation:
+                if not listens.address:
+                    raise PeerLost("rank 0 has ended before it listened", rank=0)
+                return listens.address
+
+
+class _AtLauncher:
+    """The meeting of the ranks of one generation, at their launchers. See ``opening.MeetingPlace``."""
+
+    def __init__(self, member: ElasticMember, place: Place, token: str, within_seconds: float) -> None:
+        self._member = member
+        self._place = place
+        self._token = token
+        self._within_seconds = within_seconds
+
+    def where_to_listen(self) -> Endpoint:
+        return Endpoint(f"{bracketed(self._place.host)}:0", self._token)
+
+    @contextmanager
+    def offered(self, endpoint: Endpoint, world_size: int) -> Iterator[None]:
+        self._member._say(Listens(self._place.generation, endpoint.address))
+        yield
+
+    def find(self, rank: int) -> Endpoint:
+        return Endpoint(self._member._hear(self._place.generation, self._within_seconds), self._token)

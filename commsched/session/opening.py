@@ -7,10 +7,10 @@ import logging
 import os
 import platform
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ..control.end import ControlEnd
 from ..control.rendezvous import (
@@ -57,8 +57,24 @@ _CHOOSES_KERNELS = ("vendor_id", "cpu family", "model", "flags", "CPU implemente
 _opened = False
 
 
-def open_session(world: World, settings: Settings, device: str = "cpu") -> Session:
+class MeetingPlace(Protocol):
+    """A place where ranks find rank 0."""
+
+    def where_to_listen(self) -> Endpoint:
+        """On rank 0: the address to bind, and the token."""
+
+    def offered(self, endpoint: Endpoint, world_size: int, /) -> AbstractContextManager[None]:
+        """On rank 0: within the block, tell the other ranks the endpoint."""
+
+    def find(self, rank: int, /) -> Endpoint:
+        """On another rank: find rank 0's endpoint."""
+
+
+def open_session(world: World, settings: Settings, device: str = "cpu", meeting: MeetingPlace | None = None) -> Session:
     """Open a session with a control channel of its own, independent of the session of ``commsched.init``. Collective.
+
+    Args:
+        meeting: where the ranks find each other; None: as the settings and the launcher say.
 
     Raises:
         ConfigError, PeerTimeout: see ``commsched.init``.
@@ -75,7 +91,7 @@ def open_session(world: World, settings: Settings, device: str = "cpu") -> Sessi
         _tell_joined(world, settings)
         return _open_alone(world, settings)
     quiet_grpc()
-    return _open_joined(world, settings, device)
+    return _open_joined(world, settings, device, meeting)
 
 
 def has_opened() -> bool:
@@ -109,12 +125,12 @@ def _open_alone(world: World, settings: Settings) -> Session:
     return alone
 
 
-def _open_joined(world: World, settings: Settings, device: str) -> Session:
+def _open_joined(world: World, settings: Settings, device: str, meeting: MeetingPlace | None) -> Session:
     """Open the session of one of several ranks, part after part."""
     job = job_name(world, settings, os.environ)
     with ExitStack() as around:  # what outlives the session's other parts: the control server and the witness
         published = around.enter_context(ExitStack())
-        endpoint, server = _meet(world, settings, job, around, published)
+        endpoint, server = _meet(world, settings, job, meeting, around, published)
         host = own_host(settings, endpoint.address)
         control = _join(world, settings, job, endpoint, server, host, around)
         with starting(control) as undo:
@@ -175,17 +191,18 @@ def _open_joined(world: World, settings: Settings, device: str) -> Session:
 
 
 def _meet(
-    world: World, settings: Settings, job: str, around: ExitStack, published: ExitStack
+    world: World, settings: Settings, job: str, meeting: MeetingPlace | None, around: ExitStack, published: ExitStack
 ) -> tuple[Endpoint, ControlServer | None]:
     """The endpoint of the control channel. On rank 0, open its server too, and publish where it listens."""
     path = rendezvous_path(settings, os.environ)
-    place = store_place(world, settings, os.environ)
-    store = None if place is None else open_torchrun_store(place, settings)
+    place = store_place(world, settings, os.environ) if meeting is None else None
+    if place is not None:
+        meeting = open_torchrun_store(place, settings)
     if world.rank != 0:
-        return find(world, settings, path) if store is None else store.find(world.rank), None
+        return find(world, settings, path) if meeting is None else meeting.find(world.rank), None
     from ..control.server import ControlServer
 
-    wanted = where_to_listen(world, settings) if store is None else store.where_to_listen()
+    wanted = where_to_listen(world, settings) if meeting is None else meeting.where_to_listen()
     server = ControlServer(
         wanted.address,
         wanted.token,
@@ -198,8 +215,8 @@ def _meet(
     )
     around.callback(server.close)
     endpoint = Endpoint(server.address, wanted.token)
-    if store is not None:
-        published.enter_context(store.offered(endpoint, world.world_size))
+    if meeting is not None:
+        published.enter_context(meeting.offered(endpoint, world.world_size))
     elif settings.control is None:
         publish(path, endpoint)
         published.callback(path.unlink, missing_ok=True)

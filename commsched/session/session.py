@@ -25,7 +25,7 @@ from .log import say
 from .stats import Statistics, scalars
 
 if TYPE_CHECKING:
-    from ..control.generations import Place
+    from ..control.elastic_messages import Place
     from .membership import ElasticMember
     from .norms import Norms
 

@@ -13,7 +13,7 @@ import pytest
 
 from commsched.cli import launch
 from commsched.cli import launch_guard as guard
-from commsched.cli.launch import _Event, _Job
+from commsched.cli.launch import Ends, Job, ProcessEvent
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def signalled(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 
 def test_a_process_group_that_is_somebody_else_s_by_now_does_not_keep_the_others(signalled: list[tuple[int, int]]) -> None:
     for process_group in (7, 8, 9):
-        launch._kill_group(process_group, signal.SIGTERM)
+        launch.kill_group(process_group, signal.SIGTERM)
     assert signalled == [(9, signal.SIGTERM)]
 
 
@@ -49,31 +49,33 @@ def test_nor_does_it_when_the_launcher_was_killed(
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> _Job:
+def job(tmp_path: Path) -> Job:
     """Two ranks and a server, whose ends the test tells."""
-    made = object.__new__(_Job)
+    made = object.__new__(Job)
     made._told = tmp_path / "told"
-    made._processes, made._timers, made._failures, made._ended_by_us, made._interrupted = {}, [], [], [], 0
-    made._ended_well = []
-    made._names = {10: "server 0 (pid 10)", 11: "rank 0 (pid 11)", 12: "rank 1 (pid 12)"}
-    made._ranks, made._alive, made._events = {11: 0, 12: 1}, {10, 11, 12}, SimpleQueue()
+    made._processes, made._timers, made._interrupted = {}, [], 0
+    made._ends = Ends(made._ranks_that)
+    made._names, made._ranks = made._ends.names, made._ends.ranks
+    made._names |= {10: "server 0 (pid 10)", 11: "rank 0 (pid 11)", 12: "rank 1 (pid 12)"}
+    made._ranks |= {11: 0, 12: 1}
+    made._alive, made._events = {10, 11, 12}, SimpleQueue()
     return made
 
 
-def test_a_server_that_nobody_joined_is_ended_after_the_last_rank(job: _Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(job, "_end_soon", lambda: job._events.put(_Event(10)))
+def test_a_server_that_nobody_joined_is_ended_after_the_last_rank(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job, "_end_soon", lambda: job._events.put(ProcessEvent(10)))
     for rank in (11, 12):
-        job._events.put(_Event(rank))
+        job._events.put(ProcessEvent(rank))
     assert job.wait() == 0
     assert not job._alive
 
 
 def test_neither_a_server_nor_who_heard_of_a_failure_is_its_cause(
-    job: _Job, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    job: Job, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(job, "_end_soon", lambda: None)
     job._told.write_text("joined 0\njoined 1\nheard 0\n")
-    for event in (_Event(10, 1), _Event(11, 1), _Event(12, 3)):
+    for event in (ProcessEvent(10, 1), ProcessEvent(11, 1), ProcessEvent(12, 3)):
         job._events.put(event)
     assert job.wait() == 3
     assert capfd.readouterr().err == "commsched run: rank 1 (pid 12) ended with exit code 3; then 2 more ended with errors\n"

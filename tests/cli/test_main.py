@@ -80,6 +80,8 @@ def test_a_lane_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[str]
         (["--elastic", "--min", "3"], "--min 3 is more than the 2 ranks of -n"),
         (["--elastic", "--disable", "1"], "--elastic needs several ranks that train together"),
         (["--replace-within", "1"], "--replace-within is for --elastic only"),
+        (["--local", "1"], "--local is for --elastic only"),
+        (["--elastic", "--local", "1"], "--local needs COMMSCHED_CONTROL=host:port, where the launchers of all machines meet"),
         (
             ["--elastic", "--transport", "mpi"],
             "transport='mpi' cannot be used with --elastic, which works over ps and gloo only",
@@ -88,6 +90,38 @@ def test_a_lane_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[str]
 )
 def test_options_that_would_do_nothing_are_refused(options: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "-n", "2", *options, "--", sys.executable]) == 2
+    assert capsys.readouterr().err == f"commsched: ConfigError: {said}\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "environ", "said"),
+    [
+        (
+            [],
+            {},
+            "control='10.0.0.1:7' is for elastic jobs on several machines: say by --local how many of the ranks each has room "
+            "for",
+        ),
+        (["--local", "1"], {}, "--local needs the same COMMSCHED_TOKEN or COMMSCHED_TOKEN_FILE on every machine"),
+        (
+            ["--local", "1"],
+            {"COMMSCHED_TOKEN": "short"},
+            "the token has 5 characters, and 10.0.0.1:7 may be reached by other machines: take one of at least 16 that nobody "
+            "can guess, such as openssl rand -hex 32 prints",
+        ),
+        (
+            ["--local", "1", "--servers", "2"],
+            {"COMMSCHED_TOKEN": "0" * 32},
+            "--servers 2 cannot be used with --local: every rank hosts a shard",
+        ),
+    ],
+)
+def test_what_an_elastic_job_on_several_machines_needs(
+    options: list[str], environ: dict[str, str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"COMMSCHED_CONTROL": "10.0.0.1:7", **environ}.items():
+        monkeypatch.setenv(name, value)
+    assert main(["run", "-n", "2", "--elastic", *options, "--", sys.executable]) == 2
     assert capsys.readouterr().err == f"commsched: ConfigError: {said}\n"
 
 

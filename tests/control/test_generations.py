@@ -9,29 +9,27 @@ from commsched.control.generations import (
     Action,
     Asked,
     Dismiss,
-    Finish,
     Form,
     Generations,
     GiveUp,
     Kill,
-    Place,
     Start,
     Summon,
-    Summoned,
-    answer_from_line,
-    answer_to_line,
-    asked_from_line,
-    asked_to_line,
 )
 
 DONE = Asked(9, is_over=True, is_done=True)
+
+
+def start(job: Generations, member: int, rank: int, now: float) -> None:
+    job.wanted(member, rank, now)
+    assert job.started(member, now) == rank
 
 
 def formed(ranks: int, min_ranks: int | None = None, max_restarts: int = 0, replace_within: float = math.inf) -> Generations:
     """The first generation: member n is rank n."""
     job = Generations(ranks if min_ranks is None else min_ranks, max_restarts, 60.0, replace_within)
     for rank in range(ranks):
-        job.started(rank, rank, 0.0)
+        start(job, rank, rank, 0.0)
     actions: list[Action] = []
     for rank in range(ranks):
         assert actions == []
@@ -44,7 +42,7 @@ def test_a_lost_rank_is_replaced_in_its_place_and_the_root_has_the_most_steps() 
     job = formed(3, max_restarts=1)
     assert job.asked(2, Asked(7), 5.0) == []  # before its end is known
     assert job.ended(0, well=False) == [Start(0)]
-    job.started(3, 0, 5.0)
+    start(job, 3, 0, 5.0)
     assert job.asked(1, Asked(6), 5.0) == []
     assert job.asked(3, Asked(), 6.0) == [Form(2, {3: 0, 1: 1, 2: 2}, 2, 7)]
     assert job.restarts_left == 0
@@ -74,7 +72,7 @@ def test_a_rank_that_leaves() -> None:
     job = formed(3, min_ranks=2, max_restarts=1)
     assert job.asked(1, Asked(leaves=True), 5.0) == [Dismiss(1), Start(1)]
     assert job.ended(1, well=True) == []
-    job.started(3, 1, 5.0)
+    start(job, 3, 1, 5.0)
     for member in (0, 2):
         job.asked(member, Asked(6), 5.0)
     assert job.asked(3, Asked(), 6.0) == [Form(2, {0: 0, 3: 1, 2: 2}, 0, 6)]
@@ -87,7 +85,7 @@ def grown(min_ranks: int = 2, max_restarts: int = 1) -> Generations:
     """Member 3 is to replace member 1, and the other two have gone on without it."""
     job = formed(3, min_ranks, max_restarts, replace_within=10.0)
     assert job.ended(1, well=False) == [Start(1)]
-    job.started(3, 1, 5.0)
+    start(job, 3, 1, 5.0)
     job.asked(0, Asked(4), 5.0)
     assert job.tick(16.0) == []  # member 2 may be in a long call
     job.asked(2, Asked(4), 12.0)
@@ -107,7 +105,7 @@ def test_a_replacement_that_comes_late_is_joined_by_the_others() -> None:
 def test_a_replacement_that_comes_while_others_have_lost_another_rank() -> None:
     job = grown(max_restarts=2)
     assert job.ended(0, well=False) == [Start(0)]
-    job.started(4, 0, 20.0)
+    start(job, 4, 0, 20.0)
     job.asked(2, Asked(6), 20.0)
     assert job.asked(3, Asked(), 20.0) == []
     assert job.asked(4, Asked(), 21.0) == [Form(3, {4: 0, 2: 1, 3: 2}, 1, 6)]
@@ -118,7 +116,7 @@ def test_a_replacement_that_never_comes() -> None:
     assert job.tick(64.0) == []
     assert job.tick(66.0) == [Kill(3, "it did not join within 60 s")]
     assert job.ended(3, well=False) == [Start(1)]
-    job.started(4, 1, 66.0)
+    start(job, 4, 1, 66.0)
     assert job.asked(4, Asked(), 70.0) == [Summon(0), Summon(2)]
     job = grown(max_restarts=1)
     job.tick(66.0)
@@ -144,14 +142,14 @@ def test_too_few_ranks_wait_for_a_late_one() -> None:
 def test_a_new_process_that_another_loss_ends_costs_no_restart() -> None:
     job = formed(3, max_restarts=2)
     assert job.ended(1, well=False) == [Start(1)]
-    job.started(3, 1, 5.0)
+    start(job, 3, 1, 5.0)
     for member in (0, 2, 3):
         job.asked(member, Asked(None if member == 3 else 4), 5.0)
     assert job.ended(0, well=False) == [Start(0)]
     assert job.ended(3, well=False, is_consequence=True) == [Start(1)]
     assert job.restarts_left == 0
-    job.started(4, 0, 6.0)
-    job.started(5, 1, 6.0)
+    start(job, 4, 0, 6.0)
+    start(job, 5, 1, 6.0)
     for member in (2, 4):
         job.asked(member, Asked(4 if member == 2 else None), 6.0)
     assert job.asked(5, Asked(), 6.0) == [Form(3, {4: 0, 5: 1, 2: 2}, 2, 4)]
@@ -160,17 +158,17 @@ def test_a_new_process_that_another_loss_ends_costs_no_restart() -> None:
 def test_a_new_process_that_dies_is_replaced_as_well() -> None:
     job = formed(2, max_restarts=2)
     assert job.ended(1, well=False) == [Start(1)]
-    job.started(2, 1, 5.0)
+    start(job, 2, 1, 5.0)
     job.asked(0, Asked(3), 5.0)
     assert job.ended(2, well=False) == [Start(1)]
-    job.started(3, 1, 6.0)
+    start(job, 3, 1, 6.0)
     assert job.asked(3, Asked(), 7.0) == [Form(2, {0: 0, 3: 1}, 0, 3)]
 
 
 def test_a_rank_whose_values_were_being_replaced_is_no_root() -> None:
     job = formed(3, max_restarts=5)
     job.ended(2, well=False)
-    job.started(3, 2, 5.0)
+    start(job, 3, 2, 5.0)
     job.asked(0, Asked(None), 5.0)
     job.asked(3, Asked(), 5.0)
     assert job.asked(1, Asked(3), 5.0) == [Form(2, {0: 0, 1: 1, 3: 2}, 1, 3)]
@@ -179,11 +177,11 @@ def test_a_rank_whose_values_were_being_replaced_is_no_root() -> None:
 def test_without_any_rank_that_has_the_state_the_job_ends() -> None:
     job = formed(2, max_restarts=5)
     assert job.ended(0, well=False) == [Start(0)]
-    job.started(2, 0, 5.0)
+    start(job, 2, 0, 5.0)
     assert job.ended(1, well=False) == [GiveUp(NONE_LEFT)]
     job = formed(2, max_restarts=5)
     job.ended(0, well=False)
-    job.started(2, 0, 5.0)
+    start(job, 2, 0, 5.0)
     job.asked(2, Asked(), 5.0)
     assert job.asked(1, Asked(None), 5.0) == [GiveUp(NONE_LEFT)]
 
@@ -226,7 +224,7 @@ def test_members_that_do_not_ask() -> None:
     assert job.awaited(104.0, 5.0) == []
     assert job.awaited(106.0, 5.0) == [1, 2]
     job.ended(1, well=False)
-    job.started(3, 1, 100.0)
+    start(job, 3, 1, 100.0)
     assert job.tick(159.0) == []
     assert job.tick(161.0) == [Kill(3, "it did not join within 60 s")]
     assert job.awaited(161.0, 5.0) == [2]
@@ -235,7 +233,7 @@ def test_members_that_do_not_ask() -> None:
 def test_ranks_that_do_not_join_at_first_end_the_job() -> None:
     job = Generations(2, 3, join_within_seconds=60.0)
     for rank in range(3):
-        job.started(rank, rank, 0.0)
+        start(job, rank, rank, 0.0)
     assert job.tick(1000.0) == []  # nobody has joined: it may be a script that never does
     job.asked(1, Asked(), 1000.0)
     assert job.tick(1061.0) == [GiveUp("ranks 0, 2 did not join within 60 s")]
@@ -245,7 +243,7 @@ def test_ranks_that_do_not_join_at_first_end_the_job() -> None:
 def test_a_rank_that_ends_before_all_have_joined_ends_the_job(well: bool) -> None:
     job = Generations(2, 3, join_within_seconds=60.0)
     for rank in range(2):
-        job.started(rank, rank, 0.0)
+        start(job, rank, rank, 0.0)
     job.asked(0, Asked(), 1.0)
     why = "a rank has ended without joining the job" if well else "rank 1 has ended before all ranks had joined"
     assert job.ended(1, well) == [GiveUp(why)]
@@ -254,7 +252,7 @@ def test_a_rank_that_ends_before_all_have_joined_ends_the_job(well: bool) -> Non
 def test_processes_that_never_join_may_end() -> None:
     job = Generations(2, 3, join_within_seconds=60.0)
     for rank in range(2):
-        job.started(rank, rank, 0.0)
+        start(job, rank, rank, 0.0)
     assert job.ended(0, well=True) == []
     assert job.ended(1, well=True) == []
 
@@ -262,7 +260,7 @@ def test_processes_that_never_join_may_end() -> None:
 def test_a_loss_after_the_last_step() -> None:
     job = formed(3, max_restarts=1)
     assert job.ended(1, well=False) == [Start(1)]
-    job.started(3, 1, 5.0)
+    start(job, 3, 1, 5.0)
     job.asked(0, Asked(9, is_over=True), 5.0)
     job.asked(3, Asked(), 5.0)
     assert job.asked(2, Asked(9, is_over=True), 5.0) == [Form(2, {0: 0, 3: 1, 2: 2}, 0, 9)]
@@ -287,7 +285,7 @@ def test_a_rank_that_is_lost_after_the_last_step_is_not_replaced(order: tuple[in
         assert job.ended(1, well=False) == [GiveUp("rank 1 has failed after the last step")]
     else:
         assert job.ended(1, well=False) == [Start(1)]
-        job.started(3, 1, 5.0)
+        start(job, 3, 1, 5.0)
         assert job.asked(0, DONE, 5.0) == [AFTER_THE_LAST]
     assert job.is_closed
     assert job.ended(0, well=True) == []
@@ -305,22 +303,44 @@ def test_losses_while_others_have_ended() -> None:
     assert job.ended(2, well=False) == []
 
 
-@pytest.mark.parametrize("asked", [Asked(), Asked(7, True, 2, True, True)])
-def test_a_question_as_a_line(asked: Asked) -> None:
-    assert asked_from_line(asked_to_line(asked)) == asked
+def test_a_process_for_which_no_machine_has_room_is_waited_for_and_then_the_job_ends() -> None:
+    job = formed(3, max_restarts=2)
+    assert job.ended(1, well=False) == [Start(1)]
+    job.wanted(3, 1, 5.0)
+    for member in (0, 2):
+        assert job.asked(member, Asked(7), 5.0) == []
+    assert job.tick(65.0) == []
+    assert job.tick(66.0) == [GiveUp("no machine with room for rank 1 has come within 60 s")]
 
 
-@pytest.mark.parametrize(
-    "answer", [Place(2, 0, 3, 1, 9, "token", "/a/b", ("127.0.0.1:7",)), Finish(), GiveUp("because"), Summoned()]
-)
-def test_an_answer_as_a_line(answer: Place | Finish | GiveUp | Summoned) -> None:
-    assert answer_from_line(answer_to_line(answer)) == answer
+def test_a_machine_that_comes_in_time_has_all_of_the_time_to_join() -> None:
+    job = formed(2, max_restarts=1)
+    job.ended(1, well=False)
+    job.wanted(2, 1, 5.0)
+    job.asked(0, Asked(7), 5.0)
+    assert job.tick(60.0) == []
+    assert job.started(2, 60.0) == 1
+    assert job.tick(119.0) == []
+    assert job.asked(2, Asked(), 119.0) == [Form(2, {0: 0, 2: 1}, 0, 7)]
 
 
-@pytest.mark.parametrize("line", [b"", b"{}", b"[]", b"7\n", b'{"kind": "place"}\n'])
-def test_other_lines_are_refused(line: bytes) -> None:
-    with pytest.raises((ValueError, KeyError, TypeError, AttributeError)):
-        answer_from_line(line)
-    if line != b"{}":
-        with pytest.raises((ValueError, TypeError)):
-            asked_from_line(line)
+def test_without_a_machine_the_others_go_on_and_the_process_joins_them_whenever_one_comes() -> None:
+    job = formed(2, min_ranks=1, max_restarts=1, replace_within=10.0)
+    job.ended(1, well=False)
+    job.wanted(2, 1, 5.0)
+    job.asked(0, Asked(7), 5.0)
+    assert job.tick(16.0) == [Form(2, {0: 0}, 0, 7)]
+    assert job.tick(5000.0) == []
+    assert job.started(2, 5000.0) == 1
+    assert job.asked(2, Asked(), 5001.0) == [Summon(0)]
+    assert job.asked(0, Asked(300), 5001.0) == [Form(3, {0: 0, 2: 1}, 0, 300)]
+
+
+def test_ranks_for_which_no_machine_has_room_at_first() -> None:
+    job = Generations(3, 3, 60.0)
+    for rank in range(3):
+        job.wanted(rank, rank, 1.0)
+    job.started(0, 1.0)
+    job.asked(0, Asked(), 2.0)
+    assert job.tick(61.0) == []
+    assert job.tick(62.0) == [GiveUp("no machine with room for ranks 1, 2 has come within 60 s")]

@@ -2,7 +2,7 @@
 
 elastic_rank.py STEPS DIRECTORY [STRIKE ...]: each STRIKE is WHERE:WHO:STEP:HOW, done once in the job, as DIRECTORY notes.
 WHERE: start, forward, backward, stepped or after (the loop). WHO: a rank's number, or s or l and the number of a rank that
-strikes the job's server or launcher. HOW: kill, stop, term, raise or exit.
+strikes the job's server or launcher. HOW: kill, lost (kill, and hang), stop, term, raise or exit.
 """
 
 from __future__ import annotations
@@ -61,8 +61,10 @@ class Strikes:
             targets = {"s": server_of, "l": int}
             os.kill(
                 targets[who[0]](os.getppid()) if who[0] in targets else os.getpid(),
-                {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM}[how],
+                {"kill": signal.SIGKILL, "lost": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM}[how],
             )
+            while how == "lost":
+                time.sleep(1.0)  # like a machine without power, until it is killed
             while who.startswith("l") and not self.is_leaving():
                 time.sleep(0.01)  # until the launcher has passed the signal on
 

@@ -39,7 +39,8 @@ def clean_environ(**more: str) -> dict[str, str]:
 class Job:
     """``commsched run ...``, or another ``subcommand``, in the background. Ends, with everything it started, when the block is
     left. ``ignored``: signals that it is to find ignored, and no others, whatever started these tests. ``patient``: the test
-    counts what the other processes say after one has failed (``PATIENT_LAUNCHER``)."""
+    counts what the other processes say after one has failed (``PATIENT_LAUNCHER``). ``within``: a command that runs it, as
+    one does that enters a network namespace."""
 
     def __init__(
         self,
@@ -48,10 +49,11 @@ class Job:
         subcommand: str = "run",
         ignored: Sequence[str] = (),
         patient: bool = False,
+        within: Sequence[str] = (),
     ) -> None:
         signals = ["--default-signal=HUP,INT,TERM", *(f"--ignore-signal={name}" for name in ignored)]
         program = ["-c", PATIENT_LAUNCHER] if patient else ["-m", "commsched"]
-        self._command = ["env", *signals, sys.executable, *program, subcommand, *arguments]
+        self._command = [*within, "env", *signals, sys.executable, *program, subcommand, *arguments]
         self._environ = clean_environ(**(environ or {}))
 
     def __enter__(self) -> Job:

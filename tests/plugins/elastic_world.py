@@ -15,7 +15,8 @@ from typing import Any, Generic, TypeVar
 
 import pytest
 
-from commsched.control.generations import Action, Asked, Dismiss, Form, Generations, GiveUp, Place, Start, Summon
+from commsched.control.elastic_messages import Place
+from commsched.control.generations import Action, Asked, Dismiss, Form, Generations, GiveUp, Start, Summon
 from commsched.core.errors import TransportError
 from commsched.core.interfaces import Completion, ForwardingTransport, Transport
 from commsched.core.manifest import Manifest
@@ -90,7 +91,8 @@ class _World(Generic[T]):
 
     def start(self, rank: int) -> None:
         member = len(self._threads)
-        self._generations.started(member, rank, time.monotonic())
+        self._generations.wanted(member, rank, time.monotonic())
+        self._generations.started(member, time.monotonic())
         thread = threading.Thread(target=self._member, args=(member,), name=f"commsched-member-{member}", daemon=True)
         self._threads.append(thread)
         thread.start()
@@ -148,7 +150,7 @@ class _World(Generic[T]):
                     for session in sessions:
                         session.on_register(partial(_note_gradients, session))
                     for member, rank in ranks.items():
-                        sessions[rank].place = Place(generation, rank, len(ranks), root, steps, "", "")
+                        sessions[rank].place = Place(generation, rank, len(ranks), rank, len(ranks), root, steps, "", "")
                         self._flags[member] = SimpleNamespace(is_summoned=False)
                         sessions[rank].membership = self._flags[member]  # type: ignore[assignment]
                         self._waiting.pop(member).set_result(sessions[rank])

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from commsched.control.generations import Asked, Place
+from commsched.control.elastic_messages import Place
+from commsched.control.generations import Asked
 from commsched.core.errors import ConfigError, PeerTimeout, UnsupportedError
 from commsched.session import membership
 from commsched.session.elastic import _packed, _unpacked
@@ -50,7 +51,7 @@ def test_a_rank_that_is_lost_while_a_generation_opens_ends_that_generation(monke
 
     def ask(member: ElasticMember, asked: Asked) -> Place:
         said.append(asked)
-        return Place(len(said), 0, 2, 0, 5, "token", "/nowhere")
+        return Place(len(said), 0, 2, 0, 2, 0, 5, "127.0.0.1", "salt")
 
     def open_session(*_: object) -> Session:
         if len(said) == 1:
@@ -59,7 +60,7 @@ def test_a_rank_that_is_lost_while_a_generation_opens_ends_that_generation(monke
 
     monkeypatch.setattr(ElasticMember, "_ask", ask)
     monkeypatch.setattr(membership, "open_session", open_session)
-    member = ElasticMember("/nowhere", Settings.load({}, {}), "cpu")
+    member = ElasticMember("/nowhere", Settings.load({"token": "a secret"}, {}), "cpu")
     assert member.move(Asked(5, lost=1, was_silent=True)) is opened
     assert said == [Asked(5, lost=1, was_silent=True), Asked(5)]
     assert opened.place is not None
@@ -73,7 +74,7 @@ def test_a_rank_that_is_lost_while_a_generation_opens_ends_that_generation(monke
         ({"transport": "mpi"}, "transport='mpi' cannot be used with --elastic, which works over ps and gloo only"),
         ({"trace": "traces"}, "trace='traces' cannot be used with --elastic"),
         ({"tune": "1"}, "tune=.* cannot be used with --elastic"),
-        ({"control": "127.0.0.1:7000"}, "control='127.0.0.1:7000' cannot be used with --elastic"),
+        ({"servers": "127.0.0.1:7000"}, "servers=.* cannot be used with --elastic"),
     ],
 )
 def test_settings_that_cannot_be_elastic(settings: dict[str, Any], message: str) -> None:

@@ -1,0 +1,189 @@
+"""The processes of an elastic job on one machine. Whoever decides for the job, here or on another machine, gives it orders
+(``control/elastic_messages.py``), and gets its reports."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, Protocol
+
+from ..control.elastic_messages import (
+    EndAll,
+    Ended,
+    Examine,
+    KillMember,
+    MachineOrder,
+    MachineReport,
+    MemberSaid,
+    MemberStopped,
+    Started,
+    StartMember,
+    Tell,
+)
+from ..control.witness import runs
+from ..session.membership import ELASTIC, short_path
+from .launch import Interrupted, Job, ProcessEvent, kill_group, variables_of
+
+
+class Machine(Protocol):
+    """A machine of the job, as who decides sees it.
+
+    Attributes:
+        host: the address at which other machines reach it.
+        room: for so many ranks it has room.
+    """
+
+    host: str
+    room: int
+
+    def do(self, order: MachineOrder) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Signalled:
+    """The launcher has got a signal, which it has passed on to its processes."""
+
+    number: int
+
+
+class LocalMachine(Job):
+    """This machine. Each process asks at a socket of its own, in the private ``directory`` of the job.
+
+    Attributes:
+        events: the reports of this machine, some in a form that :meth:`reported` translates.
+    """
+
+    def __init__(
+        self, directory: str, ranks: int, room: int, host: str, command: Sequence[str], environ: Mapping[str, str]
+    ) -> None:
+        super().__init__(directory, Path(directory, "told"))
+        self.host = host
+        self.room = room
+        self.events: SimpleQueue[Any] = self._events
+        self._directory = Path(directory)
+        self._all_ranks = ranks
+        self._command = command
+        self._environ = environ
+        self._members: dict[int, int] = {}  # by pid
+        self._pids: dict[int, int] = {}  # by member
+        self._connections: dict[int, socket.socket] = {}  # by member
+        self._listening: list[socket.socket] = []
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no process of it lives."""
+        return not self._alive
+
+    @property
+    def interrupted_by(self) -> int:
+        """The number of the signal that this launcher has got; 0: none."""
+        return self._interrupted
+
+    def do(self, order: MachineOrder) -> None:
+        match order:
+            case StartMember(member, rank, slot):
+                self._start_member(member, rank, slot)
+            case KillMember(member) if member in self._pids:
+                kill_group(self._pids[member], signal.SIGKILL)
+            case Examine(member) if member in self._pids:
+                if self._pids[member] in self._alive and not runs(self._pids[member]):
+                    self.events.put(MemberStopped(member, 0))
+            case Tell(member, line):
+                with suppress(OSError, KeyError):  # it was killed meanwhile, and its end is to come
+                    self._connections[member].sendall(line.encode())
+            case EndAll(number):
+                if number:
+                    self._signal(number)
+                self._end_soon()
+
+    def reported(self, event: Any) -> MachineReport | Signalled | None:
+        """The report that ``event`` stands for, if any. Call it for all that ``events`` yields, in the thread that calls
+        :meth:`do`."""
+        if not isinstance(event, ProcessEvent):
+            assert isinstance(event, MachineReport | Signalled)
+            return event
+        member = self._members.get(event.process)
+        if event.stopped_by:
+            return None if member is None else MemberStopped(member, event.stopped_by)
+        self._alive.discard(event.process)
+        if member is None:
+            return None  # a server: ranks that miss it ask for another generation
+        if event.exit_code != 0:
+            kill_group(event.process, signal.SIGKILL)  # what it has left behind, such as a data loader's processes
+        if (connection := self._connections.pop(member, None)) is not None:
+            connection.close()
+        was_ended = self._names[event.process] in self._ends.ended_by_us
+        return Ended(member, event.exit_code, self._told_by(member), was_ended)
+
+    def serve(self, count: int, token: str) -> tuple[list[str], set[int]]:
+        """Start servers for one generation. Return their addresses, and their pids."""
+        before = set(self._processes)
+        addresses = self.start_servers(count, {**self._environ, "COMMSCHED_TOKEN": token})
+        started = set(self._processes) - before
+        for pid in started:
+            self._watch_in_thread(pid)
+        return addresses, started
+
+    def close(self) -> None:
+        """EndAll all remaining processes at once, and release everything."""
+        self.kill()
+        for listening in self._listening:
+            with suppress(OSError):
+                listening.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+            listening.close()
+
+    def _start_member(self, member: int, rank: int, slot: int) -> None:
+        path, told = self._directory / f"member-{member}", self._directory / f"told-{member}"
+        listening = socket.socket(socket.AF_UNIX)
+        self._listening.append(listening)
+        with short_path(path) as short:
+            listening.bind(short)
+        listening.listen()
+        threading.Thread(target=self._listen, args=(member, listening), name=f"commsched-member-{member}", daemon=True).start()
+        environ = {
+            **self._environ,
+            **variables_of(rank, self._all_ranks, slot, self.room),
+            ELASTIC: str(path),
+            "COMMSCHED_LAUNCHER_FILE": str(told),
+        }
+        try:
+            pid = self._start(f"rank {rank}", self._command, environ).pid
+        except Interrupted:
+            self.events.put(Ended(member, 128 + self._interrupted, was_ended=True))
+            return
+        self._members[pid], self._pids[member] = member, pid
+        self.events.put(Started(member, pid))
+        self._watch_in_thread(pid)
+
+    def _watch_in_thread(self, pid: int) -> None:
+        threading.Thread(target=self._watch, args=(pid,), name=f"commsched-watch-{pid}", daemon=True).start()
+
+    def _listen(self, member: int, listening: socket.socket) -> None:
+        """MachineReport what the process ``member`` says."""
+        while True:
+            try:
+                connection, _ = listening.accept()
+            except OSError:
+                return  # the job is over
+            self._connections[member] = connection
+            with suppress(OSError, UnicodeDecodeError), connection.makefile("rb") as file:
+                for line in file:
+                    self.events.put(MemberSaid(member, line.decode()))
+
+    def _told_by(self, member: int) -> tuple[str, ...]:
+        """The events that the process has reported."""
+        try:
+            lines = (self._directory / f"told-{member}").read_text().splitlines()
+        except FileNotFoundError:
+            return ()
+        return tuple(line.split()[0] for line in lines if line)
+
+    def _pass_on(self, *signalled: Any) -> None:
+        super()._pass_on(*signalled)
+        self.events.put(Signalled(self._interrupted))

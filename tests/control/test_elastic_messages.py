@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from commsched.control.elastic_messages import (
+    Ended,
+    Finish,
+    LauncherHello,
+    Listens,
+    MemberSaid,
+    Place,
+    StartMember,
+    Summoned,
+    Tell,
+    from_line,
+    generation_token,
+    to_line,
+)
+from commsched.control.generations import Asked, GiveUp
+
+MESSAGES = [
+    Asked(),
+    Asked(7, True, 2, True, True),
+    Place(2, 0, 3, 0, 2, 1, 9, "10.0.0.1", "salt", ("127.0.0.1:7",)),
+    Finish(),
+    GiveUp("because"),
+    Summoned(),
+    Listens(3, "[::1]:9"),
+    LauncherHello({"-n": 4, "--replace-within": 30.0}, 2, "10.0.0.2"),
+    MemberSaid(3, to_line(Asked()).decode()),
+    Ended(3, -9, ("joined", "heard"), True),
+    StartMember(4, 2, 0),
+    Tell(4, to_line(GiveUp("a \n line")).decode()),
+]
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+def test_a_message_as_a_line(message: Any) -> None:
+    line = to_line(message)
+    assert line.index(b"\n") == len(line) - 1
+    assert from_line(line) == message
+
+
+LINES = (b"", b"{}", b"[]", b"7\n", b'{"kind": "Place"}\n', b'{"kind": []}', b'{"kind": "Popen"}', b"\xff", b"[" * 100_000)
+
+
+@pytest.mark.parametrize("line", LINES, ids=lambda line: repr(line[:20]))
+def test_other_lines_are_refused(line: bytes) -> None:
+    with pytest.raises(ValueError, match="this is no message of an elastic job"):
+        from_line(line)
+
+
+def test_each_generation_has_a_token_of_its_own() -> None:
+    tokens = {generation_token(token, generation, salt) for token in "ab" for generation in (1, 2) for salt in "cd"}
+    assert len(tokens) == 8
+    assert generation_token("a", 1, "c") in tokens
