@@ -30,6 +30,7 @@ from ..control.elastic_messages import (
     MemberStopped,
     Over,
     Place,
+    Prepare,
     Started,
     StartMember,
     Summoned,
@@ -72,7 +73,7 @@ def run_elastic(
             stack.callback(listening.close)
             require_no_loopback(among.address.rpartition(":")[0].strip("[]"), f"control={among.address!r}")
             own_host = among.host or str(listening.getsockname()[0])
-        machine = LocalMachine(directory, ranks, room, own_host, command, environ)
+        machine = LocalMachine(directory, ranks, room, own_host, command, environ, standby=elasticity.standby)
         stack.callback(machine.close)
         if among is not None and listening is None:
             return _follow(machine, among, _common(ranks, elasticity), elasticity.join_within_seconds)
@@ -80,8 +81,8 @@ def run_elastic(
         if among is not None and listening is not None:
             desk = links.Desk(listening, among, machine.events)
             stack.callback(desk.close)
-        job = _ElasticJob(machine, ranks, servers, environ["COMMSCHED_TOKEN"], elasticity)
-        return job.run()
+        token = environ["COMMSCHED_TOKEN"] if among is None else among.token
+        return _ElasticJob(machine, ranks, servers, token, elasticity).run()
 
 
 def _common(ranks: int, elasticity: Elasticity) -> dict[str, Any]:
@@ -116,6 +117,9 @@ def _follow(machine: LocalMachine, among: Among, settings: dict[str, Any], withi
                 case links.Told(HostAnswer(problem)):
                     if problem:
                         raise ConfigError(f"{peer} does not take this one: {problem}")
+                    tell_user(
+                        f"{machine.host} takes part in the job of {among.address}, with room for {ranks_number(machine.room)}"
+                    )
                 case links.Told(Over(exit_code, sentence)):
                     if sentence:
                         tell_user(sentence)
@@ -196,7 +200,6 @@ class _ElasticJob:
             tell_user(f"{self._here.host} hosts the job, with room for {self._here.room} of {self._ranks} ranks")
         for rank in range(self._ranks):
             self._want(rank)
-        self._settle()
         try:
             self._wait()
         except Interrupted:  # while servers were being started
@@ -214,6 +217,7 @@ class _ElasticJob:
     def _wait(self) -> None:
         """Wait until every process has ended for good."""
         while self._homeless or any(member.lives for member in self._members.values()):
+            self._settle()
             try:
                 event = self._here.events.get(timeout=_TICK_SECONDS)
             except Empty:
@@ -261,7 +265,6 @@ class _ElasticJob:
             return
         self._machines.append(machine)
         tell_user(f"{machine.host} has come, with room for {ranks_number(machine.room)}")
-        self._settle()
 
     def _gone(self, machine: links.RemoteMachine, why: str) -> None:
         self._machines.remove(machine)
@@ -451,6 +454,10 @@ class _ElasticJob:
             beside = sorted(its for other, its in form.ranks.items() if self._members[other].machine is machine)
             at = beside.index(rank)
             self._answer(number, replace(place, rank=rank, local_rank=at, local_world_size=len(beside), host=machine.host))
+
+        if self._generations.restarts_left:
+            for each in self._machines:
+                each.do(Prepare())
 
     def _answer(self, number: int, answer: Place | Finish | GiveUp) -> None:
         self._waiting.remove(number)

@@ -52,10 +52,10 @@ def run(
         environ = {
             "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // here)),  # otherwise every engine takes all cores
             **{name: value for name, value in environ.items() if name != ELASTIC},  # a rank of an elastic job may call this
-            "COMMSCHED_TOKEN": secrets.token_hex(32) if among is None else among.token,
             "COMMSCHED_RENDEZVOUS": f"{directory}/control.json",
         }
-        if among is None:  # else no address would hold for the whole job
+        if among is None:  # else the user has given a token, and no address holds for the whole job
+            environ["COMMSCHED_TOKEN"] = secrets.token_hex(32)
             # Variables of torchrun, for scripts that initialise torch.distributed or split their data by them.
             environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         if elastic is not None:
@@ -86,12 +86,14 @@ def run(
 class Elasticity:
     """The bounds within which an elastic job goes on. ``max_restarts``: the number of processes that may be started in place of
     lost ones. ``min_ranks``: the job ends if fewer are left. ``replace_within_seconds``: the others wait no longer for a new
-    process, if they are enough. ``among``: how the launchers of several machines meet; None: there is one machine."""
+    process, if they are enough. ``standby``: this machine keeps a process that has imported what the ranks import. ``among``:
+    how the launchers of several machines meet; None: there is one machine."""
 
     min_ranks: int
     max_restarts: int
     join_within_seconds: float
     replace_within_seconds: float
+    standby: bool = False
     among: Among | None = None
 
 
@@ -242,7 +244,12 @@ class Job:
         return pid
 
     def _start(
-        self, name: str, command: Sequence[str], environ: Mapping[str, str], stdout: int | None = None
+        self,
+        name: str,
+        command: Sequence[str],
+        environ: Mapping[str, str],
+        stdout: int | None = None,
+        pass_fds: Sequence[int] = (),
     ) -> subprocess.Popen[str]:
         self._require_not_interrupted()
         process = subprocess.Popen(
@@ -251,6 +258,7 @@ class Job:
             stdout=stdout,
             text=True,
             start_new_session=True,
+            pass_fds=pass_fds,
             # The new process registers itself, before it runs anything: this process might be killed before it could do that.
             preexec_fn=lambda: self._tell_guard(os.getpid()),
         )

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import socket
-import ssl
 import threading
 import time
 from collections import Counter
@@ -105,7 +104,9 @@ class Link:
                 data = self._receive()
             except TimeoutError:
                 raise LinkLost(f"it was silent for {self._silence_seconds:g} s") from None
-            except (OSError, ssl.SSLError) as error:
+            except ConnectionResetError:  # it did not read the last that was said, such as a killed one
+                return
+            except OSError as error:
                 raise LinkLost(getattr(error, "strerror", None) or str(error)) from error
             if not data:
                 return
@@ -219,6 +220,9 @@ class Desk:
         with self._lock:
             self._closed = True
             links, threads = set(self._links), set(self._threads)
+            for stranger in self._outstanding:
+                with suppress(OSError):
+                    stranger.shutdown(socket.SHUT_RDWR)
         with suppress(OSError):
             self._listening.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
         self._listening.close()
@@ -284,17 +288,20 @@ class Desk:
         if job != self._among.job:
             link.send(HostAnswer(f"it is of the job {self._among.job!r}, and this launcher of {job!r}"))
             link.finish()
+            with suppress(LinkLost):
+                for _ in link.messages():  # until the other end has read that; a connection that is closed sooner may lose it
+                    pass
             return None
         return link
 
     def _converse(self, link: Link) -> None:
-        with self._lock:
-            if self._closed:
-                return
-            self._links.add(link)
         machine: RemoteMachine | None = None
         why = "it ended the connection"
         try:
+            with self._lock:
+                self._links.add(link)
+                if self._closed:
+                    return
             for message in link.messages():
                 if machine is None and isinstance(message, LauncherHello):
                     machine = RemoteMachine(link, message)

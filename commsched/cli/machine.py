@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import signal
 import socket
 import threading
@@ -22,12 +24,14 @@ from ..control.elastic_messages import (
     MachineReport,
     MemberSaid,
     MemberStopped,
+    Prepare,
     Started,
     StartMember,
     Tell,
 )
 from ..control.witness import runs
 from ..session.membership import ELASTIC, short_path
+from . import standby
 from .launch import Interrupted, Job, ProcessEvent, kill_group, variables_of
 
 
@@ -60,11 +64,20 @@ class LocalMachine(Job):
     """
 
     def __init__(
-        self, directory: str, ranks: int, room: int, host: str, command: Sequence[str], environ: Mapping[str, str]
+        self,
+        directory: str,
+        ranks: int,
+        room: int,
+        host: str,
+        command: Sequence[str],
+        environ: Mapping[str, str],
+        *,
+        standby: bool = False,
     ) -> None:
         super().__init__(directory, Path(directory, "told"))
         self.host = host
         self.room = room
+        self._slots = room
         self.events: SimpleQueue[Any] = self._events
         self._directory = Path(directory)
         self._all_ranks = ranks
@@ -74,11 +87,13 @@ class LocalMachine(Job):
         self._pids: dict[int, int] = {}  # by member
         self._connections: dict[int, socket.socket] = {}  # by member
         self._listening: list[socket.socket] = []
+        self._keeps_standby = standby
+        self._standby: tuple[int, int] | None = None  # the pid of a process that waits to be a rank, and a pipe to it
 
     @property
     def is_empty(self) -> bool:
         """Whether no process of it lives."""
-        return not self._alive
+        return not self._alive - ({self._standby[0]} if self._standby is not None else set())
 
     @property
     def interrupted_by(self) -> int:
@@ -97,6 +112,8 @@ class LocalMachine(Job):
             case Tell(member, line):
                 with suppress(OSError, KeyError):  # it was killed meanwhile, and its end is to come
                     self._connections[member].sendall(line.encode())
+            case Prepare() if self._keeps_standby and self._standby is None:
+                self._prepare()
             case EndAll(number):
                 if number:
                     self._signal(number)
@@ -109,11 +126,13 @@ class LocalMachine(Job):
             assert isinstance(event, MachineReport | Signalled)
             return event
         member = self._members.get(event.process)
+        if self._standby is not None and event.process == self._standby[0] and not event.stopped_by:
+            self._release_standby()
         if event.stopped_by:
             return None if member is None else MemberStopped(member, event.stopped_by)
         self._alive.discard(event.process)
         if member is None:
-            return None  # a server: ranks that miss it ask for another generation
+            return None  # a server, or a process that has waited to be a rank: ranks that miss it ask for another generation
         if event.exit_code != 0:
             kill_group(event.process, signal.SIGKILL)  # what it has left behind, such as a data loader's processes
         if (connection := self._connections.pop(member, None)) is not None:
@@ -146,20 +165,54 @@ class LocalMachine(Job):
             listening.bind(short)
         listening.listen()
         threading.Thread(target=self._listen, args=(member, listening), name=f"commsched-member-{member}", daemon=True).start()
-        environ = {
-            **self._environ,
-            **variables_of(rank, self._all_ranks, slot, self.room),
+        own = {
+            **variables_of(rank, self._all_ranks, slot, self._slots),
             ELASTIC: str(path),
             "COMMSCHED_LAUNCHER_FILE": str(told),
         }
-        try:
-            pid = self._start(f"rank {rank}", self._command, environ).pid
-        except Interrupted:
-            self.events.put(Ended(member, 128 + self._interrupted, was_ended=True))
-            return
+        pid = self._standby_as(own)
+        if pid is None:
+            try:
+                pid = self._start(f"rank {rank}", self._command, {**self._environ, **own}).pid
+            except Interrupted:
+                self.events.put(Ended(member, 128 + self._interrupted, was_ended=True))
+                return
+            self._watch_in_thread(pid)
         self._members[pid], self._pids[member] = member, pid
         self.events.put(Started(member, pid))
+
+    def _prepare(self) -> None:
+        """Start a process that imports what the ranks import, and then waits to be one."""
+        reading, writing = os.pipe()
+        python, *script = self._command
+        try:
+            command = [python, standby.__file__, str(reading), *script]
+            pid = self._start("the process on standby", command, self._environ, pass_fds=[reading]).pid
+        except Interrupted:
+            os.close(writing)
+            return
+        finally:
+            os.close(reading)
+        self._standby = pid, writing
         self._watch_in_thread(pid)
+
+    def _standby_as(self, environ: Mapping[str, str]) -> int | None:
+        """Let the process on standby run, with ``environ``, and return its pid. None: there is none."""
+        if self._standby is None or self._interrupted:
+            return None
+        pid, writing = self._standby
+        try:
+            os.write(writing, f"{json.dumps(dict(environ))}\n".encode())
+        except BrokenPipeError:
+            return None  # it has just ended
+        finally:
+            self._release_standby()
+        return pid
+
+    def _release_standby(self) -> None:
+        assert self._standby is not None
+        os.close(self._standby[1])
+        self._standby = None
 
     def _watch_in_thread(self, pid: int) -> None:
         threading.Thread(target=self._watch, args=(pid,), name=f"commsched-watch-{pid}", daemon=True).start()

@@ -89,6 +89,11 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         "with --elastic and --min: wait so long for a new process, and then go on without it until it comes (default: 30)"
     )
     elastic.add_argument("--replace-within", type=_seconds, metavar="SECONDS", help=replace_help)
+    standby_help = (
+        "with --elastic: keep a process that has imported what the script imports, to take the place of a lost one soon; it "
+        "takes memory"
+    )
+    elastic.add_argument("--standby", action="store_true", help=standby_help)
     local_help = (
         "with --elastic, on each of several machines, with COMMSCHED_CONTROL and COMMSCHED_TOKEN: how many of the N ranks this "
         "machine has room for (default: all, on this machine)"
@@ -112,8 +117,8 @@ def _elasticity(arguments: argparse.Namespace, settings: Settings) -> Elasticity
     from .launch import Elasticity
 
     if not arguments.elastic:
-        for option in ("min", "max_restarts", "replace_within", "local"):
-            if getattr(arguments, option) is not None:
+        for option in ("min", "max_restarts", "replace_within", "local", "standby"):
+            if getattr(arguments, option) not in (None, False):
                 raise ConfigError(f"--{option.replace('_', '-')} is for --elastic only")
         return None
     if arguments.ranks < 2 or settings.disable:
@@ -127,7 +132,14 @@ def _elasticity(arguments: argparse.Namespace, settings: Settings) -> Elasticity
     default_restarts = 3 if among is None else max(3, arguments.ranks)
     max_restarts = default_restarts if arguments.max_restarts is None else arguments.max_restarts
     replace_within = 30.0 if arguments.replace_within is None else arguments.replace_within
-    return Elasticity(min_ranks, max_restarts, settings.join_within, replace_within, among)
+    if arguments.standby and not _is_script(arguments.command):
+        raise ConfigError("--standby is for a script in Python: commsched run --elastic --standby ... train.py")
+    return Elasticity(min_ranks, max_restarts, settings.join_within, replace_within, arguments.standby, among)
+
+
+def _is_script(command: Sequence[str]) -> bool:
+    """Whether ``command`` is Python with a script, and without options of Python's own."""
+    return Path(command[0]).name.startswith("python") and len(command) > 1 and command[1].endswith(".py")
 
 
 def _among(arguments: argparse.Namespace, settings: Settings) -> Among | None:

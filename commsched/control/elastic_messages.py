@@ -140,6 +140,11 @@ class KillMember:
 
 
 @dataclass(frozen=True, slots=True)
+class Prepare:
+    """A generation has begun, and may lose a process."""
+
+
+@dataclass(frozen=True, slots=True)
 class Examine:
     """Say by :class:`MemberStopped` if the process ``member`` does not run."""
 
@@ -171,14 +176,14 @@ class Over:
 
 
 MachineReport = MemberSaid | Ended | MemberStopped | Started | Closes
-MachineOrder = StartMember | KillMember | Examine | Tell | EndAll
+MachineOrder = StartMember | KillMember | Prepare | Examine | Tell | EndAll
 
 _KINDS: dict[str, Any] = {
     kind.__name__: kind
     for kind in (
         *(Asked, Place, Finish, GiveUp, Summoned, Listens),
         *(LauncherHello, HostAnswer, Alive, MemberSaid, Ended, MemberStopped, Started, Closes),
-        *(StartMember, KillMember, Examine, Tell, EndAll, Over),
+        *(StartMember, KillMember, Prepare, Examine, Tell, EndAll, Over),
     )
 }
 

@@ -81,6 +81,8 @@ def test_a_lane_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[str]
         (["--elastic", "--disable", "1"], "--elastic needs several ranks that train together"),
         (["--replace-within", "1"], "--replace-within is for --elastic only"),
         (["--local", "1"], "--local is for --elastic only"),
+        (["--standby"], "--standby is for --elastic only"),
+        (["--elastic", "--standby"], "--standby is for a script in Python: commsched run --elastic --standby ... train.py"),
         (["--elastic", "--local", "1"], "--local needs COMMSCHED_CONTROL=host:port, where the launchers of all machines meet"),
         (
             ["--elastic", "--transport", "mpi"],

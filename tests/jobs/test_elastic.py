@@ -48,7 +48,7 @@ def undisturbed() -> str:
 
 
 def test_killed_ranks_are_replaced_and_the_weights_are_those_of_a_run_without_loss(tmp_path: Path, undisturbed: str) -> None:
-    options = ["-n", "2", "--elastic", "--max-restarts", "2"]
+    options = ["-n", "2", "--elastic", "--max-restarts", "2", "--standby"]
     code, out, err = run(tmp_path / "job", options, "backward:1:2:kill", "forward:0:5:kill")
     assert code == 0, err
     assert ended(out) == {0: undisturbed, 1: undisturbed}

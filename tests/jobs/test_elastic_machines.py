@@ -1,84 +1,39 @@
-"""Elastic jobs of several machines, each with a launcher: network namespaces if this user may make them, else addresses of the
-loopback interface."""
+"""Elastic jobs of several machines, each with a launcher (``machines.py``)."""
 
 from __future__ import annotations
 
 import re
-import secrets
 import signal
 import sys
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from bench.harness.cluster import Cluster, ClusterUnavailable
-from commsched.control.rendezvous import is_listening
-from commsched.core.ports import free_port
 from commsched.session.local import local_sessions
 from commsched.session.session import Session
 
 from .elastic_rank import Strikes, train
-from .job import ROOT, Job, gone
+from .job import ROOT, gone
+from .machines import Hosts, Machines, ends, open_hosts
 
 RANK = str(ROOT / "tests" / "jobs" / "elastic_rank.py")
 STEPS = 8
-HOSTS = ("one", "two", "three")
-
-
-class Machines:
-    """Starts launchers of one job. The first machine has the address at which they meet."""
-
-    def __init__(self, addresses: Sequence[str], commands: Sequence[Sequence[str]], directory: Path) -> None:
-        self.addresses = addresses
-        self.are_apart = not addresses[0].startswith("127.")
-        self._commands = commands
-        self._directory = directory
-        self._environ = {"COMMSCHED_CONTROL": f"{addresses[0]}:{free_port()}", "COMMSCHED_TOKEN": secrets.token_hex(32)}
-        self._stack = ExitStack()
-        self._threads = ThreadPoolExecutor(8)
-
-    def launch(self, machine: int, options: Sequence[str], *strikes: str, **environ: str) -> Job:
-        """Start a launcher, whose processes make STEPS steps."""
-        if machine > 0 and not self.are_apart:  # else this one would host the job
-            while not is_listening(self._environ["COMMSCHED_CONTROL"]):
-                time.sleep(0.02)
-        job = Job(
-            *("-n", "2", "--elastic", *options, "--", sys.executable, RANK, str(STEPS), str(self._directory), *strikes),
-            environ={**self._environ, "COMMSCHED_HOST": self.addresses[machine], **environ},
-            within=self._commands[machine],
-        )
-        return self._stack.enter_context(job)
-
-    def ends(self, *jobs: Job) -> list[tuple[int, str, str]]:
-        return list(self._threads.map(Job.end, jobs))
-
-    def close(self) -> None:
-        self._threads.shutdown(cancel_futures=True)
-        self._stack.close()
+OPTIONS = ("-n", "2", "--elastic", "--local", "1")
 
 
 @pytest.fixture(scope="module")
-def hosts() -> Iterator[tuple[list[str], list[list[str]]]]:
-    """The addresses of hosts, and the command that runs another one on each."""
-    with ExitStack() as stack:
-        try:
-            cluster = stack.enter_context(Cluster(HOSTS, None))
-        except ClusterUnavailable:
-            yield [f"127.0.0.{number}" for number in (1, 2, 3)], [[], [], []]
-        else:
-            within = [["ip", "netns", "exec", cluster.namespace(host)] for host in HOSTS]
-            yield [cluster.address(host) for host in HOSTS], within
+def hosts() -> Iterator[Hosts]:
+    with open_hosts(3) as opened:
+        yield opened
 
 
 @pytest.fixture
-def machines(hosts: tuple[list[str], list[list[str]]], tmp_path: Path) -> Iterator[Machines]:
-    made = Machines(*hosts, tmp_path)
-    yield made
-    made.close()
+def machines(hosts: Hosts, tmp_path: Path) -> Iterator[Machines]:
+    """Two ranks that make STEPS steps."""
+    with Machines(hosts, [sys.executable, RANK, str(STEPS), str(tmp_path)]) as made:
+        yield made
 
 
 @pytest.fixture(scope="module")
@@ -106,9 +61,9 @@ def said(err: str) -> str:
 
 
 def test_ranks_of_two_machines_are_replaced_also_rank_0(machines: Machines, undisturbed: str) -> None:
-    options, strikes = ["--local", "1", "--max-restarts", "2"], ["backward:1:2:kill", "forward:0:5:kill"]
+    options, strikes = [*OPTIONS, "--max-restarts", "2"], ["backward:1:2:kill", "forward:0:5:kill"]
     first, second = machines.launch(0, options, *strikes), machines.launch(1, options, *strikes)
-    (code, out, err), (its_code, its_out, its_err) = machines.ends(first, second)
+    (code, out, err), (its_code, its_out, its_err) = ends(first, second)
     assert (code, its_code) == (0, 0), err + its_err
     assert ended(out) == {0: undisturbed}
     assert ended(its_out) == {1: undisturbed}
@@ -118,24 +73,24 @@ def test_ranks_of_two_machines_are_replaced_also_rank_0(machines: Machines, undi
 
 
 def test_a_lost_machine_is_replaced_by_a_spare_one(machines: Machines, undisturbed: str) -> None:
-    options, strikes = ["--local", "1", "--security", "tls"], ["forward:l1:3:lost"]
+    options, strikes = [*OPTIONS, "--security", "tls"], ["forward:l1:3:lost"]
     jobs = [machines.launch(machine, options, *strikes) for machine in range(3)]
-    ends = machines.ends(*jobs)
-    assert sorted(code for code, _, _ in ends) == [-signal.SIGKILL, 0, 0], ends
-    outs = "".join(out for _, out, _ in ends)
+    all_ends = ends(*jobs)
+    assert sorted(code for code, _, _ in all_ends) == [-signal.SIGKILL, 0, 0], all_ends
+    outs = "".join(out for _, out, _ in all_ends)
     assert ended(outs) == {0: undisturbed, 1: undisturbed}
-    assert ended(ends[0][1]) == {0: undisturbed}
-    lost = next(address for address, (code, _, _) in zip(machines.addresses, ends, strict=True) if code != 0)
-    assert f"commsched run: the launcher at {lost} is lost (it ended the connection), and with it rank 1\n" in ends[0][2]
+    assert ended(all_ends[0][1]) == {0: undisturbed}
+    lost = next(address for address, (code, _, _) in zip(machines.addresses, all_ends, strict=True) if code != 0)
+    assert f"commsched run: the launcher at {lost} is lost (it ended the connection), and with it rank 1\n" in all_ends[0][2]
     assert nothing_left(outs)
 
 
 def test_a_machine_that_comes_back_is_waited_for(machines: Machines, undisturbed: str) -> None:
-    options, strikes = ["--local", "1"], ["stepped:l1:4:lost"]
+    options, strikes = [*OPTIONS], ["stepped:l1:4:kill"]
     first, second = machines.launch(0, options, *strikes), machines.launch(1, options, *strikes)
     _, lost_out, _ = second.end()
     again = machines.launch(1, options, *strikes)
-    (code, out, err), (its_code, its_out, its_err) = machines.ends(first, again)
+    (code, out, err), (its_code, its_out, its_err) = ends(first, again)
     assert (code, its_code) == (0, 0), err + its_err
     assert ended(out + its_out) == {0: undisturbed, 1: undisturbed}
     assert "rank 1 is replaced, as soon as a machine has room for it; restarts left: 2\n" in err
@@ -143,9 +98,9 @@ def test_a_machine_that_comes_back_is_waited_for(machines: Machines, undisturbed
 
 
 def test_a_launcher_that_gets_sigterm_lets_its_ranks_leave(machines: Machines) -> None:
-    options, strikes = ["--local", "1", "--min", "1", "--max-restarts", "0"], ["forward:l1:3:term"]
+    options, strikes = [*OPTIONS, "--min", "1", "--max-restarts", "0"], ["forward:l1:3:term"]
     first, second = machines.launch(0, options, *strikes), machines.launch(1, options, *strikes)
-    (code, out, err), (its_code, its_out, its_err) = machines.ends(first, second)
+    (code, out, err), (its_code, its_out, its_err) = ends(first, second)
     assert (code, its_code) == (0, 128 + signal.SIGTERM), err + its_err
     assert ended(out)[0].split()[2:] == [f"{number}/{2 if number < 4 else 1}" for number in range(STEPS)]
     assert re.search(r"^left \d+$", its_out, re.MULTILINE)
@@ -154,24 +109,24 @@ def test_a_launcher_that_gets_sigterm_lets_its_ranks_leave(machines: Machines) -
 
 
 def test_the_job_ends_with_the_launcher_that_hosts_it(machines: Machines) -> None:
-    options, strikes = ["--local", "1"], ["forward:l0:3:lost"]
+    options, strikes = [*OPTIONS], ["forward:l0:3:lost"]
     first, second = machines.launch(0, options, *strikes), machines.launch(1, options, *strikes)
-    (code, out, _), (its_code, its_out, its_err) = machines.ends(first, second)
+    (code, out, _), (its_code, its_out, its_err) = ends(first, second)
     assert (code, its_code) == (-signal.SIGKILL, 1)
     assert "which hosts the job, is lost (it ended the connection), and the job with it\n" in its_err
     assert nothing_left(out + its_out)
 
 
 def test_launchers_that_do_not_fit_are_refused_by_name(machines: Machines) -> None:
-    first = machines.launch(0, ["--local", "1"], COMMSCHED_JOB="a")
-    other_bounds = machines.launch(1, ["--local", "1", "--min", "1"], COMMSCHED_JOB="a")
-    other_token = machines.launch(1, ["--local", "1"], COMMSCHED_JOB="a", COMMSCHED_TOKEN="0" * 64)
-    other_job = machines.launch(1, ["--local", "1"], COMMSCHED_JOB="b")
-    encrypted = machines.launch(1, ["--local", "1", "--security", "tls"], COMMSCHED_JOB="a")
-    ends = machines.ends(other_bounds, other_token, other_job, encrypted)
-    assert [(code, out) for code, out, _ in ends] == [(2, "")] * 4
+    first = machines.launch(0, [*OPTIONS], COMMSCHED_JOB="a")
+    other_bounds = machines.launch(1, [*OPTIONS, "--min", "1"], COMMSCHED_JOB="a")
+    other_token = machines.launch(1, [*OPTIONS], COMMSCHED_JOB="a", COMMSCHED_TOKEN="0" * 64)
+    other_job = machines.launch(1, [*OPTIONS], COMMSCHED_JOB="b")
+    encrypted = machines.launch(1, [*OPTIONS, "--security", "tls"], COMMSCHED_JOB="a")
+    all_ends = ends(other_bounds, other_token, other_job, encrypted)
+    assert [(code, out) for code, out, _ in all_ends] == [(2, "")] * 4
     one = machines.addresses[0]
-    bounds, token, job, encryption = (err.splitlines()[-1] for _, _, err in ends)
+    bounds, token, job, encryption = (err.splitlines()[-1] for _, _, err in all_ends)
     assert bounds.endswith(f"does not take this one: --min is 1 there, and 2 at {one}; give all launchers the same")
     assert token.endswith(" has another token; set the same COMMSCHED_TOKEN everywhere")
     assert job.endswith("does not take this one: it is of the job 'a', and this launcher of 'b'")
@@ -184,9 +139,9 @@ def test_launchers_that_do_not_fit_are_refused_by_name(machines: Machines) -> No
 
 def test_a_launcher_without_a_host_says_so(machines: Machines) -> None:
     if machines.are_apart:  # else every launcher may host
-        code, _, err = machines.launch(1, ["--local", "1"], COMMSCHED_JOIN_WITHIN="0.1").end()
+        code, _, err = machines.launch(1, [*OPTIONS], COMMSCHED_JOIN_WITHIN="0.1").end()
         assert code == 2
         assert "ConfigError: no launcher of this job answers at control=" in err
-    code, _, err = machines.launch(0, ["--local", "1"], COMMSCHED_JOIN_WITHIN="1").end()
+    code, _, err = machines.launch(0, [*OPTIONS], COMMSCHED_JOIN_WITHIN="1").end()
     assert code == 1
     assert "commsched run: the job cannot go on: no machine with room for rank 1 has come within 1 s\n" in err

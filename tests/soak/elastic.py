@@ -13,6 +13,7 @@ import time
 from collections import defaultdict
 
 from tests.jobs.job import ROOT, clean_environ
+from tests.jobs.machines import Machines, ends, open_hosts
 
 RANKS = {
     engine: str(ROOT / "tests" / path)
@@ -29,6 +30,14 @@ def run_one(engine: str, steps: int, launcher: list[str], strikes: list[str]) ->
             [sys.executable, "-m", *launcher, *script], env=clean_environ(), capture_output=True, text=True, timeout=600
         )
     return ended.returncode, ended.stdout, ended.stderr
+
+
+def run_among(engine: str, steps: int, count: int, options: list[str], strikes: list[str]) -> tuple[int, str, str]:
+    """Run a job on ``count`` machines to its end. The exit code is that of the first launcher, which hosts the job."""
+    with tempfile.TemporaryDirectory() as directory, open_hosts(count) as hosts:
+        with Machines(hosts, [sys.executable, RANKS[engine], str(steps), directory]) as machines:
+            found = ends(*[machines.launch(machine, options, *strikes) for machine in range(count)])
+    return found[0][0], "".join(out for _, out, _ in found), "".join(err for _, _, err in found)
 
 
 def ends_of(out: str) -> dict[int, str]:
@@ -49,7 +58,7 @@ def kind_of(strike: str, is_smaller: bool) -> str:
     _, who, _, how = strike.split(":")
     if how == "stop":
         return "frozen rank (of which 2 s are fail_after)"
-    lost = "server" if who.startswith("s") else "rank 0" if who == "0" else "other rank"
+    lost = "machine" if who.startswith("l") else "server" if who.startswith("s") else "rank 0" if who == "0" else "other rank"
     return f"{lost}, {'SIGTERM' if how == 'term' else 'lost'}{', one rank fewer' if is_smaller else ''}"
 
 
@@ -62,6 +71,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=40, metavar="N", help="steps of each job (default: 40)")
     parser.add_argument("--jobs", type=int, default=10, metavar="N", help="jobs of each engine (default: 10)")
     parser.add_argument("--torchrun", type=int, default=0, metavar="N", help="jobs of torchrun for comparison (default: none)")
+    machines_help = "machines of each job, with one more as a spare (default: 1, without a spare)"
+    parser.add_argument("--machines", type=int, default=1, metavar="N", help=machines_help)
+    parser.add_argument("--standby", action="store_true", help="with a process on standby")
     parser.add_argument("--seed", type=int, default=0)
 
 
@@ -105,7 +117,8 @@ def undisturbed(engine: str, ranks: int, steps: int) -> str:
 
 def job(args: argparse.Namespace, engine: str, number: int) -> bool:
     chance = random.Random(f"{args.seed} {engine} {number}")
-    shrinks, servers = chance.random() < 0.3, chance.choice((0, 0, 1, 2))
+    shrinks, servers = chance.random() < 0.3, chance.choice((0, 0, 1, 2)) if args.machines == 1 else 0
+    local = -(-args.ranks // args.machines)
     transport = "ps" if servers else chance.choice(("ps", "gloo"))
     count = 1 if shrinks else chance.randint(1, 3)
     strikes = []
@@ -115,26 +128,34 @@ def job(args: argparse.Namespace, engine: str, number: int) -> bool:
         if servers and chance.random() < 0.3 and step < args.steps - 10:  # it must be missed before the loop ends
             who, how = f"s{who}", "kill"
         strikes.append(f"{chance.choice(WHERE)}:{who}:{step}:{how}")
+    if args.machines > 1 and not shrinks and chance.random() < 0.5:  # a machine that does not host the job
+        where, _, step, _ = strikes[0].split(":")
+        strikes[0] = f"{where}:l{chance.randrange(local, args.ranks)}:{step}:{chance.choice(('lost', 'kill', 'term'))}"
     fewer = ["--min", str(args.ranks - 1), "--max-restarts", "1" if strikes[0].split(":")[1].startswith("s") else "0"]
-    limits = fewer if shrinks else ["--max-restarts", str(count)]
+    limits = fewer if shrinks else ["--max-restarts", str(count * local)]
     options = ["-n", str(args.ranks), "--servers", str(servers), "--fail-after", "2", "--elastic", *limits]
-    options += ["--transport", transport]
+    options += ["--transport", transport, *(["--standby"] if args.standby else [])]
     expected = undisturbed(engine, args.ranks, args.steps)
     began = time.monotonic()
-    code, out, err = run_one(engine, args.steps, ["commsched", "run", *options, "--", sys.executable], strikes)
-    ends = ends_of(out)
+    if args.machines == 1:
+        code, out, err = run_one(engine, args.steps, ["commsched", "run", *options, "--", sys.executable], strikes)
+    else:
+        options += ["--local", str(local)]
+        code, out, err = run_among(engine, args.steps, args.machines + 1, options, strikes)
+    digests = ends_of(out)
     is_smaller = "instead of" in err
     why = ""
     if code != 0:
         why = f"exit code {code}: {err[-600:]}"
-    elif len(set(ends.values())) != 1 or len(ends) != args.ranks - is_smaller:
-        why = f"ranks differ: {ends}"
-    elif not is_smaller and set(ends.values()) != {expected}:
+    elif len(set(digests.values())) != 1 or len(digests) != args.ranks - is_smaller:
+        why = f"ranks differ: {digests}"
+    elif not is_smaller and set(digests.values()) != {expected}:
         why = "weights are others than without a loss"
     found = recoveries(out, args.ranks)
     for strike, seconds in found.items():
         _seconds[engine, kind_of(strike, is_smaller)].append(seconds)
-    what = f"{transport}, {args.ranks} ranks, {servers} servers{', then one fewer' if is_smaller else ''}"
+    where = f"{args.ranks} ranks on {args.machines} machine{'' if args.machines == 1 else 's'}"
+    what = f"{transport}, {where}, {servers} servers{', then one fewer' if is_smaller else ''}"
     print(
         f"| {engine} | {what} | {' '.join(strikes)} | {', '.join(f'{each:.1f}' for each in found.values())} | {why or 'ok'} |",
         flush=True,

@@ -1,0 +1,86 @@
+"""The processes of one machine of an elastic job."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from commsched.cli.machine import LocalMachine
+from commsched.control.elastic_messages import Ended, KillMember, Prepare, Started, StartMember
+
+SCRIPT = """
+import os, sys
+with open(os.environ["TOLD"], "a") as file:
+    file.write(" ".join([*sys.argv[1:], os.environ["RANK"], os.environ["LOCAL_RANK"], str(os.getpid())]) + "\\n")
+sys.exit(int(sys.argv[1]))
+"""
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Iterator[LocalMachine]:
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    directory = tmp_path / "job"
+    directory.mkdir()
+    environ = {**os.environ, "TOLD": str(tmp_path / "told")}
+    command = [sys.executable, str(script), "3"]
+    made = LocalMachine(str(directory), 4, 2, "10.0.0.2", command, environ, standby=True)
+    yield made
+    made.close()
+    assert made._guard.stdin is not None
+    made._guard.stdin.close()
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def next_report(machine: LocalMachine) -> Any:
+    while True:
+        report = machine.reported(machine.events.get(timeout=60.0))
+        if report is not None:
+            return report
+
+
+def lines(machine: LocalMachine, tmp_path: Path) -> list[list[str]]:
+    return [line.split() for line in (tmp_path / "told").read_text().splitlines()]
+
+
+def test_a_process_on_standby_takes_the_place_of_a_rank(machine: LocalMachine, tmp_path: Path) -> None:
+    machine.do(Prepare())
+    machine.do(Prepare())
+    assert machine.is_empty
+    assert machine._standby is not None
+    pid = machine._standby[0]
+    machine.do(StartMember(0, 3, 1))
+    assert next_report(machine) == Started(0, pid)
+    assert next_report(machine) == Ended(0, 3)
+    assert lines(machine, tmp_path) == [["3", "3", "1", str(pid)]]
+    machine.do(StartMember(1, 2, 0))
+    started = next_report(machine)
+    assert started.pid != pid
+    assert next_report(machine) == Ended(1, 3)
+    assert lines(machine, tmp_path)[1:] == [["3", "2", "0", str(started.pid)]]
+
+
+def test_one_that_was_killed_is_not_taken(machine: LocalMachine) -> None:
+    machine.do(Prepare())
+    assert machine._standby is not None
+    pid = machine._standby[0]
+    os.kill(pid, signal.SIGKILL)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    machine.do(StartMember(0, 3, 1))
+    report = next_report(machine)
+    assert isinstance(report, Started)
+    assert report.pid != pid
+    assert next_report(machine) == Ended(0, 3)
+
+
+def test_orders_for_a_process_that_is_not_there(machine: LocalMachine) -> None:
+    machine.do(KillMember(9))
+    assert machine.is_empty
