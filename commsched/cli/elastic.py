@@ -22,6 +22,7 @@ from ..control.elastic_messages import (
     Examine,
     Finish,
     HostAnswer,
+    KeepReady,
     KillMember,
     LauncherHello,
     Listens,
@@ -30,7 +31,6 @@ from ..control.elastic_messages import (
     MemberStopped,
     Over,
     Place,
-    Prepare,
     Started,
     StartMember,
     Summoned,
@@ -457,7 +457,7 @@ class _ElasticJob:
 
         if self._generations.restarts_left:
             for each in self._machines:
-                each.do(Prepare())
+                each.do(KeepReady())
 
     def _answer(self, number: int, answer: Place | Finish | GiveUp) -> None:
         self._waiting.remove(number)

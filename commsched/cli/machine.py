@@ -19,12 +19,12 @@ from ..control.elastic_messages import (
     EndAll,
     Ended,
     Examine,
+    KeepReady,
     KillMember,
     MachineOrder,
     MachineReport,
     MemberSaid,
     MemberStopped,
-    Prepare,
     Started,
     StartMember,
     Tell,
@@ -112,7 +112,7 @@ class LocalMachine(Job):
             case Tell(member, line):
                 with suppress(OSError, KeyError):  # it was killed meanwhile, and its end is to come
                     self._connections[member].sendall(line.encode())
-            case Prepare() if self._keeps_standby and self._standby is None:
+            case KeepReady() if self._keeps_standby and self._standby is None:
                 self._prepare()
             case EndAll(number):
                 if number:

@@ -140,7 +140,7 @@ class KillMember:
 
 
 @dataclass(frozen=True, slots=True)
-class Prepare:
+class KeepReady:
     """A generation has begun, and may lose a process."""
 
 
@@ -176,14 +176,14 @@ class Over:
 
 
 MachineReport = MemberSaid | Ended | MemberStopped | Started | Closes
-MachineOrder = StartMember | KillMember | Prepare | Examine | Tell | EndAll
+MachineOrder = StartMember | KillMember | KeepReady | Examine | Tell | EndAll
 
 _KINDS: dict[str, Any] = {
     kind.__name__: kind
     for kind in (
         *(Asked, Place, Finish, GiveUp, Summoned, Listens),
         *(LauncherHello, HostAnswer, Alive, MemberSaid, Ended, MemberStopped, Started, Closes),
-        *(StartMember, KillMember, Prepare, Examine, Tell, EndAll, Over),
+        *(StartMember, KillMember, KeepReady, Examine, Tell, EndAll, Over),
     )
 }
 

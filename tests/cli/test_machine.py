@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from commsched.cli.machine import LocalMachine
-from commsched.control.elastic_messages import Ended, KillMember, Prepare, Started, StartMember
+from commsched.control.elastic_messages import Ended, KeepReady, KillMember, Started, StartMember
 
 SCRIPT = """
 import os, sys
@@ -52,8 +52,8 @@ def lines(machine: LocalMachine, tmp_path: Path) -> list[list[str]]:
 
 
 def test_a_process_on_standby_takes_the_place_of_a_rank(machine: LocalMachine, tmp_path: Path) -> None:
-    machine.do(Prepare())
-    machine.do(Prepare())
+    machine.do(KeepReady())
+    machine.do(KeepReady())
     assert machine.is_empty
     assert machine._standby is not None
     pid = machine._standby[0]
@@ -69,7 +69,7 @@ def test_a_process_on_standby_takes_the_place_of_a_rank(machine: LocalMachine, t
 
 
 def test_one_that_was_killed_is_not_taken(machine: LocalMachine) -> None:
-    machine.do(Prepare())
+    machine.do(KeepReady())
     assert machine._standby is not None
     pid = machine._standby[0]
     os.kill(pid, signal.SIGKILL)
