@@ -31,6 +31,7 @@ MADE_BY_READERS = {
     "figures/regret.svg",
     "docs/<engine>.md",
     "runs/site",
+    "runs/profiles",
 }
 PATH = re.compile(r"(\./)?[\w.-]+(/[\w.-]+)+/?|[\w-]+\.(py|md|json)")
 

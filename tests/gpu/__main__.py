@@ -1,13 +1,16 @@
 """``python -m tests.gpu``: run everything that needs a GPU on the GPUs of this machine, and print a table of what ran.
 
-It uses the packages that are installed and fetches nothing. Exit code 0: all that ran is right. 1: something failed. 2: nothing
-ran. The last lines say what this machine lacks.
+These are ``check_device`` with the speed of copies, the tests that need a GPU, those of PyTorch's loops with their models on
+the first GPU, and the times of the layers of some models, written as profiles for ``--model`` of the benchmarks. It uses the
+packages that are installed and fetches nothing. Exit code 0: all that ran is right. 1: something failed. 2: nothing ran. The
+last lines say what this machine lacks.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -19,10 +22,18 @@ from importlib import metadata
 from pathlib import Path
 from xml.etree import ElementTree
 
+from commsched.simulator.profile import read_profile
+
 TESTS = Path(__file__).parent.parent
 
 #: What the tests use, by the names under which they are imported.
 PACKAGES = ("numpy", "grpc", "xxhash", "cupy", "torch", "pytest", "pytest_timeout", "hypothesis")
+
+#: Tests of PyTorch's loops on the CPU, which ``LOOPS_ON`` puts on a GPU (``tests/plugins/torch/where.py``).
+LOOPS = ("plugins/torch/test_equality.py", "plugins/torch/test_accumulation.py", "plugins/torch/loops")
+
+#: Models whose layers are timed.
+PROFILED = ("resnet50", "bert-base", "gpt2-small")
 
 PASSED, FAILED, NOT_RUN = "passed", "FAILED", "not run"
 
@@ -41,8 +52,9 @@ class Row:
 def main(gpus: list[str] | None = None) -> int:
     """Run it. ``gpus``: the names of the GPUs, in the order of their numbers; None asks the system."""
     parser = argparse.ArgumentParser(prog="python -m tests.gpu", description=__doc__)
-    parser.add_argument("--timeout", type=float, default=500, help="seconds for each line of the table")
-    timeout: float = parser.parse_args().timeout
+    parser.add_argument("--timeout", type=float, default=900, help="seconds for each line of the table")
+    parser.add_argument("--profiles", type=Path, default=Path("runs/profiles"), help="where profiles go (default: %(default)s)")
+    args = parser.parse_args()
     gpus = find_gpus() if gpus is None else gpus
     versions = find_versions()
     print(f"Python {platform.python_version()}; {', '.join(f'{name} {version}' for name, version in versions.items())}")
@@ -51,7 +63,7 @@ def main(gpus: list[str] | None = None) -> int:
     rows, lacks = [], [] if gpus else ["a GPU: nvidia-smi shows none"]
     lacks += [f"{name}, which is not installed" for name in PACKAGES if name not in versions]
     print("\n| what | result | |\n|---|---|---|", flush=True)
-    for row in run(gpus, versions, timeout):
+    for row in run(gpus, versions, args.timeout, args.profiles):
         print(f"| {row.what} | {row.result} | {row.detail} |", flush=True)
         rows.append(row)
     for row in rows:
@@ -72,18 +84,31 @@ def main(gpus: list[str] | None = None) -> int:
     return 2
 
 
-def run(gpus: list[str], versions: dict[str, str], timeout: float) -> Iterator[Row]:
+def run(gpus: list[str], versions: dict[str, str], timeout: float, profiles: Path) -> Iterator[Row]:
     names = [f"cuda:{number}" for number in range(len(gpus))]
     for name in names or ["cuda:0"]:
         yield check(name, timeout) if names else Row(f"check_device {name}", NOT_RUN, "no GPU")
-    for path in marked_files():
-        what = str(path.relative_to(TESTS.parent))
-        if not gpus:
-            yield Row(what, NOT_RUN, "no GPU")
-        elif "pytest" not in versions:
-            yield Row(what, NOT_RUN, "no pytest")
+    tests: list[tuple[Path, str, dict[str, str]]] = [(path, _name(path), {}) for path in marked_files()]
+    tests += [(TESTS / path, f"{_name(TESTS / path)} on cuda:0", {"LOOPS_ON": "cuda:0"}) for path in LOOPS]
+    for path, what, environ in tests:
+        if missing := lacking(gpus, versions, ["pytest", "torch"] if environ else ["pytest"]):
+            yield Row(what, NOT_RUN, missing)
         else:
-            yield run_tests(path, what, timeout)
+            yield run_tests(path, what, timeout, environ)
+    for model in PROFILED:
+        if missing := lacking(gpus, versions, ["torch"]):
+            yield Row(f"layers of {model}", NOT_RUN, missing)
+        else:
+            yield profile(model, "cuda", profiles / f"{model}.json", timeout)
+
+
+def _name(path: Path) -> str:
+    return str(path.relative_to(TESTS.parent))
+
+
+def lacking(gpus: list[str], versions: dict[str, str], packages: list[str]) -> str:
+    """What is missing to run something, or an empty string."""
+    return "no GPU" if not gpus else next((f"no {package}" for package in packages if package not in versions), "")
 
 
 def check(name: str, timeout: float) -> Row:
@@ -100,13 +125,29 @@ def check(name: str, timeout: float) -> Row:
     return Row(what, PASSED, f"{time.monotonic() - begin:.0f} s; {rates}")
 
 
-def run_tests(path: Path, what: str, timeout: float) -> Row:
-    """Run the tests of a file. They may use other versions of packages than ``constraints-dev.txt``, which may warn."""
+def profile(model: str, device: str, out: Path, timeout: float, *options: str) -> Row:
+    """Time the layers of ``model`` at full size on ``device``, and write the profile to ``out``."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "bench", "profile", "--model", model, "--device", device, "--out", str(out.resolve())]
+    what = f"layers of {model}"
+    code, output = call([*command, *options], timeout)
+    if code == 1 and "torch finds no GPU" in output:
+        return Row(what, NOT_RUN, output.strip().splitlines()[-1])
+    if code != 0:
+        return Row(what, FAILED, f"exit code {code}", output=output)
+    measured = read_profile(out)
+    times = f"forward {1000 * measured.forward_seconds:.2f} ms, backward {1000 * measured.backward_seconds:.2f} ms"
+    return Row(what, PASSED, f"{times}; {out}")
+
+
+def run_tests(path: Path, what: str, timeout: float, environ: dict[str, str]) -> Row:
+    """Run the tests of a file or folder, with ``environ`` in the environment. They may use other versions of packages than
+    ``constraints-dev.txt``, which may warn."""
     with tempfile.TemporaryDirectory() as directory:
         report = Path(directory) / "report.xml"
         options = ["-o", "addopts=--import-mode=importlib", "-o", "filterwarnings=default", "-p", "no:cacheprovider"]
         command = [sys.executable, "-m", "pytest", "-q", *options, f"--junitxml={report}", str(path)]
-        code, output = call(command, timeout)
+        code, output = call(command, timeout, environ)
         if not report.exists():
             return Row(what, FAILED, f"exit code {code}", output=output)
         cases = list(ElementTree.parse(report).iter("testcase"))
@@ -121,11 +162,19 @@ def run_tests(path: Path, what: str, timeout: float) -> Row:
     return Row(what, PASSED if passed else NOT_RUN, detail, reasons)
 
 
-def call(command: list[str], timeout: float) -> tuple[int, str]:
-    """Run a command in the root of the repository. Return its exit code and output; -1 is for one that took too long."""
+def call(command: list[str], timeout: float, environ: dict[str, str] | None = None) -> tuple[int, str]:
+    """Run a command in the root of the repository, with ``environ`` in its environment. Return its exit code and output; -1 is
+    for one that took too long."""
     try:
         done = subprocess.run(
-            command, cwd=TESTS.parent, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=timeout, check=False
+            command,
+            cwd=TESTS.parent,
+            env={**os.environ, **(environ or {})},
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=timeout,
+            check=False,
         )
     except subprocess.TimeoutExpired as error:
         output = error.stdout or b""

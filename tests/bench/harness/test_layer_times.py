@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from bench.harness.layer_times import LayerTimer
+from bench.harness.layer_times import LayerTimer, clock_of
 from bench.workloads import load_profile
 from bench.workloads.emulated import EmulatedModel, EmulatedWorkload
 from commsched.simulator.profile import LayerProfile, Profile
@@ -141,3 +141,37 @@ def test_errors() -> None:
         step(timer, clock, model(torch.ones(1, 2)).sum())
     with pytest.raises(ValueError, match="1 steps were timed, and 1 of them are for warming up"):
         timer.result(1)
+
+
+class DeviceEvents:
+    """Stands in for ``torch.cuda``: the device reaches an event a second after the one before, when somebody waits for it."""
+
+    def __init__(self) -> None:
+        self.recorded: list[DeviceEvents.Event] = []
+
+    class Event:
+        reached: float | None = None
+
+    def make(self, *, enable_timing: bool) -> Event:
+        assert enable_timing
+        made = self.Event()
+        made.record = lambda: self.recorded.append(made)
+        made.elapsed_time = lambda end: 1000 * (end.reached - made.reached)  # not before both are reached
+        return made
+
+    def synchronize(self) -> None:
+        for number, event in enumerate(self.recorded):
+            event.reached = float(number)
+
+
+def test_layers_on_a_gpu_are_timed_by_its_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = DeviceEvents()
+    monkeypatch.setattr(torch.cuda, "Event", device.make)
+    monkeypatch.setattr(torch.cuda, "synchronize", device.synchronize)
+    clock, model = clock_of("cuda:1"), nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    timer = LayerTimer(model, clock)
+    for _ in range(2):
+        step(timer, clock, model(torch.ones(1, 2)).sum())
+    times = timer.result(1)
+    assert times.forward_seconds == [1, 1]
+    assert times.backward_seconds == [1, 1]

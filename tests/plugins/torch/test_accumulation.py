@@ -16,6 +16,7 @@ from commsched import SchedulerConfig
 
 from .loops.loop import LARGE, SMALL, Data, batch, require_plain, run
 from .test_rounds import Training, on_two_ranks
+from .where import here
 
 STEPS = 2
 CHANGED_ON_SOME = r"the gradient of '\w+\.\w+' was changed or dropped before step\(\) on some ranks"
@@ -228,7 +229,7 @@ def _some_by_hand(data: Data, model: Any, optimizer: Any, step: int) -> None:
 
 def _one_object_for_all(data: Data, model: Any, optimizer: Any, step: int) -> None:
     optimizer.zero_grad()
-    of_rank = [torch.full((2, 4), rank + step + 1.0, dtype=torch.float64) for rank in data.ranks]
+    of_rank = [here(torch.full((2, 4), rank + step + 1.0, dtype=torch.float64)) for rank in data.ranks]
     same = torch.stack(of_rank).mean(0)
     model.sometimes.weight.grad = model.always.weight.grad = same
     if step != 1:

@@ -14,6 +14,7 @@ from commsched import SchedulerConfig
 from commsched.plugins.torch import ScheduledOptimizer
 
 from .training import MLP, MakeOptimizer, Task, mlp, numbers, require_equal, train_alone, train_scheduled
+from .where import here
 
 OPTIMIZERS: dict[str, MakeOptimizer] = {
     "SGD": lambda model: optim.SGD(model.parameters(), lr=0.1),
@@ -211,7 +212,7 @@ def test_initial_state_is_that_of_rank_0_down_to_the_optimizer() -> None:
     def wrap(plain: optim.Optimizer, model: nn.Module, *, session: Any) -> Any:
         if session.rank == 0:
             for _ in range(3):
-                model(torch.ones(2, 10, dtype=torch.float64)).sum().backward()
+                model(here(torch.ones(2, 10, dtype=torch.float64))).sum().backward()
                 plain.step()
                 plain.zero_grad()
             plain.param_groups[0]["lr"] = 0.003

@@ -13,12 +13,15 @@ import torch
 from torch import nn
 
 from commsched import SchedulerConfig, Session
+from commsched.control.end import ControlEnd
 from commsched.core.interfaces import Transport
 from commsched.plugins.torch import ScheduledOptimizer
 from commsched.plugins.torch.update import is_of_torch
 from commsched.session.local import local_sessions
 from commsched.testing.check_plugin import Delayed
 from commsched.testing.world import run_world
+
+from .where import here
 
 STEPS = 12
 ROWS = 3  # per rank and step
@@ -40,12 +43,14 @@ class Task:
 
     def model(self, seed: int = 0) -> nn.Module:
         torch.manual_seed(seed)
-        return self.make_model()
+        model: nn.Module = here(self.make_model())
+        return model
 
     def batches(self, world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
         generator = torch.Generator().manual_seed(7)
         rows = world_size * ROWS
-        return self.inputs(STEPS, rows, generator), torch.randint(0, 4, (STEPS, rows), generator=generator)
+        inputs, labels = self.inputs(STEPS, rows, generator), torch.randint(0, 4, (STEPS, rows), generator=generator)
+        return here(inputs), here(labels)
 
 
 def loss_of(model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -78,6 +83,7 @@ def train_scheduled(
     delay_seconds: float = 0.0,
     config: SchedulerConfig = SMALL,
     wrap: Callable[..., Any] = ScheduledOptimizer,
+    open_transport: Callable[[int, ControlEnd], Transport] | None = None,
 ) -> list[Weights]:
     """Each rank's weights. Ranks are threads and begin with different ones; sends, replies and updates are delayed."""
 
@@ -89,7 +95,9 @@ def train_scheduled(
         return Delayed(transport, transport.rank, delay_seconds)
 
     models = [task.model(seed=rank) for rank in range(world_size)]  # here: the random state of torch is that of the process
-    sessions = local_sessions(world_size, config, wrap_transport=delayed if delay_seconds else None)
+    sessions = local_sessions(
+        world_size, config, open_transport=open_transport, wrap_transport=delayed if delay_seconds else None
+    )
     return run_world(world_size, train, timeout_seconds=300)
 
 

@@ -17,6 +17,8 @@ from commsched.session.local import local_sessions
 from commsched.testing.check_plugin import Delayed
 from commsched.testing.world import run_world
 
+from ..where import here
+
 SMALL, LARGE = SchedulerConfig(64, 128), SchedulerConfig()  # every tensor cut; all tensors merged
 TIMEOUT_SECONDS = 300.0
 CHECK_WEIGHTS = 1  # in every step
@@ -26,7 +28,7 @@ TOLERANCE = 1e-9  # relative, for float64: the sum over ranks has another order
 
 def batch(rank: int, step: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
     generator = torch.Generator().manual_seed(100 * rank + step)
-    return torch.randn(5, 4, generator=generator, dtype=torch.float64).to(dtype)
+    return here(torch.randn(5, 4, generator=generator, dtype=torch.float64).to(dtype))
 
 
 class Data:
@@ -85,7 +87,8 @@ def train(data: Data, model: nn.Module, optimizer: Any, steps: int = 3, first: i
 
 def _seeded(model: MakeModel) -> nn.Module:
     torch.manual_seed(3)
-    return model()
+    its_model: nn.Module = here(model())
+    return its_model
 
 
 def alone(loop: Loop, *, world_size: int = 2, model: MakeModel = mlp, optimizer: MakeOptimizer = sgd) -> Any:

@@ -12,6 +12,7 @@ import commsched
 from commsched.plugins.torch import ScheduledOptimizer
 from commsched.session.local import local_sessions
 
+from ..where import here
 from .loop import Data, alone, mlp, require_close, require_plain, run, sgd, train
 
 
@@ -32,7 +33,7 @@ def test_a_last_backward_without_a_step_through_other_layers_on_each_rank(ordere
 
     def loop(data: Data, model: Any, optimizer: Any) -> None:
         train(data, model, optimizer, steps=1)
-        inputs = torch.ones(1, 8, dtype=torch.float64)
+        inputs = here(torch.ones(1, 8, dtype=torch.float64))
         data.mean(lambda rank: model[2](inputs).sum() if rank else model[0](inputs[:, :4]).sum()).backward()
 
     require_plain(loop, ordered=ordered)
@@ -53,7 +54,7 @@ def test_a_rank_with_fewer_batches_is_named_at_the_first_step_that_lacks_it(earl
             if clip:
                 nn.utils.clip_grad_norm_(model.parameters(), 0.1)
             optimizer.step()
-            model(torch.ones(1, 4, dtype=torch.float64))
+            model(here(torch.ones(1, 4, dtype=torch.float64)))
             raise AssertionError("it computed with weights that cannot be")
 
     with pytest.raises(

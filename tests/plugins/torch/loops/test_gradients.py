@@ -13,6 +13,7 @@ from torch import nn
 import commsched
 from commsched import SchedulerConfig
 
+from ..where import here
 from .loop import LARGE, SMALL, Data, batch, require_plain, run
 
 
@@ -211,7 +212,7 @@ def test_a_gradient_that_is_held_keeps_its_values(use: Callable[..., None]) -> N
 def _noise(data: Data, model: nn.Module, of_the_rank: bool) -> None:
     generator = torch.Generator().manual_seed(data.ranks[0] if of_the_rank else 5)
     for gradient in gradients(model):
-        gradient += 0.01 * torch.randn(gradient.shape, generator=generator, dtype=gradient.dtype)
+        gradient += 0.01 * here(torch.randn(gradient.shape, generator=generator, dtype=gradient.dtype))
 
 
 def _scaled_through_data(data: Data, model: nn.Module, of_the_rank: bool) -> None:
@@ -364,7 +365,7 @@ def test_gradients_of_inputs_and_torch_autograd_grad_beside_backward() -> None:
         maps = []
         for step in range(3):
             optimizer.zero_grad()
-            inputs = torch.ones(2, 4, dtype=torch.float64, requires_grad=True)
+            inputs = here(torch.ones(2, 4, dtype=torch.float64)).requires_grad_()
             (saliency,) = torch.autograd.grad(model(inputs).sum(), inputs)
             data.loss(model, step).backward()
             model(inputs).sum().backward(inputs=[inputs])

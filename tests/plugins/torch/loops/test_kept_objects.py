@@ -12,6 +12,7 @@ from torch import nn
 
 import commsched
 
+from ..where import here
 from .loop import LARGE, Data, batch, mlp, require_plain, run, train
 
 
@@ -87,7 +88,7 @@ def test_a_flat_buffer_of_gradients_is_refused_by_name(local: bool) -> None:
     """It would be zeroed, or clipped, without those that travel."""
 
     def loop(data: Data, model: nn.Module, optimizer: Any) -> None:
-        flat = torch.zeros(sum(parameter.numel() for parameter in model.parameters()), dtype=torch.float64)
+        flat = here(torch.zeros(sum(parameter.numel() for parameter in model.parameters()), dtype=torch.float64))
         parts = flat.split([parameter.numel() for parameter in model.parameters()])
         for parameter, part in zip(model.parameters(), parts):
             parameter.grad = part.view_as(parameter)
@@ -479,11 +480,12 @@ def test_edits_that_leave_the_norm_but_not_the_gradient(edit: str) -> None:
         data.loss(model).backward()
         for gradient in (parameter.grad for parameter in model.parameters()):
             if edit == "signs":
-                gradient.mul_(torch.randint(0, 2, gradient.shape, generator=generator) * 2 - 1)
+                gradient.mul_(here(torch.randint(0, 2, gradient.shape, generator=generator)) * 2 - 1)
             elif edit == "order":
-                gradient.copy_(gradient.flatten()[torch.randperm(gradient.numel(), generator=generator)].view_as(gradient))
+                order = here(torch.randperm(gradient.numel(), generator=generator))
+                gradient.copy_(gradient.flatten()[order].view_as(gradient))
             else:
-                gradient.add_(torch.randn(gradient.shape, generator=generator, dtype=gradient.dtype))
+                gradient.add_(here(torch.randn(gradient.shape, generator=generator, dtype=gradient.dtype)))
                 gradient.div_(gradient.norm())
         optimizer.step()
         optimizer.synchronize()

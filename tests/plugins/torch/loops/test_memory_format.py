@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn, optim
 
+from ..where import here
 from .loop import Data, batch, require_plain, run, train
 
 
@@ -57,7 +58,7 @@ def test_state_has_the_strides_of_rank_0() -> None:
     def make(model: Any) -> optim.Optimizer:
         optimizer = optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         optimizer.state[model[1].weight]["momentum_buffer"] = torch.ones_like(model[1].weight)
-        optimizer.state[model[3].weight]["momentum_buffer"] = torch.ones(model[3].weight.shape, dtype=torch.float64)
+        optimizer.state[model[3].weight]["momentum_buffer"] = here(torch.ones(model[3].weight.shape, dtype=torch.float64))
         return optimizer
 
     def loop(data: Data, model: Any, optimizer: Any) -> Any:

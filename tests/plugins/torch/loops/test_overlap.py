@@ -18,6 +18,7 @@ from commsched.plugins.torch import ScheduledOptimizer
 from commsched.session.local import local_sessions
 from commsched.testing.world import run_world
 
+from ..where import here
 from .loop import Data, alone, batch, require_close, run, train
 
 PATIENCE_SECONDS = 60.0  # after which a test goes on, to fail
@@ -73,7 +74,8 @@ class Held(ForwardingTransport):
 
 
 def wide() -> nn.Module:
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 500)).double()
+    model: nn.Module = here(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 500)).double())
+    return model
 
 
 def networked(loop: Any) -> None:
@@ -152,7 +154,7 @@ def test_updates_whose_averages_arrive_while_a_reader_waits_are_made_with_its_ow
         optimizer = ScheduledOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, session=session)
         for first in (True, False):
             optimizer.zero_grad()
-            model(torch.ones(3, 20, dtype=torch.float64)).square().mean().backward()
+            model(here(torch.ones(3, 20, dtype=torch.float64))).square().mean().backward()
             optimizer.step()
             if first:
                 optimizer.synchronize()
@@ -177,7 +179,7 @@ def test_updates_whose_averages_arrive_while_a_reader_waits_are_made_with_its_ow
     both = threading.Barrier(2)
     monkeypatch.setattr(ScheduledOptimizer, "_update", note)
     monkeypatch.setattr(DependencyProxy, "wait", lambda self: waits.get(self, wait)(self))
-    models = [nn.Sequential(nn.Linear(20, 20, bias=False), nn.Linear(20, 20, bias=False)).double() for _ in range(2)]
+    models = [here(nn.Sequential(*(nn.Linear(20, 20, bias=False) for _ in range(2))).double()) for _ in range(2)]
     sessions = local_sessions(2, SchedulerConfig(4096, 16384), wrap_transport=hold)
 
     def rank_loop(rank: int) -> None:

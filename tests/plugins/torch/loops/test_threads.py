@@ -13,6 +13,7 @@ from torch import nn, optim
 
 from commsched.plugins.torch import ScheduledOptimizer
 
+from ..where import here
 from .loop import Data, mlp, require_plain
 
 PATIENCE_SECONDS = 60
@@ -197,7 +198,7 @@ def test_ranks_with_a_thread_that_reads_all_the_time() -> None:
             try:
                 while not over.is_set():
                     with torch.no_grad():
-                        model(torch.ones(3, 4, dtype=torch.float64))
+                        model(here(torch.ones(3, 4, dtype=torch.float64)))
             except BaseException as error:
                 errors.append(error)
 

@@ -86,6 +86,8 @@ def test_sharded_models_are_named_before_training(where: str) -> None:
             nn.Module.__init__(self)
             self._fsdp_wrapped_module = module
 
+        _apply = nn.Module._apply  # by which a module moves to a device: that of the class needs a real one
+
     outer: list[nn.Module] = []
 
     def make() -> nn.Module:

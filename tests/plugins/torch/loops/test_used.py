@@ -17,6 +17,7 @@ from torch import nn
 import commsched
 from commsched import SchedulerConfig
 
+from ..where import here
 from .loop import LARGE, SMALL, Data, batch, require_close, require_plain, run, train
 
 
@@ -376,7 +377,7 @@ def test_a_model_all_of_which_is_unused_by_one_rank() -> None:
     """Its loss has no graph to the model: backward leaves no gradient at all."""
 
     def loop(data: Data, model: nn.Module, optimizer: Any) -> None:
-        beside = torch.zeros((), dtype=torch.float64, requires_grad=True)
+        beside = here(torch.zeros((), dtype=torch.float64)).requires_grad_()
         for step in range(3):
             optimizer.zero_grad()
             data.mean(lambda rank, step=step: beside * 1 if rank == 0 else model(batch(rank, step)).square().mean()).backward()
@@ -412,7 +413,7 @@ def test_parameters_beside_the_model() -> None:
             super().__init__()
             self.body = nn.Linear(4, 2).double()
             first = 3.0 if next(made) < 2 else 5.0  # plain training, rank 0, rank 1
-            self.beside = [nn.Parameter(torch.full((2,), first, dtype=torch.float64))]  # in a list: not registered
+            self.beside = [nn.Parameter(here(torch.full((2,), first, dtype=torch.float64)))]  # in a list: not registered
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.body(x) * self.beside[0]
