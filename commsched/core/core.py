@@ -234,6 +234,7 @@ class Core:
             CommschedError: any other error that ``Transport.add_group`` raises.
         """
         kernels = None if device is None else self._kernels_of(device)
+        mirror = self._mirror(kernels, plan, buffers) if isinstance(kernels, Staging) else {}
         with self._lock:
             self._check()
             splits, nbytes = self._splits(collective or self.config.collective), plan.manifest.nbytes
@@ -244,7 +245,7 @@ class Core:
             if kernels is None:
                 group = TensorGroup(self, self._group_count, plan, buffers, splits)
             elif isinstance(kernels, Staging):
-                group = StagedGroup(self, self._group_count, plan, buffers, splits, kernels)
+                group = StagedGroup(self, self._group_count, plan, buffers, mirror, splits, kernels)
             else:
                 group = DeviceGroup(self, self._group_count, plan, buffers, splits, kernels)
             if plan.manifest.norms is not None:
@@ -260,6 +261,15 @@ class Core:
         except TransportError as error:  # a lost peer may be the consequence of another failure
             self.raise_cause(error)
         return group
+
+    def _mirror(self, staging: Staging, plan: Plan, there: Mapping[str, Buffer]) -> Mapping[str, memoryview]:
+        """Return the mirror of the next group, whose flat buffers are ``there``, on a device. Groups are added one after
+        another, so no other group takes its number."""
+        try:
+            mirror = self._transport.mirror(self._group_count, plan.manifest, staging.device)
+        except TransportError as error:
+            self.raise_cause(error)
+        return staging.mirror(there) if mirror is None else mirror
 
     def raise_cause(self, error: CommschedError) -> NoReturn:
         """Report ``error``, and raise the failure of the job."""

@@ -38,7 +38,7 @@ class DeviceStream(Protocol):
 
     def copy(self, target: Buffer, source: Buffer) -> None:
         """Copy the bytes of ``source`` to ``target``. One of them is memory of the device, the other as well or memory of
-        ``Device.allocate_host``. They must not overlap.
+        ``Device.allocate_host`` or ``Device.pin``. They must not overlap.
 
         Raises:
             ValueError: their sizes differ, or one of them is memory that this device does not copy.
@@ -87,6 +87,15 @@ class Device(Protocol):
     def allocate_host(self, nbytes: int) -> memoryview:
         """Return so many bytes of the host's memory, all zero, which streams of this device can copy from and to while the
         host does something else (pinned memory). A flat writable view of format ``B``."""
+
+    def pin(self, memory: memoryview) -> memoryview:
+        """Pin memory of the host that exists, such as memory that processes share, until the last view of it is gone that this
+        returns. Return a view of the same bytes, which streams can copy from and to as memory of :meth:`allocate_host`.
+        ``memory`` is whole pages, flat, writable and of format ``B``.
+
+        Raises:
+            UnsupportedError: the memory cannot be pinned, perhaps because it is pinned already; says why.
+        """
 
     def view(self, array: Any) -> Buffer:
         """Return the memory of an engine's array as flat bytes, without a copy. The array must lie on this device, in one

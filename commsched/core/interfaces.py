@@ -3,12 +3,15 @@ methods do nothing; all others are protocols."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from .errors import CommschedError
 from .manifest import Manifest
 from .task import ALL_REDUCE, CommTask
+
+if TYPE_CHECKING:
+    from .device import Device
 
 #: The callback by which a transport, the control channel or a plugin reports a failure that ends the job. May be called from
 #: any thread, repeatedly; the first error counts. Never raises, never blocks.
@@ -31,7 +34,8 @@ class Completion(Protocol):
         """The task's bytes have left this rank, so its credit comes back. Called at most once, and not after ``on_done``."""
 
     def on_done(self, task: CommTask) -> None:
-        """The average is in ``task.data``. Called exactly once, unless the transport failed. Implies ``on_sent``."""
+        """The average is in ``task.data`` (see also ``Transport.mirror``). Called exactly once, unless the transport failed.
+        Implies ``on_sent``."""
 
 
 class Calls(NamedTuple):
@@ -78,6 +82,20 @@ class Transport:
             ManifestMismatch: another rank added other tensors.
             PeerLost: a rank or server is gone.
         """
+
+    def mirror(self, group: int, manifest: Manifest, device: Device) -> Mapping[str, memoryview] | None:
+        """Return the memory of the host, pinned for ``device``, that the next group shall use for its gradients: flat buffers
+        by dtype, from which this transport takes them without another copy. None: it takes them from any memory. ``Core`` calls
+        it before :meth:`add_group` if the gradients lie on ``device`` and travel from the host's memory.
+
+        From then on the transport may leave an average of the group in other memory that is pinned for ``device``: it replaces
+        ``task.data`` by that memory before ``on_done``. It writes this memory again only when a contribution of every rank that
+        reads it has come for a later step. When a rank contributes, its copies of earlier averages are done.
+
+        Raises:
+            TransportError: the system cannot provide the memory.
+        """
+        return None
 
     def norm_rows(self, manifest: Manifest) -> int:
         """The number of rows in which the sums of the norms of such a group's averages travel (see ``norms.NormsOf``): one for
@@ -143,6 +161,9 @@ class ForwardingTransport(Transport):
 
     def add_group(self, group: int, manifest: Manifest) -> None:
         self._inner.add_group(group, manifest)
+
+    def mirror(self, group: int, manifest: Manifest, device: Device) -> Mapping[str, memoryview] | None:
+        return self._inner.mirror(group, manifest, device)
 
     def norm_rows(self, manifest: Manifest) -> int:
         return self._inner.norm_rows(manifest)

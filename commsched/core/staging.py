@@ -4,11 +4,12 @@ The host queues kernels long before they run. So a gradient is notified with the
 STAGED until all their gradients are made. If the transport averages on the device, they are READY then, and averages are
 complete when they are done. The rest of this page is about staging, for a transport that averages in the host's memory.
 
-A group on a device has a *mirror* of its flat buffers in pinned memory of the host. Its tasks lie there, so transports do not
-know of the device. A task takes this way: all its gradients are notified (STAGED) -> their kernels are done, which the events
-behind them say -> copy to the mirror -> READY, as any task -> the average is in the mirror -> the copy to the device is queued,
-and the proxies open at once, with an event behind that copy. Neither the engine's thread nor its stream waits for a copy that
-it does not need.
+A group on a device has a *mirror* of its flat buffers in pinned memory of the host. Its tasks lie there, so transports need
+not know of the device. A transport whose ranks share memory has the mirror there (``Transport.mirror``), and may leave
+averages in other pinned memory. A task takes this way: all its gradients are notified (STAGED) -> their kernels are done,
+which the events behind them say -> copy to the mirror -> READY, as any task -> the average is in the host's memory -> the copy
+to the device is queued, and the proxies open at once, with an event behind that copy. Neither the engine's thread nor its
+stream waits for a copy that it does not need.
 
 Copies to the host take the order of the policy, among the gradients that are made: the host queues kernels long before they
 run, and a copy that waited for one of the last would keep all others waiting. Copies to the device take the order in which
@@ -116,9 +117,16 @@ class StagedGroup(DeviceGroup):
     _proxy_type = StagedProxy
 
     def __init__(
-        self, core: DeviceCalls, index: int, plan: Plan, there: Mapping[str, Buffer], splits: bool, staging: Staging
+        self,
+        core: DeviceCalls,
+        index: int,
+        plan: Plan,
+        there: Mapping[str, Buffer],
+        mirror: Mapping[str, memoryview],
+        splits: bool,
+        staging: Staging,
     ) -> None:
-        super().__init__(core, index, plan, staging.mirror(there), splits, staging)
+        super().__init__(core, index, plan, mirror, splits, staging)
         self.staging = staging
         self._there = there
         self._arrival: Arrival | None = None  # the last copy to the device
@@ -264,7 +272,7 @@ class Staging(Kernels):
         self._out, self._back = EventWatcher("commsched-copies-out"), EventWatcher("commsched-copies-back")
 
     def mirror(self, there: Mapping[str, Buffer]) -> dict[str, memoryview]:
-        """Return memory of the host for the bytes of buffers on the device."""
+        """Return new memory of the host for the bytes of buffers on the device."""
         return {dtype: self.device.allocate_host(len(buffer)) for dtype, buffer in there.items()}
 
     def use(self, policy: Policy) -> None:

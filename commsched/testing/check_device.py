@@ -6,6 +6,7 @@ order than streams and events say, shows wrong bytes.
 
 from __future__ import annotations
 
+import mmap
 import random
 import re
 import threading
@@ -60,6 +61,7 @@ def check_device(
     checks: list[Callable[[CheckedDevice], None]] = [
         check_memory,
         check_copies,
+        check_pinning,
         check_stream,
         check_events,
         check_current_stream,
@@ -168,6 +170,32 @@ def check_copies(checked: CheckedDevice) -> None:
             got = np.asarray(target) if isinstance(target, memoryview) else checked.download(target)
             where = f"{'host' if inwards else 'device'} to {'host' if outwards else 'device'}"
             _require(got, expected, f"the memory around a copy of {nbytes} bytes from {where}")
+
+
+def check_pinning(checked: CheckedDevice) -> None:
+    """Memory of the host that exists is the device's to copy while it is pinned, and can be pinned again afterwards."""
+    device, nbytes = checked.device, 2 * mmap.PAGESIZE
+    memory = memoryview(mmap.mmap(-1, nbytes))
+    for turn in range(3):
+        values = _random_bytes(turn, nbytes)
+        try:
+            pinned = device.pin(memory)
+        except UnsupportedError as error:
+            raise AssertionError(
+                f"memory of the host is not pinned, the {turn + 1}. time that it is asked for: {error}"
+            ) from error
+        kind = (pinned.format, pinned.ndim, pinned.nbytes, pinned.c_contiguous, pinned.readonly)
+        assert kind == ("B", 1, nbytes, True, False), f"pinned memory is no flat writable view of {nbytes} bytes: {kind}"
+        np.asarray(memory)[:] = values
+        there, stream = device.allocate(nbytes), checked.busy_stream()
+        stream.copy(there[1:], pinned[1:])
+        stream.synchronize()
+        np.asarray(memory)[:] = 0
+        checked.delay(stream)
+        stream.copy(pinned[1:], there[1:])
+        stream.synchronize()
+        _require(np.asarray(memory)[1:], values[1:], "memory that was pinned and copied to")
+        del pinned  # no longer pinned
 
 
 def check_stream(checked: CheckedDevice) -> None:

@@ -230,11 +230,29 @@ class SimulatedDevice(Device):
 
     def allocate_host(self, nbytes: int) -> memoryview:
         memory = np.zeros(nbytes, np.uint8)
-        start = _address(memory)
         with self.entered():
-            self._pinned = [pinned for pinned in self._pinned if pinned[2]() is not None]
-            self._pinned.append((start, start + nbytes, ref(memory)))
+            self._note_pinned(memory)
         return memory.data
+
+    def pin(self, memory: memoryview) -> memoryview:
+        if memory.readonly:
+            raise UnsupportedError(f"{len(memory)} bytes of the host's memory are read-only, and not pinned for {self.name}")
+        pinned = np.frombuffer(memory, np.uint8)
+        start, stop = _address(pinned), _address(pinned) + pinned.size
+        with self.entered():
+            if any(first < stop and start < last for first, last in self._all_pinned()):
+                raise UnsupportedError(f"{pinned.size} bytes of the host's memory are already pinned for {self.name}")
+            self._note_pinned(pinned)
+        return pinned.data
+
+    def _note_pinned(self, memory: _Bytes) -> None:
+        start = _address(memory)
+        self._pinned = [pinned for pinned in self._pinned if pinned[2]() is not None]
+        self._pinned.append((start, start + memory.size, ref(memory)))
+
+    def _all_pinned(self) -> list[tuple[int, int]]:
+        """First address of all memory that is pinned now, and the one behind its last."""
+        return [(first, stop) for first, stop, memory in self._pinned if memory() is not None]
 
     def view(self, array: Any) -> SimulatedBuffer:
         """``array`` is a :class:`SimulatedBuffer` or has one as its ``__simulated_memory__``."""
@@ -330,8 +348,8 @@ class SimulatedDevice(Device):
             raise ValueError(f"a {type(buffer).__name__} is no memory that {self.name} copies")
         memory: _Bytes = np.asarray(buffer)
         start = _address(memory)
-        if not any(first <= start and start + memory.size <= stop for first, stop, _ in self._pinned):
-            raise ValueError(f"{memory.size} bytes of the host's memory are not pinned: {self.name} did not allocate them")
+        if not any(first <= start and start + memory.size <= stop for first, stop in self._all_pinned()):
+            raise ValueError(f"{memory.size} bytes of the host's memory are not pinned for {self.name}")
         return memory, False
 
     def copy_ends(self, begin: float, nbytes: int, *, outwards: bool, within: bool) -> float:

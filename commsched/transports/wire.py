@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ..core.device import Device
 from ..core.interfaces import Calls, Completion, ForwardingTransport, Transport
 from ..core.manifest import ITEMSIZE, Manifest, TensorSpec
 from ..core.plan import Partition
@@ -76,6 +77,9 @@ class WireTransport(ForwardingTransport):
     def add_group(self, group: int, manifest: Manifest) -> None:
         recast = self._groups[group] = DtypeMapping(manifest, {"float32": self._dtype})
         self._inner.add_group(group, recast.manifest)
+
+    def mirror(self, group: int, manifest: Manifest, device: Device) -> None:
+        """See ``interfaces.Transport``. ``inner`` gets the gradients in memory of this transport."""
 
     def start(self, task: CommTask, completion: Completion) -> None:
         """See ``interfaces.Transport``. Rounds the contribution before it returns."""

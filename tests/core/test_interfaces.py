@@ -38,6 +38,7 @@ def test_every_call_is_passed_on_with_its_arguments() -> None:
     inner = Inner()
     outer = ForwardingTransport(inner)
     outer.add_group(1, "manifest")  # type: ignore[arg-type]
+    outer.mirror(1, "manifest", "device")  # type: ignore[arg-type]
     outer.norm_rows("manifest")  # type: ignore[arg-type]
     outer.collect("task", "collected")  # type: ignore[arg-type]
     outer.start("task", "completion")  # type: ignore[arg-type]
@@ -46,6 +47,7 @@ def test_every_call_is_passed_on_with_its_arguments() -> None:
     outer.close(False)
     assert inner.calls == [
         ("add_group", 1, "manifest"),
+        ("mirror", 1, "manifest", "device"),
         ("norm_rows", "manifest"),
         ("collect", "task", "collected"),
         ("start", "task", "completion"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,8 @@ from commsched.plugins.numpy import SGD, Network, ScheduledOptimizer, softmax_cr
 from commsched.session.local import local_sessions
 from commsched.session.session import Session
 from commsched.testing import SimulatedDevice, check_plugin
+from commsched.transports.hierarchy import messages
+from tests.transports.hierarchy.worlds import LocalNetwork, opening
 
 from .simulated_array import SimulatedArray, to_device
 from .test_numpy import Adapter, Weights, make_batch, make_network
@@ -58,6 +61,18 @@ class OnDevice(Adapter):
             for index, layer in enumerate(network.layers)
             for name, parameter in layer.parameters.items()
         }
+
+
+def test_devices_of_two_hosts_under_the_public_suite(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks on each host sum in shared memory; hosts average over a network with delays."""
+
+    def on_hosts(size: int, config: Any, *, wrap_transport: Any, **options: Any) -> list[Session]:
+        transports = opening(lambda rank: rank // 2, size, LocalNetwork(), wrap_transport)
+        return local_sessions(size, config, open_transport=transports, **options)
+
+    monkeypatch.setattr(messages, "PINNED_FROM_BYTES", 0)
+    monkeypatch.setattr(sys.modules["commsched.testing.check_plugin"], "local_sessions", on_hosts)
+    check_plugin(OnDevice(1e-9), world_sizes=(2, 4))
 
 
 @pytest.mark.parametrize("seed", range(3))

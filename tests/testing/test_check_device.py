@@ -209,6 +209,27 @@ class TypedHostMemory(Device):
         return super().allocate_host(nbytes).cast("b")
 
 
+class PinsACopy(Device):
+    def pin(self, memory: memoryview) -> memoryview:
+        return self.allocate_host(len(memory))
+
+
+class PinsReadOnly(Device):
+    def pin(self, memory: memoryview) -> memoryview:
+        return super().pin(memory).toreadonly()
+
+
+class PinsForEver(Device):
+    def pin(self, memory: memoryview) -> memoryview:
+        self.kept = super().pin(memory)
+        return self.kept
+
+
+class PinsNothing(Device):
+    def pin(self, memory: memoryview) -> memoryview:
+        return memory
+
+
 class ViewsAreCopies(Device):
     def view(self, array: Any) -> SimulatedBuffer:
         return SimulatedBuffer(self, super().view(array)._memory.copy())
@@ -309,6 +330,9 @@ WRONG: list[tuple[Callable[[], SimulatedDevice], str]] = [
     (SlicesAreCopies, "wrong|not all zero"),
     (ReadOnlyHostMemory, "host memory is no flat writable view"),
     (TypedHostMemory, "host memory is no flat writable view"),
+    (PinsACopy, "memory that was pinned and copied to"),
+    (PinsReadOnly, "pinned memory is no flat writable view"),
+    (PinsForEver, "memory of the host is not pinned, the 2. time that it is asked for"),
     (ViewsAreCopies, "a second view of the same array"),
     (ViewsAnything, "an object without memory could be viewed"),
     (ManyCurrentStreams, "what the current stream"),
@@ -330,6 +354,11 @@ def test_right_devices_are_accepted() -> None:
 def test_a_device_that_is_wrong_is_refused(make: Callable[[], SimulatedDevice], said: str) -> None:
     with pytest.raises(AssertionError, match=said):
         check(make())
+
+
+def test_a_device_that_copies_what_is_not_pinned_notices_it() -> None:
+    with pytest.raises(ValueError, match=r"^8191 bytes of the host's memory are not pinned for simulated:0"):
+        check(PinsNothing())
 
 
 def test_a_device_that_never_ends_its_work_is_shown_with_the_stack() -> None:

@@ -101,12 +101,30 @@ def test_the_host_reads_memory_by_copies_only() -> None:
     for read in (np.asarray, bytes, memoryview):
         with pytest.raises(TypeError):
             read(memory)
-    with pytest.raises(ValueError, match=r"^8 bytes of the host's memory are not pinned: simulated:3 did not allocate them$"):
+    with pytest.raises(ValueError, match=r"^8 bytes of the host's memory are not pinned for simulated:3$"):
         device.stream().copy(memory, memoryview(bytearray(8)))
     with pytest.raises(ValueError, match=r"^neither side of the copy is memory of simulated:3$"):
         device.stream().copy(device.allocate_host(8), device.allocate_host(8))
     with pytest.raises(ValueError, match=r"^<SimulatedBuffer of 8 bytes on simulated:0> is not memory of simulated:3$"):
         device.stream().copy(memory, SimulatedDevice().allocate(8))
+
+
+def test_memory_is_pinned_once_and_until_its_last_view_is_gone() -> None:
+    device, memory = SimulatedDevice(), memoryview(bytearray(8))
+    there, stream = device.allocate(4), device.stream()
+    part = device.pin(memory)[4:]
+    with pytest.raises(UnsupportedError, match=r"^4 bytes of the host's memory are already pinned for simulated:0$"):
+        device.pin(memory[:4])
+    part[:] = b"1234"
+    stream.copy(there, part)
+    del part
+    stream.synchronize()
+    assert device.peek(there) == b"1234"
+    with pytest.raises(ValueError, match=r"^4 bytes of the host's memory are not pinned for simulated:0$"):
+        stream.copy(there, memory[4:])
+    SimulatedDevice().pin(memory)
+    with pytest.raises(UnsupportedError, match=r"^8 bytes of the host's memory are read-only, and not pinned for simulated:0$"):
+        device.pin(memory.toreadonly())
 
 
 def test_an_array_with_its_memory_can_be_viewed() -> None:

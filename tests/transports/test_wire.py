@@ -13,10 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commsched.core.interfaces import Completion, OnFailure, Transport
+from commsched.core.interfaces import Completion, ForwardingTransport, OnFailure, Transport
 from commsched.core.manifest import ITEMSIZE, Manifest, TensorSpec
 from commsched.core.plan import Partition, cut
 from commsched.core.task import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, CommTask
+from commsched.devices.backends.host import HostDevice
 from commsched.testing.check_transport import (
     check_averages,
     check_back_to_back,
@@ -55,6 +56,17 @@ def test_is_a_transport(open_world: OpenWorld, dtype: str) -> None:
     check_back_to_back(partial(Threads, world, 3), 200)
     check_leaver(world)
     check_close(world)
+
+
+def test_memory_for_gradients_is_never_that_of_the_transport_within() -> None:
+    """Which would have another dtype."""
+
+    class Sharing(ForwardingTransport):
+        def mirror(self, *arguments: object) -> dict[str, memoryview]:
+            raise AssertionError
+
+    manifest = Manifest((TensorSpec("x", (4,), "float32"),))
+    assert WireTransport(Sharing(LocalWorld(1).transport(0, pytest.fail)), "float16").mirror(0, manifest, HostDevice()) is None
 
 
 class Kept:

@@ -60,6 +60,9 @@ class HostDevice:
     def allocate_host(self, nbytes: int) -> memoryview:
         return self.allocate(nbytes)
 
+    def pin(self, memory: memoryview) -> memoryview:
+        return memory
+
     def view(self, array: Any) -> memoryview:
         try:
             values = array if isinstance(array, np.ndarray) else np.from_dlpack(array)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ...core.device import Device
 from ...core.errors import ClosedError, CommschedError, TransportError
 from ...core.interfaces import Calls, Collected, Completion, Transport
 from ...core.manifest import ITEMSIZE, Manifest
@@ -82,6 +83,8 @@ class LeaderTransport(Transport):
         self._travels = WIDER if wire == "none" else {**WIDER, "float32": wire}  # sent dtype by gradient dtype
         self._buffers = BufferPool()  # for sums that are sent in another dtype
         self._averages: dict[int, SharedBuffers] = {}  # by group; the launching thread adds them
+        self._devices: dict[int, Device] = {}  # by group whose gradients lie on a device
+        self._in_place: set[int] = set()  # those groups whose averages are pinned, so that the device copies them itself
         self._host = layout.hosts[layout.host_of(rank)]
         self._contributions = Contributions(self._host, context.on_failure)
         self._members = [
@@ -112,6 +115,10 @@ class LeaderTransport(Transport):
         if self._network is not None:
             self._network.add_group(group, recast.manifest)
         self._contributions.add_group(0, group, manifest)
+
+    def mirror(self, group: int, manifest: Manifest, device: Device) -> None:
+        """See ``interfaces.Transport``. This rank reads its own contribution wherever it is."""
+        self._devices[group] = device
 
     def norm_rows(self, manifest: Manifest) -> int:
         """See ``interfaces.Transport``. The network measures what it averages, so averages that are rounded behind it have no
@@ -146,7 +153,11 @@ class LeaderTransport(Transport):
         self._started[key] = started
 
         def reply(result: memoryview) -> None:
-            if result is not task.data:
+            if result is task.data:
+                return
+            if task.group in self._in_place:
+                task.data = result
+            else:
                 np.copyto(np.frombuffer(task.data, np.uint8), np.frombuffer(result, np.uint8))
 
         self._gathered(key, self._contributions.push(0, key, at.dtype, at.start, at.stop, task.data, reply))
@@ -154,8 +165,9 @@ class LeaderTransport(Transport):
     def release(self, group: int) -> None:
         """See ``interfaces.Transport``. Every member has made its last push to the group and was notified of the average. The
         member reads the average through a mapping of its own."""
-        for of in (self._manifests, self._recasts, self._averages):
+        for of in (self._manifests, self._recasts, self._averages, self._devices):
             of.pop(group, None)
+        self._in_place.discard(group)
         for member in self._members:
             member.release(group)
         self._contributions.release(0, (group,))
@@ -237,6 +249,7 @@ class LeaderTransport(Transport):
                 self._fail(
                     TransportError(f"rank {self.rank} failed at {self._name(started.task)}: {type(error).__name__}: {error}")
                 )
+            del started  # it holds memory, which may be released before the next launch
 
     def _next_launch(self) -> _Started | None:
         with self._work:
@@ -287,7 +300,11 @@ class LeaderTransport(Transport):
 
     def _share(self, group: int) -> None:
         """Create the shared memory for the averages of ``group``, and pass it to every member."""
-        self._averages[group], fd = create_buffers(self._manifests[group])
+        averages, fd = create_buffers(self._manifests[group])
+        device = self._devices.get(group)
+        if device is not None and averages.pin(device, self.rank):
+            self._in_place.add(group)
+        self._averages[group] = averages
         try:
             for member in self._members:
                 with suppress(OSError):  # the member is gone, which its reader reports

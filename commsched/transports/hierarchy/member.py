@@ -6,11 +6,12 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 
 import numpy as np
 
+from ...core.device import Device
 from ...core.errors import ClosedError, CommschedError, PeerLost, ProtocolError, TransportError
 from ...core.interfaces import Completion, OnFailure, Transport
 from ...core.manifest import Manifest
@@ -39,6 +40,8 @@ class MemberTransport(Transport):
     later. A member writes its next contribution after it has read the average. The leader writes the next average after every
     member's next contribution has come. So no memory is read while it is written. Each side unmaps the memory that it no longer
     needs, and the memory is freed when both sides have.
+
+    A group whose gradients lie on a device is copied from and to both memories by the device itself, if they can be pinned.
 
     ``leave`` does nothing here: the leader is notified of each rank of its host that leaves, and knows which tasks wait for it.
 
@@ -75,6 +78,9 @@ class MemberTransport(Transport):
         self._released: deque[int] = deque()  # groups of which the leader is to be told that they are released
         self._contributions: dict[int, SharedBuffers] = {}  # by group; the dispatcher adds them
         self._averages: dict[int, SharedBuffers] = {}  # by group; the reader adds them
+        self._devices: dict[int, Device] = {}  # by group whose contributions are pinned
+        self._unsent: dict[int, int] = {}  # by such a group that is not added yet: the descriptor of the memory
+        self._in_place: set[int] = set()  # groups whose averages are pinned
         # Single operations on a dict are atomic; the dispatcher adds a key, and the reader removes it.
         self._pending: dict[PartitionKey, tuple[CommTask, Completion]] = {}
         self._reader = threading.Thread(target=self._read, name=f"commsched-host-{self.rank}", daemon=True)
@@ -88,18 +94,33 @@ class MemberTransport(Transport):
         while self._released:
             self._send(LocalMessage(Kind.RELEASED, group=self._released.popleft()))
         self._pass(LocalMessage(Kind.GROUP, group=group), write_manifest(manifest))
+        if group in self._unsent:
+            self._pass(LocalMessage(Kind.MEMORY, group=group), self._unsent.pop(group))
+
+    def mirror(self, group: int, manifest: Manifest, device: Device) -> Mapping[str, memoryview] | None:
+        """See ``interfaces.Transport``. The leader reads what the device copies there."""
+        if self._closed:
+            raise ClosedError("this transport is closed")
+        contributions, fd = create_buffers(manifest)
+        if not contributions.pin(device, self.rank):
+            os.close(fd)
+            return None
+        self._devices[group] = device
+        self._contributions[group], self._unsent[group] = contributions, fd
+        return contributions.parts
 
     def norm_rows(self, manifest: Manifest) -> int:
         """See ``LeaderTransport``."""
         return 0 if any(spec.dtype in WIDER for spec in manifest.tensors) else self._norm_rows
 
     def start(self, task: CommTask, completion: Completion) -> None:
-        """See ``interfaces.Transport``. Copies the contribution before it returns."""
+        """See ``interfaces.Transport``. If the contribution is not in the shared memory, copies it there before it returns."""
         if self._closed:
             raise ClosedError("this transport is closed")
         at = task.partition
         contribution = self._contribution(task.group).part(at.dtype, at.start, at.stop)
-        np.copyto(np.frombuffer(contribution, np.uint8), np.frombuffer(task.data, np.uint8))
+        if task.data.obj is not contribution.obj:
+            np.copyto(np.frombuffer(contribution, np.uint8), np.frombuffer(task.data, np.uint8))
         self._pending[PartitionKey(task.group, task.step, at.index)] = (task, completion)
         completion.on_sent(task)
         self._send(about(Kind.PUSH, task))
@@ -108,8 +129,9 @@ class MemberTransport(Transport):
         """See ``interfaces.Transport``. The leader learns of it with the next group."""
         if group in self._manifests:
             self._released.append(group)
-        for of in (self._manifests, self._contributions, self._averages):
+        for of in (self._manifests, self._contributions, self._averages, self._devices):
             of.pop(group, None)
+        self._in_place.discard(group)
 
     def close(self, graceful: bool = True) -> None:
         if not self._closed and graceful:
@@ -119,6 +141,8 @@ class MemberTransport(Transport):
         self._link.end()
         self._reader.join()
         self._link.close()
+        close_all(tuple(self._unsent.values()))
+        self._unsent.clear()
         self._pending.clear()
         self._contributions.clear()
         self._averages.clear()
@@ -163,7 +187,7 @@ class MemberTransport(Transport):
             if message.kind is Kind.DONE:
                 self._take(message)
             elif message.kind is Kind.MEMORY and fds and message.group in self._manifests:
-                self._averages[message.group] = SharedBuffers(self._manifests[message.group], attach(fds[0]))
+                self._map_averages(message.group, fds[0])
             elif message.kind is Kind.GOODBYE:
                 self._goodbye()
             else:
@@ -171,8 +195,15 @@ class MemberTransport(Transport):
         finally:
             close_all(fds)
 
+    def _map_averages(self, group: int, fd: int) -> None:
+        device = self._devices.get(group)
+        averages = SharedBuffers(self._manifests[group], attach(fd, writable=device is not None))
+        if device is not None and averages.pin(device, self.rank):
+            self._in_place.add(group)
+        self._averages[group] = averages
+
     def _take(self, message: LocalMessage) -> None:
-        """Copy an average into its task's data, and complete the task."""
+        """Let the task's data have or, if its device can copy it from there, be the average, and complete the task."""
         started = self._pending.pop(PartitionKey(message.group, message.step, message.partition), None)
         if started is None or message != about(Kind.DONE, started[0]):
             raise ProtocolError(
@@ -183,7 +214,10 @@ class MemberTransport(Transport):
         if mirror is None:
             raise ProtocolError(f"{self._leader} sent an average of group {task.group} without its memory")
         average = mirror.part(message.dtype, message.start, message.stop)
-        np.copyto(np.frombuffer(task.data, np.uint8), np.frombuffer(average, np.uint8))
+        if task.group in self._in_place:
+            task.data = average
+        else:
+            np.copyto(np.frombuffer(task.data, np.uint8), np.frombuffer(average, np.uint8))
         del mirror, average  # the group may be released as soon as the task is done
         completion.on_done(task)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import mmap
 import os
 import socket
@@ -17,9 +18,12 @@ from enum import IntEnum
 from struct import Struct
 from typing import NamedTuple
 
-from ...core.errors import ProtocolError, TransportError
+from ...core.device import Device
+from ...core.errors import ProtocolError, TransportError, UnsupportedError
 from ...core.manifest import ITEMSIZE, Manifest
 from ...core.task import CommTask
+
+log = logging.getLogger("commsched")
 
 _DTYPES = tuple(ITEMSIZE)
 _STRUCT = Struct("<BBxxIIIQQQ")
@@ -148,6 +152,11 @@ def close_all(fds: tuple[int, ...]) -> None:
 _PAGE = mmap.PAGESIZE
 
 
+#: Smaller memory is not pinned for a device. To copy it once more takes less time than to pin it, and most small groups have
+#: few steps: a broadcast or an average of a number has one.
+PINNED_FROM_BYTES = 1 << 20
+
+
 class SharedBuffers:
     """The flat buffers of a group in shared memory, each beginning on a page.
 
@@ -159,6 +168,24 @@ class SharedBuffers:
         if len(memory) != nbytes:
             raise ProtocolError(f"{len(memory)} bytes of memory for a group that needs {nbytes}")
         self._memory = memoryview(memory)
+        self._manifest = manifest
+
+    def pin(self, device: Device, rank: int) -> bool:
+        """Let ``device`` copy from and to the parts that :meth:`part` returns from now on. The memory is pinned until the last
+        of them is gone. False if it is small, or the system does not pin it, which is logged for ``rank``."""
+        if len(self._memory) < PINNED_FROM_BYTES:
+            return False
+        try:
+            self._memory = device.pin(self._memory)
+        except UnsupportedError as error:
+            log.warning("rank %d copies gradients once more on their way from and to %s: %s", rank, device.name, str(error))
+            return False
+        return True
+
+    @property
+    def parts(self) -> dict[str, memoryview]:
+        """The buffers, by dtype."""
+        return {dtype: self.part(dtype, 0, nbytes) for dtype, nbytes in self._manifest.buffer_bytes.items()}
 
     def part(self, dtype: str, start: int, stop: int) -> memoryview:
         """Return bytes ``[start, stop)`` of the buffer of ``dtype``."""
@@ -183,8 +210,8 @@ def create_buffers(manifest: Manifest) -> tuple[SharedBuffers, int]:
         raise TransportError(f"{nbytes} bytes of shared memory cannot be allocated: {error.strerror or error}") from error
 
 
-def attach(fd: int) -> mmap.mmap:
-    """Map memory that another rank created, for reading.
+def attach(fd: int, writable: bool = False) -> mmap.mmap:
+    """Map memory that another rank created, for reading. Memory to be pinned must be ``writable``.
 
     Raises:
         ProtocolError: ``fd`` is no sealed shared memory, or its memory may shrink while it is read.
@@ -192,7 +219,7 @@ def attach(fd: int) -> mmap.mmap:
     try:
         if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
             raise ProtocolError("shared memory that may shrink")
-        return mmap.mmap(fd, os.fstat(fd).st_size, prot=mmap.PROT_READ)
+        return mmap.mmap(fd, os.fstat(fd).st_size, prot=mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0))
     except (OSError, ValueError) as error:
         raise ProtocolError(f"no shared memory: {error}") from error
 

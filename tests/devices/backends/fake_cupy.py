@@ -15,6 +15,7 @@ from weakref import ref
 import numpy as np
 import pytest
 
+from commsched.core.errors import UnsupportedError
 from commsched.devices.arithmetic import HALVES
 from commsched.testing import SimulatedBuffer, SimulatedDevice
 
@@ -176,6 +177,19 @@ def install(device: SimulatedDevice, count: int = 1) -> ModuleType:
         np.asarray(memory).fill(0xEE)
         return memory
 
+    pinned: dict[int, memoryview] = {}  # by address: views that keep the memory pinned
+
+    def hostRegister(ptr: int, size: int, flags: int) -> None:
+        assert flags == 0
+        try:
+            pinned[ptr] = device.pin(at(ptr, size))
+        except UnsupportedError as error:
+            raise CUDARuntimeError(712) from error  # cudaErrorHostMemoryAlreadyRegistered
+
+    def hostUnregister(ptr: int) -> None:
+        if pinned.pop(ptr, None) is None:
+            raise CUDARuntimeError(713)  # cudaErrorHostMemoryNotRegistered
+
     class UnownedMemory:
         def __init__(self, ptr: int, size: int, owner: Any, device_id: int = -1) -> None:
             self.buffer = device.view(owner)[:size] if size else device.allocate(0)
@@ -274,6 +288,8 @@ def install(device: SimulatedDevice, count: int = 1) -> ModuleType:
         getDevice=getDevice,
         getDeviceProperties=lambda number: {"uuid": b"a GPU"},
         eventQuery=eventQuery,
+        hostRegister=hostRegister,
+        hostUnregister=hostUnregister,
         CUDARuntimeError=CUDARuntimeError,
     )
     cupy.cuda = ModuleType("cupy.cuda")

@@ -134,6 +134,27 @@ def test_a_stream_of_an_engine_is_used_by_its_protocol_or_its_address(gpu: Simul
         stream.record().synchronize()
 
 
+def test_memory_that_cuda_does_not_pin_is_named_with_the_reason(cupy: Any) -> None:
+    device, memory = open_device("cuda:1"), memoryview(bytearray(8))
+    pinned = device.pin(memory)
+    said = r"^8 bytes of the host's memory cannot be pinned for cuda:1: error 712$"
+    with pytest.raises(UnsupportedError, match=said):
+        device.pin(memory)
+    del pinned
+    device.pin(memory)
+
+
+def test_memory_of_a_device_that_has_failed_is_freed_in_silence(cupy: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    pinned = open_device("cuda:0").pin(memoryview(bytearray(8)))
+    cupy.cuda.runtime.hostUnregister = lambda ptr: translated_failure()
+    del pinned
+    assert capsys.readouterr().err == ""
+
+
+def translated_failure() -> None:
+    raise CUDARuntimeError(700)
+
+
 def test_a_poll_learns_of_a_failure(gpu: SimulatedDevice, cupy: Any) -> None:
     event = open_device("cuda:0").stream().record()
     gpu.fail()

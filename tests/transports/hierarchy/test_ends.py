@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -14,11 +15,13 @@ from queue import SimpleQueue
 import numpy as np
 import pytest
 
-from commsched.core.errors import ClosedError, CommschedError, PeerLost, ProtocolError
+from commsched.core.errors import ClosedError, CommschedError, PeerLost, ProtocolError, UnsupportedError
 from commsched.core.manifest import Manifest, TensorSpec
 from commsched.core.plan import cut
 from commsched.core.task import CommTask
+from commsched.testing import SimulatedDevice
 from commsched.transports.backend import TransportContext
+from commsched.transports.hierarchy import member as member_module
 from commsched.transports.hierarchy import messages
 from commsched.transports.hierarchy.leader import LeaderTransport
 from commsched.transports.hierarchy.member import MemberTransport
@@ -117,6 +120,102 @@ def test_a_member_puts_its_contribution_where_the_leader_reads_it_and_takes_the_
     assert np.frombuffer(task.data, np.float32).tolist() == [9.0] * 4
     for fd in (*memories[Kind.GROUP], *memories[Kind.MEMORY]):
         os.close(fd)
+
+
+class Pins(SimulatedDevice):
+    """It pins memory so many times."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.left = times
+
+    def pin(self, memory: memoryview) -> memoryview:
+        if self.left == 0:
+            raise UnsupportedError("no more memory can be pinned")
+        self.left -= 1
+        return super().pin(memory)
+
+    def wait_until_nothing_is_pinned(self) -> None:
+        deadline = time.monotonic() + 60.0
+        while self._all_pinned():  # a thread may still be returning from the call that used the memory
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+    def copies(self, memory: memoryview) -> bool:
+        stream = self.stream()
+        try:
+            stream.copy(self.allocate(len(memory)), memory)
+        except ValueError:
+            return False
+        stream.synchronize()
+        return True
+
+
+def test_little_memory_is_not_pinned(told: Told, caplog: pytest.LogCaptureFixture) -> None:
+    link, leader = linked()
+    transport = MemberTransport(told.context(5, 8), link, 4, leaders=(), channels=1, norm_rows=0)
+    assert transport.mirror(0, Manifest((TensorSpec("weight", (2**20 - 8192,), "uint8"),)), Pins(0)) is None
+    assert not caplog.records
+    assert transport.mirror(1, Manifest((TensorSpec("weight", (2**20,), "uint8"),)), Pins(1)) is not None
+    transport.close(graceful=False)
+    leader.close()
+
+
+@pytest.mark.usefixtures("everything_is_pinned")
+@pytest.mark.parametrize("pins", [2, 1, 0])
+def test_a_device_copies_from_and_to_what_ranks_share_if_it_is_pinned(
+    told: Told, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, pins: int
+) -> None:
+    copied: list[int] = []
+    copyto = np.copyto
+    monkeypatch.setattr(member_module.np, "copyto", lambda to, from_: [copied.append(to.size), copyto(to, from_)])
+    device, (link, leader) = Pins(pins), linked()
+    transport = MemberTransport(told.context(5, 8), link, 4, leaders=(), channels=1, norm_rows=0)
+    mirror = transport.mirror(0, MANIFEST, device)
+    assert (mirror is None) == (pins == 0)
+    own = (mirror or {"float32": device.allocate_host(16)})["float32"]
+    transport.add_group(0, MANIFEST)
+    task = CommTask(0, 0, AT, own)
+    own[:] = np.arange(4, dtype=np.float32).tobytes()
+    transport.start(task, told)
+    received = {message.kind: fds for message, fds in (leader.receive() for _ in range(3))}
+    contributions = messages.SharedBuffers(MANIFEST, messages.attach(*received[Kind.MEMORY])).part("float32", 0, 16)
+    assert contributions == own
+    averages, fd = messages.create_buffers(MANIFEST)
+    average = averages.part("float32", 0, 16)
+    average[:] = np.full(4, 9, np.float32).tobytes()
+    give(leader, LocalMessage(Kind.MEMORY, group=0), fd)
+    leader.send(about(Kind.DONE, task))
+    assert told.done.get(timeout=60) is task
+    assert np.frombuffer(task.data, np.float32).tolist() == [9.0] * 4
+    assert device.copies(task.data)
+    own[:], average[:] = bytes(16), b"\1" * 16
+    assert contributions.tobytes() == (bytes(16) if pins > 0 else np.arange(4, dtype=np.float32).tobytes())
+    assert task.data.tobytes() == (b"\1" if pins == 2 else b"\0") * 16
+    assert copied == [16] * (2 - pins)
+    said = "rank 5 copies gradients once more on their way from and to simulated:0: no more memory can be pinned"
+    assert [record.getMessage() for record in caplog.records] == [said] * (pins < 2)
+    transport.release(0)
+    del task, own, mirror
+    while not told.done.empty():
+        told.done.get()
+    device.wait_until_nothing_is_pinned()
+    transport.close(graceful=False)
+    leader.close()
+    for fd in (*received[Kind.GROUP], *received[Kind.MEMORY]):
+        os.close(fd)
+
+
+@pytest.mark.usefixtures("everything_is_pinned")
+def test_memory_for_a_group_that_is_not_added_ends_with_the_transport(told: Told) -> None:
+    link, leader = linked()
+    before = len(os.listdir("/proc/self/fd"))
+    transport = MemberTransport(told.context(5, 8), link, 4, leaders=(), channels=1, norm_rows=0)
+    transport.mirror(0, MANIFEST, SimulatedDevice())
+    assert len(os.listdir("/proc/self/fd")) == before + 2  # one is that of the mapping
+    transport.close(graceful=False)
+    leader.close()
+    assert len(os.listdir("/proc/self/fd")) == before - 2
 
 
 @pytest.mark.parametrize(
@@ -237,6 +336,33 @@ def test_a_leader_averages_when_both_have_started(leader, told: Told) -> None:
     message, _ = member.receive()
     assert message == about(Kind.DONE, task)
     os.close(fds[0])
+
+
+@pytest.mark.usefixtures("everything_is_pinned")
+@pytest.mark.parametrize("pins", [1, 0])
+def test_a_leaders_device_copies_averages_from_what_ranks_share_if_it_is_pinned(leader, told: Told, pins: int) -> None:
+    transport, member = leader
+    device = Pins(pins)
+    assert transport.mirror(0, MANIFEST, device) is None
+    own = device.allocate_host(16)
+    task = CommTask(0, 0, AT, own)
+    announce(member).part("float32", 0, 16)[:] = np.full(4, 10, np.float32).tobytes()
+    member.send(about(Kind.PUSH, task))
+    transport.start(task, told)
+    assert told.done.get(timeout=60) is task
+    assert np.frombuffer(task.data, np.float32).tolist() == [5.0] * 4
+    assert device.copies(task.data)
+    own[:] = b"\1" * 16
+    assert (task.data == own) == (pins == 0)
+    _, fds = member.receive()
+    if pins:
+        averages = messages.SharedBuffers(MANIFEST, messages.attach(fds[0], writable=True))
+        averages.part("float32", 0, 16)[:] = b"\2" * 16
+        assert task.data.tobytes() == b"\2" * 16
+    os.close(fds[0])
+    transport.release(0)
+    del task, own
+    device.wait_until_nothing_is_pinned()
 
 
 OTHER = Manifest((TensorSpec("weight", (5,), "float32"),))

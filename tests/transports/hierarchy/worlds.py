@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
+import pytest
+
 from commsched.core.errors import CommschedError
 from commsched.core.interfaces import OnFailure, Transport
 from commsched.core.world import World
@@ -79,6 +81,17 @@ def open_all(
     everybodys = contexts(host_of, listeners, **settings)
     network = open_network()
     return run_world(len(listeners), lambda rank: open_hierarchy(everybodys[rank], network))
+
+
+def opening(
+    host_of: HostOf,
+    size: int,
+    network: Callable[[TransportContext], Transport],
+    wrap_network: Callable[[Transport], Transport] = lambda network: network,
+) -> Callable[[int, object], Transport]:
+    """For ``local_sessions``, once: opens the transport of each of ``size`` ranks."""
+    everybodys = contexts(host_of, [pytest.fail] * size)
+    return lambda rank, control: open_hierarchy(everybodys[rank], lambda context: wrap_network(network(context)))
 
 
 def hierarchy(host_of: HostOf, open_network: OpenNetwork) -> OpenWorld:

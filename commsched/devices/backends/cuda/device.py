@@ -4,8 +4,10 @@ creates and uses streams and events of the current device only."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache, wraps
 from typing import Any, TypeVar
+from weakref import finalize
 
 import cupy
 import numpy as np
@@ -160,6 +162,25 @@ class CudaDevice:
         memory = np.frombuffer(cupy.cuda.alloc_pinned_memory(nbytes), np.uint8, nbytes)
         memory.fill(0)
         return memory.data
+
+    @_on_device
+    def pin(self, memory: memoryview) -> memoryview:
+        pinned, address = np.frombuffer(memory, np.uint8), _address(memory)
+        try:
+            cupy.cuda.runtime.hostRegister(address, len(memory), 0)
+        except cupy.cuda.runtime.CUDARuntimeError as error:
+            raise UnsupportedError(
+                f"{len(memory)} bytes of the host's memory cannot be pinned for {self.name}: {error}"
+            ) from error
+        # Views of ``pinned`` keep it. The finalizer keeps ``memory``, which stays mapped until it is no longer pinned. At the
+        # end of the process the driver undoes it.
+        finalize(pinned, self._unpin, memory).atexit = False
+        return pinned.data
+
+    @_on_device
+    def _unpin(self, memory: memoryview) -> None:
+        with suppress(cupy.cuda.runtime.CUDARuntimeError):  # the device has failed, or this is a forked process
+            cupy.cuda.runtime.hostUnregister(_address(memory))
 
     @_on_device
     def view(self, array: Any) -> Any:

@@ -24,6 +24,7 @@ from commsched.settings import Settings
 from commsched.testing import SimulatedDevice
 from commsched.testing.check_transport import check_job, check_random_rounds
 from commsched.testing.checked_world import CheckedJob, OpenSession
+from commsched.transports.hierarchy import messages
 from tests.jobs.rank import say
 from tests.transports.training import rank_main, train_alone
 
@@ -59,6 +60,14 @@ def check(rounds: str) -> None:
 def check_on_device(rounds: str) -> None:
     """The same with tensors on a simulated device."""
     checked(partial(check_job, rounds=int(rounds), open_device=lambda rank: SimulatedDevice(seed=rank, number=rank)))
+
+
+def check_on_devices_of_hosts(rounds: str) -> None:
+    """The same with ranks that believe to be on several hosts, two on each, and share memory there."""
+    messages.PINNED_FROM_BYTES = 0
+    rank = detect_world(os.environ).rank
+    os.environ |= {"COMMSCHED_HIERARCHY": "on", "COMMSCHED_HOST": f"127.0.0.{rank // 2 + 1}"}
+    check_on_device(rounds)
 
 
 def random_rounds(rounds: str) -> None:

@@ -30,6 +30,12 @@ def test_it_averages_the_memory_of_a_device() -> None:
     assert out.count("passed") == 2
 
 
+def test_it_averages_what_the_devices_of_a_host_sum_in_shared_memory() -> None:
+    code, out, err = run(MPICH, 4, *RANK, "check_on_devices_of_hosts", "4")
+    assert code == 0, err
+    assert out.count("passed") == 4
+
+
 def test_random_rounds_end_and_are_exact() -> None:
     code, out, err = run(MPICH, 2, *RANK, "random_rounds", "80")
     assert code == 0, err
