@@ -30,14 +30,17 @@ LANE = Handshake(
 )
 
 
-#: The bytes that the kernel may hold unsent. They are committed beyond the credit, and an urgent message waits for them. A
-#: smaller limit would wake the sender more often, which costs more than it saves.
-_UNSENT_BYTES = 256 * 1024
+#: The kernel may hold unsent what leaves in this time, within these bytes. It is committed beyond the credit, and an urgent
+#: message waits for it. A smaller limit wakes the sender more often, which costs more than it saves on a fast link.
+_UNSENT_SECONDS, _LEAST_UNSENT_BYTES, _MOST_UNSENT_BYTES = 0.002, 16 * 1024, 256 * 1024
 
-#: A push counts as sent when the kernel has taken all of it but this many bytes. The next push is chosen while the rest leaves,
-#: so that the link is not idle between two pushes. The server cannot answer an incomplete push, so ``sent`` has returned before
-#: the answer comes.
-_REST_BYTES = 64 * 1024
+#: After so many bytes the sender asks the kernel anew how fast they leave.
+_MEASURED_BYTES = 512 * 1024
+
+#: A push counts as sent when the kernel has taken all of it but half of what it may hold unsent, and at most this many bytes.
+#: The next push is chosen while the rest leaves, so that the link is not idle between two pushes. The server cannot answer an
+#: incomplete push, so ``sent`` has returned before the answer comes.
+_MOST_REST_BYTES = 64 * 1024
 
 #: A larger message is received when it is there as a whole, or when this many of its bytes are there.
 LARGE_BYTES, _AWAITED_BYTES = 32 * 1024, 256 * 1024
@@ -50,6 +53,9 @@ _MAX_PROBE_SECONDS, _UNANSWERED_PROBES = 2**15 - 1, 5
 
 #: Fields of ``struct tcp_info``: tcpi_retransmits, tcpi_probes, tcpi_last_ack_recv.
 _TCP_INFO = struct.Struct("=2xBB52xI")
+
+#: Another one: tcpi_delivery_rate, in bytes per second. An older kernel does not fill it.
+_DELIVERY_RATE = struct.Struct("=160xQ")
 
 
 class TcpConnection:
@@ -72,6 +78,9 @@ class TcpConnection:
         self._socket = connected
         self._fail_after_seconds = fail_after_seconds
         self._send_error: Exception | None = None
+        self._unsent_bytes = _MOST_UNSENT_BYTES  # the socket's TCP_NOTSENT_LOWAT
+        self._rest_bytes = _MOST_REST_BYTES
+        self._unmeasured_bytes = 0  # sent since the speed was asked for
         _set_options(connected, fail_after_seconds)
         self._awaited = 1  # the socket's SO_RCVLOWAT
         self._readable = select.poll()
@@ -109,7 +118,7 @@ class TcpConnection:
         unread, the messages that were sent last would be lost.
         """
         deadline = monotonic() + within_seconds
-        scratch = bytearray(_REST_BYTES)
+        scratch = bytearray(_MOST_REST_BYTES)
         with suppress(OSError):  # it broke, or the time is over
             while (remaining := deadline - monotonic()) > 0:
                 # Not settimeout, which would turn the sender's calls into non-blocking ones.
@@ -192,25 +201,38 @@ class TcpConnection:
         """Send ``first``, and after it the messages that wait already. Small messages leave together, and the end of a push
         leaves with the next message: a call of the system costs more than such a message."""
         rest: list[bytes | memoryview] = []  # encoded, and not given to the kernel yet
-        nbytes = 0  # of ``rest``, at most _REST_BYTES
+        nbytes, most = 0, self._rest_bytes  # of ``rest``, and the most of them
         parcel: OutgoingFrame | None = first
         while parcel is not None:
             header, payload = encode_header(parcel.frame), memoryview(parcel.frame.payload)
             nbytes += HEADER_BYTES + len(payload)
-            if nbytes <= _REST_BYTES and len(rest) < _MAX_PARTS:
+            if nbytes <= most and len(rest) < _MAX_PARTS:
                 rest += (header, payload)
                 if parcel.sent is not None:
                     parcel.sent()
             elif parcel.sent is None:
                 self._write([*rest, header, payload])
-                return
+                return self._follow_speed(nbytes)
             else:
-                kept = payload[-_REST_BYTES:]
-                self._write([*rest, header, payload[:-_REST_BYTES]])
+                self._write([*rest, header, payload[:-most]])
+                self._follow_speed(nbytes)
                 parcel.sent()
-                rest, nbytes = [kept], len(kept)
+                rest, nbytes = [payload[-most:]], min(len(payload), most)
             parcel = self.outbox.next_now()
         self._write(rest)
+        self._follow_speed(nbytes)
+
+    def _follow_speed(self, sent_bytes: int) -> None:
+        """Let the kernel hold what leaves in a short time, now that it has taken some ``sent_bytes`` more. The connections of a
+        host share its link: with a fixed limit they would hold more, the more there are, and for longer, the slower it is."""
+        self._unmeasured_bytes += sent_bytes
+        if self._unmeasured_bytes < _MEASURED_BYTES:
+            return
+        self._unmeasured_bytes = 0
+        unsent = unsent_limit(delivery_rate(self._socket))
+        if unsent != self._unsent_bytes:
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, unsent)
+            self._unsent_bytes, self._rest_bytes = unsent, min(unsent // 2, _MOST_REST_BYTES)
 
     def _write(self, parts: list[bytes | memoryview]) -> None:
         unsent = sum(map(len, parts)) - self._socket.sendmsg(parts)
@@ -221,7 +243,7 @@ class TcpConnection:
 def _set_options(connected: socket.socket, fail_after_seconds: float) -> None:
     connected.settimeout(None)
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _MOST_UNSENT_BYTES)
     # Heartbeats on the control channel detect a loss earlier, and name the lost rank. Keepalive ends connections to vanished
     # hosts that no heartbeat watches. Its probes ask the other end's kernel, so a peer that is frozen or busy keeps its
     # connection. TCP_USER_TIMEOUT would also end the connection of a peer that has not read for long.
@@ -236,6 +258,22 @@ def _set_options(connected: socket.socket, fail_after_seconds: float) -> None:
 def _silence_seconds(fail_after_seconds: float) -> float:
     """The time without a byte after which the other end's kernel is asked whether it is there."""
     return min(fail_after_seconds / 4, _MAX_PROBE_SECONDS)
+
+
+def delivery_rate(connected: socket.socket) -> int:
+    """The bytes per second at which the other end has taken what was sent of late, as its kernel has acknowledged it. 0 if the
+    kernel does not know."""
+    info = connected.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _DELIVERY_RATE.size)
+    rate: int = _DELIVERY_RATE.unpack(info.ljust(_DELIVERY_RATE.size, b"\0"))[0]
+    return rate
+
+
+def unsent_limit(bytes_per_second: int) -> int:
+    """The bytes that the kernel should hold unsent at this speed, a power of two. At an unknown speed, 0, the most."""
+    if not bytes_per_second:
+        return _MOST_UNSENT_BYTES
+    power = int(bytes_per_second * _UNSENT_SECONDS).bit_length()
+    return min(max(1 << power, _LEAST_UNSENT_BYTES), _MOST_UNSENT_BYTES)
 
 
 def require_answers(connected: socket.socket, within_seconds: float) -> None:

@@ -682,7 +682,7 @@ def test_what_is_sent_arrives_in_order_and_sent_is_called_before_the_end_has_lef
         assert everything_from(pair.bare)[HEADER_BYTES:] in (b"abc", b"")  # finish drops what had not left
 
 
-@pytest.mark.parametrize("nbytes", [1, tcp_connection._REST_BYTES, tcp_connection._REST_BYTES + 1])
+@pytest.mark.parametrize("nbytes", [1, tcp_connection._MOST_REST_BYTES, tcp_connection._MOST_REST_BYTES + 1])
 def test_a_push_of_any_size_is_sent_before_an_answer_can_come(monkeypatch, nbytes):
     """Some of it has not left when ``sent`` is called: an answer that came first would end the job."""
     happened = []
@@ -697,7 +697,7 @@ def test_a_push_of_any_size_is_sent_before_an_answer_can_come(monkeypatch, nbyte
         pair.outbox.put(Frame(FrameKind.PUSH, 0, 0, 0, "uint8", 0, nbytes, bytes(nbytes)), lambda: happened.append("sent"))
         exactly(pair.bare, HEADER_BYTES + nbytes)
     assert happened[-2] == "sent"
-    assert 0 < happened[-1] <= tcp_connection._REST_BYTES + HEADER_BYTES
+    assert 0 < happened[-1] <= tcp_connection._MOST_REST_BYTES + HEADER_BYTES
 
 
 @pytest.fixture
@@ -735,7 +735,7 @@ def test_small_messages_that_wait_leave_by_one_call_and_never_more_than_may_be_c
     for each in happened:
         committed += HEADER_BYTES + 10_000 if each == "sent" else -each
         most = max(most, committed)
-    assert most <= tcp_connection._REST_BYTES
+    assert most <= tcp_connection._MOST_REST_BYTES
 
 
 def test_many_tiny_messages_leave_by_calls_that_the_kernel_accepts(writes):
@@ -751,15 +751,44 @@ def test_many_tiny_messages_leave_by_calls_that_the_kernel_accepts(writes):
 
 def test_the_end_of_a_push_leaves_with_the_next_message(writes):
     pair, happened, may_send = writes
-    nbytes = 3 * tcp_connection._REST_BYTES
+    nbytes = 3 * tcp_connection._MOST_REST_BYTES
     frames = [small(number, nbytes) for number in range(3)]
     for frame in frames:
         pair.outbox.put(frame, lambda: happened.append("sent"))
     may_send.set()
     expected = b"".join(map(encode, frames))
     assert exactly(pair.bare, len(expected)) == expected
-    most, rest = HEADER_BYTES + nbytes - tcp_connection._REST_BYTES, tcp_connection._REST_BYTES
+    most, rest = HEADER_BYTES + nbytes - tcp_connection._MOST_REST_BYTES, tcp_connection._MOST_REST_BYTES
     assert happened == [most, "sent", rest + most, "sent", rest + most, "sent", rest]
+
+
+@pytest.mark.parametrize(
+    ("bytes_per_second", "unsent", "rest"),
+    [(1, 16, 8), (8_000_000, 16, 8), (8_500_000, 32, 16), (60_000_000, 128, 64), (1e9, 256, 64), (0, 256, 64)],
+)
+def test_the_kernel_holds_what_leaves_in_a_short_time(monkeypatch, bytes_per_second, unsent, rest):
+    """KiB, and the rest of a push that counts as sent is half of it."""
+    rates = [40_000_000, int(bytes_per_second)]
+    monkeypatch.setattr(tcp_connection, "delivery_rate", lambda connected: rates.pop(0))
+    nbytes = tcp_connection._MEASURED_BYTES
+    with Pair() as pair:
+        for number in range(2):
+            frame = small(number, nbytes, FrameKind.RESULT if number else FrameKind.PUSH)
+            pair.outbox.put(frame, None if number else lambda: None)
+            exactly(pair.bare, HEADER_BYTES + nbytes)
+        pair.outbox.finish()
+        pair.connection._sender.join(60)
+        assert not rates
+        held = pair.connection._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT)
+        assert (held, pair.connection._rest_bytes) == (unsent * 1024, rest * 1024)
+
+
+def test_the_kernel_knows_how_fast_bytes_leave():
+    with Pair() as pair:
+        frame = small(0, 4 * tcp_connection._MEASURED_BYTES)
+        pair.outbox.put(frame)
+        exactly(pair.bare, frame.nbytes)
+        assert 1e6 < tcp_connection.delivery_rate(pair.connection._socket) < 1e12
 
 
 @pytest.mark.parametrize("taken", [0, 3, 4, 6, 11])
