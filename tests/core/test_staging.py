@@ -340,6 +340,38 @@ def test_a_tensor_of_several_partitions_waits_for_all_its_copies(open_world: Cal
         assert world.read(1) == 6
 
 
+def test_the_mirror_is_the_memory_that_the_transport_gives_and_an_average_may_lie_elsewhere(world: World) -> None:
+    mirror, elsewhere = world.device.allocate_host(8 * TENSORS), world.device.allocate_host(8)
+    asked: list[object] = []
+
+    def give(group: int, manifest: Manifest, device: object) -> dict[str, memoryview]:
+        asked.extend((group, manifest, device))
+        return {"uint8": mirror}
+
+    world.transport.mirror = give  # type: ignore[method-assign, assignment]
+    world.group = world.add_group(world.buffer)
+    assert asked == [1, MANIFEST, world.device]
+    world.group.begin_step(world.stream)
+    world.submit(2, 5)
+    [task] = world.transport.wait_started(1)
+    assert bytes(mirror) == bytes(16) + b"\5" * 8 + bytes(8)
+    task.data = elsewhere
+    world.average(task, 7)
+    world.group.proxies[2].wait(world.stream)
+    assert world.read(2) == 7
+    assert bytes(mirror[16:24]) == b"\5" * 8
+
+
+def test_a_transport_that_has_no_memory_for_the_mirror_ends_the_job(world: World) -> None:
+    def give(*arguments: object) -> None:
+        raise TransportError("no memory")
+
+    world.transport.mirror = give  # type: ignore[method-assign]
+    with pytest.raises(TransportError, match=r"^no memory$"):
+        world.add_group(world.buffer)
+    assert str(world.failures.get(timeout=60)) == "no memory"
+
+
 def test_a_reduce_scatter_is_not_copied_back(open_world: Callable[..., World]) -> None:
     world = open_world(SchedulerConfig(partition_bytes=8, credit_bytes=1000, collective="rsag"))
     world.group.begin_step()
