@@ -101,13 +101,20 @@ def restart(args: argparse.Namespace, number: int) -> bool:
     return code == 0
 
 
-_undisturbed: dict[tuple[str, int, int], str] = {}
+_undisturbed: dict[tuple[str, int, int, int, str], str] = {}
 
 
-def undisturbed(engine: str, ranks: int, steps: int) -> str:
-    key = engine, ranks, steps
+def undisturbed(engine: str, args: argparse.Namespace, transport: str) -> str:
+    """The digest of the weights without a loss. On several machines ``transport`` may first add up what the ranks of each have,
+    which rounds in another way."""
+    key = engine, args.ranks, args.steps, args.machines, transport if args.machines > 1 else ""
     if key not in _undisturbed:
-        code, out, err = run_one(engine, steps, ["commsched", "run", "-n", str(ranks), "--", sys.executable], [])
+        options = ["-n", str(args.ranks)]
+        if args.machines == 1:
+            code, out, err = run_one(engine, args.steps, ["commsched", "run", *options, "--", sys.executable], [])
+        else:
+            options += ["--elastic", "--local", str(-(-args.ranks // args.machines)), "--transport", transport]
+            code, out, err = run_among(engine, args.steps, args.machines, options, [])
         digests = set(ends_of(out).values())
         if code != 0 or len(digests) != 1:
             raise SystemExit(f"the run without a loss failed: {err}")
@@ -130,12 +137,13 @@ def job(args: argparse.Namespace, engine: str, number: int) -> bool:
         strikes.append(f"{chance.choice(WHERE)}:{who}:{step}:{how}")
     if args.machines > 1 and not shrinks and chance.random() < 0.5:  # a machine that does not host the job
         where, _, step, _ = strikes[0].split(":")
+        strikes[1:] = []
         strikes[0] = f"{where}:l{chance.randrange(local, args.ranks)}:{step}:{chance.choice(('lost', 'kill', 'term'))}"
     fewer = ["--min", str(args.ranks - 1), "--max-restarts", "1" if strikes[0].split(":")[1].startswith("s") else "0"]
     limits = fewer if shrinks else ["--max-restarts", str(count * local)]
     options = ["-n", str(args.ranks), "--servers", str(servers), "--fail-after", "2", "--elastic", *limits]
     options += ["--transport", transport, *(["--standby"] if args.standby else [])]
-    expected = undisturbed(engine, args.ranks, args.steps)
+    expected = undisturbed(engine, args, transport)
     began = time.monotonic()
     if args.machines == 1:
         code, out, err = run_one(engine, args.steps, ["commsched", "run", *options, "--", sys.executable], strikes)
