@@ -3,6 +3,7 @@
 elastic_rank.py STEPS DIRECTORY [STRIKE ...]: each STRIKE is WHERE:WHO:STEP:HOW, done once in the job, as DIRECTORY notes.
 WHERE: start, forward, backward, stepped or after (the loop). WHO: a rank's number, or s or l and the number of a rank that
 strikes the job's server or launcher. HOW: kill, lost (kill, and hang), stop, term, raise or exit.
+STEP_SECONDS in the environment makes each step longer.
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ class Strikes:
         self.is_leaving: Callable[[], bool] = lambda: True
 
     def at(self, where: str, step: ElasticStep) -> None:
+        if where == "start":
+            time.sleep(float(os.environ.get("STEP_SECONDS", "0")))
         for strike in self._strikes:
             place, who, number, how = strike.split(":")
             if (place, who.lstrip("sl"), int(number)) != (where, str(step.rank), step.number):

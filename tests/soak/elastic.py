@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import re
 import statistics
@@ -73,11 +74,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--torchrun", type=int, default=0, metavar="N", help="jobs of torchrun for comparison (default: none)")
     machines_help = "machines of each job, with one more as a spare (default: 1, without a spare)"
     parser.add_argument("--machines", type=int, default=1, metavar="N", help=machines_help)
+    parser.add_argument("--step-seconds", default="0", metavar="SECONDS", help="least time of a step (default: 0)")
     parser.add_argument("--standby", action="store_true", help="with a process on standby")
     parser.add_argument("--seed", type=int, default=0)
 
 
 def run(args: argparse.Namespace) -> bool:
+    os.environ["STEP_SECONDS"] = args.step_seconds
     print("| engine | job | struck | seconds to the next step | |\n|---|---|---|---|---|", flush=True)
     well = [job(args, engine, number) for engine in args.engines for number in range(args.jobs)]
     if args.torchrun:
