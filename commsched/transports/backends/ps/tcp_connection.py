@@ -201,10 +201,11 @@ class TcpConnection:
         """Send ``first``, and after it the messages that wait already. Small messages leave together, and the end of a push
         leaves with the next message: a call of the system costs more than such a message."""
         rest: list[bytes | memoryview] = []  # encoded, and not given to the kernel yet
-        nbytes, most = 0, self._rest_bytes  # of ``rest``, and the most of them
+        nbytes = 0  # of ``rest``
         parcel: OutgoingFrame | None = first
         while parcel is not None:
             header, payload = encode_header(parcel.frame), memoryview(parcel.frame.payload)
+            most = self._rest_bytes
             nbytes += HEADER_BYTES + len(payload)
             if nbytes <= most and len(rest) < _MAX_PARTS:
                 rest += (header, payload)

@@ -791,6 +791,21 @@ def test_the_kernel_knows_how_fast_bytes_leave():
         assert 1e6 < tcp_connection.delivery_rate(pair.connection._socket) < 1e12
 
 
+def test_the_rest_of_a_push_is_smaller_as_soon_as_the_link_is_slow(writes, monkeypatch):
+    """Also while messages never cease to wait."""
+    pair, happened, may_send = writes
+    monkeypatch.setattr(tcp_connection, "delivery_rate", lambda connected: 1_000_000)
+    nbytes, before, slow = tcp_connection._MEASURED_BYTES, tcp_connection._MOST_REST_BYTES, 8 * 1024
+    frames = [small(number, nbytes) for number in range(3)]
+    for frame in frames:
+        pair.outbox.put(frame, lambda: happened.append("sent"))
+    may_send.set()
+    expected = b"".join(map(encode, frames))
+    assert exactly(pair.bare, len(expected)) == expected
+    whole = HEADER_BYTES + nbytes
+    assert happened == [whole - before, "sent", before + whole - slow, "sent", whole, "sent", slow]
+
+
 @pytest.mark.parametrize("taken", [0, 3, 4, 6, 11])
 def test_what_a_signal_kept_the_kernel_from_taking_is_sent(taken):
     sent = []
