@@ -10,7 +10,7 @@ import secrets
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from queue import Empty
 from typing import Any
@@ -183,7 +183,7 @@ class _ElasticJob:
         self._next_member = 0
         self._homeless: list[int] = []  # members for which no machine has room yet
         self._told: dict[int, tuple[str, ...]] = {}  # by member that has ended, the events that it had reported
-        self._ends = Ends(self._ranks_that)
+        self._ends = Ends(self._ranks_that, lambda number: "heard" in self._told.get(number, ()))
         self._waiting: set[int] = set()  # members that wait for an answer
         self._killed: set[int] = set()
         self._server_pids: set[int] = set()
@@ -204,6 +204,7 @@ class _ElasticJob:
             self._wait()
         except Interrupted:  # while servers were being started
             pass
+        self._refuse_the_last()
         number = self._here.interrupted_by
         sentence = self._ends.what_happened() if self._ends.failures and not number else ""
         if sentence:
@@ -240,6 +241,13 @@ class _ElasticJob:
                     elif own is not None:
                         self._reported(self._here, own)
 
+    def _refuse_the_last(self) -> None:
+        """Answer the launchers that have come since the last process ended."""
+        with suppress(Empty):
+            while True:
+                if isinstance(event := self._here.events.get_nowait(), links.Came):
+                    self._refuse(event.machine, "the job has ended")
+
     def _order_all(self, order: EndAll) -> None:
         for machine in self._machines:
             if machine is not self._here:
@@ -258,30 +266,34 @@ class _ElasticJob:
         )
         if self._here.interrupted_by or self._generations.is_closed:
             problem = problem or "the job ends"
-        machine.link.send(HostAnswer(problem))
         if problem:
-            tell_user(f"the launcher at {machine.host} is refused: {problem}")
-            machine.link.finish()
-            return
+            return self._refuse(machine, problem)
+        machine.link.send(HostAnswer(""))
         self._machines.append(machine)
         tell_user(f"{machine.host} has come, with room for {ranks_number(machine.room)}")
 
+    def _refuse(self, machine: links.RemoteMachine, problem: str) -> None:
+        tell_user(f"the launcher at {machine.host} is refused: {problem}")
+        machine.link.send(HostAnswer(problem))
+        machine.link.finish()
+
     def _gone(self, machine: links.RemoteMachine, why: str) -> None:
         self._machines.remove(machine)
-        lost = [number for number, member in self._members.items() if member.machine is machine and member.lives]
-        if not lost:
-            return
-        ranks = ranks_text(sorted(self._ends.ranks[member] for member in lost))
-        if not self._here.interrupted_by:
+        living = [number for number, member in self._members.items() if member.machine is machine and member.lives]
+        lost = [number for number in living if self._generations.includes(number)]  # the others have left, and were ending
+        if lost and not self._here.interrupted_by:
+            ranks = ranks_text(sorted(self._ends.ranks[member] for member in lost))
             tell_user(f"the launcher at {machine.host} is lost ({why}), and with it {ranks}")
         # Its processes may live without their launcher. The others must not go on with them.
-        for number, member in self._members.items():
-            if member.lives and number not in lost and number not in self._waiting:
-                self._tell(number, Summoned())
+        if any(self._generations.has_place(number) for number in lost):
+            for number, member in self._members.items():
+                if member.lives and number not in living and number not in self._waiting:
+                    self._tell(number, Summoned())
         self._ends.is_lost.update(lost)
-        self._killed.update(lost)  # so nothing more is said of them
-        for number in lost:
-            self._ended(Ended(number, 1))
+        self._killed.update(living)  # so nothing more is said of them
+        self._generations.silent(lost)
+        for number in living:
+            self._ended(Ended(number, int(number in lost)))
 
     def _want(self, rank: int) -> None:
         """Have a process started as ``rank``, as soon as a machine has room."""
@@ -448,13 +460,12 @@ class _ElasticJob:
         self._awaited.clear()
         place = Place(form.generation, 0, size, 0, 0, form.root, form.steps, "", salt, tuple(servers))
         for number, rank in form.ranks.items():
-            name = self._ends.names[number]
-            self._ends.ranks[number], self._ends.names[number] = rank, f"rank {rank} {name.split(' ', 2)[2]}"
+            _, bracket, rest = self._ends.names[number].partition(" (")
+            self._ends.ranks[number], self._ends.names[number] = rank, f"rank {rank}{bracket}{rest}"
             machine = self._members[number].machine
             beside = sorted(its for other, its in form.ranks.items() if self._members[other].machine is machine)
             at = beside.index(rank)
             self._answer(number, replace(place, rank=rank, local_rank=at, local_world_size=len(beside), host=machine.host))
-
         if self._generations.restarts_left:
             for each in self._machines:
                 each.do(KeepReady())

@@ -131,9 +131,11 @@ class Ends:
 
     Args:
         ranks_that: returns the ranks that have reported an event: ``joined``, or ``heard`` of another's failure.
+        has_heard: whether a process has reported ``heard``, if several processes have been one rank. None: ``ranks_that`` says
+            so.
     """
 
-    def __init__(self, ranks_that: Callable[[str], set[int]]) -> None:
+    def __init__(self, ranks_that: Callable[[str], set[int]], has_heard: Callable[[int], bool] | None = None) -> None:
         self.names: dict[int, str] = {}
         self.ranks: dict[int, int] = {}
         self.failures: list[ProcessEvent] = []  # in the order of their ends
@@ -141,6 +143,7 @@ class Ends:
         self.ended_by_us: list[str] = []
         self.is_lost: set[int] = set()  # with their machine
         self._ranks_that = ranks_that
+        self._has_reported = has_heard
 
     def _cause(self) -> ProcessEvent | None:
         """The first failure that is no consequence of another failure, and that we did not cause. A server's error exit always
@@ -153,6 +156,8 @@ class Ends:
 
     def _has_heard(self, process: int) -> bool:
         """Whether the process has ended, if with an error, as a consequence of another's."""
+        if self._has_reported is not None:
+            return self._has_reported(process)
         return self.ranks.get(process) in {None, *self._ranks_that("heard")}
 
     def what_happened(self) -> str:

@@ -216,7 +216,7 @@ class Desk:
         threading.Thread(target=self._accept, name="commsched-launchers", daemon=True).start()
 
     def close(self) -> None:
-        """EndAll all connections, after the other ends have got what was said."""
+        """End all connections, after the other ends have got what was said."""
         with self._lock:
             self._closed = True
             links, threads = set(self._links), set(self._threads)
@@ -251,7 +251,7 @@ class Desk:
 
     def _make_room(self, accepted: socket.socket, host: str) -> None:
         """If too many connections have not proved themselves yet, end the oldest one of the host that has most of them. A
-        launcher that was ended tries again."""
+        launcher whose connection was ended tries again."""
         with self._lock:
             self._outstanding[accepted] = host
             if len(self._outstanding) <= _MAX_HANDSHAKES:
@@ -261,6 +261,12 @@ class Desk:
             del self._outstanding[oldest]
             with suppress(OSError):  # its own thread closes it
                 oldest.shutdown(socket.SHUT_RDWR)
+
+    def _proven(self, accepted: socket.socket) -> None:
+        """Protect the connection from :meth:`_make_room`: a launcher that was admitted does not try again."""
+        with self._lock:
+            if self._outstanding.pop(accepted, None) is None:
+                raise HandshakeRejected("it was closed to make room for others")
 
     def _meet(self, accepted: socket.socket, peer: str) -> None:
         try:
@@ -274,7 +280,9 @@ class Desk:
 
     def _admit(self, accepted: socket.socket, peer: str) -> Link | None:
         try:
-            made, job = _LAUNCHERS.answer(accepted, self._among.token, self._among.identity, _HANDSHAKE_SECONDS)
+            made, job = _LAUNCHERS.answer(
+                accepted, self._among.token, self._among.identity, _HANDSHAKE_SECONDS, lambda: self._proven(accepted)
+            )
         except HandshakeRejected as stranger:
             now = time.monotonic()
             if not self._closed and now >= self._warn_again_at:  # a stranger must not fill the output
@@ -346,7 +354,9 @@ def listen_for_launchers(among: Among) -> socket.socket | None:
         except OSError as error:
             if listening is not None:
                 listening.close()
-            if error.errno not in (errno.EADDRNOTAVAIL, errno.EADDRINUSE, errno.EAFNOSUPPORT):
+            if error.errno == errno.EADDRINUSE:
+                return None  # another address of the same name may be free, and two launchers must not host one job
+            if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
                 raise ConfigError(f"cannot listen at control={among.address!r}: {error.strerror or error}") from error
     return None
 

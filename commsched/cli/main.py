@@ -118,7 +118,7 @@ def _elasticity(arguments: argparse.Namespace, settings: Settings) -> Elasticity
 
     if not arguments.elastic:
         for option in ("min", "max_restarts", "replace_within", "local", "standby"):
-            if getattr(arguments, option) not in (None, False):
+            if (given := getattr(arguments, option)) is not None and given is not False:
                 raise ConfigError(f"--{option.replace('_', '-')} is for --elastic only")
         return None
     if arguments.ranks < 2 or settings.disable:

@@ -8,7 +8,7 @@ special. It is pure: it knows no process, socket or clock.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..core import timeouts
@@ -204,6 +204,19 @@ class Generations:
         if self._is_closed:
             return []
         return self._finished() if well else self._lost(rank, was_late, is_consequence)
+
+    def includes(self, member: int) -> bool:
+        """Whether ``member`` is wanted, and has neither ended nor left."""
+        return member in self._ranks
+
+    def has_place(self, member: int) -> bool:
+        """Whether ``member`` is a rank of the generation that began last."""
+        return member in self._ranks and member not in self._newcomers
+
+    def silent(self, members: Sequence[int]) -> None:
+        """All of ``members`` are lost together: no generation begins with one of them, before ``ended`` is called for each."""
+        for member in members:
+            self._asked.pop(member, None)
 
     def _forget(self, member: int) -> tuple[int, bool]:
         """Return its rank, and whether it was late."""

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import closing
 from queue import SimpleQueue
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -106,6 +107,36 @@ def test_strangers_do_not_keep_a_launcher_out(monkeypatch: pytest.MonkeyPatch) -
         stranger.close()
 
 
+def test_a_launcher_that_has_proved_itself_is_not_ended_for_strangers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even between the moment when it is told so and the end of the handshake."""
+    monkeypatch.setattr(links, "_MAX_HANDSHAKES", 1)
+    at_desk = AtDesk("none")
+    host, _, port = at_desk.among.address.rpartition(":")
+    answer, told, go_on = links._LAUNCHERS.answer, threading.Event(), threading.Event()
+
+    def answered(*arguments: Any) -> Any:
+        answers = answer(*arguments)
+        told.set()
+        go_on.wait(60.0)
+        return answers
+
+    monkeypatch.setattr(links, "_LAUNCHERS", SimpleNamespace(answer=answered, begin=links._LAUNCHERS.begin))
+    link = at_desk.connect()
+    assert told.wait(60.0)
+    strangers = [socket.create_connection((host, int(port))) for _ in range(3)]
+    for stranger in strangers[:2]:
+        while stranger.recv(1024):  # until it was ended
+            pass
+    go_on.set()
+    came = at_desk.events.get(timeout=60.0)
+    came.machine.link.send(HostAnswer(""))
+    assert next(link.messages()) == HostAnswer("")
+    link.close()
+    for stranger in strangers:
+        stranger.close()
+    at_desk.desk.close()
+
+
 def test_a_silent_launcher_is_lost(pair: tuple[socket.socket, socket.socket]) -> None:
     with closing(Link(pair[0], 0.1)) as link, pytest.raises(LinkLost, match=r"it was silent for 0\.1 s"):
         list(link.messages())
@@ -129,6 +160,17 @@ def test_who_can_listen_at_the_address_hosts() -> None:
         assert listen_for_launchers(meeting) is None
     assert listen_for_launchers(among(address="192.0.2.1:29600")) is None
     assert listen_for_launchers(among(address="no-such-host.invalid:29600")) is None
+
+
+def test_the_second_launcher_of_a_machine_does_not_host_at_another_address_of_the_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    meeting = among()
+    first = listen_for_launchers(meeting)
+    assert first is not None
+    port = first.getsockname()[1]
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 0, "", (host, port)) for host in ("127.0.0.1", "127.0.0.2")]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *arguments, **keywords: found)
+    with first:
+        assert listen_for_launchers(meeting) is None
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0:29600", "[::]:29600", "127.0.0.1:0"])

@@ -1,0 +1,179 @@
+"""The host of an elastic job decides alone; what its machines would do, and what their processes would say, is written here."""
+
+from __future__ import annotations
+
+from queue import SimpleQueue
+from typing import Any, cast
+
+import pytest
+
+from commsched.cli import links
+from commsched.cli.elastic import _ElasticJob
+from commsched.cli.launch import Among, Elasticity
+from commsched.cli.machine import LocalMachine, Machine
+from commsched.control.elastic_messages import (
+    Closes,
+    Ended,
+    HostAnswer,
+    LauncherHello,
+    MemberSaid,
+    Over,
+    Place,
+    Started,
+    StartMember,
+    Summoned,
+    Tell,
+    from_line,
+    to_line,
+)
+from commsched.control.generations import Asked
+
+
+class Recorded:
+    """A machine that records its orders instead of following them; also the link to it."""
+
+    def __init__(self, host: str, room: int) -> None:
+        self.host, self.room = host, room
+        self.orders: list[Any] = []
+        self.events: SimpleQueue[Any] = SimpleQueue()
+        self.interrupted_by = 0
+        self.is_finished = False
+
+    def do(self, order: Any) -> None:
+        self.orders.append(order)
+
+    send = do
+
+    def finish(self) -> None:
+        self.is_finished = True
+
+    def serve(self, count: int, token: str) -> tuple[list[str], set[int]]:
+        return [], set()
+
+    def told(self, kind: type) -> list[int]:
+        """The members that got a message of ``kind``, since the last call."""
+        said = [order.member for order in self.orders if isinstance(order, Tell) and isinstance(from_line(order.line), kind)]
+        self.orders.clear()
+        return said
+
+
+class World:
+    """A job of ``ranks``, with room for two of them on the host's machine, and for the others on another one."""
+
+    def __init__(self, ranks: int, max_restarts: int = 0, replace_within: float = 1e9) -> None:
+        self.here = Recorded("a", 2)
+        among = Among("a:1", "token", "job", 2, None, None, 5.0)
+        elasticity = Elasticity(1, max_restarts, 60.0, replace_within, False, among)
+        self.job = _ElasticJob(cast(LocalMachine, self.here), ranks, 0, "token", elasticity)
+        self.there = self.another("b", ranks - 2)
+        for rank in range(ranks):
+            self.job._want(rank)
+        self.job._settle()
+        self.start(*range(ranks))
+        self.ask(*range(ranks), steps=None)
+        assert self.generation == 1
+
+    @property
+    def generation(self) -> int:
+        form = self.job._generation
+        return 0 if form is None else form.generation
+
+    def another(self, host: str, room: int) -> links.RemoteMachine:
+        link = cast(links.Link, Recorded(host, room))
+        machine = links.RemoteMachine(link, LauncherHello(self.job._settings, room, host))
+        self.job._came(machine)
+        return machine
+
+    def of(self, member: int) -> Machine:
+        return self.job._members[member].machine
+
+    def start(self, *members: int) -> None:
+        for member in members:
+            self.job._reported(self.of(member), Started(member, 100 + member))
+
+    def ask(self, *members: int, steps: int | None, **more: Any) -> None:
+        for member in members:
+            line = to_line(Asked(steps=steps, **more)).decode()
+            self.job._reported(self.of(member), MemberSaid(member, line))
+
+    def is_over(self) -> bool:
+        return self.job._generations.is_closed
+
+
+def test_a_machine_whose_rank_has_left_is_no_loss(capfd: pytest.CaptureFixture[str]) -> None:
+    """Its process was still ending. Those who go on without it are not disturbed, and no restart is spent."""
+    world = World(3)
+    world.job._reported(world.there, Closes())
+    world.ask(2, steps=5, leaves=True)
+    world.ask(0, 1, steps=5, lost=2)
+    assert world.generation == 2
+    world.here.orders.clear()
+    capfd.readouterr()
+    world.job._gone(world.there, "it was silent")
+    assert world.here.told(Summoned) == []
+    assert "lost" not in capfd.readouterr().err
+    assert not world.is_over()
+    assert not world.job._members[2].lives
+    world.ask(0, 1, steps=7, is_over=True, is_done=True)
+    world.job._ended(Ended(0, 0))
+    world.job._ended(Ended(1, 0))
+    assert (world.job._ends.exit_code(), world.job._ends.what_happened()) == (0, "")
+
+
+def test_a_machine_whose_rank_is_late_does_not_disturb_the_others() -> None:
+    world = World(3, max_restarts=1, replace_within=0.0)
+    spare = world.another("c", 1)
+    world.job._gone(world.there, "it was silent")
+    assert world.here.told(Summoned) == [0, 1]
+    world.ask(0, 1, steps=5, lost=2)
+    world.job._generations._first_asked_at = -1.0  # long ago
+    world.job._tick()
+    assert world.generation == 2
+    assert any(isinstance(order, StartMember) for order in cast(Recorded, spare.link).orders)
+    world.here.orders.clear()
+    world.job._gone(spare, "it was silent")
+    assert world.here.told(Summoned) == []
+    assert not world.is_over()
+
+
+def test_a_machine_is_lost_with_all_its_ranks_at_once() -> None:
+    """No generation begins with one of them, although all others have asked."""
+    world = World(4)
+    world.here.orders.clear()
+    world.ask(0, 1, 3, steps=5, lost=2)
+    world.job._gone(world.there, "it was silent")
+    assert world.generation == 2
+    assert world.job._generation is not None
+    assert dict(world.job._generation.ranks) == {0: 0, 1: 1}
+    assert world.here.told(Place) == [0, 1]
+
+
+def test_the_cause_is_that_of_the_process_and_not_of_an_earlier_one_of_its_rank() -> None:
+    world = World(3, max_restarts=1)
+    world.job._reported(world.here, Ended(1, 1, ("joined", "heard")))  # as a consequence
+    world.job._settle()
+    world.start(3)
+    world.ask(0, 2, steps=3, lost=1)
+    world.ask(3, steps=None)
+    assert world.generation == 2
+    world.job._reported(world.here, Ended(3, 3, ("joined",)))  # by its own fault
+    world.job._reported(world.here, Ended(0, 1, ("joined", "heard")))
+    world.job._reported(world.there, Ended(2, 1, ("joined", "heard")))
+    assert world.is_over()
+    assert world.job._ends.what_happened().startswith("rank 1 (pid 103 at a) ended with exit code 3")
+    assert world.job._ends.exit_code() == 3
+
+
+def test_a_launcher_that_comes_when_the_job_has_ended_is_told() -> None:
+    world = World(3)
+    late = Recorded("c", 1)
+    machine = links.RemoteMachine(cast(links.Link, late), LauncherHello(world.job._settings, 1, "c"))
+    for member in range(3):
+        world.ask(member, steps=7, is_over=True, is_done=True)
+    for member in range(3):
+        world.job._ended(Ended(member, 0))
+    world.here.events.put(links.Came(machine))
+    world.job._refuse_the_last()
+    assert late.orders == [HostAnswer("the job has ended")]
+    assert late.is_finished
+    assert not any(isinstance(order, Over) for order in late.orders)
