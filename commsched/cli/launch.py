@@ -174,7 +174,8 @@ class Ends:
         if cause.exit_code == -signal.SIGKILL:
             line += " (out of memory?)"
         rank = self.ranks.get(cause.process)
-        if rank is not None and rank not in self._ranks_that("joined"):
+        is_known = cause.process not in self.is_lost  # else what it had reported is lost with its machine
+        if rank is not None and is_known and rank not in self._ranks_that("joined"):
             line += " before it joined the job"
         if len(self.failures) > 1:
             line += f"; then {len(self.failures) - 1} more ended with errors"

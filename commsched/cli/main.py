@@ -81,7 +81,9 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     elastic = parser.add_argument_group("lost ranks")
     elastic_help = "go on when ranks are lost; the script uses commsched.Elastic (default: a lost rank ends the job)"
     elastic.add_argument("--elastic", action="store_true", help=elastic_help)
-    restarts_help = "with --elastic: so many processes may be started in place of lost ones (default: 3)"
+    restarts_help = (
+        "with --elastic: so many processes may be started in place of lost ones (default: 3; with --local at least N)"
+    )
     elastic.add_argument("--max-restarts", type=_at_least(0), metavar="K", help=restarts_help)
     min_help = "with --elastic: without restarts left, go on with fewer ranks, but not fewer than this (default: N)"
     elastic.add_argument("--min", type=_at_least(1), metavar="N", help=min_help)

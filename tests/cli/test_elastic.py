@@ -164,6 +164,18 @@ def test_the_cause_is_that_of_the_process_and_not_of_an_earlier_one_of_its_rank(
     assert world.job._ends.exit_code() == 3
 
 
+def test_it_is_not_said_of_a_rank_lost_with_its_launcher_that_it_had_not_joined() -> None:
+    """What it had reported is lost with it."""
+    world = World(3)
+    world.job._gone(world.there, "it was silent")
+    for member in range(2):
+        world.job._reported(world.here, Ended(member, 1, ("joined", "heard")))
+    assert world.is_over()
+    assert world.job._ends.what_happened() == (
+        "rank 2 (pid 102 at b) was lost with its launcher; then 2 more ended with errors"
+    )
+
+
 def test_a_launcher_that_comes_when_the_job_has_ended_is_told() -> None:
     world = World(3)
     late = Recorded("c", 1)
