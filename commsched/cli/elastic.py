@@ -158,7 +158,7 @@ class _Member:
 
     def __init__(self, machine: Machine, slot: int) -> None:
         self.machine = machine
-        self.slot: int | None = slot  # None: another process may take its place
+        self.slot: int | None = slot  # None as soon as another process may take its place
         self.lives = True
 
 

@@ -150,7 +150,7 @@ class LocalMachine(Job):
         return addresses, started
 
     def close(self) -> None:
-        """EndAll all remaining processes at once, and release everything."""
+        """End all remaining processes at once, and release everything."""
         self.kill()
         for listening in self._listening:
             with suppress(OSError):
@@ -218,7 +218,7 @@ class LocalMachine(Job):
         threading.Thread(target=self._watch, args=(pid,), name=f"commsched-watch-{pid}", daemon=True).start()
 
     def _listen(self, member: int, listening: socket.socket) -> None:
-        """MachineReport what the process ``member`` says."""
+        """Report what the process ``member`` says."""
         while True:
             try:
                 connection, _ = listening.accept()

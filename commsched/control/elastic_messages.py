@@ -1,4 +1,4 @@
-"""What the processes of an elastic job and their launchers say to each other: one line of JSON for each message."""
+"""The messages between the processes of an elastic job and their launchers: a line of JSON for each."""
 
 from __future__ import annotations
 

@@ -198,7 +198,7 @@ class Elastic:
             forget()
 
     def _leave_at_sigterm(self) -> Callable[[], None]:
-        """From now on SIGTERM calls :meth:`leave`. The returned function ends that."""
+        """Let SIGTERM call :meth:`leave`, until the returned function is called."""
         here, process = signal.SIGTERM, os.getpid()
         if not self._is_elastic or threading.current_thread() is not threading.main_thread():
             return lambda: None

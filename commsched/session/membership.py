@@ -71,7 +71,7 @@ class ElasticMember:
         self.is_summoned = False
         self._path = path
         self._connection: socket.socket | None = None  # with the launcher, as long as this process lives
-        self._answers: SimpleQueue[Answer | None] = SimpleQueue()  # None: there will be no more
+        self._answers: SimpleQueue[Answer | None] = SimpleQueue()  # None stands for the end
         self._listens: SimpleQueue[Listens | None] = SimpleQueue()
         self._settings = settings
         self._device = device

@@ -165,7 +165,7 @@ def test_the_cause_is_that_of_the_process_and_not_of_an_earlier_one_of_its_rank(
 
 
 def test_it_is_not_said_of_a_rank_lost_with_its_launcher_that_it_had_not_joined() -> None:
-    """What it had reported is lost with it."""
+    """Its reports are lost with it."""
     world = World(3)
     world.job._gone(world.there, "it was silent")
     for member in range(2):

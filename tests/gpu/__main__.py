@@ -107,7 +107,7 @@ def _name(path: Path) -> str:
 
 
 def lacking(gpus: list[str], versions: dict[str, str], packages: list[str]) -> str:
-    """What is missing to run something, or an empty string."""
+    """Return the name of something that is missing to run it, or an empty string."""
     return "no GPU" if not gpus else next((f"no {package}" for package in packages if package not in versions), "")
 
 

@@ -5,19 +5,12 @@ from __future__ import annotations
 import re
 import signal
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from commsched.session.local import local_sessions
-from commsched.session.session import Session
-
-from .elastic_rank import Strikes, train
-from .job import ROOT, gone, run_job
-
-RANK = str(ROOT / "tests" / "jobs" / "elastic_rank.py")
-STEPS = 8
+from .elastic_ends import RANK, STEPS, ended, nothing_left, undisturbed_end
+from .job import run_job
 
 
 def run(directory: Path, options: list[str], *strikes: str, temporary: Path | None = None) -> tuple[int, str, str]:
@@ -26,25 +19,9 @@ def run(directory: Path, options: list[str], *strikes: str, temporary: Path | No
     return run_job(*options, "--", sys.executable, RANK, str(STEPS), str(directory), *strikes, environ=environ)
 
 
-def ended(out: str) -> dict[int, str]:
-    """By rank: the digest of its weights, and the number of ranks in each step."""
-    return {int(rank): end for rank, end in re.findall(r"^rank (\d) weights (.*)$", out, re.MULTILINE)}
-
-
-def nothing_left(out: str) -> bool:
-    return all(gone(int(pid)) for pid in re.findall(r" pid (\d+) ", out))
-
-
 @pytest.fixture(scope="module")
 def undisturbed() -> str:
-    """The end of two ranks without a loss: threads, in an ordinary job."""
-    sessions = local_sessions(2)
-    with ThreadPoolExecutor(2) as threads:
-        ends = [threads.submit(train, STEPS, Strikes("", []), session) for session in sessions]
-        [end] = {each.result(60.0)[1] for each in ends}
-    with ThreadPoolExecutor(2) as threads:
-        list(threads.map(Session.close, sessions))
-    return end
+    return undisturbed_end()
 
 
 def test_killed_ranks_are_replaced_and_the_weights_are_those_of_a_run_without_loss(tmp_path: Path, undisturbed: str) -> None:

@@ -6,20 +6,13 @@ import re
 import signal
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from commsched.session.local import local_sessions
-from commsched.session.session import Session
-
-from .elastic_rank import Strikes, train
-from .job import ROOT, gone
+from .elastic_ends import RANK, STEPS, ended, nothing_left, undisturbed_end
 from .machines import Hosts, Machines, ends, open_hosts
 
-RANK = str(ROOT / "tests" / "jobs" / "elastic_rank.py")
-STEPS = 8
 OPTIONS = ("-n", "2", "--elastic", "--local", "1")
 
 
@@ -38,22 +31,7 @@ def machines(hosts: Hosts, tmp_path: Path) -> Iterator[Machines]:
 
 @pytest.fixture(scope="module")
 def undisturbed() -> str:
-    """The end of two ranks without a loss: threads, in an ordinary job."""
-    sessions = local_sessions(2)
-    with ThreadPoolExecutor(2) as threads:
-        ends = [threads.submit(train, STEPS, Strikes("", []), session) for session in sessions]
-        [end] = {each.result(60.0)[1] for each in ends}
-    with ThreadPoolExecutor(2) as threads:
-        list(threads.map(Session.close, sessions))
-    return end
-
-
-def ended(outs: str) -> dict[int, str]:
-    return {int(rank): end for rank, end in re.findall(r"^rank (\d) weights (.*)$", outs, re.MULTILINE)}
-
-
-def nothing_left(outs: str) -> bool:
-    return all(gone(int(pid)) for pid in re.findall(r" pid (\d+) ", outs))
+    return undisturbed_end()
 
 
 def said(err: str) -> str:

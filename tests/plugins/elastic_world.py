@@ -37,7 +37,7 @@ class Killed(BaseException):
 
 @dataclass
 class Run(Generic[T]):
-    """What became of a job: the results by rank, and (ranks, steps) of each generation."""
+    """The end of a job: the results by rank, and (ranks, steps) of each generation."""
 
     results: dict[int, T] = field(default_factory=dict)
     generations: list[tuple[int, int]] = field(default_factory=list)

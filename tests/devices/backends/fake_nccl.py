@@ -47,7 +47,7 @@ class _Clique:
 
 
 class _Part:
-    """What one rank has to do with one call: its arrays once its kernel runs, and how the results are made."""
+    """One rank's part of one call: its arrays once its kernel runs, and the function that makes the results."""
 
     def __init__(
         self, name: str, root: int, kind: int, sends: SimulatedBuffer | None, receives: SimulatedBuffer | None
