@@ -13,13 +13,14 @@ from ..core.manifest import Manifest
 from ..core.scheduler import SchedulerConfig
 from .learn import TuningContext, is_end
 from .model_process import RemoteModel
-from .profiler import LinkEstimate, Measured
+from .profiler import LinkEstimate, Measured, fitted_link
 from .result import describe_config, milliseconds
 from .space import Space, fixed_by
 
 log = logging.getLogger("commsched")
 
-#: How often sizes are chosen in a row. Each time, the step times measured with the sizes before calibrate the model again.
+#: How often sizes are chosen in a row. Each time, what was measured with the sizes before corrects the model: the step times;
+#: over collectives, the times for which they kept the network busy.
 ROUNDS = 3
 
 #: A choice whose predicted gain is below this is not worth a change of all plans.
@@ -30,7 +31,7 @@ FAR_LARGER = 2
 
 #: Sizes whose predicted step times differ by less than this count as equal. The largest partition of them is taken, because
 #: it costs the least processor time, which the model does not know.
-EQUAL_TIMES = 0.005
+EQUAL_TIMES = 0.002
 
 #: Measured step times that differ by less than this do not say which sizes are better; then the later choice stays.
 EQUAL_MEASUREMENTS = 0.01
@@ -110,8 +111,12 @@ class AutoSizes:
                 if model is None:
                     model = learner.open_model(profile, incumbent, stack)
                     starts = learner.guesses(profile, incumbent.policy)
-                else:
+                elif profile.busy is None:
                     model = model.calibrate(list(measured.items()))
+                else:
+                    seen = [each.busy for each in profiles.values() if each.busy is not None]
+                    profile = replace(profile, link=fitted_link(profile.link, seen))
+                    model = learner.open_model(profile, incumbent, stack)
                 link = model.link
                 found = best_sizes(model.predict, space, [current, *starts])
                 if found in measured or not _is_better(found, current, model):

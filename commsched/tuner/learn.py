@@ -187,8 +187,8 @@ class Learner:
         return seeds(measured.profile, measured.link, job.workers, servers=job.servers, ordered=job.ordered, policy=policy)
 
     def open_model(self, measured: Measured, incumbent: SchedulerConfig, stack: ExitStack) -> RemoteModel:
-        """A model of step times, calibrated with the step time that was measured with ``incumbent``. ``stack`` ends its
-        process.
+        """A model of step times. Its link is the measured one if collectives have shown it; otherwise it is calibrated with the
+        step time that was measured with ``incumbent``. ``stack`` ends its process.
 
         Raises:
             Stopped: training ends.
@@ -207,7 +207,7 @@ class Learner:
         self._require_open()
         model = stack.enter_context(process)
         self._require_open()
-        return model.calibrate([(incumbent, measured.step_seconds)])
+        return model if measured.busy is not None else model.calibrate([(incumbent, measured.step_seconds)])
 
     def stop(self) -> None:
         """Stop waiting for the model. Any thread may call it, after ``stopped`` returns a reason."""

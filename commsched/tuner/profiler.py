@@ -6,10 +6,12 @@ import math
 import threading
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from itertools import accumulate, pairwise
 from statistics import median
 from typing import NamedTuple
+
+import numpy as np
 
 from ..core.interfaces import Observer
 from ..core.manifest import Manifest
@@ -25,8 +27,11 @@ _BUSY_TASKS = 4
 #: Bounds of a guess of the overhead of a partition, in seconds: for the parameter server, and for collectives in an agreed
 #: order, from measurements. ``_MAX_OVERHEAD`` is the largest share of the link's time.
 _PARTITION_SECONDS = (50e-6, 100e-6)
-_COLLECTIVE_PARTITION_SECONDS = (150e-6, 1e-3)
+_COLLECTIVE_PARTITION_SECONDS = (150e-6, 400e-6)
 _MAX_OVERHEAD = 0.8
+
+#: Relative standard deviation of the time for which collectives keep the network busy, from one profile to the next.
+_BUSY_DEVIATION = 0.003
 
 #: Bound of the overhead of a collective whose bytes are known to travel fast: a thread of CPython waits for so long before it
 #: asks for the interpreter's lock.
@@ -55,6 +60,34 @@ class LinkEstimate:
             raise ValueError(f"not the times of a link: {self}")
 
 
+@dataclass(frozen=True, slots=True)
+class Busy:
+    """What collectives took that followed each other without a pause: ``seconds`` in all, for ``nbytes`` bytes of gradient in
+    ``partitions`` partitions."""
+
+    seconds: float
+    nbytes: float
+    partitions: int
+
+
+def fitted_link(guess: LinkEstimate, seen: Sequence[Busy]) -> LinkEstimate:
+    """The link of collectives whose bytes and partitions took the times in ``seen``, as nearly as can be.
+
+    The overhead of a partition is known only if sizes differed: then it is what more partitions took for the same bytes. A
+    guess that is off by a factor of e counts as much as times that are off by 0.3 %.
+    """
+    factors = np.exp(np.linspace(-4.0, 4.0, 161))
+    seconds, nbytes, partitions = (np.array(values, float) for values in zip(*map(astuple, seen)))
+    overheads = guess.partition_seconds * factors
+    per_byte = ((seconds - np.outer(overheads, partitions)) / nbytes).mean(axis=1)
+    off = (np.outer(per_byte, nbytes) + np.outer(overheads, partitions)) / seconds - 1
+    cost = np.where(per_byte > 0, (off**2).sum(axis=1) / _BUSY_DEVIATION**2 + np.log(factors) ** 2, np.inf)
+    best = int(cost.argmin())
+    if not math.isfinite(cost[best]):
+        return guess
+    return LinkEstimate(float(per_byte[best]), float(overheads[best]), guess.latency_seconds)
+
+
 @dataclass(frozen=True)
 class Measured:
     """The result of a profile. ``step_seconds`` is the median over ``steps`` steps with the configuration in use.
@@ -67,6 +100,8 @@ class Measured:
     over a parameter server; None if it was not seen. Unlike the time until the average is there, it does not depend on other
     ranks.
     ``is_assumed``: the rate of the network is the least that is known of it, because what was seen is slower.
+    ``busy`` is what collectives took; None over a parameter server, where replies also wait for ranks that are late, and if
+    ``is_assumed``.
     """
 
     profile: Profile
@@ -77,6 +112,7 @@ class Measured:
     transfer_seconds_per_byte: float | None = None
     sending_seconds_per_byte: float | None = None
     is_assumed: bool = False
+    busy: Busy | None = None
 
 
 class _Task(NamedTuple):
@@ -170,26 +206,30 @@ class Profiler(Observer):
         computes is represented correctly: all of forward comes after the last average.
 
         link: the bytes divided by the time in which some task was running. This rate is too low if partitions are few and
-        large, or if other ranks are late; :meth:`Model.calibrate` corrects it with the measured step time. The overhead of a
-        partition cannot be measured with one configuration. It is a guess within known bounds, which are higher for
-        ``ordered`` transports. The latency is half of what the quickest quarter of tasks takes from the end of the push to the
-        average, without the bytes of the reply: most tasks also wait for other ranks or behind other replies. A collective has
-        no such messages, so its latency counts as 0.
+        large, or, over a parameter server, if other ranks are late; :meth:`Model.calibrate` corrects it with the measured step
+        time. The overhead of a partition cannot be measured with one configuration. It is a guess within known bounds, which
+        are higher for ``ordered`` transports; :func:`fitted_link` corrects it there, as soon as other sizes were measured. The
+        latency is half of what the quickest quarter of tasks takes from the end of the push to the average, without the bytes
+        of the reply: most tasks also wait for other ranks or behind other replies. A collective has no such messages, so its
+        latency counts as 0.
         """
         steps = self._complete_steps(manifest)
         whole = {step for step, _ in list(self._began)[:-1]}
-        link = self._link(whole, ordered, most_seconds_per_byte)
+        tasks = self._tasks_of(whole)
+        link = self._link(tasks, ordered, most_seconds_per_byte)
         if not steps or link is None:
             return None
+        is_assumed = link.seconds_per_byte == most_seconds_per_byte
         return Measured(
             _profile(steps, manifest),
             link,
             median(step.seconds for step in steps),
             len(steps),
             _waited(steps),
-            None if ordered else min(_transfer(self._tasks_of(whole)), most_seconds_per_byte),
-            None if ordered else _sending(self._tasks_of(whole)),
-            link.seconds_per_byte == most_seconds_per_byte,
+            None if ordered else min(_transfer(tasks), most_seconds_per_byte),
+            None if ordered else _sending(tasks),
+            is_assumed,
+            _busy(tasks)[0] if ordered and not is_assumed else None,
         )
 
     def layers(self, manifest: Manifest) -> Profile | None:
@@ -218,27 +258,31 @@ class Profiler(Observer):
     def _tasks_of(self, steps: set[int]) -> list[_Task]:
         return [task for step, task in list(self._tasks) if step in steps and task.done_at > task.started_at]
 
-    def _link(self, steps: set[int], ordered: bool, most_seconds_per_byte: float) -> LinkEstimate | None:
+    def _link(self, tasks: Sequence[_Task], ordered: bool, most_seconds_per_byte: float) -> LinkEstimate | None:
         bounds = _COLLECTIVE_PARTITION_SECONDS if ordered else _PARTITION_SECONDS
-        tasks = self._tasks_of(steps)
-        periods = _busy_periods(tasks)
-        long = [period for period in periods if len(period) >= _BUSY_TASKS] or periods
-        nbytes = sum(task.nbytes for period in long for task in period)
-        if nbytes == 0:
+        busy, _ = _busy(tasks)
+        if busy.nbytes == 0:
             return None
-        busy = sum(max(task.done_at for task in period) - period[0].started_at for period in long)
-        count = sum(map(len, long))
         # The guess is the time of the quickest task beyond that of its bytes, because that task waited for others least.
-        per_byte = busy / nbytes
+        per_byte = busy.seconds / busy.nbytes
         quickest = min(task.done_at - task.started_at - per_byte * task.nbytes for task in tasks)
-        overhead = min(max(quickest, bounds[0]), bounds[1], _MAX_OVERHEAD * busy / count)
+        overhead = min(max(quickest, bounds[0]), bounds[1], _MAX_OVERHEAD * busy.seconds / busy.partitions)
         latency = 0.0 if ordered else _latency(tasks, per_byte)
-        per_byte = (busy - overhead * count) / nbytes
+        per_byte = (busy.seconds - overhead * busy.partitions) / busy.nbytes
         if per_byte > most_seconds_per_byte:
             per_byte = most_seconds_per_byte
             if ordered:  # over a parameter server most of the rest is time for which other ranks were late
-                overhead = min((busy - per_byte * nbytes) / count, _LOCK_SECONDS)
+                overhead = min((busy.seconds - per_byte * busy.nbytes) / busy.partitions, _LOCK_SECONDS)
         return LinkEstimate(per_byte, overhead, latency)
+
+
+def _busy(tasks: Sequence[_Task]) -> tuple[Busy, int]:
+    """The busy periods of ``tasks`` that show the rate of the link, and their number."""
+    periods = _busy_periods(tasks)
+    periods = [period for period in periods if len(period) >= _BUSY_TASKS] or periods
+    seconds = sum(max(task.done_at for task in period) - period[0].started_at for period in periods)
+    nbytes = sum(task.nbytes for period in periods for task in period)
+    return Busy(seconds, nbytes, sum(map(len, periods))), len(periods)
 
 
 def _latency(tasks: Sequence[_Task], seconds_per_byte: float) -> float:
@@ -248,12 +292,9 @@ def _latency(tasks: Sequence[_Task], seconds_per_byte: float) -> float:
 
 def _transfer(tasks: Sequence[_Task]) -> float:
     """Seconds per byte of busy periods over a parameter server. Each period lasts for the time of its bytes and one latency."""
-    periods = _busy_periods(tasks)
-    periods = [period for period in periods if len(period) >= _BUSY_TASKS] or periods
-    nbytes = sum(task.nbytes for period in periods for task in period)
-    busy = sum(max(task.done_at for task in period) - period[0].started_at for period in periods)
-    latency = _latency(tasks, busy / nbytes)
-    return max(busy - latency * len(periods), busy / 2) / nbytes
+    busy, periods = _busy(tasks)
+    latency = _latency(tasks, busy.seconds / busy.nbytes)
+    return max(busy.seconds - latency * periods, busy.seconds / 2) / busy.nbytes
 
 
 def _sending(tasks: Sequence[_Task]) -> float | None:

@@ -24,7 +24,7 @@ from commsched.tuner.auto import AutoSizes, Chosen, best_sizes
 from commsched.tuner.initial_guesses import before_first_step
 from commsched.tuner.learn import FirstSizes, JobFacts, NothingMeasured, TuningContext, most_seconds_per_byte
 from commsched.tuner.link import LOOPBACK_RATE
-from commsched.tuner.profiler import LinkEstimate, Measured
+from commsched.tuner.profiler import Busy, LinkEstimate, Measured
 from commsched.tuner.space import MAX_RATIO, Space
 from commsched.tuner.trials import Stopped
 
@@ -184,6 +184,42 @@ def test_measurements_correct_a_model_that_was_wrong() -> None:
     assert chosen is not None
     assert len(job.used) == 2
     assert job.truth(chosen.kept) < 1.03
+
+
+class Uncalibrated(Model):
+    def calibrate(self, trials: Sequence[tuple[SchedulerConfig, float]]) -> Model:
+        raise AssertionError("the step times have no part in it")
+
+
+class OrderedJob(Job):
+    """Collectives: ``link`` says how long they keep the network busy. ``opened`` has the link of each model."""
+
+    link = LinkEstimate(3e-8, 2e-3)
+
+    def __init__(self, truth: Callable[[SchedulerConfig], float], *predicted: Callable[[SchedulerConfig], float]) -> None:
+        super().__init__(truth, *predicted)
+        self.opened: list[LinkEstimate] = []
+
+    def profile(self, group: int, manifest: Manifest) -> Measured | None:
+        profile = super().profile(group, manifest)
+        count = -(-MODEL.nbytes // self.current.partition_bytes)
+        seconds = self.link.seconds_per_byte * MODEL.nbytes + self.link.partition_seconds * count
+        return profile and replace(profile, busy=Busy(seconds, MODEL.nbytes, count))
+
+    def open_model(self, measured: Measured, incumbent: SchedulerConfig, stack: ExitStack) -> Model:
+        self.opened.append(measured.link)
+        return Uncalibrated(self, 1)
+
+
+def test_over_collectives_the_times_of_the_network_correct_the_model() -> None:
+    job = OrderedJob(bowl(500_000, 4), bowl(500_000, 4))
+    chosen = job.run()
+    assert chosen is not None
+    assert chosen.kept == job.used[0]
+    first, second = job.opened
+    assert first == Model.link
+    assert second.partition_seconds == pytest.approx(2e-3, rel=0.2)
+    assert second.seconds_per_byte == pytest.approx(3e-8, rel=0.2)
 
 
 def test_what_turns_out_slower_is_given_up() -> None:

@@ -13,7 +13,7 @@ from commsched.core.scheduler import SchedulerConfig
 from commsched.core.task import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, CommTask
 from commsched.simulator import Rules, equal_workers, simulate
 from commsched.simulator.profile import LayerProfile, Profile
-from commsched.tuner.profiler import Profiler
+from commsched.tuner.profiler import Busy, LinkEstimate, Profiler, fitted_link
 
 from .training import SMALL, Training
 
@@ -208,6 +208,45 @@ def test_bytes_take_no_longer_than_the_network_needs(ordered, most, expected):
     profiler.on_step(0, 1, 20.0)
     link = profiler.result(MANIFEST, ordered=ordered, most_seconds_per_byte=most).link
     assert (link.seconds_per_byte, link.partition_seconds) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("ordered", "most", "expected"), [(True, math.inf, Busy(0.6, 60_000, 6)), (True, 1e-9, None), (False, math.inf, None)]
+)
+def test_the_time_of_collectives_is_kept_unless_the_rate_is_assumed(ordered, most, expected):
+    profiler = Profiler(0, 1)
+    step(profiler, 0, 0.0, tasks=[(10_000, 0.1 * index, 0.1 * (index + 1)) for index in range(6)])
+    profiler.on_step(0, 1, 20.0)
+    busy = profiler.result(MANIFEST, ordered=ordered, most_seconds_per_byte=most).busy
+    assert busy == (None if expected is None else Busy(pytest.approx(expected.seconds), expected.nbytes, expected.partitions))
+
+
+GUESS = LinkEstimate(1e-7, 4e-4)
+
+
+def busy_times(per_byte, overhead, *partitions):
+    return [Busy(per_byte * 32e6 + overhead * count, 32e6, count) for count in partitions]
+
+
+@pytest.mark.parametrize("overhead", [1.5e-4, 4e-4, 2e-3])
+def test_what_more_partitions_take_for_the_same_bytes_is_their_overhead(overhead):
+    link = fitted_link(GUESS, busy_times(1.4e-7, overhead, 100, 400))
+    assert link.partition_seconds == pytest.approx(overhead, rel=0.1)
+    assert link.seconds_per_byte == pytest.approx(1.4e-7, rel=0.01)
+
+
+def test_with_partitions_of_one_size_the_guess_of_their_overhead_stays():
+    link = fitted_link(GUESS, busy_times(1.4e-7, 2e-3, 100, 100))
+    assert link.partition_seconds == pytest.approx(GUESS.partition_seconds)
+    assert link.seconds_per_byte == pytest.approx((1.4e-7 * 32e6 + 100 * (2e-3 - 4e-4)) / 32e6)
+
+
+def test_a_noisy_time_does_not_make_partitions_free_or_bytes():
+    fewer, more = busy_times(1.4e-7, 4e-4, 100, 200)
+    link = fitted_link(GUESS, [fewer, Busy(0.99 * more.seconds, more.nbytes, more.partitions)])
+    assert GUESS.partition_seconds / 20 < link.partition_seconds < GUESS.partition_seconds
+    assert link.seconds_per_byte == pytest.approx(1.4e-7, rel=0.02)
+    assert fitted_link(LinkEstimate(1e-7, 10.0), busy_times(1e-9, 0.0, 100_000)) == LinkEstimate(1e-7, 10.0)
 
 
 def test_threads_that_wait_cost_a_collective_a_bounded_time():

@@ -17,6 +17,11 @@ from .messages import EMPTY, LARGEST, OTHERS, LaunchKey, extend_digest
 #: urgent ones. A larger part saves few messages more.
 _AHEAD = 1 / 32
 
+#: The largest part of the credit by which they are decided ahead. Partitions that are large beside the credit take so long that
+#: a message for each costs little. A layer that becomes ready would wait for two more of them: backward passed over whole
+#: layers, and forward waited for each of these. The step of 8 workers was 5.4 % longer than the bound instead of 4.4 %.
+_AHEAD_OF_CREDIT = 1 / 4
+
 
 class OrderLeader:
     """Decides which tasks are launched next, on each of ``channels``. Pure. ``describe`` names a task for messages.
@@ -28,7 +33,8 @@ class OrderLeader:
     the two messages.
 
     The launches of the largest group are decided ahead of the credit, many with one message, as far as nothing more urgent can
-    become ready soon: by a share of the bytes of its step that are not ready yet, and all at once when the last are ready.
+    become ready soon: by a share of the bytes of its step that are not ready yet, at most a share of the credit; all at once
+    when the last are ready.
     """
 
     def __init__(self, leaders: Sequence[int], policy: Policy, describe: Callable[[LaunchKey], str], channels: int) -> None:
@@ -130,7 +136,7 @@ class OrderLeader:
         while (task := ready.best) is not None:
             if not batch and not credit.admits(task.nbytes):
                 break
-            if batch and decided + task.nbytes > credit.limit + self._ahead_bytes(channel, task):
+            if batch and decided + task.nbytes > credit.limit + self._ahead_bytes(channel, task, credit.limit):
                 break
             batch.append(ready.pop())
             decided += task.nbytes
@@ -139,7 +145,7 @@ class OrderLeader:
                 self._history.append((LaunchKey.of(task), self._digest))
         return batch
 
-    def _ahead_bytes(self, channel: int, task: CommTask) -> float:
+    def _ahead_bytes(self, channel: int, task: CommTask, credit_bytes: int) -> float:
         """The bytes beyond the credit by which launches on ``channel`` are decided ahead; ``task`` is the next."""
         if channel != LARGEST or task.verb != ALL_REDUCE:  # an all-gather becomes ready soon, and is urgent
             return 0
@@ -147,7 +153,7 @@ class OrderLeader:
         missing = self._group_bytes.get(task.group, 0) - nbytes
         if step != task.step:
             return 0
-        return missing * _AHEAD if missing > 0 else math.inf
+        return min(missing * _AHEAD, credit_bytes * _AHEAD_OF_CREDIT) if missing > 0 else math.inf
 
     def require_same(self, rank: int, first: int, launched: Sequence[LaunchKey]) -> None:
         """Check ``launched``, the launches of ``rank`` from place ``first`` on.

@@ -185,9 +185,15 @@ def test_when_the_last_of_the_largest_group_is_ready_all_launches_are_decided_at
 
 
 def test_while_tasks_are_missing_launches_are_decided_ahead_by_a_share_of_their_bytes() -> None:
-    ranks = Ranks(2, credit_bytes=NBYTES, tasks=320)
+    ranks = Ranks(2, credit_bytes=40 * NBYTES, tasks=320)
     all_ready(ranks, range(160, 320))
-    assert announced(ranks) == 1 + 5  # the credit, and a 32nd part of what is missing
+    assert announced(ranks) == 40 + 5  # the credit, and a 32nd part of what is missing
+
+
+def test_launches_are_decided_ahead_by_a_quarter_of_the_credit_at_most() -> None:
+    ranks = Ranks(2, credit_bytes=8 * NBYTES, tasks=320)
+    all_ready(ranks, range(160, 320))
+    assert announced(ranks) == 8 + 2
 
 
 @pytest.mark.parametrize(("channels", "group", "verb"), [(1, 0, ALL_REDUCE), (2, 1, ALL_REDUCE), (2, 0, REDUCE_SCATTER)])
