@@ -230,7 +230,7 @@ def busy_times(per_byte, overhead, *partitions):
 
 @pytest.mark.parametrize("overhead", [1.5e-4, 4e-4, 2e-3])
 def test_what_more_partitions_take_for_the_same_bytes_is_their_overhead(overhead):
-    link = fitted_link(GUESS, busy_times(1.4e-7, overhead, 100, 400))
+    link = fitted_link(GUESS, busy_times(1.4e-7, overhead, 100, 1600))
     assert link.partition_seconds == pytest.approx(overhead, rel=0.1)
     assert link.seconds_per_byte == pytest.approx(1.4e-7, rel=0.01)
 
