@@ -26,3 +26,10 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _what_is_there_stays() -> None:
+    """So does what the modules before have imported, such as the compiler of PyTorch."""
+    gc.collect()
+    gc.freeze()

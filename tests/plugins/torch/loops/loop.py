@@ -86,7 +86,7 @@ def train(data: Data, model: nn.Module, optimizer: Any, steps: int = 3, first: i
 
 
 def _seeded(model: MakeModel) -> nn.Module:
-    torch.manual_seed(3)
+    torch.default_generator.manual_seed(3)  # not those of all devices too, which notes each time who asked for it
     its_model: nn.Module = here(model())
     return its_model
 
