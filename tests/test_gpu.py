@@ -93,7 +93,7 @@ def test_loops_run_on_the_gpu_and_layers_are_timed_there(monkeypatch: pytest.Mon
     assert command[command.index("--device") + 1] == "cuda"
 
 
-LOOP = gpu.TESTS / "plugins/torch/loops/test_zero_grad.py"
+LOOP = gpu.TESTS / "plugins/torch/loops/test_ends.py"
 
 
 def test_loops_take_the_device_of_the_environment() -> None:

@@ -42,13 +42,18 @@ def test_reads_are_measured(operation: str) -> None:
     assert all(row[f"{name}_microseconds"] > 0 for name in ("plain", "first", "later", "guard"))
 
 
-def test_gates_prints_a_row_for_each_operation_and_each_number_of_parameters(capsys: pytest.CaptureFixture[str]) -> None:
+def test_gates_prints_a_row_for_each_operation_and_each_number_of_parameters(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = [(number, (4,) * len(shape), dtype) for number, shape, dtype in gates._CLIPPED]
+    monkeypatch.setattr(gates, "_CLIPPED", small)  # 600 MB in all
+    monkeypatch.setattr(gates, "_COMPARED", (4, 250, 2))
     assert main(["gates", "--parameters", "2", "3", "--rounds", "1"]) == 0
     reads, steps, clipped, compared = capsys.readouterr().out.split("\n\n")
     assert [line.split()[0] for line in reads.splitlines()[2:]] == ["view", "add", "linear"]
     assert [line.split()[0] for line in steps.splitlines()[2:]] == ["2", "3"]
     assert len(clipped.splitlines()) == 5
-    assert [line.split()[0] for line in compared.splitlines()[2:]] == ["100"]
+    assert [line.split()[0] for line in compared.splitlines()[2:]] == ["1"]
 
 
 def test_the_comparison_of_weights_is_measured() -> None:

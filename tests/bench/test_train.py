@@ -302,12 +302,12 @@ KEYS = {"system", "model", "workers", "servers", "step_seconds", "bound_seconds"
 
 def measured(tmp_path, *argv):
     path = tmp_path / "out.json"
-    assert main(["train", *argv, "--rounds", "1", "--steps", "2", "--timeout", "300", "--json", str(path)]) == 0
+    assert main(["train", *argv, "--rounds", "1", "--steps", "1", "--timeout", "300", "--json", str(path)]) == 0
     document = json.loads(path.read_text())
     assert document["schema"] == 1
     for row in document["rows"]:
         assert row.keys() >= KEYS
-        assert row["step_seconds"]["count"] == 2
+        assert row["step_seconds"]["count"] == 1
         # torch adds up squares in 32 bits, so its norm of a million elements is off by some 1e-5; that of averages is not.
         assert row["max_difference"] < (1e-4 if "--clip" in argv else 1e-5)
         assert {entry["track"] for entry in row["timeline"]} >= {"forward", "backward", "network"}
@@ -316,7 +316,9 @@ def measured(tmp_path, *argv):
 
 def test_a_real_model_on_loopback_over_several_transports(tmp_path):
     """Every loop clips, so that weights differ from those of the reference if one did not."""
-    rows = measured(tmp_path, "--real", "--model", "resnet50", "--clip", "--systems", "ddp,commsched:ps,commsched:gloo+rsag")
+    systems = "ddp,commsched:ps,commsched:gloo+rsag"
+    sizes = ["--partition", "1MB", "--credit", "4MB"]  # the emulated model chooses them itself
+    rows = measured(tmp_path, "--real", "--model", "gpt2-small", "--clip", "--systems", systems, *sizes)
     assert [(row["system"], row["transport"], row["lane"], row["emulated"]) for row in rows] == [
         ("ddp", "gloo", None, False),
         ("commsched:ps", "ps", "tcp", False),
@@ -338,8 +340,6 @@ def test_an_emulated_model_in_namespaces(tmp_path):
     assert fifo["step_seconds"]["median"] >= 0.9 * 1e6 / 25e6  # its bytes on the link
     assert ddp["speedup_vs_ddp"] == 1
     assert ddp["stands_for"]["gradient_bytes"] == 72_000_000
-    (compiled,) = measured(tmp_path, "--megabytes", "1", "--systems", "commsched", "--compile", *links)
-    assert compiled["model"] == "uniform (compiled)"
 
 
 def test_a_rank_ends_whatever_its_engine_left_behind(tmp_path, monkeypatch):

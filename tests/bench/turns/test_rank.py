@@ -60,6 +60,7 @@ class _Damage:
 @pytest.fixture(autouse=True)
 def _small_and_here(monkeypatch):
     monkeypatch.setattr(network, "UNSHAPED_BYTES", 300_000)
+    monkeypatch.setattr(network, "_MESSAGE_BYTES", (100_000, 100_000))
 
 
 def run_ranks(assignment, world_size=2, wrap_transport=None):
@@ -111,6 +112,13 @@ def test_systems_that_do_not_clip_are_seen(monkeypatch):
     monkeypatch.setattr("bench.harness.system.Context.make_loop", lambda context: Loop())
     for found in run_ranks({**ASSIGNMENT, "clip": "norm", "rounds": 1}):
         assert found["systems"]["commsched"]["max_difference"] > 1e-2
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace:UserWarning")  # it leaves the layers' clock uncompiled
+def test_a_compiled_model_trains_as_plain_averaging_does():
+    """One rank: ranks of one process would compile for each other."""
+    (found,) = run_ranks({**ASSIGNMENT, "compile": True, "rounds": 1}, world_size=1)
+    assert found["systems"]["commsched"]["max_difference"] < 1e-5
 
 
 def test_a_timeline_is_that_of_the_systems_own_configuration():

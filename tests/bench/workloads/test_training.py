@@ -1,10 +1,7 @@
-"""Workloads in training: with the scheduler and with DDP they give what plain averaging gives."""
+"""Emulated workloads in training: with the scheduler they give what plain averaging gives. ``bench train`` compares REAL ones,
+and DDP."""
 
 from __future__ import annotations
-
-import sys
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,23 +12,15 @@ from commsched.plugins.torch import ScheduledOptimizer
 from commsched.session.local import local_sessions
 from commsched.testing import Delayed, run_world
 from tests.bench.workloads.training import average_plainly, largest_difference, make_optimizer, train_rank, weights
-from tests.jobs.job import run_job
 
 RANKS = 2
 
 
-def emulated(model: str) -> Callable[[], Workload]:
+def emulated(model: str) -> Workload:
     """Its layers together sleep for 20 ms a step."""
     profile = load_profile(model)
     scaled = profile.scaled(nbytes=1e-3, seconds=0.02 / profile.compute_seconds)
-    return lambda: make_workload({"kind": "emulated", "profile": scaled.to_record()}, RANKS)
-
-
-WORKLOADS: dict[str, Callable[[], Workload]] = {
-    "uniform": emulated("uniform"),
-    "bert-base": emulated("bert-base"),
-    "real gpt2-small": lambda: make_workload({"kind": "real", "model": "gpt2-small"}, RANKS),
-}
+    return make_workload({"kind": "emulated", "profile": scaled.to_record()}, RANKS)
 
 
 def train_scheduled(workload: Workload) -> list[list[torch.Tensor]]:
@@ -52,19 +41,7 @@ def train_scheduled(workload: Workload) -> list[list[torch.Tensor]]:
 
 @pytest.mark.parametrize("name", ["uniform", "bert-base"])
 def test_the_scheduler_gates_the_emulated_model(name: str) -> None:
-    workload = WORKLOADS[name]()
+    workload = emulated(name)
     reference = average_plainly(workload.untimed(), RANKS)
     for ours in train_scheduled(workload):
         assert largest_difference(ours, reference, workload) < 1e-5
-
-
-def test_ddp_needs_no_search_for_unused_parameters(tmp_path: Path) -> None:
-    names = ["uniform", "real gpt2-small"]
-    command = [sys.executable, "-m", "tests.bench.workloads.ddp_rank", str(tmp_path / "w"), *names]
-    code, _, err = run_job("-n", str(RANKS), "--", *command)
-    assert code == 0, err
-    for name in names:
-        workload = WORKLOADS[name]()
-        reference = average_plainly(workload.untimed(), RANKS)
-        for rank in range(RANKS):
-            assert largest_difference(torch.load(tmp_path / f"w.{name}.{rank}"), reference, workload) < 1e-3
