@@ -72,10 +72,15 @@ def two_epochs(data: Uneven, model: Any, optimizer: Any) -> None:
 
 
 @CONFIGS
-@pytest.mark.parametrize("by_live", [False, True], ids=["divided by all", "by the live"])
 @pytest.mark.parametrize("counts", [(4, 2, 3), (0, 3, 1), (2, 2, 2), (0, 0, 0), (1, 4, 4)], ids=str)
-def test_two_epochs(counts: Sequence[int], by_live: bool, config: SchedulerConfig, ordered: bool) -> None:
-    require_plain(two_epochs, counts, by_live=by_live, optimizer=adam, config=config, ordered=ordered)
+def test_two_epochs(counts: Sequence[int], config: SchedulerConfig, ordered: bool) -> None:
+    require_plain(two_epochs, counts, optimizer=adam, config=config, ordered=ordered)
+
+
+@pytest.mark.parametrize("counts", [(4, 2, 3), (0, 3, 1), (0, 0, 0)], ids=str)
+def test_two_epochs_divided_by_the_number_of_live_ranks(counts: Sequence[int]) -> None:
+    """It divides what has come, however that was cut and ordered."""
+    require_plain(two_epochs, counts, by_live=True, optimizer=adam, config=LARGE, ordered=True)
 
 
 def _clipped(data: Uneven, model: Any, optimizer: Any, step: int) -> Any:
@@ -125,8 +130,9 @@ def _scheduled(data: Uneven, model: Any, optimizer: Any, step: int) -> None:
     optimizer.step()
 
 
-@CONFIGS
-@pytest.mark.parametrize("counts", [(5, 2, 3), (2, 5, 5), (1, 5, 4)], ids=str)
+@pytest.mark.parametrize(
+    ("counts", "config", "ordered"), [((5, 2, 3), SMALL, False), ((2, 5, 5), LARGE, True), ((1, 5, 4), SMALL, False)], ids=str
+)
 @pytest.mark.parametrize("step", [_clipped, _accumulated, _dropped, _one_part_after_another, _with_closure, _scheduled])
 def test_what_a_step_may_be(step: Any, counts: Sequence[int], config: SchedulerConfig, ordered: bool) -> None:
     def loop(data: Uneven, model: Any, optimizer: Any) -> None:

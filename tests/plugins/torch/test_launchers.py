@@ -1,5 +1,5 @@
-"""A PyTorch script under torchrun and mpiexec: two ranks find each other without a setting, and train to the same bits. What
-depends on the launcher alone is in ``tests/jobs/test_launchers.py``."""
+"""A PyTorch script under torchrun: two ranks find each other without a setting, and train to the same bits. What depends on the
+launcher alone is in ``tests/jobs/test_launchers.py``; under mpiexec: ``tests/examples/test_engines.py``."""
 
 from __future__ import annotations
 
@@ -11,29 +11,18 @@ from pathlib import Path
 import pytest
 
 from tests.jobs.job import clean_environ
-from tests.transports.backends.mpi.launch import BY_DEFAULT, MPICH, run
 
 SCRIPT = str(Path(__file__).with_name("launched.py"))
 
 
-def weights(out: str) -> str:
-    """Of both ranks, which are equal."""
-    found = dict(re.findall(r"^rank (\d) of 2 (\w{64})$", out, re.MULTILINE))
-    assert sorted(found) == ["0", "1"], out
-    assert found["0"] == found["1"]
-    return found["0"]
-
-
-@pytest.fixture(scope="module")
-def by_torchrun() -> subprocess.CompletedProcess[str]:
+def test_torchrun() -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", SCRIPT]
-    return subprocess.run(command, env=clean_environ(), capture_output=True, text=True, timeout=300)
-
-
-def test_torchrun(by_torchrun: subprocess.CompletedProcess[str]) -> None:
-    assert by_torchrun.returncode == 0, by_torchrun.stderr
-    assert "commsched: 2 ranks on 1 host, ps over tcp, 4 tensors of 644 bytes per step, " in by_torchrun.stderr
-    weights(by_torchrun.stdout)
+    ended = subprocess.run(command, env=clean_environ(), capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stderr
+    assert "commsched: 2 ranks on 1 host, ps over tcp, 4 tensors of 644 bytes per step, " in ended.stderr
+    weights = dict(re.findall(r"^rank (\d) of 2 (\w{64})$", ended.stdout, re.MULTILINE))
+    assert sorted(weights) == ["0", "1"], ended.stdout
+    assert weights["0"] == weights["1"]
 
 
 @pytest.mark.parametrize("module", ["commsched run -n2 --", "torch.distributed.run --standalone --nproc-per-node=2"])
@@ -47,10 +36,3 @@ def test_a_rank_that_exits_with_an_error_keeps_no_barrier_of_another_waiting(mod
         assert re.search(r"rank 0: .*TransportError: rank 1 ended: exit code 1", ended.stderr), ended.stderr
     else:  # torchrun calls the error with the earliest time the root cause: rank 1's exit code, or the barrier of rank 0
         assert re.search(r"rank +: 1 \(local_rank: 1\)\s+exitcode +: 1 ", ended.stderr), ended.stderr
-
-
-def test_mpiexec(by_torchrun: subprocess.CompletedProcess[str]) -> None:
-    code, out, err = run(MPICH, 2, SCRIPT, **BY_DEFAULT)
-    assert code == 0, err
-    assert "commsched: 2 ranks on 1 host, mpi, " in err
-    assert weights(out) == weights(by_torchrun.stdout)

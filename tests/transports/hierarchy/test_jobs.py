@@ -46,10 +46,9 @@ def comes_to_share_memory(pid: int, timeout_seconds: float = 60.0) -> bool:
     return False
 
 
-@pytest.mark.parametrize(
-    ("transport", "options"), [("ps", []), ("ps", ["--servers", "1"]), ("gloo", []), ("gloo", ["--order", "static"])]
-)
+@pytest.mark.parametrize(("transport", "options"), [("ps", []), ("ps", ["--servers", "1"]), ("gloo", [])])
 def test_a_job_averages_and_ends(transport: str, options: list[str]) -> None:
+    """In a static order: ``test_hosts.py``."""
     code, out, err = run_job(*on_two_hosts(transport, "50", options=options))
     assert code == 0, err
     assert sorted(re.findall(r"rank \d finished", out)) == [f"rank {rank} finished" for rank in range(4)]
@@ -77,9 +76,10 @@ def test_a_killed_rank_is_named_by_all_others(transport: str, victim: int) -> No
     assert set(named) == {str(victim)}, err
 
 
-@pytest.mark.parametrize(("transport", "victim"), [("ps", 0), ("ps", 3), ("gloo", 3)])
-def test_a_stopped_rank_is_given_up_after_fail_after(transport: str, victim: int) -> None:
-    with Job(*on_two_hosts(transport, FOR_EVER, options=["--fail-after", "1"]), patient=True) as job:
+@pytest.mark.parametrize("victim", [0, 3])
+def test_a_stopped_rank_is_given_up_after_fail_after(victim: int) -> None:
+    """A leader that is stopped over gloo waits there as any rank does (``backends/gloo/test_jobs.py``)."""
+    with Job(*on_two_hosts("ps", FOR_EVER, options=["--fail-after", "1"]), patient=True) as job:
         pids = pids_of(job)
         os.kill(pids[victim], signal.SIGSTOP)
         assert all(gone(pid) for rank, pid in pids.items() if rank != victim)
@@ -96,9 +96,9 @@ def test_an_exception_is_told_to_the_others_by_its_name(rank: str) -> None:
     assert len(re.findall(f"TransportError: rank {rank} ended: ValueError: boom", err)) >= 3, err
 
 
-@pytest.mark.parametrize(("rank", "transport"), [("1", "ps"), ("2", "ps"), ("3", "ps"), ("2", "gloo")])
-def test_a_rank_that_ends_early_is_named_with_what_waits_for_it(rank: str, transport: str) -> None:
-    code, _, err = run_job(*on_two_hosts(transport, "200", "--exit-at", "7", "--rank", rank), patient=True)
+@pytest.mark.parametrize("rank", ["1", "2", "3"])
+def test_a_rank_that_ends_early_is_named_with_what_waits_for_it(rank: str) -> None:
+    code, _, err = run_job(*on_two_hosts("ps", "200", "--exit-at", "7", "--rank", rank), patient=True)
     assert code == 1
     assert re.search(rf"PeerLost: rank {rank} left.*'layer\d.* step 7", err), err
 
