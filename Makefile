@@ -6,8 +6,8 @@ BIN := $(VENV)/bin
 # MXNet needs a numpy that there is for Python 3.11 and older only.
 ENGINES := tensorflow jax $(shell $(PYTHON) -c 'import sys; print("mxnet" if sys.version_info < (3, 12) else "")')
 ENVIRONMENTS := openmpi $(ENGINES)
-# One more than there are cores, since tests wait for each other's ranks as well.
-PYTEST := -m pytest -n $(shell expr $$(nproc) + 1) --dist loadfile --no-loadscope-reorder
+# Twice as many as there are cores, since tests wait for much of their time: for ranks, for timeouts, for what does not come.
+PYTEST := -m pytest -n $(shell expr 2 \* $$(nproc)) --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo check docs dist environments test gpu ray clean
 .DELETE_ON_ERROR:
@@ -35,9 +35,12 @@ dist: $(VENV)/.installed-dist
 environments: $(ENVIRONMENTS:%=.venv-%/.installed)
 
 # Installs go side by side: pip keeps one core busy, much of the time by compiling to bytecode.
+# Tests start hundreds of processes. Where Python may not keep what it compiles (PYTHONDONTWRITEBYTECODE), each of them would
+# compile what it imports.
 test:
 	$(MAKE) --no-print-directory --jobs=$(shell nproc) check environments
 	rm -rf runs/engines
+	$(BIN)/python -m compileall -q -j 0 bench commsched tests
 	$(BIN)/python $(PYTEST)
 	set -e; for engine in $(ENGINES); do \
 	  .venv-$$engine/bin/python $(PYTEST) tests/plugins/$$engine tests/examples/test_engines.py -k $$engine; \
