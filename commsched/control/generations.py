@@ -36,8 +36,10 @@ class Asked:
     leaves: bool = False
 
 
-#: Why a job ends if none of its ranks goes on.
+# Why a job ends if none of its ranks goes on: some have had a result; none has said so, and none is left; some are left.
+HOLDERS_LOST = "no rank is left that has the values after a step: all that had them are lost"
 NONE_LEFT = "no rank is left that has the values after a step: all are lost, or the script does not use commsched.Elastic"
+NONE_BEGUN = "ranks lost each other before the first step, so none has values to go on from"
 
 
 # --- what the launcher is to do ---
@@ -121,6 +123,7 @@ class Generations:
         self._late: set[int] = set()  # newcomers without which a generation has begun
         self._late_starts = 0  # processes to be started that are late from the beginning
         self._asked: dict[int, Asked] = {}
+        self._has_result = False  # a member has, or had, a result that others can go on from
         self._has_lost = False  # since the generation began
         self._has_summoned = False  # since the generation began
         self._suspects: dict[int, float] = {}  # members that others have lost, but that live, and since when that is known
@@ -160,6 +163,7 @@ class Generations:
         if asked.leaves:
             return [Dismiss(member), *self._lost(*self._forget(member))]
         self._asked[member] = asked
+        self._has_result = self._has_result or asked.steps is not None
         if asked.is_done or (self._is_finishing and self._generation > 0):
             return self._finished()
         if member in self._late:
@@ -233,7 +237,7 @@ class Generations:
         if self._is_finishing:
             return self._give_up(f"rank {rank} has failed after the last step")
         if not self._survivors():
-            return self._give_up(NONE_LEFT)
+            return self._give_up(self._why_none_goes_on())
         if is_consequence:  # that other one counts
             return [Start(rank)]
         self._has_lost = self._has_lost or not was_late
@@ -287,6 +291,12 @@ class Generations:
         known = {member: asked.steps is not None for member, asked in self._asked.items()}
         return [member for member in self._ranks if member not in self._newcomers and known.get(member, True)]
 
+    def _why_none_goes_on(self) -> str:
+        if self._has_result:
+            return HOLDERS_LOST
+        are_left = any(member not in self._newcomers for member in self._ranks)
+        return NONE_BEGUN if are_left else NONE_LEFT
+
     def _decided(self) -> list[Action]:
         awaited = [member for member in self._ranks if member not in self._asked and member not in self._late]
         if awaited or len(self._asked) < (self._min_ranks if self._late else 1):
@@ -295,7 +305,7 @@ class Generations:
             return self._give_up("a rank has ended without joining the job") if self._is_finishing else self._form(0, 0)
         results = {member: asked.steps for member in self._survivors() if (asked := self._asked[member]).steps is not None}
         if not results:
-            return self._give_up(NONE_LEFT)
+            return self._give_up(self._why_none_goes_on())
         if not self._has_lost and not self._has_summoned:
             if self._restarts_left == 0:
                 return self._give_up("the ranks lost each other, and no restart is left")

@@ -61,11 +61,22 @@ class ElasticPart(Protocol):
         rank has, or can go back to."""
 
     def go_back(self, steps: int, noted: Any) -> None:
-        """Put the values after ``steps`` steps in place. ``noted``: what :meth:`note` returned then."""
+        """Put the values after ``steps`` steps in place. ``noted``: what :meth:`note` returned then.
 
-    def move(self, session: Session, steps: int) -> None:
-        """Take part in ``session``, with the values that the rank ``session.root`` has after ``steps`` steps. Collective, with
-        the same calls as the optimizer's constructor."""
+        Raises:
+            UnsupportedError: that is impossible, and nothing was changed.
+        """
+
+    def keep(self) -> None:
+        """Keep the values that :meth:`go_back` has put in place, until :meth:`begin_anew`: it can do so again, although
+        :meth:`move` replaces some of them or all."""
+
+    def move(self, session: Session) -> None:
+        """Take part in ``session``, with the values of the rank ``session.root``. Collective, with the same calls as the
+        optimizer's constructor."""
+
+    def begin_anew(self, steps: int) -> None:
+        """All values are those after ``steps`` steps, on all ranks. What was kept is of no use any more."""
 
     def load(self, each: Any, state: dict[str, Any]) -> None:
         """Give ``each``, an object of ``also``, the ``state`` that it had between two steps."""
@@ -332,13 +343,12 @@ class Elastic:
                 self._go_back(count)
                 return False
             assert moved.place is not None
-            has_all = moved.rank == moved.root
             try:
-                if has_all:
-                    self._go_back(moved.place.steps)
-                self._optimizer.move(moved, moved.place.steps)
+                steps = self._kept(steps, moved.rank == moved.root)
+                self._optimizer.move(moved)
                 self._share()
-                has_all = True
+                steps = moved.place.steps
+                self._optimizer.begin_anew(steps)
                 self._noted.clear()
                 self._note()
                 self._await_all()
@@ -348,12 +358,24 @@ class Elastic:
                 failure = moved.failure
                 moved.abort("a rank was lost")
                 self._optimizer.leave()
-                # Else parts of the root's values have replaced parts of this rank's.
-                steps = moved.place.steps if has_all else None
                 continue
             if moved.rank == moved.root:
                 log.warning("training goes on from step %d, after %.1f s", self._steps, time.monotonic() - began)
             return True
+
+    def _kept(self, steps: int | None, is_root: bool) -> int | None:
+        """Go back to the result of ``steps`` steps, and keep it while the root's replaces it: if the root is lost before all
+        have that, others have theirs. Return None if this rank has no result to keep."""
+        if steps is None:
+            return None
+        try:
+            self._go_back(steps)
+        except UnsupportedError:
+            if is_root:
+                raise
+            return None
+        self._optimizer.keep()
+        return steps
 
     def _go_back(self, steps: int) -> None:
         noted, packed = self._noted[steps]

@@ -5,6 +5,8 @@ import math
 import pytest
 
 from commsched.control.generations import (
+    HOLDERS_LOST,
+    NONE_BEGUN,
     NONE_LEFT,
     Action,
     Asked,
@@ -179,11 +181,40 @@ def test_without_any_rank_that_has_the_state_the_job_ends() -> None:
     assert job.ended(0, well=False) == [Start(0)]
     start(job, 2, 0, 5.0)
     assert job.ended(1, well=False) == [GiveUp(NONE_LEFT)]
+
+
+def test_if_all_ranks_have_lost_each_other_before_the_first_step_the_job_ends() -> None:
     job = formed(2, max_restarts=5)
     job.ended(0, well=False)
     start(job, 2, 0, 5.0)
     job.asked(2, Asked(), 5.0)
-    assert job.asked(1, Asked(None), 5.0) == [GiveUp(NONE_LEFT)]
+    assert job.asked(1, Asked(None), 5.0) == [GiveUp(NONE_BEGUN)]
+
+
+def test_the_root_is_lost_while_it_gives_its_result_and_the_next_survivor_is_the_root() -> None:
+    job = formed(3, max_restarts=5)
+    job.ended(2, well=False)
+    start(job, 3, 2, 5.0)
+    for member, steps in ((0, 4), (1, 4), (3, None)):
+        actions = job.asked(member, Asked(steps), 5.0)
+    assert actions == [Form(2, {0: 0, 1: 1, 3: 2}, 0, 4)]
+    assert job.ended(0, well=False) == [Start(0)]
+    assert job.ended(3, well=False, is_consequence=True) == [Start(2)]  # it had a part of the result only
+    start(job, 4, 0, 6.0)
+    start(job, 5, 2, 6.0)
+    for member, steps in ((1, 4), (4, None), (5, None)):
+        actions = job.asked(member, Asked(steps), 7.0)
+    assert actions == [Form(3, {4: 0, 1: 1, 5: 2}, 1, 4)]
+
+
+def test_the_only_rank_with_a_result_is_lost_while_it_gives_it() -> None:
+    job = formed(2, max_restarts=5)
+    job.ended(1, well=False)
+    start(job, 2, 1, 5.0)
+    job.asked(0, Asked(4), 5.0)
+    assert job.asked(2, Asked(), 5.0) == [Form(2, {0: 0, 2: 1}, 0, 4)]
+    assert job.asked(2, Asked(None, lost=0), 6.0) == []
+    assert job.ended(0, well=False) == [GiveUp(HOLDERS_LOST)]
 
 
 def test_ranks_that_lost_each_other_go_on_and_that_counts() -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -216,6 +217,29 @@ class Gates:
                 return
             self._left.remove((where, rank, step))
         raise Killed
+
+
+def kill_the_giver(monkeypatch: pytest.MonkeyPatch, where: str | int, generations: Sequence[int] = (2,)) -> None:
+    """Kill the root of these generations while it gives its values to the others: in its broadcast ``where``, counted from 0,
+    for which the others have zeroed what they have, or before it gathers for the purpose ``where``."""
+    calls = {generation: itertools.count() for generation in generations}
+
+    def gives(session: Session) -> bool:
+        return session.place is not None and session.place.generation in generations and session.rank == session.root
+
+    def run_once(session: Session, *given: Any) -> None:
+        if gives(session) and session.place is not None and next(calls[session.place.generation]) == where:
+            raise Killed
+        then_run_once(session, *given)
+
+    def gather(session: Session, value: Any, what: str = "") -> list[Any]:
+        if gives(session) and what == where:
+            raise Killed
+        return then_gather(session, value, what)
+
+    then_run_once, then_gather = Session._run_once, Session.gather
+    monkeypatch.setattr(Session, "_run_once", run_once)
+    monkeypatch.setattr(Session, "gather", gather)
 
 
 def equal(results: dict[int, Any]) -> Any:

@@ -13,9 +13,10 @@ import pytest
 from numpy.typing import NDArray
 
 import commsched
+from commsched.control.generations import HOLDERS_LOST
 from commsched.plugins.numpy import SGD, Linear, Network, ReLU, ScheduledOptimizer, softmax_cross_entropy
 from commsched.session.session import Session
-from tests.plugins.elastic_world import SMALL, Gates, equal, run_elastic
+from tests.plugins.elastic_world import SMALL, Gates, equal, kill_the_giver, run_elastic
 
 STEPS = 6
 
@@ -92,6 +93,60 @@ def test_updates_of_a_step_that_nobody_can_finish_are_taken_back(monkeypatch: py
     run = run_elastic(monkeypatch, 3, partial(train, gates=Together()), max_restarts=1, holds=holds)
     assert run.generations == [(3, 0), (3, 3)]
     assert equal(run.results) == equal(undisturbed.results)
+
+
+@pytest.mark.parametrize("where", [0, 1, 5, 11, 12, "to begin an elastic loop", "to begin the steps"])
+def test_the_root_is_lost_while_it_gives_its_values_and_another_rank_gives_the_same(
+    monkeypatch: pytest.MonkeyPatch, where: str | int
+) -> None:
+    """It broadcasts 12 arrays, and then what the loop has beside them."""
+    undisturbed = run_elastic(monkeypatch, 3, partial(train, gates=Gates()))
+    kill_the_giver(monkeypatch, where)
+    run = run_elastic(monkeypatch, 3, partial(train, gates=Gates(("forward", 1, 3))), max_restarts=2)
+    assert run.why == ""
+    assert len(run.generations) == 3
+    assert equal(run.results) == equal(undisturbed.results)
+
+
+class Ahead(Gates):
+    """Rank 1 dies in step 4, when rank 0 has made the updates of step 3, and rank 2 has not."""
+
+    def __init__(self) -> None:
+        super().__init__(("start", 1, 4))
+        self._all = threading.Barrier(3, timeout=60.0)
+        self._to_meet = {("forward", 0, 4), ("start", 1, 4), ("start", 2, 4)}
+        self._session: Session | None = None  # of rank 2
+
+    def train(self, session: Session) -> list[Any]:
+        if session.rank == 2 and self._session is None:
+            self._session = session
+        return train(session, self)
+
+    def at(self, where: str, rank: int, step: int) -> None:
+        if (where, rank, step) in self._to_meet:
+            self._to_meet.remove((where, rank, step))
+            self._all.wait()
+            if rank == 2 and self._session is not None:
+                self._session.gather(None)  # raises that rank 1 is lost
+        super().at(where, rank, step)
+
+
+def test_the_root_is_lost_with_the_only_result_of_the_last_step_and_the_others_go_on_from_the_one_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    undisturbed = run_elastic(monkeypatch, 3, partial(train, gates=Gates()))
+    kill_the_giver(monkeypatch, 5)
+    run = run_elastic(monkeypatch, 3, Ahead().train, max_restarts=2)
+    assert run.generations == [(3, 0), (3, 4), (3, 3)]
+    assert equal(run.results) == equal(undisturbed.results)
+
+
+def test_a_new_process_that_has_a_part_of_the_values_is_no_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    kill_the_giver(monkeypatch, 5)
+    run = run_elastic(monkeypatch, 2, partial(train, gates=Gates(("forward", 1, 3))), max_restarts=5)
+    assert run.results == {}
+    assert run.why == HOLDERS_LOST
+    assert len(run.generations) == 2
 
 
 def test_a_job_that_begins_with_a_later_step(monkeypatch: pytest.MonkeyPatch) -> None:

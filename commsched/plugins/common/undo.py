@@ -16,6 +16,8 @@ class Undo(Generic[Key]):
     Updates of step k are only made once all ranks have contributed to step k, so all had the result of step k - 1 then.
     Therefore one step is enough.
 
+    Between two sessions it keeps, with the same memory, a result while another rank's replaces it (:meth:`keep`).
+
     Args:
         save: returns a copy of what the update of the parameter ``key`` changes. Its second argument is an earlier copy, whose
             memory it may use, or None.
@@ -62,6 +64,12 @@ class Undo(Generic[Key]):
             if step >= steps:
                 self._restore(key, copied)
         self.begin_anew(steps)
+
+    def keep(self, keys: Iterable[Key]) -> None:
+        """Another rank's values are about to replace those that :meth:`take_back` has put in place, all of which ``keys`` name.
+        Until :meth:`begin_anew`, it can put them back once more."""
+        for key in keys:
+            self._kept[key] = self._updating, self._save(key, self._kept.get(key, (-1, None))[1])
 
     def begin_anew(self, steps: int) -> None:
         """All values are those after ``steps`` steps. Copies are of no use any more, but their memory is."""

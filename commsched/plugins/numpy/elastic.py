@@ -47,8 +47,13 @@ class ElasticPart:
         self._undo.take_back(steps)
         self.set_hyper_parameters(noted)
 
-    def move(self, session: commsched.Session, steps: int) -> None:
+    def keep(self) -> None:
+        self._undo.keep(range(len(self._of._network.layers)))
+
+    def move(self, session: commsched.Session) -> None:
         self._of._take_part(session)
+
+    def begin_anew(self, steps: int) -> None:
         self._undo.begin_anew(steps)
 
     def hyper_parameters(self) -> Any:

@@ -11,7 +11,7 @@ import commsched
 
 from ...core.errors import UnsupportedError
 from ..common.undo import Undo
-from .initial_state import options_of, take_options
+from .initial_state import options_of, parameters_of, take_options
 from .saved import Saved, put_back, saved_for_update
 from .update import is_of_torch
 
@@ -75,15 +75,24 @@ class ElasticPart:
                     "off, and its values before that are gone: make it a buffer of the model, which goes back with the step"
                 )
         self._undo.take_back(steps)
+        versions |= {name: each._version for name, each in self._of._model.named_parameters() if name in versions}
         with torch.no_grad():
             for name, buffer in self._of._model.named_buffers():
                 buffer.copy_(buffers[name])
         self.set_hyper_parameters(hyper_parameters)
 
-    def move(self, session: commsched.Session, steps: int) -> None:
+    def keep(self) -> None:
+        # Frozen parameters that the optimizer does not know are not copied, since they may be most of the model. The root's are
+        # the same, and do not replace equal ones; if they are others, go_back refuses what they have changed.
+        others = [each for each in self._of._model.parameters() if each.requires_grad]
+        self._undo.keep({id(each): each for each in [*parameters_of(self._of.optimizer), *others]}.values())
+
+    def move(self, session: commsched.Session) -> None:
         self._of._session = session
         if session.world_size > 1:
             self._of._take_part(session).measures.resume(self._norms)
+
+    def begin_anew(self, steps: int) -> None:
         self._undo.begin_anew(steps)
 
     def hyper_parameters(self) -> Any:

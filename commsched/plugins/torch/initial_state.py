@@ -238,6 +238,13 @@ def _broadcast(session: commsched.Session, name: str, tensors: list[torch.Tensor
         piece.send()
 
 
+def _is_equal(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Whether both hold the same bytes."""
+    if first.device.type != "cpu":
+        return torch.equal(first, second)
+    return bool((first.numpy() == second.numpy()).all())  # 10 times as fast as torch.equal
+
+
 class _Piece:
     """Bytes of tensors that are broadcast together."""
 
@@ -282,7 +289,10 @@ class _Piece:
             self._session.broadcast(self._name, self._layer.view(flat), self._root, self._layer)
         if self._session.rank != self._root:
             for values, place in self._places:
-                values.copy_(place)
+                arrived = place.to(values.device)
+                # What is equal is not written, so versions show which frozen parameters were others: see ``ElasticPart.keep``.
+                if not _is_equal(values, arrived):
+                    values.copy_(arrived)
             for afterwards in self._afterwards:
                 afterwards()
         self._filled = 0

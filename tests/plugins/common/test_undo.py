@@ -98,3 +98,20 @@ def test_copies_use_their_memory_again_and_old_ones_are_not_put_back() -> None:
     values.update("a")
     values.undo.take_back(1)
     assert values.of["a"] == 7
+
+
+def test_a_result_is_kept_while_another_one_replaces_it() -> None:
+    values = Values()
+    values.undo.committed()
+    values.update("a", "b")
+    values.undo.take_back(0)
+    for _ in range(2):  # the second one is lost while it gives its result, too
+        values.undo.keep(["a", "b"])
+        values.of["a"] = 7
+        values.undo.take_back(0)
+        assert values.of == {"a": 0, "b": 0}
+    values.undo.keep(["a", "b"])
+    values.of["a"] = 7
+    values.undo.begin_anew(1)
+    values.undo.take_back(1)
+    assert values.of == {"a": 7, "b": 0}

@@ -20,7 +20,7 @@ from commsched.plugins.common.undo import Undo
 from commsched.plugins.torch import ScheduledOptimizer
 from commsched.session.local import local_sessions
 from commsched.session.session import Session
-from tests.plugins.elastic_world import Gates, Late, equal, run_elastic
+from tests.plugins.elastic_world import Gates, Late, equal, kill_the_giver, run_elastic
 
 STEPS = 6
 Result = list[Any]
@@ -207,7 +207,7 @@ def test_updates_of_a_step_that_nobody_can_finish_are_taken_back(
     )
     assert equal(run.results) == expected
     assert run.generations == [(3, 0), (3, 3)]
-    assert made == [1]  # the root's; no other rank needs to
+    assert made == [1, 1]  # both that are left: also the one that takes the root's values, to give its own if the root is lost
 
 
 def test_fewer_ranks_go_on_with_the_batches_of_the_new_world(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -316,6 +316,30 @@ def test_frozen_weights_that_the_script_changes_are_named(monkeypatch: pytest.Mo
     job = partial(train, gates=AfterReads(("stepped", 1, 3)), reads_last=True, teaches=True)
     with pytest.raises(UnsupportedError, match="'teacher', which the optimizer does not update, was changed by the script"):
         run_elastic(monkeypatch, 3, job, max_restarts=1, holds=holds_first_of(1, 3))
+
+
+@pytest.mark.parametrize("where", [0, 1, 2, "to begin an elastic loop", "to begin the steps"])
+@pytest.mark.parametrize("make_optimizer", [adamw, momentum])
+def test_the_root_is_lost_while_it_gives_its_values_and_another_rank_gives_the_same(
+    monkeypatch: pytest.MonkeyPatch, make_optimizer: Callable[[nn.Module], torch.optim.Optimizer], where: str | int
+) -> None:
+    """It broadcasts the model, the optimizer's state, and what the loop has beside them."""
+    job = partial(train, make_optimizer=make_optimizer)
+    expected = undisturbed(monkeypatch, 3, job)
+    kill_the_giver(monkeypatch, where)
+    run = run_elastic(monkeypatch, 3, partial(job, gates=Gates(("forward", 1, 3))), max_restarts=2)
+    assert run.why == ""
+    assert len(run.generations) == 3
+    assert equal(run.results) == expected
+
+
+def test_so_is_the_one_that_gives_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = undisturbed(monkeypatch, 4, train)
+    kill_the_giver(monkeypatch, 2, generations=(2, 3))
+    run = run_elastic(monkeypatch, 4, partial(train, gates=Gates(("forward", 1, 3))), max_restarts=3)
+    assert run.why == ""
+    assert len(run.generations) == 4
+    assert equal(run.results) == expected
 
 
 def test_a_second_loop_is_refused() -> None:
