@@ -54,6 +54,12 @@ def run(
             **{name: value for name, value in environ.items() if name != ELASTIC},  # a rank of an elastic job may call this
             "COMMSCHED_RENDEZVOUS": f"{directory}/control.json",
         }
+        if among is not None and "COMMSCHED_TOKEN_FILE" in environ:
+            # An elastic job starts processes at any time, and the user's file may have another token by then.
+            copied = Path(directory, "token")
+            copied.touch(mode=0o600)
+            copied.write_text(among.token)
+            environ["COMMSCHED_TOKEN_FILE"] = str(copied)
         if among is None:  # else the user has given a token, and no address holds for the whole job
             environ["COMMSCHED_TOKEN"] = secrets.token_hex(32)
             # Variables of torchrun, for scripts that initialise torch.distributed or split their data by them.

@@ -63,11 +63,15 @@ class ElasticMember:
         is_summoned: the launcher asks this process to end its session after the step in hand, since ranks have come.
 
     Raises:
-        ConfigError: a setting cannot be used in an elastic job.
+        ConfigError: a setting cannot be used in an elastic job, or there is no token.
     """
 
     def __init__(self, path: str, settings: Settings, device: str) -> None:
         require_can_be_elastic(settings)
+        token = read_token(settings)
+        if token is None:
+            raise ConfigError(f"COMMSCHED_TOKEN is missing, which {_LAUNCHER} has set")
+        self._token = token  # read once: all generations must have the same
         self.is_summoned = False
         self._path = path
         self._connection: socket.socket | None = None  # with the launcher, as long as this process lives
@@ -135,10 +139,7 @@ class ElasticMember:
     def _open(self, place: Place) -> Session:
         world = World(place.rank, place.world_size, place.local_rank, place.local_world_size, launcher=_LAUNCHER)
         transport = "ps" if self._settings.transport == "auto" else self._settings.transport
-        token = read_token(self._settings)
-        if token is None:
-            raise ConfigError(f"COMMSCHED_TOKEN is missing, which {_LAUNCHER} has set")
-        token = generation_token(token, place.generation, place.salt)
+        token = generation_token(self._token, place.generation, place.salt)
         # All processes have just asked, so those that do not join at once have died since.
         within = min(self._settings.join_within, max(_JOIN_SECONDS, self._settings.fail_after))
         settings = replace(

@@ -11,9 +11,9 @@ from queue import SimpleQueue
 
 import pytest
 
-from commsched.cli import launch
+from commsched.cli import elastic, launch
 from commsched.cli import launch_guard as guard
-from commsched.cli.launch import Ends, Job, ProcessEvent
+from commsched.cli.launch import Among, Elasticity, Ends, Job, ProcessEvent
 
 
 @pytest.fixture
@@ -88,3 +88,24 @@ def test_a_job_that_is_over_is_not_ended_again(
     monkeypatch.setattr(sys, "stdin", io.StringIO("9\ndone\n"))
     guard.main(str(tmp_path))
     assert signalled == []
+
+
+def test_later_processes_of_an_elastic_job_have_the_token_that_the_first_ones_had(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Also if the user's file has another one by then: the launcher gives them a file of its own."""
+    theirs = tmp_path / "token"
+    theirs.write_text("another one")
+    found: list[tuple[str, int]] = []
+
+    def run_elastic(directory: str, ranks: int, servers: int, command: object, environ: dict[str, str], _: object) -> int:
+        path = Path(environ["COMMSCHED_TOKEN_FILE"])
+        found.append((path.read_text(), path.stat().st_mode & 0o777))
+        assert "COMMSCHED_TOKEN" not in environ
+        return 0
+
+    monkeypatch.setattr(elastic, "run_elastic", run_elastic)
+    among = Among("10.0.0.1:7", "the first one", "job", 1, None, None, 5.0)
+    elasticity = Elasticity(2, 3, 60.0, 30.0, False, among)
+    assert launch.run(2, 0, ["train"], {"COMMSCHED_TOKEN_FILE": str(theirs)}, elasticity) == 0
+    assert found == [("the first one", 0o600)]

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from commsched.control.elastic_messages import Place
+from commsched.control.elastic_messages import Place, generation_token
 from commsched.control.generations import Asked
 from commsched.core.errors import ConfigError, PeerTimeout, UnsupportedError
 from commsched.session import membership
@@ -65,6 +66,27 @@ def test_a_rank_that_is_lost_while_a_generation_opens_ends_that_generation(monke
     assert said == [Asked(5, lost=1, was_silent=True), Asked(5)]
     assert opened.place is not None
     assert opened.place.generation == 2
+    opened.close()
+
+
+def test_a_token_file_that_is_replaced_during_the_job_does_not_count(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    file.touch(mode=0o600)
+    file.write_text("a secret")
+    member = ElasticMember("/nowhere", Settings.load({"token_file": str(file)}, {}), "cpu")
+    file.write_text("another one")
+    place = Place(2, 0, 2, 0, 2, 0, 5, "127.0.0.1", "salt")
+    opened = local_sessions(1)[0]
+    tokens: list[str | None] = []
+
+    def open_session(_: object, settings: Settings, *__: object) -> Session:
+        tokens.append(settings.token)
+        return opened
+
+    monkeypatch.setattr(ElasticMember, "_ask", lambda *_: place)
+    monkeypatch.setattr(membership, "open_session", open_session)
+    assert member.move(Asked(5)) is opened
+    assert tokens == [generation_token("a secret", 2, "salt")]
     opened.close()
 
 
