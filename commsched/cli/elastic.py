@@ -29,6 +29,7 @@ from ..control.elastic_messages import (
     MachineReport,
     MemberSaid,
     MemberStopped,
+    NotStarted,
     Over,
     Place,
     Started,
@@ -159,6 +160,7 @@ class _Member:
     def __init__(self, machine: Machine, slot: int) -> None:
         self.machine = machine
         self.slot: int | None = slot  # None as soon as another process may take its place
+        self.has_started = False
         self.lives = True
 
 
@@ -279,6 +281,8 @@ class _ElasticJob:
 
     def _gone(self, machine: links.RemoteMachine, why: str) -> None:
         self._machines.remove(machine)
+        for number in [each for each, its in self._members.items() if its.machine is machine and not its.has_started]:
+            self._not_started(number)
         living = [number for number, member in self._members.items() if member.machine is machine and member.lives]
         lost = [number for number in living if self._generations.includes(number)]  # the others have left, and were ending
         if lost and not self._here.interrupted_by:
@@ -334,7 +338,10 @@ class _ElasticJob:
                 self._said(number, line)
             case Ended():
                 self._ended(report)
+            case NotStarted(number):
+                self._not_started(number)
             case Started(number, pid):
+                member.has_started = True
                 at = f" at {machine.host}" if self._spans_machines else ""
                 self._ends.names[number] = f"rank {self._ends.ranks[number]} (pid {pid}{at})"
             case MemberStopped(number, 0):
@@ -342,6 +349,13 @@ class _ElasticJob:
                     self._do([Kill(number, "it was stopped")])
             case MemberStopped(number, signal_number):
                 tell_user(f"{self._ends.names[number]} was stopped by {signal_name(signal_number)}")
+
+    def _not_started(self, number: int) -> None:
+        """A process was ordered from a launcher that has got a signal, or was lost, meanwhile. Another one may start it."""
+        del self._members[number]
+        if self._generations.includes(number) and not self._generations.is_closed and not self._here.interrupted_by:
+            self._generations.not_started(number, time.monotonic())
+            self._homeless.append(number)
 
     def _said(self, number: int, line: str) -> None:
         try:

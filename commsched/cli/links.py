@@ -19,15 +19,10 @@ from typing import Any
 
 from ..control.elastic_messages import (
     Alive,
-    Closes,
-    Ended,
     HostAnswer,
     LauncherHello,
     MachineOrder,
     MachineReport,
-    MemberSaid,
-    MemberStopped,
-    Started,
     from_line,
     to_line,
 )
@@ -314,7 +309,7 @@ class Desk:
                 if machine is None and isinstance(message, LauncherHello):
                     machine = RemoteMachine(link, message)
                     self._events.put(Came(machine))
-                elif machine is not None and isinstance(message, MemberSaid | Ended | MemberStopped | Started | Closes):
+                elif machine is not None and isinstance(message, MachineReport):
                     self._events.put(Heard(machine, message))
                 else:
                     why = f"it said {type(message).__name__} out of turn"

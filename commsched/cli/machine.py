@@ -25,6 +25,7 @@ from ..control.elastic_messages import (
     MachineReport,
     MemberSaid,
     MemberStopped,
+    NotStarted,
     Started,
     StartMember,
     Tell,
@@ -175,7 +176,7 @@ class LocalMachine(Job):
             try:
                 pid = self._start(f"rank {rank}", self._command, {**self._environ, **own}).pid
             except Interrupted:
-                self.events.put(Ended(member, 128 + self._interrupted, was_ended=True))
+                self.events.put(NotStarted(member))
                 return
             self._watch_in_thread(pid)
         self._members[pid], self._pids[member] = member, pid

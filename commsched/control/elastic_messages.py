@@ -121,6 +121,13 @@ class Started:
 
 
 @dataclass(frozen=True, slots=True)
+class NotStarted:
+    """The process ``member`` was not started, since the launcher had got a signal before the order came."""
+
+    member: int
+
+
+@dataclass(frozen=True, slots=True)
 class Closes:
     """The launcher starts no further process: it has got a signal, and its processes end."""
 
@@ -175,14 +182,14 @@ class Over:
     sentence: str
 
 
-MachineReport = MemberSaid | Ended | MemberStopped | Started | Closes
+MachineReport = MemberSaid | Ended | MemberStopped | Started | NotStarted | Closes
 MachineOrder = StartMember | KillMember | KeepReady | Examine | Tell | EndAll
 
 _KINDS: dict[str, Any] = {
     kind.__name__: kind
     for kind in (
         *(Asked, Place, Finish, GiveUp, Summoned, Listens),
-        *(LauncherHello, HostAnswer, Alive, MemberSaid, Ended, MemberStopped, Started, Closes),
+        *(LauncherHello, HostAnswer, Alive, MemberSaid, Ended, MemberStopped, Started, NotStarted, Closes),
         *(StartMember, KillMember, KeepReady, Examine, Tell, EndAll, Over),
     )
 }

@@ -154,6 +154,10 @@ class Generations:
         del self._without_place[member]
         return self._ranks[member]
 
+    def not_started(self, member: int, now: float) -> None:
+        """``member``, which was being started, was not. It is wanted as before."""
+        self._newcomers[member], self._without_place[member] = math.inf, now
+
     def asked(self, member: int, asked: Asked, now: float) -> list[Action]:
         """``member`` asks for its next place."""
         if self._is_closed:

@@ -17,6 +17,7 @@ from commsched.control.elastic_messages import (
     HostAnswer,
     LauncherHello,
     MemberSaid,
+    NotStarted,
     Over,
     Place,
     Started,
@@ -134,6 +135,29 @@ def test_a_machine_whose_rank_is_late_does_not_disturb_the_others() -> None:
     world.job._gone(spare, "it was silent")
     assert world.here.told(Summoned) == []
     assert not world.is_over()
+
+
+@pytest.mark.parametrize("says_so", [True, False])
+def test_an_order_to_start_a_process_that_crosses_the_signal_to_its_launcher_costs_no_restart(says_so: bool) -> None:
+    """The launcher may say so, or end before it has read the order."""
+    world = World(3, max_restarts=1)
+    world.job._reported(world.there, Ended(2, 1))
+    world.job._settle()  # orders a process from the machine that had the lost one
+    assert world.of(3) is world.there
+    world.job._reported(world.there, Closes())
+    if says_so:
+        world.job._reported(world.there, NotStarted(3))
+    else:
+        world.job._gone(world.there, "it ended the connection")
+    world.job._settle()
+    spare = world.another("c", 1)
+    world.job._settle()
+    assert cast(Recorded, spare.link).orders[-1] == StartMember(3, 2, 0)
+    world.start(3)
+    world.ask(0, 1, steps=5, lost=2)
+    world.ask(3, steps=None)
+    assert world.generation == 2
+    assert world.job._generations.restarts_left == 0  # one was for the lost process
 
 
 def test_a_machine_is_lost_with_all_its_ranks_at_once() -> None:

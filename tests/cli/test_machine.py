@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from commsched.cli.machine import LocalMachine
-from commsched.control.elastic_messages import Ended, KeepReady, KillMember, Started, StartMember
+from commsched.cli.machine import LocalMachine, Signalled
+from commsched.control.elastic_messages import Ended, KeepReady, KillMember, NotStarted, Started, StartMember
 
 SCRIPT = """
 import os, sys
@@ -79,6 +79,13 @@ def test_one_that_was_killed_is_not_taken(machine: LocalMachine) -> None:
     assert isinstance(report, Started)
     assert report.pid != pid
     assert next_report(machine) == Ended(0, 3)
+
+
+def test_an_order_after_a_signal_starts_nothing(machine: LocalMachine) -> None:
+    machine._pass_on(signal.SIGTERM, None)
+    machine.do(StartMember(0, 3, 1))
+    assert next_report(machine) == Signalled(signal.SIGTERM)
+    assert next_report(machine) == NotStarted(0)
 
 
 def test_orders_for_a_process_that_is_not_there(machine: LocalMachine) -> None:

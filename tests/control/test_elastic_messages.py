@@ -10,6 +10,7 @@ from commsched.control.elastic_messages import (
     LauncherHello,
     Listens,
     MemberSaid,
+    NotStarted,
     Place,
     StartMember,
     Summoned,
@@ -31,6 +32,7 @@ MESSAGES = [
     LauncherHello({"-n": 4, "--replace-within": 30.0}, 2, "10.0.0.2"),
     MemberSaid(3, to_line(Asked()).decode()),
     Ended(3, -9, ("joined", "heard"), True),
+    NotStarted(4),
     StartMember(4, 2, 0),
     Tell(4, to_line(GiveUp("a \n line")).decode()),
 ]
