@@ -87,7 +87,7 @@ class LocalMachine(Job):
         self._members: dict[int, int] = {}  # by pid
         self._pids: dict[int, int] = {}  # by member
         self._connections: dict[int, socket.socket] = {}  # by member
-        self._listening: list[socket.socket] = []
+        self._listening: dict[int, socket.socket] = {}  # by member
         self._keeps_standby = standby
         self._standby: tuple[int, int] | None = None  # the pid of a process that waits to be a rank, and a pipe to it
 
@@ -136,10 +136,10 @@ class LocalMachine(Job):
             return None  # a server, or a process that has waited to be a rank: ranks that miss it ask for another generation
         if event.exit_code != 0:
             kill_group(event.process, signal.SIGKILL)  # what it has left behind, such as a data loader's processes
-        if (connection := self._connections.pop(member, None)) is not None:
-            connection.close()
+        told = self._told_by(member)
+        self._release(member)
         was_ended = self._names[event.process] in self._ends.ended_by_us
-        return Ended(member, event.exit_code, self._told_by(member), was_ended)
+        return Ended(member, event.exit_code, told, was_ended)
 
     def serve(self, count: int, token: str) -> tuple[list[str], set[int]]:
         """Start servers for one generation. Return their addresses, and their pids."""
@@ -153,15 +153,28 @@ class LocalMachine(Job):
     def close(self) -> None:
         """End all remaining processes at once, and release everything."""
         self.kill()
-        for listening in self._listening:
-            with suppress(OSError):
-                listening.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
-            listening.close()
+        for member in tuple(self._listening):
+            self._release(member)
+
+    def _release(self, member: int) -> None:
+        """Release what belongs to a process that has ended."""
+        for held in (self._listening.pop(member), self._connections.pop(member, None)):
+            if held is not None:
+                with suppress(OSError):
+                    held.shutdown(socket.SHUT_RDWR)  # wakes the thread of the member, also if a child holds the other end
+                held.close()
+        for name in (self._socket_path(member), self._told_path(member)):
+            name.unlink(missing_ok=True)
+
+    def _socket_path(self, member: int) -> Path:
+        return self._directory / f"member-{member}"
+
+    def _told_path(self, member: int) -> Path:
+        return self._directory / f"told-{member}"
 
     def _start_member(self, member: int, rank: int, slot: int) -> None:
-        path, told = self._directory / f"member-{member}", self._directory / f"told-{member}"
-        listening = socket.socket(socket.AF_UNIX)
-        self._listening.append(listening)
+        path, told = self._socket_path(member), self._told_path(member)
+        self._listening[member] = listening = socket.socket(socket.AF_UNIX)
         with short_path(path) as short:
             listening.bind(short)
         listening.listen()
@@ -176,6 +189,7 @@ class LocalMachine(Job):
             try:
                 pid = self._start(f"rank {rank}", self._command, {**self._environ, **own}).pid
             except Interrupted:
+                self._release(member)
                 self.events.put(NotStarted(member))
                 return
             self._watch_in_thread(pid)
@@ -224,16 +238,16 @@ class LocalMachine(Job):
             try:
                 connection, _ = listening.accept()
             except OSError:
-                return  # the job is over
+                return  # the process has ended
             self._connections[member] = connection
-            with suppress(OSError, UnicodeDecodeError), connection.makefile("rb") as file:
+            with connection, suppress(OSError, UnicodeDecodeError), connection.makefile("rb") as file:
                 for line in file:
                     self.events.put(MemberSaid(member, line.decode()))
 
     def _told_by(self, member: int) -> tuple[str, ...]:
         """The events that the process has reported."""
         try:
-            lines = (self._directory / f"told-{member}").read_text().splitlines()
+            lines = self._told_path(member).read_text().splitlines()
         except FileNotFoundError:
             return ()
         return tuple(line.split()[0] for line in lines if line)

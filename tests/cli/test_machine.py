@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,22 @@ from typing import Any
 import pytest
 
 from commsched.cli.machine import LocalMachine, Signalled
-from commsched.control.elastic_messages import Ended, KeepReady, KillMember, NotStarted, Started, StartMember
+from commsched.control.elastic_messages import Ended, KeepReady, KillMember, MemberSaid, NotStarted, Started, StartMember
 
 SCRIPT = """
 import os, sys
 with open(os.environ["TOLD"], "a") as file:
     file.write(" ".join([*sys.argv[1:], os.environ["RANK"], os.environ["LOCAL_RANK"], str(os.getpid())]) + "\\n")
 sys.exit(int(sys.argv[1]))
+"""
+
+CONNECTS = """
+import os, socket, time
+connection = socket.socket(socket.AF_UNIX)
+connection.connect(os.environ["COMMSCHED_ELASTIC"])
+connection.sendall(b"hello\\n")
+if os.fork() == 0:
+    time.sleep(600.0)
 """
 
 
@@ -79,6 +89,35 @@ def test_one_that_was_killed_is_not_taken(machine: LocalMachine) -> None:
     assert isinstance(report, Started)
     assert report.pid != pid
     assert next_report(machine) == Ended(0, 3)
+
+
+def test_nothing_is_kept_of_a_process_that_has_ended(machine: LocalMachine, tmp_path: Path) -> None:
+    def listeners() -> list[threading.Thread]:
+        return [thread for thread in threading.enumerate() if thread.name.startswith("commsched-member-")]
+
+    before = os.listdir("/proc/self/fd")
+    for member in range(3):
+        machine.do(StartMember(member, 3, 1))
+        (thread,) = listeners()
+        assert isinstance(next_report(machine), Started)
+        assert next_report(machine) == Ended(member, 3)
+        thread.join(60.0)
+        assert not thread.is_alive()
+    assert len(os.listdir("/proc/self/fd")) == len(before)
+    assert os.listdir(tmp_path / "job") == []
+
+
+def test_a_child_that_holds_the_connection_of_a_process_that_has_ended_does_not_keep_its_thread(
+    machine: LocalMachine, tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").write_text(CONNECTS)
+    machine.do(StartMember(0, 3, 1))
+    (thread,) = [each for each in threading.enumerate() if each.name == "commsched-member-0"]
+    assert isinstance(next_report(machine), Started)
+    assert next_report(machine) == MemberSaid(0, "hello\n")
+    assert next_report(machine) == Ended(0, 0)
+    thread.join(60.0)
+    assert not thread.is_alive()
 
 
 def test_an_order_after_a_signal_starts_nothing(machine: LocalMachine) -> None:
