@@ -126,6 +126,8 @@ def _follow(machine: LocalMachine, among: Among, settings: dict[str, Any], withi
                         tell_user(sentence)
                     return exit_code
                 case links.Told(message):
+                    if isinstance(message, EndAll) and message.number:
+                        tell_user(f"{peer} has got {signal_name(message.number)}, and the job ends")
                     machine.do(message)
                 case links.Gone(_, why):
                     if machine.interrupted_by:

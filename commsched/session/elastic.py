@@ -324,7 +324,7 @@ class Elastic:
         failure = session.failure
         if failure is not None:
             log.warning("rank %d, step %d: %s: %s", session.rank, self._steps, type(failure).__name__, str(failure))
-        session.abort("ranks have come")
+        session.abort("the launcher has called for another generation")
         if self._leaves:
             say_farewell(Asked(leaves=True))
             raise SystemExit(0)

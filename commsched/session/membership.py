@@ -60,7 +60,7 @@ class ElasticMember:
         settings, device: for every session.
 
     Attributes:
-        is_summoned: the launcher asks this process to end its session after the step in hand, since ranks have come.
+        is_summoned: the launcher asks this process to end its session after the step in hand, for another generation.
 
     Raises:
         ConfigError: a setting cannot be used in an elastic job, or there is no token.

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import signal
+from collections.abc import Iterator
 from queue import SimpleQueue
 from typing import Any, cast
 
 import pytest
 
 from commsched.cli import links
-from commsched.cli.elastic import _ElasticJob
+from commsched.cli.elastic import _ElasticJob, _follow
 from commsched.cli.launch import Among, Elasticity
 from commsched.cli.machine import LocalMachine, Machine
 from commsched.control.elastic_messages import (
     Closes,
+    EndAll,
     Ended,
     HostAnswer,
     LauncherHello,
@@ -38,6 +41,7 @@ class Recorded:
         self.orders: list[Any] = []
         self.events: SimpleQueue[Any] = SimpleQueue()
         self.interrupted_by = 0
+        self.is_empty = False
         self.is_finished = False
 
     def do(self, order: Any) -> None:
@@ -198,6 +202,27 @@ def test_it_is_not_said_of_a_rank_lost_with_its_launcher_that_it_had_not_joined(
     assert world.job._ends.what_happened() == (
         "rank 2 (pid 102 at b) was lost with its launcher; then 2 more ended with errors"
     )
+
+
+def test_a_launcher_says_that_the_one_that_hosts_the_job_has_got_a_signal(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    class Host:
+        def messages(self) -> Iterator[Any]:
+            yield from (HostAnswer(""), EndAll(signal.SIGTERM), Over(143, ""))
+
+        def close(self) -> None:
+            pass
+
+    here = Recorded("b", 1)
+    monkeypatch.setattr(links, "connect_to_host", lambda *_: Host())
+    among = Among("10.0.0.1:7", "token", "job", 1, None, None, 5.0)
+    assert _follow(cast(LocalMachine, here), among, {}, 5.0) == 143
+    assert here.orders == [EndAll(signal.SIGTERM)]
+    assert capfd.readouterr().err.splitlines() == [
+        "commsched run: b takes part in the job of 10.0.0.1:7, with room for 1 rank",
+        "commsched run: the launcher at 10.0.0.1:7, which hosts the job, has got SIGTERM, and the job ends",
+    ]
 
 
 def test_a_launcher_that_comes_when_the_job_has_ended_is_told() -> None:
