@@ -194,6 +194,7 @@ class _ElasticJob:
         self._ranks_now = ranks
         self._losses: list[ProcessEvent] = []  # since the last generation began
         self._awaited: set[int] = set()  # members that were said to be awaited, since then
+        self._missed: set[int] = set()  # members that others have lost, since then
         self._generation: Form | None = None
         self._has_given_up = False
         self._is_met = False  # rank 0 of this generation has said where it listens, or has ended
@@ -388,6 +389,8 @@ class _ElasticJob:
         if asked.leaves:
             tell_user(f"{self._ends.names[number]} leaves")
             self._members[number].slot = None
+        if asked.lost is not None and self._generation is not None:
+            self._missed |= {each for each, rank in self._generation.ranks.items() if rank == asked.lost}
         self._do(self._generations.asked(number, asked, time.monotonic()))
 
     def _tick(self) -> None:
@@ -468,12 +471,17 @@ class _ElasticJob:
         servers, started = self._here.serve(self._servers, generation_token(self._token, form.generation, salt))
         self._server_pids |= started
         size = len(form.ranks)
+        if form.is_again:
+            missed = ", ".join(sorted(self._ends.names[number] for number in self._missed))
+            what = f"the connection to {missed}" if missed else "a connection or a server"
+            tell_user(f"{what} was lost, and no rank had failed; restarts left: {self._generations.restarts_left}")
         if form.generation > 1:
             fewer = f" instead of {self._ranks_now}" if size != self._ranks_now else ""
             tell_user(f"the job goes on with {ranks_number(size)}{fewer}, from step {form.steps}")
         self._ranks_now = size
         self._losses.clear()
         self._awaited.clear()
+        self._missed.clear()
         place = Place(form.generation, 0, size, 0, 0, form.root, form.steps, "", salt, tuple(servers))
         for number, rank in form.ranks.items():
             _, bracket, rest = self._ends.names[number].partition(" (")

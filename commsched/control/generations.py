@@ -62,12 +62,13 @@ class Kill:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """Begin a generation: ``ranks`` by member."""
+    """Begin a generation: ``ranks`` by member. ``is_again``: nobody was lost or has come, but ranks have lost each other."""
 
     generation: int
     ranks: Mapping[int, int]
     root: int
     steps: int
+    is_again: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,14 +311,15 @@ class Generations:
         results = {member: asked.steps for member in self._survivors() if (asked := self._asked[member]).steps is not None}
         if not results:
             return self._give_up(self._why_none_goes_on())
-        if not self._has_lost and not self._has_summoned:
+        is_again = not self._has_lost and not self._has_summoned
+        if is_again:
             if self._restarts_left == 0:
                 return self._give_up("the ranks lost each other, and no restart is left")
             self._restarts_left -= 1
         root = min(results, key=lambda member: (-results[member], self._ranks[member]))
-        return self._form(root, results[root])
+        return self._form(root, results[root], is_again)
 
-    def _form(self, root: int, steps: int) -> list[Action]:
+    def _form(self, root: int, steps: int, is_again: bool = False) -> list[Action]:
         in_order = sorted(self._asked, key=lambda member: (self._ranks[member], member))
         places = {member: rank for rank, member in enumerate(in_order)}
         self._ranks.update(places)
@@ -329,7 +331,7 @@ class Generations:
         self._suspects.clear()
         self._has_lost = self._has_summoned = False
         self._first_asked_at = None
-        return [Form(self._generation, places, places.get(root, 0), steps)]
+        return [Form(self._generation, places, places.get(root, 0), steps, is_again)]
 
     def _give_up(self, why: str) -> list[Action]:
         self._is_closed, self._why = True, why

@@ -94,7 +94,7 @@ class ElasticMember:
             try:
                 return self._open(place)
             except TransportError as error:  # a rank was lost while the generation began; the launcher bounds how often
-                log.info("generation %d did not begin: %s", place.generation, error)
+                log.warning("rank %d: generation %d did not begin: %s", place.rank, place.generation, error)
                 asked = replace(asked, lost=None, was_silent=False)
 
     def _connect(self) -> socket.socket:

@@ -164,6 +164,20 @@ def test_an_order_to_start_a_process_that_crosses_the_signal_to_its_launcher_cos
     assert world.job._generations.restarts_left == 0  # one was for the lost process
 
 
+def test_a_rank_that_others_cannot_reach_is_named_with_its_machine(capfd: pytest.CaptureFixture[str]) -> None:
+    world = World(3, max_restarts=3)
+    capfd.readouterr()
+    world.ask(0, 1, 2, steps=5, lost=2)
+    world.ask(0, 1, 2, steps=5)  # they could not begin
+    assert world.generation == 3
+    assert capfd.readouterr().err.splitlines() == [
+        "commsched run: the connection to rank 2 (pid 102 at b) was lost, and no rank had failed; restarts left: 2",
+        "commsched run: the job goes on with 3 ranks, from step 5",
+        "commsched run: a connection or a server was lost, and no rank had failed; restarts left: 1",
+        "commsched run: the job goes on with 3 ranks, from step 5",
+    ]
+
+
 def test_a_machine_is_lost_with_all_its_ranks_at_once() -> None:
     """No generation begins with one of them, although all others have asked."""
     world = World(4)

@@ -220,7 +220,7 @@ def test_the_only_rank_with_a_result_is_lost_while_it_gives_it() -> None:
 def test_ranks_that_lost_each_other_go_on_and_that_counts() -> None:
     job = formed(2, max_restarts=1)
     job.asked(0, Asked(3), 5.0)
-    assert job.asked(1, Asked(3), 5.0) == [Form(2, {0: 0, 1: 1}, 0, 3)]
+    assert job.asked(1, Asked(3), 5.0) == [Form(2, {0: 0, 1: 1}, 0, 3, is_again=True)]
     job.asked(0, Asked(3), 6.0)
     assert job.asked(1, Asked(3), 6.0) == [GiveUp("the ranks lost each other, and no restart is left")]
 
