@@ -44,7 +44,7 @@ from ..control.generations import Action, Asked, Dismiss, Form, Generations, Giv
 from ..control.rendezvous import require_no_loopback
 from ..core.errors import ConfigError, ranks_text
 from . import links
-from .launch import Among, Elasticity, Ends, Interrupted, ProcessEvent, kill_group, signal_name, tell_user
+from .launch import Among, Elasticity, Ends, Interrupted, ProcessEvent, signal_name, tell_user
 from .machine import LocalMachine, Machine, Signalled
 
 _TICK_SECONDS = 0.5
@@ -190,7 +190,6 @@ class _ElasticJob:
         self._ends = Ends(self._ranks_that, lambda number: "heard" in self._told.get(number, ()))
         self._waiting: set[int] = set()  # members that wait for an answer
         self._killed: set[int] = set()
-        self._server_pids: set[int] = set()
         self._ranks_now = ranks
         self._losses: list[ProcessEvent] = []  # since the last generation began
         self._awaited: set[int] = set()  # members that were said to be awaited, since then
@@ -464,12 +463,9 @@ class _ElasticJob:
                         machine.do(EndAll(0))
 
     def _form(self, form: Form) -> None:
-        for pid in self._server_pids:
-            kill_group(pid, 9)
         self._generation, self._is_met = form, False
         salt = secrets.token_hex(16)
-        servers, started = self._here.serve(self._servers, generation_token(self._token, form.generation, salt))
-        self._server_pids |= started
+        servers = self._here.serve(self._servers, generation_token(self._token, form.generation, salt))
         size = len(form.ranks)
         if form.is_again:
             missed = ", ".join(sorted(self._ends.names[number] for number in self._missed))

@@ -209,8 +209,9 @@ class Job:
     """The processes of one job. Each process has a session of its own, so that its children end with it. The guard process
     removes ``directory`` if this process is killed. ``told`` is the file to which the ranks append their events.
 
-    A process that has ended is not reaped before the job is over. Until then the system does not reuse its number, which is
-    also the number of its process group. So a signal to the group reaches only the processes that it has left running."""
+    A process that has ended is not reaped as long as its process group may get a signal. Until then the system does not reuse
+    its number, which is also that of the group. So a signal to the group reaches only the processes that it has left running.
+    That is until the job is over, or until :meth:`_reap`."""
 
     def __init__(self, directory: str, told: Path) -> None:
         self._told = told
@@ -342,6 +343,15 @@ class Job:
     def _end(self, number: int) -> None:
         self._ends.ended_by_us = sorted(self._names[pid] for pid in self._alive)
         self._signal(number)
+
+    def _reap(self, pid: int) -> None:
+        """Reap a process that has ended, and end what it has left behind. Nothing signals its group from then on."""
+        kill_group(pid, signal.SIGKILL)
+        self._tell_guard(f"{launch_guard.REAPED} {pid}")
+        process = self._processes.pop(pid)
+        process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
 
     def kill(self) -> None:
         """End all remaining processes at once."""

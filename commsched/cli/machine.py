@@ -88,6 +88,7 @@ class LocalMachine(Job):
         self._pids: dict[int, int] = {}  # by member
         self._connections: dict[int, socket.socket] = {}  # by member
         self._listening: dict[int, socket.socket] = {}  # by member
+        self._servers: set[int] = set()  # the pids of those of the last generation
         self._keeps_standby = standby
         self._standby: tuple[int, int] | None = None  # the pid of a process that waits to be a rank, and a pipe to it
 
@@ -126,29 +127,35 @@ class LocalMachine(Job):
         if not isinstance(event, ProcessEvent):
             assert isinstance(event, MachineReport | Signalled)
             return event
-        member = self._members.get(event.process)
+        pid = event.process
+        member = self._members.get(pid)
         if self._standby is not None and event.process == self._standby[0] and not event.stopped_by:
             self._release_standby()
         if event.stopped_by:
             return None if member is None else MemberStopped(member, event.stopped_by)
-        self._alive.discard(event.process)
+        self._alive.discard(pid)
+        self._servers.discard(pid)
+        self._members.pop(pid, None)
+        if event.exit_code != 0:  # else what it has left running may run until the job is over
+            self._reap(pid)
         if member is None:
             return None  # a server, or a process that has waited to be a rank: ranks that miss it ask for another generation
-        if event.exit_code != 0:
-            kill_group(event.process, signal.SIGKILL)  # what it has left behind, such as a data loader's processes
+        del self._pids[member]
         told = self._told_by(member)
         self._release(member)
-        was_ended = self._names[event.process] in self._ends.ended_by_us
+        was_ended = self._names[pid] in self._ends.ended_by_us
         return Ended(member, event.exit_code, told, was_ended)
 
-    def serve(self, count: int, token: str) -> tuple[list[str], set[int]]:
-        """Start servers for one generation. Return their addresses, and their pids."""
+    def serve(self, count: int, token: str) -> list[str]:
+        """End the servers of the last generation, and start those of the next. Return their addresses."""
+        for pid in self._servers:
+            kill_group(pid, signal.SIGKILL)
         before = set(self._processes)
         addresses = self.start_servers(count, {**self._environ, "COMMSCHED_TOKEN": token})
-        started = set(self._processes) - before
-        for pid in started:
+        self._servers = set(self._processes) - before
+        for pid in self._servers:
             self._watch_in_thread(pid)
-        return addresses, started
+        return addresses
 
     def close(self) -> None:
         """End all remaining processes at once, and release everything."""

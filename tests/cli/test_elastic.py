@@ -52,8 +52,8 @@ class Recorded:
     def finish(self) -> None:
         self.is_finished = True
 
-    def serve(self, count: int, token: str) -> tuple[list[str], set[int]]:
-        return [], set()
+    def serve(self, count: int, token: str) -> list[str]:
+        return []
 
     def told(self, kind: type) -> list[int]:
         """The members that got a message of ``kind``, since the last call."""

@@ -40,7 +40,7 @@ def test_nor_does_it_when_the_launcher_was_killed(
     signalled: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(guard, "KILL_SECONDS", 0.0)
-    monkeypatch.setattr(sys, "stdin", io.StringIO("7\n8\n9\n"))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("7\n8\n10\n9\nreaped 10\n"))
     directory = tmp_path / "job"
     directory.mkdir()
     guard.main(str(directory))

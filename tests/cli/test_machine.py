@@ -57,6 +57,14 @@ def next_report(machine: LocalMachine) -> Any:
             return report
 
 
+def is_zombie(pid: int) -> bool:
+    """Whether the process, a child of this one, has ended, but was not reaped."""
+    try:
+        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT) is not None
+    except ChildProcessError:
+        return False
+
+
 def lines(machine: LocalMachine, tmp_path: Path) -> list[list[str]]:
     return [line.split() for line in (tmp_path / "told").read_text().splitlines()]
 
@@ -99,10 +107,11 @@ def test_nothing_is_kept_of_a_process_that_has_ended(machine: LocalMachine, tmp_
     for member in range(3):
         machine.do(StartMember(member, 3, 1))
         (thread,) = listeners()
-        assert isinstance(next_report(machine), Started)
+        started = next_report(machine)
         assert next_report(machine) == Ended(member, 3)
         thread.join(60.0)
         assert not thread.is_alive()
+        assert not is_zombie(started.pid)
     assert len(os.listdir("/proc/self/fd")) == len(before)
     assert os.listdir(tmp_path / "job") == []
 
@@ -113,11 +122,22 @@ def test_a_child_that_holds_the_connection_of_a_process_that_has_ended_does_not_
     (tmp_path / "train.py").write_text(CONNECTS)
     machine.do(StartMember(0, 3, 1))
     (thread,) = [each for each in threading.enumerate() if each.name == "commsched-member-0"]
-    assert isinstance(next_report(machine), Started)
+    started = next_report(machine)
     assert next_report(machine) == MemberSaid(0, "hello\n")
     assert next_report(machine) == Ended(0, 0)
     thread.join(60.0)
     assert not thread.is_alive()
+    assert is_zombie(started.pid)  # until the job is over: else nothing could end its child safely
+
+
+def test_servers_of_the_last_generation_end_with_it_and_are_reaped(machine: LocalMachine) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    machine.serve(1, "a token of this test")
+    (first,) = machine._servers
+    machine.serve(0, "another one")
+    assert machine.reported(machine.events.get(timeout=60.0)) is None
+    assert not is_zombie(first)
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_an_order_after_a_signal_starts_nothing(machine: LocalMachine) -> None:
