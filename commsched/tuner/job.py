@@ -93,7 +93,8 @@ class TuningJob:
                 return [], None
             first = self._context.learner.guesses(measured, incumbent.policy)
             model = self._context.learner.open_model(measured, incumbent, stack)
-            best = best_sizes(model.predict, space, [incumbent, *first])  # the sizes of a job that is not tuned
+            # The sizes of a job that is not tuned.
+            best = best_sizes(model.predict, space, [incumbent, *first], self._context.job.ordered)
             return list(dict.fromkeys([best, *first])), model
         except Exception as error:
             if is_end(error):

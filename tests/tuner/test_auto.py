@@ -70,6 +70,15 @@ def test_of_equal_times_the_largest_partition_is_taken() -> None:
     assert found.partition_bytes == 1_000_000
 
 
+@pytest.mark.parametrize(("ordered", "partition"), [(False, 1_000_000), (True, 500_000)])
+def test_less_counts_as_equal_over_collectives(ordered: bool, partition: int) -> None:
+    def seconds(config: SchedulerConfig) -> float:
+        return 1.003 if config.partition_bytes == 1_000_000 else 1.0 if config.partition_bytes == 500_000 else 2.0
+
+    start = SchedulerConfig(500_000, 2_000_000)
+    assert best_sizes(seconds, Space(BEGIN, MODEL.nbytes), [start], ordered).partition_bytes == partition
+
+
 def test_what_cannot_be_predicted_is_not_chosen() -> None:
     def seconds(config: SchedulerConfig) -> float:
         return math.nan if config.partition_bytes > 1_000_000 else 1e6 / config.partition_bytes
