@@ -192,6 +192,7 @@ class LocalMachine(Job):
             "COMMSCHED_LAUNCHER_FILE": str(told),
         }
         pid = self._standby_as(own)
+        was_ready = pid is not None
         if pid is None:
             try:
                 pid = self._start(f"rank {rank}", self._command, {**self._environ, **own}).pid
@@ -199,9 +200,10 @@ class LocalMachine(Job):
                 self._release(member)
                 self.events.put(NotStarted(member))
                 return
-            self._watch_in_thread(pid)
         self._members[pid], self._pids[member] = member, pid
         self.events.put(Started(member, pid))
+        if not was_ready:
+            self._watch_in_thread(pid)  # only now, so that its end is reported after its start
 
     def _prepare(self) -> None:
         """Start a process that imports what the ranks import, and then waits to be one."""

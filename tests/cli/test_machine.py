@@ -13,7 +13,16 @@ from typing import Any
 import pytest
 
 from commsched.cli.machine import LocalMachine, Signalled
-from commsched.control.elastic_messages import Ended, KeepReady, KillMember, MemberSaid, NotStarted, Started, StartMember
+from commsched.control.elastic_messages import (
+    Ended,
+    KeepReady,
+    KillMember,
+    MemberSaid,
+    NotStarted,
+    Started,
+    StartMember,
+    Tell,
+)
 
 SCRIPT = """
 import os, sys
@@ -27,6 +36,7 @@ import os, socket, time
 connection = socket.socket(socket.AF_UNIX)
 connection.connect(os.environ["COMMSCHED_ELASTIC"])
 connection.sendall(b"hello\\n")
+connection.recv(1)
 if os.fork() == 0:
     time.sleep(600.0)
 """
@@ -124,6 +134,7 @@ def test_a_child_that_holds_the_connection_of_a_process_that_has_ended_does_not_
     (thread,) = [each for each in threading.enumerate() if each.name == "commsched-member-0"]
     started = next_report(machine)
     assert next_report(machine) == MemberSaid(0, "hello\n")
+    machine.do(Tell(0, "and goodbye"))
     assert next_report(machine) == Ended(0, 0)
     thread.join(60.0)
     assert not thread.is_alive()
