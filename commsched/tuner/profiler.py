@@ -62,7 +62,7 @@ class LinkEstimate:
 
 @dataclass(frozen=True, slots=True)
 class Busy:
-    """What collectives took that followed each other without a pause: ``seconds`` in all, for ``nbytes`` bytes of gradient in
+    """Collectives that followed each other without a pause took ``seconds`` in all, for ``nbytes`` bytes of gradient in
     ``partitions`` partitions."""
 
     seconds: float

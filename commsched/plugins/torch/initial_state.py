@@ -290,7 +290,7 @@ class _Piece:
         if self._session.rank != self._root:
             for values, place in self._places:
                 arrived = place.to(values.device)
-                # What is equal is not written, so versions show which frozen parameters were others: see ``ElasticPart.keep``.
+                # Equal bytes are not written, so versions show which frozen parameters were others: see ``ElasticPart.keep``.
                 if not _is_equal(values, arrived):
                     values.copy_(arrived)
             for afterwards in self._afterwards:
