@@ -21,6 +21,7 @@ from .learn import JobFacts
 from .paced import Paced
 from .profiler import Measured
 from .result import milliseconds, size
+from .space import MIN_TELLING_BYTES
 
 #: Where less of a step than this is waited for, nothing can be gained.
 NOTHING_TO_GAIN = 0.02
@@ -289,6 +290,8 @@ def _setting(found: Assessment, bound: float, settings: Settings) -> list[str]:
         return [f"{more}: within one machine messages take the ranks' own processors, not a network"]
     if found.paced.config.policy != "priority":
         return [f"{more}: try policy=priority"]
+    if found.gradient_bytes < MIN_TELLING_BYTES:
+        return [f"{more}: that is the cost of messages; so few bytes leave no sizes to choose"]
     if not settings.given.isdisjoint({"partition", "credit"}):
         return [f"{more}: leave partition and credit open, so that commsched chooses them"]
     if settings.tune is None and settings.tuned is None:

@@ -17,6 +17,7 @@ from commsched.tuner.assessment import assess, in_words, is_open, last_lines
 from commsched.tuner.learn import JobFacts
 from commsched.tuner.paced import FullWait, Paced
 from commsched.tuner.profiler import LinkEstimate, Measured
+from commsched.tuner.space import MIN_TELLING_BYTES
 
 #: Ten layers of 1 MB; each takes 10 ms forward and 20 ms backward.
 MANIFEST = Manifest(tuple(TensorSpec(f"layer {number}", (250_000,), "float32") for number in range(10)))
@@ -106,6 +107,15 @@ def test_settings_that_stand_in_the_way_are_named() -> None:
     fifo = Paced(24, 0.6, 0.3, SchedulerConfig(policy="fifo"))
     assert "try policy=priority" in words(fifo, measured(25), policy="fifo")[1]
     assert "that is the cost of messages" in words(far, measured(25), tune="1")[1]
+
+
+def test_sizes_are_not_advised_where_there_are_none_to_choose() -> None:
+    small = Manifest((TensorSpec("layer 0", (MIN_TELLING_BYTES // 4 - 1,), "float32"),))
+    profile = Profile("training", (LayerProfile("layer 0", ((MIN_TELLING_BYTES // 4 - 1,),), 0.1, 0.2),), "measured")
+    found = Measured(profile, LinkEstimate(1e-6 / 25, 0.0), 0.3, 5)
+    for chosen in (Settings.load({}, {}), Settings.load({"credit": "64MB"}, {})):
+        (_, second) = in_words(assess(paced(0.6), small, found, job(), chosen), chosen)
+        assert "above the bound: that is the cost of messages; so few bytes leave no sizes to choose" in second
 
 
 def test_ranks_on_the_same_batches_come_first() -> None:
