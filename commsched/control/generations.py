@@ -26,6 +26,7 @@ class Asked:
         was_silent: that rank was silent.
         is_done: all ranks have made all steps, so it wants no place any more.
         leaves: it ends, without a failure, and wants no place.
+        keeps_nothing: it would have a result if the script kept copies.
     """
 
     steps: int | None = None
@@ -34,11 +35,17 @@ class Asked:
     was_silent: bool = False
     is_done: bool = False
     leaves: bool = False
+    keeps_nothing: bool = False
 
 
 # Why a job ends if none of its ranks goes on: some have had a result; none has said so, and none is left; some are left.
 HOLDERS_LOST = "no rank is left that has the values after a step: all that had them are lost"
 NONE_LEFT = "no rank is left that has the values after a step: all are lost, or the script does not use commsched.Elastic"
+NOTHING_KEPT = (
+    "no rank is left that has all values after a step: those that are left were in the midst of its updates, or of taking "
+    'those of another rank, and commsched.Elastic(keep="nothing") keeps no copies. Start again from a checkpoint; '
+    'keep="device" or keep="cpu" outlives such a loss'
+)
 NONE_BEGUN = "ranks lost each other before the first step, so none has values to go on from"
 
 
@@ -125,6 +132,7 @@ class Generations:
         self._late_starts = 0  # processes to be started that are late from the beginning
         self._asked: dict[int, Asked] = {}
         self._has_result = False  # a member has, or had, a result that others can go on from
+        self._keeps_nothing = False  # a member has none since the script keeps no copies
         self._has_lost = False  # since the generation began
         self._has_summoned = False  # since the generation began
         self._suspects: dict[int, float] = {}  # members that others have lost, but that live, and since when that is known
@@ -169,6 +177,7 @@ class Generations:
             return [Dismiss(member), *self._lost(*self._forget(member))]
         self._asked[member] = asked
         self._has_result = self._has_result or asked.steps is not None
+        self._keeps_nothing = self._keeps_nothing or asked.keeps_nothing
         if asked.is_done or (self._is_finishing and self._generation > 0):
             return self._finished()
         if member in self._late:
@@ -297,20 +306,22 @@ class Generations:
         return [member for member in self._ranks if member not in self._newcomers and known.get(member, True)]
 
     def _why_none_goes_on(self) -> str:
+        if self._keeps_nothing:
+            return NOTHING_KEPT
         if self._has_result:
             return HOLDERS_LOST
         are_left = any(member not in self._newcomers for member in self._ranks)
         return NONE_BEGUN if are_left else NONE_LEFT
 
     def _decided(self) -> list[Action]:
+        if self._generation > 0 and not self._survivors():  # new processes need not be awaited
+            return self._give_up(self._why_none_goes_on())
         awaited = [member for member in self._ranks if member not in self._asked and member not in self._late]
         if awaited or len(self._asked) < (self._min_ranks if self._late else 1):
             return []
         if self._generation == 0:
             return self._give_up("a rank has ended without joining the job") if self._is_finishing else self._form(0, 0)
         results = {member: asked.steps for member in self._survivors() if (asked := self._asked[member]).steps is not None}
-        if not results:
-            return self._give_up(self._why_none_goes_on())
         is_again = not self._has_lost and not self._has_summoned
         if is_again:
             if self._restarts_left == 0:

@@ -12,16 +12,20 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 from ..control.generations import Asked
 from ..core import timeouts
+from ..core.comparison import require_same
 from ..core.errors import CommschedError, ConfigError, PeerTimeout, TransportError, UnsupportedError
 from .process import move_on, say_farewell
 from .process_end import is_consequence
 from .session import Session
 
 log = logging.getLogger("commsched")
+
+#: Where copies of what updates replace are kept: beside the values, in the host's memory, or nowhere.
+Keep = Literal["device", "cpu", "nothing"]
 
 
 class HasState(Protocol):
@@ -47,8 +51,8 @@ class ElasticPart(Protocol):
 
     def synchronize(self) -> None: ...
 
-    def begin_undo(self) -> None:
-        """Keep from now on what :meth:`go_back` needs."""
+    def begin_undo(self, keep: Keep) -> None:
+        """Keep from now on what :meth:`go_back` needs, where ``keep`` says."""
 
     def begin_step(self, step: int) -> int:
         """The loop begins ``step``. Return the number of steps whose result :meth:`leave` may return, if not ``step``."""
@@ -56,9 +60,9 @@ class ElasticPart(Protocol):
     def note(self) -> Any:
         """Return what :meth:`go_back` takes: the state besides what updates change, which is hyper-parameters and buffers."""
 
-    def leave(self) -> int:
+    def leave(self) -> int | None:
         """Release the model, without the other ranks, from a session that has ended. Return the most steps whose result this
-        rank has, or can go back to."""
+        rank has, or can go back to; None: it has none, since nothing is kept."""
 
     def go_back(self, steps: int, noted: Any) -> None:
         """Put the values after ``steps`` steps in place. ``noted``: what :meth:`note` returned then.
@@ -67,9 +71,9 @@ class ElasticPart(Protocol):
             UnsupportedError: that is impossible, and nothing was changed.
         """
 
-    def keep(self) -> None:
+    def keep(self) -> bool:
         """Keep the values that :meth:`go_back` has put in place, until :meth:`begin_anew`: it can do so again, although
-        :meth:`move` replaces some of them or all."""
+        :meth:`move` replaces some of them or all. False: nothing is kept."""
 
     def move(self, session: Session) -> None:
         """Take part in ``session``, with the values of the rank ``session.root``. Collective, with the same calls as the
@@ -140,21 +144,29 @@ class Elastic:
         optimizer: a ``ScheduledOptimizer`` of PyTorch or numpy.
         also: objects whose ``state_dict()`` belongs to the state after a step. It may hold numbers, text, None, and lists,
             tuples and dicts of these.
+        keep: where the values and the optimizer's state before a step's updates are kept, from which survivors of a loss go
+            back. "device": beside them, as much memory once more. "cpu": in the host's memory, for a GPU that has no more;
+            each update waits for the copy. "nothing": survivors can go on only if one of them has begun no update of the step,
+            or made all of them; else the job ends. All ranks must say the same.
 
     Attributes:
         state: values of the script that belong to the state after a step, of the same kinds. All ranks must have the same.
 
     Raises:
         UnsupportedError: the optimizer is of another plugin.
+        ConfigError: ``keep`` is none of these, or ranks differ in it.
     """
 
-    def __init__(self, optimizer: ElasticOptimizer, also: Sequence[HasState] = ()) -> None:
+    def __init__(self, optimizer: ElasticOptimizer, also: Sequence[HasState] = (), keep: Keep = "device") -> None:
         part: ElasticPart | None = getattr(optimizer, "elastic_part", None)
         if part is None:
             raise UnsupportedError(
                 f"a {type(optimizer).__name__} cannot be elastic; the ScheduledOptimizers of PyTorch and numpy can"
             )
+        if keep not in get_args(Keep):
+            raise ConfigError(f'keep={keep!r} of Elastic: it may be "device", "cpu" or "nothing"')
         self.state: dict[str, Any] = {}
+        self._keep = keep
         self._optimizer = part
         self._also = tuple(also)
         self._steps = 0  # made so far
@@ -163,7 +175,7 @@ class Elastic:
         self._leaves = False
         self._is_elastic = part.session.place is not None
         if self._is_elastic:
-            part.begin_undo()
+            part.begin_undo(keep)
             self._share()
             try:
                 self._await_all()
@@ -328,13 +340,15 @@ class Elastic:
         if self._leaves:
             say_farewell(Asked(leaves=True))
             raise SystemExit(0)
-        steps: int | None = self._optimizer.leave()
+        steps = self._optimizer.leave()
+        keeps_nothing = steps is None
         _clear_frames(lost, failure)
         while True:
             is_over = steps is not None and steps >= count
             try:
                 rank = failure.rank if isinstance(failure, TransportError) else None
-                moved = move_on(Asked(steps, is_over, rank, isinstance(failure, PeerTimeout)))
+                was_silent = isinstance(failure, PeerTimeout)
+                moved = move_on(Asked(steps, is_over, rank, was_silent, keeps_nothing=keeps_nothing))
             except CommschedError as error:
                 if self._leaves:  # so do all, since the launcher has got the signal too
                     raise SystemExit(0) from None
@@ -345,9 +359,10 @@ class Elastic:
             assert moved.place is not None
             try:
                 steps = self._kept(steps, moved.rank == moved.root)
+                keeps_nothing = steps is None and self._keep == "nothing"
                 self._optimizer.move(moved)
                 self._share()
-                steps = moved.place.steps
+                steps, keeps_nothing = moved.place.steps, False
                 self._optimizer.begin_anew(steps)
                 self._noted.clear()
                 self._note()
@@ -374,8 +389,7 @@ class Elastic:
             if is_root:
                 raise
             return None
-        self._optimizer.keep()
-        return steps
+        return steps if self._optimizer.keep() or is_root else None  # the root's values stay in place anyway
 
     def _go_back(self, steps: int) -> None:
         noted, packed = self._noted[steps]
@@ -393,7 +407,12 @@ class Elastic:
         if is_root:
             hyper_parameters = _packed(self._optimizer.hyper_parameters(), "a group of the optimizer")
             data = json.dumps([hyper_parameters, self._pack()]).encode()
-        told = session.gather([len(data), len(self._also)], "to begin an elastic loop")
+        told = session.gather([len(data), len(self._also), self._keep], "to begin an elastic loop")
+        require_same(
+            [keep for _, _, keep in told],
+            lambda different: f"keep= of Elastic is {different.text(repr)}; give all ranks the same",
+            ConfigError,
+        )
         if told[session.root][1] != len(self._also):
             raise UnsupportedError(f"also= of Elastic has {len(self._also)} objects here, {told[session.root][1]} elsewhere")
         received = bytearray(data if is_root else told[session.root][0])

@@ -24,6 +24,7 @@ from commsched.control.generations import Asked, GiveUp
 MESSAGES = [
     Asked(),
     Asked(7, True, 2, True, True),
+    Asked(keeps_nothing=True),
     Place(2, 0, 3, 0, 2, 1, 9, "10.0.0.1", "salt", ("127.0.0.1:7",)),
     Finish(),
     GiveUp("because"),

@@ -8,6 +8,7 @@ from commsched.control.generations import (
     HOLDERS_LOST,
     NONE_BEGUN,
     NONE_LEFT,
+    NOTHING_KEPT,
     Action,
     Asked,
     Dismiss,
@@ -215,6 +216,22 @@ def test_the_only_rank_with_a_result_is_lost_while_it_gives_it() -> None:
     assert job.asked(2, Asked(), 5.0) == [Form(2, {0: 0, 2: 1}, 0, 4)]
     assert job.asked(2, Asked(None, lost=0), 6.0) == []
     assert job.ended(0, well=False) == [GiveUp(HOLDERS_LOST)]
+
+
+def test_a_job_that_keeps_nothing_goes_on_from_a_rank_that_has_a_result() -> None:
+    job = formed(3, max_restarts=1)
+    assert job.ended(2, well=False) == [Start(2)]
+    start(job, 3, 2, 5.0)
+    assert job.asked(0, Asked(None, keeps_nothing=True), 5.0) == []
+    assert job.asked(1, Asked(4), 5.0) == []
+    assert job.asked(3, Asked(), 6.0) == [Form(2, {0: 0, 1: 1, 3: 2}, 1, 4)]
+
+
+def test_if_no_rank_has_one_the_job_ends_at_once_and_the_message_says_why() -> None:
+    job = formed(3, max_restarts=1)
+    assert job.ended(2, well=False) == [Start(2)]
+    assert job.asked(0, Asked(None, keeps_nothing=True), 5.0) == []
+    assert job.asked(1, Asked(None, keeps_nothing=True), 5.0) == [GiveUp(NOTHING_KEPT)]  # the new process need not come
 
 
 def test_ranks_that_lost_each_other_go_on_and_that_counts() -> None:

@@ -3,7 +3,7 @@
 elastic_rank.py STEPS DIRECTORY [STRIKE ...]: each STRIKE is WHERE:WHO:STEP:HOW, done once in the job, as DIRECTORY notes.
 WHERE: start, forward, backward, stepped or after (the loop). WHO: a rank's number, or s or l and the number of a rank that
 strikes the job's server or launcher. HOW: kill, lost (kill, and hang), stop, term, raise or exit.
-STEP_SECONDS in the environment makes each step longer.
+STEP_SECONDS in the environment makes each step longer, and KEEP is what the script keeps.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def train(steps: int, strikes: Strikes, session: Session | None = None) -> tuple
     layers = [Linear(32, 96, rng, np.float32), ReLU(), Linear(96, 96, rng, np.float32), ReLU(), Linear(96, 10, rng, np.float32)]
     network = Network(layers)
     optimizer = ScheduledOptimizer(SGD(network, learning_rate=0.01, momentum=0.9), session)
-    elastic = commsched.Elastic(optimizer)
+    elastic = commsched.Elastic(optimizer, keep=os.environ.get("KEEP", "device"))  # type: ignore[arg-type]
     strikes.is_leaving = lambda: elastic._leaves
     for step in elastic.steps(steps):
         with step:

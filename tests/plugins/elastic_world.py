@@ -127,6 +127,8 @@ class _World(Generic[T]):
             result = self._train(session)
             self._members.session.close()
             well = True
+        except SystemExit:
+            pass  # it has left
         except BaseException as error:
             is_consequence = isinstance(error, TransportError)
             if not isinstance(error, Killed | TransportError):
@@ -208,6 +210,7 @@ class Gates:
     """Kills each rank of ``kills``, as (where, rank, step), once."""
 
     def __init__(self, *kills: tuple[str, int, int]) -> None:
+        self.leave: dict[int, Callable[[], None]] = {}  # by rank: lets it leave after the step in hand
         self._left = set(kills)
         self._lock = threading.Lock()
 
@@ -219,13 +222,16 @@ class Gates:
         raise Killed
 
 
-def kill_the_giver(monkeypatch: pytest.MonkeyPatch, where: str | int, generations: Sequence[int] = (2,)) -> None:
+def kill_the_giver(
+    monkeypatch: pytest.MonkeyPatch, where: str | int, generations: Sequence[int] = (2,), rank: int | None = None
+) -> None:
     """Kill the root of these generations while it gives its values to the others: in its broadcast ``where``, counted from 0,
-    for which the others have zeroed what they have, or before it gathers for the purpose ``where``."""
+    for which the others have zeroed what they have, or before it gathers for the purpose ``where``. Or kill ``rank`` there."""
     calls = {generation: itertools.count() for generation in generations}
 
     def gives(session: Session) -> bool:
-        return session.place is not None and session.place.generation in generations and session.rank == session.root
+        victim = session.root if rank is None else rank
+        return session.place is not None and session.place.generation in generations and session.rank == victim
 
     def run_once(session: Session, *given: Any) -> None:
         if gives(session) and session.place is not None and next(calls[session.place.generation]) == where:

@@ -47,6 +47,10 @@ class SimulatedArray(NDArrayOperatorsMixin):
         size = self.dtype.itemsize
         return SimulatedArray(self.__simulated_memory__[start * size : stop * size], self.dtype, (stop - start,))
 
+    def __setitem__(self, at: object, values: SimulatedArray) -> None:
+        assert at is ...
+        self._launch(lambda source, target: np.copyto(target, source), [values], self)
+
     def __len__(self) -> int:
         return self.shape[0]
 

@@ -13,10 +13,15 @@ import pytest
 from numpy.typing import NDArray
 
 import commsched
-from commsched.control.generations import HOLDERS_LOST
+from commsched.control.generations import HOLDERS_LOST, NOTHING_KEPT
 from commsched.plugins.numpy import SGD, Linear, Network, ReLU, ScheduledOptimizer, softmax_cross_entropy
+from commsched.plugins.numpy.elastic import ElasticPart
+from commsched.session.elastic import Keep
 from commsched.session.session import Session
+from commsched.testing import SimulatedDevice
 from tests.plugins.elastic_world import SMALL, Gates, equal, kill_the_giver, run_elastic
+from tests.plugins.simulated_array import SimulatedArray
+from tests.plugins.test_numpy_on_device import move, put
 
 STEPS = 6
 
@@ -37,28 +42,38 @@ class Between:
         return gradient
 
 
-def train(session: Session, gates: Gates, first: int = 0) -> list[Any]:
+def train(session: Session, gates: Gates, first: int = 0, keep: Keep = "device", on_device: bool = False) -> list[Any]:
     rng = np.random.default_rng(session.rank)
-    between = Between()
-    network = Network([Linear(6, 8, rng), ReLU(), between, Linear(8, 5, rng), ReLU(), Linear(5, 3, rng)])
+    entry, between = Between(), Between()
+    network = Network([entry, Linear(6, 8, rng), ReLU(), between, Linear(8, 5, rng), ReLU(), Linear(5, 3, rng)])
+    device = SimulatedDevice(seed=session.rank, number=session.rank) if on_device else None
+    if device is not None:
+        move(network, device)
     sgd = SGD(network, 0.1, 0.9)
-    optimizer = ScheduledOptimizer(sgd, session)
-    elastic = commsched.Elastic(optimizer)
+    optimizer = ScheduledOptimizer(sgd, session, device)
+    elastic = commsched.Elastic(optimizer, keep=keep)
     for step in elastic.steps(STEPS, first):
         with step:
             sgd.learning_rate = 0.1 / (1 + step.number)
             gates.at("start", step.rank, step.number)
+            entry.gate = partial(gates.at, "entry", step.rank, step.number)
             between.gate = partial(gates.at, "between", step.rank, step.number)
             data = np.random.default_rng((step.number, step.rank))
-            outputs = network.forward(data.standard_normal((4, 6)))
+            inputs = data.standard_normal((4, 6))
+            outputs = network.forward(inputs if device is None else put(inputs, device))
+            if device is not None:
+                outputs = outputs.get()  # type: ignore[attr-defined]
             gates.at("forward", step.rank, step.number)
             _, gradient = softmax_cross_entropy(outputs, data.integers(0, 3, 4))
-            network.backward(gradient)
+            network.backward(gradient if device is None else put(gradient, device))
             gates.at("backward", step.rank, step.number)
             optimizer.step()
             gates.at("stepped", step.rank, step.number)
+    if device is not None:
+        optimizer.synchronize()
     layers = zip(network.layers, sgd.velocities)
-    return [[values.tolist() for values in (*layer.parameters.values(), *velocities.values())] for layer, velocities in layers]
+    arrays = [[*layer.parameters.values(), *velocities.values()] for layer, velocities in layers]
+    return [[(values if device is None else values.get()).tolist() for values in each] for each in arrays]
 
 
 @pytest.mark.parametrize("where", ["start", "forward", "backward", "stepped"])
@@ -69,12 +84,13 @@ def test_weights_are_those_of_a_run_without_loss(monkeypatch: pytest.MonkeyPatch
 
 
 class Together(Gates):
-    """Rank 1 dies behind step 3, of which it has sent its first layer only, when the others have updated that layer."""
+    """Rank 1 dies behind step 3, when the others are at ``where`` in step 4: if it has sent its first layer only, they have
+    updated that layer ("between"), or none ("entry")."""
 
-    def __init__(self) -> None:
+    def __init__(self, where: str = "between") -> None:
         super().__init__(("stepped", 1, 3))
         self._all = threading.Barrier(3, timeout=60.0)
-        self._to_meet = {("between", 0, 4), ("stepped", 1, 3), ("between", 2, 4)}
+        self._to_meet = {(where, 0, 4), ("stepped", 1, 3), (where, 2, 4)}
 
     def at(self, where: str, rank: int, step: int) -> None:
         if (where, rank, step) in self._to_meet:
@@ -83,14 +99,56 @@ class Together(Gates):
         super().at(where, rank, step)
 
 
+FIRST_LAYER = math.ceil((6 * 8 + 8) * 8 / SMALL.partition_bytes)  # partitions that have a part of it
+
+
+def holds_others(rank: int, step: int, partition: int) -> bool:
+    """Rank 1 sends its first layer of step 3 only."""
+    return (rank, step) == (1, 3) and partition >= FIRST_LAYER
+
+
+def holds_all(rank: int, step: int, partition: int) -> bool:
+    return (rank, step) == (1, 3)
+
+
 def test_updates_of_a_step_that_nobody_can_finish_are_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
     undisturbed = run_elastic(monkeypatch, 3, partial(train, gates=Gates()))
-    first_layer = math.ceil((6 * 8 + 8) * 8 / SMALL.partition_bytes)  # partitions that have a part of it
+    run = run_elastic(monkeypatch, 3, partial(train, gates=Together()), max_restarts=1, holds=holds_others)
+    assert run.generations == [(3, 0), (3, 3)]
+    assert equal(run.results) == equal(undisturbed.results)
 
-    def holds(rank: int, step: int, partition: int) -> bool:
-        return (rank, step) == (1, 3) and partition >= first_layer
 
-    run = run_elastic(monkeypatch, 3, partial(train, gates=Together()), max_restarts=1, holds=holds)
+@pytest.mark.parametrize("keep", ["device", "cpu"])
+def test_so_they_are_on_a_device(monkeypatch: pytest.MonkeyPatch, keep: Keep) -> None:
+    """Copies are on the device, or in the host's memory."""
+    places: list[type] = []
+    saved = ElasticPart._saved
+
+    def noted(part: ElasticPart, layer: int, memory: Any) -> Any:
+        copies = saved(part, layer, memory)
+        places.extend(type(each) for each in copies)
+        return copies
+
+    monkeypatch.setattr(ElasticPart, "_saved", noted)
+    job = partial(train, on_device=True, keep=keep)
+    undisturbed = run_elastic(monkeypatch, 3, partial(job, gates=Gates()))
+    run = run_elastic(monkeypatch, 3, partial(job, gates=Together()), max_restarts=1, holds=holds_others)
+    assert run.generations == [(3, 0), (3, 3)]
+    assert equal(run.results) == equal(undisturbed.results)
+    assert set(places) == {SimulatedArray if keep == "device" else memoryview}
+
+
+def test_with_nothing_kept_the_job_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = partial(train, gates=Together(), keep="nothing")
+    run = run_elastic(monkeypatch, 3, job, max_restarts=1, holds=holds_others)
+    assert (run.results, run.why) == ({}, NOTHING_KEPT)
+
+
+def test_with_nothing_kept_and_no_update_of_the_step_begun_it_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others are beyond a layer without parameters, of which there is nothing to update."""
+    undisturbed = run_elastic(monkeypatch, 3, partial(train, gates=Gates()))
+    job = partial(train, gates=Together("entry"), keep="nothing")
+    run = run_elastic(monkeypatch, 3, job, max_restarts=1, holds=holds_all)
     assert run.generations == [(3, 0), (3, 3)]
     assert equal(run.results) == equal(undisturbed.results)
 

@@ -6,7 +6,8 @@ import json
 import math
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, get_args
 
 import pytest
 
@@ -14,7 +15,7 @@ from commsched.control.elastic_messages import Place, generation_token
 from commsched.control.generations import Asked
 from commsched.core.errors import ConfigError, PeerTimeout, UnsupportedError
 from commsched.session import membership
-from commsched.session.elastic import _packed, _unpacked
+from commsched.session.elastic import Elastic, Keep, _packed, _unpacked
 from commsched.session.local import local_sessions
 from commsched.session.membership import ElasticMember, require_can_be_elastic
 from commsched.session.session import Session
@@ -88,6 +89,19 @@ def test_a_token_file_that_is_replaced_during_the_job_does_not_count(monkeypatch
     assert member.move(Asked(5)) is opened
     assert tokens == [generation_token("a secret", 2, "salt")]
     opened.close()
+
+
+class NoPart:
+    """An optimizer that is asked for nothing."""
+
+    elastic_part: Any = SimpleNamespace(session=SimpleNamespace(place=None))
+
+
+def test_what_is_kept_is_one_of_three() -> None:
+    for keep in get_args(Keep):
+        Elastic(NoPart(), keep=keep)
+    with pytest.raises(ConfigError, match=r"""^keep='gpu' of Elastic: it may be "device", "cpu" or "nothing"$"""):
+        Elastic(NoPart(), keep="gpu")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,10 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
+from typing import get_args
 
+from commsched.control.generations import NOTHING_KEPT
+from commsched.session.elastic import Keep
 from tests.jobs.job import ROOT, clean_environ
 from tests.jobs.machines import Machines, ends, open_hosts
 
@@ -63,6 +66,7 @@ def kind_of(strike: str, is_smaller: bool) -> str:
     return f"{lost}, {'SIGTERM' if how == 'term' else 'lost'}{', one rank fewer' if is_smaller else ''}"
 
 
+_given_up: list[int] = []  # jobs that have ended since nothing was kept
 _seconds: dict[tuple[str, str], list[float]] = defaultdict(list)  # by engine and kind of strike
 
 
@@ -75,12 +79,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     machines_help = "machines of each job, with one more as a spare (default: 1, without a spare)"
     parser.add_argument("--machines", type=int, default=1, metavar="N", help=machines_help)
     parser.add_argument("--step-seconds", default="0", metavar="SECONDS", help="least time of a step (default: 0)")
+    parser.add_argument("--keep", default="device", choices=get_args(Keep), help="what scripts keep (default: device)")
     parser.add_argument("--standby", action="store_true", help="with a process on standby")
     parser.add_argument("--seed", type=int, default=0)
 
 
 def run(args: argparse.Namespace) -> bool:
-    os.environ["STEP_SECONDS"] = args.step_seconds
+    os.environ["STEP_SECONDS"], os.environ["KEEP"] = args.step_seconds, args.keep
     print("| engine | job | struck | seconds to the next step | |\n|---|---|---|---|---|", flush=True)
     well = [job(args, engine, number) for engine in args.engines for number in range(args.jobs)]
     if args.torchrun:
@@ -88,6 +93,8 @@ def run(args: argparse.Namespace) -> bool:
     print("\n| engine | struck | median seconds to the next step | of |\n|---|---|---|---|")
     for (engine, kind), seconds in sorted(_seconds.items()):
         print(f"| {engine} | {kind} | {statistics.median(seconds):.1f} | {len(seconds)} |")
+    if args.keep == "nothing":
+        print(f"\n{len(_given_up)} of {len(well)} jobs ended, since nothing was kept")
     return all(well)
 
 
@@ -155,8 +162,11 @@ def job(args: argparse.Namespace, engine: str, number: int) -> bool:
         code, out, err = run_among(engine, args.steps, args.machines + 1, options, strikes)
     digests = ends_of(out)
     is_smaller = "instead of" in err
-    why = ""
-    if code != 0:
+    why, well = "", "ok"
+    if args.keep == "nothing" and code != 0 and NOTHING_KEPT in err and not digests:
+        well = "ended, since nothing was kept"
+        _given_up.append(number)
+    elif code != 0:
         why = f"exit code {code}: {err[-600:]}"
     elif len(set(digests.values())) != 1 or len(digests) != args.ranks - is_smaller:
         why = f"ranks differ: {digests}"
@@ -168,7 +178,7 @@ def job(args: argparse.Namespace, engine: str, number: int) -> bool:
     where = f"{args.ranks} ranks on {args.machines} machine{'' if args.machines == 1 else 's'}"
     what = f"{transport}, {where}, {servers} servers{', then one fewer' if is_smaller else ''}"
     print(
-        f"| {engine} | {what} | {' '.join(strikes)} | {', '.join(f'{each:.1f}' for each in found.values())} | {why or 'ok'} |",
+        f"| {engine} | {what} | {' '.join(strikes)} | {', '.join(f'{each:.1f}' for each in found.values())} | {why or well} |",
         flush=True,
     )
     if why:

@@ -11,7 +11,8 @@ Key = TypeVar("Key", bound=Hashable)
 class Undo(Generic[Key]):
     """Keeps the values that the last step's updates have replaced: those of each parameter, just before its update.
 
-    So the copies cost no wait. They take as much memory as the parameters and the state of the optimizer.
+    So the copies cost no wait. They take as much memory as the parameters and the state of the optimizer. Without copies, it
+    knows only whether there is a result: as long as no update of a step is begun, or when all of them are made.
 
     Updates of step k are only made once all ranks have contributed to step k, so all had the result of step k - 1 then.
     Therefore one step is enough.
@@ -20,16 +21,17 @@ class Undo(Generic[Key]):
 
     Args:
         save: returns a copy of what the update of the parameter ``key`` changes. Its second argument is an earlier copy, whose
-            memory it may use, or None.
+            memory it may use, or None. ``save=None`` makes no copies.
         restore: puts such a copy in place.
     """
 
-    def __init__(self, save: Callable[[Key, Any], Any], restore: Callable[[Key, Any], None]) -> None:
+    def __init__(self, save: Callable[[Key, Any], Any] | None, restore: Callable[[Key, Any], None]) -> None:
         self._save = save
         self._restore = restore
         self._kept: dict[Key, tuple[int, Any]] = {}  # by parameter: the step of the update, and what it has replaced
         self._now = 0
         self._updating = 0
+        self._begun = -1  # the step of the last update that was begun
         self._is_torn = False
 
     def begin_step(self, step: int) -> int:
@@ -46,17 +48,21 @@ class Undo(Generic[Key]):
         """The parameters ``keys`` are about to be updated."""
         self._is_torn = True
         for key in keys:
+            self._begun = self._updating
             step, copied = self._kept.get(key, (-1, None))
-            if step != self._updating:
+            if step != self._updating and self._save is not None:
                 self._kept[key] = self._updating, self._save(key, copied)
 
     def after_update(self) -> None:
         """The update is made."""
         self._is_torn = False
 
-    def steps(self, is_outstanding: bool) -> int:
-        """The most steps whose result this rank has or can go back to. ``is_outstanding``: there are outstanding updates."""
-        return self._updating if is_outstanding or self._is_torn else self._now
+    def steps(self, is_outstanding: bool) -> int | None:
+        """The most steps whose result this rank has or can go back to. None: it has made a part of a step, and no copies.
+        ``is_outstanding``: there are outstanding updates."""
+        if not (is_outstanding or self._is_torn or self._updating == self._now):
+            return self._now
+        return None if self._save is None and self._begun == self._updating else self._updating
 
     def take_back(self, steps: int) -> None:
         """Put the values in place that there were after ``steps`` steps."""
@@ -65,14 +71,18 @@ class Undo(Generic[Key]):
                 self._restore(key, copied)
         self.begin_anew(steps)
 
-    def keep(self, keys: Iterable[Key]) -> None:
+    def keep(self, keys: Iterable[Key]) -> bool:
         """Another rank's values are about to replace those that :meth:`take_back` has put in place, all of which ``keys`` name.
-        Until :meth:`begin_anew`, it can put them back once more."""
+        Until :meth:`begin_anew`, it can put them back once more. False: it makes no copies."""
+        if self._save is None:
+            return False
         for key in keys:
             self._kept[key] = self._updating, self._save(key, self._kept.get(key, (-1, None))[1])
+        return True
 
     def begin_anew(self, steps: int) -> None:
         """All values are those after ``steps`` steps. Copies are of no use any more, but their memory is."""
         self._kept = {key: (-1, copied) for key, (_, copied) in self._kept.items()}
         self._now = self._updating = steps
+        self._begun = -1
         self._is_torn = False

@@ -194,7 +194,7 @@ class ScheduledOptimizer:
         for tensor in self._tensors[index]:
             self._group.proxies[tensor].wait(self._stream())
         if self._undo is not None:
-            self._undo.before_update([index])
+            self._undo.before_update([index] if self._tensors[index] else [])
         with self._span("update", index):
             self._due.pop(index).update(index)
         if self._undo is not None:

@@ -12,10 +12,11 @@ import commsched
 from ...core.errors import UnsupportedError
 from ..common.undo import Undo
 from .initial_state import options_of, parameters_of, take_options
-from .saved import Saved, put_back, saved_for_update
+from .saved import Saved, copied, put_back, saved_for_update
 from .update import is_of_torch
 
 if TYPE_CHECKING:
+    from ...session.elastic import Keep
     from .optimizer import ScheduledOptimizer
 
 
@@ -33,13 +34,14 @@ class ElasticPart:
     def synchronize(self) -> None:
         self._of.synchronize()
 
-    def begin_undo(self) -> None:
+    def begin_undo(self, keep: Keep) -> None:
         kind = type(self._of.optimizer)
         if not is_of_torch(self._of.optimizer):
             raise UnsupportedError(
                 f"a {kind.__name__} cannot be elastic: only those of torch.optim are known to keep all their state by parameter"
             )
-        self._undo = self._of._undo = Undo(self._saved, self._restore)
+        self._in_host = keep == "cpu"
+        self._undo = self._of._undo = Undo(None if keep == "nothing" else self._saved, self._restore)
 
     def begin_step(self, step: int) -> int:
         if self._of._has_compiled:
@@ -50,13 +52,13 @@ class ElasticPart:
         model = self._of._model
         with torch.no_grad():
             # A version of a buffer would not say whether it has changed: BatchNorm on the CPU and ``.data`` leave it as it was.
-            buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+            buffers = {name: copied(buffer, in_host=self._in_host) for name, buffer in model.named_buffers()}
         pending = {id(slot.parameter) for slot in self._of._pending.values()}
         others = ((name, each) for name, each in model.named_parameters() if id(each) not in pending)
         versions = {name: each._version for name, each in others if not each.requires_grad and not each.is_inference()}
         return self.hyper_parameters(), buffers, versions
 
-    def leave(self) -> int:
+    def leave(self) -> int | None:
         of = self._of
         with of._lock:
             steps = self._undo.steps(is_outstanding=bool(of._pending))
@@ -81,11 +83,11 @@ class ElasticPart:
                 buffer.copy_(buffers[name])
         self.set_hyper_parameters(hyper_parameters)
 
-    def keep(self) -> None:
+    def keep(self) -> bool:
         # Frozen parameters that the optimizer does not know are not copied, since they may be most of the model. The root's are
         # the same, and do not replace equal ones; if they are others, go_back refuses what they have changed.
         others = [each for each in self._of._model.parameters() if each.requires_grad]
-        self._undo.keep({id(each): each for each in [*parameters_of(self._of.optimizer), *others]}.values())
+        return self._undo.keep({id(each): each for each in [*parameters_of(self._of.optimizer), *others]}.values())
 
     def move(self, session: commsched.Session) -> None:
         self._of._session = session
@@ -113,7 +115,7 @@ class ElasticPart:
         each.load_state_dict(state)
 
     def _saved(self, parameter: torch.Tensor, memory: Saved | None) -> Saved:
-        return saved_for_update(parameter, self._of.optimizer.state.get(parameter), memory)
+        return saved_for_update(parameter, self._of.optimizer.state.get(parameter), memory, self._in_host)
 
     def _restore(self, parameter: torch.Tensor, saved: Saved) -> None:
         state = put_back(parameter, saved)

@@ -115,3 +115,42 @@ def test_a_result_is_kept_while_another_one_replaces_it() -> None:
     values.undo.begin_anew(1)
     values.undo.take_back(1)
     assert values.of == {"a": 7, "b": 0}
+
+
+class WithoutCopies(Values):
+    def __init__(self) -> None:
+        super().__init__()
+        self.undo = Undo(None, self._restore)
+
+
+def test_without_copies_there_is_a_result_before_the_first_update_of_a_step_and_after_the_last() -> None:
+    values = WithoutCopies()
+    assert values.undo.steps(is_outstanding=False) == 0
+    values.undo.committed()
+    assert values.undo.steps(is_outstanding=True) == 0
+    values.update("a")
+    assert values.undo.steps(is_outstanding=True) is None
+    values.update("b")
+    assert values.undo.steps(is_outstanding=False) is None  # the loop has not ended the step
+    values.undo.begin_step(1)
+    assert values.undo.steps(is_outstanding=False) == 1
+    values.undo.committed()
+    values.undo.begin_step(2)
+    assert values.undo.steps(is_outstanding=True) == 1
+    values.undo.before_update([])  # of nothing, such as a layer without parameters
+    values.undo.after_update()
+    assert values.undo.steps(is_outstanding=True) == 1
+    values.undo.before_update(["a"])
+    assert values.undo.steps(is_outstanding=False) is None  # broken off
+
+
+def test_without_copies_a_result_goes_when_another_one_replaces_it() -> None:
+    values = WithoutCopies()
+    values.undo.committed()
+    values.undo.take_back(0)
+    assert not values.undo.keep(["a", "b"])
+    values.undo.begin_anew(3)
+    assert values.undo.steps(is_outstanding=False) == 3
+    values.undo.committed()
+    assert values.undo.steps(is_outstanding=True) == 3
+    assert values.memory == []

@@ -26,7 +26,7 @@ def main() -> None:
     base = torch.optim.AdamW(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(base, int(steps))
     optimizer = cs.ScheduledOptimizer(base, model)
-    elastic = commsched.Elastic(optimizer, also=[scheduler])
+    elastic = commsched.Elastic(optimizer, also=[scheduler], keep=os.environ.get("KEEP", "device"))  # type: ignore[arg-type]
     for step in elastic.steps(int(steps)):
         with step:
             if step.is_new_world:

@@ -15,9 +15,11 @@ import torch
 from torch import nn
 
 import commsched
+from commsched.control.generations import NOTHING_KEPT
 from commsched.core.errors import ConfigError, UnsupportedError
 from commsched.plugins.common.undo import Undo
 from commsched.plugins.torch import ScheduledOptimizer
+from commsched.session.elastic import Keep
 from commsched.session.local import local_sessions
 from commsched.session.session import Session
 from tests.plugins.elastic_world import Gates, Late, equal, kill_the_giver, run_elastic
@@ -68,6 +70,7 @@ def train(
     make_optimizer: Callable[[nn.Module], torch.optim.Optimizer] = adamw,
     clips: bool = False,
     reads_last: bool = False,
+    does_not_read: int | None = None,
     catches: bool = False,
     scales: bool = False,
     idle: tuple[int, ...] = (),
@@ -75,6 +78,7 @@ def train(
     state: dict[str, Any] | None = None,
     shares: list[tuple[int, int, int]] | None = None,
     exchanges: list[weakref.ref[Any]] | None = None,
+    keep: Keep = "device",
 ) -> Result:
     with _seeding:
         torch.manual_seed(session.rank)  # each its own: all must begin with the root's
@@ -83,7 +87,8 @@ def train(
     scheduler = torch.optim.lr_scheduler.MultiStepLR(base, [2, 4], gamma=0.5)
     optimizer = ScheduledOptimizer(base, model, session=session)
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0, enabled=scales)
-    elastic = commsched.Elastic(optimizer, also=[scheduler, scaler])
+    elastic = commsched.Elastic(optimizer, also=[scheduler, scaler], keep=keep)
+    gates.leave[session.rank] = elastic.leave
     for step in elastic.steps(STEPS):
         with step, suppress(Exception) if catches else nullcontext():
             if step.is_new_world and exchanges is not None:
@@ -111,7 +116,7 @@ def train(
             scaler.step(optimizer)
             scaler.update()
             gate("stepped")
-            if reads_last:
+            if reads_last and step.rank != does_not_read:
                 model.third.weight.sum().item()  # its update is made, those of the layers before are not
                 gate("read")
             scheduler.step()
@@ -132,11 +137,11 @@ def train(
 class AfterReads(Gates):
     """The rank that dies waits until the others have read."""
 
-    def __init__(self, kill: tuple[str, int, int], reads_at: int | None = None) -> None:
+    def __init__(self, kill: tuple[str, int, int], reads_at: int | None = None, ranks: int = 3) -> None:
         super().__init__(kill)
         self._kill = kill
         self._reads_at = kill[2] if reads_at is None else reads_at
-        self._all = threading.Barrier(3, timeout=60.0)
+        self._all = threading.Barrier(ranks, timeout=60.0)
         self._met: set[int] = set()
 
     def at(self, where: str, rank: int, step: int) -> None:
@@ -208,6 +213,108 @@ def test_updates_of_a_step_that_nobody_can_finish_are_taken_back(
     assert equal(run.results) == expected
     assert run.generations == [(3, 0), (3, 3)]
     assert made == [1, 1]  # both that are left: also the one that takes the root's values, to give its own if the root is lost
+
+
+# --- where copies are kept ---
+
+
+@pytest.mark.parametrize("where", ["forward", "stepped"])
+def test_copies_in_the_memory_of_the_host(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    job = partial(train, keep="cpu")
+    run = run_elastic(monkeypatch, 2, partial(job, gates=Gates((where, 0, 3))), max_restarts=1)
+    assert equal(run.results) == undisturbed(monkeypatch, 2, train)
+
+
+class Together(Gates):
+    """The rank that dies waits until the others are at the same place."""
+
+    def __init__(self, kill: tuple[str, int, int], ranks: int) -> None:
+        super().__init__(kill)
+        where, _, step = kill
+        self._all = threading.Barrier(ranks, timeout=60.0)
+        self._to_meet = {(where, rank, step) for rank in range(ranks)}
+
+    def at(self, where: str, rank: int, step: int) -> None:
+        if (where, rank, step) in self._to_meet:
+            self._to_meet.remove((where, rank, step))
+            self._all.wait()
+        super().at(where, rank, step)
+
+
+def all_of(rank: int, step: int) -> Callable[[int, int, int], bool]:
+    """The rank sends no gradient of the step."""
+    return lambda *of: of[:2] == (rank, step)
+
+
+@pytest.mark.parametrize("make_optimizer", [adamw, momentum])
+def test_nothing_kept_and_no_update_of_the_step_is_begun(
+    monkeypatch: pytest.MonkeyPatch, make_optimizer: Callable[[nn.Module], torch.optim.Optimizer]
+) -> None:
+    job = partial(train, make_optimizer=make_optimizer)
+    gates = Together(("stepped", 1, 3), 3)
+    run = run_elastic(monkeypatch, 3, partial(job, gates=gates, keep="nothing"), max_restarts=1, holds=all_of(1, 3))
+    assert run.generations == [(3, 0), (3, 3)]
+    assert equal(run.results) == undisturbed(monkeypatch, 3, job)
+
+
+def test_nothing_kept_and_all_updates_of_the_step_before_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    gates = Together(("after backward", 1, 3), 3)
+    run = run_elastic(monkeypatch, 3, partial(train, gates=gates, keep="nothing"), max_restarts=1)
+    assert run.generations == [(3, 0), (3, 3)]
+    assert equal(run.results) == undisturbed(monkeypatch, 3, train)
+
+
+def test_nothing_kept_and_all_survivors_are_in_the_midst_of_the_updates(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = partial(train, reads_last=True, keep="nothing", gates=AfterReads(("stepped", 1, 3)))
+    run = run_elastic(monkeypatch, 3, job, max_restarts=1, holds=holds_first_of(1, 3))
+    assert (run.results, run.why) == ({}, NOTHING_KEPT)
+
+
+def test_nothing_kept_and_one_survivor_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 has updated its last layer, and rank 2 has read nothing."""
+    job = partial(train, reads_last=True, does_not_read=2)
+    gates = AfterReads(("stepped", 1, 3), ranks=2)
+    run = run_elastic(monkeypatch, 3, partial(job, gates=gates, keep="nothing"), max_restarts=1, holds=holds_first_of(1, 3))
+    assert run.generations == [(3, 0), (3, 3)]
+    assert equal(run.results) == undisturbed(monkeypatch, 3, partial(train, reads_last=True))
+
+
+def test_nothing_kept_and_the_rank_that_gives_its_values_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others have a part of them."""
+    kill_the_giver(monkeypatch, 2)
+    job = partial(train, gates=Together(("after backward", 1, 3), 3), keep="nothing")
+    run = run_elastic(monkeypatch, 3, job, max_restarts=2)
+    assert (run.results, run.why) == ({}, NOTHING_KEPT)
+
+
+def test_nothing_kept_and_a_rank_that_is_given_values_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    kill_the_giver(monkeypatch, 2, rank=2)
+    job = partial(train, gates=Together(("after backward", 1, 3), 3), keep="nothing")
+    run = run_elastic(monkeypatch, 3, job, max_restarts=2)
+    assert run.generations == [(3, 0), (3, 3), (3, 3)]
+    assert equal(run.results) == undisturbed(monkeypatch, 3, train)
+
+
+class Leaves(Gates):
+    """Rank 1 leaves after step 3, as one that gets SIGTERM does."""
+
+    def at(self, where: str, rank: int, step: int) -> None:
+        if (where, rank, step) == ("forward", 1, 3) and rank in self.leave:
+            self.leave.pop(rank)()
+
+
+def test_nothing_kept_and_a_rank_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = run_elastic(monkeypatch, 3, partial(train, gates=Leaves(), keep="nothing"), max_restarts=1)
+    assert run.generations == [(3, 0), (3, 4)]
+    assert equal(run.results) == undisturbed(monkeypatch, 3, train)
+
+
+def test_ranks_differ_in_what_they_keep(monkeypatch: pytest.MonkeyPatch) -> None:
+    def differs(session: Session) -> Result:
+        return train(session, Gates(), keep="cpu" if session.rank == 1 else "nothing")
+
+    with pytest.raises(ConfigError, match=r"keep= of Elastic is 'nothing' on rank 0 but 'cpu' on rank 1; give all ranks the"):
+        run_elastic(monkeypatch, 2, differs)
 
 
 def test_fewer_ranks_go_on_with_the_batches_of_the_new_world(monkeypatch: pytest.MonkeyPatch) -> None:
