@@ -9,7 +9,7 @@ import math
 import re
 import threading
 import tomllib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, TypedDict
@@ -65,10 +65,32 @@ def parse_switch(value: object, key: str = "switch") -> bool:
 def parse_address(value: object, key: str = "address") -> str:
     """Parse ``"host:port"`` with a port of 0 to 65535; an IPv6 host is in brackets."""
     text = str(value).strip()
-    match = re.fullmatch(r"(\[[0-9A-Fa-f:.%\w]+\]|[^\s:/,\[\]]+):(\d{1,5})", text)
+    match = re.fullmatch(r"(\[[0-9A-Fa-f:.%\w]+\]|[^\s:/,+\[\]]+):(\d{1,5})", text)
     if not match or int(match[2]) > 65535:
         raise ConfigError(f"{key}={value!r} is not an address; write it like 10.0.0.7:29600")
     return text
+
+
+def parse_server(value: object, key: str = "address") -> str:
+    """Parse the address of a parameter server, or several with ``+`` between them: it listens at each. See :func:`each_of`."""
+    return together(parse_address(each, key) for each in each_of(str(value)))
+
+
+def each_of(addresses: str) -> list[str]:
+    """The addresses of one process, which are written with ``+`` between them."""
+    return addresses.split("+")
+
+
+def together(addresses: Iterable[str]) -> str:
+    """The opposite of :func:`each_of`."""
+    return "+".join(addresses)
+
+
+def _host(value: object, key: str) -> str:
+    hosts = [each.strip() for each in each_of(str(value))]
+    if len(set(hosts)) < len(hosts) or not all(hosts):
+        raise ConfigError(f"{key}={value!r}: write one address, or several different ones like 10.0.0.7+10.1.0.7")
+    return together(hosts)
 
 
 def _steps(value: object, key: str) -> tuple[int, int]:
@@ -88,7 +110,7 @@ def _metrics(value: object, key: str) -> str:
 
 def _addresses(value: object, key: str) -> tuple[str, ...]:
     parts = value if isinstance(value, list | tuple) else [part for part in str(value).split(",") if part.strip()]
-    return tuple(parse_address(part, key) for part in parts)
+    return tuple(parse_server(part, key) for part in parts)
 
 
 def _partition(value: object, key: str) -> int | None:
@@ -371,7 +393,9 @@ class Settings:
     tuned: Mapping[str, Any] | None = _setting(_tuned, None, "the jobs that a tuned file is for: in the file only")
     disable: bool = _setting(parse_switch, False, "1: train exactly as without commsched", run_option=True)
     control: str | None = _setting(parse_address, None, "host:port where rank 0 listens; needed across machines")
-    host: str | None = _setting(_text, None, "address at which other machines reach this rank; none: found automatically")
+    host: str | None = _setting(
+        _host, None, "address at which others reach this rank, or one of each card with + between; none: found automatically"
+    )
     job: str | None = _setting(_text, None, "the job's name, if several jobs have one token and address; none: the launcher's")
     token: str | None = _setting(_text, None, "the job's secret; needed across machines", shown=False)
     token_file: str | None = _setting(_text, None, "a file of mode 0600 that holds the token")
@@ -395,6 +419,11 @@ class Settings:
     def chooses_sizes(self) -> bool:
         """Whether the partition, the credit or both are to be chosen."""
         return self.partition is None or self.credit is None
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """The addresses in ``host``, without brackets. Empty if they are to be found."""
+        return () if self.host is None else tuple(each.strip("[]") for each in each_of(self.host))
 
     def text_of(self, name: str) -> str:
         """The setting ``name`` with its value, as in an error: ``lane='grpc'``, ``rate=200mbit``."""

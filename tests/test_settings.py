@@ -19,6 +19,7 @@ from commsched.settings import (
     parse_bytes,
     parse_rate,
     parse_seconds,
+    parse_server,
     parse_switch,
     to_environ,
 )
@@ -126,6 +127,27 @@ def test_what_is_not_an_address(text: object) -> None:
     with pytest.raises(ConfigError) as raised:
         parse_address(text, "control")
     assert str(raised.value) == f"control={text!r} is not an address; write it like 10.0.0.7:29600"
+
+
+def test_a_server_may_have_an_address_on_each_card() -> None:
+    assert parse_server("10.0.0.9:1+[::1]:2") == "10.0.0.9:1+[::1]:2"
+    assert Settings.load({"servers": "a:1+b:1,c:2"}, {}).servers == ("a:1+b:1", "c:2")
+    with pytest.raises(ConfigError, match=r"servers='b' is not an address"):
+        Settings.load({"servers": "a:1+b"}, {})
+
+
+@pytest.mark.parametrize(
+    ("host", "hosts"), [("10.0.0.7", ("10.0.0.7",)), ("[::1]", ("::1",)), ("a + 10.1.0.7", ("a", "10.1.0.7"))]
+)
+def test_a_rank_may_have_an_address_on_each_card(host: str, hosts: tuple[str, ...]) -> None:
+    assert Settings.load({"host": host}, {}).hosts == hosts
+    assert Settings.load({}, {}).hosts == ()
+
+
+@pytest.mark.parametrize("host", ["a+", "+a", "a+a"])
+def test_an_address_that_is_missing_or_named_twice_is_refused(host: str) -> None:
+    with pytest.raises(ConfigError, match=r"host=.*: write one address, or several different ones like 10.0.0.7\+10.1.0.7"):
+        Settings.load({"host": host}, {})
 
 
 @pytest.mark.parametrize("parse", [parse_bytes, parse_rate, parse_seconds, parse_switch, parse_address])

@@ -21,7 +21,7 @@ from ..core.world import World
 from ..session.membership import require_can_be_elastic
 from ..session.metrics import require_library
 from ..session.opening import quiet_grpc
-from ..settings import OneOf, Settings, parse_address, parse_rate
+from ..settings import OneOf, Settings, parse_rate, parse_server
 from ..transports import require_transport, without_effect
 from ..version import __version__
 
@@ -168,7 +168,7 @@ def _among(arguments: argparse.Namespace, settings: Settings) -> Among | None:
         token,
         job_name(World(), settings, {}),
         arguments.local,
-        None if settings.host is None else settings.host.strip("[]"),
+        settings.hosts[0] if settings.hosts else None,
         identity_of(settings.security, token, settings.certificates),
         settings.fail_after,
     )
@@ -216,7 +216,7 @@ def _tune(arguments: argparse.Namespace) -> int:
 
 
 def _add_server(parser: argparse.ArgumentParser) -> None:
-    bind_help = "where to listen; port 0: any free one (default: 127.0.0.1:0)"
+    bind_help = "where to listen, or one address of each card with + between; port 0: any free one (default: 127.0.0.1:0)"
     parser.add_argument("--bind", default="127.0.0.1:0", metavar="HOST:PORT", help=bind_help)
     parser.add_argument(
         "--keep", action="store_true", help="serve one job after another, as restarts need it; default: one job"
@@ -233,7 +233,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     token = read_token(settings)
     if token is None:
         raise ConfigError("a server needs the job's token: set COMMSCHED_TOKEN or COMMSCHED_TOKEN_FILE")
-    address = parse_address(arguments.bind, "--bind")
+    address = parse_server(arguments.bind, "--bind")
     require_strong(token, address)
     if arguments.keep:
         serve_jobs(address, token, settings)

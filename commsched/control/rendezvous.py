@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from ..core.errors import ConfigError, PeerTimeout
 from ..core.world import World
-from ..settings import Settings, parse_address
+from ..settings import Settings, each_of, parse_address
 
 log = logging.getLogger("commsched")
 
@@ -77,7 +77,7 @@ def require_strong(token: str, address: str) -> None:
     Raises:
         ConfigError: the token is short, and other machines may reach the address.
     """
-    if not _is_loopback(address.rpartition(":")[0]) and len(token) < _MIN_TOKEN:
+    if len(token) < _MIN_TOKEN and not all(_is_loopback(each.rpartition(":")[0]) for each in each_of(address)):
         raise ConfigError(
             f"the token has {len(token)} characters, and {address} may be reached by other machines: take one of at least "
             f"{_MIN_TOKEN} that nobody can guess, such as openssl rand -hex 32 prints"
@@ -239,14 +239,14 @@ def _started(pid: int) -> int | None:
 
 
 def own_host(settings: Settings, control_address: str) -> str:
-    """The address, without port or brackets, at which other ranks reach this one: the setting, or the address from which this
-    rank reaches rank 0. The latter is a loopback address if rank 0 listens at one.
+    """The address, without port or brackets, at which other ranks reach this one: the first of the setting, or the address from
+    which this rank reaches rank 0. The latter is a loopback address if rank 0 listens at one.
 
     Raises:
         ConfigError: rank 0's host was not found within ``join_within``.
     """
-    if settings.host is not None:
-        return settings.host.strip("[]")
+    if settings.hosts:
+        return settings.hosts[0]
     control_host, port = control_address.rsplit(":", 1)
     deadline = time.monotonic() + settings.join_within
     while True:

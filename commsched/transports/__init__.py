@@ -43,13 +43,19 @@ def without_effect(settings: Settings, transport: str) -> dict[str, str]:
     that says so."""
     used = load_backend(transport).settings
     changed = {name: value for name, value in settings.changed("some_transports").items() if name not in used}
-    return {
+    problems = {
         name: f"transport={transport} cannot encrypt, so security={settings.security!r} is refused: take transport=ps, or a "
         "network that encrypts, such as WireGuard (docs/security.md), with security='none'"
         if name == "security"
         else f"{settings.text_of(name)} has no effect with transport={transport}: it is for {', '.join(users_of(name))}"
         for name in changed
     }
+    if len(settings.hosts) > 1 and "flows" not in used:
+        problems["host"] = (
+            f"{settings.text_of('host')} is several addresses, and transport={transport} uses one: several are for "
+            f"{', '.join(users_of('flows'))}"
+        )
+    return problems
 
 
 def users_of(setting: str) -> list[str]:

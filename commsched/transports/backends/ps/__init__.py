@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ....settings import together
 from ...backend import Backend, TransportContext
 from .server import Shard
 from .service import ServiceContext
@@ -15,13 +16,14 @@ def open_transport(context: TransportContext) -> PsTransport:
     Collective: every rank calls it. Returns when all servers have answered. Raises as :class:`PsTransport` does.
     """
     options = StreamOptions.of(context.settings, context.token)
-    host = f"[{context.host}]" if ":" in context.host else context.host  # an IPv6 address before a port is written in brackets
     shard: Shard | None = None
     try:
         addresses = list(context.settings.servers)
         if not addresses:
             name = f"rank {context.job_rank}'s shard"
-            shard = Shard(f"{host}:0", options, ServiceContext(name, context.on_failure, context.contributors, context.job))
+            hosts = [context.host, *context.settings.hosts[1:]]
+            address = together(f"[{host}]:0" if ":" in host else f"{host}:0" for host in hosts)
+            shard = Shard(address, options, ServiceContext(name, context.on_failure, context.contributors, context.job))
             addresses = context.gather(shard.address)
         return PsTransport(context, options, addresses, shard)
     except BaseException:

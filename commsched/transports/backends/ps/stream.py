@@ -10,7 +10,7 @@ from typing import Protocol
 from ....core.errors import ConfigError
 from ....net.handshake import StreamBroken as StreamBroken
 from ....net.tls import Identity, identity_of
-from ....settings import Settings
+from ....settings import Settings, each_of
 from .frame import Frame
 from .send_queue import RateLimiter, SendQueue
 
@@ -126,29 +126,37 @@ class Port(Protocol):
 
 def open_streams(peer: str, address: str, options: StreamOptions, job: str, flows: int = 1) -> list[WorkerStream]:
     """Return a worker's ends of ``flows`` streams to the server at ``address``. They share the gradients that wait to be sent.
-    Each connects when its ``frames`` are iterated.
+    Each connects when its ``frames`` are iterated. A server with several addresses gets the streams at each in turn.
 
     Args:
         peer: the name of the server in messages, such as ``server 1 at 10.0.0.7:4242``.
         job: the job's name, which the worker proves with the token.
 
     Raises:
-        ConfigError: the carrier has one stream to a server only.
+        ConfigError: the carrier has one stream to a server only, or the server has more addresses than ``flows``.
     """
     if options.lane == "grpc":
         from .grpc_lane import GrpcStream
 
+        _require_one(address)
         if flows > 1:
             raise ConfigError(f"flows={flows} needs lane='tcp': gRPC has one connection between two processes")
         return [GrpcStream(peer, address, options, job)]
     from .tcp_lane import TcpStream
 
-    first = TcpStream(peer, address, options, job)
-    return [first, *(TcpStream(peer, address, options, job, beside=first) for _ in range(flows - 1))]
+    addresses = each_of(address)
+    if flows < len(addresses):
+        raise ConfigError(
+            f"{peer} has {len(addresses)} addresses, and flows={flows} would leave some without a connection: set "
+            f"COMMSCHED_FLOWS={len(addresses)} on every rank, or a multiple of it"
+        )
+    first = TcpStream(peer, addresses[0], options, job)
+    others = (addresses[flow % len(addresses)] for flow in range(1, flows))
+    return [first, *(TcpStream(peer, each, options, job, beside=first) for each in others)]
 
 
 def open_port(address: str, options: StreamOptions) -> Port:
-    """Return a server's port at ``address``, which is ``host:port``. Port 0 means any free port.
+    """Return a server's port at ``address``: ``host:port``, or several of them. Port 0 means any free port.
 
     Raises:
         ConfigError: the server cannot listen at the address, or the token is empty.
@@ -156,7 +164,15 @@ def open_port(address: str, options: StreamOptions) -> Port:
     if options.lane == "grpc":
         from .grpc_lane import GrpcPort
 
+        _require_one(address)
         return GrpcPort(address, options)
     from .tcp_lane import TcpPort
 
     return TcpPort(address, options)
+
+
+def _require_one(address: str) -> None:
+    if len(each_of(address)) > 1:
+        raise ConfigError(
+            f"{address} is several addresses, which need lane='tcp': gRPC has one connection between two processes"
+        )

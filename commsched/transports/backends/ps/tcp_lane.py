@@ -15,6 +15,7 @@ from ....core.errors import ConfigError
 from ....net.handshake import HandshakeRejected
 from ....net.rpc import DaemonExecutor, listen
 from ....net.tls import TlsSocket
+from ....settings import each_of, together
 from .frame import Frame
 from .send_queue import SendQueue
 from .stream import Allocate, Stream, StreamBroken, StreamOptions
@@ -134,14 +135,24 @@ _WARN_EVERY_SECONDS = 10.0
 
 
 class TcpPort:
-    """See ``Port``. One thread accepts. Each connection has one thread that receives and one that sends."""
+    """See ``Port``. One thread accepts at each address. Each connection has one thread that receives and one that sends."""
 
     def __init__(self, address: str, options: StreamOptions) -> None:
         if not options.token:
             raise ConfigError("the job's token is empty; set the same COMMSCHED_TOKEN on every rank")
         self._options = options
-        self._listening = listen(address)
-        self.address = f"{address.rpartition(':')[0]}:{self._listening.getsockname()[1]}"
+        self._listening: list[socket.socket] = []
+        try:
+            for each in each_of(address):
+                self._listening.append(listen(each))
+        except BaseException:
+            for listening in self._listening:
+                listening.close()
+            raise
+        self.address = together(
+            f"{each.rpartition(':')[0]}:{listening.getsockname()[1]}"
+            for each, listening in zip(each_of(address), self._listening, strict=True)
+        )
         self._executor = DaemonExecutor("commsched-ps")
         self._changed = threading.Condition()
         # Connections, the oldest first. The value is the host while the handshake is outstanding, else None. ``close`` and
@@ -151,25 +162,28 @@ class TcpPort:
         self._warn_again_at = 0.0
 
     def serve(self, handle: Callable[[Stream, str], None]) -> None:
-        self._executor.submit(self._accept, handle)
+        for listening in self._listening:
+            self._executor.submit(self._accept, listening, handle)
 
     def close(self, graceful: bool) -> None:
         with self._changed:
             self._closed = True
-            with suppress(OSError):  # it was closed before
-                self._listening.shutdown(socket.SHUT_RDWR)
+            for listening in self._listening:
+                with suppress(OSError):  # it was closed before
+                    listening.shutdown(socket.SHUT_RDWR)
             if graceful:
                 self._changed.wait_for(lambda: all(self._open.values()), _GRACE_SECONDS)
             for each in self._open:
                 with suppress(OSError):  # it has ended by itself
                     each.shutdown(socket.SHUT_RDWR)
         self._executor.shutdown()
-        self._listening.close()
+        for listening in self._listening:
+            listening.close()
 
-    # --- the accepting thread ---
+    # --- the accepting threads ---
 
-    def _accept(self, handle: Callable[[Stream, str], None]) -> None:
-        while (connection := self._next()) is not None:
+    def _accept(self, listening: socket.socket, handle: Callable[[Stream, str], None]) -> None:
+        while (connection := self._next(listening)) is not None:
             accepted, peer = connection
             self._make_room()
             try:
@@ -178,11 +192,11 @@ class TcpPort:
                 self._warn(peer, error)
                 self._end(accepted)
 
-    def _next(self) -> tuple[socket.socket, str] | None:
+    def _next(self, listening: socket.socket) -> tuple[socket.socket, str] | None:
         """Return the next connection and its name in messages, or None when the port is closed."""
         while True:
             try:
-                accepted, (host, port, *_) = self._listening.accept()
+                accepted, (host, port, *_) = listening.accept()
             except OSError as error:
                 with self._changed:
                     if self._closed:

@@ -2,6 +2,7 @@
 
 import socket
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -118,6 +119,37 @@ def test_averages_and_norms_with_a_separate_server_and_several_flows():
 def test_several_flows_over_grpc_are_refused():
     with pytest.raises(ConfigError, match="flows=2 needs lane='tcp': gRPC has one connection between two processes"):
         open_ps(a_context(0, 1, pytest.fail, lane="grpc", flows=2), ["127.0.0.1:1"])
+
+
+def test_flows_connect_to_the_addresses_of_a_server_in_turn(monkeypatch):
+    tried = []
+    monkeypatch.setattr(tcp_lane.TcpStream, "_connect", lambda stream: tried.append(stream._address))
+    for stream in open_streams("a server", "10.0.0.9:1+10.1.0.9:2", StreamOptions(TOKEN), "a job", flows=4):
+        list(stream.frames(memoryview))
+    assert tried == ["10.0.0.9:1", "10.1.0.9:2"] * 2
+
+
+def test_a_server_listens_at_each_of_its_addresses():
+    both = "127.0.0.1:0+127.0.0.2:0"
+    shard = a_shard(2, Failures(), address=both)
+    try:
+        first, second = shard.address.split("+")
+        assert (first.rpartition(":")[0], second.rpartition(":")[0]) == ("127.0.0.1", "127.0.0.2")
+        with ThreadPoolExecutor(2) as threads:  # a server welcomes its ranks when all have come
+            ranks = [threads.submit(connect, each, "tcp", rank=rank, world_size=2) for rank, each in enumerate((first, second))]
+        for rank in ranks:
+            rank.result().close()
+        with pytest.raises(ConfigError, match="the port is taken"):
+            a_shard(2, pytest.fail, address=f"127.0.0.3:0+{shard.address}")
+    finally:
+        shard.close()
+
+
+def test_several_addresses_over_grpc_are_refused():
+    with pytest.raises(ConfigError, match="is several addresses, which need lane='tcp'"):
+        a_shard(1, pytest.fail, address="127.0.0.1:0+127.0.0.2:0", lane="grpc")
+    with pytest.raises(ConfigError, match="is several addresses, which need lane='tcp'"):
+        open_ps(a_context(0, 1, pytest.fail, lane="grpc"), ["127.0.0.1:1+127.0.0.2:1"])
 
 
 def test_conformance_with_a_separate_server():
