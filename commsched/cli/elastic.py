@@ -37,12 +37,11 @@ from ..control.elastic_messages import (
     Summoned,
     Tell,
     from_line,
-    generation_token,
     to_line,
 )
 from ..control.generations import Action, Asked, Dismiss, Form, Generations, GiveUp, Kill, Start, Summon
-from ..control.rendezvous import require_no_loopback
-from ..core.errors import ConfigError, ranks_text
+from ..control.rendezvous import fitting_name, require_no_loopback
+from ..core.errors import ConfigError, TransportError, ranks_text
 from . import links
 from .launch import Among, Elasticity, Ends, Interrupted, ProcessEvent, signal_name, tell_user
 from .machine import LocalMachine, Machine, Signalled
@@ -69,7 +68,7 @@ def run_elastic(
     room = ranks if among is None else min(ranks, among.room)
     with ExitStack() as stack:
         listening = None if among is None else links.listen_for_launchers(among)
-        own_host = "127.0.0.1"
+        own_host = "127.0.0.1" if elasticity.kept is None else elasticity.kept.host
         if among is not None and listening is not None:
             stack.callback(listening.close)
             require_no_loopback(among.address.rpartition(":")[0].strip("[]"), f"control={among.address!r}")
@@ -82,8 +81,7 @@ def run_elastic(
         if among is not None and listening is not None:
             desk = links.Desk(listening, among, machine.events)
             stack.callback(desk.close)
-        token = environ["COMMSCHED_TOKEN"] if among is None else among.token
-        return _ElasticJob(machine, ranks, servers, token, elasticity).run()
+        return _ElasticJob(machine, ranks, servers, elasticity).run()
 
 
 def _common(ranks: int, elasticity: Elasticity) -> dict[str, Any]:
@@ -93,6 +91,7 @@ def _common(ranks: int, elasticity: Elasticity) -> dict[str, Any]:
         "--min": elasticity.min_ranks,
         "--max-restarts": elasticity.max_restarts,
         "--replace-within": elasticity.replace_within_seconds,
+        "servers": "none" if elasticity.kept is None else ",".join(elasticity.kept.addresses),
     }
 
 
@@ -167,13 +166,15 @@ class _Member:
 
 
 class _ElasticJob:
-    """The host's view of the job. Servers are started anew for each generation, since they serve one session."""
+    """The host's view of the job. Servers of ``--servers`` are started anew for each generation, since they serve one session.
+    Those that the user has started are reserved for it."""
 
-    def __init__(self, here: LocalMachine, ranks: int, servers: int, token: str, elasticity: Elasticity) -> None:
+    def __init__(self, here: LocalMachine, ranks: int, servers: int, elasticity: Elasticity) -> None:
         self._here = here
         self._ranks = ranks
         self._servers = servers
-        self._token = token
+        self._kept = elasticity.kept
+        self._name = "" if elasticity.among is None else elasticity.among.job
         self._settings = _common(ranks, elasticity)
         self._spans_machines = elasticity.among is not None
         self._generations = Generations(
@@ -464,9 +465,14 @@ class _ElasticJob:
 
     def _form(self, form: Form) -> None:
         self._generation, self._is_met = form, False
-        salt = secrets.token_hex(16)
-        servers = self._here.serve(self._servers, generation_token(self._token, form.generation, salt))
         size = len(form.ranks)
+        job = fitting_name(f"{self._name} generation {form.generation} {secrets.token_hex(16)}".lstrip())
+        servers = self._here.serve(self._servers)
+        if self._kept is not None and size > 1:
+            try:
+                servers = self._kept.reserve(job, lambda: self._here.interrupted_by > 0)
+            except TransportError as error:
+                return self._do(self._generations.give_up(str(error)))
         if form.is_again:
             missed = ", ".join(sorted(self._ends.names[number] for number in self._missed))
             what = f"the connection to {missed}" if missed else "a connection or a server"
@@ -478,7 +484,7 @@ class _ElasticJob:
         self._losses.clear()
         self._awaited.clear()
         self._missed.clear()
-        place = Place(form.generation, 0, size, 0, 0, form.root, form.steps, "", salt, tuple(servers))
+        place = Place(form.generation, 0, size, 0, 0, form.root, form.steps, "", job, tuple(servers))
         for number, rank in form.ranks.items():
             _, bracket, rest = self._ends.names[number].partition(" (")
             self._ends.ranks[number], self._ends.names[number] = rank, f"rank {rank}{bracket}{rest}"

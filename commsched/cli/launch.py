@@ -10,11 +10,11 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..core import timeouts
 from ..core.errors import TransportError, ranks_text
@@ -26,6 +26,9 @@ from ..session.membership import ELASTIC
 from ..settings import parse_switch
 from . import launch_guard
 
+if TYPE_CHECKING:
+    from .kept import KeptServers  # which needs numpy
+
 
 def run(
     ranks: int,
@@ -34,11 +37,13 @@ def run(
     environ: Mapping[str, str],
     elastic: Elasticity | None = None,
     *,
+    own_token: bool = True,
     stdout: int | None = None,
 ) -> int:
     """Run ``command`` once per rank. Returns 0, or the exit code of the process that failed first, which stderr names. The code
     is 128 plus the signal's number if a signal killed that process or interrupted the job.
 
+    ``own_token``: the job gets a token of its own, and ``environ`` has none for it.
     ``stdout`` is a descriptor to which ranks print instead of this process's stdout.
     ``environ`` is the environment of every process; the variables that make the process a part of the job are added to it.
     With ``elastic`` the job outlives the loss of processes, see ``elastic.py``.
@@ -54,14 +59,15 @@ def run(
             **{name: value for name, value in environ.items() if name != ELASTIC},  # a rank of an elastic job may call this
             "COMMSCHED_RENDEZVOUS": f"{directory}/control.json",
         }
-        if among is not None and "COMMSCHED_TOKEN_FILE" in environ:
+        if elastic is not None and elastic.token_from_file is not None:
             # An elastic job starts processes at any time, and the user's file may have another token by then.
             copied = Path(directory, "token")
             copied.touch(mode=0o600)
-            copied.write_text(among.token)
+            copied.write_text(elastic.token_from_file)
             environ["COMMSCHED_TOKEN_FILE"] = str(copied)
-        if among is None:  # else the user has given a token, and no address holds for the whole job
+        if own_token:
             environ["COMMSCHED_TOKEN"] = secrets.token_hex(32)
+        if among is None:  # else no address holds for the whole job
             # Variables of torchrun, for scripts that initialise torch.distributed or split their data by them.
             environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         if elastic is not None:
@@ -93,7 +99,8 @@ class Elasticity:
     """The bounds within which an elastic job goes on. ``max_restarts``: the number of processes that may be started in place of
     lost ones. ``min_ranks``: the job ends if fewer are left. ``replace_within_seconds``: the others wait no longer for a new
     process, if they are enough. ``standby``: this machine keeps a process that has imported what the ranks import. ``among``:
-    how the launchers of several machines meet; None: there is one machine."""
+    how the launchers of several machines meet; None: there is one machine. ``kept``: the servers that the user has started.
+    ``token_from_file``: the token, if a file has it, which may change."""
 
     min_ranks: int
     max_restarts: int
@@ -101,6 +108,8 @@ class Elasticity:
     replace_within_seconds: float
     standby: bool = False
     among: Among | None = None
+    kept: KeptServers | None = None
+    token_from_file: str | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True, slots=True)

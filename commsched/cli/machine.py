@@ -146,12 +146,12 @@ class LocalMachine(Job):
         was_ended = self._names[pid] in self._ends.ended_by_us
         return Ended(member, event.exit_code, told, was_ended)
 
-    def serve(self, count: int, token: str) -> list[str]:
+    def serve(self, count: int) -> list[str]:
         """End the servers of the last generation, and start those of the next. Return their addresses."""
         for pid in self._servers:
             kill_group(pid, signal.SIGKILL)
         before = set(self._processes)
-        addresses = self.start_servers(count, {**self._environ, "COMMSCHED_TOKEN": token})
+        addresses = self.start_servers(count, self._environ)
         self._servers = set(self._processes) - before
         for pid in self._servers:
             self._watch_in_thread(pid)

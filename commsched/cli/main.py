@@ -111,8 +111,8 @@ def _run(arguments: argparse.Namespace) -> int:
     options = _given(arguments, Settings.names("run_option"))
     settings = _checked(options, arguments)
     elastic = _elasticity(arguments, settings)
-    job = arguments.ranks, arguments.servers, arguments.command, _environ(options)
-    return run(*job) if elastic is None else run(*job, elastic)
+    own_token = not settings.servers and (elastic is None or elastic.among is None)
+    return run(arguments.ranks, arguments.servers, arguments.command, _environ(options), elastic, own_token=own_token)
 
 
 def _elasticity(arguments: argparse.Namespace, settings: Settings) -> Elasticity | None:
@@ -136,7 +136,23 @@ def _elasticity(arguments: argparse.Namespace, settings: Settings) -> Elasticity
     replace_within = 30.0 if arguments.replace_within is None else arguments.replace_within
     if arguments.standby and not _is_script(arguments.command):
         raise ConfigError("--standby is for a script in Python: commsched run --elastic --standby ... train.py")
-    return Elasticity(min_ranks, max_restarts, settings.join_within, replace_within, arguments.standby, among)
+    kept, token = None, read_token(settings)
+    if settings.servers and token is not None:
+        quiet_grpc()
+        from .kept import KeptServers
+
+        kept = KeptServers(settings, token)
+    has_file = settings.token is None and (among is not None or kept is not None)
+    return Elasticity(
+        min_ranks,
+        max_restarts,
+        settings.join_within,
+        replace_within,
+        arguments.standby,
+        among,
+        kept,
+        token if has_file else None,
+    )
 
 
 def _is_script(command: Sequence[str]) -> bool:
@@ -162,7 +178,10 @@ def _among(arguments: argparse.Namespace, settings: Settings) -> Among | None:
         raise ConfigError("--local needs the same COMMSCHED_TOKEN or COMMSCHED_TOKEN_FILE on every machine")
     require_strong(token, settings.control)
     if arguments.servers:
-        raise ConfigError(f"--servers {arguments.servers} cannot be used with --local: every rank hosts a shard")
+        raise ConfigError(
+            f"--servers {arguments.servers} cannot be used with --local: start servers by commsched server --keep, and name "
+            "them in COMMSCHED_SERVERS"
+        )
     return Among(
         settings.control,
         token,
@@ -384,6 +403,11 @@ def _checked(options: Mapping[str, str], arguments: argparse.Namespace) -> Setti
             )
         for problem in without_effect(settings, settings.transport).values():
             raise ConfigError(problem)
+    named = f"servers={','.join(settings.servers)!r}"
+    if settings.servers and arguments.servers:
+        raise ConfigError(f"--servers {arguments.servers} cannot be used with {named}: choose one")
+    if settings.servers and read_token(settings) is None:
+        raise ConfigError(f"{named} needs the token of these servers: set COMMSCHED_TOKEN or COMMSCHED_TOKEN_FILE")
     if settings.metrics is not None:
         require_library()
     return settings

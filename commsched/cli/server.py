@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack, closing
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
 from typing import NoReturn
 
 from ..control.client import ControlClient
@@ -15,9 +15,11 @@ from ..core.interfaces import OnFailure
 from ..core.standard_streams import say_error, say_out
 from ..net.tls import identity_of
 from ..settings import Settings
-from ..transports.backends.ps import server
 from ..transports.backends.ps.frame import WorkerHello
+from ..transports.backends.ps.server import Membership, Server
 from ..transports.backends.ps.stream import StreamOptions
+
+_JOIN_SECONDS = 10.0
 
 
 def serve_jobs(address: str, token: str, settings: Settings) -> NoReturn:
@@ -26,33 +28,37 @@ def serve_jobs(address: str, token: str, settings: Settings) -> NoReturn:
     Raises:
         CommschedError: the server could not start.
     """
-    while True:
-        bound: list[str] = []
-        try:
-            serve(address, token, settings, bound.append)
-            ended = "has ended"
-        except CommschedError as error:
-            if not bound:
-                raise
-            ended = f"has failed: {type(error).__name__}: {error}"
-        address = bound[0]
-        say_error(f"commsched server: the job {ended}; ready for the next")
+    with _open(address, token, settings) as server:
+        while True:
+            try:
+                _serve_job(server, token, settings)
+                ended = "has ended"
+            except CommschedError as error:
+                ended = f"has failed: {type(error).__name__}: {error}"
+            say_error(f"commsched server: the job {ended}; ready for the next")
 
 
-def serve(address: str, token: str, settings: Settings, on_bound: Callable[[str], None] = lambda address: None) -> int:
+def serve(address: str, token: str, settings: Settings) -> int:
     """Serve one job at ``address`` and return 0 when every worker has left in good order.
-
-    Passes the bound address to ``on_bound``, and prints it on stdout, before any worker can connect.
 
     Raises:
         CommschedError: the job failed, or the server could not start.
     """
+    with _open(address, token, settings) as server:
+        _serve_job(server, token, settings)
+    return 0
 
-    def announce(bound: str) -> None:
-        on_bound(bound)
-        say_out(f"commsched server listening on {bound}")
 
-    def join(hello: WorkerHello, job: str, on_failure: OnFailure) -> server.Membership:
+@contextmanager
+def _open(address: str, token: str, settings: Settings) -> Iterator[Server]:
+    """A server, whose address is printed on stdout before any worker is answered."""
+    with closing(Server(address, StreamOptions.of(settings, token))) as server:
+        say_out(f"commsched server listening on {server.address}")
+        yield server
+
+
+def _serve_job(server: Server, token: str, settings: Settings) -> None:
+    def join(hello: WorkerHello, job: str, on_failure: OnFailure) -> Membership:
         if hello.control_address is None:
             raise ProtocolError(f"rank {hello.rank} did not say where the control channel is")
         host = own_host(settings, hello.control_address)
@@ -64,7 +70,8 @@ def serve(address: str, token: str, settings: Settings, on_bound: Callable[[str]
             token,
             Member.server(hello.server, host, witness.address, hello.contributors.divisor),
             fail_after_seconds=settings.fail_after,
-            join_within_seconds=settings.join_within,
+            # The rank that has come has joined there already. An elastic job may have lost rank 0 since, and begins anew.
+            join_within_seconds=min(settings.join_within, max(_JOIN_SECONDS, settings.fail_after)),
             job=job,
             identity=identity_of(settings.security, token, settings.certificates),
         )
@@ -72,4 +79,4 @@ def serve(address: str, token: str, settings: Settings, on_bound: Callable[[str]
         return client
 
     with ExitStack() as stack:
-        return server.serve_shard(address, StreamOptions.of(settings, token), join=join, announce=announce)
+        server.serve_job(join)

@@ -93,7 +93,7 @@ def tune(
         if before:
             say_error(f"commsched: {result.journal} has {before} trials of an earlier run: tuning continues after them")
         result.forget_unfinished()
-        code = _run(ranks, servers, command, environ, result, then_stop)
+        code = _run(ranks, servers, command, environ, result, then_stop, own_token=not settings.servers)
         for line in result.read():
             say_error(line)
         why = result.end()
@@ -108,7 +108,15 @@ def tune(
     return code or UNFINISHED
 
 
-def _run(ranks: int, servers: int, command: Sequence[str], environ: Mapping[str, str], result: _Result, then_stop: bool) -> int:
+def _run(
+    ranks: int,
+    servers: int,
+    command: Sequence[str],
+    environ: Mapping[str, str],
+    result: _Result,
+    then_stop: bool,
+    own_token: bool,
+) -> int:
     """Run the job and print a line for each of its trials. Returns the job's exit code, or 0 if it was stopped."""
     ended, stopped = threading.Event(), threading.Event()
     main_thread = threading.get_ident()
@@ -125,7 +133,7 @@ def _run(ranks: int, servers: int, command: Sequence[str], environ: Mapping[str,
     follower = threading.Thread(target=follow, name="commsched-follow", daemon=True)
     follower.start()
     try:
-        code = launch.run(ranks, servers, command, environ)
+        code = launch.run(ranks, servers, command, environ, own_token=own_token)
     finally:
         ended.set()
         follower.join()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hmac
 import json
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -18,7 +17,7 @@ class Place:
     Attributes:
         local_rank, local_world_size: among the ranks of the same machine.
         host: the address of that machine, at which rank 0 listens.
-        salt: makes the token of the generation, see :func:`generation_token`.
+        job: the name of the generation's session, which both ends of each connection prove. No other generation has it.
     """
 
     generation: int
@@ -29,7 +28,7 @@ class Place:
     root: int
     steps: int
     host: str
-    salt: str
+    job: str
     servers: tuple[str, ...] = ()
 
 
@@ -207,9 +206,3 @@ def from_line(line: bytes | str) -> Any:
         return _KINDS[str(values.pop("kind"))](**values)
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"this is no message of an elastic job: {line[:200]!r}") from error
-
-
-def generation_token(token: str, generation: int, salt: str) -> str:
-    """The token of a generation, from that of the job. So no token travels, and who has the token of one generation has none of
-    another."""
-    return hmac.digest(token.encode(), f"generation {generation} {salt}".encode(), "sha256").hex()

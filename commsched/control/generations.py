@@ -1,6 +1,6 @@
 """Decides which processes are the ranks of an elastic job, from one generation to the next.
 
-A *generation* is a time in which the ranks stay the same. Each has a session of its own in every rank, with a token of its own,
+A *generation* is a time in which the ranks stay the same. Each has a session of its own in every rank, with a name of its own,
 so that nothing of an earlier one can be taken for a part of it. The launcher holds a :class:`Generations`, so no rank is
 special. It is pure: it knows no process, socket or clock.
 """
@@ -201,11 +201,11 @@ class Generations:
         if self._generation == 0:
             return self._decided()
         if self._has_lost:  # after its last step, so a new process would have nothing to do
-            return self._give_up("a rank has failed after the last step")
+            return self.give_up("a rank has failed after the last step")
         known = {member: asked for member, asked in self._asked.items() if member not in self._late}
         if behind := sorted(self._ranks[member] for member, asked in known.items() if not asked.is_over):
             has = "has" if len(behind) == 1 else "have"
-            return self._give_up(f"{ranks_text(behind)} {has} further steps to make, and others have made all of theirs")
+            return self.give_up(f"{ranks_text(behind)} {has} further steps to make, and others have made all of theirs")
         actions: list[Action] = [Kill(member, "all steps are made") for member in self._late]
         for member in tuple(self._late):
             self._forget(member)
@@ -247,11 +247,11 @@ class Generations:
     def _lost(self, rank: int, was_late: bool, is_consequence: bool = False) -> list[Action]:
         """The process that was ``rank`` takes no further part."""
         if self._generation == 0:
-            return self._give_up(f"rank {rank} has ended before all ranks had joined")
+            return self.give_up(f"rank {rank} has ended before all ranks had joined")
         if self._is_finishing:
-            return self._give_up(f"rank {rank} has failed after the last step")
+            return self.give_up(f"rank {rank} has failed after the last step")
         if not self._survivors():
-            return self._give_up(self._why_none_goes_on())
+            return self.give_up(self._why_none_goes_on())
         if is_consequence:  # that other one counts
             return [Start(rank)]
         self._has_lost = self._has_lost or not was_late
@@ -261,7 +261,7 @@ class Generations:
             return [Start(rank)]
         if len(self._ranks) < self._min_ranks:
             left = f"{len(self._ranks)} {'rank is' if len(self._ranks) == 1 else 'ranks are'} left"
-            return self._give_up(f"{left}, fewer than --min {self._min_ranks}, and no restart")
+            return self.give_up(f"{left}, fewer than --min {self._min_ranks}, and no restart")
         return self._decided()
 
     def tick(self, now: float) -> list[Action]:
@@ -282,7 +282,7 @@ class Generations:
         waiting = [each for each, since in self._without_place.items() if now > since + self._join_within_seconds]
         if waiting := [member for member in waiting if member not in self._late]:
             text = ranks_text(sorted(self._ranks[member] for member in waiting))
-            return self._give_up(f"no machine with room for {text} has come within {self._join_within_seconds:g} s")
+            return self.give_up(f"no machine with room for {text} has come within {self._join_within_seconds:g} s")
         late = [
             member
             for member, started_at in self._newcomers.items()
@@ -291,7 +291,7 @@ class Generations:
         ]
         if late and self._generation == 0:
             text = ranks_text(sorted(self._ranks[member] for member in late))
-            return self._give_up(f"{text} did not join within {self._join_within_seconds:g} s")
+            return self.give_up(f"{text} did not join within {self._join_within_seconds:g} s")
         return [Kill(member, f"it did not join within {self._join_within_seconds:g} s") for member in late]
 
     def awaited(self, now: float, seconds: float) -> list[int]:
@@ -315,17 +315,17 @@ class Generations:
 
     def _decided(self) -> list[Action]:
         if self._generation > 0 and not self._survivors():  # new processes need not be awaited
-            return self._give_up(self._why_none_goes_on())
+            return self.give_up(self._why_none_goes_on())
         awaited = [member for member in self._ranks if member not in self._asked and member not in self._late]
         if awaited or len(self._asked) < (self._min_ranks if self._late else 1):
             return []
         if self._generation == 0:
-            return self._give_up("a rank has ended without joining the job") if self._is_finishing else self._form(0, 0)
+            return self.give_up("a rank has ended without joining the job") if self._is_finishing else self._form(0, 0)
         results = {member: asked.steps for member in self._survivors() if (asked := self._asked[member]).steps is not None}
         is_again = not self._has_lost and not self._has_summoned
         if is_again:
             if self._restarts_left == 0:
-                return self._give_up("the ranks lost each other, and no restart is left")
+                return self.give_up("the ranks lost each other, and no restart is left")
             self._restarts_left -= 1
         root = min(results, key=lambda member: (-results[member], self._ranks[member]))
         return self._form(root, results[root], is_again)
@@ -344,6 +344,7 @@ class Generations:
         self._first_asked_at = None
         return [Form(self._generation, places, places.get(root, 0), steps, is_again)]
 
-    def _give_up(self, why: str) -> list[Action]:
+    def give_up(self, why: str) -> list[Action]:
+        """The job cannot go on."""
         self._is_closed, self._why = True, why
         return [GiveUp(why)]

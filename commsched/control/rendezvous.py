@@ -77,14 +77,14 @@ def require_strong(token: str, address: str) -> None:
     Raises:
         ConfigError: the token is short, and other machines may reach the address.
     """
-    if len(token) < _MIN_TOKEN and not all(_is_loopback(each.rpartition(":")[0]) for each in each_of(address)):
+    if len(token) < _MIN_TOKEN and not all(is_loopback(each.rpartition(":")[0]) for each in each_of(address)):
         raise ConfigError(
             f"the token has {len(token)} characters, and {address} may be reached by other machines: take one of at least "
             f"{_MIN_TOKEN} that nobody can guess, such as openssl rand -hex 32 prints"
         )
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
     """Whether ``host`` is literally "localhost" or a loopback address. Other names are not resolved."""
     try:
         return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
@@ -102,6 +102,11 @@ def job_name(world: World, settings: Settings, environ: Mapping[str, str]) -> st
     variables = _JOB_NAMES.get(world.launcher, ())
     named = bool(variables) and variables[0] in environ
     name = settings.job or ("-".join(environ.get(variable, "") for variable in variables) if named else "")
+    return fitting_name(name)
+
+
+def fitting_name(name: str) -> str:
+    """``name``, or something short that stands for it if a handshake has no room for it."""
     return name if len(name.encode()) < 256 else hashlib.sha256(name.encode()).hexdigest()
 
 
@@ -141,7 +146,7 @@ def require_no_loopback(host: str, said: str) -> None:
     Raises:
         ConfigError: it is such a name, which ranks on other machines cannot reach.
     """
-    if _is_loopback(host):
+    if is_loopback(host):
         # Not refused: a tunnel may lead there, and several hosts may be emulated on one.
         log.warning("rank 0 listens at %s, by %s, which ranks on other machines cannot reach", host, said)
     elif stands_for_loopback(host):
@@ -273,7 +278,7 @@ def stands_for_loopback(host: str) -> bool:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM)
     except OSError:
         return False
-    return any(_is_loopback(str(where[4][0])) for where in found)
+    return any(is_loopback(str(where[4][0])) for where in found)
 
 
 class Reached(NamedTuple):

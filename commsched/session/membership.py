@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
-from ..control.elastic_messages import Answer, Finish, Listens, Place, Summoned, from_line, generation_token, to_line
+from ..control.elastic_messages import Answer, Finish, Listens, Place, Summoned, from_line, to_line
 from ..control.generations import Asked, GiveUp
 from ..control.rendezvous import Endpoint, bracketed, read_token
 from ..core.errors import ConfigError, PeerLost, PeerTimeout, TransportError
@@ -47,7 +47,7 @@ def require_can_be_elastic(settings: Settings) -> None:
     """Raises ConfigError if a setting cannot be used in an elastic job."""
     if settings.transport not in ("auto", "ps", "gloo"):
         raise ConfigError(f"transport={settings.transport!r} cannot be used with --elastic, which works over ps and gloo only")
-    for name in ("trace", "tune", "servers"):
+    for name in ("trace", "tune"):
         if getattr(settings, name):
             raise ConfigError(f"{settings.text_of(name)} cannot be used with --elastic")
 
@@ -139,19 +139,19 @@ class ElasticMember:
     def _open(self, place: Place) -> Session:
         world = World(place.rank, place.world_size, place.local_rank, place.local_world_size, launcher=_LAUNCHER)
         transport = "ps" if self._settings.transport == "auto" else self._settings.transport
-        token = generation_token(self._token, place.generation, place.salt)
         # All processes have just asked, so those that do not join at once have died since.
         within = min(self._settings.join_within, max(_JOIN_SECONDS, self._settings.fail_after))
         settings = replace(
             self._settings,
             transport=transport,
             control=None,
-            token=token,
+            token=self._token,
             token_file=None,
+            job=place.job,
             servers=place.servers,
             join_within=within,
         )
-        session = open_session(world, settings, self._device, _AtLauncher(self, place, token, within))
+        session = open_session(world, settings, self._device, _AtLauncher(self, place, within))
         session.membership, session.place = self, place
         return session
 
@@ -183,14 +183,13 @@ class ElasticMember:
 class _AtLauncher:
     """The meeting of the ranks of one generation, at their launchers. See ``opening.MeetingPlace``."""
 
-    def __init__(self, member: ElasticMember, place: Place, token: str, within_seconds: float) -> None:
+    def __init__(self, member: ElasticMember, place: Place, within_seconds: float) -> None:
         self._member = member
         self._place = place
-        self._token = token
         self._within_seconds = within_seconds
 
     def where_to_listen(self) -> Endpoint:
-        return Endpoint(f"{bracketed(self._place.host)}:0", self._token)
+        return Endpoint(f"{bracketed(self._place.host)}:0", self._member._token)
 
     @contextmanager
     def offered(self, endpoint: Endpoint, world_size: int) -> Iterator[None]:
@@ -198,4 +197,4 @@ class _AtLauncher:
         yield
 
     def find(self, rank: int) -> Endpoint:
-        return Endpoint(self._member._hear(self._place.generation, self._within_seconds), self._token)
+        return Endpoint(self._member._hear(self._place.generation, self._within_seconds), self._member._token)

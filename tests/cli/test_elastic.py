@@ -11,6 +11,7 @@ import pytest
 
 from commsched.cli import links
 from commsched.cli.elastic import _ElasticJob, _follow
+from commsched.cli.kept import KeptServers
 from commsched.cli.launch import Among, Elasticity
 from commsched.cli.machine import LocalMachine, Machine
 from commsched.control.elastic_messages import (
@@ -30,7 +31,8 @@ from commsched.control.elastic_messages import (
     from_line,
     to_line,
 )
-from commsched.control.generations import Asked
+from commsched.control.generations import Asked, GiveUp
+from commsched.core.errors import TransportError
 
 
 class Recorded:
@@ -52,7 +54,7 @@ class Recorded:
     def finish(self) -> None:
         self.is_finished = True
 
-    def serve(self, count: int, token: str) -> list[str]:
+    def serve(self, count: int) -> list[str]:
         return []
 
     def told(self, kind: type) -> list[int]:
@@ -65,11 +67,11 @@ class Recorded:
 class World:
     """A job of ``ranks``, with room for two of them on the host's machine, and for the others on another one."""
 
-    def __init__(self, ranks: int, max_restarts: int = 0, replace_within: float = 1e9) -> None:
+    def __init__(self, ranks: int, max_restarts: int = 0, replace_within: float = 1e9, kept: KeptServers | None = None) -> None:
         self.here = Recorded("a", 2)
         among = Among("a:1", "token", "job", 2, None, None, 5.0)
-        elasticity = Elasticity(1, max_restarts, 60.0, replace_within, False, among)
-        self.job = _ElasticJob(cast(LocalMachine, self.here), ranks, 0, "token", elasticity)
+        elasticity = Elasticity(1, max_restarts, 60.0, replace_within, False, among, kept)
+        self.job = _ElasticJob(cast(LocalMachine, self.here), ranks, 0, elasticity)
         self.there = self.another("b", ranks - 2)
         for rank in range(ranks):
             self.job._want(rank)
@@ -252,3 +254,57 @@ def test_a_launcher_that_comes_when_the_job_has_ended_is_told() -> None:
     assert late.orders == [HostAnswer("the job has ended")]
     assert late.is_finished
     assert not any(isinstance(order, Over) for order in late.orders)
+
+
+class Kept:
+    """Servers that were started by hand. ``found``: those that answer, generation by generation."""
+
+    addresses = ("a:7", "b:7")
+
+    def __init__(self, *found: list[str]) -> None:
+        self._found = iter(found)
+        self.jobs: list[str] = []
+
+    def reserve(self, job: str, is_interrupted: object) -> list[str]:
+        self.jobs.append(job)
+        found = next(self._found)
+        if not found:
+            raise TransportError("none of its servers was free within 60 s")
+        return found
+
+
+def places(machine: Recorded) -> list[Place]:
+    found = [from_line(order.line) for order in machine.orders if isinstance(order, Tell)]
+    machine.orders.clear()
+    return [each for each in found if isinstance(each, Place)]
+
+
+def test_each_generation_has_the_servers_that_answer_and_a_name_of_its_own() -> None:
+    kept = Kept(["a:7", "b:7"], ["b:7"])
+    world = World(3, max_restarts=3, kept=cast(KeptServers, kept))
+    first = [*places(world.here), *places(cast(Recorded, world.there.link))]
+    assert [place.servers for place in first] == [("a:7", "b:7")] * 3
+    world.ask(0, 1, 2, steps=5)  # a server is lost
+    second = [*places(world.here), *places(cast(Recorded, world.there.link))]
+    assert [place.servers for place in second] == [("b:7",)] * 3
+    assert [{place.job for place in each} for each in (first, second)] == [{job} for job in kept.jobs]
+    assert len(set(kept.jobs)) == 2
+    assert kept.jobs[1].startswith("job generation 2 ")
+
+
+def test_a_job_without_a_server_ends(capfd: pytest.CaptureFixture[str]) -> None:
+    world = World(3, max_restarts=3, kept=cast(KeptServers, Kept(["a:7"], [])))
+    world.here.orders.clear()
+    world.ask(0, 1, 2, steps=5)
+    assert world.here.told(GiveUp) == [0, 1]
+    said = "commsched run: the job cannot go on: none of its servers was free within 60 s"
+    assert capfd.readouterr().err.splitlines()[-1] == said
+    assert world.is_over()
+
+
+def test_one_rank_that_is_left_needs_no_server() -> None:
+    world = World(3, kept=cast(KeptServers, Kept(["a:7"])))
+    world.job._reported(world.here, Ended(1, 1))
+    world.job._gone(world.there, "it was silent")
+    world.ask(0, steps=5, lost=1)
+    assert world.generation == 2

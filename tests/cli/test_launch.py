@@ -106,6 +106,6 @@ def test_later_processes_of_an_elastic_job_have_the_token_that_the_first_ones_ha
 
     monkeypatch.setattr(elastic, "run_elastic", run_elastic)
     among = Among("10.0.0.1:7", "the first one", "job", 1, None, None, 5.0)
-    elasticity = Elasticity(2, 3, 60.0, 30.0, False, among)
-    assert launch.run(2, 0, ["train"], {"COMMSCHED_TOKEN_FILE": str(theirs)}, elasticity) == 0
+    elasticity = Elasticity(2, 3, 60.0, 30.0, False, among, token_from_file=among.token)
+    assert launch.run(2, 0, ["train"], {"COMMSCHED_TOKEN_FILE": str(theirs)}, elasticity, own_token=False) == 0
     assert found == [("the first one", 0o600)]

@@ -49,7 +49,7 @@ def machine(tmp_path: Path) -> Iterator[LocalMachine]:
     script.write_text(SCRIPT)
     directory = tmp_path / "job"
     directory.mkdir()
-    environ = {**os.environ, "TOLD": str(tmp_path / "told")}
+    environ = {**os.environ, "TOLD": str(tmp_path / "told"), "COMMSCHED_TOKEN": "a token of this test"}
     command = [sys.executable, str(script), "3"]
     made = LocalMachine(str(directory), 4, 2, "10.0.0.2", command, environ, standby=True)
     yield made
@@ -143,9 +143,9 @@ def test_a_child_that_holds_the_connection_of_a_process_that_has_ended_does_not_
 
 def test_servers_of_the_last_generation_end_with_it_and_are_reaped(machine: LocalMachine) -> None:
     before = len(os.listdir("/proc/self/fd"))
-    machine.serve(1, "a token of this test")
+    machine.serve(1)
     (first,) = machine._servers
-    machine.serve(0, "another one")
+    machine.serve(0)
     assert machine.reported(machine.events.get(timeout=60.0)) is None
     assert not is_zombie(first)
     assert len(os.listdir("/proc/self/fd")) == before

@@ -114,7 +114,8 @@ def test_options_that_would_do_nothing_are_refused(options: list[str], said: str
         (
             ["--local", "1", "--servers", "2"],
             {"COMMSCHED_TOKEN": "0" * 32},
-            "--servers 2 cannot be used with --local: every rank hosts a shard",
+            "--servers 2 cannot be used with --local: start servers by commsched server --keep, and name them in "
+            "COMMSCHED_SERVERS",
         ),
     ],
 )
@@ -124,6 +125,23 @@ def test_what_an_elastic_job_on_several_machines_needs(
     for name, value in {"COMMSCHED_CONTROL": "10.0.0.1:7", **environ}.items():
         monkeypatch.setenv(name, value)
     assert main(["run", "-n", "2", "--elastic", *options, "--", sys.executable]) == 2
+    assert capsys.readouterr().err == f"commsched: ConfigError: {said}\n"
+
+
+@pytest.mark.parametrize("elastic", [[], ["--elastic"]])
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ([], "servers='10.0.0.1:7' needs the token of these servers: set COMMSCHED_TOKEN or COMMSCHED_TOKEN_FILE"),
+        (["--servers", "2"], "--servers 2 cannot be used with servers='10.0.0.1:7': choose one"),
+    ],
+)
+def test_servers_that_were_started_by_hand(
+    elastic: list[str], options: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COMMSCHED_SERVERS", "10.0.0.1:7")
+    monkeypatch.delenv("COMMSCHED_TOKEN", raising=False)
+    assert main(["run", "-n", "2", *elastic, *options, "--", sys.executable]) == 2
     assert capsys.readouterr().err == f"commsched: ConfigError: {said}\n"
 
 
@@ -145,7 +163,7 @@ def test_what_an_elastic_job_on_several_machines_needs(
 def test_every_rank_has_the_settings_given(monkeypatch: pytest.MonkeyPatch, option: str, value: str, name: str) -> None:
     environs: list[dict[str, str]] = []
 
-    def run(ranks: int, servers: int, command: Any, environ: dict[str, str]) -> int:
+    def run(ranks: int, servers: int, command: Any, environ: dict[str, str], *_: object, own_token: bool) -> int:
         environs.append(environ)
         return 0
 
@@ -213,7 +231,7 @@ def test_an_option_behind_the_command_is_said_to_belong_to_it(
 @pytest.mark.parametrize("before", [[], ["--"]])
 def test_what_follows_the_command_is_its_own(before: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     commands: list[list[str]] = []
-    monkeypatch.setattr(launch, "run", lambda ranks, servers, command, environ: commands.append([ranks, *command]) or 0)
+    monkeypatch.setattr(launch, "run", lambda ranks, servers, command, *_, **__: commands.append([ranks, *command]) or 0)
     (tmp_path / "train.py").touch()
     monkeypatch.chdir(tmp_path)
     theirs = ["--lr", "1", "-n", "7", "--transport", "none", "--tra", "--", "x"]

@@ -46,7 +46,7 @@ def run_job(monkeypatch: pytest.MonkeyPatch) -> RunJob:
     """The next job is a call in this process, of what is given, with the ranks' environment."""
 
     def set_job(job: Callable[[dict[str, str]], int]) -> None:
-        monkeypatch.setattr(launch, "run", lambda ranks, servers, command, environ: job(environ))
+        monkeypatch.setattr(launch, "run", lambda ranks, servers, command, environ, own_token: job(environ))
 
     return set_job
 

@@ -16,7 +16,6 @@ from commsched.control.elastic_messages import (
     Summoned,
     Tell,
     from_line,
-    generation_token,
     to_line,
 )
 from commsched.control.generations import Asked, GiveUp
@@ -25,7 +24,7 @@ MESSAGES = [
     Asked(),
     Asked(7, True, 2, True, True),
     Asked(keeps_nothing=True),
-    Place(2, 0, 3, 0, 2, 1, 9, "10.0.0.1", "salt", ("127.0.0.1:7",)),
+    Place(2, 0, 3, 0, 2, 1, 9, "10.0.0.1", "generation 2 1f", ("127.0.0.1:7",)),
     Finish(),
     GiveUp("because"),
     Summoned(),
@@ -53,9 +52,3 @@ LINES = (b"", b"{}", b"[]", b"7\n", b'{"kind": "Place"}\n', b'{"kind": []}', b'{
 def test_other_lines_are_refused(line: bytes) -> None:
     with pytest.raises(ValueError, match="this is no message of an elastic job"):
         from_line(line)
-
-
-def test_each_generation_has_a_token_of_its_own() -> None:
-    tokens = {generation_token(token, generation, salt) for token in "ab" for generation in (1, 2) for salt in "cd"}
-    assert len(tokens) == 8
-    assert generation_token("a", 1, "c") in tokens

@@ -2,7 +2,8 @@
 
 elastic_rank.py STEPS DIRECTORY [STRIKE ...]: each STRIKE is WHERE:WHO:STEP:HOW, done once in the job, as DIRECTORY notes.
 WHERE: start, forward, backward, stepped or after (the loop). WHO: a rank's number, or s or l and the number of a rank that
-strikes the job's server or launcher. HOW: kill, lost (kill, and hang), stop, term, raise or exit.
+strikes the job's server or launcher. HOW: kill, lost (kill, and hang), stop, term, raise, exit, or wait until there is a file
+DIRECTORY/STRIKE.go.
 STEP_SECONDS in the environment makes each step longer, and KEEP is what the script keeps.
 """
 
@@ -61,6 +62,10 @@ class Strikes:
                 raise ValueError("boom")
             if how == "exit":
                 sys.exit(3)
+            while how == "wait" and not (self._directory / f"{strike}.go").exists():
+                time.sleep(0.01)
+            if how == "wait":
+                continue
             targets = {"s": server_of, "l": int}
             os.kill(
                 targets[who[0]](os.getppid()) if who[0] in targets else os.getpid(),

@@ -93,6 +93,13 @@ class Job:
                 lines[number] += byte
         return [line.decode().strip() for line in lines]
 
+    def lines_until(self, last: str) -> list[str]:
+        """The next lines of its stdout, up to the first that ends with ``last``, or to the end."""
+        lines = self.lines(1)
+        while lines[-1] and not lines[-1].endswith(last):
+            lines += self.lines(1)
+        return lines
+
     def end(self, timeout_seconds: float = HANGS_AFTER_SECONDS) -> tuple[int, str, str]:
         """Exit code, stdout and stderr, once it has ended."""
         out, err = self.process.communicate(timeout=timeout_seconds)

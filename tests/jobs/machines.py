@@ -43,8 +43,8 @@ class Machines:
 
     def __init__(self, hosts: Hosts, command: Sequence[str]) -> None:
         self.addresses = hosts.addresses
+        self.within = hosts.within
         self.are_apart = hosts.are_apart
-        self._hosts = hosts
         self._command = command
         self._environ = {"COMMSCHED_CONTROL": f"{self.addresses[0]}:{free_port()}", "COMMSCHED_TOKEN": secrets.token_hex(32)}
         self._stack = ExitStack()
@@ -62,7 +62,7 @@ class Machines:
         job = Job(
             *(*options, "--", *self._command, *strikes),
             environ={**self._environ, "COMMSCHED_HOST": self.addresses[machine], **environ},
-            within=self._hosts.within[machine],
+            within=self.within[machine],
         )
         return self._stack.enter_context(job)
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from .elastic_ends import RANK, STEPS, ended, nothing_left, undisturbed_end
-from .job import run_job
+from .job import Job, run_job
+from .kept import TOKEN, kept_server
 
 
 def run(directory: Path, options: list[str], *strikes: str, temporary: Path | None = None) -> tuple[int, str, str]:
@@ -100,3 +101,39 @@ def test_one_rank_too_few_ends_the_job_with_its_exit_code(tmp_path: Path) -> Non
     assert "commsched run: the job cannot go on: 1 rank is left, fewer than --min 2, and no restart\n" in err
     assert re.search(r"commsched run: rank 1 \(pid \d+\) ended with exit code 3", err.splitlines()[-1])
     assert nothing_left(out)
+
+
+def test_a_server_that_was_killed_is_left_out_and_used_again_when_it_is_back(tmp_path: Path, undisturbed: str) -> None:
+    strikes = ["start:0:2:wait", "start:0:5:wait", "forward:1:6:kill"]  # not before rank 0 has waited
+    with kept_server() as (one, first), kept_server() as (other, second):
+        environ = {"COMMSCHED_TOKEN": TOKEN, "COMMSCHED_SERVERS": f"{first},{second}", "COMMSCHED_FAIL_AFTER": "60"}
+        command = ["--", sys.executable, RANK, str(STEPS), str(tmp_path), *strikes]
+        with Job("-n", "2", "--elastic", *command, environ=environ) as job:
+            out = job.lines_until("start:0:2:wait")
+            one.kill()
+            one.wait(60)
+            (tmp_path / "start:0:2:wait.go").touch()
+            out += job.lines_until("start:0:5:wait")
+            with kept_server(first) as (again, _):
+                (tmp_path / "start:0:5:wait.go").touch()
+                code, rest, err = job.end()
+                again.terminate()
+                assert "commsched server: the job has ended; ready for the next\n" in again.communicate(timeout=60)[1]
+            other.terminate()
+            said = other.communicate(timeout=60)[1]
+    assert code == 0, err
+    assert ended(rest) == {0: undisturbed, 1: undisturbed}
+    lines = re.findall(r"^commsched run: (.*)$", re.sub(r" \(pid \d+\)|, from step \d", "", err), re.MULTILINE)
+    assert lines == [
+        f"the server at {first} is left out: nobody answers there",
+        "a connection or a server was lost, and no rank had failed; restarts left: 2",
+        "the job goes on with 2 ranks",
+        "rank 1 was killed by SIGKILL",
+        "rank 1 is replaced; restarts left: 1",
+        f"the server at {first} takes part now",
+        "the job goes on with 2 ranks",
+    ]
+    assert [line.split(": ")[1] for line in said.splitlines()[-3:]] == ["the job has failed"] * 2 + [
+        "the job has ended; ready for the next"
+    ]
+    assert nothing_left("\n".join(out) + rest)

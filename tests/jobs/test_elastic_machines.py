@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from .elastic_ends import RANK, STEPS, ended, nothing_left, undisturbed_end
+from .kept import kept_server
 from .machines import Hosts, Machines, ends, open_hosts
 
 OPTIONS = ("-n", "2", "--elastic", "--local", "1")
@@ -123,3 +124,22 @@ def test_a_launcher_without_a_host_says_so(machines: Machines) -> None:
     code, _, err = machines.launch(0, [*OPTIONS], COMMSCHED_JOIN_WITHIN="1").end()
     assert code == 1
     assert "commsched run: the job cannot go on: no machine with room for rank 1 has come within 1 s\n" in err
+
+
+def test_servers_on_a_machine_of_their_own_serve_every_generation(machines: Machines, undisturbed: str) -> None:
+    options, strikes = [*OPTIONS, "--security", "tls"], ["backward:1:2:kill"]
+    environ = {"COMMSCHED_TOKEN": "0123456789abcdef", "COMMSCHED_SECURITY": "tls"}
+    bind = f"{machines.addresses[2]}:0"
+    with (
+        kept_server(bind, machines.within[2], **environ) as (one, first),
+        kept_server(bind, machines.within[2], **environ) as (_, second),
+    ):
+        given = {**environ, "COMMSCHED_SERVERS": f"{first},{second}"}
+        jobs = [machines.launch(machine, options, *strikes, **given) for machine in range(2)]
+        (code, out, err), (its_code, its_out, its_err) = ends(*jobs)
+        assert (code, its_code) == (0, 0), err + its_err
+        assert ended(out + its_out) == {0: undisturbed, 1: undisturbed}
+        one.terminate()
+        said = one.communicate(timeout=60)[1].splitlines()
+    assert [line.split(": ")[1] for line in said] == ["the job has failed", "the job has ended; ready for the next"]
+    assert nothing_left(out + its_out)

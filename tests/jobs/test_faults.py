@@ -273,7 +273,7 @@ def test_ctrl_c_ends_every_process() -> None:
 
 def test_a_rank_killed_while_another_connects_to_a_server_is_named() -> None:
     """The server that is waited for never comes; what counts is the first cause."""
-    environ = {"COMMSCHED_SERVERS": "127.0.0.1:1", "COMMSCHED_JOIN_WITHIN": "300"}
+    environ = {"COMMSCHED_SERVERS": "127.0.0.1:1", "COMMSCHED_TOKEN": "a token", "COMMSCHED_JOIN_WITHIN": "300"}
     said = 'rank {os.environ["COMMSCHED_RANK"]} tells {os.environ["COMMSCHED_LAUNCHER_FILE"]} pid {os.getpid()}'
     announce = f"import os,sys; os.write(1, f'{said}\\n'.encode());"
     join = f"{announce} sys.argv = ['worker', '5']; import runpy; runpy.run_path({str(WORKER)!r}, run_name='__main__')"

@@ -11,7 +11,7 @@ from typing import Any, get_args
 
 import pytest
 
-from commsched.control.elastic_messages import Place, generation_token
+from commsched.control.elastic_messages import Place
 from commsched.control.generations import Asked
 from commsched.core.errors import ConfigError, PeerTimeout, UnsupportedError
 from commsched.session import membership
@@ -53,7 +53,7 @@ def test_a_rank_that_is_lost_while_a_generation_opens_ends_that_generation(monke
 
     def ask(member: ElasticMember, asked: Asked) -> Place:
         said.append(asked)
-        return Place(len(said), 0, 2, 0, 2, 0, 5, "127.0.0.1", "salt")
+        return Place(len(said), 0, 2, 0, 2, 0, 5, "127.0.0.1", "generation 2")
 
     def open_session(*_: object) -> Session:
         if len(said) == 1:
@@ -76,18 +76,18 @@ def test_a_token_file_that_is_replaced_during_the_job_does_not_count(monkeypatch
     file.write_text("a secret")
     member = ElasticMember("/nowhere", Settings.load({"token_file": str(file)}, {}), "cpu")
     file.write_text("another one")
-    place = Place(2, 0, 2, 0, 2, 0, 5, "127.0.0.1", "salt")
+    place = Place(2, 0, 2, 0, 2, 0, 5, "127.0.0.1", "generation 2")
     opened = local_sessions(1)[0]
-    tokens: list[str | None] = []
+    given: list[tuple[str | None, str | None]] = []
 
     def open_session(_: object, settings: Settings, *__: object) -> Session:
-        tokens.append(settings.token)
+        given.append((settings.token, settings.job))
         return opened
 
     monkeypatch.setattr(ElasticMember, "_ask", lambda *_: place)
     monkeypatch.setattr(membership, "open_session", open_session)
     assert member.move(Asked(5)) is opened
-    assert tokens == [generation_token("a secret", 2, "salt")]
+    assert given == [("a secret", "generation 2")]
     opened.close()
 
 
@@ -110,7 +110,6 @@ def test_what_is_kept_is_one_of_three() -> None:
         ({"transport": "mpi"}, "transport='mpi' cannot be used with --elastic, which works over ps and gloo only"),
         ({"trace": "traces"}, "trace='traces' cannot be used with --elastic"),
         ({"tune": "1"}, "tune=.* cannot be used with --elastic"),
-        ({"servers": "127.0.0.1:7000"}, "servers=.* cannot be used with --elastic"),
     ],
 )
 def test_settings_that_cannot_be_elastic(settings: dict[str, Any], message: str) -> None:

@@ -27,7 +27,7 @@ from ...averaging.reduce import Bytes
 from ...backend import Contributors, TransportContext
 
 MAGIC = b"CSPS"
-VERSION = 5
+VERSION = 6
 
 # magic, version, kind, dtype, group, partition, order, payload bytes, step, start, stop, the payload's checksum; then the
 # checksum of these fields. The header has 64 bytes, so that the payload behind it stays aligned.
@@ -59,6 +59,7 @@ class FrameKind(IntEnum):
     ERROR = 7  # server: the job failed (JSON: type, message)
     LEFT = 8  # worker: a rank, maybe another one, sends nothing more (JSON: its number)
     RELEASED = 9  # worker: it pushes nothing more to these groups, and has all their averages (JSON: their numbers)
+    RESERVE = 10  # a launcher: serve the job that it has proved next; server: HELLO, once no other job is in hand
 
 
 #: Messages whose payload is gradients.

@@ -25,17 +25,18 @@ METHOD = "/commsched.ps/Exchange"
 class GrpcStream:
     """See ``WorkerStream``. gRPC does not report when bytes have left, so the server acknowledges each push."""
 
-    def __init__(self, peer: str, address: str, options: StreamOptions, job: str) -> None:
+    def __init__(self, peer: str, address: str, options: StreamOptions, job: str, waits: bool = True) -> None:
         self.peer = peer
         self.outbox = SendQueue(options.rate_limiter)
         self._unacknowledged: dict[PartitionKey, Callable[[], None]] = {}
         self._address = address
         self._identity = options.identity
+        self._waits = waits
         self._aborted = threading.Event()
         self._channel = make_channel(address, options.fail_after_seconds, MAX_MESSAGE_BYTES, self._identity)
         # wait_for_ready: gRPC tries again while the server is not up, until ``close``.
         self._call = Call(
-            self._channel, METHOD, self._requests(), options.token, job, wait_for_ready=True, identity=self._identity
+            self._channel, METHOD, self._requests(), options.token, job, wait_for_ready=waits, identity=self._identity
         )
 
     def frames(self, place: Allocate) -> Iterator[Frame]:
@@ -58,7 +59,9 @@ class GrpcStream:
         while not self._aborted.is_set():
             try:
                 why = probe(self._address, self._identity, _PROBE_SECONDS)
-            except OSError:
+            except OSError as error:
+                if not self._waits:
+                    raise StreamBroken("nobody answers there") from error
                 self._aborted.wait(_PAUSE_SECONDS)
                 continue
             if why is None:

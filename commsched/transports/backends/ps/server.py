@@ -1,4 +1,4 @@
-"""A parameter server: a shard that listens in a rank's process, or in a process of its own, which serves one job."""
+"""Parameter servers: a shard that listens in a rank's process, and a server in a process of its own."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ....core.errors import CommschedError
 from ....core.interfaces import OnFailure
 from .frame import WorkerHello
 from .service import Service, ServiceContext
-from .stream import StreamOptions, open_port
+from .stream import Stream, StreamOptions, open_port
 
 
 class Shard:
@@ -51,60 +51,103 @@ class Membership(Protocol):
 JoinJob = Callable[[WorkerHello, str, OnFailure], Membership]
 
 
-def serve_shard(address: str, options: StreamOptions, *, join: JoinJob, announce: Callable[[str], None]) -> int:
-    """Serve one job at ``address`` and return 0 when every worker has said goodbye.
+class Server:
+    """A parameter server in a process of its own, which serves one job after another.
 
-    ``announce`` is called with the bound address, before any worker has connected. The server waits for the first worker
-    without limit, and takes the world size from that worker's hello. Workers are welcomed once the server is in the control
-    channel, which then watches the server. ``options`` are closed at the end.
+    It listens from construction on until :meth:`close`, so that it refuses connections only if its process has ended. Between
+    two jobs, workers wait for the next call of :meth:`serve_job`.
+
+    Args:
+        address: ``host:port`` to listen at; port 0 means any free port.
+        options: the options of its streams; the lane is the same as the workers'. Closed with the server.
 
     Raises:
         ConfigError: the server cannot listen at the address, or the token is empty.
-        CommschedError: the job failed; every worker that is still connected gets the same error.
     """
-    events: SimpleQueue[WorkerHello | CommschedError | None] = SimpleQueue()  # None means that every worker has said goodbye
-    joined = threading.Event()  # or the job has failed
-    shard = None
-    membership: Membership | None = None
 
-    def greet(hello: WorkerHello) -> None:
-        events.put(hello)
-        joined.wait()
+    def __init__(self, address: str, options: StreamOptions) -> None:
+        self._options = options
+        self._changed = threading.Condition()  # guards the two below
+        self._service: Service | None = None  # of the job in hand, or of the next one
+        self._closed = False
+        self._port = open_port(address, options)
+        #: ``host:port`` as bound.
+        self.address = self._port.address
+        self._port.serve(self._serve)
 
-    def fail(error: CommschedError) -> None:
-        events.put(error)
-        joined.set()
+    def serve_job(self, join: JoinJob) -> None:
+        """Serve one job, and return when every worker has said goodbye.
 
-    def next_event() -> WorkerHello | None:
-        event = events.get()
-        if isinstance(event, CommschedError):
-            raise event
-        return event
+        The server waits for the first worker without limit, and takes the world size from that worker's hello. Workers are
+        welcomed once the server is in the control channel, which then watches the server.
 
-    def on_failure(error: CommschedError) -> None:
-        # A lane often breaks because of a failure elsewhere. The control channel knows which failure was first, and reports it
-        # to all processes, this server included.
-        if membership is not None:
-            membership.report(error)
+        Raises:
+            CommschedError: the job failed; every worker that is still connected gets the same error.
+        """
+        events: SimpleQueue[WorkerHello | CommschedError | None] = SimpleQueue()  # None: every worker has said goodbye
+        joined = threading.Event()  # or the job has failed
+        membership: Membership | None = None
+
+        def greet(hello: WorkerHello) -> None:
+            events.put(hello)
+            joined.wait()
+
+        def fail(error: CommschedError) -> None:
+            events.put(error)
+            joined.set()
+
+        def next_event() -> WorkerHello | None:
+            event = events.get()
+            if isinstance(event, CommschedError):
+                raise event
+            return event
+
+        def on_failure(error: CommschedError) -> None:
+            # A lane often breaks because of a failure elsewhere. The control channel knows which failure was first, and reports
+            # it to all processes, this server included.
+            if membership is not None:
+                membership.report(error)
+            else:
+                fail(error)
+
+        name = f"the server at {self.address}"
+        service = Service(ServiceContext(name, on_failure, on_first_hello=greet, on_all_left=lambda: events.put(None)))
+        try:
+            self._change(service)
+            hello = next_event()
+            assert hello is not None  # nobody says goodbye before
+            membership = join(hello, service.job, fail)
+            joined.set()
+            next_event()
+        except CommschedError as error:
+            service.fail(error)
+            raise
+        finally:
+            joined.set()  # ``greet`` must not wait any more, whatever happened
+            self._change(None)
+            service.close()
+            if membership is not None:
+                membership.close()
+
+    def close(self) -> None:
+        """Release the port and all threads, once the streams have ended, or after a moment. Idempotent."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._port.close(graceful=True)
+        self._options.close()
+
+    def _change(self, service: Service | None) -> None:
+        with self._changed:
+            self._service = service
+            self._changed.notify_all()
+
+    def _serve(self, stream: Stream, job: str) -> None:
+        """Let the service of the job in hand handle ``stream``. Called in a thread of the stream's own."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._service is not None or self._closed)
+            service = self._service
+        if service is None:
+            stream.outbox.abort()
         else:
-            fail(error)
-
-    try:
-        context = ServiceContext("the server", on_failure, on_first_hello=greet, on_all_left=lambda: events.put(None))
-        shard = Shard(address, options, context)
-        announce(shard.address)
-        hello = next_event()
-        assert hello is not None  # nobody says goodbye before
-        membership = join(hello, shard.service.job, fail)
-        joined.set()
-        next_event()
-        return 0
-    except CommschedError as error:
-        if shard is not None:
-            shard.service.fail(error)
-        raise
-    finally:
-        joined.set()  # ``greet`` must not wait any more, whatever happened
-        for part in (shard, options, membership):
-            if part is not None:
-                part.close()
+            service.serve(stream, job)

@@ -208,6 +208,8 @@ class Service:
         return self.aggregator.buffers.take(frame.stop - frame.start)
 
     def _push(self, worker: _Worker, rank: int, frame: Frame) -> None:
+        if self._closed:  # the port may serve the next job by now, and this worker of an earlier one was frozen or cut off
+            raise ProtocolError("a push to a job that has ended")
         given = not memoryview(frame.payload).readonly  # the payload lies in the memory from ``_place``
         order = frame.order
         if self.aggregator.has_rows(frame.group):
@@ -220,6 +222,8 @@ class Service:
     def _handle(self, worker: _Worker, frame: Frame) -> None:
         if frame.kind is FrameKind.HELLO and worker.rank is None:
             self._greet(worker, WorkerHello.from_record(frame.json()))
+        elif frame.kind is FrameKind.RESERVE and worker.rank is None and self._context.job is None:
+            self._reserve(worker)
         elif worker.rank is None:
             raise _out_of_turn(worker, frame)
         elif frame.kind is FrameKind.GROUP:
@@ -232,6 +236,15 @@ class Service:
                 self.aggregator.leave(left)
         else:
             raise _out_of_turn(worker, frame)
+
+    def _reserve(self, worker: _Worker) -> None:
+        """Serve the job of ``worker``, which is no rank, and no other; and say so. If a job is in hand there is no answer: its
+        end ends this stream too, and the worker asks the next service."""
+        with self._lock:
+            if self._greeted or self._failure is not None:
+                return
+            self._job = worker.job
+        worker.stream.outbox.put_control(json_frame(FrameKind.HELLO, {}))
 
     def _announce(self, worker: _Worker, rank: int, group: int, manifest: Manifest) -> None:
         flows = worker.flows

@@ -101,7 +101,7 @@ class Stream(Protocol):
 
 
 class WorkerStream(Stream, Protocol):
-    """The worker's end of a stream. ``frames`` connects first, and tries again while the server is not up."""
+    """The worker's end of a stream. ``frames`` connects first."""
 
     def abort(self) -> None:
         """End at once: ``frames`` ends, and stops connecting. Idempotent. Thread-safe."""
@@ -124,13 +124,16 @@ class Port(Protocol):
         """Release the port, all connections and threads. If ``graceful``, streams may take a moment to end. Idempotent."""
 
 
-def open_streams(peer: str, address: str, options: StreamOptions, job: str, flows: int = 1) -> list[WorkerStream]:
+def open_streams(
+    peer: str, address: str, options: StreamOptions, job: str, flows: int = 1, *, waits: bool = True
+) -> list[WorkerStream]:
     """Return a worker's ends of ``flows`` streams to the server at ``address``. They share the gradients that wait to be sent.
     Each connects when its ``frames`` are iterated. A server with several addresses gets the streams at each in turn.
 
     Args:
         peer: the name of the server in messages, such as ``server 1 at 10.0.0.7:4242``.
         job: the job's name, which the worker proves with the token.
+        waits: they try again while the server is not up. Otherwise ``frames`` raises StreamBroken.
 
     Raises:
         ConfigError: the carrier has one stream to a server only, or the server has more addresses than ``flows``.
@@ -141,7 +144,7 @@ def open_streams(peer: str, address: str, options: StreamOptions, job: str, flow
         _require_one(address)
         if flows > 1:
             raise ConfigError(f"flows={flows} needs lane='tcp': gRPC has one connection between two processes")
-        return [GrpcStream(peer, address, options, job)]
+        return [GrpcStream(peer, address, options, job, waits)]
     from .tcp_lane import TcpStream
 
     addresses = each_of(address)
@@ -150,9 +153,9 @@ def open_streams(peer: str, address: str, options: StreamOptions, job: str, flow
             f"{peer} has {len(addresses)} addresses, and flows={flows} would leave some without a connection: set "
             f"COMMSCHED_FLOWS={len(addresses)} on every rank, or a multiple of it"
         )
-    first = TcpStream(peer, addresses[0], options, job)
+    first = TcpStream(peer, addresses[0], options, job, waits)
     others = (addresses[flow % len(addresses)] for flow in range(1, flows))
-    return [first, *(TcpStream(peer, each, options, job, beside=first) for each in others)]
+    return [first, *(TcpStream(peer, each, options, job, waits, beside=first) for each in others)]
 
 
 def open_port(address: str, options: StreamOptions) -> Port:

@@ -30,12 +30,15 @@ _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.05, 1.0
 class TcpStream:
     """See ``WorkerStream``. It shares its gradients with the stream ``beside``."""
 
-    def __init__(self, peer: str, address: str, options: StreamOptions, job: str, beside: TcpStream | None = None) -> None:
+    def __init__(
+        self, peer: str, address: str, options: StreamOptions, job: str, waits: bool = True, beside: TcpStream | None = None
+    ) -> None:
         self.peer = peer
         self.outbox: SendQueue = SendQueue(options.rate_limiter, beside.outbox if beside is not None else None)
         self._address = address
         self._options = options
         self._job = job
+        self._waits = waits
         self._lock = threading.Lock()
         self._aborted = threading.Event()
         self._socket: socket.socket | None = None  # shut down by ``abort``; closed by the receiving thread only
@@ -67,7 +70,11 @@ class TcpStream:
             closing.close()
 
     def _connect(self) -> socket.socket | TlsSocket | None:
-        """Return a connection to a server that knows the token, or None after ``abort``. Tries until then, without a limit."""
+        """Return a connection to a server that knows the token, or None after ``abort``. Tries until then, without a limit.
+
+        Raises:
+            StreamBroken: there is none, and this stream does not wait for it.
+        """
         pause_seconds = _FIRST_PAUSE_SECONDS
         while not self._aborted.is_set():
             for family, kind, protocol, _, address in self._resolve():
@@ -75,6 +82,8 @@ class TcpStream:
                     connected = self._attempt(family, kind, protocol, address)
                 if connected is not None:
                     return connected
+            if not self._waits:
+                raise StreamBroken("nobody answers there")
             self._aborted.wait(pause_seconds)
             pause_seconds = min(2 * pause_seconds, _LONGEST_PAUSE_SECONDS)
         return None

@@ -1,4 +1,4 @@
-"""A parameter server in a process of its own: one job, from the first hello to the last goodbye."""
+"""A parameter server in a process of its own: each job, from the first hello to the last goodbye."""
 
 import os
 import queue
@@ -17,7 +17,8 @@ from commsched.core.errors import CommschedError, ConfigError, PeerLost
 from commsched.core.interfaces import OnFailure
 from commsched.core.manifest import Manifest, TensorSpec
 from commsched.transports.backends.ps.frame import WorkerHello
-from commsched.transports.backends.ps.server import serve_shard
+from commsched.transports.backends.ps.reserve import reserve
+from commsched.transports.backends.ps.server import Server
 from commsched.transports.backends.ps.stream import StreamOptions
 from commsched.transports.backends.ps.transport import PsTransport
 
@@ -43,34 +44,46 @@ class FakeMembership:
         self.closed = True
 
 
-class Server:
-    """``serve_shard`` in a thread; ``outcome`` is the code it returned or the error it raised."""
+class Serving:
+    """A ``Server`` in a thread, for so many ``jobs``; ``outcome`` is how the next of them has ended."""
 
-    def __init__(self, join: Callable[[WorkerHello, str, OnFailure], FakeMembership] | None = None, lane: str = "tcp") -> None:
-        self._options = StreamOptions(TOKEN, lane)
+    def __init__(
+        self,
+        join: Callable[[WorkerHello, str, OnFailure], FakeMembership] | None = None,
+        lane: str = "tcp",
+        jobs: int = 1,
+    ) -> None:
+        self.options = StreamOptions(TOKEN, lane)
+        self._server = Server("127.0.0.1:0", self.options)
+        self._jobs = jobs
         self.membership = FakeMembership()
         self.joined: queue.SimpleQueue[tuple[WorkerHello, OnFailure]] = queue.SimpleQueue()
         self._join = join or self._accept
-        self._outcome: queue.SimpleQueue[int | CommschedError] = queue.SimpleQueue()
-        bound: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._serve, args=(bound.put,), daemon=True)
+        self._outcome: queue.SimpleQueue[CommschedError | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
-        self.address = bound.get(timeout=60)
+        self.address = self._server.address
 
     def _accept(self, hello: WorkerHello, job: str, on_failure: OnFailure) -> FakeMembership:
         self.membership.on_failure = on_failure
         self.joined.put((hello, on_failure))
         return self.membership
 
-    def _serve(self, announce: Callable[[str], None]) -> None:
-        try:
-            self._outcome.put(serve_shard("127.0.0.1:0", self._options, join=self._join, announce=announce))
-        except CommschedError as error:
-            self._outcome.put(error)
+    def _serve(self) -> None:
+        for _ in range(self._jobs):
+            try:
+                self._server.serve_job(self._join)
+                self._outcome.put(None)
+            except CommschedError as error:
+                self._outcome.put(error)
 
-    def outcome(self) -> int | CommschedError:
+    def outcome(self) -> CommschedError | None:
         outcome = self._outcome.get(timeout=60)
+        self._jobs -= 1
+        if self._jobs:
+            return outcome
         self._thread.join(60)
+        self._server.close()
         for thread in threading.enumerate():
             if thread.name.startswith("commsched-ps"):  # it may be at its very last instruction
                 thread.join(60)
@@ -78,15 +91,17 @@ class Server:
         return outcome
 
 
-def connect(address: str, rank: int, on_failure: OnFailure, world_size: int = 2, lane: str = "tcp") -> PsTransport:
+def connect(
+    address: str, rank: int, on_failure: OnFailure, world_size: int = 2, lane: str = "tcp", job: str = ""
+) -> PsTransport:
     context = a_context(rank, world_size, on_failure, lane=lane, join_within=60.0)
-    transport = open_ps(replace(context, control_address="h:1"), [address])
+    transport = open_ps(replace(context, control_address="h:1", job=job), [address])
     transport.add_group(0, MANIFEST)
     return transport
 
 
 def test_a_job_from_the_first_hello_to_the_last_goodbye():
-    server = Server()
+    server = Serving()
     transports = [connect(server.address, rank, pytest.fail) for rank in range(2)]
     assert server.joined.get(timeout=60)[0] == WorkerHello(0, 2, 0, "h:1")
     ends = [Ended(), Ended()]
@@ -96,13 +111,13 @@ def test_a_job_from_the_first_hello_to_the_last_goodbye():
         assert ended.done.wait(60)
     for transport in transports:
         transport.close()
-    assert server.outcome() == 0
+    assert server.outcome() is None
     assert server.membership.closed
     assert server.membership.reported == []
 
 
 def test_a_failure_elsewhere_ends_the_server_and_reaches_its_workers():
-    server, failures = Server(), Failures()
+    server, failures = Serving(), Failures()
     transport = connect(server.address, 0, failures)
     _, on_failure = server.joined.get(timeout=60)
     on_failure(PeerLost("rank 3 (host h, pid 9) is gone"))
@@ -115,19 +130,19 @@ def test_a_control_channel_that_cannot_be_joined_ends_the_server_and_reaches_its
     def join(hello: WorkerHello, job: str, on_failure: OnFailure) -> FakeMembership:
         raise ConfigError("the control channel has another token")
 
-    server = Server(join)
+    server = Serving(join)
     with pytest.raises(ConfigError, match="the control channel has another token"):
         connect(server.address, 0, Failures())
     assert str(server.outcome()) == "the control channel has another token"
 
 
 def test_a_taken_port_is_one_clear_line():
-    server = Server()
+    server = Serving()
     with pytest.raises(ConfigError, match=f"cannot listen at {server.address}: the port is taken"):
-        serve_shard(server.address, StreamOptions(TOKEN), join=server._accept, announce=pytest.fail)
+        Server(server.address, StreamOptions(TOKEN))
     transport = connect(server.address, 0, pytest.fail, world_size=1)
     transport.close()
-    assert server.outcome() == 0
+    assert server.outcome() is None
 
 
 def start_process(code: str, *arguments: str) -> subprocess.Popen[str]:
@@ -147,15 +162,15 @@ def kill(process: subprocess.Popen[str]) -> None:
 
 SERVER = """
 import sys
-from commsched.transports.backends.ps.server import serve_shard
-from commsched.transports.backends.ps.stream import StreamOptions
+from commsched.transports.backends.ps.server import Server
 from commsched.transports.backends.ps.stream import StreamOptions
 class Membership:
     def report(self, error): pass
     def close(self): pass
 join = lambda hello, job, on_failure: Membership()
-options = StreamOptions(sys.argv[1], sys.argv[2])
-serve_shard("127.0.0.1:0", options, join=join, announce=lambda a: print(a, flush=True))
+server = Server("127.0.0.1:0", StreamOptions(sys.argv[1], sys.argv[2]))
+print(server.address, flush=True)
+server.serve_job(join)
 """
 
 WORKER = """
@@ -194,7 +209,7 @@ def test_a_killed_server_is_named_to_its_workers_at_once(lane):
 
 @pytest.mark.parametrize("lane", ["tcp", "grpc"])
 def test_a_killed_worker_ends_the_server_and_is_named_to_the_other_worker(lane):
-    server, failures = Server(lane=lane), Failures()
+    server, failures = Serving(lane=lane), Failures()
     process = start_process(WORKER, TOKEN, server.address, lane)
     try:
         transport = connect(server.address, 0, failures, lane=lane)
@@ -209,3 +224,43 @@ def test_a_killed_worker_ends_the_server_and_is_named_to_the_other_worker(lane):
     assert [str(reported) for reported in server.membership.reported] == [str(error)]
     assert server.membership.closed
     transport.close()
+
+
+@pytest.mark.parametrize("lane", ["tcp", "grpc"])
+def test_a_reserved_server_serves_that_job_and_no_earlier_one(lane):
+    """The workers of an elastic job's last generation, which were frozen, must not get it before those of the next."""
+    server = Serving(lane=lane)
+    assert reserve(server.address, server.options, "generation 1", 60.0) == ""
+    assert reserve(server.address, server.options, "generation 2", 60.0) == ""
+    with pytest.raises(ConfigError, match="rank 0 belongs to job 'generation 1'; this server serves job 'generation 2'"):
+        connect(server.address, 0, Failures(), 1, lane, "generation 1")
+    connect(server.address, 0, pytest.fail, 1, lane, "generation 2").close()
+    assert server.outcome() is None
+
+
+@pytest.mark.parametrize("lane", ["tcp", "grpc"])
+def test_a_server_is_reserved_when_the_job_in_hand_has_ended(lane):
+    server, reserved = Serving(lane=lane, jobs=2), queue.SimpleQueue[str]()
+    transport = connect(server.address, 0, print, 2, lane, "generation 1")
+    _, on_failure = server.joined.get(timeout=60)
+    asking = threading.Thread(target=lambda: reserved.put(reserve(server.address, server.options, "generation 2", 60.0)))
+    asking.start()
+    on_failure(PeerLost("rank 1 is gone"))
+    assert str(server.outcome()) == "rank 1 is gone"
+    assert reserved.get(timeout=60) == ""
+    asking.join()
+    transport.close(graceful=False)
+    connect(server.address, 0, pytest.fail, 1, lane, "generation 2").close()
+    assert server.outcome() is None
+
+
+@pytest.mark.parametrize("lane", ["tcp", "grpc"])
+def test_why_a_server_is_not_reserved(lane):
+    server = Serving(lane=lane)
+    assert "has another token" in reserve(server.address, StreamOptions("another token", lane), "a job", 60.0)
+    transport = connect(server.address, 0, print, 1, lane)
+    why = reserve(server.address, server.options, "another job", 0.2)
+    assert why == "it did not answer within 0.2 s; it may be stopped, or serve another job"
+    transport.close()
+    assert server.outcome() is None
+    assert reserve(server.address, server.options, "a job", 60.0) == "nobody answers there"
