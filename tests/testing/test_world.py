@@ -1,4 +1,5 @@
 import threading
+from queue import SimpleQueue
 
 import pytest
 
@@ -19,16 +20,13 @@ def test_ranks_run_at_the_same_time() -> None:
 
 
 def test_the_first_exception_is_raised_and_the_others_are_named_in_its_notes() -> None:
-    first_has_raised = threading.Event()
+    first: SimpleQueue[threading.Thread] = SimpleQueue()
 
     def fn(rank: int) -> None:
         if rank == 1:
-            first_has_raised.set()
+            first.put(threading.current_thread())
             raise KeyError("first")
-        assert first_has_raised.wait(60)
-        threads = [thread for thread in threading.enumerate() if thread.name == "commsched-rank-1"]
-        for thread in threads:
-            thread.join(60)
+        first.get(timeout=60).join(60)
         raise ValueError("second")
 
     with pytest.raises(KeyError, match="first") as raised:
@@ -38,15 +36,13 @@ def test_the_first_exception_is_raised_and_the_others_are_named_in_its_notes() -
 
 def test_an_exception_comes_before_what_other_ranks_say_of_it() -> None:
     """A rank that is told of it may raise that sooner than the rank whose exception it is."""
-    told = threading.Event()
+    told: SimpleQueue[threading.Thread] = SimpleQueue()
 
     def fn(rank: int) -> None:
         if rank == 1:
-            assert told.wait(60)
-            for thread in [thread for thread in threading.enumerate() if thread.name == "commsched-rank-0"]:
-                thread.join(60)
+            told.get(timeout=60).join(60)
             raise KeyError("cause")
-        told.set()
+        told.put(threading.current_thread())
         raise TransportError("rank 1 ended: KeyError: 'cause' (a note)")
 
     with pytest.raises(KeyError, match="cause") as raised:

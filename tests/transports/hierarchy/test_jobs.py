@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import signal
 import sys
 import time
@@ -112,7 +113,7 @@ def test_different_settings_of_ranks_are_told() -> None:
 
 def test_a_leader_that_cannot_open_its_network_ends_all(tmp_path: Path) -> None:
     """Members wait for their leader, who waits for a server that does not come."""
-    environ = {"COMMSCHED_SERVERS": "127.0.0.1:1", "COMMSCHED_JOIN_WITHIN": "8"}
+    environ = {"COMMSCHED_SERVERS": "127.0.0.1:1", "COMMSCHED_TOKEN": secrets.token_hex(32), "COMMSCHED_JOIN_WITHIN": "8"}
     code, _, err = run_job(*on_two_hosts("ps", "5", "--meet", str(tmp_path)), environ=environ, patient=True)
     assert code == 1
     assert len(re.findall(r"server 0 at 127.0.0.1:1 did not answer within", err)) == 4, err
