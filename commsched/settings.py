@@ -327,7 +327,10 @@ class Settings:
         run_option=True,
     )
     fusion: int | None = _setting(
-        parse_bytes, None, "small neighbours are merged up to this; none: up to the partition", run_option=True
+        parse_bytes,
+        None,
+        "small neighbours are merged up to this; none: up to a quarter of the partition, at least 64KB",
+        run_option=True,
     )
     policy: str = _setting(_policy, "priority", "order of ready partitions, such as priority, fifo", run_option=True)
     rate: float | None = _setting(

@@ -25,7 +25,7 @@ class SchedulerConfig:
     partition_bytes: int = 4_000_000
     credit_bytes: int = 16_000_000
     policy: str = "priority"
-    fusion_bytes: int | None = None  # small neighbours are merged up to this size; None means partition_bytes
+    fusion_bytes: int | None = None  # small neighbours are merged up to this size; None: see cut
     collective: str = "all_reduce"
 
     def to_record(self) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 from itertools import pairwise
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -111,6 +112,12 @@ def test_neighbours_are_merged_up_to_fusion_bytes_only(manifest: Manifest, parti
 
 def test_fusion_never_exceeds_the_partition() -> None:
     assert borders(cut(tensors((1, "float32"), (1, "float32")), 4, 8)) == [("float32", 0, 4, (0,)), ("float32", 4, 8, (1,))]
+
+
+@pytest.mark.parametrize(("partition_bytes", "fused_bytes"), [(1_000_000, 250_000), (100_000, 64_000), (40_000, 40_000)])
+def test_by_default_neighbours_are_merged_up_to_a_quarter_of_the_partition(partition_bytes: int, fused_bytes: int) -> None:
+    manifest = tensors(*((250, "float32") for _ in range(1000)))
+    assert {p.nbytes for p in cut(manifest, partition_bytes).partitions[:-1]} == {fused_bytes}
 
 
 def test_without_fusion_every_tensor_travels_alone() -> None:
