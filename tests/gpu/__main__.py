@@ -27,7 +27,7 @@ from commsched.simulator.profile import read_profile
 TESTS = Path(__file__).parent.parent
 
 #: What the tests use, by the names under which they are imported.
-PACKAGES = ("numpy", "grpc", "xxhash", "cupy", "torch", "pytest", "pytest_timeout", "hypothesis")
+PACKAGES = ("numpy", "grpc", "xxhash", "cupy", "torch", "jax", "optax", "pytest", "pytest_timeout", "hypothesis")
 
 #: Tests of PyTorch's loops on the CPU, which ``LOOPS_ON`` puts on a GPU (``tests/plugins/torch/where.py``).
 LOOPS = ("plugins/torch/test_equality.py", "plugins/torch/test_accumulation.py", "plugins/torch/loops")

@@ -15,6 +15,7 @@ from ...core.device import Device
 from ...core.errors import ManifestMismatch
 from ...core.group import TensorGroup
 from ...core.manifest import Manifest
+from ...devices import open_device
 
 
 def format_spec(item: Sequence[Any] | None) -> str:
@@ -30,12 +31,28 @@ def broadcast_arrays(session: commsched.Session, name: str, arrays: Sequence[NDA
     flat = np.concatenate(
         [np.empty(0, np.uint8), *(np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in arrays)]
     )
-    session.broadcast(name, flat.data)
+    if session.device == "cpu":
+        session.broadcast(name, flat.data)
+    else:
+        flat = _broadcast_on(open_device(session.device), session, name, flat)
     received, start = [], 0
     for array in arrays:
         received.append(flat[start : start + array.nbytes].view(array.dtype).reshape(array.shape))
         start += array.nbytes
     return received
+
+
+def _broadcast_on(device: Device, session: commsched.Session, name: str, flat: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Rank 0's bytes of ``flat``, by way of the device on which the transport sums."""
+    memory, host, stream = device.allocate(len(flat)), device.allocate_host(len(flat)), device.stream()
+    if session.rank == 0:
+        host[:] = flat.data
+        stream.copy(memory, host)
+        stream.synchronize()
+    session.broadcast(name, memory, 0, device)
+    stream.copy(host, memory)
+    stream.synchronize()
+    return np.frombuffer(host, np.uint8)
 
 
 def gather_alike(session: commsched.Session, doing: str, value: Any, advice: str) -> list[Any]:

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
 from collections.abc import Mapping, Sequence
 from queue import Empty, SimpleQueue
 from typing import Any, NoReturn
 
+import numpy as np
+
 import commsched
 
+from ...core.device import Device
+from ...core.device_events import Event
 from ...core.errors import CommschedError, RanksDiverged
 from ...core.manifest import Manifest, TensorSpec
+from ...devices import open_device
 from .collectives import register_flat
 
 #: A transport may round the mean of equal digests, as it multiplies the sum or each digest by 1 / ranks, but by less than this.
@@ -48,7 +54,14 @@ class StepFlags:
         self._record: Mapping[str, Any] = {}
         self._own: Sequence[float] = [0.0] * (count + 1)
         spec = TensorSpec(f"commsched.{name}", (count + 1,), "float64")
-        self.group, (self._mean,) = register_flat(session, Manifest((spec,)))
+        self._on_device: _OnDevice | None = None
+        if session.device == "cpu":
+            self.group, (self._mean,) = register_flat(session, Manifest((spec,)))
+        else:
+            device = open_device(session.device)
+            self._on_device = _OnDevice(device, spec.nbytes)
+            self.group = session.register(Manifest((spec,)), {spec.dtype: self._on_device.memory}, device)
+            self._mean = self._on_device.values
 
     @property
     def is_there(self) -> bool:
@@ -62,12 +75,14 @@ class StepFlags:
         self._record = record
         self._own = digest_of_record(record), *flags
         self._mean[:] = self._own
-        self.group.notify_ready(0)
+        self.group.notify_ready(0, None if self._on_device is None else self._on_device.to_device())
 
     def wait(self) -> None:
         """Wait until all ranks have made the last offer of this rank. Raises CommschedError if the session failed or was
         closed."""
         self.group.proxies[0].wait()
+        if self._on_device is not None:
+            self._on_device.to_host()
 
     def means(self) -> list[float]:
         """The means of the flags over all ranks. Waits for them."""
@@ -88,6 +103,32 @@ class StepFlags:
 
     def _differs(self, index: int) -> bool:
         return digests_differ(self._own[index], float(self._mean[index]))
+
+
+class _OnDevice:
+    """Memory of a device and the ``values`` that are copied to it and back, float64, for transports that average there."""
+
+    def __init__(self, device: Device, nbytes: int) -> None:
+        self.memory = device.allocate(nbytes)
+        self._host = device.allocate_host(nbytes)
+        self.values = np.frombuffer(self._host, np.float64)
+        self._stream = device.stream()
+        self._lock = threading.Lock()
+        self._is_there = False  # whether ``values`` are what is in the device's memory
+
+    def to_device(self) -> Event:
+        with self._lock:
+            self._is_there = False
+            self._stream.copy(self.memory, self._host)
+            return self._stream.record()
+
+    def to_host(self) -> None:
+        """Copy the averages, which are there, once."""
+        with self._lock:
+            if not self._is_there:
+                self._stream.copy(self._host, self.memory)
+                self._stream.synchronize()
+                self._is_there = True
 
 
 def end_with_difference(session: commsched.Session, what: str, step: int, values: Mapping[str, Any]) -> NoReturn:

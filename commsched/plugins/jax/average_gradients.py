@@ -19,6 +19,7 @@ from ...core.manifest import TensorSpec
 from .exchange import NOTHING, GradientExchange
 from .host_call import NUMBER, host_call
 from .leaves import named_leaves, require_concrete, require_equal_values, require_plain, specs_of
+from .memory import device_of, place_of, session_for
 from .registered import Alike, RegisteredGroups, form_of
 
 
@@ -54,14 +55,14 @@ def average_gradients(session: commsched.Session | None = None) -> optax.Gradien
     begun: list[Sequence[TensorSpec]] = []
 
     def init(params: Any) -> AveragingState:
-        own = commsched.init() if session is None else session
         named = named_leaves(params)
         require_concrete(named, "tx.init()")
+        own = session_for(named) if session is None else session
         exchange = None
         if own.world_size > 1:
             specs = specs_of(named)
             require_equal_values(own, named, "begin with params = cs.broadcast(params)")
-            exchange = _begin(own, specs)
+            exchange = _begin(own, specs, place_of(named))
             begun.append(specs)
         return AveragingState(jax.device_put(np.int32(RegisteredGroups.of(own).add_training(exchange))))
 
@@ -79,7 +80,7 @@ def average_gradients(session: commsched.Session | None = None) -> optax.Gradien
         _require_form(specs, begun)
         registered = RegisteredGroups.of(own)
         if (alike := registered.like(specs)) is None:  # the state was saved by another process
-            alike = registered.add_restored(_begin(own, specs))
+            alike = registered.add_restored(_begin(own, specs, place_of([])))
         number, *gradients = require_plain([state.number, *(leaf for _, leaf in named)])
         parameters = jax.tree.leaves(params)
         averages, number = _average(alike, number, gradients, parameters if len(parameters) == len(gradients) else ())
@@ -88,8 +89,8 @@ def average_gradients(session: commsched.Session | None = None) -> optax.Gradien
     return optax.GradientTransformation(init, update)
 
 
-def _begin(session: commsched.Session, specs: Sequence[TensorSpec]) -> GradientExchange:
-    exchange = GradientExchange(session, specs)
+def _begin(session: commsched.Session, specs: Sequence[TensorSpec], place: str) -> GradientExchange:
+    exchange = GradientExchange(session, specs, device_of(place, session))
     exchange.register(range(len(specs)))
     return exchange
 

@@ -11,7 +11,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from time import monotonic
 from typing import Any
 
@@ -21,12 +21,12 @@ from numpy.typing import NDArray
 
 import commsched
 
+from ...core.device import Device
 from ...core.errors import UnsupportedError
-from ...core.group import TensorGroup
 from ...core.manifest import Manifest, TensorSpec
-from ..common.collectives import register_flat
 from ..common.step_flags import StepFlags
 from ..common.weights_check import WeightsCheck, digest_of, number_in
+from .memory import DeviceGradients, Gradients, HostGradients, bytes_of
 from .registered import RegisteredGroups
 
 _exchanges: weakref.WeakSet[GradientExchange] = weakref.WeakSet()
@@ -41,19 +41,26 @@ class GradientExchange:
 
     Programs call back ``take_average``, ``begin`` and ``submit``, from the engine's threads. Only ``take_average`` waits for
     the network. Their errors are kept in ``failures``, since the engine reduces an error to text. With ``makes_update`` the
-    caller makes the update, so it knows what of the optimizer must be equal on all ranks.
+    caller makes the update, so it knows what of the optimizer must be equal on all ranks. ``device`` is where the gradients
+    lie; None is the host's memory.
     """
 
-    def __init__(self, session: commsched.Session, specs: Sequence[TensorSpec], makes_update: bool = False) -> None:
+    def __init__(
+        self,
+        session: commsched.Session,
+        specs: Sequence[TensorSpec],
+        device: Device | None,
+        makes_update: bool = False,
+    ) -> None:
         self.session = session
         self._makes_update = makes_update
+        self._device = device
         self.specs = tuple(specs)
         self.failures: deque[BaseException] = deque(maxlen=16)  # several callbacks may fail concurrently
         self._first = int(session.gather(secrets.randbelow(2**30 - 1) + 1)[0])
         self._round = NOTHING
-        self._group: TensorGroup | None = None
+        self._gradients: Gradients | None = None
         self._tensors: dict[int, int] = {}  # place in specs -> index in the manifest
-        self._views: list[NDArray[Any]] = []  # by place in specs
         self._flags: StepFlags | None = None  # for the numbers of the optimizer, if they are compared
         self._lock = threading.Lock()
         self._timeline = _Timeline(session)
@@ -72,7 +79,7 @@ class GradientExchange:
 
     @property
     def is_registered(self) -> bool:
-        return self._group is not None
+        return self._gradients is not None
 
     def register(self, order: Sequence[int]) -> None:
         """Register the tensors in rank 0's ``order``, which should be the forward order. Call it once. Collective. Raises
@@ -81,18 +88,21 @@ class GradientExchange:
         manifest = Manifest(tuple(self.specs[place] for place in order))
         registered = RegisteredGroups.of(self.session)
         registered.release_unowned()
-        group, views = register_flat(self.session, manifest, as_dtype=jnp.dtype)
+        gradients: Gradients
+        if self._device is None:
+            gradients = HostGradients(self.session, manifest)
+        else:
+            gradients = DeviceGradients(self.session, manifest, self._device)
         self._tensors = {place: tensor for tensor, place in enumerate(order)}
-        self._views = [views[self._tensors[place]] for place in range(len(self.specs))]
         if self._makes_update and self.compares:
             self._flags = StepFlags(self.session, "optimizer", self._optimizers)
             registered.add(self, self._flags.group)
-        self._group = group
-        registered.add(self, group)
+        self._gradients = gradients
+        registered.add(self, gradients.group)
 
     # --- callbacks of programs ---
 
-    def take_average(self, place: int, round_number: int, into: NDArray[Any]) -> None:
+    def take_average(self, place: int, round_number: int, into: Any) -> None:
         """Wait for the average of that round and copy it to ``into``. For ``NOTHING``, write zeros at once. Raises
         UnsupportedError if ``round_number`` is not the last round's, and CommschedError if the session failed or was closed."""
         with self._keeping_errors():
@@ -112,7 +122,7 @@ class GradientExchange:
         round was broken off, and CommschedError if the session failed or was closed.
         """
         with self._keeping_errors(), self._lock:
-            group = self._require_group()
+            group = self._require_gradients().group
             if round_number != NOTHING:
                 self.require_last(round_number)
             elif self._round != NOTHING and len(group.notified) < len(self.specs):
@@ -128,7 +138,7 @@ class GradientExchange:
                     self.session.compare(self._optimizers, step - 1, numbers)
             return self._round
 
-    def submit(self, place: int, round_number: int, gradient: Any, parameter: NDArray[Any] | None = None) -> None:
+    def submit(self, place: int, round_number: int, gradient: Any, parameter: Any = None) -> None:
         """Copy ``gradient`` into the flat buffer and notify the core that it is ready.
 
         ``parameter``, from which the gradient was computed, is compared between ranks in some steps. Raises UnsupportedError if
@@ -137,12 +147,11 @@ class GradientExchange:
         with self._keeping_errors():
             with self._lock:
                 self.require_last(round_number)
-                np.copyto(self._views[place], np.asarray(gradient))
-                self._require_group().notify_ready(self._tensors[place])
+                self._require_gradients().submit(self._tensors[place], gradient)
                 self._timeline.submitted(self.specs[place].name)
                 part = self._check.wanted(place)
             if parameter is not None and part is not None:
-                digest = digest_of(parameter.reshape(-1).view(np.uint8).data[slice(*part)])
+                digest = digest_of(bytes_of(parameter, *part))
                 with self._lock:
                     self._check.add(place, digest)
 
@@ -155,17 +164,16 @@ class GradientExchange:
         ``round_number`` is not the last round's, and CommschedError if the session failed or was closed.
         """
         self.require_last(round_number)
-        copies = [np.empty_like(view) for view in self._views]
+        copies = [np.empty(spec.shape, jnp.dtype(spec.dtype)) for spec in self.specs]
         for place, copy in enumerate(copies):
             self._copy_average(place, round_number, copy)
         return copies
 
-    def _copy_average(self, place: int, round_number: int, into: NDArray[Any]) -> None:
-        proxy = self._require_group().proxies[self._tensors[place]]
+    def _copy_average(self, place: int, round_number: int, into: Any) -> None:
+        gradients = self._require_gradients()
         if self._flags is not None:
             self._flags.require_same()
-        proxy.wait()
-        np.copyto(into, self._views[place])
+        gradients.read(self._tensors[place], into)
         self.require_last(round_number)  # again: then no gradient of a later round has overwritten the average meanwhile
 
     def require_last(self, round_number: int) -> None:
@@ -179,16 +187,16 @@ class GradientExchange:
             )
 
     def _refuse_broken_off(self) -> None:
-        group = self._require_group()
+        group = self._require_gradients().group
         missing = [spec.name for tensor, spec in enumerate(group.manifest.tensors) if tensor not in group.notified]
         raise UnsupportedError(
             f"step {group.step} was broken off: the gradient of '{missing[0]}' and {len(missing) - 1} more were never produced"
         )
 
-    def _require_group(self) -> TensorGroup:
-        if self._group is None:
+    def _require_gradients(self) -> Gradients:
+        if self._gradients is None:
             raise UnsupportedError("this state is of a training that has not begun in this process; make one with cs.create()")
-        return self._group
+        return self._gradients
 
     @contextmanager
     def _keeping_errors(self) -> Iterator[None]:
@@ -207,7 +215,8 @@ def take_failure(text: str) -> BaseException | None:
         for failure in list(exchange.failures):
             words = f": {failure}" if str(failure) else ""
             if f"{type(failure).__name__}{words}" in text:
-                exchange.failures.clear()
+                with suppress(ValueError):  # another thread has taken it, whose program failed in the same words
+                    exchange.failures.remove(failure)
                 return failure
     return None
 

@@ -15,6 +15,7 @@ import numpy as np
 from jax.experimental.buffer_callback import buffer_callback
 
 from .exchange import take_failure
+from .memory import arrays_of
 
 #: A round's number, or a zero whose value the compiler does not know. An operation that needs it runs after the call.
 NUMBER = jax.ShapeDtypeStruct((), jnp.int32)
@@ -25,8 +26,9 @@ def host_call(function: Callable[..., None], results: Sequence[jax.ShapeDtypeStr
 
     The program makes the call once each time it gets there. Outside a program the call is made at once.
 
-    The function gets numpy arrays that are the program's own memory. Results are uninitialized, operands must not be written
-    to, and no array may be kept. ``io_callback`` would copy all arrays, at ten times the cost of the call.
+    The function gets numpy arrays that are the program's own memory, or ``DeviceArray`` if the program runs on a GPU. Results
+    are uninitialized, operands must not be written to, and no array may be kept. ``io_callback`` would copy all arrays, at ten
+    times the cost of the call.
     """
     if not any(isinstance(operand, jax.core.Tracer) for operand in operands):
         # Otherwise JAX would compile a program for this call alone, and keep it.
@@ -37,9 +39,9 @@ def host_call(function: Callable[..., None], results: Sequence[jax.ShapeDtypeStr
     return called
 
 
-def _call(function: Callable[..., None], _: Any, results: Sequence[Any], *operands: Any) -> None:
+def _call(function: Callable[..., None], context: Any, results: Sequence[Any], *operands: Any) -> None:
     try:
-        function(*map(np.asarray, results), *map(np.asarray, operands))
+        function(*arrays_of(context, [*results, *operands]))
     except BaseException as error:
         # The error is kept, and with it the frames below. Their arrays may be shown later (for example by
         # pytest --showlocals), when the program's memory is freed.

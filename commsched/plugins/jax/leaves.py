@@ -20,6 +20,7 @@ from ...core.comparison import require_same
 from ...core.errors import UnsupportedError
 from ...core.manifest import TensorSpec
 from ..common.collectives import broadcast_arrays, format_spec
+from .memory import place_of_array, session_for
 
 
 def named_leaves(tree: Any, what: str = "") -> list[tuple[str, Any]]:
@@ -37,11 +38,11 @@ def broadcast(tree: Any, session: commsched.Session | None = None) -> Any:
         session: a session other than the one that ``commsched.init()`` returns.
 
     Raises:
-        UnsupportedError: a leaf is not an array, or not on a single CPU device; names it.
+        UnsupportedError: a leaf is not an array, or not on a single CPU or CUDA device; names it.
         ManifestMismatch: ranks have other leaves, shapes or dtypes; names the first.
         CommschedError: from ``commsched.init()``, or the session failed.
     """
-    session = commsched.init() if session is None else session
+    session = session_for(named_leaves(tree)) if session is None else session
     if session.world_size == 1:
         return tree
     return broadcast_all(session, {"": tree})[0]
@@ -84,13 +85,7 @@ def _array(name: str, leaf: Any) -> NDArray[Any]:
     """A leaf's values as a contiguous array."""
     require_concrete([(name, leaf)], "this")
     if isinstance(leaf, jax.Array):
-        devices = leaf.devices()
-        if len(devices) > 1 or next(iter(devices)).platform != "cpu":
-            where = ", ".join(sorted(str(device) for device in devices))
-            raise UnsupportedError(
-                f"'{name}' lies on {where}; the JAX plugin trains on one CPU device per rank: begin the script with "
-                "jax.config.update('jax_platforms', 'cpu')"
-            )
+        place_of_array(name, leaf)
         if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             leaf = jax.random.key_data(leaf)
     array = np.ascontiguousarray(leaf).reshape(np.shape(leaf))
@@ -101,10 +96,7 @@ def _array(name: str, leaf: Any) -> NDArray[Any]:
 
 def _like(leaf: Any, array: NDArray[Any]) -> Any:
     """``array`` in the form of ``leaf``: on its device if ``leaf`` is committed to it, and a random key if ``leaf`` is one."""
-    if isinstance(leaf, jax.Array):
-        device = next(iter(leaf.devices())) if leaf.committed else None
-    else:  # a leaf on no device would go to the default device, which may be one that the plugin cannot train on
-        device = None if jax.default_backend() == "cpu" else jax.local_devices(backend="cpu")[0]
+    device = next(iter(leaf.devices())) if isinstance(leaf, jax.Array) and leaf.committed else None
     fresh = jax.device_put(array.copy(), device)
     if isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         fresh = jax.random.wrap_key_data(fresh, impl=jax.random.key_impl(leaf))

@@ -19,6 +19,7 @@ from ...core.errors import UnsupportedError
 from .exchange import NOTHING, GradientExchange
 from .host_call import named_errors
 from .leaves import broadcast_all, named_leaves, require_concrete, specs_of
+from .memory import device_of, place_of, session_for
 from .update import Pending
 
 
@@ -144,17 +145,19 @@ def create(
     Raises:
         UnsupportedError: a parameter has a dtype or lies on a device that is not supported; names it.
         ManifestMismatch: ranks have different parameters or optimizer states; names the first.
+        ConfigError: the parameters are on a GPU, and cupy is missing.
         CommschedError: from ``commsched.init()``.
     """
-    session = commsched.init() if session is None else session
     named = named_leaves(params)
     require_concrete(named, "cs.create()")
+    session = session_for(named) if session is None else session
     exchange = None
     if session.world_size > 1:
         specs = specs_of(named)
+        device = device_of(place_of(named), session)
         opt_state = tx.init(params) if opt_state is None else opt_state
         params, opt_state = broadcast_all(session, {"": params, "optimizer state ": opt_state})
-        exchange = GradientExchange(session, specs, makes_update=True)
+        exchange = GradientExchange(session, specs, device, makes_update=True)
     elif opt_state is None:
         opt_state = tx.init(params)
     return TrainState(params, opt_state, _nothing(params), Training(tx, params, exchange))

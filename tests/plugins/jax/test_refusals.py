@@ -5,7 +5,6 @@ import random
 import threading
 from contextlib import suppress
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -17,7 +16,6 @@ import commsched.plugins.jax as cs
 from commsched import Session
 from commsched.core.errors import ManifestMismatch, PeerLost, TransportError, UnsupportedError
 from commsched.core.group import TensorGroup
-from commsched.plugins.jax.leaves import _array
 
 from ..missing import import_without
 from .training import loss, make_batch, make_params, on_one_rank_of_two, on_ranks
@@ -47,19 +45,6 @@ def test_parameters_that_cannot_be_averaged() -> None:
         refused(message, lambda session, leaf=leaf: cs.create({"deep": {"x": leaf}}, TX, session=session))
     refused("^'deep.x' is a str, not an array$", lambda session: cs.create({"deep": {"x": "text"}}, TX, session=session))
     refused("^there are no parameters$", lambda session: cs.create({}, TX, session=session))
-
-
-def test_a_parameter_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Gpu:
-        platform = "gpu"
-
-        def __str__(self) -> str:
-            return "cuda:0"
-
-    leaf = SimpleNamespace(devices=lambda: {Gpu()})
-    monkeypatch.setattr(jax, "Array", SimpleNamespace)
-    with pytest.raises(UnsupportedError, match=r"^'w' lies on cuda:0; the JAX plugin trains on one CPU device per rank: "):
-        _array("w", leaf)
 
 
 def test_a_state_belongs_to_its_process() -> None:
