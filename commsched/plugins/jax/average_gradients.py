@@ -19,7 +19,7 @@ from ...core.manifest import TensorSpec
 from .exchange import NOTHING, GradientExchange
 from .host_call import NUMBER, host_call
 from .leaves import named_leaves, require_concrete, require_equal_values, require_plain, specs_of
-from .memory import device_of, place_of, session_for
+from .memory import device_at, place_of, session_for
 from .registered import Alike, RegisteredGroups, form_of
 
 
@@ -90,7 +90,7 @@ def average_gradients(session: commsched.Session | None = None) -> optax.Gradien
 
 
 def _begin(session: commsched.Session, specs: Sequence[TensorSpec], place: str) -> GradientExchange:
-    exchange = GradientExchange(session, specs, device_of(place, session))
+    exchange = GradientExchange(session, specs, device_at(place, session))
     exchange.register(range(len(specs)))
     return exchange
 

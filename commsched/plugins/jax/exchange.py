@@ -26,7 +26,7 @@ from ...core.errors import UnsupportedError
 from ...core.manifest import Manifest, TensorSpec
 from ..common.step_flags import StepFlags
 from ..common.weights_check import WeightsCheck, digest_of, number_in
-from .memory import DeviceGradients, Gradients, HostGradients, bytes_of
+from .memory import DeviceGradients, FlatGradients, HostGradients, bytes_of
 from .registered import RegisteredGroups
 
 _exchanges: weakref.WeakSet[GradientExchange] = weakref.WeakSet()
@@ -59,7 +59,7 @@ class GradientExchange:
         self.failures: deque[BaseException] = deque(maxlen=16)  # several callbacks may fail concurrently
         self._first = int(session.gather(secrets.randbelow(2**30 - 1) + 1)[0])
         self._round = NOTHING
-        self._gradients: Gradients | None = None
+        self._gradients: FlatGradients | None = None
         self._tensors: dict[int, int] = {}  # place in specs -> index in the manifest
         self._flags: StepFlags | None = None  # for the numbers of the optimizer, if they are compared
         self._lock = threading.Lock()
@@ -88,7 +88,7 @@ class GradientExchange:
         manifest = Manifest(tuple(self.specs[place] for place in order))
         registered = RegisteredGroups.of(self.session)
         registered.release_unowned()
-        gradients: Gradients
+        gradients: FlatGradients
         if self._device is None:
             gradients = HostGradients(self.session, manifest)
         else:
@@ -193,7 +193,7 @@ class GradientExchange:
             f"step {group.step} was broken off: the gradient of '{missing[0]}' and {len(missing) - 1} more were never produced"
         )
 
-    def _require_gradients(self) -> Gradients:
+    def _require_gradients(self) -> FlatGradients:
         if self._gradients is None:
             raise UnsupportedError("this state is of a training that has not begun in this process; make one with cs.create()")
         return self._gradients

@@ -91,7 +91,7 @@ def bytes_of(array: Any, start: int, stop: int) -> memoryview:
     return view[start:stop]
 
 
-class Gradients(Protocol):
+class FlatGradients(Protocol):
     """The flat buffers of a ``group``, into which gradients are copied and out of which averages are copied."""
 
     group: TensorGroup
@@ -105,7 +105,7 @@ class Gradients(Protocol):
 
 
 class HostGradients:
-    """See ``Gradients``. Arrays are numpy arrays."""
+    """See ``FlatGradients``. Arrays are numpy arrays."""
 
     def __init__(self, session: commsched.Session, manifest: Manifest) -> None:
         self.group, self._views = register_flat(session, manifest, as_dtype=jnp.dtype)
@@ -126,7 +126,7 @@ class HostGradients:
 
 
 class DeviceGradients:
-    """See ``Gradients``. Arrays are DeviceArrays within programs, and numpy arrays outside of them."""
+    """See ``FlatGradients``. Arrays are DeviceArrays within programs, and numpy arrays outside of them."""
 
     def __init__(self, session: commsched.Session, manifest: Manifest, device: Device) -> None:
         self._device = device
@@ -173,7 +173,7 @@ def _refuse(tensor: str, where: str, begun: str) -> None:
     )
 
 
-def device_of(name: str, session: commsched.Session) -> Device | None:
+def device_at(name: str, session: commsched.Session) -> Device | None:
     """The device of the place ``name``, as :func:`place_of` returns it; None is the host. Raises UnsupportedError if the
     session's transport averages on another device, and ConfigError if cupy is missing."""
     if session.device not in ("cpu", name):

@@ -19,7 +19,7 @@ from ...core.errors import UnsupportedError
 from .exchange import NOTHING, GradientExchange
 from .host_call import named_errors
 from .leaves import broadcast_all, named_leaves, require_concrete, specs_of
-from .memory import device_of, place_of, session_for
+from .memory import device_at, place_of, session_for
 from .update import Pending
 
 
@@ -154,7 +154,7 @@ def create(
     exchange = None
     if session.world_size > 1:
         specs = specs_of(named)
-        device = device_of(place_of(named), session)
+        device = device_at(place_of(named), session)
         opt_state = tx.init(params) if opt_state is None else opt_state
         params, opt_state = broadcast_all(session, {"": params, "optimizer state ": opt_state})
         exchange = GradientExchange(session, specs, device, makes_update=True)

@@ -51,7 +51,7 @@ def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Simu
 
     monkeypatch.setattr(host_call, "_call", call)
     for module in (state, sys.modules[average_gradients.__module__]):
-        monkeypatch.setattr(module, "device_of", lambda place, session: gpu)
+        monkeypatch.setattr(module, "device_at", lambda place, session: gpu)
     return gpu
 
 
@@ -256,11 +256,11 @@ def test_a_gpu_without_cupy_is_refused_with_the_line_to_install_it(monkeypatch: 
 
     def run(session: Session) -> None:
         with pytest.raises(ConfigError, match=r"the device 'cuda:0' needs cupy.*pip install \"commsched\[cuda\]\""):
-            memory.device_of("cuda:0", session)
+            memory.device_at("cuda:0", session)
 
     on_ranks(1, run)
 
 
 def test_a_session_of_another_device_is_refused() -> None:
     with pytest.raises(UnsupportedError, match=r"^the parameters are on cpu, but the session was opened on cuda:1; "):
-        memory.device_of("cpu", SimpleNamespace(device="cuda:1"))
+        memory.device_at("cpu", SimpleNamespace(device="cuda:1"))
