@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import os
 import time
 from datetime import timedelta
@@ -15,10 +16,11 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
-from commsched import Session
+from commsched import ConfigError, Session
 from commsched.simulator.scenario import DDP_BUCKET_MIB, DDP_FIRST_BUCKET_MIB
 from commsched.tuner.link import describe_link
 
+from ..workloads.compiled import CompiledWorkload
 from .reference import LEARNING_RATE, put_weights, weights_of
 from .system import Context, Setup
 from .timeline import Recorder
@@ -72,8 +74,18 @@ def _smallest_all_reduce_seconds(device: torch.device) -> float:
 _OPTIONS = inspect.signature(DistributedDataParallel).parameters
 
 
+def least_bucket_bytes(context: Context) -> int:
+    """The least size of buckets with which the forward can be compiled: torch splits it at buckets, and requires that the first
+    one, for which it takes its own default, is no larger than the others."""
+    return DDP_FIRST_BUCKET_MIB * 2**20 if isinstance(context.workload, CompiledWorkload) else 0
+
+
 class DdpSystem:
-    """DDP with given buckets; see ``bench.harness.system.System``. ``buckets`` are arguments of DistributedDataParallel."""
+    """DDP with given buckets; see ``bench.harness.system.System``. ``buckets`` are arguments of DistributedDataParallel.
+
+    Raises:
+        ConfigError: the buckets are too small for a forward that is compiled.
+    """
 
     def __init__(self, context: Context, buckets: dict[str, Any], words: str) -> None:
         self._workload = context.workload
@@ -87,6 +99,13 @@ class DdpSystem:
         no_broadcast = "forward_sync_buffers" if "forward_sync_buffers" in _OPTIONS else "broadcast_buffers"
         options: dict[str, Any] = {no_broadcast: False, **buckets}
         self._ddp = DistributedDataParallel(self.model, gradient_as_bucket_view=True, static_graph=True, **options)
+        least = least_bucket_bytes(context)
+        if self._ddp.bucket_bytes_cap < least:
+            own = sum(parameter.nbytes for parameter in self.model.parameters())
+            raise ConfigError(
+                f"compile: torch compiles the forward of DDP only with buckets of at least {least / 2**20:g} MiB, but they "
+                f"shrink like the model ({words}); set megabytes to {math.ceil(own * least / self._ddp.bucket_bytes_cap / 1e6)}"
+            )
         self._optimizer = torch.optim.SGD(self.model.parameters(), lr=LEARNING_RATE)
         self._loop = context.make_loop()
         self._recorder: Recorder | None = None

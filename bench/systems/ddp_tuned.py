@@ -26,13 +26,15 @@ Buckets = tuple[dict[str, Any], str]
 
 
 def make_system(context: Context) -> System:
-    from ..harness.ddp import DdpSystem, default_buckets
+    from ..harness.ddp import DdpSystem, default_buckets, least_bucket_bytes
 
     total = sum(parameter.nbytes for parameter in context.workload.make_model().parameters())
-    tried = [default_buckets(context.bytes_scale), *(_buckets(total, share) for share in SHARES)]
+    most = min(MIN_SHARE, total // max(1, least_bucket_bytes(context)))
+    shares = [share for share in SHARES if share <= most]
+    tried = [default_buckets(context.bytes_scale), *(_buckets(total, share) for share in shares)]
     medians = _medians(context, tried)
-    share = SHARES[-1]
-    while share < MIN_SHARE and medians[-1] == min(medians):
+    share = max(shares, default=MIN_SHARE)
+    while 2 * share <= most and medians[-1] == min(medians):
         share *= 2
         tried.append(_buckets(total, share))
         medians[-1:] = _medians(context, tried[-2:])  # both again, because these trials are later than the others

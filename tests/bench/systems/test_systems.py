@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from bench import simulate, systems
 from bench.harness import ddp
@@ -16,6 +17,7 @@ from bench.harness.loop import Loop
 from bench.harness.system import Carrier
 from bench.report import group
 from bench.systems import SYSTEMS, ddp_tuned
+from bench.workloads.compiled import CompiledWorkload
 from commsched.core.errors import ConfigError
 from commsched.core.scheduler import MAX_PARTITION_BYTES, SchedulerConfig
 
@@ -139,6 +141,34 @@ def test_smaller_buckets_are_tried_while_the_smallest_is_the_best(tuned):
     tried, built = tuned(lambda size, turn: [size])
     assert min(tried) == 2
     assert built == ({"bucket_cap_mb": 2.0}, "buckets 2 MiB; best of 9")
+
+
+def test_a_compiled_forward_is_tuned_with_the_buckets_that_torch_can_split_it_at(tuned, monkeypatch):
+    monkeypatch.setattr(ddp, "least_bucket_bytes", lambda context: 5 * 2**20)
+    tried, _ = tuned(lambda size, turn: [size])
+    assert min(tried) == 8
+    monkeypatch.setattr(ddp, "least_bucket_bytes", lambda context: 2**29)
+    tried, _ = tuned(lambda size, turn: [size])
+    assert tried == [25] * 2
+
+
+def test_buckets_too_small_for_a_compiled_forward_are_refused(monkeypatch):
+    """torch would refuse them by an assertion that names neither."""
+    model = torch.nn.Linear(1000, 250, bias=False)  # 1 MB
+    plain = SimpleNamespace(make_model=lambda: model, emulated=True, device="cpu")
+    group = SimpleNamespace(backend="gloo", message_seconds=0.0)
+    context = SimpleNamespace(
+        workload=CompiledWorkload(plain), session=SimpleNamespace(rank=0), shared=lambda make: group, make_loop=Loop
+    )
+    buckets, words = ddp.default_buckets(1 / 72)
+    monkeypatch.setattr(
+        ddp, "DistributedDataParallel", lambda model, bucket_cap_mb_list, **_: SimpleNamespace(bucket_bytes_cap=364_088)
+    )
+    expected = "compile: torch compiles the forward of DDP only with buckets of at least 1 MiB, but they shrink like the model"
+    with pytest.raises(ConfigError, match=rf"{expected} \(buckets 0.347 MiB \(default, scaled\)\); set megabytes to 3$"):
+        ddp.DdpSystem(context, buckets, words)
+    context.workload = plain
+    ddp.DdpSystem(context, buckets, words)
 
 
 class Calls:
