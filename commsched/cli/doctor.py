@@ -156,7 +156,7 @@ def _settings(settings: Settings) -> Iterator[str]:
             yield "no token: commsched run makes one for each job; across machines, set COMMSCHED_TOKEN"
         else:
             require_strong(token, settings.control or "0.0.0.0:0")
-            yield f"the token has {len(token)} characters"
+            yield f"the length of the token is {len(token)}"
         if identity_of(settings.security, token or "not known yet", settings.certificates) is not None:
             made = "made from the token" if settings.certificates is None else f"in {settings.certificates}"
             yield f"security={settings.security}, with certificates {made}"

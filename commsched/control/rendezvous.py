@@ -79,8 +79,8 @@ def require_strong(token: str, address: str) -> None:
     """
     if len(token) < _MIN_TOKEN and not all(is_loopback(each.rpartition(":")[0]) for each in each_of(address)):
         raise ConfigError(
-            f"the token has {len(token)} characters, and {address} may be reached by other machines: take one of at least "
-            f"{_MIN_TOKEN} that nobody can guess, such as openssl rand -hex 32 prints"
+            f"the token has {len(token)} of at least {_MIN_TOKEN} characters, and {address} may be reached by other machines: "
+            "take one that nobody can guess, such as openssl rand -hex 32 prints"
         )
 
 

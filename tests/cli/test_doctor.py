@@ -47,7 +47,7 @@ def test_settings_and_addresses_are_shown(capsys: pytest.CaptureFixture[str], mo
     assert "towards control=127.0.0.1:29600, this machine's address is 127.0.0.1 (loopback)" in out
     assert "control='127.0.0.1:29600', security='tls', wire='bfloat16'" in out
     assert "security=tls, with certificates made from the token" in out
-    assert "the token has 5 characters" in out
+    assert "the length of the token is 5" in out
     assert "short" not in out
 
 

@@ -37,7 +37,8 @@ def test_a_server_that_strangers_can_reach_has_a_token_that_they_cannot_guess(
 ) -> None:
     monkeypatch.setattr(server, "serve", lambda *_: 0)
     assert main(["server", "--bind", "0.0.0.0:0"]) == 2
-    assert "the token has 6 characters, and 0.0.0.0:0 may be reached by other machines" in capsys.readouterr().err
+    expected = "the token has 6 of at least 16 characters, and 0.0.0.0:0 may be reached by other machines"
+    assert expected in capsys.readouterr().err
     monkeypatch.setenv("COMMSCHED_TOKEN", "a secret of more than that")
     assert main(["server", "--bind", "0.0.0.0:0"]) == 0
 
@@ -108,7 +109,7 @@ def test_options_that_would_do_nothing_are_refused(options: list[str], said: str
         (
             ["--local", "1"],
             {"COMMSCHED_TOKEN": "short"},
-            "the token has 5 characters, and 10.0.0.1:7 may be reached by other machines: take one of at least 16 that nobody "
+            "the token has 5 of at least 16 characters, and 10.0.0.1:7 may be reached by other machines: take one that nobody "
             "can guess, such as openssl rand -hex 32 prints",
         ),
         (

@@ -129,11 +129,10 @@ def test_several_machines_need_address_and_token() -> None:
 
 @pytest.mark.parametrize("address", ["10.0.0.1:29600", "0.0.0.0:0", "[::]:1", "node0:29600"])
 def test_a_token_that_strangers_may_guess_is_refused_where_they_can_reach_us(address: str) -> None:
-    with pytest.raises(
-        ConfigError, match=f"the token has 1 characters, and {re.escape(address)} may be reached by other machi"
-    ):
+    refused = f"the token has 1 of at least 16 characters, and {re.escape(address)} may be reached by other machines"
+    with pytest.raises(ConfigError, match=refused):
         require_strong("x", address)
-    with pytest.raises(ConfigError, match="the token has 15 characters"):
+    with pytest.raises(ConfigError, match="the token has 15 of at least 16 characters"):
         where_to_listen(APART, Settings(control=address, token="x" * 15))
     require_strong("x" * 16, address)
 

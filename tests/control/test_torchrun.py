@@ -237,5 +237,5 @@ def test_rank_0_listens_where_it_reaches_the_store(monkeypatch: pytest.MonkeyPat
 def test_what_rank_0_needs_a_token_for() -> None:
     with pytest.raises(ConfigError, match="servers is set, but no token: set the same COMMSCHED_TOKEN"):
         end_of(Values(), servers="10.0.0.9:1").where_to_listen()
-    with pytest.raises(ConfigError, match="the token has 1 characters"):
+    with pytest.raises(ConfigError, match="the token has 1 of at least 16 characters"):
         end_of(Values(), token="x", host="10.0.0.1").where_to_listen()
