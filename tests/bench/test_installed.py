@@ -28,7 +28,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def commsched(where: Path, installed: Path, *argv: str) -> subprocess.CompletedProcess[str]:
     environ = {**os.environ, "PYTHONPATH": str(installed), "PYTHONDONTWRITEBYTECODE": "1"}
     command = [sys.executable, "-m", "commsched", *argv]
-    return subprocess.run(command, cwd=where, env=environ, capture_output=True, text=True, timeout=100, check=False)
+    return subprocess.run(command, cwd=where, env=environ, capture_output=True, text=True, timeout=300, check=False)
 
 
 def test_a_benchmark_with_ranks_runs_where_bench_is_another_package(installed: Path, tmp_path: Path) -> None:

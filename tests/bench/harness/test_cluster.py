@@ -183,7 +183,7 @@ def test_a_signal_removes_everything(number, code, ended):
         sleeper = os.pidfd_open(int(bench.stdout.readline()))
         assert len(namespaces(bench.pid)) == 3
         bench.send_signal(number)
-        assert bench.wait(60) == code
+        assert bench.wait(300) == code
     assert namespaces(bench.pid) == []
     assert ended(sleeper)
 
@@ -194,14 +194,14 @@ def test_what_a_killed_run_left_is_removed_by_the_next_but_a_living_run_is_left_
         living.stdout.readline()
         assert len(namespaces(dead.pid)) == 3
         dead.kill()
-        dead.wait(60)
+        dead.wait(300)
         # Whichever comes next: where tests run side by side it may be another's.
         with Cluster(["a"], None):
             assert namespaces(dead.pid) == []
             assert len(namespaces(living.pid)) == 3
         assert ended(sleeper)
         living.terminate()
-        living.wait(60)
+        living.wait(300)
     assert namespaces(living.pid) == []
 
 

@@ -36,7 +36,7 @@ world = launched(True)
 def run():
     same = {"steps": world.rank if given.get("differs") else 5}
     arguments = {"dies": False, "waits": False, **given}
-    outcome = run_here(world, {"transport": "ps"}, same, "rank_main_here", arguments, given.get("limit", 60))
+    outcome = run_here(world, {"transport": "ps"}, same, "rank_main_here", arguments, given.get("limit", 300))
     if outcome is not None:
         print(json.dumps([outcome.by_rank, outcome.link]))
     return 0
@@ -53,7 +53,7 @@ def started(tmp_path, monkeypatch):
 
     def run(**given):
         command = [sys.executable, "-m", "commsched", "run", "-n", "2", "--", sys.executable, "-c", RANK, json.dumps(given)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
         return done.returncode, done.stdout, done.stderr
 
     return run

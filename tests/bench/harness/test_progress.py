@@ -37,7 +37,7 @@ def test_a_line_for_a_process_that_has_ended_is_dropped(tmp_path):
     os.mkfifo(path)
     saying = threading.Thread(target=say, args=(str(path), "to nobody"), daemon=True)
     saying.start()
-    saying.join(20)
+    saying.join(300)
     assert not saying.is_alive()
     path.unlink()
     say(str(path), "to nobody")
