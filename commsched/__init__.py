@@ -18,7 +18,7 @@ from .core.errors import (
 )
 from .core.scheduler import SchedulerConfig
 from .session.elastic import Elastic
-from .session.process import end_first, init, require_world_size, shutdown
+from .session.process import end_first, init, is_elastic, require_world_size, shutdown
 from .session.session import Session
 from .version import __version__
 
@@ -26,6 +26,7 @@ __all__ = [
     "__version__",
     "end_first",
     "init",
+    "is_elastic",
     "require_world_size",
     "shutdown",
     "Elastic",

@@ -10,7 +10,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from functools import cache
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet, ref
 
 try:
@@ -24,13 +25,18 @@ import torch
 from accelerate.data_loader import DataLoaderDispatcher
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
-from accelerate.utils import DDPCommunicationHookType, DistributedType
+from accelerate.state import PartialState
+from accelerate.utils import DDPCommunicationHookType, DistributedType, patch_environment
 
 import commsched
 
 from ..core.errors import ConfigError, UnsupportedError
-from .torch import Join, ScheduledOptimizer
+from .torch import Join, ScheduledOptimizer, process_group
+from .torch.elastic import ElasticPart
 from .torch.initial_state import parameters_of
+
+if TYPE_CHECKING:
+    from ..session.elastic import Keep
 
 __all__ = ["Accelerator"]
 
@@ -54,6 +60,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
     parameters and buffers. With one rank, or with ``COMMSCHED_DISABLE=1``, everything is as in Accelerate,
     DistributedDataParallel included. Make one on every rank, because it joins the job.
 
+    Under ``commsched run --elastic``, ``commsched.Elastic`` takes the prepared optimizer. Rank, number of ranks and process
+    group of Accelerate are then those of each generation, and data loaders are prepared anew in its first step.
+
     Raises:
         UnsupportedError: Accelerate was launched or configured for something other than plain data parallelism; the message
             names it. It is also raised later, by ``step`` of an optimizer whose model was not prepared.
@@ -61,7 +70,19 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+        with ExitStack() as stack:
+            if commsched.is_elastic():
+                session = commsched.init()  # it says which rank this is now; a new process cannot meet the others otherwise
+                if session.disabled:
+                    raise UnsupportedError(
+                        "disable=1 in an elastic job: Accelerate's own DistributedDataParallel does not outlive the loss of a "
+                        "rank; start the job without --elastic"
+                    )
+                process_group.renew(session)
+                # Accelerate takes the initialised process group, and looks at these variables only to see that there is one.
+                world = {"rank": session.rank, "world_size": session.world_size, "master_addr": "none"}
+                stack.enter_context(patch_environment(**world))
+            super().__init__(*args, **kwargs)
         self._join()
 
     @classmethod
@@ -69,8 +90,12 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
         """Change an existing ``accelerate.Accelerator``, which has prepared nothing yet, into an accelerator of this class.
 
         Raises:
-            UnsupportedError: as when making one; or ``accelerator`` is of a subclass.
+            UnsupportedError: as when making one; or ``accelerator`` is of a subclass; or the job is elastic.
         """
+        if commsched.is_elastic():
+            raise UnsupportedError(
+                "an accelerator that exists already cannot follow the ranks of an elastic job: make one of this class"
+            )
         if type(accelerator) is not accelerate.Accelerator:
             raise UnsupportedError(f"the accelerator is a {type(accelerator).__qualname__}, not accelerate.Accelerator")
         accelerator.__class__ = cls
@@ -133,7 +158,10 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> AcceleratedOptimizer:
         """As in Accelerate."""
         if self._session is None:
-            return super().prepare_optimizer(optimizer, device_placement)
+            prepared = super().prepare_optimizer(optimizer, device_placement)
+            if type(prepared) is AcceleratedOptimizer:
+                prepared.__class__ = _OptimizerOfOneRank
+            return prepared
         if isinstance(optimizer, ScheduledOptimizer):
             raise ConfigError("give prepare() your own optimizer: it makes a ScheduledOptimizer of it")
         prepared = super().prepare_optimizer(optimizer, device_placement)
@@ -154,6 +182,75 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
             if isinstance(inner, ScheduledOptimizer) and getattr(scheduler, "optimizer", None) is inner.optimizer:
                 prepared.optimizers = [optimizer]
         return prepared
+
+    def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
+        """As in Accelerate. In an elastic job the result is for the ranks of now; used with others, it raises
+        UnsupportedError."""
+        prepared = super().prepare_data_loader(data_loader, *args, **kwargs)
+        if self._generation is not None and not hasattr(prepared.base_dataloader, "_commsched_made_for"):
+            self._bind(prepared, self._generation)
+        return prepared
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        """As in Accelerate."""
+        skipping = super().skip_first_batches(dataloader, num_batches)
+        made_for = getattr(getattr(dataloader, "base_dataloader", None), "_commsched_made_for", None)
+        if made_for is not None:
+            self._bind(skipping, made_for[1])
+        return skipping
+
+    def _bind(self, loader: Any, generation: int) -> None:
+        """Let nobody take batches of ``loader``, which was prepared for the ranks of ``generation``, in another one."""
+        if isinstance(loader, DataLoaderDispatcher) or isinstance(loader.dataset, torch.utils.data.IterableDataset):
+            raise UnsupportedError(
+                "in an elastic job a prepared data loader has a dataset with indices, and dispatch_batches=False: others "
+                "cannot begin anew at a step. Take this one's batches by step.number and step.rank, without preparing it"
+            )
+        base = loader.base_dataloader
+        kind: Any = type(base)
+        base.__class__ = _of_one_generation(kind)
+        base._commsched_made_for = self, generation
+
+    @property
+    def _generation(self) -> int | None:
+        """The generation of an elastic job."""
+        return None if self._session is None or self._session.place is None else self._session.place.generation
+
+    # --- for commsched.Elastic ---
+
+    def _require_can_be_elastic(self) -> None:
+        attached = [each for each in self._optimizers if each.optimizer in _attached]
+        if len(attached) > 1:
+            raise UnsupportedError(
+                f"{len(attached)} optimizers are prepared, and an elastic job can have one: give it all parameters, in groups"
+            )
+        if self._averagers:
+            raise UnsupportedError(
+                f"the optimizer lacks parameters of a prepared {type(self._averagers[0][1]).__name__}, and cannot be elastic: "
+                "freeze them, or give them to it"
+            )
+
+    def _begin_elastic_step(self) -> None:
+        process_group.allow()
+        if not self.sync_gradients:
+            raise UnsupportedError(
+                "gradients accumulate over several steps of Elastic, and would be lost with a rank: take all batches of one "
+                "update, with accumulate(), in one step"
+            )
+
+    def _follow(self, session: commsched.Session) -> None:
+        """Be one of the ranks of ``session``, another generation of the job, before its first step. Not collective."""
+        process_group.renew(session)
+        self._session = session
+        for state in (PartialState(), self.state):
+            state.num_processes, state.process_index = session.world_size, session.rank
+        self.step = 0  # of accumulate(): a step that was broken off may have left it in the midst of an update
+        self.gradient_state._set_sync_gradients(True)
+        for loader in [each for each in self.gradient_state.dataloader_references if each is not None]:
+            self.gradient_state._remove_dataloader(loader)
+        self._dataloaders.clear()
+
+    # --- optimizers of prepared models ---
 
     def _schedule(self) -> None:
         """Schedule each optimizer whose models are all prepared, and average the gradients that no optimizer averages."""
@@ -260,6 +357,49 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
         return super().free_memory(*objects)
 
 
+class _ElasticPart(ElasticPart):
+    """That of the ScheduledOptimizer in an optimizer that ``accelerator`` has prepared."""
+
+    def __init__(self, optimizer: ScheduledOptimizer, accelerator: Accelerator) -> None:
+        super().__init__(optimizer)
+        self._accelerator = accelerator
+
+    def begin_undo(self, keep: Keep) -> None:
+        self._accelerator._require_can_be_elastic()
+        super().begin_undo(keep)
+
+    def begin_step(self, step: int) -> int:
+        self._accelerator._begin_elastic_step()
+        return super().begin_step(step)
+
+    def leave(self) -> int | None:
+        process_group.end()  # gloo, as the session's transport, requires that no other ranks are initialised
+        return super().leave()
+
+    def move(self, session: commsched.Session) -> None:
+        self._accelerator._follow(session)
+        super().move(session)
+
+
+class _PartOfOneRank:
+    """What ``commsched.Elastic`` needs in a job that is not elastic."""
+
+    @property
+    def session(self) -> commsched.Session:
+        return commsched.init()
+
+    def synchronize(self) -> None:
+        """There are no outstanding updates."""
+
+
+class _OptimizerOfOneRank(AcceleratedOptimizer):  # type: ignore[misc]
+    """As in Accelerate, for loops that can be elastic, too."""
+
+    @property
+    def elastic_part(self) -> _PartOfOneRank:
+        return _PartOfOneRank()
+
+
 class _PreparedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
     """Refuses to step while its gradients are not averaged."""
 
@@ -276,19 +416,48 @@ class _PreparedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         if owner is not None:
             owner._schedule()
 
+    @property
+    def elastic_part(self) -> ElasticPart:
+        self._require_attached()
+        owner = _owners[self]()
+        if owner is None:
+            raise UnsupportedError("the Accelerator that has prepared this optimizer is gone: keep it as long as the job lasts")
+        return _ElasticPart(self.optimizer, owner)
+
     def step(self, closure: Callable[[], Any] | None = None) -> None:
+        self._require_attached()
+        super().step(closure)
+
+    def _require_attached(self) -> None:
         if self.optimizer in _attached:
-            super().step(closure)
-        elif isinstance(self.optimizer, ScheduledOptimizer):
+            return
+        if isinstance(self.optimizer, ScheduledOptimizer):
             raise UnsupportedError(
                 "this optimizer does not average gradients any more, since free_memory() was called or another one with the "
                 "same parameters was prepared; prepare it again"
             )
-        else:
-            raise UnsupportedError(
-                "this optimizer has parameters of a model that was not prepared, so its gradients would not be averaged; give "
-                "prepare() the model too"
-            )
+        raise UnsupportedError(
+            "this optimizer has parameters of a model that was not prepared, so its gradients would not be averaged; give "
+            "prepare() the model too"
+        )
+
+
+@cache
+def _of_one_generation(kind: Any) -> Any:
+    """A subclass of ``kind``, the class of a data loader. It gives batches only in the generation that it was made for: its
+    iterators too, as each of them has taken the batches of a step that was broken off."""
+
+    def __iter__(self: Any) -> Iterator[Any]:
+        accelerator, generation = self._commsched_made_for
+        for batch in kind.__iter__(self):
+            if accelerator._generation != generation:
+                raise UnsupportedError(
+                    "this data loader was prepared before ranks were lost or came: where step.is_new_world, prepare another "
+                    "one for the ranks of now, from the place of step.number on"
+                )
+            yield batch
+
+    return type(kind.__name__, (kind,), {"__iter__": __iter__})
 
 
 def _detach(optimizer: ScheduledOptimizer) -> None:

@@ -75,6 +75,7 @@ class ScheduledStrategy(DDPStrategy):
 
     Raises:
         ConfigError: a setting is unknown or wrong; the message names it.
+        UnsupportedError: the job is elastic.
     """
 
     strategy_name = "commsched"
@@ -93,6 +94,11 @@ class ScheduledStrategy(DDPStrategy):
         per_parameter: bool | None = None,
         **settings: Unpack[SettingsKeywords],
     ) -> None:
+        if commsched.is_elastic():
+            raise UnsupportedError(
+                "Lightning's Trainer cannot be elastic, since it has a loop and a process group of its own: start it without "
+                "--elastic and resume with fit(..., ckpt_path=...), or write the loop in PyTorch with commsched.Elastic"
+            )
         Settings.load(settings, {})  # wrong settings are refused here, before Lightning starts any process
         ddp: dict[str, Any] = {} if broadcast_buffers else {"broadcast_buffers": False}  # DDP is used with disable=1
         super().__init__(

@@ -19,6 +19,8 @@ except ModuleNotFoundError as error:
 import torch
 from transformers.trainer_utils import IntervalStrategy
 
+import commsched
+
 from ..core.errors import UnsupportedError
 from .accelerate import Accelerator
 
@@ -35,10 +37,16 @@ class ScheduledTrainerMixin(_Base):
     the trainer becomes the ``Accelerator`` of ``plugins.accelerate``, and its logs of the training have ``Session.scalars``.
 
     Raises:
-        UnsupportedError: see ``commsched.plugins.accelerate.Accelerator``; or ``auto_find_batch_size`` is set.
+        UnsupportedError: see ``commsched.plugins.accelerate.Accelerator``; or ``auto_find_batch_size`` is set; or the job is
+            elastic.
     """
 
     def create_accelerator_and_postprocess(self) -> None:
+        if commsched.is_elastic():
+            raise UnsupportedError(
+                "a Trainer of Transformers cannot be elastic, since it has a loop of its own: start it without --elastic and "
+                "resume with train(resume_from_checkpoint=True), or write the loop with commsched.plugins.accelerate"
+            )
         super().create_accelerator_and_postprocess()
         Accelerator.adopt(self.accelerator)
         if self.accelerator.is_scheduled and self.args.auto_find_batch_size:

@@ -141,7 +141,8 @@ class Elastic:
     calls but those of the optimizer.
 
     Args:
-        optimizer: a ``ScheduledOptimizer`` of PyTorch or numpy.
+        optimizer: a ``ScheduledOptimizer`` of PyTorch or numpy, or an optimizer that the ``Accelerator`` of
+            ``commsched.plugins.accelerate`` has prepared.
         also: objects whose ``state_dict()`` belongs to the state after a step. It may hold numbers, text, None, and lists,
             tuples and dicts of these.
         keep: where the values and the optimizer's state before a step's updates are kept, from which survivors of a loss go
@@ -161,7 +162,8 @@ class Elastic:
         part: ElasticPart | None = getattr(optimizer, "elastic_part", None)
         if part is None:
             raise UnsupportedError(
-                f"a {type(optimizer).__name__} cannot be elastic; the ScheduledOptimizers of PyTorch and numpy can"
+                f"a {type(optimizer).__name__} cannot be elastic; the ScheduledOptimizers of PyTorch and numpy can, and what "
+                "the Accelerator of commsched.plugins.accelerate has prepared"
             )
         if keep not in get_args(Keep):
             raise ConfigError(f'keep={keep!r} of Elastic: it may be "device", "cpu" or "nothing"')

@@ -64,17 +64,26 @@ def init(*, device: str = "cpu", world: World | None = None, **settings: Unpack[
         process_exit.watch()
         shorten(world.rank)
         loaded = Settings.load(settings, os.environ)
-        path = os.environ.get(ELASTIC)
-        if path is None or world.launcher != "commsched run" or world.world_size == 1:
+        if not _is_elastic(world):
             _current = open_session(world, loaded, device)
         else:
-            joined = ElasticMember(path, loaded, device).move(Asked())
+            joined = ElasticMember(os.environ[ELASTIC], loaded, device).move(Asked())
             if joined is None:
                 raise TransportError("the job has made all its steps, and does not need this process any more")
             _current = joined
         _current.when_failed(partial(_say_if_unnoticed, _current))
         end_first()
         return _current
+
+
+def is_elastic() -> bool:
+    """Whether ``commsched run --elastic`` has started this process, so that its session may be one of several generations. For
+    plugins of libraries that must know before the session is opened."""
+    return ELASTIC in os.environ and _is_elastic(detect_world(os.environ))
+
+
+def _is_elastic(world: World) -> bool:
+    return ELASTIC in os.environ and world.launcher == "commsched run" and world.world_size > 1
 
 
 def move_on(asked: Asked) -> Session | None:

@@ -46,6 +46,20 @@ def test_a_library_that_counts_other_ranks_than_the_launcher_is_told(monkeypatch
         commsched.require_world_size(1, "Trainer(devices=1)")
 
 
+def test_whether_the_job_is_elastic(monkeypatch: pytest.MonkeyPatch) -> None:
+    several = {"COMMSCHED_RANK": "0", "COMMSCHED_WORLD_SIZE": "2"}
+    path = {"COMMSCHED_ELASTIC": "/run/member-0"}
+    for environ, is_elastic in [
+        ({}, False),
+        (several, False),
+        (several | path, True),
+        (several | path | {"COMMSCHED_WORLD_SIZE": "1"}, False),
+        ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"} | path, False),  # torchrun, in a rank of an elastic job
+    ]:
+        monkeypatch.setattr(os, "environ", environ)
+        assert commsched.is_elastic() == is_elastic, environ
+
+
 @pytest.mark.parametrize(
     ("ends_by", "code", "told"),
     [
