@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from accelerate.utils import broadcast_object_list, gather_object
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -86,6 +87,11 @@ def main() -> None:
         except commsched.UnsupportedError as error:
             say(1, f"stale {error}")
     accelerator.wait_for_everyone()
+    ranks = accelerator.num_processes
+    assert gather_object([accelerator.process_index]) == list(range(ranks))
+    assert broadcast_object_list([accelerator.process_index, "text"]) == [0, "text"]
+    assert accelerator.reduce(torch.ones(2), "sum").tolist() == [ranks, ranks]
+    assert accelerator.gather_for_metrics([accelerator.process_index], use_gather_object=True) == list(range(ranks))
     weights = b"".join(parameter.detach().numpy().tobytes() for parameter in model.parameters())
     digest = hashlib.sha256(weights).hexdigest()
     others = accelerator.gather(torch.tensor(int(digest[:12], 16)))

@@ -5,9 +5,12 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+import commsched
+from commsched.core.errors import UnsupportedError
 from tests.jobs.job import run_job
 
 STEPS = 8
@@ -105,6 +108,18 @@ def test_what_cannot_be_elastic_is_refused_by_name(refusals: list[str], what: st
     said = [line for line in refusals if line.startswith(f"{what}: ")]
     assert len(said) == 2
     assert all(line.startswith(f"{what}: {REFUSED[what]}") for line in said), said
+
+
+def test_a_session_that_averages_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launcher refuses the variable; this is a script that has said ``init(disable=True)``."""
+    from commsched.plugins.accelerate import Accelerator
+
+    monkeypatch.setattr(commsched, "is_elastic", lambda: True)
+    monkeypatch.setattr(commsched, "init", lambda: SimpleNamespace(disabled=True))
+    with pytest.raises(
+        UnsupportedError, match="disable=1 in an elastic job: Accelerate's own DistributedDataParallel does not"
+    ):
+        Accelerator(cpu=True)
 
 
 def test_nothing_else_is_tried(refusals: list[str]) -> None:

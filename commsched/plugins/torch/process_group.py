@@ -135,7 +135,7 @@ class _SessionGroup(_ProcessGroup):  # type: ignore[misc]
         """The ``tensor`` of each rank. It is a sum of bytes, to which each rank contributes zeros but in its own place."""
         name = self._named(what, tensor)
         own = _bytes_of(tensor)
-        flat = torch.zeros(self.session.world_size * len(own), dtype=torch.uint8)
+        flat = torch.zeros(self.session.world_size * len(own), dtype=torch.uint8, device="cpu")
         places = flat.chunk(self.session.world_size) if len(own) else [flat] * self.session.world_size
         places[self.session.rank].copy_(own)
         self.session.average(TensorSpec(name, (len(flat),), "uint8"), flat.numpy().data)
