@@ -69,9 +69,7 @@ def cut(manifest: Manifest, partition_bytes: int, fusion_bytes: int | None = Non
     """
     if manifest.norms is not None:
         return Plan(manifest, tuple(_whole(manifest)))
-    if fusion_bytes is None:
-        fusion_bytes = max(_FUSED_LEAST_BYTES, int(partition_bytes * _FUSED_SHARE))
-    pack_bytes = min(fusion_bytes, partition_bytes)
+    pack_bytes = merged_bytes(partition_bytes, fusion_bytes)
     if not manifest.shares_partitions:
         pack_bytes = 0
     partitions: list[Partition] = []
@@ -101,6 +99,13 @@ def cut(manifest: Manifest, partition_bytes: int, fusion_bytes: int | None = Non
             partitions.append(Partition(len(partitions), spec.dtype, base + start * size, base + stop * size, (index,)))
     close_pack()
     return Plan(manifest, tuple(partitions))
+
+
+def merged_bytes(partition_bytes: int, fusion_bytes: int | None) -> int:
+    """The largest size of merged neighbours, by these arguments of :func:`cut`."""
+    if fusion_bytes is None:
+        fusion_bytes = max(_FUSED_LEAST_BYTES, int(partition_bytes * _FUSED_SHARE))
+    return min(fusion_bytes, partition_bytes)
 
 
 def _whole(manifest: Manifest) -> Iterator[Partition]:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..core.manifest import Manifest
-from ..core.plan import cut
+from ..core.plan import cut, merged_bytes
 from ..core.scheduler import SchedulerConfig
 from ..simulator import Cluster, Exchange, FairShareCache, Rules, equal_workers, simulate
 from ..simulator.profile import ITEMSIZE, LayerProfile, Profile
@@ -231,12 +231,12 @@ def _partitions(manifest: Manifest, config: SchedulerConfig) -> int:
 def _coarser(config: SchedulerConfig, factor: float, mean_bytes: float) -> SchedulerConfig:
     """``config`` with about ``factor`` times fewer partitions. ``mean_bytes`` is their mean size now; it is the least
     ``fusion_bytes`` to scale, because a value below the size of every tensor would merge none even after scaling."""
-    fusion_bytes = config.fusion_bytes
+    fusion_bytes = merged_bytes(config.partition_bytes, config.fusion_bytes)
     return replace(
         config,
         partition_bytes=round(factor * config.partition_bytes),
         credit_bytes=round(factor * config.credit_bytes),
-        fusion_bytes=None if fusion_bytes is None else round(factor * max(fusion_bytes, mean_bytes)),
+        fusion_bytes=round(factor * max(fusion_bytes, mean_bytes)),
     )
 
 

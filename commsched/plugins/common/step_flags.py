@@ -75,14 +75,15 @@ class StepFlags:
         self._record = record
         self._own = digest_of_record(record), *flags
         self._mean[:] = self._own
-        self.group.notify_ready(0, None if self._on_device is None else self._on_device.to_device())
+        self.group.notify_ready(0, None if self._on_device is None else self._on_device.to_device(self.group.step))
 
     def wait(self) -> None:
         """Wait until all ranks have made the last offer of this rank. Raises CommschedError if the session failed or was
         closed."""
+        step = self.group.step
         self.group.proxies[0].wait()
         if self._on_device is not None:
-            self._on_device.to_host()
+            self._on_device.to_host(step)
 
     def means(self) -> list[float]:
         """The means of the flags over all ranks. Waits for them."""
@@ -114,18 +115,19 @@ class _OnDevice:
         self.values = np.frombuffer(self._host, np.float64)
         self._stream = device.stream()
         self._lock = threading.Lock()
+        self._step = -1  # of the last offer
         self._is_there = False  # whether ``values`` are what is in the device's memory
 
-    def to_device(self) -> Event:
+    def to_device(self, step: int) -> Event:
         with self._lock:
-            self._is_there = False
+            self._step, self._is_there = step, False
             self._stream.copy(self.memory, self._host)
             return self._stream.record()
 
-    def to_host(self) -> None:
-        """Copy the averages, which are there, once."""
+    def to_host(self, step: int) -> None:
+        """Copy the averages of ``step``, which are there, once. After a later offer they are gone."""
         with self._lock:
-            if not self._is_there:
+            if step == self._step and not self._is_there:
                 self._stream.copy(self._host, self.memory)
                 self._stream.synchronize()
                 self._is_there = True

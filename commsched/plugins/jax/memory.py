@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from functools import cache
+from functools import cache, cached_property
 from typing import Any, Protocol, cast
 
 import jax
@@ -37,7 +37,11 @@ class DeviceArray:
         self.device = device
         self.stream = stream
         self.dtype = np.dtype(array.dtype)
-        self.memory: Buffer = device.view(array)
+        self._array = array
+
+    @cached_property
+    def memory(self) -> Buffer:
+        return self.device.view(self._array)  # not earlier: some arrays are of types that cannot be viewed, and never read
 
     def item(self) -> Any:
         return self.to_host().view(self.dtype).item()
@@ -185,9 +189,12 @@ def device_at(name: str, session: commsched.Session) -> Device | None:
 
 
 def session_for(named: Sequence[tuple[str, Any]]) -> commsched.Session:
-    """The session of this process. If this call opens it, it is opened for the device of these leaves. Raises as
-    :func:`place_of` and ``commsched.init``."""
-    place = place_of(named)
+    """The session of this process. If this call opens it, it is opened for the GPU of these leaves, if they are on one. Raises
+    as ``commsched.init``."""
+    try:
+        place = place_of([(name, leaf) for name, leaf in named if not isinstance(leaf, jax.core.Tracer)])
+    except UnsupportedError:  # with several ranks, who exchanges them refuses them; alone, nobody does
+        place = "cpu"
     return commsched.init() if place == "cpu" else commsched.init(device=place)
 
 

@@ -2,25 +2,43 @@
 
 from __future__ import annotations
 
+import sys
 from importlib.util import find_spec
+from pathlib import Path
 
+import numpy as np
 import pytest
 
+from tests.jobs.job import run_job
+
 jax = pytest.importorskip("jax")
-optax = pytest.importorskip("optax")
+pytest.importorskip("optax")
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.timeout(300),
     pytest.mark.skipif(jax.default_backend() != "gpu" or find_spec("cupy") is None, reason="needs JAX for CUDA, and cupy"),
 ]
 
 
 @pytest.mark.parametrize("name", ["adamw", "clip"])
-def test_training_equals_training_alone(name: str) -> None:
-    from commsched.plugins.jax.memory import place_of
+def test_training_equals_training_alone(name: str, tmp_path: Path) -> None:
+    train_and_compare(name, tmp_path)
 
-    from .training import on_ranks, require_close, train, train_alone
 
-    tx = {"adamw": optax.adamw(0.01), "clip": optax.chain(optax.clip_by_global_norm(0.05), optax.sgd(0.1, 0.9))}[name]
-    assert place_of([]) == "cuda:0"
-    require_close(on_ranks(2, lambda session: train(session, tx, 5), check_weights=1), train_alone(tx, 2, 5), 1e-6)
+def train_and_compare(name: str, tmp_path: Path) -> None:
+    """Two processes over the parameter server, and one with the joint batch."""
+    from .cuda_rank import OPTIMIZERS, STEPS
+    from .training import require_close, train_alone
+
+    out = tmp_path / "params"
+    sizes = ("--partition", "100", "--credit", "200", "--transport", "ps")
+    command = [sys.executable, "-m", "tests.plugins.jax.cuda_rank", name, str(out)]
+    environ = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "COMMSCHED_CHECK_WEIGHTS": "1"}
+    code, _, err = run_job("-n", "2", *sizes, "--", *command, environ=environ)
+    assert code == 0, err
+    by_rank = []
+    for rank in range(2):
+        with np.load(f"{out}.{rank}.npz") as saved:
+            by_rank.append([saved[f"arr_{index}"] for index in range(len(saved.files))])
+    require_close(by_rank, jax.tree.leaves(train_alone(OPTIMIZERS[name], 2, STEPS)), 1e-6)

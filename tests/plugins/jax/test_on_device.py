@@ -251,6 +251,19 @@ def test_the_place_of_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
         place_of([("a", leaf_on(("gpu", 0), ("gpu", 1)))])
 
 
+def test_alone_any_place_is_as_in_plain_jax(monkeypatch: pytest.MonkeyPatch) -> None:
+    [alone] = local.local_sessions(1)
+    opened: list[dict[str, str]] = []
+    monkeypatch.setattr(memory.commsched, "init", lambda **options: opened.append(options) or alone)
+    params, key = jnp.ones(2), jax.random.key(0)
+    monkeypatch.setattr(memory, "place_of_array", lambda name, leaf: memory._place(name, leaf_on(("tpu", 0)).devices()))
+    with alone:
+        committed = jax.device_put(params, jax.devices()[0])
+        assert cs.broadcast({"params": committed, "key": key})["params"] is committed
+        assert jax.jit(lambda tree: cs.broadcast(tree))(committed).tolist() == [1, 1]
+    assert opened == [{}, {}]
+
+
 def test_a_gpu_without_cupy_is_refused_with_the_line_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
 

@@ -207,7 +207,8 @@ def _meet(context: TransportContext) -> tuple[CudaDevice, bytes]:
                 raise ConfigError(
                     f"transport='nccl': ranks {other} and {rank} share the device {record['name']}; NCCL needs one for each: "
                     "keep each rank's model on the device of its local rank, and call torch.cuda.set_device(local_rank), or "
-                    "commsched.init(device=...), before anything else opens the session. Over transport=ps ranks may share one"
+                    "commsched.init(device=...), before anything else opens the session; for JAX, set CUDA_VISIBLE_DEVICES to "
+                    "another one for each rank. Over transport=ps ranks may share one"
                 )
     return cast("CudaDevice", device), bytes.fromhex(ranks[0]["identifier"])
 

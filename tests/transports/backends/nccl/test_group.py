@@ -88,7 +88,8 @@ def test_one_device_for_two_ranks_is_refused(cupy: Any) -> None:
     said = (
         "ConfigError: transport='nccl': ranks 0 and 1 share the device cuda:0; NCCL needs one for each: keep each rank's model "
         "on the device of its local rank, and call torch.cuda.set_device(local_rank), or commsched.init(device=...), before "
-        "anything else opens the session. Over transport=ps ranks may share one"
+        "anything else opens the session; for JAX, set CUDA_VISIBLE_DEVICES to another one for each rank. Over transport=ps "
+        "ranks may share one"
     )
     assert errors_of(lambda rank, context: replace(context, device="cuda:0")) == [said, said]
 
