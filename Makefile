@@ -6,10 +6,13 @@ BIN := $(VENV)/bin
 # MXNet needs a numpy that there is for Python 3.11 and older only.
 ENGINES := tensorflow jax $(shell $(PYTHON) -c 'import sys; print("mxnet" if sys.version_info < (3, 12) else "")')
 ENVIRONMENTS := openmpi $(ENGINES)
-# Twice as many as there are cores, since tests wait for much of their time: for ranks, for timeouts, for what does not come.
-PYTEST := -m pytest -n $(shell expr 2 \* $$(nproc)) --dist loadfile --no-loadscope-reorder
+PYTEST := -m pytest --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo check docs dist environments test gpu ray clean
+# Most modules of the packages are never imported, so pip compiles none: the first process that imports one keeps it compiled.
+INSTALL := -m pip install --quiet --no-compile
+export PYTHONDONTWRITEBYTECODE :=
+
+.PHONY: demo check docs dist environments test test-common $(ENGINES:%=test-%) gpu ray clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed-examples
@@ -27,25 +30,29 @@ docs: $(VENV)/.installed-dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --clean
 
 # The wheel and the source archive, in dist/, both checked.
-dist: $(VENV)/.installed-dist
+dist: $(VENV)/.installed-dev
 	rm -rf dist
 	$(BIN)/python -m build --no-isolation
 	$(BIN)/twine check --strict dist/*
 
 environments: $(ENVIRONMENTS:%=.venv-%/.installed)
 
-# Installs go side by side: pip keeps one core busy, much of the time by compiling to bytecode.
-# Tests start hundreds of processes. Where Python may not keep what it compiles (PYTHONDONTWRITEBYTECODE), each of them would
-# compile what it imports.
+# Side by side, since tests wait for much of their time: for ranks, for timeouts, for what does not come. What a job says is shown
+# when it is over.
 test:
-	$(MAKE) --no-print-directory --jobs=$(shell nproc) check environments
 	rm -rf runs/engines
-	$(BIN)/python -m compileall -q -j 0 bench commsched tests
-	$(BIN)/python $(PYTEST)
-	set -e; for engine in $(ENGINES); do \
-	  .venv-$$engine/bin/python $(PYTEST) tests/plugins/$$engine tests/examples/test_engines.py -k $$engine; \
-	done
+	$(MAKE) --no-print-directory --jobs=$(shell nproc) --output-sync check dist test-common $(ENGINES:%=test-%)
 	$(BIN)/python -m tests.examples.engine_table --check
+
+# One process imports what tests import before several do, which would all compile it; what is wrong there the tests show. The plus
+# sign lets make show them as they run.
+test-common: $(VENV)/.installed-dev .venv-openmpi/.installed
+	$(BIN)/python -m pytest --collect-only -qq -W ignore > /dev/null || true
+	+$(BIN)/python $(PYTEST) -n $(shell expr 2 \* $$(nproc))
+
+$(ENGINES:%=test-%): test-%: .venv-%/.installed
+	.venv-$*/bin/python -m pytest --collect-only -qq -W ignore tests/plugins/$* > /dev/null || true
+	.venv-$*/bin/python $(PYTEST) -n $(shell nproc) tests/plugins/$* tests/examples/test_engines.py -k $*
 
 # With the packages that are there, of whatever version. Its exit code is 2 if nothing ran.
 gpu:
@@ -59,11 +66,11 @@ clean:
 	rm -rf $(VENV) $(ENVIRONMENTS:%=.venv-%) .venv-ray
 
 $(VENV)/.installed-%: pyproject.toml constraints-dev.txt $(VENV)/.created
-	$(BIN)/python -m pip install --quiet -c constraints-dev.txt -e ".[$*]"
+	$(BIN)/python $(INSTALL) -c constraints-dev.txt -e ".[$*]"
 	@touch $@
 
 $(ENVIRONMENTS:%=.venv-%/.installed) .venv-ray/.installed: .venv-%/.installed: pyproject.toml constraints-dev.txt environments/%.txt .venv-%/.created
-	.venv-$*/bin/python -m pip install --quiet -r environments/$*.txt
+	.venv-$*/bin/python $(INSTALL) -r environments/$*.txt
 	@touch $@
 
 $(VENV)/.created $(ENVIRONMENTS:%=.venv-%/.created) .venv-ray/.created:
