@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -61,15 +62,15 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return [torch.load(f"{out}.{rank}") for rank in range(2)]
 
 
-def require_equal(results: list[dict[str, Any]], case: str, tolerance: float = 0.0) -> None:
+def require_equal(results: list[dict[str, Any]], case: str, tolerance: float = 0.0, rounded: Collection[str] = ()) -> None:
     """Ours equals theirs, and rank 1's equals rank 0's to the bit. A sum of two has one order only, so that theirs too can be
-    equal to the bit; ``tolerance`` is relative to the largest number of a tensor."""
+    equal to the bit; ``tolerance`` is relative to the largest number of a tensor. ``rounded`` are sums of more."""
     for rank in range(2):
         ours, theirs = results[rank][case]["ours"], results[rank][case]["theirs"]
         assert ours.keys() == theirs.keys()
         for name, value in ours.items():
-            largest = float(theirs[name].abs().max())
-            assert torch.allclose(value, theirs[name], rtol=0.0, atol=tolerance * largest), (case, rank, name)
+            tolerated = (1e-6 if name in rounded else tolerance) * float(theirs[name].abs().max())
+            assert torch.allclose(value, theirs[name], rtol=0.0, atol=tolerated), (case, rank, name)
             assert torch.equal(value, results[0][case]["ours"][name]), (case, rank, name)
 
 

@@ -78,13 +78,16 @@ def arguments(directory: str, kind: type[Any] = transformers.TrainingArguments, 
 
 def logged(trainer: transformers.Trainer) -> Values:
     """What it logged about the training, and not about its speed."""
-    names = ("loss", "grad_norm", "learning_rate", "eval_loss", "eval_right", "train_loss")
+    names = ("loss", "learning_rate", "eval_loss", "eval_right", "train_loss")
     if isinstance(trainer, ScheduledTrainerMixin):
         assert any("loss" in entry and "commsched/step_seconds" in entry for entry in trainer.state.log_history)
         assert not any("commsched/step_seconds" in entry for entry in trainer.state.log_history if "loss" not in entry)
-    values = [float(entry[name]) for entry in trainer.state.log_history for name in names if name in entry]
+    history = trainer.state.log_history
+    values = [float(entry[name]) for entry in history for name in names if name in entry]
+    norms = [float(entry["grad_norm"]) for entry in history if "grad_norm" in entry]
     assert values
-    return {"logged": torch.tensor(values, dtype=torch.float64)}
+    assert norms
+    return {"logged": torch.tensor(values, dtype=torch.float64), "norms": torch.tensor(norms, dtype=torch.float64)}
 
 
 def weights(trainer: transformers.Trainer) -> Values:
