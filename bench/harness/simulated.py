@@ -176,15 +176,15 @@ def _fastest(candidates: Sequence[Rules], seconds: StepSeconds) -> Rules:
 
 
 def _descend(candidates: Iterable[Rules], seconds: StepSeconds) -> Rules:
-    """The best candidate. The search ends after two consecutive candidates that are not better, because time over size has one
-    minimum and small sizes take the longest to simulate."""
+    """The best candidate. The search ends after two worse candidates in a row, because time over size has one minimum and small
+    sizes take the longest to simulate. Equal ones end nothing: neighbours of a size may be as good, before it gets better."""
     best: tuple[float, Rules] | None = None
     worse = 0
     for each in candidates:
         taken = seconds(each)
         if best is None or taken < best[0]:
             best, worse = (taken, each), 0
-        else:
+        elif taken > best[0] * (1 + 1e-9):
             worse += 1
             if worse == 2:
                 break
