@@ -50,6 +50,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         env=clean_environ(
             GLOO_SOCKET_IFNAME="lo",
             CUDA_VISIBLE_DEVICES="",
+            PYTHONWARNINGS="ignore:Guards may run slower",  # PyTorch's, of Python 3.13.0
             **{f"COMMSCHED_{name}": value for name, value in SLOW.items()},
         ),
         cwd=ROOT,
