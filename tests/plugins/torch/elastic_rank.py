@@ -12,6 +12,7 @@ from torch import nn
 
 import commsched
 import commsched.plugins.torch as cs
+from tests.jobs import openings
 from tests.jobs.elastic_rank import Strikes
 from tests.jobs.rank import say
 
@@ -19,6 +20,7 @@ from tests.jobs.rank import say
 def main() -> None:
     steps, directory, *given = sys.argv[1:]
     strikes = Strikes(directory, given)
+    openings.watch(strikes.hit)
     torch.manual_seed(os.getpid())  # each its own: all must begin with the root's
     if os.environ["RANK"] == "0":
         torch.manual_seed(0)
@@ -43,8 +45,10 @@ def main() -> None:
             optimizer.step()
             strikes.at("stepped", step)
             scheduler.step()
+            elastic.state["shares"] = [*elastic.state.get("shares", []), [step.number, step.world_size]]
     weights = b"".join(parameter.detach().numpy().tobytes() for parameter in model.parameters())
-    say(1, f"rank {elastic.session.rank} weights {hashlib.sha256(weights).hexdigest()}")
+    shares = " ".join(f"{number}/{size}" for number, size in elastic.state["shares"])
+    say(1, f"rank {elastic.session.rank} weights {hashlib.sha256(weights).hexdigest()} shares {shares}")
 
 
 if __name__ == "__main__":
