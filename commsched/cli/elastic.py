@@ -32,6 +32,7 @@ from ..control.elastic_messages import (
     NotStarted,
     Over,
     Place,
+    RankEnded,
     Started,
     StartMember,
     Summoned,
@@ -44,7 +45,7 @@ from ..control.rendezvous import fitting_name, require_no_loopback
 from ..core.errors import ConfigError, TransportError, ranks_text
 from . import links
 from .launch import Among, Elasticity, Ends, Interrupted, ProcessEvent, signal_name, tell_user
-from .machine import LocalMachine, Machine, Signalled
+from .machine import LocalMachine, Machine, ServerEnded, Signalled
 
 _TICK_SECONDS = 0.5
 _ASK_SECONDS = 5.0  # a survivor that has not asked so long after the first, and does not run, is taken for lost
@@ -196,8 +197,8 @@ class _ElasticJob:
         self._awaited: set[int] = set()  # members that were said to be awaited, since then
         self._missed: set[int] = set()  # members that others have lost, since then
         self._generation: Form | None = None
+        self._has_told_of_loss = False  # in this generation
         self._has_given_up = False
-        self._is_met = False  # rank 0 of this generation has said where it listens, or has ended
 
     def run(self) -> int:
         """Run the job from its start to its end, and return the exit code."""
@@ -243,6 +244,8 @@ class _ElasticJob:
                     if isinstance(own, Signalled):
                         self._homeless.clear()
                         self._order_all(EndAll(own.number))
+                    elif isinstance(own, ServerEnded):
+                        self._tell_of_loss(own.generation, own.name)
                     elif own is not None:
                         self._reported(self._here, own)
 
@@ -375,10 +378,19 @@ class _ElasticJob:
     def _meet_at(self, address: str) -> None:
         """Tell the ranks of this generation where rank 0 listens."""
         assert self._generation is not None
-        self._is_met = True
         for number, rank in self._generation.ranks.items():
             if rank != 0 and self._members[number].lives:
                 self._tell(number, Listens(self._generation.generation, address))
+
+    def _tell_of_loss(self, generation: int, who: str, member: int | None = None) -> None:
+        """Tell the ranks of ``generation`` that it cannot open any more, if it has not opened yet."""
+        if self._generation is None or generation != self._generation.generation or self._has_told_of_loss:
+            return
+        self._has_told_of_loss = True
+        rank = None if member is None else self._generation.ranks[member]
+        for number in self._generation.ranks:
+            if self._members[number].lives and number not in self._waiting:
+                self._tell(number, RankEnded(generation, who, rank))
 
     def _asked(self, number: int, asked: Asked) -> None:
         self._waiting.add(number)
@@ -389,6 +401,8 @@ class _ElasticJob:
         if asked.leaves:
             tell_user(f"{self._ends.names[number]} leaves")
             self._members[number].slot = None
+        if self._generation is not None and number in self._generation.ranks and not asked.is_done:
+            self._tell_of_loss(self._generation.generation, self._ends.names[number], number)
         if asked.lost is not None and self._generation is not None:
             self._missed |= {each for each, rank in self._generation.ranks.items() if rank == asked.lost}
         self._do(self._generations.asked(number, asked, time.monotonic()))
@@ -421,8 +435,8 @@ class _ElasticJob:
             self._ends.ended_well.append(self._ends.ranks[number])
         else:
             (self._ends.failures if is_closed else self._losses).append(failure)
-        if self._generation is not None and self._generation.ranks.get(number) == 0 and not self._is_met:
-            self._meet_at("")
+        if self._generation is not None and number in self._generation.ranks:
+            self._tell_of_loss(self._generation.generation, name, number)
         actions = self._generations.ended(number, well, "heard" in ended.told)
         if not well and number not in self._killed and not is_closed:
             tell_user(self._ends.how(failure))
@@ -464,13 +478,17 @@ class _ElasticJob:
                         machine.do(EndAll(0))
 
     def _form(self, form: Form) -> None:
-        self._generation, self._is_met = form, False
+        self._generation, self._has_told_of_loss = form, False
         size = len(form.ranks)
         job = fitting_name(f"{self._name} generation {form.generation} {secrets.token_hex(16)}".lstrip())
-        servers = self._here.serve(self._servers)
+        servers = self._here.serve(self._servers, form.generation)
         if self._kept is not None and size > 1:
+
+            def ended(address: str) -> None:
+                self._here.events.put(ServerEnded(f"the server at {address}", form.generation))
+
             try:
-                servers = self._kept.reserve(job, lambda: self._here.interrupted_by > 0)
+                servers = self._kept.reserve(job, lambda: self._here.interrupted_by > 0, ended)
             except TransportError as error:
                 return self._do(self._generations.give_up(str(error)))
         if form.is_again:
@@ -500,7 +518,7 @@ class _ElasticJob:
         self._waiting.remove(number)
         self._tell(number, answer)
 
-    def _tell(self, number: int, answer: Place | Finish | GiveUp | Summoned | Listens) -> None:
+    def _tell(self, number: int, answer: Place | Finish | GiveUp | Summoned | Listens | RankEnded) -> None:
         self._members[number].machine.do(Tell(number, to_line(answer).decode()))
 
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 
 from ..control.rendezvous import is_loopback, own_host, require_strong
 from ..core.errors import TransportError
@@ -38,8 +39,11 @@ class KeptServers:
         self._join_within_seconds = settings.join_within
         self._left_out: set[str] = set()
 
-    def reserve(self, job: str, is_interrupted: Callable[[], bool]) -> list[str]:
+    def reserve(self, job: str, is_interrupted: Callable[[], bool], when_ended: Callable[[str], object]) -> list[str]:
         """Reserve the servers that answer for ``job``, and return their addresses. If none does, wait for one.
+
+        Args:
+            when_ended: called from a thread with the address of one of them that has ended, or has ended that job.
 
         Raises:
             TransportError: none has answered in time; says why.
@@ -49,7 +53,10 @@ class KeptServers:
         has_waited = False
         while True:
             with ThreadPoolExecutor(len(self.addresses)) as threads:
-                asked = [threads.submit(reserve, each, self._options, job, self._answer_seconds) for each in self.addresses]
+                asked = [
+                    threads.submit(reserve, each, self._options, job, self._answer_seconds, partial(when_ended, each))
+                    for each in self.addresses
+                ]
                 problems = {each: answer.result() for each, answer in zip(self.addresses, asked, strict=True)}
             if is_interrupted():
                 raise Interrupted

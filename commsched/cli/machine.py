@@ -57,6 +57,14 @@ class Signalled:
     number: int
 
 
+@dataclass(frozen=True, slots=True)
+class ServerEnded:
+    """The server ``name`` has ended, or does not serve ``generation`` any more, to which it belonged."""
+
+    name: str
+    generation: int
+
+
 class LocalMachine(Job):
     """This machine. Each process asks at a socket of its own, in the private ``directory`` of the job.
 
@@ -88,7 +96,7 @@ class LocalMachine(Job):
         self._pids: dict[int, int] = {}  # by member
         self._connections: dict[int, socket.socket] = {}  # by member
         self._listening: dict[int, socket.socket] = {}  # by member
-        self._servers: set[int] = set()  # the pids of those of the last generation
+        self._servers: dict[int, int] = {}  # by pid, the generation; those of the last one
         self._keeps_standby = standby
         self._standby: tuple[int, int] | None = None  # the pid of a process that waits to be a rank, and a pipe to it
 
@@ -121,11 +129,11 @@ class LocalMachine(Job):
                     self._signal(number)
                 self._end_soon()
 
-    def reported(self, event: Any) -> MachineReport | Signalled | None:
+    def reported(self, event: Any) -> MachineReport | Signalled | ServerEnded | None:
         """The report that ``event`` stands for, if any. Call it for all that ``events`` yields, in the thread that calls
         :meth:`do`."""
         if not isinstance(event, ProcessEvent):
-            assert isinstance(event, MachineReport | Signalled)
+            assert isinstance(event, MachineReport | Signalled | ServerEnded)
             return event
         pid = event.process
         member = self._members.get(pid)
@@ -134,25 +142,25 @@ class LocalMachine(Job):
         if event.stopped_by:
             return None if member is None else MemberStopped(member, event.stopped_by)
         self._alive.discard(pid)
-        self._servers.discard(pid)
+        generation = self._servers.pop(pid, None)
         self._members.pop(pid, None)
         if event.exit_code != 0:  # else what it has left running may run until the job is over
             self._reap(pid)
-        if member is None:
-            return None  # a server, or a process that has waited to be a rank: ranks that miss it ask for another generation
+        if member is None:  # else it is a process that has waited to be a rank, or a server of an earlier generation
+            return None if generation is None else ServerEnded(self._names[pid], generation)
         del self._pids[member]
         told = self._told_by(member)
         self._release(member)
         was_ended = self._names[pid] in self._ends.ended_by_us
         return Ended(member, event.exit_code, told, was_ended)
 
-    def serve(self, count: int) -> list[str]:
-        """End the servers of the last generation, and start those of the next. Return their addresses."""
+    def serve(self, count: int, generation: int) -> list[str]:
+        """End the servers of the last generation, and start ``count`` for ``generation``. Return their addresses."""
         for pid in self._servers:
             kill_group(pid, signal.SIGKILL)
         before = set(self._processes)
         addresses = self.start_servers(count, self._environ)
-        self._servers = set(self._processes) - before
+        self._servers = dict.fromkeys(set(self._processes) - before, generation)
         for pid in self._servers:
             self._watch_in_thread(pid)
         return addresses

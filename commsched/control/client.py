@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import grpc
 
 from ..core import timeouts
 from ..core.errors import CommschedError, PeerLost, PeerTimeout, ProtocolError, TransportError
+from ..core.interfaces import OnFailure
 from ..net.rpc import Unproven
 from ..net.tls import Identity
 from ..version import __version__
@@ -33,6 +35,8 @@ class ControlClient(ControlEnd):
         fail_after_seconds: silence after which rank 0 is given up; the same on every member.
         join_within_seconds: longest time that joining may take.
         server: for rank 0 only, whose process hosts the server: their messages then pass through no socket.
+        when_lost: called once, with a function that ends this membership with an error. It is for those who know sooner than
+            this channel that the job cannot begin.
         identity: this process's; with one, the channel is encrypted.
 
     Raises:
@@ -55,6 +59,7 @@ class ControlClient(ControlEnd):
         server: ControlServer | None = None,
         job: str = "",
         identity: Identity | None = None,
+        when_lost: Callable[[OnFailure], object] = lambda lost: None,
     ) -> None:
         super().__init__(
             member,
@@ -90,6 +95,7 @@ class ControlClient(ControlEnd):
         try:
             self._watch.start()
             self._stream.start()
+            when_lost(self._lost)
             self._wait_until_joined()
             is_rank_0 = member.is_rank and member.index == 0
             # Estimated while joining. Rank 0's process hosts the server, so that both use the same clock.
@@ -110,6 +116,10 @@ class ControlClient(ControlEnd):
         self._doubts.close()
         if self._watch.ident is not None:  # it was started
             self._watch.join()
+
+    def _lost(self, error: CommschedError) -> None:
+        with self._changed:
+            self._fail(error)
 
     # --- joining ---
 

@@ -44,14 +44,23 @@ class Summoned:
 
 @dataclass(frozen=True, slots=True)
 class Listens:
-    """Rank 0 of a generation says where its control channel is, and the launcher says so to the other ranks. "": that process
-    has ended before it listened."""
+    """Rank 0 of a generation says where its control channel is, and the launcher says so to the other ranks."""
 
     generation: int
     address: str
 
 
-Answer = Place | Finish | GiveUp | Summoned | Listens
+@dataclass(frozen=True, slots=True)
+class RankEnded:
+    """A generation has lost ``who``, a rank or a server, or that rank has asked for its next place. The launcher says so to its
+    other ranks at once: those that still open their sessions would wait for it. ``rank``: its number, if it is a rank."""
+
+    generation: int
+    who: str
+    rank: int | None = None
+
+
+Answer = Place | Finish | GiveUp | Summoned | Listens | RankEnded
 
 
 # --- between launchers ---
@@ -187,7 +196,7 @@ MachineOrder = StartMember | KillMember | KeepReady | Examine | Tell | EndAll
 _KINDS: dict[str, Any] = {
     kind.__name__: kind
     for kind in (
-        *(Asked, Place, Finish, GiveUp, Summoned, Listens),
+        *(Asked, Place, Finish, GiveUp, Summoned, Listens, RankEnded),
         *(LauncherHello, HostAnswer, Alive, MemberSaid, Ended, MemberStopped, Started, NotStarted, Closes),
         *(StartMember, KillMember, KeepReady, Examine, Tell, EndAll, Over),
     )

@@ -10,13 +10,15 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
-from ..control.elastic_messages import Answer, Finish, Listens, Place, Summoned, from_line, to_line
+from ..control.elastic_messages import Answer, Finish, Listens, Place, RankEnded, Summoned, from_line, to_line
 from ..control.generations import Asked, GiveUp
 from ..control.rendezvous import Endpoint, bracketed, read_token
 from ..core.errors import ConfigError, PeerLost, PeerTimeout, TransportError
+from ..core.interfaces import OnFailure
 from ..core.world import World
 from ..settings import Settings
 from .opening import open_session
@@ -76,7 +78,10 @@ class ElasticMember:
         self._path = path
         self._connection: socket.socket | None = None  # with the launcher, as long as this process lives
         self._answers: SimpleQueue[Answer | None] = SimpleQueue()  # None stands for the end
-        self._listens: SimpleQueue[Listens | None] = SimpleQueue()
+        self._listens: SimpleQueue[Listens | RankEnded | None] = SimpleQueue()
+        self._lock = threading.Lock()  # guards the two below
+        self._ended: RankEnded | None = None  # the last that was heard of
+        self._opens: tuple[int, OnFailure] | None = None  # the generation that is being opened, and what breaks that off
         self._settings = settings
         self._device = device
 
@@ -109,7 +114,9 @@ class ElasticMember:
         with suppress(OSError, ValueError), connection.makefile("rb") as file:
             for line in file:
                 answer = from_line(line)
-                if isinstance(answer, Listens):
+                if isinstance(answer, RankEnded):
+                    self._break_off(answer)
+                if isinstance(answer, RankEnded | Listens):
                     self._listens.put(answer)
                     continue
                 self.is_summoned = isinstance(answer, Summoned)
@@ -117,6 +124,19 @@ class ElasticMember:
                     self._answers.put(answer)
         self._answers.put(None)
         self._listens.put(None)
+
+    def _break_off(self, ended: RankEnded) -> None:
+        with self._lock:
+            self._ended, opens = ended, self._opens
+        if opens is not None and opens[0] == ended.generation:
+            opens[1](_lost(ended))
+
+    def _when_lost(self, generation: int, lost: OnFailure) -> None:
+        """Call ``lost`` when ``generation``, which is being opened, loses a rank or a server. It may have done so already."""
+        with self._lock:
+            self._opens, ended = (generation, lost), self._ended
+        if ended is not None and ended.generation == generation:
+            lost(_lost(ended))
 
     def _ask(self, asked: Asked) -> Place | None:
         """Ask the launcher for a place in the next generation, and wait until all ranks have asked. None: all steps are made.
@@ -151,7 +171,12 @@ class ElasticMember:
             servers=place.servers,
             join_within=within,
         )
-        session = open_session(world, settings, self._device, _AtLauncher(self, place, within))
+        meeting = _AtLauncher(self, place, within)
+        try:
+            session = open_session(world, settings, self._device, meeting, partial(self._when_lost, place.generation))
+        finally:
+            with self._lock:
+                self._opens = None  # from here on the control channel finds losses
         session.membership, session.place = self, place
         return session
 
@@ -175,9 +200,13 @@ class ElasticMember:
                 self._listens.put(None)
                 raise PeerLost(_LAUNCHER_ENDED)
             if listens.generation == generation:
-                if not listens.address:
-                    raise PeerLost("rank 0 has ended before it listened", rank=0)
+                if isinstance(listens, RankEnded):
+                    raise _lost(listens)
                 return listens.address
+
+
+def _lost(ended: RankEnded) -> PeerLost:
+    return PeerLost(f"{ended.who} is gone, and generation {ended.generation} cannot begin", rank=ended.rank)
 
 
 class _AtLauncher:

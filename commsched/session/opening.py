@@ -29,6 +29,7 @@ from ..control.torchrun import open_torchrun_store, store_place
 from ..core.comparison import require_same
 from ..core.core import Core
 from ..core.errors import ConfigError
+from ..core.interfaces import OnFailure
 from ..core.manifest import Manifest
 from ..core.world import World
 from ..net.tls import identity_of
@@ -70,11 +71,18 @@ class MeetingPlace(Protocol):
         """On another rank: find rank 0's endpoint."""
 
 
-def open_session(world: World, settings: Settings, device: str = "cpu", meeting: MeetingPlace | None = None) -> Session:
+def open_session(
+    world: World,
+    settings: Settings,
+    device: str = "cpu",
+    meeting: MeetingPlace | None = None,
+    when_lost: Callable[[OnFailure], object] = lambda lost: None,
+) -> Session:
     """Open a session with a control channel of its own, independent of the session of ``commsched.init``. Collective.
 
     Args:
         meeting: where the ranks find each other; None: as the settings and the launcher say.
+        when_lost: called once, with a function that ends the session with an error, from any thread, or lets its opening fail.
 
     Raises:
         ConfigError, PeerTimeout: see ``commsched.init``.
@@ -91,7 +99,7 @@ def open_session(world: World, settings: Settings, device: str = "cpu", meeting:
         _tell_joined(world, settings)
         return _open_alone(world, settings)
     quiet_grpc()
-    return _open_joined(world, settings, device, meeting)
+    return _open_joined(world, settings, device, meeting, when_lost)
 
 
 def has_opened() -> bool:
@@ -125,14 +133,20 @@ def _open_alone(world: World, settings: Settings) -> Session:
     return alone
 
 
-def _open_joined(world: World, settings: Settings, device: str, meeting: MeetingPlace | None) -> Session:
+def _open_joined(
+    world: World,
+    settings: Settings,
+    device: str,
+    meeting: MeetingPlace | None,
+    when_lost: Callable[[OnFailure], object],
+) -> Session:
     """Open the session of one of several ranks, part after part."""
     job = job_name(world, settings, os.environ)
     with ExitStack() as around:  # what outlives the session's other parts: the control server and the witness
         published = around.enter_context(ExitStack())
         endpoint, server = _meet(world, settings, job, meeting, around, published)
         host = own_host(settings, endpoint.address)
-        control = _join(world, settings, job, endpoint, server, host, around)
+        control = _join(world, settings, job, endpoint, server, host, when_lost, around)
         with starting(control) as undo:
             _tell_joined(world, settings)
             # All ranks have joined. If this session fails, a rank that opens another one at once must not find this file.
@@ -230,6 +244,7 @@ def _join(
     endpoint: Endpoint,
     server: ControlServer | None,
     host: str,
+    when_lost: Callable[[OnFailure], object],
     around: ExitStack,
 ) -> ControlEnd:
     from ..control.client import ControlClient
@@ -248,6 +263,7 @@ def _join(
         server=server,
         job=job,
         identity=None if server is not None else identity_of(settings.security, endpoint.token, settings.certificates),
+        when_lost=when_lost,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from queue import SimpleQueue
 from typing import Any, cast
 
@@ -13,7 +13,7 @@ from commsched.cli import links
 from commsched.cli.elastic import _ElasticJob, _follow
 from commsched.cli.kept import KeptServers
 from commsched.cli.launch import Among, Elasticity
-from commsched.cli.machine import LocalMachine, Machine
+from commsched.cli.machine import LocalMachine, Machine, ServerEnded
 from commsched.control.elastic_messages import (
     Closes,
     EndAll,
@@ -24,6 +24,7 @@ from commsched.control.elastic_messages import (
     NotStarted,
     Over,
     Place,
+    RankEnded,
     Started,
     StartMember,
     Summoned,
@@ -54,8 +55,11 @@ class Recorded:
     def finish(self) -> None:
         self.is_finished = True
 
-    def serve(self, count: int) -> list[str]:
+    def serve(self, count: int, generation: int) -> list[str]:
         return []
+
+    def reported(self, event: Any) -> Any:
+        return event
 
     def told(self, kind: type) -> list[int]:
         """The members that got a message of ``kind``, since the last call."""
@@ -192,6 +196,49 @@ def test_a_machine_is_lost_with_all_its_ranks_at_once() -> None:
     assert world.here.told(Place) == [0, 1]
 
 
+def losses(*machines: Recorded) -> list[tuple[int, RankEnded]]:
+    """The members that were told of a loss, and of which one, since the last call."""
+    found = []
+    for machine in machines:
+        said = [(order.member, from_line(order.line)) for order in machine.orders if isinstance(order, Tell)]
+        found += [(member, each) for member, each in said if isinstance(each, RankEnded)]
+        machine.orders.clear()
+    return found
+
+
+def test_those_that_still_open_a_generation_hear_at_once_that_it_has_lost_a_rank() -> None:
+    """It may not have joined the control channel yet, which would wait for it."""
+    world = World(4, max_restarts=9)
+    there = cast(Recorded, world.there.link)
+    world.ask(0, steps=None)  # it has noticed
+    assert losses(world.here, there) == [(each, RankEnded(1, "rank 0 (pid 100 at a)", 0)) for each in (1, 2, 3)]
+    world.job._reported(world.there, Ended(2, -9))
+    world.ask(1, 3, steps=5)
+    assert losses(world.here, there) == []  # once is enough
+
+
+def test_a_process_that_ends_or_a_server_is_such_a_loss_too() -> None:
+    world = World(3, max_restarts=9)
+    there = cast(Recorded, world.there.link)
+    world.job._reported(world.there, Ended(2, -9))
+    assert losses(world.here, there) == [(each, RankEnded(1, "rank 2 (pid 102 at b)", 2)) for each in (0, 1)]
+    world.job._settle()
+    world.start(3)
+    world.ask(0, 1, steps=5)
+    world.ask(3, steps=None)
+    assert world.generation == 2
+    world.job._tell_of_loss(1, "server 0 (pid 7)")  # of the generation before
+    assert losses(world.here, there) == []
+    world.job._tell_of_loss(2, "server 0 (pid 9)")
+    assert losses(world.here, there) == [(each, RankEnded(2, "server 0 (pid 9)")) for each in (0, 1, 3)]
+
+
+def test_a_rank_that_has_made_all_steps_is_no_loss() -> None:
+    world = World(3)
+    world.ask(0, steps=7, is_over=True, is_done=True)
+    assert losses(world.here, cast(Recorded, world.there.link)) == []
+
+
 def test_the_cause_is_that_of_the_process_and_not_of_an_earlier_one_of_its_rank() -> None:
     world = World(3, max_restarts=1)
     world.job._reported(world.here, Ended(1, 1, ("joined", "heard")))  # as a consequence
@@ -265,7 +312,8 @@ class Kept:
         self._found = iter(found)
         self.jobs: list[str] = []
 
-    def reserve(self, job: str, is_interrupted: object) -> list[str]:
+    def reserve(self, job: str, is_interrupted: object, when_ended: Callable[[str], object]) -> list[str]:
+        self.when_ended = when_ended
         self.jobs.append(job)
         found = next(self._found)
         if not found:
@@ -287,6 +335,8 @@ def test_each_generation_has_the_servers_that_answer_and_a_name_of_its_own() -> 
     world.ask(0, 1, 2, steps=5)  # a server is lost
     second = [*places(world.here), *places(cast(Recorded, world.there.link))]
     assert [place.servers for place in second] == [("b:7",)] * 3
+    kept.when_ended("b:7")
+    assert world.here.events.get_nowait() == ServerEnded("the server at b:7", 2)
     assert [{place.job for place in each} for each in (first, second)] == [{job} for job in kept.jobs]
     assert len(set(kept.jobs)) == 2
     assert kept.jobs[1].startswith("job generation 2 ")

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from commsched.cli.machine import LocalMachine, Signalled
+from commsched.cli.machine import LocalMachine, ServerEnded, Signalled
 from commsched.control.elastic_messages import (
     Ended,
     KeepReady,
@@ -143,12 +143,19 @@ def test_a_child_that_holds_the_connection_of_a_process_that_has_ended_does_not_
 
 def test_servers_of_the_last_generation_end_with_it_and_are_reaped(machine: LocalMachine) -> None:
     before = len(os.listdir("/proc/self/fd"))
-    machine.serve(1)
+    machine.serve(1, 1)
     (first,) = machine._servers
-    machine.serve(0)
+    machine.serve(0, 2)
     assert machine.reported(machine.events.get(timeout=60.0)) is None
     assert not is_zombie(first)
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_server_that_ends_with_its_generation_under_way_is_reported(machine: LocalMachine) -> None:
+    machine.serve(1, 7)
+    (pid,) = machine._servers
+    os.kill(pid, signal.SIGKILL)
+    assert machine.reported(machine.events.get(timeout=60.0)) == ServerEnded(f"server 0 (pid {pid})", 7)
 
 
 def test_an_order_after_a_signal_starts_nothing(machine: LocalMachine) -> None:

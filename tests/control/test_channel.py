@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import queue
 import random
 import re
 import socket
@@ -33,6 +34,7 @@ from commsched.core.errors import (
     UnsupportedError,
     from_record,
 )
+from commsched.core.interfaces import OnFailure
 from commsched.core.ports import free_port
 from commsched.net.rpc import Call, DaemonExecutor, make_channel
 from commsched.version import __version__
@@ -56,6 +58,26 @@ def test_ranks_join_gather_and_leave() -> None:
         with pytest.raises(ClosedError, match="the control channel is closed"):
             job.clients[0].gather("late", 0)
     assert all(listener.calls.empty() for listener in job.listeners)
+
+
+def test_who_knows_sooner_that_the_job_cannot_begin_ends_the_joining() -> None:
+    server = ControlServer("127.0.0.1:0", TOKEN, 2, **SLOW)
+    losing: queue.SimpleQueue[OnFailure] = queue.SimpleQueue()
+    errors: queue.SimpleQueue[CommschedError] = queue.SimpleQueue()
+
+    def join(address: str) -> None:
+        with pytest.raises(PeerLost) as caught:
+            ControlClient(address, TOKEN, Member.rank(1, 2), when_lost=losing.put, **SLOW)
+        errors.put(caught.value)
+
+    for address in (server.address, f"127.0.0.1:{free_port()}"):  # rank 0 waits for others as well; nobody listens
+        joins = threading.Thread(target=join, args=(address,))
+        joins.start()
+        lost = PeerLost("rank 0 is gone")
+        losing.get(timeout=PATIENCE_SECONDS)(lost)
+        assert errors.get(timeout=PATIENCE_SECONDS) is lost
+        joins.join(PATIENCE_SECONDS)
+    server.close()
 
 
 def leave(client: ControlClient) -> None:

@@ -59,6 +59,28 @@ def test_a_killed_server_is_replaced(tmp_path: Path, undisturbed: str) -> None:
     assert nothing_left(out)
 
 
+@pytest.mark.parametrize(
+    ("options", "strike"),
+    [
+        (["--transport", "ps"], "placed:1:2:kill"),  # before it joins the control channel, at which rank 0 waits for it
+        (["--servers", "1"], "placed:s0:2:kill"),
+        (["--transport", "gloo"], "connecting:1:2:kill"),
+    ],
+    ids=["ps", "server", "gloo"],
+)
+def test_nobody_waits_for_who_is_lost_while_a_generation_opens(
+    tmp_path: Path, undisturbed: str, options: list[str], strike: str
+) -> None:
+    fail_after = "8" if "gloo" in options else "60"  # which is how long they would wait; gloo's own thread does so
+    options = ["-n", "2", "--elastic", *options, "--fail-after", fail_after]
+    code, out, err = run(tmp_path / "job", options, "backward:1:2:kill", strike)
+    assert code == 0, err
+    assert ended(out) == {0: undisturbed, 1: undisturbed}
+    lost = r"server 0" if "s0" in strike else r"rank 1"
+    assert re.search(rf"rank 0: generation 2 did not begin: {lost} \((pid \d+|host .*)\) is gone", err), err
+    assert nothing_left(out)
+
+
 def test_a_frozen_rank_is_killed_and_replaced(tmp_path: Path, undisturbed: str) -> None:
     code, out, err = run(tmp_path / "job", ["-n", "2", "--elastic", "--fail-after", "1"], "forward:1:3:stop")
     assert code == 0, err

@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
 
-from commsched.control.elastic_messages import Place
+from commsched.control.elastic_messages import Listens, Place, RankEnded
 from commsched.control.generations import Asked
-from commsched.core.errors import ConfigError, PeerTimeout, UnsupportedError
+from commsched.core.errors import CommschedError, ConfigError, PeerLost, PeerTimeout, UnsupportedError
+from commsched.core.interfaces import OnFailure
 from commsched.session import membership
 from commsched.session.elastic import Elastic, Keep, _packed, _unpacked
 from commsched.session.local import local_sessions
@@ -68,6 +70,45 @@ def test_a_rank_that_is_lost_while_a_generation_opens_ends_that_generation(monke
     assert opened.place is not None
     assert opened.place.generation == 2
     opened.close()
+
+
+PLACE = Place(2, 1, 2, 0, 2, 0, 5, "127.0.0.1", "generation 2")
+
+
+def member_of(monkeypatch: pytest.MonkeyPatch, open_session: Callable[..., Session]) -> ElasticMember:
+    monkeypatch.setattr(ElasticMember, "_ask", lambda *_: PLACE)
+    monkeypatch.setattr(membership, "open_session", open_session)
+    return ElasticMember("/nowhere", Settings.load({"token": "a secret"}, {}), "cpu")
+
+
+@pytest.mark.parametrize("is_known_before", [True, False])
+def test_an_opening_is_broken_off_when_the_launcher_says_that_the_generation_has_lost_a_rank(
+    monkeypatch: pytest.MonkeyPatch, is_known_before: bool
+) -> None:
+    lost: list[CommschedError] = []
+
+    def open_session(_: object, __: object, ___: object, ____: object, when_lost: Callable[[OnFailure], object]) -> Session:
+        when_lost(lost.append)
+        for generation in () if is_known_before else (1, 3, 2):
+            member._break_off(RankEnded(generation, "rank 0 (pid 7)", 0))
+        raise lost[0]
+
+    member = member_of(monkeypatch, open_session)
+    if is_known_before:
+        member._break_off(RankEnded(2, "rank 0 (pid 7)", 0))
+    with pytest.raises(PeerLost, match=r"^rank 0 \(pid 7\) is gone, and generation 2 cannot begin$") as caught:
+        member._open(PLACE)
+    assert (len(lost), caught.value.rank) == (1, 0)
+    member._break_off(RankEnded(2, "rank 0 (pid 7)", 0))
+    assert len(lost) == 1  # nothing is being opened
+
+
+def test_who_waits_for_rank_0_to_listen_hears_of_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    member = member_of(monkeypatch, pytest.fail)
+    for answer in (RankEnded(1, "rank 0 (pid 3)", 0), Listens(1, "a:1"), RankEnded(2, "the server at b:7")):
+        member._listens.put(answer)
+    with pytest.raises(PeerLost, match=r"^the server at b:7 is gone, and generation 2 cannot begin$"):
+        member._hear(2, 60.0)
 
 
 def test_a_token_file_that_is_replaced_during_the_job_does_not_count(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

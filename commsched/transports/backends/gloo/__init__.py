@@ -14,6 +14,9 @@ from ...collective import COLLECTIVE_SETTINGS, CollectiveTransport
 #: One channel is for large tensors, the other for small messages that need not wait behind them.
 _CHANNELS = 2
 
+#: One attempt to connect may take so long, at least.
+_LEAST_CONNECT_SECONDS = 2.0
+
 #: In a static order a rank launches without knowing whether the other ranks are ready. Another rank may save a checkpoint or
 #: validate for any length of time, which is no failure. gloo requires a limit.
 _STATIC_PATIENCE_SECONDS = 24 * 3600.0
@@ -29,12 +32,13 @@ def open_transport(context: TransportContext) -> CollectiveTransport:
         ConfigError: PyTorch is missing, or ``torch.distributed`` was set up with another rank or world size.
         TransportError: gloo cannot listen at ``context.host``.
         PeerTimeout: a rank could not be reached.
+        CommschedError: the job failed meanwhile.
     """
     world = context.world
     dist = _require_gloo()
     _require_same_world(dist, context.job_rank, context.contributors.divisor)
 
-    from .channel import GlooChannel
+    from .channel import GlooChannel, unless_job_fails
     from .meeting import GatherStore, ListeningSocket
 
     who = f"rank {context.job_rank} at {context.host}"
@@ -42,15 +46,17 @@ def open_transport(context: TransportContext) -> CollectiveTransport:
         listener = ListeningSocket(partial(_make_device, dist, context.host))
     except RuntimeError as error:
         raise TransportError(f"{who} cannot listen there for gloo: {error}") from error
-    # All ranks have joined. Heartbeats reveal a rank that is lost now after ``fail_after``.
-    within = timedelta(seconds=context.settings.fail_after)
+    # All ranks have joined. Heartbeats reveal a rank that is lost now after ``fail_after``. gloo waits five times as long as it
+    # is told for a rank that has to connect to this one.
+    within = timedelta(seconds=max(_LEAST_CONNECT_SECONDS, context.settings.fail_after / 5))
     channels: list[GlooChannel] = []
     try:
         for channel in range(_CHANNELS):
             store = GatherStore(context.gather, world.world_size)
             static = channel == LARGEST and context.settings.order == "static"
             patience_seconds = _STATIC_PATIENCE_SECONDS if static else _patience_seconds(context)
-            channels.append(GlooChannel(world.rank, world.world_size, listener.made, store, within, patience_seconds))
+            make = partial(GlooChannel, world.rank, world.world_size, listener.made, store, within, patience_seconds)
+            channels.append(unless_job_fails(make, context.when_failed))
         listener.ignore_strangers(store.published)
     except BaseException as error:
         for opened in channels:

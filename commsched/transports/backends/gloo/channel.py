@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.distributed import AllreduceOptions, ProcessGroupGloo, Work
 
+from ....core.errors import CommschedError
+from ...backend import WhenFailed
 from ...collective import Done
 from ...collective.channel import MAX_TAGS
 from .meeting import GatherStore
@@ -48,11 +50,11 @@ class GlooChannel:
 
     Args:
         device: gloo's port and the thread that moves bytes; may be shared by channels.
-        within: how long the other ranks may take to connect.
+        within: how long one attempt to connect to another rank may take; a fifth of the time that others may take.
         patience_seconds: how long an operation may make no progress, beside the time that its bytes take.
 
     Raises:
-        RuntimeError: a rank cannot be reached ``within`` that time.
+        RuntimeError: a rank cannot be reached in that time.
         CommschedError: the job failed meanwhile.
     """
 
@@ -142,6 +144,39 @@ class GlooChannel:
         # This waits, without the interpreter's lock, for the ``done`` of the last sums. If the interpreter's end dropped the
         # group, gloo's threads might want that lock when no thread can take it any more, and the process would not end.
         self._group = None
+
+
+def unless_job_fails(make: Callable[[], GlooChannel], when_failed: WhenFailed) -> GlooChannel:
+    """Return what ``make`` returns. If the job fails meanwhile, raise its failure at once: gloo waits for a rank that was lost
+    while the ranks connect, and nothing can end that wait before its time limit.
+
+    The thread is not a daemon: the interpreter must not end while gloo may still need its lock. So this process ends after that
+    time limit only.
+    """
+    outcome: SimpleQueue[GlooChannel | BaseException] = SimpleQueue()
+    is_decided = threading.Lock()  # taken by whoever decides the outcome
+
+    def connect() -> None:
+        made: GlooChannel | BaseException
+        try:
+            made = make()
+        except BaseException as error:
+            made = error
+        if is_decided.acquire(blocking=False):
+            outcome.put(made)
+        elif isinstance(made, GlooChannel):
+            made.close(graceful=False)
+
+    def fail(error: CommschedError) -> None:
+        if is_decided.acquire(blocking=False):
+            outcome.put(error)
+
+    threading.Thread(target=connect, name="commsched-gloo-connect", daemon=False).start()
+    when_failed(fail)
+    decided = outcome.get()
+    if isinstance(decided, BaseException):
+        raise decided
+    return decided
 
 
 #: The time limit of each wait after a failure, when no further message comes.

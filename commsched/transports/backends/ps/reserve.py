@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing, suppress
 from time import monotonic
 
 from ....core.errors import CommschedError, ProtocolError
 from ....settings import each_of
 from .frame import Frame, FrameKind
-from .stream import StreamBroken, StreamOptions, open_streams
+from .stream import StreamBroken, StreamOptions, WorkerStream, open_streams
 
 
-def reserve(address: str, options: StreamOptions, job: str, within_seconds: float) -> str:
+def reserve(
+    address: str, options: StreamOptions, job: str, within_seconds: float, when_ended: Callable[[], object] | None = None
+) -> str:
     """Let the server at ``address`` serve ``job`` next, and no other, which its workers prove by that name. A server that has
     another job in hand does so when that has ended.
+
+    Args:
+        when_ended: called once, from a thread, when a server that was reserved has ended, or has ended that job.
 
     Returns:
         Why it does not, for the middle of a sentence; "" if it does.
@@ -25,8 +32,16 @@ def reserve(address: str, options: StreamOptions, job: str, within_seconds: floa
         timer.daemon = True
         timer.start()
         stream.outbox.put_control(Frame(FrameKind.RESERVE))
+        frames = stream.frames(_nothing)
+        is_watched = False
         try:
-            if any(frame.kind is FrameKind.HELLO for frame in stream.frames(_nothing)):
+            if any(frame.kind is FrameKind.HELLO for frame in frames):
+                if when_ended is not None:
+                    watch = threading.Thread(
+                        target=_watch, args=(stream, frames, when_ended), name="commsched-reserved", daemon=True
+                    )
+                    watch.start()
+                    is_watched = True
                 return ""
         except StreamBroken:
             if monotonic() < deadline:
@@ -36,8 +51,17 @@ def reserve(address: str, options: StreamOptions, job: str, within_seconds: floa
                 return str(error)
         finally:
             timer.cancel()
-            stream.close()
+            if not is_watched:
+                stream.close()
     return f"it did not answer within {within_seconds:g} s; it may be stopped, or serve another job"
+
+
+def _watch(stream: WorkerStream, frames: Iterator[Frame], when_ended: Callable[[], object]) -> None:
+    """Wait until the server ends ``stream``: when it has ended the job, at the latest."""
+    with closing(stream), suppress(StreamBroken, CommschedError):
+        for _ in frames:
+            pass
+    when_ended()
 
 
 def _nothing(frame: Frame) -> memoryview:

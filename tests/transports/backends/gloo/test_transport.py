@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import queue
 import socket
 import subprocess
 import sys
@@ -21,7 +22,7 @@ pytest.importorskip("torch.distributed")
 from torch.distributed import ProcessGroupGloo, Store
 
 from commsched.core.errors import CommschedError, ConfigError, PeerLost, PeerTimeout, TransportError
-from commsched.core.interfaces import Transport
+from commsched.core.interfaces import OnFailure, Transport
 from commsched.core.manifest import ITEMSIZE, Manifest, TensorSpec
 from commsched.core.order.messages import LARGEST
 from commsched.core.plan import cut
@@ -208,6 +209,27 @@ def test_a_rank_that_does_not_connect_is_an_error_and_no_wait() -> None:
 
     message, _ = run_world(2, open_rank)
     assert message.startswith("rank 0 at 127.0.0.1 cannot reach all ranks over gloo: ")
+
+
+def test_a_failure_of_the_job_is_raised_at_once_while_ranks_connect() -> None:
+    """gloo itself waits for the lost rank."""
+    meeting = Meeting(2)
+    callbacks: queue.SimpleQueue[OnFailure] = queue.SimpleQueue()
+
+    def open_rank(rank: int) -> None:
+        context = replace(meeting.context(rank, pytest.fail, fail_after=3.0), when_failed=callbacks.put)
+        if rank == 0:
+            with pytest.raises(PeerLost, match=r"^rank 1 is gone$"):
+                open_transport(context)
+            return
+        store = AddressOnly()
+        with pytest.raises(InterruptedError):
+            ProcessGroupGloo(store, 1, 2, timedelta(seconds=1))
+        context.gather(store.record)
+        context.gather([""] * len(store.record))
+        callbacks.get(timeout=60.0)(PeerLost("rank 1 is gone"))
+
+    run_world(2, open_rank)
 
 
 def test_a_host_that_is_not_ours_is_named() -> None:

@@ -239,6 +239,16 @@ def test_a_reserved_server_serves_that_job_and_no_earlier_one(lane):
 
 
 @pytest.mark.parametrize("lane", ["tcp", "grpc"])
+def test_who_has_reserved_a_server_hears_of_its_end(lane):
+    """The ranks may still have to connect, and would wait for it."""
+    server, ended = Serving(lane=lane), threading.Event()
+    assert reserve(server.address, server.options, "generation 1", 60.0, ended.set) == ""
+    connect(server.address, 0, pytest.fail, 1, lane, "generation 1").close()
+    assert server.outcome() is None
+    assert ended.wait(60)
+
+
+@pytest.mark.parametrize("lane", ["tcp", "grpc"])
 def test_a_server_is_reserved_when_the_job_in_hand_has_ended(lane):
     server, reserved = Serving(lane=lane, jobs=2), queue.SimpleQueue[str]()
     transport = connect(server.address, 0, print, 2, lane, "generation 1")
