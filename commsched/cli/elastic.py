@@ -1,13 +1,12 @@
 """``commsched run --elastic``: a job that outlives the loss of ranks, servers and machines.
 
 One launcher hosts the job: it decides who is in each generation (``control/generations.py``). It starts processes on its own
-machine, and has those of other machines started by their launchers (``links.py``), which :func:`_follow` it.
+machine, and has those of other machines started by their launchers (``links.py``), which follow it (``follow.py``).
 """
 
 from __future__ import annotations
 
 import secrets
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -24,7 +23,6 @@ from ..control.elastic_messages import (
     HostAnswer,
     KeepReady,
     KillMember,
-    LauncherHello,
     Listens,
     MachineReport,
     MemberSaid,
@@ -42,9 +40,10 @@ from ..control.elastic_messages import (
 )
 from ..control.generations import Action, Asked, Dismiss, Form, Generations, GiveUp, Kill, Start, Summon
 from ..control.rendezvous import fitting_name, require_no_loopback
-from ..core.errors import ConfigError, TransportError, ranks_text
+from ..core.errors import TransportError, ranks_text
 from . import links
-from .launch import Among, Elasticity, Ends, Interrupted, ProcessEvent, signal_name, tell_user
+from .follow import follow, ranks_number
+from .launch import Elasticity, Ends, Interrupted, ProcessEvent, signal_name, tell_user
 from .machine import LocalMachine, Machine, ServerEnded, Signalled
 
 _TICK_SECONDS = 0.5
@@ -77,7 +76,7 @@ def run_elastic(
         machine = LocalMachine(directory, ranks, room, own_host, command, environ, standby=elasticity.standby)
         stack.callback(machine.close)
         if among is not None and listening is None:
-            return _follow(machine, among, _common(ranks, elasticity), elasticity.join_within_seconds)
+            return follow(machine, among, _common(ranks, elasticity), elasticity.join_within_seconds)
         desk = None
         if among is not None and listening is not None:
             desk = links.Desk(listening, among, machine.events)
@@ -94,66 +93,6 @@ def _common(ranks: int, elasticity: Elasticity) -> dict[str, Any]:
         "--replace-within": elasticity.replace_within_seconds,
         "servers": "none" if elasticity.kept is None else ",".join(elasticity.kept.addresses),
     }
-
-
-def _follow(machine: LocalMachine, among: Among, settings: dict[str, Any], within_seconds: float) -> int:
-    """Start and end processes on this machine, as the launcher that hosts the job orders."""
-    peer = f"the launcher at {among.address}, which hosts the job,"
-
-    def hello(own_host: str) -> LauncherHello:
-        machine.host = among.host or own_host
-        return LauncherHello(settings, machine.room, machine.host)
-
-    try:
-        link = links.connect_to_host(among, hello, within_seconds, lambda: machine.interrupted_by > 0)
-    except ConfigError:
-        if machine.interrupted_by:
-            return 128 + machine.interrupted_by
-        raise
-    threading.Thread(target=_hear, args=(link, machine), name="commsched-launcher", daemon=True).start()
-    try:
-        while True:
-            event = machine.events.get()
-            match event:
-                case links.Told(HostAnswer(problem)):
-                    if problem:
-                        raise ConfigError(f"{peer} does not take this one: {problem}")
-                    tell_user(
-                        f"{machine.host} takes part in the job of {among.address}, with room for {ranks_number(machine.room)}"
-                    )
-                case links.Told(Over(exit_code, sentence)):
-                    if sentence:
-                        tell_user(sentence)
-                    return exit_code
-                case links.Told(message):
-                    if isinstance(message, EndAll) and message.number:
-                        tell_user(f"{peer} has got {signal_name(message.number)}, and the job ends")
-                    machine.do(message)
-                case links.Gone(_, why):
-                    if machine.interrupted_by:
-                        return 128 + machine.interrupted_by
-                    tell_user(f"{peer} is lost ({why}), and the job with it")
-                    return 1
-                case _:
-                    report = machine.reported(event)
-                    if isinstance(report, Signalled):
-                        link.send(Closes())
-                    elif report is not None:
-                        link.send(report)
-            if machine.interrupted_by and machine.is_empty:
-                return 128 + machine.interrupted_by
-    finally:
-        link.close()
-
-
-def _hear(link: links.Link, machine: LocalMachine) -> None:
-    why = "it ended the connection"
-    try:
-        for message in link.messages():
-            machine.events.put(links.Told(message))
-    except links.LinkLost as lost:
-        why = str(lost)
-    machine.events.put(links.Gone(None, why))
 
 
 class _Member:
@@ -520,7 +459,3 @@ class _ElasticJob:
 
     def _tell(self, number: int, answer: Place | Finish | GiveUp | Summoned | Listens | RankEnded) -> None:
         self._members[number].machine.do(Tell(number, to_line(answer).decode()))
-
-
-def ranks_number(ranks: int) -> str:
-    return f"{ranks} rank{'' if ranks == 1 else 's'}"

@@ -10,7 +10,8 @@ from typing import Any, cast
 import pytest
 
 from commsched.cli import links
-from commsched.cli.elastic import _ElasticJob, _follow
+from commsched.cli.elastic import _ElasticJob
+from commsched.cli.follow import follow
 from commsched.cli.kept import KeptServers
 from commsched.cli.launch import Among, Elasticity
 from commsched.cli.machine import LocalMachine, Machine, ServerEnded
@@ -280,7 +281,7 @@ def test_a_launcher_says_that_the_one_that_hosts_the_job_has_got_a_signal(
     here = Recorded("b", 1)
     monkeypatch.setattr(links, "connect_to_host", lambda *_: Host())
     among = Among("10.0.0.1:7", "token", "job", 1, None, None, 5.0)
-    assert _follow(cast(LocalMachine, here), among, {}, 5.0) == 143
+    assert follow(cast(LocalMachine, here), among, {}, 5.0) == 143
     assert here.orders == [EndAll(signal.SIGTERM)]
     assert capfd.readouterr().err.splitlines() == [
         "commsched run: b takes part in the job of 10.0.0.1:7, with room for 1 rank",
