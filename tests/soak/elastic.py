@@ -172,7 +172,8 @@ def leftovers(mark: str, temporary: str, servers: Sequence[int]) -> str:
     soon(lambda: all(sockets_of(pid) <= 1 for pid in servers))
     processes = [Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ") for pid in processes_of(mark)]
     open_sockets = sum(max(0, sockets_of(pid) - 1) for pid in servers)
-    found = {"processes": processes, "files": os.listdir(temporary), "sockets of servers": open_sockets}
+    files = [name for name in os.listdir(temporary) if not name.startswith("torchinductor_")]  # a cache of PyTorch's
+    found = {"processes": processes, "files": files, "sockets of servers": open_sockets}
     return "; ".join(f"{what}: {each}" for what, each in found.items() if each)
 
 
