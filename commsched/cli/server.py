@@ -72,6 +72,7 @@ def _serve_job(server: Server, token: str, settings: Settings) -> None:
             fail_after_seconds=settings.fail_after,
             # The rank that has come has joined there already. An elastic job may have lost rank 0 since, and begins anew.
             join_within_seconds=min(settings.join_within, max(_JOIN_SECONDS, settings.fail_after)),
+            waits=False,
             job=job,
             identity=identity_of(settings.security, token, settings.certificates),
         )

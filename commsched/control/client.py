@@ -34,6 +34,7 @@ class ControlClient(ControlEnd):
         address: host:port of rank 0's ``ControlServer``.
         fail_after_seconds: silence after which rank 0 is given up; the same on every member.
         join_within_seconds: longest time that joining may take.
+        waits: rank 0 may have yet to come up. Otherwise it has been there, and a refused connection means that it has ended.
         server: for rank 0 only, whose process hosts the server: their messages then pass through no socket.
         when_lost: called once, with a function that ends this membership with an error. It is for those who know sooner than
             this channel that the job cannot begin.
@@ -43,6 +44,7 @@ class ControlClient(ControlEnd):
         ConfigError: the token is wrong, rank 0 does not prove the token or serves another job, the world size differs from
             rank 0's, or another process claims the same rank.
         ProtocolError: rank 0 runs another version.
+        PeerLost: rank 0 has ended, and this member does not wait for it.
         PeerTimeout: rank 0 was not reached, or ranks are missing (named), within ``join_within_seconds``.
         CommschedError: the job failed meanwhile.
     """
@@ -59,6 +61,7 @@ class ControlClient(ControlEnd):
         server: ControlServer | None = None,
         job: str = "",
         identity: Identity | None = None,
+        waits: bool = True,
         when_lost: Callable[[OnFailure], object] = lambda lost: None,
     ) -> None:
         super().__init__(
@@ -68,6 +71,7 @@ class ControlClient(ControlEnd):
             stall_after_seconds=stall_after_seconds,
         )
         self._address = address
+        self._waits = waits
         self._fail_after_seconds = fail_after_seconds
         self._beat_seconds = heartbeat_seconds(fail_after_seconds, member.world_size)
         self._join_within_seconds = join_within_seconds
@@ -192,10 +196,12 @@ class ControlClient(ControlEnd):
                 self._turned_away = False
                 return True
             why = refusal(error, self._address)
+            if why is None and isinstance(error, grpc.RpcError):
+                self._unreachable = error.details()
+                if not self._waits and "Connection refused" in self._unreachable:
+                    why = PeerLost(f"rank 0 is gone: nobody listens at {self._address} any more", rank=0)
             if why is not None:
                 self._fail(why)
-            elif isinstance(error, grpc.RpcError):
-                self._unreachable = error.details()
             return why is None
 
     # --- the watching thread ---

@@ -206,7 +206,7 @@ class ElasticMember:
 
 
 def _lost(ended: RankEnded) -> PeerLost:
-    return PeerLost(f"{ended.who} is gone, and generation {ended.generation} cannot begin", rank=ended.rank)
+    return PeerLost(f"{ended.who} is gone", rank=ended.rank)
 
 
 class _AtLauncher:

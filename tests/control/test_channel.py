@@ -80,6 +80,13 @@ def test_who_knows_sooner_that_the_job_cannot_begin_ends_the_joining() -> None:
     server.close()
 
 
+def test_a_member_that_does_not_wait_for_rank_0_ends_when_nobody_listens() -> None:
+    """A server, which is told of rank 0 by a rank that had joined it."""
+    address = f"127.0.0.1:{free_port()}"
+    with pytest.raises(PeerLost, match=rf"^rank 0 is gone: nobody listens at {address} any more$"):
+        ControlClient(address, TOKEN, Member.server(0), fail_after_seconds=600.0, join_within_seconds=600.0, waits=False)
+
+
 def leave(client: ControlClient) -> None:
     client.leave()
     client.wait_until_all_left()

@@ -38,6 +38,7 @@ RANKS = {
     for engine, path in (("numpy", "jobs/elastic_rank.py"), ("torch", "plugins/torch/elastic_rank.py"))
 }
 
+_NO_RESTART = "the ranks lost each other, and no restart is left"
 #: Ends without weights that the docs announce.
 ENDS = {
     HOLDERS_LOST: "all that had the values were lost",
@@ -45,7 +46,7 @@ ENDS = {
     NONE_BEGUN: "no rank had begun",
     NOTHING_KEPT: "nothing was kept",
     "has failed after the last step": "a rank was lost after the last step",
-    "rank 0 was lost after": "a rank was lost after the last step",
+    _NO_RESTART: "no restart was left",
 }
 
 
@@ -197,7 +198,8 @@ def judge(plan: Plan, args: argparse.Namespace, code: int | None, out: str, err:
         return Result("HANG", f"it had not ended after {args.hangs_after:g} s")
     if code != 0:
         announced = next((end for text, end in ENDS.items() if text in err), "")
-        may_end = plan.hail or plan.keep == "nothing" or announced == ENDS[HOLDERS_LOST]
+        is_used_up = plan.limit == "shrink" and announced == ENDS[_NO_RESTART]  # that for a lost server, by a rank
+        may_end = plan.hail or plan.keep == "nothing" or announced == ENDS[HOLDERS_LOST] or is_used_up
         if announced and may_end and not (ends and len({digest for _, digest, _ in ends}) > 1):
             return Result(f"ended, since {announced}")
         return Result("FAILURE", f"exit code {code}: {err[-300:]}")
