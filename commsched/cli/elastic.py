@@ -184,7 +184,7 @@ class _ElasticJob:
                         self._homeless.clear()
                         self._order_all(EndAll(own.number))
                     elif isinstance(own, ServerEnded):
-                        self._tell_of_loss(own.generation, own.name)
+                        self._tell_of_loss(own.generation, own.why)
                     elif own is not None:
                         self._reported(self._here, own)
 
@@ -321,7 +321,7 @@ class _ElasticJob:
             if rank != 0 and self._members[number].lives:
                 self._tell(number, Listens(self._generation.generation, address))
 
-    def _tell_of_loss(self, generation: int, who: str, member: int | None = None) -> None:
+    def _tell_of_loss(self, generation: int, why: str, member: int | None = None) -> None:
         """Tell the ranks of ``generation`` that it cannot open any more, if it has not opened yet."""
         if self._generation is None or generation != self._generation.generation or self._has_told_of_loss:
             return
@@ -329,7 +329,7 @@ class _ElasticJob:
         rank = None if member is None else self._generation.ranks[member]
         for number in self._generation.ranks:
             if self._members[number].lives and number not in self._waiting:
-                self._tell(number, RankEnded(generation, who, rank))
+                self._tell(number, RankEnded(generation, why, rank))
 
     def _asked(self, number: int, asked: Asked) -> None:
         self._waiting.add(number)
@@ -341,7 +341,7 @@ class _ElasticJob:
             tell_user(f"{self._ends.names[number]} leaves")
             self._members[number].slot = None
         if self._generation is not None and number in self._generation.ranks and not asked.is_done:
-            self._tell_of_loss(self._generation.generation, self._ends.names[number], number)
+            self._tell_of_loss(self._generation.generation, f"{self._ends.names[number]} has lost others", number)
         if asked.lost is not None and self._generation is not None:
             self._missed |= {each for each, rank in self._generation.ranks.items() if rank == asked.lost}
         self._do(self._generations.asked(number, asked, time.monotonic()))
@@ -375,7 +375,7 @@ class _ElasticJob:
         else:
             (self._ends.failures if is_closed else self._losses).append(failure)
         if self._generation is not None and number in self._generation.ranks:
-            self._tell_of_loss(self._generation.generation, name, number)
+            self._tell_of_loss(self._generation.generation, f"{name} has ended", number)
         actions = self._generations.ended(number, well, "heard" in ended.told)
         if not well and number not in self._killed and not is_closed:
             tell_user(self._ends.how(failure))
@@ -424,7 +424,7 @@ class _ElasticJob:
         if self._kept is not None and size > 1:
 
             def ended(address: str) -> None:
-                self._here.events.put(ServerEnded(f"the server at {address}", form.generation))
+                self._here.events.put(ServerEnded(f"the server at {address} serves it no more", form.generation))
 
             try:
                 servers = self._kept.reserve(job, lambda: self._here.interrupted_by > 0, ended)

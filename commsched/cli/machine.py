@@ -59,9 +59,9 @@ class Signalled:
 
 @dataclass(frozen=True, slots=True)
 class ServerEnded:
-    """The server ``name`` has ended, or does not serve ``generation`` any more, to which it belonged."""
+    """A server has ended, or does not serve ``generation`` any more, to which it belonged; ``why`` says which."""
 
-    name: str
+    why: str
     generation: int
 
 
@@ -147,7 +147,7 @@ class LocalMachine(Job):
         if event.exit_code != 0:  # else what it has left running may run until the job is over
             self._reap(pid)
         if member is None:  # else it is a process that has waited to be a rank, or a server of an earlier generation
-            return None if generation is None else ServerEnded(self._names[pid], generation)
+            return None if generation is None else ServerEnded(f"{self._names[pid]} has ended", generation)
         del self._pids[member]
         told = self._told_by(member)
         self._release(member)

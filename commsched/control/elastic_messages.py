@@ -52,11 +52,12 @@ class Listens:
 
 @dataclass(frozen=True, slots=True)
 class RankEnded:
-    """A generation has lost ``who``, a rank or a server, or that rank has asked for its next place. The launcher says so to its
-    other ranks at once: those that still open their sessions would wait for it. ``rank``: its number, if it is a rank."""
+    """A generation has lost a rank or a server, or a rank has asked for its next place; ``why`` says which. The launcher says
+    so to the other ranks at once: those that still open their sessions would wait for it. ``rank``: its number, if it is a
+    rank."""
 
     generation: int
-    who: str
+    why: str
     rank: int | None = None
 
 

@@ -206,7 +206,7 @@ class ElasticMember:
 
 
 def _lost(ended: RankEnded) -> PeerLost:
-    return PeerLost(f"{ended.who} is gone", rank=ended.rank)
+    return PeerLost(ended.why, rank=ended.rank)
 
 
 class _AtLauncher:

@@ -212,7 +212,7 @@ def test_those_that_still_open_a_generation_hear_at_once_that_it_has_lost_a_rank
     world = World(4, max_restarts=9)
     there = cast(Recorded, world.there.link)
     world.ask(0, steps=None)  # it has noticed
-    assert losses(world.here, there) == [(each, RankEnded(1, "rank 0 (pid 100 at a)", 0)) for each in (1, 2, 3)]
+    assert losses(world.here, there) == [(each, RankEnded(1, "rank 0 (pid 100 at a) has lost others", 0)) for each in (1, 2, 3)]
     world.job._reported(world.there, Ended(2, -9))
     world.ask(1, 3, steps=5)
     assert losses(world.here, there) == []  # once is enough
@@ -222,16 +222,16 @@ def test_a_process_that_ends_or_a_server_is_such_a_loss_too() -> None:
     world = World(3, max_restarts=9)
     there = cast(Recorded, world.there.link)
     world.job._reported(world.there, Ended(2, -9))
-    assert losses(world.here, there) == [(each, RankEnded(1, "rank 2 (pid 102 at b)", 2)) for each in (0, 1)]
+    assert losses(world.here, there) == [(each, RankEnded(1, "rank 2 (pid 102 at b) has ended", 2)) for each in (0, 1)]
     world.job._settle()
     world.start(3)
     world.ask(0, 1, steps=5)
     world.ask(3, steps=None)
     assert world.generation == 2
-    world.job._tell_of_loss(1, "server 0 (pid 7)")  # of the generation before
+    world.job._tell_of_loss(1, "server 0 (pid 7) has ended")  # of the generation before
     assert losses(world.here, there) == []
-    world.job._tell_of_loss(2, "server 0 (pid 9)")
-    assert losses(world.here, there) == [(each, RankEnded(2, "server 0 (pid 9)")) for each in (0, 1, 3)]
+    world.job._tell_of_loss(2, "server 0 (pid 9) has ended")
+    assert losses(world.here, there) == [(each, RankEnded(2, "server 0 (pid 9) has ended")) for each in (0, 1, 3)]
 
 
 def test_a_rank_that_has_made_all_steps_is_no_loss() -> None:
@@ -337,7 +337,7 @@ def test_each_generation_has_the_servers_that_answer_and_a_name_of_its_own() -> 
     second = [*places(world.here), *places(cast(Recorded, world.there.link))]
     assert [place.servers for place in second] == [("b:7",)] * 3
     kept.when_ended("b:7")
-    assert world.here.events.get_nowait() == ServerEnded("the server at b:7", 2)
+    assert world.here.events.get_nowait() == ServerEnded("the server at b:7 serves it no more", 2)
     assert [{place.job for place in each} for each in (first, second)] == [{job} for job in kept.jobs]
     assert len(set(kept.jobs)) == 2
     assert kept.jobs[1].startswith("job generation 2 ")

@@ -155,7 +155,7 @@ def test_a_server_that_ends_with_its_generation_under_way_is_reported(machine: L
     machine.serve(1, 7)
     (pid,) = machine._servers
     os.kill(pid, signal.SIGKILL)
-    assert machine.reported(machine.events.get(timeout=60.0)) == ServerEnded(f"server 0 (pid {pid})", 7)
+    assert machine.reported(machine.events.get(timeout=60.0)) == ServerEnded(f"server 0 (pid {pid}) has ended", 7)
 
 
 def test_an_order_after_a_signal_starts_nothing(machine: LocalMachine) -> None:

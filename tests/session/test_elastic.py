@@ -90,24 +90,28 @@ def test_an_opening_is_broken_off_when_the_launcher_says_that_the_generation_has
     def open_session(_: object, __: object, ___: object, ____: object, when_lost: Callable[[OnFailure], object]) -> Session:
         when_lost(lost.append)
         for generation in () if is_known_before else (1, 3, 2):
-            member._break_off(RankEnded(generation, "rank 0 (pid 7)", 0))
+            member._break_off(RankEnded(generation, "rank 0 (pid 7) has ended", 0))
         raise lost[0]
 
     member = member_of(monkeypatch, open_session)
     if is_known_before:
-        member._break_off(RankEnded(2, "rank 0 (pid 7)", 0))
-    with pytest.raises(PeerLost, match=r"^rank 0 \(pid 7\) is gone$") as caught:
+        member._break_off(RankEnded(2, "rank 0 (pid 7) has ended", 0))
+    with pytest.raises(PeerLost, match=r"^rank 0 \(pid 7\) has ended$") as caught:
         member._open(PLACE)
     assert (len(lost), caught.value.rank) == (1, 0)
-    member._break_off(RankEnded(2, "rank 0 (pid 7)", 0))
+    member._break_off(RankEnded(2, "rank 0 (pid 7) has ended", 0))
     assert len(lost) == 1  # nothing is being opened
 
 
 def test_who_waits_for_rank_0_to_listen_hears_of_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     member = member_of(monkeypatch, pytest.fail)
-    for answer in (RankEnded(1, "rank 0 (pid 3)", 0), Listens(1, "a:1"), RankEnded(2, "the server at b:7")):
+    for answer in (
+        RankEnded(1, "rank 0 (pid 3) has ended", 0),
+        Listens(1, "a:1"),
+        RankEnded(2, "the server at b:7 serves it no more"),
+    ):
         member._listens.put(answer)
-    with pytest.raises(PeerLost, match=r"^the server at b:7 is gone$"):
+    with pytest.raises(PeerLost, match=r"^the server at b:7 serves it no more$"):
         member._hear(2, 60.0)
 
 
