@@ -31,6 +31,7 @@ COMMANDS = {
     "overhead": "microseconds of Python that core spends per partition",
     "gates": "cost of the PyTorch plugin: reading a guarded tensor, and a step of many small parameters",
     "small": "a step of many small parameters beside DDP's, between two processes",
+    "elastic": "a step of an elastic job beside one of an ordinary job",
 }
 
 
@@ -53,6 +54,7 @@ EXAMPLES = {
     "overhead": "",
     "gates": "",
     "small": "",
+    "elastic": "--batches 2048",
 }
 
 
