@@ -91,7 +91,8 @@ def draw(chance: random.Random, args: argparse.Namespace) -> Plan:
     if how == "hail":
         for _ in range(chance.randint(2, 4)):
             pause = chance.uniform(0.0, 1.5) + (2.5 if ranks == 2 else 0.0)  # else both are lost more often than not
-            hail.append((pause, chance.randrange(ranks), chance.choice(("KILL", "KILL", "STOP", "TERM"))))
+            signals = ("KILL", "KILL", "TERM") if limit == "shrink" else ("KILL", "KILL", "STOP", "TERM")  # see _in_opening
+            hail.append((pause, chance.randrange(ranks), chance.choice(signals)))
     else:
         count = chance.randint(1, 3) if how == "steps" and limit != "shrink" else 1
         for step in sorted(chance.sample(range(4, args.steps), count)):
@@ -124,6 +125,8 @@ def _in_step(chance: random.Random, args: argparse.Namespace, ranks: int, step: 
 
 def _in_opening(chance: random.Random, ranks: int, generation: int, server: str) -> str:
     who, how = str(chance.randrange(ranks)), chance.choice(("kill", "kill", "kill", "stop", "term"))
+    if ranks == 1 and how == "stop":  # nobody misses the only rank that is left, which goes on when somebody lets it
+        how = "kill"
     if server and chance.random() < 0.4:
         who, how = f"{server}{who}", "kill"
     return f"{chance.choice(PLACES)}:{who}:{generation}:{how}"
