@@ -173,7 +173,12 @@ def unless_job_fails(make: Callable[[], GlooChannel], when_failed: WhenFailed) -
 
     threading.Thread(target=connect, name="commsched-gloo-connect", daemon=False).start()
     when_failed(fail)
-    decided = outcome.get()
+    try:
+        decided = outcome.get()
+    except BaseException:  # interrupted: nobody else would close what is made
+        if not is_decided.acquire(blocking=False) and isinstance(made := outcome.get(), GlooChannel):
+            made.close(graceful=False)
+        raise
     if isinstance(decided, BaseException):
         raise decided
     return decided

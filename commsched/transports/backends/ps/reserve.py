@@ -13,11 +13,9 @@ from .frame import Frame, FrameKind
 from .stream import StreamBroken, StreamOptions, WorkerStream, open_streams
 
 
-def reserve(
-    address: str, options: StreamOptions, job: str, within_seconds: float, when_ended: Callable[[], object] | None = None
-) -> str:
+def reserve(address: str, options: StreamOptions, job: str, within_seconds: float, when_ended: Callable[[], object]) -> str:
     """Let the server at ``address`` serve ``job`` next, and no other, which its workers prove by that name. A server that has
-    another job in hand does so when that has ended.
+    another job in hand does so when that has ended. If this process ends before a worker comes, it is free again.
 
     Args:
         when_ended: called once, from a thread, when a server that was reserved has ended, or has ended that job.
@@ -36,12 +34,9 @@ def reserve(
         is_watched = False
         try:
             if any(frame.kind is FrameKind.HELLO for frame in frames):
-                if when_ended is not None:
-                    watch = threading.Thread(
-                        target=_watch, args=(stream, frames, when_ended), name="commsched-reserved", daemon=True
-                    )
-                    watch.start()
-                    is_watched = True
+                watched = (stream, frames, when_ended)
+                threading.Thread(target=_watch, args=watched, name="commsched-reserved", daemon=True).start()
+                is_watched = True
                 return ""
         except StreamBroken:
             if monotonic() < deadline:

@@ -109,6 +109,7 @@ class Service:
         self._failure: CommschedError | None = None
         self._closed = False
         self._job = context.job
+        self._reserved_by: _Worker | None = None
 
     @property
     def aggregator(self) -> Aggregator:
@@ -148,6 +149,8 @@ class Service:
             stream.outbox.stop_yielding()
             with self._lock:
                 self._workers.remove(worker)
+                if self._reserved_by is worker and not self._greeted:  # nobody of that job will come
+                    self._job = self._reserved_by = None
 
     def fail(self, error: CommschedError) -> None:
         """End the job: report the first failure to every worker and to ``on_failure``. Thread-safe."""
@@ -238,12 +241,12 @@ class Service:
             raise _out_of_turn(worker, frame)
 
     def _reserve(self, worker: _Worker) -> None:
-        """Serve the job of ``worker``, which is no rank, and no other; and say so. If a job is in hand there is no answer: its
-        end ends this stream too, and the worker asks the next service."""
+        """Serve the job of ``worker``, which is no rank, and no other, as long as its stream lasts; and say so. If a job is in
+        hand there is no answer: its end ends this stream too, and the worker asks the next service."""
         with self._lock:
             if self._greeted or self._failure is not None:
                 return
-            self._job = worker.job
+            self._job, self._reserved_by = worker.job, worker
         worker.stream.outbox.put_control(json_frame(FrameKind.HELLO, {}))
 
     def _announce(self, worker: _Worker, rank: int, group: int, manifest: Manifest) -> None:

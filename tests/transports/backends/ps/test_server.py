@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -230,11 +231,30 @@ def test_a_killed_worker_ends_the_server_and_is_named_to_the_other_worker(lane):
 def test_a_reserved_server_serves_that_job_and_no_earlier_one(lane):
     """The workers of an elastic job's last generation, which were frozen, must not get it before those of the next."""
     server = Serving(lane=lane)
-    assert reserve(server.address, server.options, "generation 1", 60.0) == ""
-    assert reserve(server.address, server.options, "generation 2", 60.0) == ""
+    assert reserve(server.address, server.options, "generation 1", 60.0, print) == ""
+    assert reserve(server.address, server.options, "generation 2", 60.0, print) == ""
     with pytest.raises(ConfigError, match="rank 0 belongs to job 'generation 1'; this server serves job 'generation 2'"):
         connect(server.address, 0, Failures(), 1, lane, "generation 1")
     connect(server.address, 0, pytest.fail, 1, lane, "generation 2").close()
+    assert server.outcome() is None
+
+
+@pytest.mark.parametrize("lane", ["tcp", "grpc"])
+def test_a_server_is_free_again_when_its_launcher_has_ended(lane, monkeypatch):
+    """Interrupted between the reservation and the first worker, for example. Its connection ends with it."""
+    streams, freed = queue.SimpleQueue(), threading.Event()
+    server = Serving(lane=lane)
+
+    def watch(stream, frames, when_ended):
+        streams.put(stream)
+
+    monkeypatch.setattr(sys.modules[reserve.__module__], "_watch", watch)
+    assert reserve(server.address, server.options, "generation 1", 60.0, freed.set) == ""
+    streams.get(timeout=60).close()
+    for _ in range(1000):
+        with suppress(ConfigError):  # the end of the connection is on its way
+            connect(server.address, 0, pytest.fail, 1, lane, "another job").close()
+            break
     assert server.outcome() is None
 
 
@@ -253,7 +273,7 @@ def test_a_server_is_reserved_when_the_job_in_hand_has_ended(lane):
     server, reserved = Serving(lane=lane, jobs=2), queue.SimpleQueue[str]()
     transport = connect(server.address, 0, print, 2, lane, "generation 1")
     _, on_failure = server.joined.get(timeout=60)
-    asking = threading.Thread(target=lambda: reserved.put(reserve(server.address, server.options, "generation 2", 60.0)))
+    asking = threading.Thread(target=lambda: reserved.put(reserve(server.address, server.options, "generation 2", 60.0, print)))
     asking.start()
     on_failure(PeerLost("rank 1 is gone"))
     assert str(server.outcome()) == "rank 1 is gone"
@@ -267,10 +287,10 @@ def test_a_server_is_reserved_when_the_job_in_hand_has_ended(lane):
 @pytest.mark.parametrize("lane", ["tcp", "grpc"])
 def test_why_a_server_is_not_reserved(lane):
     server = Serving(lane=lane)
-    assert "has another token" in reserve(server.address, StreamOptions("another token", lane), "a job", 60.0)
+    assert "has another token" in reserve(server.address, StreamOptions("another token", lane), "a job", 60.0, print)
     transport = connect(server.address, 0, print, 1, lane)
-    why = reserve(server.address, server.options, "another job", 0.2)
+    why = reserve(server.address, server.options, "another job", 0.2, print)
     assert why == "it did not answer within 0.2 s; it may be stopped, or serve another job"
     transport.close()
     assert server.outcome() is None
-    assert reserve(server.address, server.options, "a job", 60.0) == "nobody answers there"
+    assert reserve(server.address, server.options, "a job", 60.0, print) == "nobody answers there"
