@@ -50,7 +50,6 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         env=clean_environ(
             GLOO_SOCKET_IFNAME="lo",
             CUDA_VISIBLE_DEVICES="",
-            PYTHONWARNINGS="ignore:Guards may run slower",  # PyTorch's, of Python 3.13.0
             **{f"COMMSCHED_{name}": value for name, value in SLOW.items()},
         ),
         cwd=ROOT,
@@ -59,7 +58,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         timeout=500,
     )
     assert done.returncode == 0, done.stderr
-    assert "Warning" not in done.stderr, done.stderr
+    warned = [line for line in done.stderr.splitlines() if "Warning" in line]
+    assert [line for line in warned if "Guards may run slower on Python 3.13.0" not in line] == [], done.stderr  # PyTorch's
     return [torch.load(f"{out}.{rank}") for rank in range(2)]
 
 
