@@ -219,6 +219,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
     # --- for commsched.Elastic ---
 
     def _require_can_be_elastic(self) -> None:
+        if self.scaler is not None and self.scaler.is_enabled():
+            raise UnsupportedError(
+                "mixed_precision='fp16' cannot be elastic: the scale of a loss would differ between a new process and the "
+                "others; use mixed_precision='bf16', or 'no'"
+            )
         attached = [each for each in self._optimizers if each.optimizer in _attached]
         if len(attached) > 1:
             raise UnsupportedError(
@@ -240,10 +245,12 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
 
     def _follow(self, session: commsched.Session) -> None:
         """Be one of the ranks of ``session``, another generation of the job, before its first step. Not collective."""
+        assert session.place is not None
         process_group.renew(session)
         self._session = session
         for state in (PartialState(), self.state):
             state.num_processes, state.process_index = session.world_size, session.rank
+            state.local_process_index = session.place.local_rank
         self.step = 0  # of accumulate(): a step that was broken off may have left it in the midst of an update
         self.gradient_state._set_sync_gradients(True)
         for loader in [each for each in self.gradient_state.dataloader_references if each is not None]:
@@ -449,13 +456,18 @@ def _of_one_generation(kind: Any) -> Any:
 
     def __iter__(self: Any) -> Iterator[Any]:
         accelerator, generation = self._commsched_made_for
-        for batch in kind.__iter__(self):
+
+        def require_generation() -> None:
             if accelerator._generation != generation:
                 raise UnsupportedError(
                     "this data loader was prepared before ranks were lost or came: where step.is_new_world, prepare another "
                     "one for the ranks of now, from the place of step.number on"
                 )
+
+        for batch in kind.__iter__(self):
+            require_generation()
             yield batch
+        require_generation()  # Accelerate takes batches one ahead, and gives its last one after this
 
     return type(kind.__name__, (kind,), {"__iter__": __iter__})
 

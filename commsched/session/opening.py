@@ -294,11 +294,12 @@ def _meet_on_network(control: ControlEnd, settings: Settings, transport: str, ho
     # The addresses of servers are given.
     chooses = load_backend(transport).listens_at_host and not settings.servers
     faster = faster_networks(host) if chooses else {}
-    told = control.gather_next([*reached_at(host), faster], "to reach each other")
-    ranks = [Reached(*record[:3]) for record in told]
+    own = [reached_at(each) for each in (host, *settings.hosts[1:])]
+    worst = next((each for each in own if each.loopback), own[0])
+    told = control.gather_next([*worst, faster, host], "to reach each other")
     if chooses:
-        require_reachable(ranks)
-    hosts = len({reached.host for reached in ranks})
+        require_reachable([Reached(*record[:3]) for record in told])
+    hosts = len({record[4] for record in told})
     if hosts > 1:
         log.info("rank %d is reached at %s (%s)", control.rank, host, describe_link(host))
     advice = advise_faster(host, [record[3] for record in told]) if control.rank == 0 else None

@@ -296,9 +296,8 @@ class Session:
 
         ``data`` is a ``memoryview`` of format ``B``, or uint8 on another :attr:`device`, or memory of ``device`` (see
         :meth:`register`). On another device the data must be complete before the call, and already be zeros on every rank but
-        ``root``. The broadcast is a sum to which every other
-        rank contributes zero bytes, so it needs only a transport's sum. Each call costs one or two round trips, so join small
-        data.
+        ``root``. The broadcast is a sum to which every other rank contributes zero bytes, so it needs only a transport's sum.
+        Each call costs one or two round trips, so join small data.
 
         Raises:
             ManifestMismatch: names, sizes or roots differ between ranks; on every rank, with ``data`` unchanged.

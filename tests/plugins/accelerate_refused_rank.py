@@ -58,12 +58,21 @@ def main() -> None:
     accelerator.free_memory()
 
     model, optimizer = accelerator.prepare(models[0], adam(models[0]))
+    accelerator.scaler = torch.amp.GradScaler("cpu")  # as with fp16, which Accelerate has for GPUs only
+    refused("a scale of the loss", lambda: commsched.Elastic(optimizer))
+    accelerator.scaler = None
     elastic = commsched.Elastic(optimizer)
     steps = elastic.steps(2)
     with next(steps):
         refused("a stream", lambda: accelerator.prepare(DataLoader(Stream())))
         accelerator.dataloader_config.dispatch_batches = True
         refused("dispatched batches", lambda: accelerator.prepare(DataLoader(TensorDataset(torch.zeros(4)))))
+        accelerator.dataloader_config.dispatch_batches = None
+        last = iter(accelerator.prepare(DataLoader(TensorDataset(torch.zeros(8)), batch_size=2)))
+        next(last)
+        session, accelerator._session = accelerator._session, None  # as if the generation were another
+        refused("the last batch", lambda: next(last))  # of two, which was taken one ahead
+        accelerator._session = session
         refused("a group", torch.distributed.new_group)
         refused("a message", lambda: torch.distributed.send(torch.zeros(1), 1 - torch.distributed.get_rank()))
         refused("bits", lambda: torch.distributed.all_reduce(torch.zeros(1, dtype=torch.int), torch.distributed.ReduceOp.BOR))

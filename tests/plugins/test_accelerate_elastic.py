@@ -90,6 +90,8 @@ REFUSED = {
     "a group": "torch.distributed.new_group cannot be used in an elastic job: its group would not follow the ranks",
     "a message": "torch.distributed's send has no form in an elastic job; all_gather, all_reduce, broadcast",
     "bits": "torch.distributed.all_reduce with BOR has no form in an elastic job",
+    "a scale of the loss": "mixed_precision='fp16' cannot be elastic: the scale of a loss would differ between",
+    "the last batch": "this data loader was prepared before ranks were lost or came: where step.is_new_world",
     "half an update": "gradients accumulate over several steps of Elastic, and would be lost with a rank: take all",
 }
 

@@ -43,6 +43,18 @@ def test_a_loopback_address_of_a_rank_elsewhere_is_refused_on_all_ranks(
     assert str(first).startswith("rank 0 would be reached at 127.0.0.1, but rank 1 is on another machine")
 
 
+def test_a_loopback_address_beside_another_one_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machines = itertools.count()
+
+    def reached(host: str) -> Reached:
+        return Reached(host, host == "127.0.0.1", f"machine {next(machines)}")
+
+    monkeypatch.setattr(commsched.session.opening, "reached_at", reached)
+    first, second = open_two(tmp_path, host="10.0.0.7+127.0.0.1", flows=2)
+    assert first == second
+    assert str(first).startswith("rank 0 would be reached at 127.0.0.1, but rank 1 is on another machine")
+
+
 def test_addresses_that_no_gradient_takes_are_not_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """MPI has connections of its own, and the control channel may go through a tunnel that begins at loopback."""
 
