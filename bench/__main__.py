@@ -32,6 +32,7 @@ COMMANDS = {
     "gates": "cost of the PyTorch plugin: reading a guarded tensor, and a step of many small parameters",
     "small": "a step of many small parameters beside DDP's, between two processes",
     "elastic": "a step of an elastic job beside one of an ordinary job",
+    "staging": "a step with gradients on a simulated device, whose copies take time, beside one in the host's memory",
 }
 
 
@@ -55,6 +56,7 @@ EXAMPLES = {
     "gates": "",
     "small": "",
     "elastic": "--batches 2048",
+    "staging": "--copies 12,25 --rate 1gbit",
 }
 
 

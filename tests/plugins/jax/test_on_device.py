@@ -17,7 +17,6 @@ import pytest
 
 import commsched.plugins.jax as cs
 from commsched import Session
-from commsched.core.device_events import NOW
 from commsched.core.errors import ConfigError, RanksDiverged, UnsupportedError
 from commsched.core.manifest import Manifest, TensorSpec
 from commsched.core.staging import StagedGroup, StagedProxy
@@ -91,9 +90,6 @@ def test_average_gradients(gpu: SimulatedDevice) -> None:
     )
 
 
-notify_ready = StagedGroup.notify_ready
-
-
 def without_synchronize(device: Any, stream: Any, source: Any) -> Any:
     copied = device.allocate_host(len(source))
     stream.copy(copied, source)
@@ -105,15 +101,33 @@ def without_synchronize(device: Any, stream: Any, source: Any) -> Any:
     [
         (memory, "_to_host", without_synchronize),
         (StagedProxy, "wait", lambda proxy, stream=None: super(StagedProxy, proxy).wait()),
-        (StagedGroup, "notify_ready", lambda group, tensor, after=None: notify_ready(group, tensor, NOW)),
         (DeviceArray, "__setitem__", lambda array, at, value: None),
     ],
-    ids=["a read that does not wait", "an average that is not there", "no event behind a gradient", "nothing written"],
+    ids=["a read that does not wait", "an average that is not there", "nothing written"],
 )
 def test_a_mistake_is_found(gpu: SimulatedDevice, monkeypatch: pytest.MonkeyPatch, of: Any, name: str, wrong: Any) -> None:
     monkeypatch.setattr(of, name, wrong)
     with pytest.raises(Exception, match=r"not finite|differ|not bitwise equal|lacks an update|notified twice|has not begun"):
         check_plugin(Adapter("float64", 1e-9, TX), world_sizes=(2,), steps=5)
+
+
+def test_a_gradient_is_notified_with_an_event_behind_its_copy(gpu: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    notified: list[Any] = []
+    monkeypatch.setattr(StagedGroup, "notify_ready", lambda group, tensor, after: notified.append(after))
+    values, stream = np.arange(FEATURES, dtype=np.float64), gpu.stream()
+
+    def run(session: Session) -> None:
+        gradients = DeviceGradients(session, Manifest((TensorSpec("w", (FEATURES,), "float64"),)), gpu)
+        gpu.hold()
+        gradients.submit(0, DeviceArray(gpu, stream, on_device(gpu, values)))
+        [after] = notified
+        assert not after.has_happened
+        gpu.resume()
+        after.synchronize()
+        assert gpu.peek(gradients._places[0]) == values.tobytes()
+        gradients.group.release()
+
+    on_ranks(1, run)
 
 
 # --- NCCL ---
