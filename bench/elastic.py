@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import median
 from time import perf_counter
 from typing import Any
 
@@ -24,7 +23,7 @@ from commsched.control.elastic_messages import Place
 
 from .harness.arguments import add_options, at_least
 from .harness.job import Job, run_job
-from .harness.measure import median_interval, rotated
+from .harness.measure import beside, rotated
 from .harness.processes import JobFailed
 from .harness.results import Row, table, write
 
@@ -66,26 +65,12 @@ def run(args: argparse.Namespace) -> int:
         arguments = {"layers": args.layers, "width": args.width, "batch": batch, "rounds": args.rounds, "steps": args.steps}
         job = Job(args.workers, settings={"transport": "ps"}, timeout_seconds=_TIMEOUT_SECONDS, auto_sizes=True)
         by_rank = run_job(job, __name__, arguments).by_rank
-        rows += [{**arguments, "workers": args.workers, **_row(way, by_rank)} for way in by_rank[0]]
+        rows += [{**arguments, "workers": args.workers, "way": way, **beside(_PLAIN, way, by_rank)} for way in by_rank[0]]
     parameters = args.layers * args.width * args.width
     print(f"a step of AdamW, {parameters} parameters in {args.layers} layers, {args.workers} ranks on loopback, in turn")
     print(table(rows, _COLUMNS))
     write(args.json, rows)
     return 0
-
-
-def _row(way: str, by_rank: Sequence[Mapping[str, list[float]]]) -> Row:
-    """The row of one way beside plain training, from the seconds of its turns by rank. A step takes as long as on the slowest
-    rank."""
-    seconds, plain = ([max(turns) for turns in zip(*(each[name] for each in by_rank), strict=True)] for name in (way, _PLAIN))
-    ratio = median_interval([mine / its for mine, its in zip(seconds, plain, strict=True)])
-    return {
-        "way": way,
-        "milliseconds": 1e3 * median(seconds),
-        "ratio": ratio["median"],
-        "ratio_low": ratio["low"],
-        "ratio_high": ratio["high"],
-    }
 
 
 # --- in each rank's process ---

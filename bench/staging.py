@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Mapping, Sequence
-from statistics import median
+from collections.abc import Callable, Mapping
 from time import perf_counter
 from typing import Any
 
@@ -23,7 +22,7 @@ from commsched.testing import SimulatedDevice
 
 from .harness.arguments import add_options, at_least
 from .harness.job import Job, run_job
-from .harness.measure import median_interval, rotated
+from .harness.measure import beside, rotated
 from .harness.processes import JobFailed
 from .harness.results import Row, table, write
 
@@ -59,27 +58,14 @@ def run(args: argparse.Namespace) -> int:
     settings = {"transport": "ps", "rate": args.rate}
     job = Job(args.workers, settings=settings, timeout_seconds=_TIMEOUT_SECONDS, auto_sizes=True)
     by_rank = run_job(job, __name__, arguments).by_rank
-    rows = [{**arguments, "workers": args.workers, "rate": args.rate, **_row(where, by_rank)} for where in by_rank[0]]
+    shared = {**arguments, "workers": args.workers, "rate": args.rate}
+    rows: list[Row] = [{**shared, "where": where, **beside(_HOST, where, by_rank)} for where in by_rank[0]]
     print(
         f"{args.megabytes} MB in {args.layers} layers, {args.compute:g} s of computation, {args.workers} ranks at {args.rate}"
     )
     print(table(rows, _COLUMNS))
     write(args.json, rows)
     return 0
-
-
-def _row(where: str, by_rank: Sequence[Mapping[str, list[float]]]) -> Row:
-    """The row of one place beside the host's memory, from the seconds of its turns by rank. A step takes as long as on the
-    slowest rank."""
-    seconds, host = ([max(turns) for turns in zip(*(each[name] for each in by_rank), strict=True)] for name in (where, _HOST))
-    ratio = median_interval([mine / its for mine, its in zip(seconds, host, strict=True)])
-    return {
-        "where": where,
-        "milliseconds": 1e3 * median(seconds),
-        "ratio": ratio["median"],
-        "ratio_low": ratio["low"],
-        "ratio_high": ratio["high"],
-    }
 
 
 # --- in each rank's process ---

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import comb, prod
@@ -95,6 +95,19 @@ def median_absolute_error(pairs: Iterable[tuple[float, float]]) -> float:
 def slowest(samples_by_rank: Sequence[Sequence[float]]) -> Sequence[float]:
     """The samples of the rank with the greatest median: a synchronous step is as fast as its slowest rank."""
     return max(samples_by_rank, key=median)
+
+
+def beside(base: str, name: str, by_rank: Sequence[Mapping[str, list[float]]]) -> dict[str, float]:
+    """What ``name`` takes beside ``base``, which ran in turn with it, from the seconds of a step by turn, of each rank. A step
+    takes as long as on the slowest rank. The interval is that of the ratio of the turns."""
+    seconds, its = ([max(turns) for turns in zip(*(each[which] for each in by_rank), strict=True)] for which in (name, base))
+    ratio = median_interval([mine / other for mine, other in zip(seconds, its, strict=True)])
+    return {
+        "milliseconds": 1e3 * median(seconds),
+        "ratio": ratio["median"],
+        "ratio_low": ratio["low"],
+        "ratio_high": ratio["high"],
+    }
 
 
 def rotated(names: Sequence[str], turn: int) -> list[str]:

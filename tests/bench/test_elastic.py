@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from bench import elastic
 from bench.__main__ import main
 
 SMALL = ["elastic", "--layers", "2", "--width", "8", "--batches", "2,3", "--rounds", "2", "--steps", "1"]
@@ -22,13 +21,3 @@ def test_a_row_for_each_batch_and_way(tmp_path: Path, capsys: pytest.CaptureFixt
     assert all(row["milliseconds"] > 0 for row in rows)
     assert [row["ratio"] for row in rows if row["way"] == "no Elastic"] == [1, 1]
     assert len(capsys.readouterr().out.splitlines()) == 10
-
-
-def test_a_step_is_as_long_as_the_slowest_ranks() -> None:
-    by_rank = [
-        {"no Elastic": [1.0, 4.0, 2.0], "other": [1.0, 8.0, 1.0]},
-        {"no Elastic": [2.0, 1.0, 2.0], "other": [3.0, 1.0, 2.0]},
-    ]
-    row = elastic._row("other", by_rank)
-    assert row["milliseconds"] == 3000.0
-    assert (row["ratio_low"], row["ratio"], row["ratio_high"]) == (1.0, 1.5, 2.0)

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from bench import staging
 from bench.__main__ import main
 
 SMALL = ["--layers", "3", "--megabytes", "1", "--compute", "0.01", "--rate", "1gbit", "--rounds", "2", "--steps", "1"]
@@ -25,9 +24,3 @@ def test_a_row_for_each_speed_of_copies(tmp_path: Path, capsys: pytest.CaptureFi
     assert rows[0]["ratio"] == 1
     assert all(row["milliseconds"] > 10 for row in rows)
     assert len(capsys.readouterr().out.splitlines()) == 5
-
-
-def test_a_step_is_as_long_as_the_slowest_ranks() -> None:
-    by_rank = [{"the host's memory": [1.0, 4.0], "other": [1.0, 8.0]}, {"the host's memory": [2.0, 1.0], "other": [3.0, 1.0]}]
-    row = staging._row("other", by_rank)
-    assert (row["ratio_low"], row["ratio_high"]) == (1.5, 2.0)

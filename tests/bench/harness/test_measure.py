@@ -3,7 +3,15 @@ from statistics import median
 
 import pytest
 
-from bench.harness.measure import interval_rank, interval_words, median_absolute_error, median_interval, rotated, slowest
+from bench.harness.measure import (
+    beside,
+    interval_rank,
+    interval_words,
+    median_absolute_error,
+    median_interval,
+    rotated,
+    slowest,
+)
 
 
 def test_a_median_and_its_interval():
@@ -58,3 +66,9 @@ def test_the_slowest_rank_is_that_with_the_greatest_median():
 
 def test_every_turn_begins_with_another_system():
     assert [rotated("ABC", turn) for turn in range(4)] == [list("ABC"), list("BCA"), list("CAB"), list("ABC")]
+
+
+def test_a_step_is_as_long_as_the_slowest_ranks() -> None:
+    by_rank = [{"plain": [1.0, 4.0, 2.0], "other": [1.0, 8.0, 1.0]}, {"plain": [2.0, 1.0, 2.0], "other": [3.0, 1.0, 2.0]}]
+    row = beside("plain", "other", by_rank)
+    assert row == {"milliseconds": 3000.0, "ratio": 1.5, "ratio_low": 1.0, "ratio_high": 2.0}
