@@ -83,6 +83,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
                 world = {"rank": session.rank, "world_size": session.world_size, "master_addr": "none"}
                 stack.enter_context(patch_environment(**world))
             super().__init__(*args, **kwargs)
+            if commsched.is_elastic():
+                self._take_place(session)
         self._join()
 
     @classmethod
@@ -245,17 +247,21 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
 
     def _follow(self, session: commsched.Session) -> None:
         """Be one of the ranks of ``session``, another generation of the job, before its first step. Not collective."""
-        assert session.place is not None
         process_group.renew(session)
         self._session = session
-        for state in (PartialState(), self.state):
-            state.num_processes, state.process_index = session.world_size, session.rank
-            state.local_process_index = session.place.local_rank
+        self._take_place(session)
         self.step = 0  # of accumulate(): a step that was broken off may have left it in the midst of an update
         self.gradient_state._set_sync_gradients(True)
         for loader in [each for each in self.gradient_state.dataloader_references if each is not None]:
             self.gradient_state._remove_dataloader(loader)
         self._dataloaders.clear()
+
+    def _take_place(self, session: commsched.Session) -> None:
+        assert session.place is not None
+        for state in (PartialState(), self.state):
+            state.num_processes, state.process_index = session.world_size, session.rank
+            # LOCAL_RANK, which has chosen the device, may be another number: it stays when ranks are counted anew.
+            state.local_process_index = session.place.local_rank
 
     # --- optimizers of prepared models ---
 

@@ -49,6 +49,7 @@ def main() -> None:
             if step.is_new_world:
                 worlds = {
                     (accelerator.process_index, accelerator.num_processes),
+                    (accelerator.local_process_index, accelerator.num_processes),  # all are on one machine
                     (torch.distributed.get_rank(), torch.distributed.get_world_size()),
                     (step.rank, step.world_size),
                 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -46,7 +47,9 @@ def main() -> None:
     refused("an own process group", lambda: Accelerator(cpu=True))
     torch.distributed.destroy_process_group()
 
+    os.environ["LOCAL_RANK"] = str(1 - int(os.environ["LOCAL_RANK"]))  # as of a new process, after others were counted anew
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    assert accelerator.local_process_index == accelerator.process_index  # all are on one machine
     models = [nn.Linear(2, 2), nn.Linear(2, 2)]
     refused("before the loop", accelerator.wait_for_everyone)
     refused("an optimizer without its model", lambda: commsched.Elastic(accelerator.prepare(adam(models[0]))))
