@@ -21,9 +21,9 @@ import commsched.plugins.torch as cs
 from commsched import Session
 from commsched.control.elastic_messages import Place
 
-from .harness.arguments import add_options, at_least
+from .harness.arguments import add_options, at_least, list_of
 from .harness.job import Job, run_job
-from .harness.measure import beside, rotated
+from .harness.measure import beside, beside_columns, rotated
 from .harness.processes import JobFailed
 from .harness.results import Row, table, write
 
@@ -37,26 +37,15 @@ _TIMEOUT_SECONDS = 1800.0
 _PLAIN, _ORDINARY = "no Elastic", "Elastic, without --elastic"
 _KEEPS = {"--elastic": "device", '--elastic, keep="nothing"': "nothing"}
 
-_COLUMNS = {
-    "batch": "batch",
-    "way": "way",
-    "milliseconds": "ms/step",
-    "ratio": "of no Elastic",
-    "ratio_low": "low",
-    "ratio_high": "high",
-}
+_COLUMNS = {"batch": "batch", "way": "way", **beside_columns(_PLAIN)}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", type=at_least(1), default=8, metavar="N", help="layers of the model (default: 8)")
     parser.add_argument("--width", type=at_least(1), default=512, metavar="N", help="width of each layer (default: 512)")
     batches_help = "samples of a step, separated by commas (default: 64,512,2048)"
-    parser.add_argument("--batches", type=_counts, default=[64, 512, 2048], metavar="N,...", help=batches_help)
+    parser.add_argument("--batches", type=list_of(at_least(1)), default=(64, 512, 2048), metavar="N,...", help=batches_help)
     add_options(parser, workers=2, rounds=12, steps=3, json=None)
-
-
-def _counts(text: str) -> list[int]:
-    return [at_least(1)(each) for each in text.split(",")]
 
 
 def run(args: argparse.Namespace) -> int:

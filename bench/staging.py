@@ -17,25 +17,21 @@ from typing import Any
 import numpy as np
 
 from commsched import Session
+from commsched.core.device import Device
 from commsched.core.manifest import Manifest, TensorSpec
+from commsched.devices import open_device
 from commsched.testing import SimulatedDevice
 
-from .harness.arguments import add_options, at_least
+from .harness.arguments import add_options, at_least, list_of
 from .harness.job import Job, run_job
-from .harness.measure import beside, rotated
+from .harness.measure import beside, beside_columns, rotated
 from .harness.processes import JobFailed
 from .harness.results import Row, table, write
 
 _TIMEOUT_SECONDS = 900.0
 _HOST = "the host's memory"
 
-_COLUMNS = {
-    "where": "gradients in",
-    "milliseconds": "ms/step",
-    "ratio": "of the host's",
-    "ratio_low": "low",
-    "ratio_high": "high",
-}
+_COLUMNS = {"where": "gradients in", **beside_columns("the host's")}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,13 +40,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--compute", type=float, default=0.4, metavar="SECONDS", help="computation of a step (default: 0.4)")
     parser.add_argument("--rate", default="500mbit", metavar="RATE", help="cap of each rank's sending (default: 500mbit)")
     parser.add_argument(
-        "--copies", type=_rates, default=[12.0, 25.0], metavar="GB,...", help="speeds of copies, in GB/s (default: 12,25)"
+        "--copies",
+        type=list_of(float),
+        default=(12.0, 25.0),
+        metavar="GB,...",
+        help="speeds of copies, in GB/s (default: 12,25)",
     )
     add_options(parser, workers=2, rounds=6, steps=3, json=None)
-
-
-def _rates(text: str) -> list[float]:
-    return [float(each) for each in text.split(",")]
 
 
 def run(args: argparse.Namespace) -> int:
@@ -77,10 +73,11 @@ def rank_main(session: Session, arguments: Mapping[str, Any]) -> dict[str, list[
     Raises:
         JobFailed: an average is not that of all ranks.
     """
-    steps: dict[str, Callable[[], None]] = {_HOST: _training(session, arguments, None)}
+    trainings = {_HOST: _training(session, arguments, open_device("host"))}
     for number, rate in enumerate(arguments["copies"]):
         device = SimulatedDevice(seed=session.rank, number=number, copy_rate=rate * 1e9)
-        steps[f"a device, copies at {rate:g} GB/s"] = _training(session, arguments, device)
+        trainings[f"a device, copies at {rate:g} GB/s"] = _training(session, arguments, device)
+    steps = {where: step for where, (step, _) in trainings.items()}
     while not session.gather(session.is_settled)[0]:
         for step in steps.values():
             step()
@@ -93,52 +90,41 @@ def rank_main(session: Session, arguments: Mapping[str, Any]) -> dict[str, list[
             for _ in range(arguments["steps"]):
                 steps[where]()
             seconds[where].append((perf_counter() - began) / arguments["steps"])
+    for _, require_means in trainings.values():
+        require_means()
     return seconds
 
 
-def _training(session: Session, arguments: Mapping[str, Any], device: SimulatedDevice | None) -> Callable[[], None]:
-    """A function that makes one step: backward, then the next forward."""
+def _training(session: Session, arguments: Mapping[str, Any], device: Device) -> tuple[Callable[[], None], Callable[[], None]]:
+    """Return a function that makes one step, backward and then the next forward, and one that checks its averages."""
     layers = arguments["layers"]
     specs = [TensorSpec(f"layer{index}", (arguments["megabytes"] * 250_000 // layers,), "float32") for index in range(layers)]
     manifest = Manifest(tuple(specs))
     nbytes = manifest.buffer_bytes["float32"]
     mean = np.full(nbytes // 4, sum(range(session.world_size)) / session.world_size, np.float32).tobytes()
-    mine = np.full(nbytes // 4, session.rank, np.float32)
     forward, backward = arguments["compute"] / 3 / layers, arguments["compute"] * 2 / 3 / layers
-    if device is None:
-        flat = np.zeros(nbytes // 4, np.float32)
-        group = session.register(manifest, {"float32": flat.view(np.uint8).data})
-    else:
-        memory, stream, pinned = device.allocate(nbytes), device.stream(), device.allocate_host(nbytes)
-        made = device.allocate(nbytes)  # as a kernel would make them, without a copy from the host
-        np.frombuffer(pinned, np.float32)[:] = mine
-        stream.copy(made, pinned)
-        stream.synchronize()
-        group = session.register(manifest, {"float32": memory}, device)
+    memory, made, host, stream = device.allocate(nbytes), device.allocate(nbytes), device.allocate_host(nbytes), device.stream()
+    np.frombuffer(host, np.float32)[:] = session.rank
+    stream.copy(made, host)  # what backward computes
+    stream.synchronize()
+    group = session.register(manifest, {"float32": memory}, device)
 
     def step() -> None:
         group.begin_step()
         for index in reversed(range(layers)):
             time.sleep(backward)
             start, stop = manifest.offset(index), manifest.offset(index) + specs[index].nbytes
-            if device is None:
-                flat[start // 4 : stop // 4] = mine[start // 4 : stop // 4]
-                group.notify_ready(index)
-            else:
-                stream.copy(memory[start:stop], made[start:stop])
-                group.notify_ready(index, stream.record())
+            stream.copy(memory[start:stop], made[start:stop])
+            group.notify_ready(index, stream.record())
         for index in range(layers):
-            if device is None:
-                group.proxies[index].wait()
-            else:
-                group.proxies[index].wait(stream)
-                stream.synchronize()  # a kernel would wait
+            group.proxies[index].wait(stream)
+            stream.synchronize()  # a kernel would wait
             time.sleep(forward)
-        _require_means()
 
-    def _require_means() -> None:
-        averages = flat.tobytes() if device is None else device.peek(memory)
-        if averages != mean:
+    def require_means() -> None:
+        stream.copy(host, memory)
+        stream.synchronize()
+        if host != mean:
             raise JobFailed(f"an average of rank {session.rank} is not that of all ranks")
 
-    return step
+    return step, require_means

@@ -98,8 +98,8 @@ def slowest(samples_by_rank: Sequence[Sequence[float]]) -> Sequence[float]:
 
 
 def beside(base: str, name: str, by_rank: Sequence[Mapping[str, list[float]]]) -> dict[str, float]:
-    """What ``name`` takes beside ``base``, which ran in turn with it, from the seconds of a step by turn, of each rank. A step
-    takes as long as on the slowest rank. The interval is that of the ratio of the turns."""
+    """Compare ``name`` with ``base``, which ran in turn with it, by the seconds of a step by turn, of each rank. A step takes
+    as long as on the slowest rank. The interval is that of the ratio of the turns. :func:`beside_columns` has the headings."""
     seconds, its = ([max(turns) for turns in zip(*(each[which] for each in by_rank), strict=True)] for which in (name, base))
     ratio = median_interval([mine / other for mine, other in zip(seconds, its, strict=True)])
     return {
@@ -108,6 +108,10 @@ def beside(base: str, name: str, by_rank: Sequence[Mapping[str, list[float]]]) -
         "ratio_low": ratio["low"],
         "ratio_high": ratio["high"],
     }
+
+
+def beside_columns(base: str) -> dict[str, str]:
+    return {"milliseconds": "ms/step", "ratio": f"of {base}", "ratio_low": "low", "ratio_high": "high"}
 
 
 def rotated(names: Sequence[str], turn: int) -> list[str]:

@@ -42,8 +42,8 @@ from ..control.generations import Action, Asked, Dismiss, Form, Generations, Giv
 from ..control.rendezvous import fitting_name, require_no_loopback
 from ..core.errors import TransportError, ranks_text
 from . import links
-from .follow import follow, ranks_number
-from .launch import Elasticity, Ends, Interrupted, ProcessEvent, signal_name, tell_user
+from .follow import follow
+from .launch import Elasticity, Ends, Interrupted, ProcessEvent, ranks_number, signal_name, tell_user
 from .machine import LocalMachine, Machine, ServerEnded, Signalled
 
 _TICK_SECONDS = 0.5

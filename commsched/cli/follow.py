@@ -8,7 +8,7 @@ from typing import Any
 from ..control.elastic_messages import Closes, EndAll, HostAnswer, LauncherHello, Over
 from ..core.errors import ConfigError
 from . import links
-from .launch import Among, signal_name, tell_user
+from .launch import Among, ranks_number, signal_name, tell_user
 from .machine import LocalMachine, Signalled
 
 
@@ -70,7 +70,3 @@ def _hear(link: links.Link, machine: LocalMachine) -> None:
     except links.LinkLost as lost:
         why = str(lost)
     machine.events.put(links.Gone(None, why))
-
-
-def ranks_number(ranks: int) -> str:
-    return f"{ranks} rank{'' if ranks == 1 else 's'}"

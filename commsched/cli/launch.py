@@ -420,3 +420,7 @@ def signal_name(number: int) -> str:
 
 def tell_user(line: str) -> None:
     say_error(f"commsched run: {line}")
+
+
+def ranks_number(ranks: int) -> str:
+    return f"{ranks} rank{'' if ranks == 1 else 's'}"

@@ -186,7 +186,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
         return prepared
 
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
-        """As in Accelerate. In an elastic job the result is for the ranks of now; used with others, it raises
+        """Prepare it as Accelerate does. In an elastic job the result is for the ranks of now; used with others, it raises
         UnsupportedError."""
         prepared = super().prepare_data_loader(data_loader, *args, **kwargs)
         if self._generation is not None and not hasattr(prepared.base_dataloader, "_commsched_made_for"):
@@ -194,7 +194,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
         return prepared
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """As in Accelerate."""
+        """Skip them as Accelerate does. The result is for the same ranks as ``dataloader``."""
         skipping = super().skip_first_batches(dataloader, num_batches)
         made_for = getattr(getattr(dataloader, "base_dataloader", None), "_commsched_made_for", None)
         if made_for is not None:
@@ -395,7 +395,7 @@ class _ElasticPart(ElasticPart):
 
 
 class _PartOfOneRank:
-    """What ``commsched.Elastic`` needs in a job that is not elastic."""
+    """The part that ``commsched.Elastic`` uses in a job that is not elastic."""
 
     @property
     def session(self) -> commsched.Session:
@@ -406,7 +406,7 @@ class _PartOfOneRank:
 
 
 class _OptimizerOfOneRank(AcceleratedOptimizer):  # type: ignore[misc]
-    """As in Accelerate, for loops that can be elastic, too."""
+    """Accelerate's optimizer, for loops that can be elastic, too."""
 
     @property
     def elastic_part(self) -> _PartOfOneRank:

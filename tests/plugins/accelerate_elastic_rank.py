@@ -1,4 +1,4 @@
-"""As ``tests/jobs/elastic_rank.py``, with Accelerate: accelerate_elastic_rank.py STEPS DIRECTORY [STRIKE ...].
+"""A rank like ``tests/jobs/elastic_rank.py``, with Accelerate: accelerate_elastic_rank.py STEPS DIRECTORY [STRIKE ...].
 
 Two batches of one update make a step, their losses are gathered, and the data loader is prepared anew in each new world.
 """

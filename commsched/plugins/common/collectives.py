@@ -16,6 +16,7 @@ from ...core.errors import ManifestMismatch
 from ...core.group import TensorGroup
 from ...core.manifest import Manifest
 from ...devices import open_device
+from .device_copies import to_device, to_host
 
 
 def format_spec(item: Sequence[Any] | None) -> str:
@@ -44,15 +45,11 @@ def broadcast_arrays(session: commsched.Session, name: str, arrays: Sequence[NDA
 
 def _broadcast_on(device: Device, session: commsched.Session, name: str, flat: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """Rank 0's bytes of ``flat``, by way of the device on which the transport sums."""
-    memory, host, stream = device.allocate(len(flat)), device.allocate_host(len(flat)), device.stream()
+    memory, stream = device.allocate(len(flat)), device.stream()
     if session.rank == 0:
-        host[:] = flat.data
-        stream.copy(memory, host)
-        stream.synchronize()
+        to_device(device, stream, memory, flat.data)
     session.broadcast(name, memory, 0, device)
-    stream.copy(host, memory)
-    stream.synchronize()
-    return np.frombuffer(host, np.uint8)
+    return np.frombuffer(to_host(device, stream, memory), np.uint8)
 
 
 def gather_alike(session: commsched.Session, doing: str, value: Any, advice: str) -> list[Any]:

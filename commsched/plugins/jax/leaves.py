@@ -20,7 +20,7 @@ from ...core.comparison import require_same
 from ...core.errors import UnsupportedError
 from ...core.manifest import TensorSpec
 from ..common.collectives import broadcast_arrays, format_spec
-from .memory import place_of_array, session_for
+from .memory import place_of, session_for
 
 
 def named_leaves(tree: Any, what: str = "") -> list[tuple[str, Any]]:
@@ -85,7 +85,7 @@ def _array(name: str, leaf: Any) -> NDArray[Any]:
     """A leaf's values as a contiguous array."""
     require_concrete([(name, leaf)], "this")
     if isinstance(leaf, jax.Array):
-        place_of_array(name, leaf)
+        place_of([(name, leaf)])
         if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             leaf = jax.random.key_data(leaf)
     array = np.ascontiguousarray(leaf).reshape(np.shape(leaf))

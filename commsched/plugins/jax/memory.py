@@ -20,6 +20,7 @@ from ...core.interfaces import Buffer
 from ...core.manifest import Manifest
 from ...devices import open_device
 from ..common.collectives import register_flat
+from ..common.device_copies import to_device, to_host
 
 _DLPACK_CPU = 1  # kDLCPU
 _ZERO_BYTES = 8  # numbers of programs are no larger
@@ -55,26 +56,17 @@ class DeviceArray:
         if value == 0 and len(self.memory) <= _ZERO_BYTES:
             self.stream.copy(self.memory, _zero(cast(Hashable, self.device))[: len(self.memory)])
             return
-        values = self.device.allocate_host(len(self.memory))
-        np.frombuffer(values, self.dtype)[...] = value
-        self.stream.copy(self.memory, values)
-        self.stream.synchronize()  # until then ``values`` must exist
+        values = np.full(len(self.memory) // self.dtype.itemsize, value, self.dtype)
+        to_device(self.device, self.stream, self.memory, values.view(np.uint8).data)
 
     def to_host(self, start: int = 0, stop: int | None = None) -> NDArray[np.uint8]:
         """The bytes ``[start, stop)``, in the host's memory. Waits for the stream."""
-        return _to_host(self.device, self.stream, self.memory[slice(start, stop)])
+        return np.frombuffer(to_host(self.device, self.stream, self.memory[slice(start, stop)]), np.uint8)
 
 
 @cache
 def _zero(device: Device) -> Buffer:
     return device.allocate(_ZERO_BYTES)
-
-
-def _to_host(device: Device, stream: DeviceStream, memory: Buffer) -> NDArray[np.uint8]:
-    copied = device.allocate_host(len(memory))
-    stream.copy(copied, memory)
-    stream.synchronize()
-    return np.frombuffer(copied, np.uint8)
 
 
 def arrays_of(context: Any, buffers: Sequence[Any]) -> list[Any]:
@@ -147,10 +139,8 @@ class DeviceGradients:
             stream.copy(self._places[tensor], gradient.memory)
         else:
             stream = self._device.current_stream()
-            values = self._device.allocate_host(len(self._places[tensor]))
-            values[:] = np.ascontiguousarray(gradient).reshape(-1).view(np.uint8).data
-            stream.copy(self._places[tensor], values)
-            stream.synchronize()  # until then ``values`` must exist
+            values = np.ascontiguousarray(gradient).reshape(-1).view(np.uint8).data
+            to_device(self._device, stream, self._places[tensor], values)
         self.group.notify_ready(tensor, stream.record())
 
     def read(self, tensor: int, into: Any) -> None:
@@ -161,7 +151,7 @@ class DeviceGradients:
             return
         stream = self._device.current_stream()
         self.group.proxies[tensor].wait(stream)
-        average = _to_host(self._device, stream, self._places[tensor])
+        average = np.frombuffer(to_host(self._device, stream, self._places[tensor]), np.uint8)
         into[...] = average.view(into.dtype).reshape(into.shape)
 
     def _stream_of(self, tensor: int, array: DeviceArray) -> DeviceStream:
@@ -205,7 +195,7 @@ def place_of(named: Sequence[tuple[str, Any]]) -> str:
     Raises:
         UnsupportedError: a leaf lies on several devices, or on none of these kinds, or leaves lie on different ones.
     """
-    places = {name: place_of_array(name, leaf) for name, leaf in named if isinstance(leaf, jax.Array) and leaf.committed}
+    places = {name: _place(name, leaf.devices()) for name, leaf in named if isinstance(leaf, jax.Array) and leaf.committed}
     if not places:
         return _place("a new array", {_default_device()})
     (first, place), *others = places.items()
@@ -213,11 +203,6 @@ def place_of(named: Sequence[tuple[str, Any]]) -> str:
         if other != place:
             raise UnsupportedError(f"'{first}' lies on {place} and '{name}' on {other}; put all parameters on one device")
     return place
-
-
-def place_of_array(name: str, leaf: jax.Array) -> str:
-    """As :func:`place_of`, for one array."""
-    return _place(name, leaf.devices())
 
 
 def _place(name: str, devices: set[jax.Device]) -> str:

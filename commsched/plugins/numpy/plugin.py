@@ -29,6 +29,7 @@ from ...core.interfaces import Buffer
 from ...core.manifest import Manifest, TensorSpec
 from ...devices import open_device
 from ..common.collectives import register_flat
+from ..common.device_copies import to_host
 from ..common.undo import Undo
 from ..common.weights_check import WeightsCheck, digest_of, number_in
 from .elastic import ElasticPart
@@ -208,10 +209,7 @@ class ScheduledOptimizer:
         stream = self._stream()
         if self._device is None or stream is None:
             return cast("memoryview", memory)
-        copied = self._device.allocate_host(len(memory))
-        stream.copy(copied, memory)
-        stream.synchronize()  # the host waits, in the few steps that compare weights
-        return copied
+        return to_host(self._device, stream, memory)  # the host waits, in the few steps that compare weights
 
     # --- for the timeline ---
 

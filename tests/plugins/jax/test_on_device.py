@@ -93,13 +93,13 @@ def test_average_gradients(gpu: SimulatedDevice) -> None:
 def without_synchronize(device: Any, stream: Any, source: Any) -> Any:
     copied = device.allocate_host(len(source))
     stream.copy(copied, source)
-    return np.frombuffer(copied, np.uint8)
+    return copied
 
 
 @pytest.mark.parametrize(
     ("of", "name", "wrong"),
     [
-        (memory, "_to_host", without_synchronize),
+        (memory, "to_host", without_synchronize),
         (StagedProxy, "wait", lambda proxy, stream=None: super(StagedProxy, proxy).wait()),
         (DeviceArray, "__setitem__", lambda array, at, value: None),
     ],
@@ -190,7 +190,7 @@ def test_different_rates_over_nccl_are_named(cupy: Any) -> None:
 
 
 class Buffer:
-    """As a ``buffer_callback`` gets them."""
+    """A buffer as a ``buffer_callback`` gets it."""
 
     def __init__(self, array: Any, number: int | None = None, gpu: Any = None) -> None:
         self.array, self.number, self.dtype = array, number, array.dtype
@@ -270,7 +270,8 @@ def test_alone_any_place_is_as_in_plain_jax(monkeypatch: pytest.MonkeyPatch) -> 
     opened: list[dict[str, str]] = []
     monkeypatch.setattr(memory.commsched, "init", lambda **options: opened.append(options) or alone)
     params, key = jnp.ones(2), jax.random.key(0)
-    monkeypatch.setattr(memory, "place_of_array", lambda name, leaf: memory._place(name, leaf_on(("tpu", 0)).devices()))
+    place = memory._place
+    monkeypatch.setattr(memory, "_place", lambda name, devices: place(name, leaf_on(("tpu", 0)).devices()))
     with alone:
         committed = jax.device_put(params, jax.devices()[0])
         assert cs.broadcast({"params": committed, "key": key})["params"] is committed
