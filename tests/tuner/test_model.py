@@ -6,11 +6,13 @@ from itertools import pairwise
 
 import pytest
 
+from commsched.core.manifest import Manifest, TensorSpec
+from commsched.core.plan import cut
 from commsched.core.scheduler import SchedulerConfig
 from commsched.simulator import Exchange, Rules, equal_workers, simulate
 from commsched.simulator.profile import LayerProfile, Profile
 from commsched.simulator.scenario import bytes_factor
-from commsched.tuner.model import Model
+from commsched.tuner.model import Model, _coarser
 from commsched.tuner.profiler import LinkEstimate
 from commsched.tuner.space import Space
 
@@ -222,3 +224,11 @@ def test_a_whole_lattice_costs_little():
     assert time.thread_time() - began < 30
     assert len(lattice) > 100
     assert all(0.29 < each < 30 for each in seconds)
+
+
+def test_a_coarser_configuration_merges_as_many_more_tensors() -> None:
+    manifest = Manifest(tuple(TensorSpec(f"w{index}", (125_000,), "float32") for index in range(810)))
+    config = SchedulerConfig(1_000_000, 4_000_000)
+    coarser = _coarser(config, 4, 500_000)
+    assert len(cut(manifest, config.partition_bytes).partitions) == 810
+    assert len(cut(manifest, coarser.partition_bytes, coarser.fusion_bytes).partitions) == pytest.approx(810 / 4, rel=0.05)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from commsched.core.errors import RanksDiverged
-from commsched.plugins.common.step_flags import StepFlags, digest_of_record, digests_differ
+from commsched.plugins.common.step_flags import StepFlags, _OnDevice, digest_of_record, digests_differ
 from commsched.session.local import local_sessions
 from commsched.session.session import Session
+from commsched.testing import SimulatedDevice
 from commsched.testing.world import run_world
 
 
@@ -92,3 +94,20 @@ def test_one_rank_that_differs_moves_the_mean_of_all(one: Any, other: Any, world
     if ours != theirs:
         assert digests_differ(ours, mean)
         assert digests_differ(theirs, mean)
+
+
+def test_on_a_device_nothing_of_a_later_offer_is_taken_for_an_average() -> None:
+    device = SimulatedDevice()
+    flags, stream = _OnDevice(device, 8), device.stream()
+    flags.values[:] = 1
+    flags.to_device(0).synchronize()
+    flags.values[:] = 2
+    flags.to_device(1).synchronize()
+    flags.to_host(0)  # of a thread that has waited for the averages of step 0, and comes late
+    assert flags.values == [2]
+    average = device.allocate_host(8)
+    np.frombuffer(average, np.float64)[:] = 7
+    stream.copy(flags.memory, average)
+    stream.synchronize()
+    flags.to_host(1)
+    assert flags.values == [7]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ from commsched.core.errors import ConfigError, RanksDiverged, UnsupportedError
 from commsched.core.manifest import Manifest, TensorSpec
 from commsched.core.staging import StagedGroup, StagedProxy
 from commsched.plugins.jax import average_gradients, host_call, memory, state
+from commsched.plugins.jax.exchange import _exchanges, take_failure
 from commsched.plugins.jax.memory import DeviceArray, DeviceGradients, HostGradients, arrays_of, place_of
 from commsched.session import local
 from commsched.testing import SimulatedBuffer, SimulatedDevice, check_plugin
@@ -226,6 +228,26 @@ def test_programs_of_a_gpu_give_arrays_on_its_stream(monkeypatch: pytest.MonkeyP
     assert not given[1].to_host().any()
     with pytest.raises(TypeError, match="is written as a whole"):
         given[1][0] = 1
+
+
+def test_an_array_of_a_type_that_cannot_be_viewed_may_be_given_if_nobody_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = SimulatedDevice()
+    monkeypatch.setattr(memory, "_open_device", lambda name: gpu)
+    [given] = arrays_of(SimpleNamespace(stream=gpu.stream), [Buffer(np.zeros(3), 0)])
+    with pytest.raises(UnsupportedError, match="is not in the memory of"):
+        given.to_host()
+
+
+def test_an_error_is_taken_by_one_program_and_leaves_the_others() -> None:
+    class Exchange:
+        def __init__(self) -> None:
+            self.failures = deque([ValueError("first"), ValueError("second")])
+
+    kept = Exchange()
+    _exchanges.add(kept)
+    assert str(take_failure("ValueError: first")) == "first"
+    assert take_failure("ValueError: first") is None
+    assert str(take_failure("ValueError: second")) == "second"
 
 
 def test_a_step_elsewhere_than_where_training_began_is_refused(gpu: SimulatedDevice) -> None:
