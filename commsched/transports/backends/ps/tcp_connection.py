@@ -34,6 +34,9 @@ LANE = Handshake(
 #: message waits for it. A smaller limit wakes the sender more often, which costs more than it saves on a fast link.
 _UNSENT_SECONDS, _LEAST_UNSENT_BYTES, _MOST_UNSENT_BYTES = 0.002, 16 * 1024, 256 * 1024
 
+#: No limit for what the kernel holds unsent.
+_ANY_BYTES = 2**31 - 1
+
 #: After so many bytes the sender asks the kernel anew how fast they leave.
 _MEASURED_BYTES = 512 * 1024
 
@@ -85,6 +88,8 @@ class TcpConnection:
         self._awaited = 1  # the socket's SO_RCVLOWAT
         self._readable = select.poll()
         self._readable.register(connected, select.POLLIN)
+        self._writable = select.poll()
+        self._writable.register(connected, select.POLLOUT)
         self._poll_ms = 1e3 * _silence_seconds(fail_after_seconds)
         self._sender = threading.Thread(target=self._send_all, name=name, daemon=True)
         self._sender.start()
@@ -232,13 +237,28 @@ class TcpConnection:
         self._unmeasured_bytes = 0
         unsent = unsent_limit(delivery_rate(self._socket))
         if unsent != self._unsent_bytes:
-            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, unsent)
+            self._hold_unsent(unsent)
             self._unsent_bytes, self._rest_bytes = unsent, min(unsent // 2, _MOST_REST_BYTES)
 
     def _write(self, parts: list[bytes | memoryview]) -> None:
-        unsent = sum(map(len, parts)) - self._socket.sendmsg(parts)
+        """Give ``parts`` to the kernel, and return when it holds little unsent."""
+        nbytes = sum(map(len, parts))
+        is_large = nbytes > self._unsent_bytes
+        if (
+            is_large
+        ):  # all of it is committed, so the kernel may hold it: then the sender is not woken for each part that leaves
+            self._hold_unsent(_ANY_BYTES)
+        unsent = nbytes - self._socket.sendmsg(parts)
         if unsent:  # a signal interrupted the call
             self._socket.sendall(b"".join(parts)[-unsent:])
+        if is_large:
+            self._hold_unsent(self._unsent_bytes)
+            [(_, events)] = self._writable.poll()
+            if events != select.POLLOUT:
+                raise BrokenPipeError("the connection has ended")
+
+    def _hold_unsent(self, nbytes: int) -> None:
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, nbytes)
 
 
 def _set_options(connected: socket.socket, fail_after_seconds: float) -> None:

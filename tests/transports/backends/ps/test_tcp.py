@@ -836,6 +836,61 @@ def test_a_push_that_the_other_end_does_not_take_is_not_sent():
         assert not sent.is_set()
 
 
+@pytest.fixture
+def taken():
+    """A pair whose kernel has taken a push, but holds most of it unsent, as the other end does not read; the event that tells
+    when it counts as sent; and the bytes."""
+    nbytes = 200 * 1024
+    sent, taken = threading.Event(), threading.Event()
+    with Pair() as pair:
+        wait, connection = pair.connection._writable.poll, pair.connection
+
+        class Writable:
+            def poll(self) -> list[tuple[int, int]]:
+                taken.set()
+                return wait()
+
+        connection._writable = Writable()
+        connection._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * nbytes)
+        connection._unsent_bytes, connection._rest_bytes = 16 * 1024, 8 * 1024
+        pair.outbox.put(Frame(FrameKind.PUSH, 0, 0, 0, "uint8", 0, nbytes, bytes(nbytes)), sent.set)
+        assert taken.wait(60)
+        yield pair, sent, HEADER_BYTES + nbytes
+
+
+def test_a_large_push_is_sent_only_when_the_kernel_holds_little_of_it(taken):
+    pair, sent, nbytes = taken
+    assert not sent.is_set()
+    exactly(pair.bare, nbytes)
+    assert sent.is_set()
+
+
+def test_a_sender_that_waits_until_the_kernel_holds_little_ends_with_its_connection(taken):
+    pair, sent, _ = taken
+    pair.connection.close()  # returns when the sender's thread has ended
+    assert not sent.is_set()
+
+
+def test_the_kernel_may_hold_all_of_a_large_message_but_little_when_the_next_is_chosen(writes):
+    pair, happened, may_send = writes
+    hold = pair.connection._hold_unsent
+
+    def noted(nbytes):
+        happened.append(("hold", nbytes))
+        hold(nbytes)
+
+    pair.connection._hold_unsent = noted
+    large, tiny = small(0, 2**20, FrameKind.RESULT), small(1, 10)
+    for frame in (large, tiny):
+        pair.outbox.put(frame)
+    may_send.set()
+    expected = encode(large) + encode(tiny)
+    assert exactly(pair.bare, len(expected)) == expected
+    most = pair.connection._unsent_bytes
+    assert happened[:3] == [large.nbytes, ("hold", tcp_connection._ANY_BYTES), ("hold", most)]
+    assert happened[-1] == tiny.nbytes
+
+
 def test_a_peer_that_does_not_read_for_long_lives():
     """It may be busy in one call; its kernel answers."""
     with Pair(fail_after_seconds=0.1) as pair:
