@@ -1,6 +1,7 @@
 """``python -m bench tune``: searchers side by side on one cluster, against an exhaustive grid.
 
-1. Measured: EMULATED models train with every configuration of a grid, in several passes.
+1. Measured: EMULATED models train with every configuration of a grid, and with the sizes that the job itself chooses, in
+   several passes.
 2. Replayed: each searcher runs from several seeds over the measured windows; nothing is trained.
 3. Live (``--live``): the tuner runs as in a user's job, in training jobs of its own.
 """
@@ -25,14 +26,17 @@ from ..turns import MIN_SETTLE_STEPS
 from .case import Case
 from .comparison import MODEL, Searching, replayed_rows
 from .grid import Row, case_of, measure, read_again
-from .table import live_text, summary_text, text
+from .table import chosen_text, live_text, summary_text, text
 
 #: Limits of a job: seconds for starting and ending, and the factor by which its steps may exceed the expected time.
 _START_SECONDS = 300.0
 _PATIENCE = 6.0
 
-#: Seconds of a job besides the steps of its grid: starting, and measuring links and layers.
+#: Seconds of a job besides its steps: starting, and measuring links and layers.
 _OVERHEAD_SECONDS = 20.0
+
+#: Steps of a job until it has chosen its sizes.
+_CHOOSING_STEPS = 40
 
 
 @dataclass(frozen=True)
@@ -138,6 +142,7 @@ def run(args: argparse.Namespace) -> int:
             write(args.json, rows)
     replayed = [row for row in rows if row["kind"] == "replayed"]
     print(summary_text(replayed), flush=True)
+    print(chosen_text([row for row in rows if row["kind"] == "grid"]), flush=True)
     if args.out is not None:
         _draw(args.out, replayed)
     return 0
@@ -169,7 +174,7 @@ def _live_searchers(options: TuneOptions) -> list[str]:
 
 
 def _expected_seconds(case: Case, options: TuneOptions) -> float:
-    steps = len(case.grid) * options.passes * (options.settle + options.steps)
+    steps = _CHOOSING_STEPS + (len(case.grid) + 1) * options.passes * (options.settle + options.steps)
     return _OVERHEAD_SECONDS + steps * case.expected_step_seconds()
 
 

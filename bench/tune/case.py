@@ -170,10 +170,10 @@ class Case:
         return list(dict.fromkeys([fine[0], *(config for same in list(by_size.values())[::2] for config in same[::2])]))
 
     def orders(self, passes: int) -> list[list[int]]:
-        """Indexes of the grid, shuffled anew for each pass, so that a drift favours no configuration. Each call returns the
-        same."""
-        chance = random.Random(0)
-        return [chance.sample(range(len(self.grid)), len(self.grid)) for _ in range(passes)]
+        """Indexes of the grid, and the one after its last for the sizes that the job itself chooses, shuffled anew for each
+        pass, so that a drift favours no configuration. Each call returns the same."""
+        chance, places = random.Random(0), len(self.grid) + 1
+        return [chance.sample(range(places), places) for _ in range(passes)]
 
     def expected_step_seconds(self) -> float:
         """An estimate; it needs no measurement."""

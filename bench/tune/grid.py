@@ -1,9 +1,12 @@
-"""The measured part: every configuration of a grid, in one job, as a row. Also converts a row to a surface."""
+"""The measured part: every configuration of a grid, and the sizes that the job itself chooses, in one job, as a row. Also
+converts a row to a surface."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from itertools import chain
+from statistics import median
 from typing import Any
 
 from commsched import ConfigError, SchedulerConfig
@@ -24,14 +27,23 @@ Row = dict[str, Any]
 
 
 def measure(case: Case, *, passes: int, settle: int, steps: int, timeout_seconds: float) -> Row:
-    """Train with every configuration of the case's grid, ``passes`` times (at least two).
+    """Train with every configuration of the case's grid, and with the sizes that the job itself chooses, ``passes`` times (at
+    least two).
 
     Raises:
         JobFailed: a process failed or took too long, links could not be shaped, or weights are not those of plain averaging.
     """
     missing = why_not_shaped(case.links, [])
     carrier = Carrier(case.transport)
-    job = Job(case.workers, 0, case.bandwidth, {"transport": case.transport}, timeout_seconds, mpi=case.transport == "mpi")
+    job = Job(
+        case.workers,
+        0,
+        case.bandwidth,
+        {"transport": case.transport},
+        timeout_seconds,
+        mpi=case.transport == "mpi",
+        auto_sizes=True,
+    )
     with relayed_lines() as progress:
         outcome = run_job(
             job,
@@ -68,8 +80,9 @@ def _row(case: Case, link: str, settle: int, by_rank: Sequence[Mapping[str, Any]
     bound, slowest_layers = bound_of_ranks(layers, [(per_byte, 0.0)])
     windows = [
         [list(slowest([rank["passes"][number][place] for rank in by_rank])) for number in range(len(measured["passes"]))]
-        for place in range(len(case.grid))
+        for place in range(len(case.grid) + 1)
     ]
+    of_chosen = windows.pop()
     surface = Surface(dict(zip(case.grid, windows, strict=True)))
     return {
         "kind": "grid",
@@ -91,6 +104,7 @@ def _row(case: Case, link: str, settle: int, by_rank: Sequence[Mapping[str, Any]
         "passes": len(windows[0]),
         "case": {name: getattr(case, name) for name in Case.__dataclass_fields__},
         "incumbent": case.space.incumbent.to_record(),
+        "chosen": {**measured["chosen"], "step_seconds": median(chain.from_iterable(of_chosen)), "windows": of_chosen},
         **_found(surface, case.space.incumbent),
         "profiled": measured["profiled"],
         "layers": asdict(slowest_layers),

@@ -1,9 +1,10 @@
-"""One rank of ``python -m bench tune``: trains with every configuration of a grid in turn, pass after pass."""
+"""One rank of ``python -m bench tune``: trains with every configuration of a grid, and with the sizes that the job itself
+chooses, in turn, pass after pass."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from time import perf_counter
 from typing import Any
 
@@ -19,7 +20,7 @@ from ..harness.message_cost import measure_message_seconds
 from ..harness.network import measure_network, own_address
 from ..harness.progress import say
 from ..harness.reference import ComputeOnly, largest_difference, plain_averaging
-from ..harness.scheduled import ScheduledSystem
+from ..harness.scheduled import ScheduledSystem, chosen_sizes
 from ..harness.system import Carrier, Context, timed_turn
 from ..workloads import make_workload
 
@@ -30,7 +31,8 @@ _LAYER_STEPS = 5
 class Assignment:
     """The arguments of the ranks, as JSON. See ``tune.TuneOptions``.
 
-    ``configs`` are the configurations of the grid. ``orders`` has, for each pass, their indexes in the order of that pass.
+    ``configs`` are the configurations of the grid. ``orders`` has, for each pass, their indexes in the order of that pass; the
+    index after the last stands for the sizes that this job has chosen itself.
     ``progress`` is a path for ``progress.say``.
     """
 
@@ -51,8 +53,9 @@ class Assignment:
 
 def rank_main(session: Session, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Measure. Returns ``network``, ``layers`` of each rank and ``message_seconds``, which are the same on every rank. Also
-    returns ``profiled``, the tuner's profile of training; ``passes``, the seconds of each step for each pass and configuration;
-    and ``max_difference`` of the weights from plain averaging."""
+    returns ``chosen``, the configuration that the job has chosen; ``profiled``, the tuner's profile of training; ``passes``,
+    the seconds of each step for each pass and configuration, the chosen one last; and ``max_difference`` of the weights from
+    plain averaging."""
     torch.set_num_threads(1)
     task = Assignment(**arguments)
     barrier = ConfigBarrier(session)
@@ -61,7 +64,6 @@ def rank_main(session: Session, arguments: Mapping[str, Any]) -> dict[str, Any]:
     network = measure_network(session, host, task.nominal_rates, 0, task.capped)
     layers = ComputeOnly(session, barrier, workload).measure(_LAYER_STEPS)
     configs = [SchedulerConfig(**record) for record in task.configs]
-    message_seconds = measure_message_seconds(session, barrier, network.message_bytes, configs[0].collective)
     context = Context(
         session,
         barrier,
@@ -72,12 +74,18 @@ def rank_main(session: Session, arguments: Mapping[str, Any]) -> dict[str, Any]:
         task.bytes_scale,
         configs[0].partition_bytes,
         configs[0].credit_bytes,
-        message_seconds,
-        {},
+        message_seconds=0.0,
+        _shared={},
     )
-    systems = [ScheduledSystem(context, config) for config in configs]
+    registered: list[tuple[int, Manifest]] = []
+    session.on_register(lambda *group: registered.append(group))
+    chosen = context.shared(chosen_sizes)  # before the cost of a message is measured, which changes the configuration
+    trained = max(registered, key=lambda group: sum(group[1].buffer_bytes.values()))
+    message_seconds = measure_message_seconds(session, barrier, network.message_bytes, configs[0].collective)
+    context = replace(context, message_seconds=message_seconds)
+    systems = [ScheduledSystem(context, config) for config in (*configs, chosen)]
     wanted = plain_averaging(workload, task.settle + task.steps, session.world_size)
-    profiled = _profile(session, ScheduledSystem(context, SchedulerConfig(**task.incumbent)), task, barrier)
+    profiled = _profile(session, ScheduledSystem(context, SchedulerConfig(**task.incumbent)), *trained, task, barrier)
     passes, largest = [], 0.0
     began = perf_counter()
     for number, order in enumerate(task.orders, 1):
@@ -90,30 +98,29 @@ def rank_main(session: Session, arguments: Mapping[str, Any]) -> dict[str, Any]:
         if session.rank == 0:
             took, passes_left = perf_counter() - began, len(task.orders) - number
             left = f"; about {took / number * passes_left:.0f} s left" if passes_left else ""
-            done = f"pass {number} of {len(task.orders)}: {len(order)} configurations, {took:.0f} s so far{left}"
+            done = f"pass {number} of {len(task.orders)}: {len(order)} windows, {took:.0f} s so far{left}"
             say(task.progress, done)
     return {
         "network": asdict(network),
         "layers": [asdict(each) for each in layers],
         "message_seconds": message_seconds,
+        "chosen": chosen.to_record(),
         "profiled": profiled,
         "passes": passes,
         "max_difference": largest,
     }
 
 
-def _profile(session: Session, system: ScheduledSystem, task: Assignment, barrier: ConfigBarrier) -> dict[str, Any] | None:
+def _profile(
+    session: Session, system: ScheduledSystem, group: int, manifest: Manifest, task: Assignment, barrier: ConfigBarrier
+) -> dict[str, Any] | None:
     """The result of the tuner's profiler for a few steps, with the configuration that the tuner would use there."""
-    groups: dict[int, Manifest] = {}
-    session.on_register(groups.__setitem__)
-    timed_turn(system, barrier, task.settle, task.steps)  # its first steps measure the order of layers
-    main = max(groups, key=lambda group: sum(groups[group].buffer_bytes.values()))
-    profiler = Profiler(main, PROFILE_STEPS)
+    profiler = Profiler(group, PROFILE_STEPS)
     forget = session.observe(profiler)
     timed_turn(system, barrier, task.settle, task.steps)
     profiler.stop()
     forget()
-    measured = profiler.result(groups[main], ordered=task.transport != "ps")
+    measured = profiler.result(manifest, ordered=task.transport != "ps")
     if measured is None:
         return None
     return {

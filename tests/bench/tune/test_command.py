@@ -123,6 +123,9 @@ def test_a_grid_of_one_pass_cannot_be_replayed(measured, tmp_path, capsys):
     assert "one pass does not show how much windows differ" in error
 
 
+CHOSEN = SchedulerConfig(123_456, 234_567)
+
+
 def by_rank(difference):
     """What two ranks of ``SMALL`` would return; the second is slower in the second pass."""
     layer = {"names": ["a"], "forward_seconds": [0.02], "backward_seconds": [0.02], "nbytes": [10**6], "tensors": [[10**6]]}
@@ -131,9 +134,10 @@ def by_rank(difference):
         "layers": [layer, layer],
         "message_seconds": 1e-4,
         "profiled": {},
+        "chosen": CHOSEN.to_record(),
         "max_difference": difference,
     }
-    count = len(SMALL.grid)
+    count = len(SMALL.grid) + 1
     return [
         {**common, "passes": [[[0.1, 0.1, 0.1]] * count, [[0.1 + slower + 0.01 * place] * 3 for place in range(count)]]}
         for slower in (0.0, 0.1)
@@ -160,8 +164,8 @@ def test_a_step_is_as_slow_as_the_slowest_rank(measured):
     given = measured()
     row = tune_grid.measure(SMALL, passes=2, settle=3, steps=3, timeout_seconds=60)
     assert (given["module"], given["job"].bandwidth) == ("bench.tune.rank", "200mbit")
-    assert given["job"].settings == {"transport": "ps"}
-    assert [sorted(order) for order in given["orders"]] == [list(range(len(SMALL.grid)))] * 2
+    assert (given["job"].settings, given["job"].auto_sizes) == ({"transport": "ps"}, True)
+    assert [sorted(order) for order in given["orders"]] == [list(range(len(SMALL.grid) + 1))] * 2
     surface = surface_of(json.loads(json.dumps(row)))
     assert list(surface.passes) == SMALL.grid
     assert surface.passes[SMALL.grid[2]] == [[0.1] * 3, [0.22] * 3]
@@ -170,6 +174,13 @@ def test_a_step_is_as_slow_as_the_slowest_rank(measured):
         1.4826 * math.log((0.2 + 0.01 * (len(SMALL.grid) - 1) / 2) / 0.1) / 2**0.5, rel=0.01
     )
     assert row["bound_seconds"] == pytest.approx(1e6 / 23e6 + 0.04)
+    last = 0.2 + 0.01 * len(SMALL.grid)
+    chosen = {
+        **CHOSEN.to_record(),
+        "step_seconds": pytest.approx((0.1 + last) / 2),
+        "windows": [[0.1] * 3, [pytest.approx(last)] * 3],
+    }
+    assert row["chosen"] == chosen
     assert case_of(json.loads(json.dumps(row))) == SMALL
 
 
@@ -198,8 +209,10 @@ def test_a_small_grid_is_measured_and_searched(tmp_path, capsys):
     assert main(["tune", *size, *steps, *search, "--json", str(path), "--out", str(tmp_path / "figures")]) == 0
     printed = capsys.readouterr().out
     assert "uniform, 2 workers, 200mbit, ps: 4 configurations, 2 passes, 3 + 2 steps of about 0.06 s" in printed
-    assert re.search(r"pass 1 of 2: 4 configurations, \d+ s so far; about \d+ s left\n", printed)
+    assert re.search(r"pass 1 of 2: 5 windows, \d+ s so far; about \d+ s left\n", printed)
     assert "REPLAYED over measured windows, 1 seeds" in printed
+    assert re.search(r"\nchosen by the job itself: partition .*: \d+ ms \([+-]", printed)
+    assert re.search(r"CHOSEN by a job that sets nothing, .* of the grid in [01] of 1 cases; [+-]", printed)
     assert printed.index("ALL CASES, REPLAYED: ") > printed.index("REPLAYED over measured windows, 1 seeds")
     svg = (tmp_path / "figures" / "regret.svg").read_text()
     assert "bayes+model" in svg
@@ -209,6 +222,8 @@ def test_a_small_grid_is_measured_and_searched(tmp_path, capsys):
     surface = surface_of(grid)
     assert SchedulerConfig() in surface.passes
     assert len(surface.passes) == 4
+    assert [len(window) for window in grid["chosen"]["windows"]] == [2, 2]
+    assert grid["chosen"]["partition_bytes"] < SchedulerConfig().partition_bytes
     assert all([len(window) for window in windows] == [2, 2] for windows in surface.passes.values())
     # Nothing is faster than its bytes on the link.
     assert grid["comm_seconds"] > 0

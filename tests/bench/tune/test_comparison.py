@@ -8,10 +8,12 @@ from bench.tune import comparison
 from bench.tune.case import Case
 from bench.tune.comparison import Searching, replayed_rows
 from bench.tune.grid import surface_of
-from bench.tune.table import summary_text, text
+from bench.tune.table import chosen_text, summary_text, text
+from commsched.core.scheduler import SchedulerConfig
 from commsched.settings import Budget
 from commsched.simulator.profile import LayerProfile, Profile
 
+CONFIG = SchedulerConfig(123_456, 234_567)
 CASE = {"model": "uniform", "workers": 2, "bandwidth": "500mbit", "rho": 1.0, "megabytes": 16.0, "transport": "ps"}
 
 
@@ -127,6 +129,21 @@ def test_the_summary_counts_the_cases_of_each_searcher_and_number_of_workers():
     ]
     assert "*: after its own 15 trials of 10 + 100 steps each, not 12" in summary_text(rows)
     assert "*" not in summary_text(rows[:2])
+
+
+def test_the_sizes_that_jobs_choose_are_compared_with_the_best_of_each_grid(grid):
+    assert chosen_text([grid]) == ""  # of an earlier version
+    rows = [
+        {**grid, "chosen": {**CONFIG.to_record(), "step_seconds": (1 + above) * grid["best_seconds"]}}
+        for above in (0.029, 0.05, -0.01)
+    ]
+    assert chosen_text([grid, *rows]) == (
+        "CHOSEN by a job that sets nothing, MEASURED in the same passes: within 3 % of the best of the grid in 2 of 3 cases; "
+        "+2.9% in the median, +5.0% at worst"
+    )
+    line = text(rows[1], replayed_rows(grid, Searching(("random",), 1, False))).splitlines()[2]
+    assert line.startswith("chosen by the job itself: partition 123 KB, credit 235 KB: ")
+    assert line.endswith(" ms (+5.0%)")
 
 
 def test_the_table_says_what_is_emulated_and_what_is_replayed(grid):
