@@ -1,5 +1,5 @@
 """Partition and credit that choose themselves: from what is known before the first step, then from a few profiled steps and the
-simulator. No step is spent on a trial."""
+simulator. At most a few steps are spent on sizes that are not expected to be better."""
 
 from __future__ import annotations
 
@@ -36,6 +36,11 @@ EQUAL_TIMES = 0.005
 #: The same for collectives. Larger ones delay what becomes ready by more than the simulation says: on links, partitions of
 #: 0.47 MB took 1 % longer than those of 0.24 MB (8 workers over gloo), where the simulation says 0.2 %.
 EQUAL_TIMES_OF_COLLECTIVES = 0.002
+
+#: Steps with one size do not tell what a partition costs from what a byte costs. So if nothing better is found from them,
+#: larger partitions are measured too: by the first of these factors by which a step is predicted to take longer by at most that
+#: share. Where the processors were short, 4 workers on two cores stayed with partitions that made steps 20 % longer.
+TELLING_FACTORS, MAX_TELLING_LOSS = (4, 2), 0.05
 
 #: Measured step times that differ by less than this do not say which sizes are better; then the later choice stays.
 EQUAL_MEASUREMENTS = 0.01
@@ -124,7 +129,9 @@ class AutoSizes:
                 link = model.link
                 found = best_sizes(model.predict, space, [current, *starts], context.job.ordered)
                 if found in measured or not _is_better(found, current, model):
-                    break
+                    if len(measured) > 1 or (telling := _telling(current, space, model)) is None:
+                        break
+                    found = telling
                 context.trials.apply(found)
                 current = found
                 if not self._settle(group):
@@ -205,6 +212,17 @@ def _is_better(found: SchedulerConfig, current: SchedulerConfig, model: RemoteMo
     """Whether ``found`` is worth a change of all plans: it is faster, or it needs far fewer partitions."""
     gains = model.predict(found) <= (1 - MIN_PREDICTED_GAIN) * model.predict(current)
     return gains or found.partition_bytes >= FAR_LARGER * current.partition_bytes
+
+
+def _telling(current: SchedulerConfig, space: Space, model: RemoteModel) -> SchedulerConfig | None:
+    """Larger sizes than ``current`` that show what partitions cost; None if they would cost too much, or are not free."""
+    for factor in TELLING_FACTORS:
+        partition, credit = factor * current.partition_bytes, factor * current.credit_bytes
+        larger = space.clip(replace(current, partition_bytes=partition, credit_bytes=credit))
+        is_larger = larger.partition_bytes == partition
+        if is_larger and model.predict(larger) <= (1 + MAX_TELLING_LOSS) * model.predict(current):
+            return larger
+    return None
 
 
 def _ratio(config: SchedulerConfig) -> float:

@@ -243,7 +243,41 @@ def test_a_gain_too_small_to_matter_changes_nothing() -> None:
     job = Job(bowl(4_000_000, 4), lambda config: 1.0 - 0.004 * (config.partition_bytes == 1_000_000))
     chosen = job.run()
     assert chosen == Chosen(BEGIN, BEGIN, "chosen")
-    assert job.used == []
+    assert job.used == [SchedulerConfig(16_000_000, 64_000_000), BEGIN]  # the first showed no gain
+
+
+def test_what_partitions_cost_is_seen_although_steps_with_one_size_do_not_tell() -> None:
+    """The model takes the cost for that of bytes, so no sizes seem better, until it has seen larger partitions."""
+
+    def truth(config: SchedulerConfig) -> float:
+        return 1 + 2e-3 * MODEL.nbytes / config.partition_bytes + config.credit_bytes / 100e6
+
+    small = SchedulerConfig(125_000, 500_000)
+
+    def blind(config: SchedulerConfig) -> float:
+        return truth(small) + 0.26e-6 * abs(config.partition_bytes - small.partition_bytes)
+
+    job = Job(truth, blind, truth)
+    job.current = small
+    chosen = job.run()
+    assert chosen is not None
+    assert job.used[0] == SchedulerConfig(500_000, 2_000_000)
+    assert truth(chosen.kept) < 1.02 * min(
+        truth(SchedulerConfig(125_000 * factor, 125_000 * factor)) for factor in range(1, 40)
+    )
+
+
+@pytest.mark.parametrize(("costs", "factors"), [(0.02, [4]), (0.03, [2]), (0.06, [])])
+def test_larger_partitions_are_measured_only_if_they_hardly_cost_by_the_model(costs: float, factors: list[int]) -> None:
+    """Each doubling costs the share ``costs``."""
+
+    def seconds(config: SchedulerConfig) -> float:
+        return float((1 + costs) ** abs(math.log2(config.partition_bytes / BEGIN.partition_bytes)))
+
+    job = Job(seconds, seconds)
+    chosen = job.run()
+    assert chosen == Chosen(BEGIN, BEGIN, "chosen")
+    assert [each.partition_bytes // BEGIN.partition_bytes for each in job.used] == [*factors, *([1] if factors else [])]
 
 
 @pytest.mark.parametrize("after", [0, 1])
