@@ -162,7 +162,7 @@ def test_another_launchers_ranks_without_a_session_are_told_so_by_rank_0() -> No
         return ended.stderr
 
     imports = "import commsched.plugins.numpy"
-    said = "commsched: no rank joined a job, so nothing was averaged: each of 2 processes ran alone."
+    said = "commsched: no rank joined the job, so nothing was averaged: each of 2 processes ran alone."
     assert ends(imports).startswith(said)
     assert ends(imports, RANK="1", LOCAL_RANK="1") == ""
     assert ends(imports, COMMSCHED_DISABLE="1") == ""
