@@ -17,7 +17,6 @@ from ..control.rendezvous import own_host, read_token, require_strong
 from ..core.errors import CommschedError, ConfigError
 from ..core.ports import given_out
 from ..core.standard_streams import say_out
-from ..net.rpc import listen
 from ..net.tls import identity_of
 from ..settings import Settings
 from ..transports import load_backend, transport_names
@@ -108,6 +107,8 @@ def _network(settings: Settings) -> Iterator[str]:
             host = own_host(Settings.load({"host": settings.host, "join_within": 1}, {}), settings.control)
             yield f"towards control={settings.control}, this machine's address is {host} ({describe_link(host)})"
             if host in _addresses(settings.control):
+                from ..net.rpc import listen  # imports gRPC, which takes long
+
                 listen(settings.control).close()
                 yield f"the port of control={settings.control} is free"
         except ConfigError as error:
