@@ -165,7 +165,8 @@ def _say_if_unnoticed(session: Session, failure: CommschedError) -> None:
 
     timer = threading.Timer(_NOTICE_SECONDS, say)
     timer.name, timer.daemon = "commsched-unnoticed", True
-    timer.start()
+    with suppress(RuntimeError):  # at the interpreter's end Python 3.12 starts no thread; then this rank is about to notice
+        timer.start()
 
 
 def _at_exit() -> None:

@@ -315,3 +315,23 @@ def test_several_machines_need_an_address_and_a_token() -> None:
         timeout=300,
     )
     assert "ConfigError: 4 ranks on several machines (torchrun): set COMMSCHED_CONTROL=host:port" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--lane", "tcp"),
+        ("--lane", "grpc"),
+        ("--lane", "grpc", "--servers", "1"),
+        ("--hierarchy", "on"),
+        ("--transport", "gloo"),
+    ],
+    ids=" ".join,
+)
+def test_a_session_closes_where_the_interpreters_end_starts_no_thread(options: tuple[str, ...]) -> None:
+    if "gloo" in options:
+        pytest.importorskip("torch.distributed")
+    code, out, err = run_job("-n", "2", *options, "--", sys.executable, str(WORKER.with_name("no_late_threads.py")), "3")
+    assert code == 0, err
+    assert "RuntimeError" not in err
+    assert out.count("finished") == 2
