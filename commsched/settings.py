@@ -429,8 +429,10 @@ class Settings:
         return () if self.host is None else tuple(each.strip("[]") for each in each_of(self.host))
 
     def text_of(self, name: str) -> str:
-        """The setting ``name`` with its value, as in an error: ``lane='grpc'``, ``rate=200mbit``."""
+        """The setting ``name`` with its value, as in an error: ``lane='grpc'``, ``rate=200mbit``, ``trace_steps=5-8``."""
         value = getattr(self, name)
+        if name == "trace_steps" and value is not None:
+            return f"{name}={value[0]}-{value[1]}"
         if name != "rate" or value is None:
             return f"{name}={value!r}"
         bits, unit = (8e-6 * value, "mbit") if value < 125e6 else (8e-9 * value, "gbit")

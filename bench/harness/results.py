@@ -42,11 +42,18 @@ def write(path: Path | None, rows: Sequence[Row], measured_in: Mapping[str, Any]
         unfinished.unlink(missing_ok=True)
 
 
+def _command() -> list[str]:
+    """This process's command line, as a user may type it."""
+    program = Path(sys.argv[0])
+    named = ["python", "-m", program.parent.name] if program.name == "__main__.py" else [program.name]
+    return [*named, *sys.argv[1:]]
+
+
 def environment() -> dict[str, Any]:
     """The facts that a reader needs to judge the figures: versions, processor, cores, commit, command line, time."""
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "command": _command(),
         "python": platform.python_version(),
         "versions": {name: found for name in _PACKAGES if (found := _version(name))},
         "system": f"{platform.system()} {platform.release()}",

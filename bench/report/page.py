@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -142,7 +143,7 @@ def _machines(environments: Iterable[Environment]) -> list[Machine]:
         machine = found.setdefault(repr(facts), Machine(facts))
         machine.times.append(str(environment.get("time", "unknown")))
         machine.loads += [float(load) for load in environment.get("load_average") or ()][:1]
-        command = " ".join(map(str, environment.get("command") or ()))
+        command = shlex.join(map(str, environment.get("command") or ()))
         machine.commands += [command] if command and command not in machine.commands else []
     return list(found.values())
 

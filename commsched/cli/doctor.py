@@ -15,6 +15,7 @@ from pathlib import Path
 
 from ..control.rendezvous import own_host, read_token, require_strong
 from ..core.errors import CommschedError, ConfigError
+from ..core.ports import given_out
 from ..core.standard_streams import say_out
 from ..net.tls import identity_of
 from ..settings import Settings
@@ -31,7 +32,10 @@ _ENGINES = {
     "tensorflow": ("TensorFlow", "tensorflow", "tensorflow"),
     "jax": ("JAX", "jax", "jax"),
     "mxnet": ("MXNet", "mxnet", "mxnet"),
+    "ray": ("Ray", "ray", "ray"),
+    "skopt": ("scikit-optimize", "scikit-optimize", "tune"),
     "prometheus_client": ("Prometheus", "prometheus-client", "metrics"),
+    "cryptography": ("cryptography", "cryptography", "tls"),
 }
 
 _REQUIRED = ("numpy", "grpcio", "xxhash")
@@ -45,7 +49,7 @@ def examine(environ: Mapping[str, str]) -> int:
         settings, mistake = Settings(), f"{type(error).__name__}: {error}"
     for heading, lines in (
         ("versions", _versions()),
-        ("engines", _engines()),
+        ("engines and libraries", _engines()),
         ("transports", _transports()),
         ("network", _network(settings)),
         ("machine", _machine()),
@@ -66,25 +70,25 @@ def _versions() -> Iterator[str]:
 def _engines() -> Iterator[str]:
     for module, (name, package, extra) in _ENGINES.items():
         if find_spec(module) is None:
-            yield f'{name:13}no; pip install "commsched[{extra}]"'
+            yield f'{name:16}no; pip install "commsched[{extra}]"'
         else:
-            yield f"{name:13}{_version(package) or 'yes'}"
+            yield f"{name:16}{_version(package) or 'yes'}"
 
 
 def _transports() -> Iterator[str]:
     for name in transport_names():
         library = load_backend(name).library
         if library is None:
-            yield f"{name:13}yes{'; within one process only, for tests' if name == 'local' else ''}"
+            yield f"{name:16}yes{'; within one process only, for tests' if name == 'local' else ''}"
         elif find_spec(library[0]) is None:
-            yield f'{name:13}no; pip install "commsched[{library[1]}]"'
+            yield f'{name:16}no; pip install "commsched[{library[1]}]"'
         else:
             found = f"yes, by {library[0]} {_version(library[0]) or ''}".rstrip()
             if name == "mpi":
                 found += f", {_mpiexec()}"
             if name == "nccl" and not _gpus():
                 found = "no; no GPU was found"
-            yield f"{name:13}{found}"
+            yield f"{name:16}{found}"
 
 
 def _mpiexec() -> str:
@@ -98,12 +102,26 @@ def _network(settings: Settings) -> Iterator[str]:
         yield "control is not set: the ranks of one machine need none; across machines, see docs/settings.md"
         host = address_towards_the_world()
         yield f"this machine's address: {host} ({describe_link(host)}), unless host is set"
-        return
-    try:
-        host = own_host(Settings.load({"host": settings.host, "join_within": 1}, {}), settings.control)
-        yield f"towards control={settings.control}, this machine's address is {host} ({describe_link(host)})"
-    except ConfigError as error:
-        yield str(error)
+    else:
+        try:
+            host = own_host(Settings.load({"host": settings.host, "join_within": 1}, {}), settings.control)
+            yield f"towards control={settings.control}, this machine's address is {host} ({describe_link(host)})"
+            if host in _addresses(settings.control):
+                from ..net.rpc import listen  # imports gRPC, which takes long
+
+                listen(settings.control).close()
+                yield f"the port of control={settings.control} is free"
+        except ConfigError as error:
+            yield str(error)
+    first, last = given_out()
+    ranks = f"{first} to {last}, where ranks listen at any free one"
+    yield f"ports to open between machines: control's, those of servers, and {ranks}"
+
+
+def _addresses(address: str) -> set[str]:
+    """The addresses of the host in ``address``, which was resolved before."""
+    host, _, port = address.rpartition(":")
+    return {str(found[4][0]) for found in socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)}
 
 
 def address_towards_the_world() -> str:

@@ -78,6 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _add_run(parser: argparse.ArgumentParser) -> None:
     parser.usage = "commsched run -n N [--servers K] [--elastic [--local K]] [options] COMMAND ..."
+    _add_job(parser)
     elastic = parser.add_argument_group("lost ranks")
     elastic_help = "go on when ranks are lost; the script uses commsched.Elastic (default: a lost rank ends the job)"
     elastic.add_argument("--elastic", action="store_true", help=elastic_help)
@@ -101,7 +102,6 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         "machine has room for (default: all, on this machine)"
     )
     elastic.add_argument("--local", type=_at_least(0), metavar="K", help=local_help)
-    _add_job(parser)
     parser.set_defaults(function=_run)
 
 
@@ -437,7 +437,7 @@ def _environ(options: Mapping[str, str]) -> dict[str, str]:
 _GROUPS = {
     "network": ("transport", "lane", "flows", "security", "order", "collective", "wire", "hierarchy", "rate"),
     "schedule": ("partition", "credit", "fusion", "policy"),
-    "what is said and checked": ("log", "trace", "check_weights"),
+    "what is said and checked": ("log", "trace", "trace_steps", "metrics", "check_weights"),
 }
 _OTHERS = "failures and the rest"
 

@@ -20,6 +20,7 @@ from ..tuner.job import journal_path
 from ..tuner.result import Verdict, milliseconds, size
 from ..tuner.searchers import make_searcher
 from ..tuner.space import Space, fixed_by
+from ..tuner.stats import MAX_PAIRS, STATED_PAIRS
 from . import launch
 
 #: The exit code if the job ended well but left no tuned file.
@@ -143,12 +144,16 @@ def _run(
 _COLUMNS = "{:>11} {:>10} {:>10}  {:8} {:>16} {:>8}  {}"
 
 #: Printed once, above the lines.
-HEADER = _COLUMNS.format("trial", "partition", "credit", "policy", "ms per step", "best", "budget left")
+HEADER = _COLUMNS.format("trial", "partition", "credit", "policy", "ms per step", "best", "left")
+
+#: Windows of the longest comparison: those that decide, and those that say how large the gain is.
+_MOST_COMPARED = 2 * (MAX_PAIRS + STATED_PAIRS)
 
 
 class Table:
     """Formats each record of one search in a journal, in order, as a line. A journal may hold several searches: a job with
-    pipeline stages has one for each group of tensors. ``budget`` is the budget that the last column counts down."""
+    pipeline stages has one for each group of tensors. The last column counts ``budget`` down, and says how long the rest of the
+    search and its comparison may take."""
 
     def __init__(self, budget: Budget) -> None:
         self.verdict: Verdict | None = None
@@ -190,13 +195,21 @@ class Table:
 
     def _left(self, searching: bool) -> str:
         """The rest of each limited budget, as ``SearchRun`` counts it. Trials are successful trials of the search. Steps and
-        seconds also cover the comparison, for which the search leaves a part of them."""
-        limits = (
-            (self._budget.trials if searching else None, self._counted, "trials"),
-            (self._budget.steps, self._steps, "steps"),
-            (self._budget.seconds, self._seconds, "s"),
-        )
-        return ", ".join(f"{max(0, round(limit - spent))} {unit}" for limit, spent, unit in limits if limit is not None)
+        seconds also cover the comparison, for which the search leaves a part of them. The time is what the shortest of them
+        leaves, if windows go on to take as long as before."""
+        budget, parts, seconds = self._budget, [], []
+        tried = self.trials + self._windows
+        if budget.trials is not None:
+            trials = max(0, budget.trials - self._counted) if searching else 0
+            seconds.append((trials + max(0, _MOST_COMPARED - self._windows)) * self._seconds / tried)
+            parts += [f"{trials} trial{'' if trials == 1 else 's'}"] if searching else []
+        if budget.steps is not None:
+            steps = max(0, budget.steps - self._steps)
+            seconds.append(steps * self._seconds / self._steps)
+            parts.append(f"{steps} steps")
+        if budget.seconds is not None:
+            seconds.append(max(0.0, budget.seconds - self._seconds))
+        return ", ".join([*parts, *([f"about {min(seconds):.0f} s at most"] if seconds else [])])
 
 
 class _Result:

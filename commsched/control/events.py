@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from ..core import late_thread
 from ..core.errors import CommschedError
 
 
@@ -56,7 +57,8 @@ class CallbackThread:
 
     def __init__(self, on_error: Callable[[Exception], None], lazily: bool = False) -> None:
         self._on_error = on_error
-        self._waits_for_a_call = lazily
+        # The first call may be of a failure at the interpreter's end.
+        self._waits_for_a_call = lazily and not late_thread.START_EARLY
         self._may_run = False
         self._changed = threading.Condition()
         self._calls: deque[Callable[[], object]] = deque()

@@ -650,7 +650,7 @@ class Core:
         at = task.partition
         names = self._groups[task.group].manifest.names_in(at.dtype, at.start, at.stop)
         when, cure = (f"after step {task.step - 1}", FEWER_BATCHES) if task.step > 0 else ("before its first step", "")
-        text = f"rank {rank} left {when}; tensor {names} of step {task.step} waits for it{cure}"
+        text = f"rank {rank} left {when}; the average of tensor {names} of step {task.step} waits for it{cure}"
         return PeerLost(text, rank=rank, step=task.step, tensor=self._groups[task.group].manifest.tensors[at.tensors[0]].name)
 
     def prepare_leave(self) -> None:

@@ -24,9 +24,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
-import torch
-import torch.distributed as dist
-from torch.optim import Optimizer
+try:
+    import torch
+    import torch.distributed as dist
+    from torch.optim import Optimizer
+except ModuleNotFoundError as error:  # Lightning brings PyTorch
+    raise ModuleNotFoundError('this plugin needs Lightning: pip install "commsched[lightning]"', name="lightning") from error
 
 import commsched
 

@@ -33,7 +33,7 @@ from ..core.interfaces import OnFailure
 from ..core.manifest import Manifest
 from ..core.world import World
 from ..net.tls import identity_of
-from ..settings import Settings
+from ..settings import Settings, SettingsKeywords
 from ..transports import load_backend, require_transport, without_effect
 from ..transports.backend import TransportContext
 from ..transports.open import open_named, transport_name
@@ -338,8 +338,8 @@ def steps_between_comparisons(settings: Settings, rank: int, gather: Callable[[A
 
 
 def _about(world: World, settings: Settings, transport: str, hosts: int) -> dict[str, Any]:
-    """The facts that a timeline gives of its job."""
-    given = sorted(settings.given - {"token", "tuned"})
+    """The facts that a timeline gives of its job. The settings are those that a user gives, without a launcher's."""
+    given = sorted(settings.given & SettingsKeywords.__annotations__.keys() - {"token", "rendezvous"})
     return {
         "commsched": __version__,
         "ranks": world.world_size,

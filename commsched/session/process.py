@@ -165,7 +165,8 @@ def _say_if_unnoticed(session: Session, failure: CommschedError) -> None:
 
     timer = threading.Timer(_NOTICE_SECONDS, say)
     timer.name, timer.daemon = "commsched-unnoticed", True
-    timer.start()
+    with suppress(RuntimeError):  # at the interpreter's end Python 3.12 starts no thread; then this rank is about to notice
+        timer.start()
 
 
 def _at_exit() -> None:
@@ -219,7 +220,7 @@ def _warn_if_nothing_was_averaged() -> None:
     except ConfigError:
         return  # the user has not asked for any of this
     if world.rank == 0 and world.world_size > 1 and not disabled:
-        say(f"no rank joined a job, so nothing was averaged: each of {world.world_size} processes ran alone. {NOTHING_MADE}")
+        say(f"no rank joined the job, so nothing was averaged: each of {world.world_size} processes ran alone. {NOTHING_MADE}")
 
 
 atexit.register(_at_exit)  # for a process that ends before it has a session; end_first registers it anew for a session

@@ -9,7 +9,8 @@ import pytest
 
 from commsched.cli import doctor
 from commsched.cli.main import main
-from commsched.core.ports import free_port
+from commsched.core.ports import free_port, given_out
+from commsched.net.rpc import listen
 from commsched.transports import transport_names
 from tests.jobs.job import Job, listening
 
@@ -33,7 +34,8 @@ def test_every_transport_and_engine_is_there_or_has_its_pip_line(
     out = examined(capsys)
     shown = {line.split()[0]: line for line in out.splitlines() if line.startswith("  ")}
     assert set(transport_names()) <= set(shown)
-    for name, extra in (("gloo", "torch"), ("mpi", "mpi"), ("nccl", "cuda"), ("JAX", "jax"), ("PyTorch", "torch")):
+    extras = {"gloo": "torch", "mpi": "mpi", "nccl": "cuda", "JAX": "jax", "PyTorch": "torch", "Ray": "ray"}
+    for name, extra in {**extras, "scikit-optimize": "tune", "cryptography": "tls"}.items():
         assert shown[name].endswith(f'no; pip install "commsched[{extra}]"')
     assert shown["ps"].endswith("yes")
 
@@ -49,6 +51,29 @@ def test_settings_and_addresses_are_shown(capsys: pytest.CaptureFixture[str], mo
     assert "security=tls, with certificates made from the token" in out
     assert "the length of the token is 5" in out
     assert "short" not in out
+
+
+def test_the_port_of_control_is_looked_at_on_its_own_machine_only(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = f"localhost:{free_port()}"
+    monkeypatch.setenv("COMMSCHED_CONTROL", free)
+    assert f"the port of control={free} is free" in examined(capsys)
+    with listen("127.0.0.1:0") as listening:
+        taken = f"127.0.0.1:{listening.getsockname()[1]}"
+        monkeypatch.setenv("COMMSCHED_CONTROL", taken)
+        assert f"cannot listen at {taken}: the port is taken by another process" in examined(capsys)
+        elsewhere = taken.replace("127.0.0.1", "198.51.100.1")  # an address for documentation
+        monkeypatch.setenv("COMMSCHED_CONTROL", elsewhere)
+        out = examined(capsys)
+    assert f"{elsewhere} is free" not in out
+    assert "cannot listen" not in out
+
+
+def test_the_ports_that_the_system_gives_out_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    [line] = [line for line in examined(capsys).splitlines() if "ports to open between machines" in line]
+    first, last = given_out()
+    assert f"{first} to {last}, where ranks listen at any free one" in line
 
 
 def test_a_wrong_setting_is_named_and_the_rest_is_shown(

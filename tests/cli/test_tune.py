@@ -83,8 +83,8 @@ def test_the_trials_the_verdict_and_how_to_use_it(run_job: RunJob, capsys: pytes
     use = f"COMMSCHED_CONFIG=tuned.toml commsched run -n 2 --servers 1 --rate 200mbit -- {sys.executable} train.py"
     assert err.splitlines() == [
         HEADER,
-        "          0     4.0 MB    16.0 MB  priority     400.0 +- 1.0    400.0  85 s",
-        "          1     1.0 MB     8.0 MB  priority     320.0 +- 1.0    320.0  81 s",
+        "          0     4.0 MB    16.0 MB  priority     400.0 +- 1.0    400.0  about 85 s at most",
+        "          1     1.0 MB     8.0 MB  priority     320.0 +- 1.0    320.0  about 81 s at most",
         KEPT.sentence(),
         f"commsched: tuned.toml is written; use it: {use}",
     ]
@@ -159,7 +159,7 @@ def test_a_second_start_goes_on(run_job: RunJob, capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().err.splitlines()[:3] == [
         "commsched: tuned.jsonl has 2 trials of an earlier run: tuning continues after them",
         HEADER,
-        "          2     1.0 MB     4.0 MB  priority     500.0 +- 1.0    320.0  9 trials",
+        "          2     1.0 MB     4.0 MB  priority     500.0 +- 1.0    320.0  9 trials, about 178 s at most",
     ]
 
 
@@ -182,7 +182,8 @@ def test_a_search_made_anew_begins_the_table_anew(run_job: RunJob, capsys: pytes
     write(KEPT)
     run_job(job)
     assert commsched_tune() == 0
-    assert "\n          0     1.0 MB     8.0 MB  priority     320.0 +- 1.0    320.0  11 trials\n" in capsys.readouterr().err
+    line = "          0     1.0 MB     8.0 MB  priority     320.0 +- 1.0    320.0  11 trials, about 172 s at most"
+    assert line in capsys.readouterr().err.splitlines()
 
 
 def test_the_searches_of_a_job_of_stages_are_counted_apart(run_job: RunJob, capsys: pytest.CaptureFixture[str]) -> None:
@@ -198,7 +199,7 @@ def test_the_searches_of_a_job_of_stages_are_counted_apart(run_job: RunJob, caps
     assert commsched_tune() == 0
     said = capsys.readouterr().err.splitlines()
     rows = [line for line in said if "priority" in line]
-    assert [row.split()[-5:] for row in rows] == [
+    assert [row.partition(",")[0].split()[-5:] for row in rows] == [
         ["+-", "1.0", "400.0", "11", "trials"],
         ["+-", "1.0", "100.0", "11", "trials"],
         ["+-", "1.0", "320.0", "10", "trials"],

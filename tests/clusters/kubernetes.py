@@ -1,6 +1,6 @@
 """``python -m tests.clusters.kubernetes``: the files of ``examples/kubernetes`` against the schemas of their kinds.
 
-No cluster is needed, and none has run them. It needs ``pip install kubernetes-validate kubeflow-trainer-api pyyaml``.
+No cluster is needed, and none has run them. ``test_kubernetes.py`` runs the same as a test.
 """
 
 from __future__ import annotations

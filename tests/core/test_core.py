@@ -248,7 +248,7 @@ def test_what_becomes_ready_after_a_rank_has_gone_fails_and_does_not_wait(world:
     group.begin_step()
     group.notify_ready(2)
     error = world.failures.get(timeout=60)
-    assert str(error) == "rank 1 left before its first step; tensor 'layer2' of step 0 waits for it"
+    assert str(error) == "rank 1 left before its first step; the average of tensor 'layer2' of step 0 waits for it"
     assert isinstance(error, PeerLost)
     assert world.transport.started == []
 

@@ -162,7 +162,7 @@ def test_another_launchers_ranks_without_a_session_are_told_so_by_rank_0() -> No
         return ended.stderr
 
     imports = "import commsched.plugins.numpy"
-    said = "commsched: no rank joined a job, so nothing was averaged: each of 2 processes ran alone."
+    said = "commsched: no rank joined the job, so nothing was averaged: each of 2 processes ran alone."
     assert ends(imports).startswith(said)
     assert ends(imports, RANK="1", LOCAL_RANK="1") == ""
     assert ends(imports, COMMSCHED_DISABLE="1") == ""
@@ -315,3 +315,23 @@ def test_several_machines_need_an_address_and_a_token() -> None:
         timeout=300,
     )
     assert "ConfigError: 4 ranks on several machines (torchrun): set COMMSCHED_CONTROL=host:port" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--lane", "tcp"),
+        ("--lane", "grpc"),
+        ("--lane", "grpc", "--servers", "1"),
+        ("--hierarchy", "on"),
+        ("--transport", "gloo"),
+    ],
+    ids=" ".join,
+)
+def test_a_session_closes_where_the_interpreters_end_starts_no_thread(options: tuple[str, ...]) -> None:
+    if "gloo" in options:
+        pytest.importorskip("torch.distributed")
+    code, out, err = run_job("-n", "2", *options, "--", sys.executable, str(WORKER.with_name("no_late_threads.py")), "3")
+    assert code == 0, err
+    assert "RuntimeError" not in err
+    assert out.count("finished") == 2

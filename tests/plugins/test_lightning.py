@@ -197,8 +197,9 @@ def test_one_rank_and_the_package_pytorch_lightning() -> None:
     assert "commsched run started 2 ranks, but Lightning's Trainer(devices=..., num_nodes=...) makes 1" in done.stdout
 
 
-def test_without_lightning_it_says_what_to_install() -> None:
+@pytest.mark.parametrize("missing", [["lightning", "pytorch_lightning"], ["lightning", "pytorch_lightning", "torch"]])
+def test_without_lightning_it_says_what_to_install(missing: list[str]) -> None:
     """As if it were not installed: an import of what stands as None in ``sys.modules`` fails."""
-    text = "import sys; sys.modules |= dict.fromkeys(['lightning', 'pytorch_lightning']); import commsched.plugins.lightning"
+    text = f"import sys; sys.modules |= dict.fromkeys({missing}); import commsched.plugins.lightning"
     done = run("-c", text)
     assert 'ModuleNotFoundError: this plugin needs Lightning: pip install "commsched[lightning]"' in done.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 from pathlib import Path
 
@@ -100,6 +101,14 @@ def test_a_setting_that_a_chosen_transport_does_not_use_is_warned_of_once(
 def test_a_collective_that_a_chosen_transport_does_not_have_is_refused(tmp_path: Path) -> None:
     said = f"collective='rsag' has no effect with transport=ps: it is for {', '.join(users_of('collective'))}"
     assert open_two(tmp_path, transport="auto", collective="rsag") == [said, said]
+
+
+def test_a_timeline_tells_the_settings_that_a_user_gave_as_they_are_written(tmp_path: Path) -> None:
+    launched = {"launcher_file": str(tmp_path / "told")}
+    given = {"trace": str(tmp_path / "traces"), "trace_steps": "5-8", "rate": "200mbit"}
+    assert open_two(tmp_path, **given, **launched) == [None, None]
+    about = json.loads((tmp_path / "traces" / "trace.rank0.json").read_text())["otherData"]
+    assert about["settings"] == f"join_within=60.0, rate=200mbit, trace={given['trace']!r}, trace_steps=5-8, transport='ps'"
 
 
 # --- weights are compared bit by bit only where ranks compute alike, or where the user asks for it ---

@@ -313,7 +313,8 @@ class Contributions:
         last, who = group.latest[rank], self.members[rank]
         when = f"after step {last}" if last >= 0 else "before its first step"
         cure = FEWER_BATCHES if last >= 0 else ""
-        text = f"rank {who} left {when}; tensor {_names(group, entry.range)} of step {key.step} waits for it{cure}"
+        waiting = f"the average of tensor {_names(group, entry.range)} of step {key.step}"
+        text = f"rank {who} left {when}; {waiting} waits for it{cure}"
         return PeerLost(text, rank=who, step=key.step, tensor=group.manifest.first_in(*entry.range))
 
 

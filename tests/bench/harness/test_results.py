@@ -15,11 +15,16 @@ def test_json_holds_schema_environment_and_rows(tmp_path, monkeypatch):
     assert document["schema"] == 1
     assert document["rows"] == [{"size_bytes": 4, "link_share": None}]
     environment = document["environment"]
-    assert environment["command"] == ["__main__.py", "overhead", "--json", "f"]
+    assert environment["command"] == ["python", "-m", "bench", "overhead", "--json", "f"]
     assert environment["python"] == ".".join(map(str, sys.version_info[:3]))
     assert environment["versions"]["numpy"]
     assert environment["cores"] >= 1
     assert set(environment) >= {"time", "system", "processor", "memory_bytes", "load_average", "commit"}
+
+
+def test_the_command_of_an_installed_program_is_its_name(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["/somewhere/bin/commsched", "bench", "train", "--workers", "2"])
+    assert results.environment()["command"] == ["commsched", "bench", "train", "--workers", "2"]
 
 
 def test_a_row_that_is_no_json_leaves_the_old_file(tmp_path):

@@ -345,7 +345,7 @@ def test_a_rank_that_has_fewer_batches_is_named() -> None:
             errors[session.rank] = error
 
     on_ranks(2, run)
-    assert str(errors[1]).startswith("rank 0 left after step 1; tensor ")
+    assert str(errors[1]).startswith("rank 0 left after step 1; the average of tensor ")
     assert str(errors[0]) == str(errors[1])
 
 

@@ -244,7 +244,7 @@ def test_what_waits_for_a_rank_that_leaves_fails():
     world.push(1, 31, 1, BACK)
     world.aggregator.leave(0)
     assert [str(error) for error in world.failures] == [
-        f"rank 0 left after step 30; tensor 'head' of step 31 waits for it{FEWER_BATCHES}"
+        f"rank 0 left after step 30; the average of tensor 'head' of step 31 waits for it{FEWER_BATCHES}"
     ]
     assert isinstance(world.failures[0], PeerLost)
 
@@ -254,7 +254,7 @@ def test_a_rank_that_leaves_with_nothing_open_fails_only_who_comes_to_need_it():
     world.aggregator.leave(0)
     world.aggregator.leave(0)
     assert world.failures == []
-    with pytest.raises(PeerLost, match=r"rank 0 left before its first step; tensor 'embedding' of step 0 waits for it"):
+    with pytest.raises(PeerLost, match=r"rank 0 left before its first step; the average of tensor 'embedding' of step 0 waits"):
         world.push(1, 0)
 
 
@@ -270,7 +270,7 @@ def test_what_a_rank_pushed_before_it_abandoned_does_not():
     world = World(2)
     world.push(0, 0, value=1.0)
     world.aggregator.abandon(0)
-    assert "rank 0 left after step 0; tensor 'embedding' of step 0 waits for it" in str(world.failures[0])
+    assert "rank 0 left after step 0; the average of tensor 'embedding' of step 0 waits for it" in str(world.failures[0])
     with pytest.raises(PeerLost, match="rank 0 left"):
         world.push(1, 0, value=3.0)
     assert world.results == []
@@ -411,4 +411,5 @@ def test_ranks_are_called_by_their_place_in_the_job_and_sums_divided_by_its_size
     assert np.frombuffer(results[0], np.float32).tolist() == [3.0] * 4
     aggregator.push(0, PartitionKey(0, 1, 0), *FRONT, bytes(16), results.append)
     aggregator.leave(1)
-    assert str(failures[0]) == f"rank 7 left after step 0; tensor 'embedding' of step 1 waits for it{FEWER_BATCHES}"
+    waiting = "the average of tensor 'embedding' of step 1"
+    assert str(failures[0]) == f"rank 7 left after step 0; {waiting} waits for it{FEWER_BATCHES}"

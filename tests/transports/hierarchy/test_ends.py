@@ -440,7 +440,7 @@ def test_a_member_that_left_is_named_with_what_waits_for_it(leader, told: Told) 
     announce(member)
     transport.start(make_task(), told)
     member.send(LocalMessage(Kind.GOODBYE))
-    assert str(told.first()) == "rank 5 left before its first step; tensor 'weight' of step 0 waits for it"
+    assert str(told.first()) == "rank 5 left before its first step; the average of tensor 'weight' of step 0 waits for it"
 
 
 def test_a_leader_that_left_is_named_with_what_waits_for_it(leader, told: Told) -> None:
@@ -448,7 +448,7 @@ def test_a_leader_that_left_is_named_with_what_waits_for_it(leader, told: Told) 
     announce(member)
     transport.leave(4)
     member.send(about(Kind.PUSH, make_task()))
-    assert str(told.first()) == "rank 4 left before its first step; tensor 'weight' of step 0 waits for it"
+    assert str(told.first()) == "rank 4 left before its first step; the average of tensor 'weight' of step 0 waits for it"
 
 
 def test_closing_says_goodbye_and_a_closed_leader_starts_nothing(leader, told: Told) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed import AllreduceOptions, ProcessGroupGloo, Work
 
 from ....core.errors import CommschedError
+from ....core.late_thread import LateThread
 from ...backend import WhenFailed
 from ...collective import Done
 from ...collective.channel import MAX_TAGS
@@ -80,6 +81,7 @@ class GlooChannel:
         self._lock = threading.Lock()
         self._bytes_under_way = 0
         self._waiters = [Waiter(f"commsched-gloo-{half}-{rank}") for half in ("even", "odd")]
+        self._closer = LateThread(f"commsched-gloo-close-{rank}")
 
     def all_reduce(self, data: memoryview, dtype: str, done: Done) -> None:
         options = AllreduceOptions()
@@ -101,10 +103,7 @@ class GlooChannel:
     def close(self, graceful: bool) -> None:
         if not graceful:
             self._abort()
-        closer = threading.Thread(target=self._drop, name=f"commsched-gloo-close-{self.rank}", daemon=True)
-        closer.start()
-        closer.join(_CLOSE_SECONDS)
-        if closer.is_alive():
+        if not self._closer.run(self._drop, _CLOSE_SECONDS):
             log.debug("gloo keeps operations of rank %d that cannot end now; they end at their time limit", self.rank)
 
     def _begin(self, nbytes: int) -> timedelta:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 from ....core.errors import CommschedError, ConfigError, TransportError
 from ....core.interfaces import Buffer
+from ....core.late_thread import LateThread
 from ....core.manifest import ITEMSIZE
 from ....devices import open_device
 from ...backend import TransportContext
@@ -52,6 +53,7 @@ class NcclGroup:
         self._ended = threading.Event()
         self._asking = threading.Thread(target=self._ask, name="commsched-nccl-errors", daemon=True)
         self._asking.start()
+        self._closer = LateThread("commsched-nccl-close")
 
     def all_reduce(self, values: Buffer, dtype: str) -> None:
         """Replace ``values`` by the sum of all ranks' ``values``."""
@@ -96,6 +98,7 @@ class NcclGroup:
             self._communicator.abort()
             if has_lock:
                 self._lock.release()
+            self._closer.run(lambda: None, 0.0)  # it is not needed any more
         if threading.current_thread() is not self._asking:
             self._asking.join(_CLOSE_SECONDS)
 
@@ -104,9 +107,7 @@ class NcclGroup:
         self._ended.set()
         self._asking.join(_CLOSE_SECONDS)
         if self._end.acquire(blocking=False):
-            closing = threading.Thread(target=self._communicator.destroy, name="commsched-nccl-close", daemon=True)
-            closing.start()
-            closing.join(_CLOSE_SECONDS)
+            self._closer.run(self._communicator.destroy, _CLOSE_SECONDS)
 
     def _call(self, call: Callable[[Any], object]) -> None:
         with self._lock, self._current:

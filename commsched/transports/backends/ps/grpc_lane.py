@@ -129,7 +129,12 @@ class GrpcPort:
         self._server.start()
 
     def close(self, graceful: bool) -> None:
-        self._server.stop(_GRACE_SECONDS if graceful else None).wait()
+        try:
+            self._server.stop(_GRACE_SECONDS if graceful else None).wait()
+        except RuntimeError:
+            # Python 3.12 starts no thread at the interpreter's end. gRPC has begun to stop before it wants one.
+            self._server.wait_for_termination(_GRACE_SECONDS)
+            self._server.stop(None).wait()
         self._readers.shutdown()
         self._executor.shutdown()
 

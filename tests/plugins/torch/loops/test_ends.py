@@ -59,7 +59,7 @@ def test_a_rank_with_fewer_batches_is_named_at_the_first_step_that_lacks_it(earl
 
     with pytest.raises(
         commsched.TransportError,
-        match=rf"rank {early} left after step 1; tensor '.*' of step 2 waits for it; if it had fewer batches",
+        match=rf"rank {early} left after step 1; the average of tensor '.*' of step 2 waits for it; if it had fewer batches",
     ):
         run(loop)
     assert all(torch.equal(a, b) for a, b in zip(weights[0], weights[1], strict=True))

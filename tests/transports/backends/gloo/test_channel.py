@@ -10,6 +10,7 @@ import pytest
 
 pytest.importorskip("torch.distributed")
 
+from commsched.core.late_thread import LateThread
 from commsched.transports.backends.gloo.channel import _MIN_BYTES_PER_SECOND, GlooChannel, PendingWork, Waiter
 
 
@@ -53,6 +54,7 @@ def test_a_channel_is_closed_when_its_group_is_gone(channel: GlooChannel) -> Non
             assert over.wait(60)
 
     channel.rank, channel._waiters, channel._group = 0, [Waiter()], object()  # type: ignore[list-item]
+    channel._closer = LateThread("commsched-gloo-close-0")
     threading.Timer(0.1, over.set).start()
     channel.close(graceful=True)
     assert channel._group is None

@@ -313,14 +313,14 @@ def test_a_goodbye_with_work_open_fails_those_who_wait(world):
     good, leaver = world.connect(0), world.connect(1)
     good.send(push(0))
     leaver.send_last(Frame(FrameKind.GOODBYE))
-    assert "rank 1 left before its first step; tensor 'embedding' of step 0 waits for it" in str(world.failures)
+    assert "rank 1 left before its first step; the average of tensor 'embedding' of step 0 waits for it" in str(world.failures)
 
 
 def test_that_a_rank_left_may_be_told_by_another(world):
     good, teller = world.connect(0), world.connect(1)
     good.send(push(0))
     teller.send(json_frame(FrameKind.LEFT, 1))
-    assert "rank 1 left before its first step; tensor 'embedding' of step 0 waits for it" in str(world.failures)
+    assert "rank 1 left before its first step; the average of tensor 'embedding' of step 0 waits for it" in str(world.failures)
 
 
 def test_the_job_ends_when_every_rank_has_said_goodbye(world):
@@ -439,7 +439,7 @@ def test_a_rank_has_left_when_it_has_said_so_on_all_flows(world, two_flows):
     a.send(push(1))
     assert world.failures == []
     d.send(json_frame(FrameKind.LEFT, 1))
-    assert "rank 1 left after step 0; tensor 'embedding' of step 0 waits for it" in str(world.failures)
+    assert "rank 1 left after step 0; the average of tensor 'embedding' of step 0 waits for it" in str(world.failures)
 
 
 def test_the_job_ends_when_every_rank_has_said_goodbye_on_all_flows(world, two_flows):
