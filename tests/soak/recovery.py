@@ -57,22 +57,27 @@ def name_of(plan: Plan, strike: str) -> str:
 
 
 def run(args: argparse.Namespace) -> bool:
-    """Prints a row for each loss; whether all weights are right and nothing is left behind."""
+    """Prints the seconds of each job, then a row for each loss; whether all weights are right and nothing is left behind."""
+    seconds: dict[tuple[str, str, str], list[float]] = defaultdict(list)  # by engine, transport and loss
     broken = []
-    print("| engine | transport | lost | median seconds to the next step | most | of |\n|---|---|---|---|---|---|", flush=True)
+
+    def note(what: str, engine: str, transport: str, taken: list[tuple[str, float]]) -> None:
+        print(f"{what}: {'; '.join(f'{name}: {each:.1f}' for name, each in taken)}", flush=True)
+        for name, each in taken:
+            seconds[engine, transport, name].append(each)
+
     for engine in args.engines:
-        seconds: dict[tuple[str, str], list[float]] = defaultdict(list)
+        for number in range(0 if engine == "numpy" else args.torchrun):
+            [taken_by_all] = restart(engine, 2, STEPS // 2, STEP_SECONDS, number).values()
+            note(engine, engine, "", [("a rank killed, torchrun starts all anew, from nothing", taken_by_all)])
         for number in range(args.times):
             for plan in plans(engine, args):
                 result = one(plan, args, number)
                 broken += [f"{plan}: {result.outcome}: {result.why}"] if result.why else []
-                for strike, taken in result.seconds.items():
-                    seconds[plan.transport, name_of(plan, strike)].append(taken)
-        for number in range(0 if engine == "numpy" else args.torchrun):
-            taken_by_torchrun = restart(engine, 2, STEPS // 2, STEP_SECONDS, number)
-            seconds["", "torchrun: a rank killed, all start anew, from nothing"] += taken_by_torchrun.values()
-        for (transport, lost), each in seconds.items():
-            row = [engine, transport, lost, f"{statistics.median(each):.1f}", f"{max(each):.1f}", str(len(each))]
-            print(f"| {' | '.join(row)} |", flush=True)
+                taken = [(name_of(plan, strike), each) for strike, each in result.seconds.items()]
+                note(f"{plan}: {result.outcome}", engine, plan.transport, taken)
+    print("\n| engine | transport | lost | median seconds to the next step | most | of |\n|---|---|---|---|---|---|")
+    for names, each in seconds.items():
+        print(f"| {' | '.join(names)} | {statistics.median(each):.1f} | {max(each):.1f} | {len(each)} |")
     print("\n".join(["", *(broken or ["all weights are right, and nothing is left behind"])]))
     return not broken
