@@ -120,7 +120,7 @@ def test_a_rank_that_is_lost_after_the_loop_ends_the_job_with_its_exit_code(tmp_
 def test_one_rank_too_few_ends_the_job_with_its_exit_code(tmp_path: Path) -> None:
     code, out, err = run(tmp_path / "job", ["-n", "2", "--elastic", "--max-restarts", "0"], "start:1:2:exit")
     assert code == 3
-    assert "commsched run: the job cannot go on: 1 rank is left, fewer than --min 2, and no restart\n" in err
+    assert "commsched run: the job cannot go on: 1 rank is left, fewer than --min 2, and no restart (--max-restarts)\n" in err
     assert re.search(r"commsched run: rank 1 \(pid \d+\) ended with exit code 3", err.splitlines()[-1])
     assert nothing_left(out)
 

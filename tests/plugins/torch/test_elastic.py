@@ -351,10 +351,12 @@ class Leaves(Gates):
             self.leave.pop(rank)()
 
 
-def test_nothing_kept_and_a_rank_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_kept_and_a_rank_leaves(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     run = run_elastic(monkeypatch, 3, partial(train, gates=Leaves(), keep="nothing"), max_restarts=1)
     assert run.generations == [(3, 0), (3, 4)]
     assert equal(run.results) == undisturbed(monkeypatch, 3, train)
+    assert "PeerLost: rank 1 left" in caplog.text
+    assert "batches" not in caplog.text  # it has not run out of them
 
 
 def test_ranks_differ_in_what_they_keep(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -410,7 +412,7 @@ def test_several_at_once_and_one_after_the_other(monkeypatch: pytest.MonkeyPatch
 
 def test_a_rank_too_few_ends_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
     run = run_elastic(monkeypatch, 2, partial(train, gates=Gates(("forward", 1, 2))))
-    assert (run.results, run.why) == ({}, "1 rank is left, fewer than --min 2, and no restart")
+    assert (run.results, run.why) == ({}, "1 rank is left, fewer than --min 2, and no restart (--max-restarts)")
 
 
 def test_an_ordinary_job_is_an_ordinary_loop() -> None:
