@@ -47,7 +47,9 @@ from .launch import Elasticity, Ends, Interrupted, ProcessEvent, ranks_number, s
 from .machine import LocalMachine, Machine, ServerEnded, Signalled
 
 _TICK_SECONDS = 0.5
-_ASK_SECONDS = 5.0  # a survivor that has not asked so long after the first, and does not run, is taken for lost
+#: A survivor that has not asked so long after the first, and does not run, is taken for lost. A member that was dismissed, and
+#: does not run so long after, will not end by itself.
+_ASK_SECONDS = 5.0
 
 
 def run_elastic(
@@ -131,6 +133,8 @@ class _ElasticJob:
         self._ends = Ends(self._ranks_that, lambda number: "heard" in self._told.get(number, ()))
         self._waiting: set[int] = set()  # members that wait for an answer
         self._killed: set[int] = set()
+        self._dismissed: dict[int, float] = {}  # members that are to end, and since when
+        self._left: set[int] = set()  # members that have left, which is no failure
         self._ranks_now = ranks
         self._losses: list[ProcessEvent] = []  # since the last generation began
         self._awaited: set[int] = set()  # members that were said to be awaited, since then
@@ -340,6 +344,7 @@ class _ElasticJob:
         if asked.leaves:
             tell_user(f"{self._ends.names[number]} leaves")
             self._members[number].slot = None
+            self._left.add(number)
         if self._generation is not None and number in self._generation.ranks and not asked.is_done:
             self._tell_of_loss(self._generation.generation, f"{self._ends.names[number]} has lost others", number)
         if asked.lost is not None and self._generation is not None:
@@ -349,10 +354,11 @@ class _ElasticJob:
     def _tick(self) -> None:
         now = time.monotonic()
         self._do(self._generations.tick(now))
-        for number in self._generations.awaited(now, _ASK_SECONDS):
-            member = self._members[number]
+        awaited = self._generations.awaited(now, _ASK_SECONDS)
+        for number in (*awaited, *(each for each, since in self._dismissed.items() if now > since + _ASK_SECONDS)):
             if number not in self._killed:
-                member.machine.do(Examine(number))
+                self._members[number].machine.do(Examine(number))
+        for number in awaited:
             if number not in self._awaited:
                 self._awaited.add(number)
                 tell_user(f"all wait for {self._ends.names[number]}, which has not noticed the loss yet")
@@ -362,6 +368,7 @@ class _ElasticJob:
         member, name = self._members[number], self._ends.names[number]
         member.lives, member.slot = False, None
         self._waiting.discard(number)
+        self._dismissed.pop(number, None)
         self._told[number] = ended.told
         if ended.was_ended:
             self._ends.ended_by_us = sorted([*self._ends.ended_by_us, name])
@@ -372,7 +379,7 @@ class _ElasticJob:
         is_closed = self._generations.is_closed
         if well:
             self._ends.ended_well.append(self._ends.ranks[number])
-        else:
+        elif not {number} <= self._left & self._killed:  # that one was stopped in its end, and others need nothing of it
             (self._ends.failures if is_closed else self._losses).append(failure)
         if self._generation is not None and number in self._generation.ranks:
             self._tell_of_loss(self._generation.generation, f"{name} has ended", number)
@@ -404,6 +411,7 @@ class _ElasticJob:
                 case Form():
                     self._form(action)
                 case Dismiss(number):
+                    self._dismissed[number] = time.monotonic()
                     self._answer(number, Finish())
                 case GiveUp(why):
                     if not self._has_given_up:

@@ -7,6 +7,7 @@ prove the job's token (``net/handshake.py``), and exchange lines (``control/elas
 from __future__ import annotations
 
 import errno
+import math
 import socket
 import threading
 import time
@@ -43,6 +44,8 @@ _LAUNCHERS = Handshake(
 #: How long a handshake may take, and the pause before the next attempt.
 _HANDSHAKE_SECONDS = 5.0
 _PAUSE_SECONDS = 0.2
+#: A launcher that waits for the host as long as that says so.
+_TELL_AFTER_SECONDS = 2.0
 
 #: Connections that may not have proved themselves yet, and how often the output mentions connections that were refused.
 _MAX_HANDSHAKES = 64
@@ -367,6 +370,7 @@ def connect_to_host(
     """
     peer = f"the launcher at {among.address}"
     deadline = time.monotonic() + within_seconds
+    tell_at = time.monotonic() + _TELL_AFTER_SECONDS
     why: object = "its name does not resolve"
     while True:
         try:
@@ -379,6 +383,9 @@ def connect_to_host(
                 f"no launcher of this job answers at control={among.address!r} ({why}): start one on the machine that has this "
                 "address"
             )
+        if time.monotonic() > tell_at:
+            tell_at = math.inf
+            tell_user(f"waits for {peer}, which hosts the job, for {within_seconds:g} s at most")
         time.sleep(_PAUSE_SECONDS)  # polls only while joining
     link = Link(made, among.fail_after_seconds)
     link.send(hello(link.own_host))

@@ -260,8 +260,9 @@ class Generations:
             self._late_starts += was_late
             return [Start(rank)]
         if len(self._ranks) < self._min_ranks:
-            left = f"{len(self._ranks)} {'rank is' if len(self._ranks) == 1 else 'ranks are'} left"
-            return self.give_up(f"{left}, fewer than --min {self._min_ranks}, and no restart")
+            count = sum(member not in self._newcomers for member in self._ranks)
+            left = f"{count} {'rank is' if count == 1 else 'ranks are'} left"
+            return self.give_up(f"{left}, fewer than --min {self._min_ranks}, and no restart (--max-restarts)")
         return self._decided()
 
     def tick(self, now: float) -> list[Action]:

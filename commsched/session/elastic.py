@@ -17,7 +17,7 @@ from typing import Any, Literal, Protocol, get_args
 from ..control.generations import Asked
 from ..core import timeouts
 from ..core.comparison import require_same
-from ..core.errors import CommschedError, ConfigError, PeerTimeout, TransportError, UnsupportedError
+from ..core.errors import FEWER_BATCHES, CommschedError, ConfigError, PeerTimeout, TransportError, UnsupportedError
 from .process import move_on, say_farewell
 from .process_end import is_consequence
 from .session import Session
@@ -337,7 +337,8 @@ class Elastic:
         session = self.session
         failure = session.failure
         if failure is not None:
-            log.warning("rank %d, step %d: %s: %s", session.rank, self._steps, type(failure).__name__, str(failure))
+            said = str(failure).removesuffix(FEWER_BATCHES)  # ranks that leave have got SIGTERM, mostly
+            log.warning("rank %d, step %d: %s: %s", session.rank, self._steps, type(failure).__name__, said)
         session.abort("the launcher has called for another generation")
         if self._leaves:
             say_farewell(Asked(leaves=True))

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from commsched.cli import links
+from commsched.cli import elastic, links
 from commsched.cli.elastic import _ElasticJob
 from commsched.cli.follow import follow
 from commsched.cli.kept import KeptServers
@@ -19,9 +19,12 @@ from commsched.control.elastic_messages import (
     Closes,
     EndAll,
     Ended,
+    Examine,
     HostAnswer,
+    KillMember,
     LauncherHello,
     MemberSaid,
+    MemberStopped,
     NotStarted,
     Over,
     Place,
@@ -130,6 +133,46 @@ def test_a_machine_whose_rank_has_left_is_no_loss(capfd: pytest.CaptureFixture[s
     world.job._ended(Ended(0, 0))
     world.job._ended(Ended(1, 0))
     assert (world.job._ends.exit_code(), world.job._ends.what_happened()) == (0, "")
+
+
+def test_a_process_that_has_left_and_is_stopped_in_its_end_is_killed_and_that_is_no_failure(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    world = World(3)
+    world.ask(2, steps=5, leaves=True)
+    world.ask(0, 1, steps=5, lost=2)
+    assert world.generation == 2
+    orders = cast(Recorded, world.there.link).orders
+    orders.clear()
+    world.job._tick()
+    assert orders == []  # it has some seconds
+    monkeypatch.setattr(elastic, "_ASK_SECONDS", -1.0)
+    world.job._tick()
+    assert orders == [Examine(2)]
+    world.job._reported(world.there, MemberStopped(2, 0))
+    assert orders == [Examine(2), KillMember(2)]
+    assert capfd.readouterr().err.endswith("rank 2 (pid 102 at b) is killed: it was stopped\n")
+    world.job._tick()
+    world.job._reported(world.there, Ended(2, -9))
+    world.ask(0, 1, steps=7, is_over=True, is_done=True)
+    world.job._ended(Ended(0, 0))
+    world.job._ended(Ended(1, 0))
+    assert orders == [Examine(2), KillMember(2)]
+    assert (world.job._ends.exit_code(), world.job._ends.what_happened()) == (0, "")
+
+
+def test_so_is_one_that_has_made_all_steps_which_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(elastic, "_ASK_SECONDS", -1.0)
+    world = World(3)
+    world.ask(0, 1, 2, steps=7, is_over=True, is_done=True)
+    world.job._ended(Ended(0, 0))
+    world.job._ended(Ended(1, 0))
+    world.job._tick()
+    assert cast(Recorded, world.there.link).orders[-1] == Examine(2)
+    world.job._reported(world.there, MemberStopped(2, 0))
+    assert cast(Recorded, world.there.link).orders[-1] == KillMember(2)
+    world.job._reported(world.there, Ended(2, -9))
+    assert world.job._ends.exit_code() == 137
 
 
 def test_a_machine_whose_rank_is_late_does_not_disturb_the_others() -> None:

@@ -94,6 +94,16 @@ def test_a_report_before_the_first_word_ends_the_connection() -> None:
     at_desk.desk.close()
 
 
+def test_a_launcher_that_waits_for_the_host_says_so(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(links, "_TELL_AFTER_SECONDS", -1.0)
+    waited = iter([False, False, True])
+    alone = among()
+    with pytest.raises(ConfigError, match=f"no launcher of this job answers at control='{alone.address}'"):
+        connect_to_host(alone, lambda own_host: HELLO, 60.0, lambda: next(waited))
+    said = f"commsched run: waits for the launcher at {alone.address}, which hosts the job, for 60 s at most\n"
+    assert capfd.readouterr().err == said
+
+
 def test_strangers_do_not_keep_a_launcher_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(links, "_MAX_HANDSHAKES", 2)
     at_desk = AtDesk("none")

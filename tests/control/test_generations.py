@@ -67,8 +67,15 @@ def test_without_restarts_the_others_are_counted_anew_down_to_the_least_number()
     job.ended(0, well=False)
     job.asked(2, Asked(5), 5.0)
     assert job.asked(3, Asked(6), 5.0) == [Form(3, {2: 0, 3: 1}, 1, 6)]
-    assert job.ended(3, well=False) == [GiveUp("1 rank is left, fewer than --min 2, and no restart")]
-    assert job.asked(2, Asked(6), 5.0) == [GiveUp("1 rank is left, fewer than --min 2, and no restart")]
+    assert job.ended(3, well=False) == [GiveUp("1 rank is left, fewer than --min 2, and no restart (--max-restarts)")]
+    assert job.asked(2, Asked(6), 5.0) == [GiveUp("1 rank is left, fewer than --min 2, and no restart (--max-restarts)")]
+
+
+def test_who_is_awaited_in_vain_is_not_among_those_that_are_left() -> None:
+    job = formed(4, min_ranks=4, max_restarts=1)
+    assert job.ended(2, well=False) == [Start(2)]
+    job.wanted(4, 2, 5.0)
+    assert job.ended(3, well=False) == [GiveUp("2 ranks are left, fewer than --min 4, and no restart (--max-restarts)")]
 
 
 def test_a_rank_that_leaves() -> None:

@@ -1,10 +1,11 @@
 """A rank of elastic jobs: trains a small numpy network, and prints the digest of its weights.
 
 elastic_rank.py STEPS DIRECTORY [STRIKE ...]: each STRIKE is WHERE:WHO:STEP:HOW, done once in the job, as DIRECTORY notes.
-WHERE: start, forward, backward, stepped or after (the loop); or a place in the opening of a generation (``openings.py``), and
-then STEP is the generation's number. WHO: a rank's number, or s, k or l and the number of a rank that strikes the job's newest
-server, the server of the user's own whose process number is KEPT_SERVER in the environment, or the launcher. HOW: kill, lost
-(kill, and hang), stop, term, raise, exit, or wait until there is a file DIRECTORY/STRIKE.go.
+WHERE: start, forward, backward, stepped or after (the loop); left, and then rank and STEP are 0: the end of a process that
+leaves; or a place in the opening of a generation (``openings.py``), and then STEP is the generation's number. WHO: a rank's
+number, or s, k or l and the number of a rank that strikes the job's newest server, the server of the user's own whose process
+number is KEPT_SERVER in the environment, or the launcher. HOW: kill, lost (kill, and hang), stop, term, raise, exit, or wait
+until there is a file DIRECTORY/STRIKE.go.
 STEP_SECONDS in the environment makes each step longer, and KEEP is what the script keeps.
 """
 
@@ -134,6 +135,7 @@ def main() -> None:
         rank, end = train(int(steps), strikes)
     except SystemExit:
         say(1, f"left {os.getpid()}")
+        strikes.hit("left", 0, 0)
         raise
     say(1, f"rank {rank} weights {end}")
 

@@ -101,6 +101,15 @@ def test_a_rank_that_gets_sigterm_leaves_after_the_step_in_hand(tmp_path: Path) 
     assert nothing_left(out)
 
 
+def test_a_rank_that_leaves_and_is_stopped_in_its_end_is_killed_and_that_is_no_failure(tmp_path: Path) -> None:
+    options = ["-n", "2", "--elastic", "--min", "1", "--max-restarts", "0"]
+    code, out, err = run(tmp_path / "job", options, "forward:1:3:term", "left:0:0:stop")
+    assert code == 0, err
+    assert ended(out)[0].split()[2:] == [f"{number}/{2 if number < 4 else 1}" for number in range(STEPS)]
+    assert re.search(r"^commsched run: rank 1 \(pid \d+\) is killed: it was stopped$", err, re.MULTILINE), err
+    assert nothing_left(out)
+
+
 def test_all_ranks_leave_when_the_launcher_gets_sigterm(tmp_path: Path) -> None:
     code, out, err = run(tmp_path / "job", ["-n", "2", "--elastic"], "forward:l1:3:term")
     assert code == 128 + signal.SIGTERM, err
@@ -120,7 +129,7 @@ def test_a_rank_that_is_lost_after_the_loop_ends_the_job_with_its_exit_code(tmp_
 def test_one_rank_too_few_ends_the_job_with_its_exit_code(tmp_path: Path) -> None:
     code, out, err = run(tmp_path / "job", ["-n", "2", "--elastic", "--max-restarts", "0"], "start:1:2:exit")
     assert code == 3
-    assert "commsched run: the job cannot go on: 1 rank is left, fewer than --min 2, and no restart\n" in err
+    assert "commsched run: the job cannot go on: 1 rank is left, fewer than --min 2, and no restart (--max-restarts)\n" in err
     assert re.search(r"commsched run: rank 1 \(pid \d+\) ended with exit code 3", err.splitlines()[-1])
     assert nothing_left(out)
 

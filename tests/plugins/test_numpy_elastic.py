@@ -118,6 +118,29 @@ def test_updates_of_a_step_that_nobody_can_finish_are_taken_back(monkeypatch: py
     assert equal(run.results) == equal(undisturbed.results)
 
 
+def test_copies_are_made_while_an_average_is_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 sends no gradient of step 3 before rank 0 has copied all layers that have parameters."""
+    copied: list[int] = []
+    are_copied = threading.Event()
+    saved = ElasticPart._saved
+
+    def noted(part: ElasticPart, layer: int, memory: Any) -> Any:
+        if (part.session.rank, part._undo._updating) == (0, 3):
+            copied.append(layer)
+            if len(copied) == 3:
+                are_copied.set()
+        return saved(part, layer, memory)
+
+    undisturbed = run_elastic(monkeypatch, 2, partial(train, gates=Gates()))
+    monkeypatch.setattr(ElasticPart, "_saved", noted)
+
+    def awaits_copies(rank: int, step: int, partition: int) -> bool:
+        return (rank, step) == (1, 3) and not are_copied.wait(60.0)
+
+    run = run_elastic(monkeypatch, 2, partial(train, gates=Gates()), holds=awaits_copies)
+    assert equal(run.results) == equal(undisturbed.results)
+
+
 @pytest.mark.parametrize("keep", ["device", "cpu"])
 def test_so_they_are_on_a_device(monkeypatch: pytest.MonkeyPatch, keep: Keep) -> None:
     """Copies are on the device, or in the host's memory."""

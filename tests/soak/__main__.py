@@ -13,6 +13,7 @@ WHAT = {
     "strangers": "garbage, silence and many connections at every port of a running job",
     "scale": "what many ranks cost rank 0, and each rank",
     "elastic": "elastic jobs: ranks and servers are lost at random moments, and training goes on",
+    "recovery": "how soon an elastic job trains again after each loss, beside torchrun's restart",
     "network": "black holes, cuts, delays and flipped bits between network namespaces; needs root",
 }
 

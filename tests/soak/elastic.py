@@ -33,9 +33,14 @@ from .plans import Plan, draw, kind_of
 from .running import MARK, Running, namespaces, processes_of, shared_memory, sockets_of, soon
 from .undisturbed import replayed
 
+#: The script of each engine; gpt2 is PyTorch with a model that takes its time.
 RANKS = {
     engine: str(ROOT / "tests" / path)
-    for engine, path in (("numpy", "jobs/elastic_rank.py"), ("torch", "plugins/torch/elastic_rank.py"))
+    for engine, path in (
+        ("numpy", "jobs/elastic_rank.py"),
+        ("torch", "plugins/torch/elastic_rank.py"),
+        ("gpt2", "plugins/torch/elastic_rank.py"),
+    )
 }
 
 _NO_RESTART = "the ranks lost each other, and no restart is left"
@@ -67,7 +72,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--seed", type=int, default=0, help="of all choices; job K of a seed is the same each time (default: 0)"
     )
     parser.add_argument("--first", type=int, default=1, metavar="K", help="begin with job K (default: 1)")
-    parser.add_argument("--engines", nargs="+", default=list(RANKS), choices=list(RANKS))
+    engines_help = "default: numpy torch"
+    parser.add_argument("--engines", nargs="+", default=["numpy", "torch"], choices=list(RANKS), help=engines_help)
     parser.add_argument("--transports", nargs="+", default=["ps", "gloo"], choices=["ps", "gloo"])
     parser.add_argument("--ranks", nargs="+", type=int, default=[2, 3, 4], metavar="N", help="ranks of a job (default: 2 3 4)")
     machines_help = "machines of a job, and one more as a spare if there are several (default: 1 1 1 2)"
@@ -109,7 +115,8 @@ def run(args: argparse.Namespace) -> bool:
         broken += [number] if result.why else []
         number += 1
     for each in range(args.torchrun):
-        restart(args, each, seconds)
+        taken = restart("torch", args.ranks[0], args.steps, args.step_seconds, each)
+        seconds["torchrun, torch", "a rank: all start anew, from nothing"] += taken.values()
     print("\n| engine | lost | median seconds to the next step | most | of |\n|---|---|---|---|---|")
     for (engine, kind), each in sorted(seconds.items()):
         print(f"| {engine} | {kind} | {statistics.median(each):.1f} | {max(each):.1f} | {len(each)} |")
@@ -137,7 +144,7 @@ def one(plan: Plan, args: argparse.Namespace, number: int) -> Result:
         temporary = os.path.join(directory, "tmp")
         os.mkdir(temporary)
         environ = {MARK: mark, "TMPDIR": temporary, "PYTHONFAULTHANDLER": "1"}
-        environ |= {"STEP_SECONDS": str(plan.step_seconds), "KEEP": plan.keep}
+        environ |= {"STEP_SECONDS": str(plan.step_seconds), "KEEP": plan.keep, "MODEL": plan.engine}
         kept = [stack.enter_context(kept_server(COMMSCHED_FAIL_AFTER="2")) for _ in range(plan.kept)]
         if kept:
             servers = ",".join(address for _, address in kept)
@@ -237,11 +244,11 @@ def undisturbed(plan: Plan, args: argparse.Namespace) -> str:
             command = [sys.executable, RANKS[plan.engine], str(plan.steps), directory]
             options = ["-n", str(plan.ranks)]
             if plan.machines == 1:
-                jobs = [stack.enter_context(Job(*options, "--", *command))]
+                jobs = [stack.enter_context(Job(*options, "--", *command, environ={"MODEL": plan.engine}))]
             else:
                 options += ["--elastic", "--local", str(plan.local), "--transport", plan.transport]
                 machines = stack.enter_context(Machines(stack.enter_context(open_hosts(plan.machines)), command))
-                jobs = [machines.launch(each, options) for each in range(plan.machines)]
+                jobs = [machines.launch(each, options, MODEL=plan.engine) for each in range(plan.machines)]
             running = Running(jobs, "")
             code = running.end(args.hangs_after)
         digests = set(re.findall(r"^rank \d+ weights (\w+)", "".join(running.out), re.MULTILINE))
@@ -251,15 +258,15 @@ def undisturbed(plan: Plan, args: argparse.Namespace) -> str:
     return _undisturbed[key]
 
 
-def restart(args: argparse.Namespace, number: int, seconds: dict[tuple[str, str], list[float]]) -> None:
-    """For comparison: torchrun starts all ranks anew. Weights are lost, since no checkpoint is written."""
-    ranks = args.ranks[0]
+def restart(engine: str, ranks: int, steps: int, step_seconds: float, number: int) -> dict[str, float]:
+    """For comparison: torchrun starts all ranks anew. Weights are lost, since no checkpoint is written. Return the seconds to
+    the next step, by strike."""
     launcher = ["torch.distributed.run", "--nproc-per-node", str(ranks), "--max-restarts", "1", "--master-port", "0"]
     launcher += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
     with tempfile.TemporaryDirectory() as directory:
-        strike = f"forward:{number % ranks}:{args.steps // 2}:kill"
-        script = [RANKS["torch"], str(args.steps), directory, strike]
+        strike = f"forward:{number % ranks}:{steps // 2}:kill"
+        script = [RANKS[engine], str(steps), directory, strike]
         command = [sys.executable, "-m", *launcher, *script]
-        environ = clean_environ(STEP_SECONDS=str(args.step_seconds))
+        environ = clean_environ(STEP_SECONDS=str(step_seconds), MODEL=engine)
         ended = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=600, check=True)
-    seconds["torchrun, torch", "a rank: all start anew, from nothing"] += recoveries(ended.stdout, ranks).values()
+    return recoveries(ended.stdout, ranks)

@@ -9,7 +9,8 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 class Undo(Generic[Key]):
-    """Keeps the values that the last step's updates have replaced: those of each parameter, just before its update.
+    """Keeps the values that the last step's updates have replaced: those of each parameter, just before its update, or while
+    the thread waits for an average before it (:meth:`copy_while`).
 
     So the copies cost no wait. They take as much memory as the parameters and the state of the optimizer. Without copies, it
     knows only whether there is a result: as long as no update of a step is begun, or when all of them are made.
@@ -49,9 +50,21 @@ class Undo(Generic[Key]):
         self._is_torn = True
         for key in keys:
             self._begun = self._updating
-            step, copied = self._kept.get(key, (-1, None))
-            if step != self._updating and self._save is not None:
-                self._kept[key] = self._updating, self._save(key, copied)
+            self._copy(key)
+
+    def copy_while(self, waits: Callable[[], bool], keys: Iterable[Key]) -> None:
+        """Make copies for outstanding updates of ``keys``, one after another, as long as ``waits()``: in time that the thread
+        would spend waiting for an average. Nothing else writes to these parameters before their update, nor to the optimizer's
+        state for them."""
+        for key in () if self._save is None else keys:
+            if not waits():
+                return
+            self._copy(key)
+
+    def _copy(self, key: Key) -> None:
+        step, copied = self._kept.get(key, (-1, None))
+        if step != self._updating and self._save is not None:
+            self._kept[key] = self._updating, self._save(key, copied)
 
     def after_update(self) -> None:
         """The update is made."""

@@ -192,6 +192,10 @@ class ScheduledOptimizer:
             yield
 
     def _update(self, index: int) -> None:
+        if self._undo is not None:
+            proxies = [self._group.proxies[tensor] for tensor in self._tensors[index]]
+            layers = (layer for layer in (index, *self._due) if self._tensors[layer])
+            self._undo.copy_while(lambda: not all(proxy.is_open for proxy in proxies), layers)
         for tensor in self._tensors[index]:
             self._group.proxies[tensor].wait(self._stream())
         if self._undo is not None:

@@ -700,11 +700,15 @@ class GradientExchange:
             self.wait(slot)
         self.places.flags.kept()
 
+    def is_there(self, slot: Slot) -> bool:
+        """Whether the average of ``slot`` has arrived. On a device it may still be on its way there."""
+        return slot.proxies[0].is_open and slot.proxies[-1].is_open
+
     def those_there(self, slots: Iterable[Slot]) -> Iterator[Slot]:
         """Yield ``slots`` up to the first one for which :meth:`wait` or :meth:`kept_by_any_rank` would not return at once."""
         if self.places.flags.are_there() and self.edits.are_ready:
             for slot in slots:
-                if not (slot.proxies[0].is_open and slot.proxies[-1].is_open):
+                if not self.is_there(slot):
                     return
                 if slot.rows is not None or self.places.device.arrived is not None:
                     self.wait_to_update(slot)

@@ -54,6 +54,8 @@ log = logging.getLogger("commsched")
 
 #: In so many steps in a row the compiler may find updates outstanding. After that it must be because of them that it compiles.
 COMPILED_IN_STEPS = 6
+#: Larger parameters are not copied while another's average is awaited, which that copy could make late. In bytes.
+COPIED_AHEAD = 4 << 20
 
 
 class ScheduledOptimizer(Optimizer):
@@ -208,6 +210,8 @@ class ScheduledOptimizer(Optimizer):
             self._await_updates(exchange.places.slots, keeps)
             if self._why_step_waits is not None:
                 with exchange.barrier.waiting(self._why_step_waits):
+                    if self._pending:
+                        self._copy_while_waiting(exchange, next(iter(self._pending.values())))
                     exchange.wait_for_all()
                 self.synchronize()
             exchange.barrier.step_ended()
@@ -451,6 +455,7 @@ class ScheduledOptimizer(Optimizer):
             # As after a completed update, autograd must refuse to differentiate a graph from before it.
             increment_versions([slot.twin.plain for slot in slots if keeps[slot.flag]])
         self._pending.update((slot.flag, slot) for slot in slots)
+        self._keeps = keeps
         with unnoticed():
             for slot in slots:
                 twin = slot.twin
@@ -476,6 +481,7 @@ class ScheduledOptimizer(Optimizer):
         with self._lock:
             if exchange is None or needed.flag not in self._pending:
                 return
+            self._copy_while_waiting(exchange, needed)
             exchange.wait_to_update(needed)
             batch = [needed]
             if self._per_parameter:
@@ -515,6 +521,17 @@ class ScheduledOptimizer(Optimizer):
                         slot.record_of_gradient(gradient).release(gradient)
                 if not self._pending:
                     exchange.put_in_place = None
+
+    def _copy_while_waiting(self, exchange: GradientExchange, needed: Slot) -> None:
+        """In an elastic job, copy what outstanding updates will replace, while the average of ``needed`` is on its way."""
+        if self._undo is None or exchange.is_there(needed):
+            return
+        slots = (
+            slot
+            for slot in (needed, *self._pending.values())
+            if self._keeps[slot.flag] and (slot is needed or slot.shape.numel() * slot.dtype.itemsize <= COPIED_AHEAD)
+        )
+        self._undo.copy_while(lambda: not exchange.is_there(needed), (slot.parameter for slot in slots))
 
     def _make_comparison(self) -> None:
         """Start comparing the weights of all parameters that the optimizer has now."""

@@ -100,6 +100,31 @@ def test_copies_use_their_memory_again_and_old_ones_are_not_put_back() -> None:
     assert values.of["a"] == 7
 
 
+def test_copies_are_made_as_long_as_the_thread_would_wait_and_only_once() -> None:
+    values = Values()
+    values.undo.committed()
+    waits = iter([True, False])
+    values.undo.copy_while(lambda: next(waits), ["a", "b"])
+    assert len(values.memory) == 1
+    assert values.undo.steps(is_outstanding=True) == 0  # no update is begun by that
+    values.update("a", "b")
+    assert len(values.memory) == 2
+    values.undo.take_back(0)
+    assert values.of == {"a": 0, "b": 0}
+
+
+def test_a_copy_whose_update_is_never_made_changes_nothing() -> None:
+    values = Values()
+    for step in range(2):
+        values.undo.begin_step(step)
+        values.undo.committed()
+        values.undo.copy_while(lambda: True, ["a", "b"])
+        values.update(*["a", "b"][: 2 - step])
+    values.undo.begin_step(2)
+    values.undo.take_back(1)
+    assert values.of == {"a": 1, "b": 1}
+
+
 def test_a_result_is_kept_while_another_one_replaces_it() -> None:
     values = Values()
     values.undo.committed()
@@ -152,5 +177,6 @@ def test_without_copies_a_result_goes_when_another_one_replaces_it() -> None:
     values.undo.begin_anew(3)
     assert values.undo.steps(is_outstanding=False) == 3
     values.undo.committed()
+    values.undo.copy_while(lambda: True, ["a", "b"])
     assert values.undo.steps(is_outstanding=True) == 3
     assert values.memory == []

@@ -18,7 +18,8 @@ import commsched
 from commsched.control.generations import NOTHING_KEPT
 from commsched.core.errors import ConfigError, UnsupportedError
 from commsched.plugins.common.undo import Undo
-from commsched.plugins.torch import ScheduledOptimizer
+from commsched.plugins.torch import ScheduledOptimizer, optimizer
+from commsched.plugins.torch.elastic import ElasticPart
 from commsched.session.elastic import Keep
 from commsched.session.local import local_sessions
 from commsched.session.session import Session
@@ -58,6 +59,12 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 def momentum(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def hooked(model: nn.Module) -> torch.optim.Optimizer:
+    optimizer = adamw(model)
+    optimizer.register_step_post_hook(lambda *_: None)
+    return optimizer
 
 
 def _at_gradient(gate: Callable[[str], None], _: torch.Tensor) -> None:
@@ -198,7 +205,8 @@ def test_updates_of_a_step_that_nobody_can_finish_are_taken_back(
     take_back = Undo.take_back
 
     def counted(undo: Undo[Any], steps: int) -> None:
-        made.append(sum(step >= steps for step, _ in undo._kept.values()))
+        kept = [(parameter, saved.values) for parameter, (step, saved) in undo._kept.items() if step >= steps]
+        made.append(sum(not torch.equal(parameter, values) for parameter, values in kept))
         take_back(undo, steps)
 
     monkeypatch.setattr(Undo, "take_back", counted)
@@ -215,7 +223,47 @@ def test_updates_of_a_step_that_nobody_can_finish_are_taken_back(
     assert made == [1, 1]  # both that are left: also the one that takes the root's values, to give its own if the root is lost
 
 
-# --- where copies are kept ---
+# --- when copies are made, and where they are kept ---
+
+
+def copied_ahead(monkeypatch: pytest.MonkeyPatch, whole: int, **more: Any) -> list[torch.Size]:
+    """Rank 1 sends no gradient of step 3 before rank 0 has copied ``whole`` parameters. Return their shapes in the order of
+    copying."""
+    copied: list[torch.Size] = []
+    are_copied = threading.Event()
+    saved = ElasticPart._saved
+
+    def noted(part: ElasticPart, parameter: torch.Tensor, memory: Any) -> Any:
+        if (part.session.rank, part._undo._updating) == (0, 3) and not are_copied.is_set():
+            copied.append(parameter.shape)
+            if len(copied) == whole:
+                are_copied.set()
+        return saved(part, parameter, memory)
+
+    def awaits_copies(rank: int, step: int, partition: int) -> bool:
+        return (rank, step) == (1, 3) and not are_copied.wait(60.0)
+
+    monkeypatch.setattr(ElasticPart, "_saved", noted)
+    job = partial(train, **more)
+    run = run_elastic(monkeypatch, 2, partial(job, gates=Gates()), holds=awaits_copies)
+    assert equal(run.results) == undisturbed(monkeypatch, 2, job)
+    return copied
+
+
+def test_copies_are_made_while_an_average_is_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+    copied = copied_ahead(monkeypatch, 8)
+    assert copied[0] == (8, 6)  # the one that the forward needs
+    assert sorted(copied) == sorted(each.shape for each in Model().parameters() if each.requires_grad)
+
+
+def test_so_they_are_where_step_waits_for_all_averages(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert len(copied_ahead(monkeypatch, 8, make_optimizer=hooked)) == 8
+
+
+def test_a_large_parameter_is_copied_ahead_only_if_its_own_average_is_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optimizer, "COPIED_AHEAD", 300)  # the first and second weight are larger
+    shapes = [each.shape for each in Model().parameters() if each.requires_grad]
+    assert sorted(copied_ahead(monkeypatch, 7)) == sorted(shape for shape in shapes if shape != (8, 8))
 
 
 @pytest.mark.parametrize("where", ["forward", "stepped"])
@@ -303,10 +351,12 @@ class Leaves(Gates):
             self.leave.pop(rank)()
 
 
-def test_nothing_kept_and_a_rank_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_kept_and_a_rank_leaves(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     run = run_elastic(monkeypatch, 3, partial(train, gates=Leaves(), keep="nothing"), max_restarts=1)
     assert run.generations == [(3, 0), (3, 4)]
     assert equal(run.results) == undisturbed(monkeypatch, 3, train)
+    assert "PeerLost: rank 1 left" in caplog.text
+    assert "batches" not in caplog.text  # it has not run out of them
 
 
 def test_ranks_differ_in_what_they_keep(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -362,7 +412,7 @@ def test_several_at_once_and_one_after_the_other(monkeypatch: pytest.MonkeyPatch
 
 def test_a_rank_too_few_ends_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
     run = run_elastic(monkeypatch, 2, partial(train, gates=Gates(("forward", 1, 2))))
-    assert (run.results, run.why) == ({}, "1 rank is left, fewer than --min 2, and no restart")
+    assert (run.results, run.why) == ({}, "1 rank is left, fewer than --min 2, and no restart (--max-restarts)")
 
 
 def test_an_ordinary_job_is_an_ordinary_loop() -> None:

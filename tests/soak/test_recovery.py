@@ -1,0 +1,26 @@
+"""What the soak of recovery plans and how it names losses, without its jobs."""
+
+from __future__ import annotations
+
+import argparse
+
+from tests.soak import recovery
+
+
+def test_each_loss_has_a_name_of_its_own() -> None:
+    parser = argparse.ArgumentParser()
+    recovery.add_arguments(parser)
+    plans = recovery.plans("numpy", parser.parse_args([]))
+    assert [plan.transport for plan in plans] == ["ps"] * 4 + ["gloo"] * 3  # gloo has no servers
+    assert {recovery.name_of(plan, strike) for plan in plans for strike in plan.strikes} == {
+        "another rank killed, replaced",
+        "another rank killed, replaced, --standby",
+        "rank 0 killed, replaced",
+        "rank 0 killed, replaced, --standby",
+        "another rank frozen, fail_after=2, replaced",
+        "another rank frozen, fail_after=2, replaced, --standby",
+        "another rank killed, one fewer",
+        "rank 0 killed, one fewer",
+        "a server killed, replaced",
+    }
+    assert all(max(int(strike.split(":")[2]) for strike in plan.strikes) < recovery.STEPS for plan in plans)
