@@ -38,7 +38,7 @@ def run(*arguments: str, timeout_seconds: float = 500.0) -> subprocess.Completed
     environ = clean_environ(GLOO_SOCKET_IFNAME="lo")  # else gloo looks the host's name up
     process = warm.Popen(
         [sys.executable, *arguments],
-        imports=warm.LIGHTNING,
+        imports=warm.LIGHTNING if "-m" in arguments else (),  # else it is about what is imported
         nested=True,
         cwd=ROOT,
         env=environ,
