@@ -141,5 +141,5 @@ def test_preemption() -> None:
 def test_the_check_of_an_installation() -> None:
     install = [words for block in SHELL if block.page == "install.md" for words in commands_of(block)]
     [words] = [words for words in install if words[:2] == ["commsched", "run"]]
-    code, out, err = run_job(*words[2:5], sys.executable, *words[6:], timeout_seconds=60)
+    code, out, err = run_job(*words[2:5], sys.executable, *words[6:], timeout_seconds=60, imports=())
     assert (code, sorted(out.split()), err) == (0, ["0", "1"], "")

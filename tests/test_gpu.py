@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ import torch
 
 from bench.workloads import load_profile
 from commsched.simulator.profile import LayerProfile, Profile
+from tests import warm
 from tests.gpu import __main__ as gpu
 
 REPORT = """<testsuites><testsuite>
@@ -93,9 +96,16 @@ def test_loops_run_on_the_gpu_and_layers_are_timed_there(monkeypatch: pytest.Mon
     assert command[command.index("--device") + 1] == "cuda"
 
 
+@pytest.fixture
+def _calls_have_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = {**vars(subprocess), "run": partial(warm.run, imports=warm.TORCH)}
+    monkeypatch.setattr(gpu, "subprocess", SimpleNamespace(**started))
+
+
 LOOP = gpu.TESTS / "plugins/torch/loops/test_ends.py"
 
 
+@pytest.mark.usefixtures("_calls_have_imported")
 def test_loops_take_the_device_of_the_environment() -> None:
     row = gpu.run_tests(LOOP, "loops", 300, {"LOOPS_ON": "simulated"})
     assert row.result == gpu.PASSED, row.output
@@ -106,6 +116,7 @@ def test_loops_take_the_device_of_the_environment() -> None:
         assert (row.result, row.left_out) == (gpu.NOT_RUN, ["needs a CUDA device, a PyTorch for it, and cupy"])
 
 
+@pytest.mark.usefixtures("_calls_have_imported")
 def test_layers_are_those_of_the_shipped_profile_with_other_times(tmp_path: Path) -> None:
     """On the processor, by the real command: its file may take the place of the shipped one."""
     out = tmp_path / "profiles" / "resnet50.json"
@@ -117,6 +128,7 @@ def test_layers_are_those_of_the_shipped_profile_with_other_times(tmp_path: Path
     assert f"forward {1000 * measured.forward_seconds:.2f} ms" in row.detail
 
 
+@pytest.mark.usefixtures("_calls_have_imported")
 def test_a_torch_without_cuda_and_a_benchmark_that_fails_are_told(tmp_path: Path) -> None:
     row = gpu.profile("resnet50", "cuda", tmp_path / "x.json", 300)
     assert row.result == gpu.NOT_RUN

@@ -1,7 +1,18 @@
 import os
 import select
+from collections.abc import Iterator
 
 import pytest
+
+from tests import warm
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _ranks_have_imported() -> Iterator[None]:
+    """The ranks that benchmarks start have PyTorch imported: no test here is about how they start."""
+    with pytest.MonkeyPatch.context() as patch:
+        warm.let_benchmarks_fork(patch, warm.TORCH)
+        yield
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ import pytest
 
 from commsched.cli.main import main
 from commsched.simulator.lower_bound import lower_bound
+from tests import warm
 from tests.jobs.job import ROOT, run_job
 
 LAYERS = [
@@ -138,7 +139,8 @@ def test_a_script_is_a_model() -> None:
     """It runs as one process, ends before its last step, and prints on stderr."""
     pytest.importorskip("sklearn")
     script = str(ROOT / "examples" / "digits_torch.py")
-    code, out, err = run_job("--model", script, *CLUSTER, "--json", "--", "--steps", "1000000", subcommand="predict")
+    command = ["--model", script, *CLUSTER, "--json", "--", "--steps", "1000000"]
+    code, out, err = run_job(*command, subcommand="predict", imports=(*warm.TORCH, "sklearn.datasets"))
     assert code == 0, err
     [row] = json.loads(out)
     assert row["bound"] <= row["commsched"] < row["ddp"]

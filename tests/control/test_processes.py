@@ -18,6 +18,7 @@ import pytest
 from commsched.control.client import ControlClient
 from commsched.control.messages import Member
 from commsched.core.errors import CommschedError, PeerLost, PeerTimeout, ProtocolError
+from tests import warm
 
 from .world import PATIENCE_SECONDS, TOKEN, Job, Recorder, joining
 
@@ -31,7 +32,7 @@ class Process:
 
     def __init__(self, *args: object) -> None:
         command = [sys.executable, "-m", "tests.control.member_process", *map(str, args)]
-        self.popen = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        self.popen = warm.Popen(command, imports=warm.NUMPY, cwd=ROOT, stdout=subprocess.PIPE, text=True)
         self.pid = self.popen.pid
 
     def says(self) -> dict[str, Any]:

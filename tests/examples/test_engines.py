@@ -12,6 +12,7 @@ import pytest
 
 pytest.importorskip("sklearn")
 
+from tests import warm
 from tests.jobs.job import ROOT, run_job
 from tests.transports.backends.mpi.launch import BY_DEFAULT, MPICH, run
 
@@ -26,6 +27,7 @@ ENGINES = {
     "mxnet": ("float64", 1e-9),
     "jax": ("float64", 1e-9),
 }
+IMPORTS = {"torch": warm.TORCH, "tensorflow": warm.TENSORFLOW, "jax": warm.JAX, "mxnet": warm.MXNET, "numpy": warm.NUMPY}
 INSTALLED = [name for name in ENGINES if find_spec(name)]
 CELLS = [
     (engine, transport)
@@ -39,12 +41,18 @@ def train(engine: str, save: Path, transport: str | None = None) -> dict[str, np
     """The trained parameters by name; without a transport, of one process."""
     command = [str(ROOT / "examples" / f"digits_{engine}.py"), "--steps", str(STEPS), "--dtype", ENGINES[engine][0]]
     command += ["--save", str(save)]
+    imports = (*IMPORTS[engine], "sklearn.datasets")
     if transport == "mpi":
-        code, out, err = run(MPICH, 2, *command, **{**BY_DEFAULT, "COMMSCHED_TRANSPORT": transport})
+        by_default = {**BY_DEFAULT, "COMMSCHED_TRANSPORT": transport}
+        if engine == "numpy":  # its ranks find each other by the process that has started them
+            imports = ()
+        else:
+            del by_default["COMMSCHED_RENDEZVOUS"]
+        code, out, err = run(MPICH, 2, *command, imports=imports, **by_default)
     else:
         given = [] if transport is None else ["--transport", transport]
         ranks = "1" if transport is None else "2"
-        code, out, err = run_job("-n", ranks, *given, "--", sys.executable, *command)
+        code, out, err = run_job("-n", ranks, *given, "--", sys.executable, *command, imports=imports)
     assert code == 0, err
     assert f"{1 if transport is None else 2} ranks, {STEPS} steps, test accuracy " in out, out
     with np.load(save, allow_pickle=False) as saved:

@@ -19,6 +19,7 @@ import pytest
 
 pytest.importorskip("sklearn")
 
+from tests import warm
 from tests.jobs.job import ROOT, run_job
 
 EXAMPLES = ROOT / "examples"
@@ -78,7 +79,7 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> Printed:
     compiled = f"{EXAMPLES}/{COMPILED.replace(' ', '.py ', 1)}"
     command = [sys.executable, "-m", "tests.examples.rank", out, STEPS, *ours, compiled, "ddp", *theirs]
     environ = {"PYTHONPATH": f"{ROOT}:{EXAMPLES}"}
-    code, _, err = run_job("-n", str(RANKS), "--", *map(str, command), environ=environ)
+    code, _, err = run_job("-n", str(RANKS), "--", *map(str, command), environ=environ, imports=warm.TORCH)
     assert code == 0, err
     losses: dict[tuple[Path, str, int], list[str]] = {}
     sizes: dict[str, list[str]] = {}

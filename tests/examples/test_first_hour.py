@@ -20,7 +20,7 @@ def test_the_first_script(tmp_path: Path) -> None:
     assert line is not None
     path = tmp_path / "train.py"
     path.write_text(script[1].replace("torch.randn(2048,", "torch.randn(256,"))  # an eighth of its steps
-    code, out, err = run_job("-n", "2", "--", sys.executable, str(path))
+    code, out, err = run_job("-n", "2", "--", sys.executable, str(path), imports=())
     # The sizes chosen depend on the machine's interface and processors; all else of the line is the page's.
     said, written = (re.sub(r"\d[\d.]* [KM]B at first", "SIZE at first", text) for text in (err, line[0]))
     assert (code, said) == (0, written)

@@ -12,21 +12,13 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from tests import warm
+
 ROOT = Path(__file__).resolve().parents[2]
 WORKER = ROOT / "tests" / "jobs" / "worker.py"
 
 #: Limit for a whole job. A job of 20 s takes minutes on a busy machine.
 HANGS_AFTER_SECONDS = 300.0
-
-#: The command line with a launcher that leaves the other processes a minute to end by themselves, and to name the cause: five
-#: seconds may not be enough for that on a busy machine.
-PATIENT_LAUNCHER = """
-import sys
-from commsched.__main__ import main
-from commsched.core import timeouts
-timeouts.LAUNCHER_SECONDS = 60.0
-sys.exit(main())
-"""
 
 
 def clean_environ(**more: str) -> dict[str, str]:
@@ -39,8 +31,9 @@ def clean_environ(**more: str) -> dict[str, str]:
 class Job:
     """``commsched run ...``, or another ``subcommand``, in the background. Ends, with everything it started, when the block is
     left. ``ignored``: signals that it is to find ignored, and no others, whatever started these tests. ``patient``: the test
-    counts what the other processes say after one has failed (``PATIENT_LAUNCHER``). ``within``: a command that runs it, as
-    one does that enters a network namespace."""
+    counts what the other processes say after one has failed (``patient.py``). ``within``: a command that runs it, as
+    one does that enters a network namespace. ``imports``: what its processes have imported before they start
+    (``tests/warm.py``); nothing if they start as a user's do. By default it is what the ranks of this folder need."""
 
     def __init__(
         self,
@@ -50,15 +43,23 @@ class Job:
         ignored: Sequence[str] = (),
         patient: bool = False,
         within: Sequence[str] = (),
+        imports: Sequence[str] | None = None,
     ) -> None:
-        signals = ["--default-signal=HUP,INT,TERM", *(f"--ignore-signal={name}" for name in ignored)]
-        program = ["-c", PATIENT_LAUNCHER] if patient else ["-m", "commsched"]
-        self._command = [*within, "env", *signals, sys.executable, *program, subcommand, *arguments]
+        signals = ["env", "--default-signal=HUP,INT,TERM", *(f"--ignore-signal={name}" for name in ignored)]
+        program = "tests.jobs.patient" if patient else "commsched"
+        if imports is None:
+            imports = warm.TORCH if "gloo" in arguments else warm.NUMPY
+        self._imports = imports
+        self._command = [*within, *(() if imports else signals), sys.executable, "-m", program, subcommand, *arguments]
+        self._ignored = [signal.Signals[f"SIG{name}"] for name in ignored]
         self._environ = clean_environ(**(environ or {}))
 
     def __enter__(self) -> Job:
-        self.process = subprocess.Popen(
+        self.process = warm.Popen(
             self._command,
+            imports=self._imports,
+            nested=True,
+            ignored=self._ignored,
             env=self._environ,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -112,9 +113,10 @@ def run_job(
     timeout_seconds: float = HANGS_AFTER_SECONDS,
     subcommand: str = "run",
     patient: bool = False,
+    imports: Sequence[str] | None = None,
 ) -> tuple[int, str, str]:
     """Run a job to its end."""
-    with Job(*arguments, environ=environ, subcommand=subcommand, patient=patient) as job:
+    with Job(*arguments, environ=environ, subcommand=subcommand, patient=patient, imports=imports) as job:
         return job.end(timeout_seconds)
 
 

@@ -39,13 +39,15 @@ def open_hosts(count: int) -> Iterator[Hosts]:
 
 
 class Machines:
-    """Starts launchers of one job, each of which runs ``command``. The first machine has the address at which they meet."""
+    """Starts launchers of one job, each of which runs ``command``. The first machine has the address at which they meet.
+    ``imports``: see :class:`Job`."""
 
-    def __init__(self, hosts: Hosts, command: Sequence[str]) -> None:
+    def __init__(self, hosts: Hosts, command: Sequence[str], imports: Sequence[str] | None = None) -> None:
         self.addresses = hosts.addresses
         self.within = hosts.within
         self.are_apart = hosts.are_apart
         self._command = command
+        self._imports = imports
         self._environ = {"COMMSCHED_CONTROL": f"{self.addresses[0]}:{free_port()}", "COMMSCHED_TOKEN": secrets.token_hex(32)}
         self._stack = ExitStack()
 
@@ -63,6 +65,7 @@ class Machines:
             *(*options, "--", *self._command, *strikes),
             environ={**self._environ, "COMMSCHED_HOST": self.addresses[machine], **environ},
             within=self.within[machine],
+            imports=self._imports,
         )
         return self._stack.enter_context(job)
 

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import warm
+
 from .job import WORKER, Job, clean_environ, gone, run_job, worker
 
 FOR_EVER = "1000000"
@@ -144,7 +146,7 @@ def test_torchrun_takes_the_culprit_for_the_root_cause(end: str, exit_code: str,
     wait = "from commsched.core import timeouts; timeouts.CONSEQUENCE_SECONDS = 60.0; "
     run = f"import runpy; runpy.run_path({str(WORKER)!r}, run_name='__main__')"
     script = [sys.executable, "-c", wait + run, FOR_EVER, end, "7", "--rank", "2"]
-    ended = subprocess.run([*torchrun, *script], env=clean_environ(), capture_output=True, text=True, timeout=300)
+    ended = warm.run([*torchrun, *script], imports=warm.TORCH, nested=True, env=clean_environ(), timeout=300)
     assert ended.returncode == 1
     cause = ended.stderr.rpartition("Root Cause (first observed failure):")[2]
     assert re.search(r"rank      : 2 ", cause), ended.stderr
@@ -162,7 +164,8 @@ def test_a_server_that_is_kept_serves_the_restarted_job_and_the_next() -> None:
             assert serving.stdout is not None
             environ["COMMSCHED_SERVERS"] = serving.stdout.readline().split()[-1]
             for end in (["--fail-at", "7"], []):
-                ended = subprocess.run([*torchrun, str(WORKER), "20", *end], env=environ, timeout=300, **pipes)
+                command = [*torchrun, str(WORKER), "20", *end]
+                ended = warm.run(command, imports=warm.TORCH, nested=True, env=environ, timeout=300)
                 assert (ended.returncode, ended.stdout.count("finished")) == (0, 2), ended.stderr
         finally:
             serving.terminate()
@@ -199,7 +202,7 @@ def test_a_rank_that_lives_and_does_not_send_is_named(transport: str, fail_after
 def test_the_traceback_is_that_of_the_rank_that_failed() -> None:
     both = "import commsched\nsession = commsched.init()\nsession.gather(0)\n"
     script = both + "if session.rank == 1:\n    raise ValueError('boom')\nsession.gather(1)\n"
-    code, _, err = run_job("-n", "2", "--", sys.executable, "-c", script, patient=True)
+    code, _, err = run_job("-n", "2", "--", sys.executable, "-c", script, patient=True, imports=())
     assert code == 1
     assert err.count("Traceback") == 1, err
     line = "commsched: rank 0: TransportError: rank 1 ended: ValueError: boom (at <string>:6; COMMSCHED_LOG=debug shows all)"

@@ -11,6 +11,7 @@ import pytest
 
 import commsched
 from commsched.core.errors import UnsupportedError
+from tests import warm
 from tests.jobs.job import run_job
 
 STEPS = 8
@@ -20,7 +21,8 @@ NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 def run(directory: Path, options: list[str], *strikes: str, environ: dict[str, str] | None = None) -> tuple[str, str]:
     """What the job prints on stdout and stderr."""
     rank = [sys.executable, "-m", "tests.plugins.accelerate_elastic_rank", str(STEPS), str(directory), *strikes]
-    code, out, err = run_job(*options, "--", *rank, environ={**NO_GPU, "GLOO_SOCKET_IFNAME": "lo", **(environ or {})})
+    environ = {**NO_GPU, "GLOO_SOCKET_IFNAME": "lo", **(environ or {})}
+    code, out, err = run_job(*options, "--", *rank, environ=environ, imports=warm.ACCELERATE)
     assert code == 0, err
     assert "Warning" not in err, err
     return out, err
@@ -100,7 +102,8 @@ REFUSED = {
 def refusals() -> list[str]:
     """The lines of both ranks."""
     rank = [sys.executable, "-m", "tests.plugins.accelerate_refused_rank"]
-    code, out, err = run_job("-n", "2", "--elastic", "--max-restarts", "0", "--", *rank, environ=NO_GPU)
+    options = ["-n", "2", "--elastic", "--max-restarts", "0"]
+    code, out, err = run_job(*options, "--", *rank, environ=NO_GPU, imports=(*warm.TRANSFORMERS, *warm.LIGHTNING))
     assert code == 0, out + err
     return out.splitlines()
 

@@ -18,6 +18,7 @@ import commsched
 from commsched.core.errors import ConfigError
 from commsched.core.world import World
 from commsched.session.local import local_sessions
+from tests import warm
 from tests.jobs.job import ROOT, clean_environ
 
 #: With two ranks there is one order to sum in, so nothing differs from DDP, not even by rounding.
@@ -35,8 +36,10 @@ LAUNCHERS = {
 def run(*arguments: str, timeout_seconds: float = 500.0) -> subprocess.CompletedProcess[str]:
     """A Python process, which ends with all that it started."""
     environ = clean_environ(GLOO_SOCKET_IFNAME="lo")  # else gloo looks the host's name up
-    process = subprocess.Popen(
+    process = warm.Popen(
         [sys.executable, *arguments],
+        imports=warm.LIGHTNING if "-m" in arguments else (),  # else it is about what is imported
+        nested=True,
         cwd=ROOT,
         env=environ,
         stdout=subprocess.PIPE,

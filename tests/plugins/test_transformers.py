@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests import warm
 from tests.jobs.job import run_job
 from tests.plugins.missing import import_without
 
@@ -30,7 +31,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     }
     small = ("--partition", "6000", "--credit", "12000")
     command = ["-n", "2", *small, "--", sys.executable, "-m", "tests.plugins.transformers_rank", str(out)]
-    code, _, err = run_job(*command, environ=environ)
+    code, _, err = run_job(*command, environ=environ, imports=warm.TRANSFORMERS)
     assert code == 0, err
     assert ".py:" not in err, err  # where a Python warning would say its place
     return [torch.load(f"{out}.{rank}") for rank in range(2)]

@@ -151,10 +151,10 @@ def one(plan: Plan, args: argparse.Namespace, number: int) -> Result:
             environ |= {"COMMSCHED_SERVERS": servers, "COMMSCHED_TOKEN": TOKEN, "KEPT_SERVER": str(kept[0][0].pid)}
         command = [sys.executable, RANKS[plan.engine], str(plan.steps), directory]
         if plan.machines == 1:
-            jobs = [stack.enter_context(Job(*plan.options(), "--", *command, *plan.strikes, environ=environ))]
+            jobs = [stack.enter_context(Job(*plan.options(), "--", *command, *plan.strikes, environ=environ, imports=()))]
         else:
             hosts = stack.enter_context(open_hosts(plan.machines + 1))
-            machines = stack.enter_context(Machines(hosts, command))
+            machines = stack.enter_context(Machines(hosts, command, imports=()))
             jobs = [machines.launch(each, plan.options(), *plan.strikes, **environ) for each in range(plan.machines + 1)]
         running = Running(jobs, mark)
         hail = running.hail(plan.ranks, plan.hail)
@@ -244,10 +244,10 @@ def undisturbed(plan: Plan, args: argparse.Namespace) -> str:
             command = [sys.executable, RANKS[plan.engine], str(plan.steps), directory]
             options = ["-n", str(plan.ranks)]
             if plan.machines == 1:
-                jobs = [stack.enter_context(Job(*options, "--", *command, environ={"MODEL": plan.engine}))]
+                jobs = [stack.enter_context(Job(*options, "--", *command, environ={"MODEL": plan.engine}, imports=()))]
             else:
                 options += ["--elastic", "--local", str(plan.local), "--transport", plan.transport]
-                machines = stack.enter_context(Machines(stack.enter_context(open_hosts(plan.machines)), command))
+                machines = stack.enter_context(Machines(stack.enter_context(open_hosts(plan.machines)), command, imports=()))
                 jobs = [machines.launch(each, options, MODEL=plan.engine) for each in range(plan.machines)]
             running = Running(jobs, "")
             code = running.end(args.hangs_after)

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 
 from bench.harness.cluster import Cluster, ClusterUnavailable
 from bench.harness.job import Job, run_job
+from tests import warm
 
 from .training import train_alone
 
 RANKS = 4
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _ranks_have_imported() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        warm.let_benchmarks_fork(patch, warm.NUMPY)
+        yield
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -16,6 +16,7 @@ from commsched.testing.checked_world import Meeting
 from commsched.testing.world import run_world
 from commsched.transports.backend import TransportContext
 from commsched.transports.backends import ps
+from tests import warm
 
 from .training import Weights, rank_main, train_alone
 
@@ -27,7 +28,9 @@ SETTINGS = {"partition": "2000", "credit": "4000", "join_within": "120", "fail_a
 def train_in_processes() -> Weights:
     """The weights over MPI, which are the same bits on all ranks."""
     job = Job(RANKS, settings={**SETTINGS, "transport": "mpi"}, timeout_seconds=300)
-    by_rank: list[Weights] = run_job(job, "tests.transports.training", {"steps": STEPS}).by_rank
+    with pytest.MonkeyPatch.context() as patch:
+        warm.let_benchmarks_fork(patch, warm.NUMPY)
+        by_rank: list[Weights] = run_job(job, "tests.transports.training", {"steps": STEPS}).by_rank
     return equal(by_rank)
 
 

@@ -22,16 +22,16 @@ def device_of(rank: int) -> SimulatedDevice:
 
 
 @pytest.mark.parametrize(
-    ("open_world", "rounds"),
+    ("open_world", "sizes", "rounds"),
     [
-        pytest.param(local_world, 30, id="local"),
-        pytest.param(ordered_world, 20, id="ordered"),
-        pytest.param(embedded_world, 20, id="ps"),
-        pytest.param(gloo_world, 8, id="gloo"),
+        pytest.param(local_world, (1, 2, 3), 30, id="local"),
+        pytest.param(ordered_world, (1, 2, 3), 20, id="ordered"),
+        pytest.param(embedded_world, (1, 2, 3), 20, id="ps"),
+        pytest.param(gloo_world, (3,), 8, id="gloo"),  # other channels under the transport of "ordered"
     ],
 )
-def test_conformance(open_world: object, rounds: int) -> None:
-    check_transport(open_world, world_sizes=(1, 2, 3), rounds=rounds, open_device=device_of)
+def test_conformance(open_world: object, sizes: tuple[int, ...], rounds: int) -> None:
+    check_transport(open_world, world_sizes=sizes, rounds=rounds, open_device=device_of)
 
 
 def open_gloo(context: TransportContext) -> Transport:

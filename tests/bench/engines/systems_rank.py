@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 
 from bench.engines.emulated import difference, plain_averaging
 from bench.engines.turn import Turn, systems_of
@@ -13,7 +14,9 @@ from bench.harness.job import Job, run_job
 from bench.harness.measure import TOLERATED_DIFFERENCE
 from commsched.session.session import Session
 from commsched.simulator.profile import LayerProfile, Profile
+from tests import warm
 
+IMPORTS = {"tensorflow": warm.TENSORFLOW, "jax": warm.JAX, "mxnet": warm.MXNET}
 STEPS = 6
 LAYER_SECONDS = 0.002
 SHAPES = (((40, 30), (30,)), ((30, 20),), ((2000,),), ())
@@ -35,7 +38,9 @@ def rank_main(session: Session, arguments: dict[str, Any]) -> dict[str, Any]:
 def train(engine: str, systems: Sequence[str], ranks: int = 2) -> list[dict[str, Any]]:
     """By rank and system; weights were compared."""
     job = Job(ranks, settings={"transport": "ps"}, timeout_seconds=300)
-    by_rank = run_job(job, "tests.bench.engines.systems_rank", {"engine": engine, "systems": list(systems)}).by_rank
+    with pytest.MonkeyPatch.context() as patch:
+        warm.let_benchmarks_fork(patch, IMPORTS[engine], nested=True)
+        by_rank = run_job(job, "tests.bench.engines.systems_rank", {"engine": engine, "systems": list(systems)}).by_rank
     wanted = plain_averaging(PROFILE, STEPS, ranks)
     assert difference(plain_averaging(PROFILE, STEPS - 1, ranks), wanted) > 100 * TOLERATED_DIFFERENCE  # a step more shows
     for rank in by_rank:

@@ -10,17 +10,19 @@ from typing import Any
 import numpy as np
 from mxnet import gluon
 
+from tests import warm
 from tests.jobs.job import run_job
 
 from .training import NAG, STEPS, mlp, require_equal, train_alone
 
 
 def run(out: Path, *arguments: str, options: tuple[str, ...] = ()) -> tuple[int, str, str]:
-    command = [sys.executable, "-W", "ignore", "-m", "tests.plugins.mxnet.rank", str(out), *arguments]
+    command = [sys.executable, "-m", "tests.plugins.mxnet.rank", str(out), *arguments]
     sizes = ("--partition", "200", "--credit", "400")
     return run_job(
         *("-n", "2", "--transport", "ps", *sizes, *options, "--", *command),
-        environ={"OMP_NUM_THREADS": "1", "MXNET_EXEC_BULK_EXEC_MAX_NODE_TRAIN": "1"},
+        environ={"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "MXNET_EXEC_BULK_EXEC_MAX_NODE_TRAIN": "1"},
+        imports=warm.MXNET,
         timeout_seconds=300,
     )
 

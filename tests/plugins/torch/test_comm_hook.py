@@ -29,6 +29,7 @@ from commsched.core.interfaces import Transport
 from commsched.session.local import local_sessions
 from commsched.testing.check_plugin import Delayed
 from commsched.testing.world import run_world
+from tests import warm
 from tests.jobs.job import run_job
 
 STEPS = 5
@@ -537,7 +538,7 @@ def test_a_real_job(tmp_path: Path) -> None:
     """Uneven inputs, for which DDP wants a process group of the process, and a rank that is killed."""
     command = [sys.executable, "-m", "tests.plugins.torch.ddp_rank", str(tmp_path / "store")]
     options = ("--partition", "64", "--credit", "128", "--fail-after", "100")  # only a broken connection can tell at once
-    code, out, err = run_job("-n", "2", *options, "--", *command, patient=True)
+    code, out, err = run_job("-n", "2", *options, "--", *command, patient=True, imports=warm.TORCH)
     lines = out.splitlines()
     for rank in range(2):
         assert f"rank {rank}: join equals DDP" in lines, out + err

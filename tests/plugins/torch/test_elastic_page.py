@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.utils.data import DistributedSampler
 
+from tests import warm
 from tests.jobs.elastic_ends import ended, nothing_left
 from tests.jobs.job import ROOT, run_job
 
@@ -33,7 +34,7 @@ Used = dict[tuple[int, int], list[int]]
 
 def run(mark: str, directory: Path, options: list[str], *strikes: str) -> Used:
     command = [sys.executable, RANK, mark, str(STEPS), str(directory), *strikes]
-    code, out, err = run_job(*options, "--", *command, environ={"CUDA_VISIBLE_DEVICES": ""})
+    code, out, err = run_job(*options, "--", *command, environ={"CUDA_VISIBLE_DEVICES": ""}, imports=warm.ACCELERATE)
     assert code == 0, err
     ends = ended(out)
     assert len(set(ends.values())) == 1, ends

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch.utils.data import DataLoader
 
+from tests import warm
 from tests.jobs.job import run_job
 
 from .forked_rank import EPOCHS, ROWS, Rows, mlp, train
@@ -16,7 +17,9 @@ from .loops.loop import require_close
 
 def test_workers_of_data_loaders(tmp_path: Path) -> None:
     out = tmp_path / "w"
-    code, _, err = run_job("-n", "2", "--", sys.executable, "-m", "tests.plugins.torch.forked_rank", str(out))
+    code, _, err = run_job(
+        "-n", "2", "--", sys.executable, "-m", "tests.plugins.torch.forked_rank", str(out), imports=warm.TORCH
+    )
     assert code == 0, err
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

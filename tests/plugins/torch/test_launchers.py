@@ -4,12 +4,12 @@ launcher alone is in ``tests/jobs/test_launchers.py``; under mpiexec: ``tests/ex
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests import warm
 from tests.jobs.job import clean_environ
 
 SCRIPT = str(Path(__file__).with_name("launched.py"))
@@ -17,7 +17,7 @@ SCRIPT = str(Path(__file__).with_name("launched.py"))
 
 def test_torchrun() -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", SCRIPT]
-    ended = subprocess.run(command, env=clean_environ(), capture_output=True, text=True, timeout=300)
+    ended = warm.run(command, imports=warm.TORCH, nested=True, env=clean_environ(), timeout=300)
     assert ended.returncode == 0, ended.stderr
     assert "commsched: 2 ranks on 1 host, ps over tcp, 4 tensors of 644 bytes per step, " in ended.stderr
     weights = dict(re.findall(r"^rank (\d) of 2 (\w{64})$", ended.stdout, re.MULTILINE))
@@ -29,7 +29,7 @@ def test_torchrun() -> None:
 def test_a_rank_that_exits_with_an_error_keeps_no_barrier_of_another_waiting(module: str) -> None:
     python = [sys.executable] if module.startswith("commsched") else []
     command = [sys.executable, "-m", *module.split(), *python, str(Path(SCRIPT).with_name("barrier_rank.py"))]
-    ended = subprocess.run(command, env=clean_environ(), capture_output=True, text=True, timeout=300)
+    ended = warm.run(command, imports=warm.TORCH, nested=True, env=clean_environ(), timeout=300)
     assert ended.returncode == 1, ended.stderr
     if python:
         # Rank 0 learns of it from the barrier, whose connection is closed, or from the session.

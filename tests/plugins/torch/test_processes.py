@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import commsched
+from tests import warm
 from tests.jobs.job import run_job
 
 from .rank import TASKS
@@ -46,7 +47,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Weights]
     """Each of two ranks' weights in each case."""
     out = tmp_path_factory.mktemp("trained") / "w"
     command = [sys.executable, "-m", "tests.plugins.torch.rank", str(out), *map(json.dumps, CASES.values())]
-    code, _, err = run_job("-n", "2", "--servers", "2", "--", *command)
+    code, _, err = run_job("-n", "2", "--servers", "2", "--", *command, imports=warm.TORCH)
     assert code == 0, err
     return {name: [torch.load(f"{out}.{number}.{rank}") for rank in range(2)] for number, name in enumerate(CASES)}
 

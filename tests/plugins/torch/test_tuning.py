@@ -13,6 +13,7 @@ import torch
 
 from commsched.session.local import local_sessions
 from commsched.testing.world import run_world
+from tests import warm
 from tests.jobs.job import run_job
 
 from . import tuned_rank
@@ -43,7 +44,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     out = tmp_path_factory.mktemp("tuned") / "w"
     cases = map(json.dumps, CASES.values())
     command = [sys.executable, "-m", "tests.plugins.torch.tuned_rank", str(STEPS), str(out), *cases]
-    code, _, err = run_job("-n", "2", "--", *command)
+    code, _, err = run_job("-n", "2", "--", *command, imports=warm.TORCH)
     assert code == 0, err
     saved = {name: [torch.load(f"{out}.{number}.{rank}") for rank in range(2)] for number, name in enumerate(CASES)}
     return Trained(saved, err)

@@ -58,7 +58,7 @@ def test_several_hosts_over_memory(host_of: HostOf, world_size: int) -> None:
 
 @pytest.mark.parametrize("host_of", [in_pairs, three_and_the_rest])
 def test_is_a_transport_over_collectives_that_do_not_see_a_wrong_order(host_of: HostOf) -> None:
-    check_transport(hierarchy(host_of, OrderedNetwork), world_sizes=(4, 5), rounds=20)
+    check_transport(hierarchy(host_of, OrderedNetwork), world_sizes=(5,), rounds=20)
 
 
 @pytest.mark.parametrize(("host_of", "world_size"), SEVERAL_HOSTS)

@@ -18,15 +18,20 @@ from tests.jobs.job import WORKER, Job, gone, run_job
 FOR_EVER = "1000000"
 
 #: Ranks 0 and 1 are on one host, which rank 0 leads, ranks 2 and 3 on another.
-SEAT = "export COMMSCHED_HOST=127.0.0.$((COMMSCHED_RANK / 2 + 1)) COMMSCHED_LOCAL_RANK=$((COMMSCHED_RANK % 2))"
+SEATED = f"""
+import os, runpy
+host, place = divmod(int(os.environ["COMMSCHED_RANK"]), 2)
+os.environ |= {{"COMMSCHED_HOST": f"127.0.0.{{host + 1}}", "COMMSCHED_LOCAL_RANK": str(place)}}
+if os.environ.get("NONE_ON_RANK_3") and (host, place) == (1, 1):
+    os.environ["COMMSCHED_HIERARCHY"] = "off"
+runpy.run_path({str(WORKER)!r}, run_name="__main__")
+"""
 
 
 def on_two_hosts(transport: str, *arguments: str, options: Sequence[str] = ()) -> list[str]:
     if transport == "gloo":
         pytest.importorskip("torch.distributed")
-    command = f'{SEAT}; exec "$0" "$@"'
-    started = ["sh", "-c", command, sys.executable, str(WORKER), *arguments]
-    return ["-n", "4", "--transport", transport, *options, "--", *started]
+    return ["-n", "4", "--transport", transport, *options, "--", sys.executable, "-c", SEATED, *arguments]
 
 
 def pids_of(job: Job) -> dict[int, int]:
@@ -105,8 +110,8 @@ def test_a_rank_that_ends_early_is_named_with_what_waits_for_it(rank: str) -> No
 
 
 def test_different_settings_of_ranks_are_told() -> None:
-    command = f'{SEAT}; export COMMSCHED_HIERARCHY=$([ $COMMSCHED_RANK = 3 ] && echo off || echo on); exec "$0" "$@"'
-    code, _, err = run_job("-n", "4", "--transport", "ps", "--", "sh", "-c", command, sys.executable, str(WORKER), "5")
+    environ = {"COMMSCHED_HIERARCHY": "on", "NONE_ON_RANK_3": "1"}
+    code, _, err = run_job(*on_two_hosts("ps", "5"), environ=environ)
     assert code == 1
     assert "ConfigError: hierarchy is on on rank 0 but off on rank 3; give all the same" in err
 

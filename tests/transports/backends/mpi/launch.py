@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
+from tests import warm
 from tests.jobs.job import HANGS_AFTER_SECONDS, ROOT, Job, clean_environ
 
 
@@ -37,7 +39,7 @@ BY_DEFAULT = {"COMMSCHED_TRANSPORT": "", "COMMSCHED_HIERARCHY": "", "COMMSCHED_R
 class MpiJob(Job):
     """``mpiexec -n RANKS python ARGUMENTS`` in the background. Ends, with everything it started, when the block is left."""
 
-    def __init__(self, mpi: Mpi, ranks: int, *arguments: str, **environ: str) -> None:
+    def __init__(self, mpi: Mpi, ranks: int, *arguments: str, imports: Sequence[str] = warm.NUMPY, **environ: str) -> None:
         mpi.require()
         self._directory = tempfile.TemporaryDirectory(prefix="commsched-test-")
         self._command = [str(mpi.python.parent / "mpiexec"), *mpi.options, "-n", str(ranks), str(mpi.python), *arguments]
@@ -49,6 +51,7 @@ class MpiJob(Job):
             "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         }
         self._environ = clean_environ(**{**defaults, **environ})
+        self._imports, self._ignored = () if mpi.options else imports, []
 
     def __exit__(self, *exception: object) -> None:
         super().__exit__(*exception)
@@ -56,8 +59,13 @@ class MpiJob(Job):
 
 
 def run(
-    mpi: Mpi, ranks: int, *arguments: str, timeout_seconds: float = HANGS_AFTER_SECONDS, **environ: str
+    mpi: Mpi,
+    ranks: int,
+    *arguments: str,
+    timeout_seconds: float = HANGS_AFTER_SECONDS,
+    imports: Sequence[str] = warm.NUMPY,
+    **environ: str,
 ) -> tuple[int, str, str]:
     """Run a job to its end: exit code, stdout and stderr."""
-    with MpiJob(mpi, ranks, *arguments, **environ) as job:
+    with MpiJob(mpi, ranks, *arguments, imports=imports, **environ) as job:
         return job.end(timeout_seconds)

@@ -22,7 +22,7 @@ from commsched.session.opening import open_session
 from commsched.session.session import Session
 from commsched.settings import Settings
 from commsched.testing import SimulatedDevice
-from commsched.testing.check_transport import check_job, check_random_rounds
+from commsched.testing.check_transport import check_averages, check_job, check_large_tensors, check_random_rounds
 from commsched.testing.checked_world import CheckedJob, OpenSession
 from commsched.transports.hierarchy import messages
 from tests.jobs.rank import say
@@ -58,8 +58,18 @@ def check(rounds: str) -> None:
 
 
 def check_on_device(rounds: str) -> None:
-    """The same with tensors on a simulated device."""
-    checked(partial(check_job, rounds=int(rounds), open_device=lambda rank: SimulatedDevice(seed=rank, number=rank)))
+    """Averages of tensors on a simulated device. What else a transport must do with them is the same over any channel:
+    ``tests/transports/test_staging.py``."""
+
+    def check_averages_and_rounds(open_one: OpenSession, ranks: int) -> None:
+        open_ranks = partial(CheckedJob, open_one, ranks, lambda rank: SimulatedDevice(seed=rank, number=rank))
+        for collective in COLLECTIVES:
+            check_averages(open_ranks, collective)
+            check_random_rounds(open_ranks, int(rounds), collective)
+        if ranks == 2:
+            check_large_tensors(open_ranks)
+
+    checked(check_averages_and_rounds)
 
 
 def check_on_devices_of_hosts(rounds: str) -> None:

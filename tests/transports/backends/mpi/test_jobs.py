@@ -24,7 +24,7 @@ def test_it_does_what_every_transport_must(mpi: Mpi, ranks: int) -> None:
 
 
 def test_it_averages_the_memory_of_a_device() -> None:
-    """All that a transport must do, between two ranks: to MPI it is memory of the host."""
+    """Between two ranks: to MPI it is memory of the host."""
     code, out, err = run(MPICH, 2, *RANK, "check_on_device", "6")
     assert code == 0, err
     assert out.count("passed") == 2
