@@ -142,7 +142,8 @@ def run(args: argparse.Namespace) -> int:
             write(args.json, rows)
     replayed = [row for row in rows if row["kind"] == "replayed"]
     print(summary_text(replayed), flush=True)
-    print(chosen_text([row for row in rows if row["kind"] == "grid"]), flush=True)
+    if chosen := chosen_text([row for row in rows if row["kind"] == "grid"]):
+        print(chosen, flush=True)
     if args.out is not None:
         _draw(args.out, replayed)
     return 0

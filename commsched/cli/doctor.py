@@ -106,20 +106,22 @@ def _network(settings: Settings) -> Iterator[str]:
         try:
             host = own_host(Settings.load({"host": settings.host, "join_within": 1}, {}), settings.control)
             yield f"towards control={settings.control}, this machine's address is {host} ({describe_link(host)})"
-            if host in _addresses(settings.control):
+            if host in _addresses(settings.control):  # it names this machine
                 from ..net.rpc import listen  # imports gRPC, which takes long
 
                 listen(settings.control).close()
                 yield f"the port of control={settings.control} is free"
         except ConfigError as error:
             yield str(error)
+        except OSError as error:
+            yield f"the host of control={settings.control} is not found: {error.strerror or error}"
     first, last = given_out()
     ranks = f"{first} to {last}, where ranks listen at any free one"
     yield f"ports to open between machines: control's, those of servers, and {ranks}"
 
 
 def _addresses(address: str) -> set[str]:
-    """The addresses of the host in ``address``, which was resolved before."""
+    """The addresses of the host in ``address``. Raises OSError if its name does not resolve."""
     host, _, port = address.rpartition(":")
     return {str(found[4][0]) for found in socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)}
 

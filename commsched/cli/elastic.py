@@ -358,6 +358,8 @@ class _ElasticJob:
         for number in (*awaited, *(each for each, since in self._dismissed.items() if now > since + _ASK_SECONDS)):
             if number not in self._killed:
                 self._members[number].machine.do(Examine(number))
+            if number in self._dismissed:
+                self._dismissed[number] = now  # it is examined again after as long
         for number in awaited:
             if number not in self._awaited:
                 self._awaited.add(number)

@@ -53,7 +53,8 @@ log = logging.getLogger("commsched")
 
 class CallbackThread:
     """Runs the calls that are put, one after another, once started; holds no lock while it does. ``on_error`` receives any
-    exception that a call raises. ``lazily``: there is no thread before the first call."""
+    exception that a call raises. ``lazily``: there is no thread before the first call, unless none could be started when that
+    may come."""
 
     def __init__(self, on_error: Callable[[Exception], None], lazily: bool = False) -> None:
         self._on_error = on_error

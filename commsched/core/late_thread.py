@@ -1,4 +1,4 @@
-"""Threads that work when the interpreter ends, which is when most sessions close. Python 3.12 starts no thread then, other than
+"""Threads that work when the interpreter ends, which is when most sessions close. Python 3.12 starts no thread then, unlike
 Python 3.11 and 3.13."""
 
 from __future__ import annotations
@@ -31,6 +31,10 @@ class LateThread:
                 self._thread.start()
         self._thread.join(within_seconds)
         return not self._thread.is_alive()
+
+    def forget(self) -> None:
+        """End the thread if it was started. It makes no call any more."""
+        self._may_run.set()
 
     def _run(self) -> None:
         self._may_run.wait()

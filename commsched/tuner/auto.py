@@ -69,6 +69,7 @@ class AutoSizes:
     def __init__(self, context: TuningContext) -> None:
         self._context = context
         self.chosen: Chosen | None = None  # the latest result
+        self._on_trial: SchedulerConfig | None = None  # sizes that were applied to see what partitions cost
         self._profiled: tuple[int, Measured] | None = None  # the group of the last choice, with a profile of what was kept
 
     def profiled(self, group: int) -> Measured | None:
@@ -92,6 +93,8 @@ class AutoSizes:
             if is_end(error):
                 raise
             log.warning("partition and credit stay as they are: %s: %s", type(error).__name__, error)
+            if self._context.current() == self._on_trial:
+                self._context.trials.apply(incumbent)
             chosen = Chosen(incumbent, self._context.current(), "chosen")
         self.chosen = chosen
         return chosen
@@ -101,6 +104,7 @@ class AutoSizes:
         if self.chosen is not None and not self._settle(group):  # what ended the earlier choice may have changed them just now
             return Chosen(incumbent, incumbent, "unfinished")
         current = incumbent = context.current()
+        self._on_trial = None
         measured: dict[SchedulerConfig, float] = {}
         profiles: dict[SchedulerConfig, Measured] = {}
         link = None
@@ -131,12 +135,12 @@ class AutoSizes:
                 if found in measured or not _is_better(found, current, model):
                     if len(measured) > 1 or (telling := _telling(current, space, model)) is None:
                         break
-                    found = telling
+                    self._on_trial = found = telling
                 context.trials.apply(found)
                 current = found
                 if not self._settle(group):
                     return Chosen(incumbent, current, "unfinished")
-        kept = _fastest(measured)
+        kept = _fastest(measured, self._on_trial)
         if kept != current:
             context.trials.apply(kept)
             if not self._settle(group):
@@ -229,8 +233,9 @@ def _ratio(config: SchedulerConfig) -> float:
     return max(1.0, config.credit_bytes / config.partition_bytes)
 
 
-def _fastest(measured: dict[SchedulerConfig, float]) -> SchedulerConfig:
-    """The fastest configuration, or the last one if it is as fast within :data:`EQUAL_MEASUREMENTS`."""
+def _fastest(measured: dict[SchedulerConfig, float], on_trial: SchedulerConfig | None) -> SchedulerConfig:
+    """The fastest configuration, or the last one if it is as fast within :data:`EQUAL_MEASUREMENTS`, and if the model had
+    expected that."""
     fastest = min(measured, key=measured.__getitem__)
     last = list(measured)[-1]
-    return last if measured[last] <= (1 + EQUAL_MEASUREMENTS) * measured[fastest] else fastest
+    return last if last != on_trial and measured[last] <= (1 + EQUAL_MEASUREMENTS) * measured[fastest] else fastest

@@ -53,6 +53,14 @@ def test_settings_and_addresses_are_shown(capsys: pytest.CaptureFixture[str], mo
     assert "short" not in out
 
 
+def test_a_name_of_control_that_does_not_resolve_is_said(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COMMSCHED_HOST", "127.0.0.1")
+    monkeypatch.setenv("COMMSCHED_CONTROL", "nosuch.invalid:29600")
+    assert "the host of control=nosuch.invalid:29600 is not found: " in examined(capsys)
+
+
 def test_the_port_of_control_is_looked_at_on_its_own_machine_only(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -128,7 +136,9 @@ def test_ctrl_c_ends_it_without_a_traceback() -> None:
         waiting.lines(1)
         waiting.process.send_signal(signal.SIGINT)
         code, _, err = waiting.end()
-    assert (code, err) == (130, "commsched: interrupted\n")
+    *warnings, last = err.splitlines()
+    assert (code, last) == (130, "commsched: interrupted")
+    assert all(line.startswith("commsched: rank 0 listens at 127.0.0.1") for line in warnings)  # if it came so far
 
 
 def test_another_token_is_refused_by_name() -> None:

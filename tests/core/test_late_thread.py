@@ -42,3 +42,11 @@ def test_one_that_was_started_early_needs_no_thread_at_the_end(monkeypatch: pyte
     called: list[bool] = []
     assert thread.run(lambda: called.append(True), 60)
     assert called == [True]
+
+
+def test_one_that_is_forgotten_ends_without_a_call(early: bool) -> None:
+    thread = LateThread("commsched-late")
+    thread.forget()
+    if early:
+        thread._thread.join(60)
+    assert not thread._thread.is_alive()

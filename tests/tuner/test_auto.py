@@ -267,6 +267,21 @@ def test_what_partitions_cost_is_seen_although_steps_with_one_size_do_not_tell()
     )
 
 
+def test_sizes_on_trial_are_given_up_if_their_steps_cannot_be_judged(caplog: pytest.LogCaptureFixture) -> None:
+    class Fails(Model):
+        def calibrate(self, trials: Sequence[tuple[SchedulerConfig, float]]) -> Model:
+            raise RuntimeError("the model's process has ended")
+
+    class FailingJob(Job):
+        def open_model(self, measured: Measured, incumbent: SchedulerConfig, stack: ExitStack) -> Model:
+            return Fails(self, 1)
+
+    job = FailingJob(lambda config: 1.0, lambda config: 1.0 + 0.01 * (config != BEGIN))
+    assert job.run() == Chosen(BEGIN, BEGIN, "chosen")
+    assert [each.partition_bytes for each in job.used] == [16_000_000, 4_000_000]
+    assert "partition and credit stay as they are: RuntimeError: the model's process has ended" in caplog.text
+
+
 @pytest.mark.parametrize(("costs", "factors"), [(0.02, [4]), (0.03, [2]), (0.06, [])])
 def test_larger_partitions_are_measured_only_if_they_hardly_cost_by_the_model(costs: float, factors: list[int]) -> None:
     """Each doubling costs the share ``costs``."""

@@ -44,7 +44,11 @@ class DeferredFailure:
             self._timer = threading.Timer(self._grace_seconds, self._on_failure, (error,))
             self._timer.name = "commsched-verdict"
             self._timer.daemon = True
-            self._timer.start()
+            try:
+                return self._timer.start()
+            except RuntimeError:  # Python 3.12 starts no thread at the interpreter's end
+                self._timer = None
+        self._on_failure(error)
 
     def close(self) -> None:
         """Stop reporting. Idempotent. Must not be called from within ``on_failure``."""

@@ -53,6 +53,19 @@ def test_the_first_error_is_told_when_nobody_knows_better(job: Job) -> None:
     assert job.told == [FIRST]
 
 
+def test_an_error_is_told_at_once_where_no_thread_can_be_started(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    verdict = job.verdict(_SECONDS)
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    verdict.report(FIRST)
+    assert job.told == [FIRST]
+    verdict.report(SECOND)
+    verdict.close()
+    assert job.told == [FIRST]
+
+
 @pytest.mark.parametrize("order", ["before", "after"])
 def test_an_error_is_not_told_when_the_job_knows_its_cause(job: Job, order: str) -> None:
     verdict = job.verdict(1000.0)

@@ -98,7 +98,7 @@ class NcclGroup:
             self._communicator.abort()
             if has_lock:
                 self._lock.release()
-            self._closer.run(lambda: None, 0.0)  # it is not needed any more
+            self._closer.forget()
         if threading.current_thread() is not self._asking:
             self._asking.join(_CLOSE_SECONDS)
 
@@ -170,8 +170,12 @@ def connect(context: TransportContext) -> NcclGroup:
 
 
 def _abort_aside(group: NcclGroup, error: CommschedError) -> None:
-    """Abort in a thread of its own: an abort may take a while, and the caller is a control thread."""
-    threading.Thread(target=group.abort, name="commsched-nccl-abort", daemon=True).start()
+    """Abort in a thread of its own: an abort may take a while, and the caller is a control thread. At the interpreter's end
+    there may be no other thread (Python 3.12)."""
+    try:
+        threading.Thread(target=group.abort, name="commsched-nccl-abort", daemon=True).start()
+    except RuntimeError:
+        group.abort()
 
 
 def _count_ranks(group: NcclGroup) -> float:

@@ -30,8 +30,8 @@ LANE = Handshake(
 )
 
 
-#: The kernel may hold unsent what leaves in this time, within these bytes. It is committed beyond the credit, and an urgent
-#: message waits for it. A smaller limit wakes the sender more often, which costs more than it saves on a fast link.
+#: The kernel may hold unsent what leaves in this time, within these bytes, when the next message is chosen. It is committed
+#: beyond the credit, and an urgent message waits for it. With a smaller limit the link may be idle before the sender has woken.
 _UNSENT_SECONDS, _LEAST_UNSENT_BYTES, _MOST_UNSENT_BYTES = 0.002, 16 * 1024, 256 * 1024
 
 #: No limit for what the kernel holds unsent.
@@ -243,10 +243,9 @@ class TcpConnection:
     def _write(self, parts: list[bytes | memoryview]) -> None:
         """Give ``parts`` to the kernel, and return when it holds little unsent."""
         nbytes = sum(map(len, parts))
+        # A large message is committed as a whole, so the kernel may hold it, and need not wake the sender for each part.
         is_large = nbytes > self._unsent_bytes
-        if (
-            is_large
-        ):  # all of it is committed, so the kernel may hold it: then the sender is not woken for each part that leaves
+        if is_large:
             self._hold_unsent(_ANY_BYTES)
         unsent = nbytes - self._socket.sendmsg(parts)
         if unsent:  # a signal interrupted the call
