@@ -131,8 +131,9 @@ class AutoSizes:
                     profile = replace(profile, link=fitted_link(profile.link, seen))
                     model = learner.open_model(profile, incumbent, stack)
                 link = model.link
-                found = best_sizes(model.predict, space, [current, *starts], context.job.ordered)
-                if found in measured or not _is_better(found, current, model):
+                fastest = min(measured, key=measured.__getitem__)
+                found = best_sizes(model.predict, space, [fastest, *starts], context.job.ordered)
+                if found in measured or not _is_better(found, fastest, model):
                     if len(measured) > 1 or (telling := _telling(current, space, model)) is None:
                         break
                     self._on_trial = found = telling

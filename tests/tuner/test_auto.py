@@ -267,6 +267,16 @@ def test_what_partitions_cost_is_seen_although_steps_with_one_size_do_not_tell()
     )
 
 
+def test_after_a_trial_sizes_must_be_better_than_the_fastest_and_not_than_those_on_trial() -> None:
+    def seconds(config: SchedulerConfig) -> float:
+        octaves = math.log2(config.partition_bytes / BEGIN.partition_bytes)
+        return 0.998 if -1 <= octaves < 0 else 1.02 ** abs(octaves)
+
+    job = Job(seconds, seconds)
+    assert job.run() == Chosen(BEGIN, BEGIN, "chosen")
+    assert [each.partition_bytes for each in job.used] == [16_000_000, 4_000_000]
+
+
 def test_sizes_on_trial_are_given_up_if_their_steps_cannot_be_judged(caplog: pytest.LogCaptureFixture) -> None:
     class Fails(Model):
         def calibrate(self, trials: Sequence[tuple[SchedulerConfig, float]]) -> Model:
