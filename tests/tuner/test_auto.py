@@ -270,7 +270,7 @@ def test_what_partitions_cost_is_seen_although_steps_with_one_size_do_not_tell()
 def test_after_a_trial_sizes_must_be_better_than_the_fastest_and_not_than_those_on_trial() -> None:
     def seconds(config: SchedulerConfig) -> float:
         octaves = math.log2(config.partition_bytes / BEGIN.partition_bytes)
-        return 0.998 if -1 <= octaves < 0 else 1.02 ** abs(octaves)
+        return 1.0 if 0 <= octaves <= 0.5 else 1.02 ** abs(octaves)
 
     job = Job(seconds, seconds)
     assert job.run() == Chosen(BEGIN, BEGIN, "chosen")
