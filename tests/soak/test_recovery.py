@@ -1,4 +1,4 @@
-"""What the soak of recovery plans and how it names losses, without its jobs."""
+"""The soak of recovery, without its jobs: its plans, and how it names losses."""
 
 from __future__ import annotations
 
