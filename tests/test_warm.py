@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -133,7 +134,8 @@ def test_libraries_start_no_threads_whatever_the_variables_say() -> None:
 
 @pytest.mark.parametrize("asked_by", ["a process", "a stand-in"])
 def test_a_process_that_forks_and_has_ended_is_told_of_once(asked_by: str) -> None:
-    command, options = [sys.executable, "-c", "print('runs')"], {"imports": ("json",), "env": clean_environ()}
+    command = [sys.executable, "-c", "print('runs')"]
+    options: dict[str, Any] = {"imports": ("json",), "env": clean_environ()}
     assert warm.run(command, **options).stdout == "runs\n"
     *_, source = warm._sources.values()
     assert source._process is not None
@@ -150,10 +152,25 @@ def test_a_process_that_forks_and_has_ended_is_told_of_once(asked_by: str) -> No
 
 
 def test_one_that_ends_while_it_is_asked_is_told_of_too() -> None:
-    command, options = [sys.executable, "-c", "print('runs')"], {"imports": ("no_such_module",), "env": clean_environ()}
     with pytest.raises(RuntimeError, match=r"after \('no_such_module',\) were imported has ended: exit code 1"):
-        warm.run(command, **options)
+        warm.run([sys.executable, "-c", "print('runs')"], imports=("no_such_module",), env=clean_environ())
     assert "no_such_module" not in str(warm._sources.keys())
+
+
+def test_threads_may_fork_from_different_processes_at_once() -> None:
+    """Whose fork is not our child by then has no exit code that we are told."""
+    command, codes = [sys.executable, "-c", "import sys; sys.exit(7)"], []
+
+    def start_many(module: str) -> None:
+        for _ in range(50):
+            codes.append(warm.run(command, imports=(module,), env=clean_environ()).returncode)
+
+    threads = [threading.Thread(target=start_many, args=(module,)) for module in ("json", "csv")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert codes == [7] * 100
 
 
 @pytest.mark.parametrize(("pid", "what"), [(0, "could not fork"), (1, f"the fork 1 is a child of 0 instead of {os.getpid()}")])

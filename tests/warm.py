@@ -60,8 +60,10 @@ _PR_SET_CHILD_SUBREAPER = 36
 _CLONE_NEWNET = 0x40000000
 
 #: Variables of these kinds are read when Python or a library starts, and a fork has not started.
-_READ_AT_START = ("PYTHON", "LD_", "LC_", "LANG", "OMP_", "OPENBLAS_", "MKL_", "GRPC_", "TORCH_", "TORCHDYNAMO_")
-_READ_AT_START += ("TORCHINDUCTOR_", "HF_", "TF_", "JAX_", "XLA_", "MXNET_", "DMLC_")
+_READ_AT_START = (
+    *("PYTHON", "LD_", "LC_", "LANG", "OMP_", "OPENBLAS_", "MKL_", "GRPC_", "TORCH_", "TORCHDYNAMO_", "TORCHINDUCTOR_", "HF_"),
+    *("TF_", "JAX_", "XLA_", "MXNET_", "DMLC_"),
+)
 _READ_LATER = ("PYTHONUNBUFFERED", "TORCH_NCCL_")
 
 #: The commands for which a fork can stand, with a null between their words: of this Python, also in a network namespace.
