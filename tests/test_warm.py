@@ -173,6 +173,25 @@ def test_threads_may_fork_from_different_processes_at_once() -> None:
     assert codes == [7] * 100
 
 
+FORKS_ONCE = """
+import os
+fork, server = os.fork, os.getpid()
+def fork_once():
+    if os.getpid() != server:
+        raise BlockingIOError("too many processes")
+    return fork()
+os.fork = fork_once
+"""
+
+
+def test_a_process_that_could_not_fork_says_so(tmp_path: Path) -> None:
+    (tmp_path / "forks_once.py").write_text(FORKS_ONCE)
+    environ = clean_environ(PYTHONPATH=os.pathsep.join([str(tmp_path), warm.ROOT]))
+    for _ in range(2):
+        with pytest.raises(OSError, match=r"the process that forks .* could not fork"):
+            warm.run([sys.executable, "-c", "print('runs')"], imports=("forks_once",), env=environ)
+
+
 @pytest.mark.parametrize(("pid", "what"), [(0, "could not fork"), (1, f"the fork 1 is a child of 0 instead of {os.getpid()}")])
 def test_a_fork_that_is_none_or_not_our_child_is_an_error(pid: int, what: str) -> None:
     ours, theirs = socket.socketpair()
