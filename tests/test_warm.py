@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +43,7 @@ sys.exit(7)
 
 
 def said(popen: Any, command: list[str], cwd: Path, **options: Any) -> tuple[dict[str, Any], str, int, bool]:
-    """What the process says of itself, what it says on stderr, its exit code, and whether it is our child."""
+    """Run it. Returns what the process says of itself and on stderr, its exit code, and whether it is our child."""
     reader, writer = os.pipe()
     with os.fdopen(reader), os.fdopen(writer, "w"):
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -82,6 +85,120 @@ def test_signals_that_are_to_be_ignored_are_ignored_and_others_are_not(script: P
     assert found["signals"][0] == str(signal.SIG_IGN)
     assert "default_int_handler" in found["signals"][1]
     assert found["signals"][2] == str(signal.SIG_DFL)
+
+
+def test_signals_are_ignored_as_asked_also_if_no_fork_stands_for_the_command() -> None:
+    code = "import signal; print([signal.getsignal(n).name for n in (signal.SIGHUP, signal.SIGTERM)])"
+    ended = warm.run([sys.executable, "-S", "-c", code], imports=warm.NUMPY, ignored=[signal.SIGTERM], env=clean_environ())
+    assert (ended.stdout, ended.stderr) == ("['SIG_DFL', 'SIG_IGN']\n", "")
+
+
+def test_an_option_that_a_fork_does_not_honour_is_honoured() -> None:
+    code = "import os, sys; print(oct(os.umask(0)), 'commsched.cli.main' in sys.modules)"
+    assert warm.run([sys.executable, "-c", code], imports=warm.NUMPY, env=clean_environ(), umask=0o27).stdout == "0o27 False\n"
+
+
+ENDS = """
+import atexit, sys, threading, weakref
+it = threading.Event()
+atexit.register(print, weakref.ref(it))
+if len(sys.argv) > 1:
+    sys.exit(3)
+"""
+
+
+@pytest.mark.parametrize("how", ["script", "module", "code"])
+@pytest.mark.parametrize("more", [[], ["exits"]], ids=["returns", "exits"])
+def test_globals_outlive_the_exit_handlers(how: str, more: list[str], tmp_path: Path) -> None:
+    (tmp_path / "ends.py").write_text(ENDS)
+    words = {"script": ["ends.py"], "module": ["-m", "ends"], "code": ["-c", ENDS]}[how]
+    ended = warm.run([sys.executable, *words, *more], imports=warm.NUMPY, env=clean_environ(), cwd=tmp_path)
+    assert (ended.stderr, ended.returncode) == ("", 3 if more else 0)
+    assert "to 'Event'" in ended.stdout
+
+
+def test_forks_have_random_numbers_of_their_own() -> None:
+    code = "import numpy; print(numpy.random.random())"
+    ended = [warm.run([sys.executable, "-c", code], imports=warm.NUMPY, env=clean_environ()) for _ in range(2)]
+    assert ended[0].stdout != ended[1].stdout
+
+
+def test_libraries_start_no_threads_whatever_the_variables_say() -> None:
+    code = "import os; print([os.environ.get(name) for name in ('OMP_NUM_THREADS', 'OPENBLAS_NUM_THREADS')])"
+    for number in (None, "4"):
+        environ = clean_environ() if number is None else clean_environ(OPENBLAS_NUM_THREADS=number)
+        del environ["OMP_NUM_THREADS"]
+        ended = warm.run([sys.executable, "-c", code], imports=("numpy",), env=environ)
+        assert (ended.stdout, ended.stderr) == (f"{[None, number]}\n", "")
+
+
+@pytest.mark.parametrize("asked_by", ["a process", "a stand-in"])
+def test_a_process_that_forks_and_has_ended_is_told_of_once(asked_by: str) -> None:
+    command = [sys.executable, "-c", "print('runs')"]
+    options: dict[str, Any] = {"imports": ("json",), "env": clean_environ()}
+    assert warm.run(command, **options).stdout == "runs\n"
+    *_, source = warm._sources.values()
+    assert source._process is not None
+    source._process.kill()
+    source._process.wait()
+    ask = (
+        partial(warm.run, command, **options)
+        if asked_by == "a process"
+        else partial(warm._stand_in, ("json",), clean_environ())
+    )
+    with pytest.raises(RuntimeError, match=r"the process that forks after \('json',\) were imported has ended: exit code -9"):
+        ask()
+    assert warm.run(command, **options).stdout == "runs\n"
+
+
+def test_one_that_ends_while_it_is_asked_is_told_of_too() -> None:
+    with pytest.raises(RuntimeError, match=r"after \('no_such_module',\) were imported has ended: exit code 1"):
+        warm.run([sys.executable, "-c", "print('runs')"], imports=("no_such_module",), env=clean_environ())
+    assert "no_such_module" not in str(warm._sources.keys())
+
+
+def test_threads_may_fork_from_different_processes_at_once() -> None:
+    """Whose fork is not our child by then has no exit code that we are told."""
+    command, codes = [sys.executable, "-c", "import sys; sys.exit(7)"], []
+
+    def start_many(module: str) -> None:
+        for _ in range(50):
+            codes.append(warm.run(command, imports=(module,), env=clean_environ()).returncode)
+
+    threads = [threading.Thread(target=start_many, args=(module,)) for module in ("json", "csv")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert codes == [7] * 100
+
+
+FORKS_ONCE = """
+import os
+fork, server = os.fork, os.getpid()
+def fork_once():
+    if os.getpid() != server:
+        raise BlockingIOError("too many processes")
+    return fork()
+os.fork = fork_once
+"""
+
+
+def test_a_process_that_could_not_fork_says_so(tmp_path: Path) -> None:
+    (tmp_path / "forks_once.py").write_text(FORKS_ONCE)
+    environ = clean_environ(PYTHONPATH=os.pathsep.join([str(tmp_path), warm.ROOT]))
+    for _ in range(2):
+        with pytest.raises(OSError, match=r"the process that forks .* could not fork"):
+            warm.run([sys.executable, "-c", "print('runs')"], imports=("forks_once",), env=environ)
+
+
+@pytest.mark.parametrize(("pid", "what"), [(0, "could not fork"), (1, f"the fork 1 is a child of 0 instead of {os.getpid()}")])
+def test_a_fork_that_is_none_or_not_our_child_is_an_error(pid: int, what: str) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall(pid.to_bytes(8, "big"))
+        with pytest.raises(OSError, match=what):
+            warm._Source(ours).fork({}, [], pytest.fail)
 
 
 def test_one_that_is_killed_is_seen_to_be_killed(tmp_path: Path) -> None:

@@ -4,7 +4,8 @@ To import PyTorch costs a process seconds of CPU, and the compiler that its opti
 that has costs a tenth. A test that is about what processes do, and not about how Python starts, starts them by :class:`Popen`.
 They are children of the process that starts them, with the sessions, process groups, pipes, signals, exit codes and command
 lines that ``subprocess.Popen`` gives them. A command is run as usual if no fork can stand for it: if it is not of this Python,
-or if it has other variables that Python or a library reads when it starts.
+or if it has other variables that Python or a library reads when it starts. Forks of one process share its hash seed, and the
+number of threads of its OpenBLAS, which is 1: it may not have started any.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import socket
 import subprocess
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import SimpleNamespace
@@ -37,7 +39,8 @@ if TYPE_CHECKING:
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
-#: What is imported, by the name of what needs it. Each imports within a process of its own, when the first test needs it.
+#: These modules are imported, by the name of what needs them. Each set imports within a process of its own, when the first test
+#: needs it.
 NUMPY = ("numpy", "grpc", "commsched", "commsched.plugins.numpy", "commsched.cli.main")
 TORCH = (*NUMPY, "torch", "torch._dynamo", "torch.distributed.run", "commsched.plugins.torch")
 ACCELERATE = (*TORCH, "accelerate.commands.launch", "torchdata.stateful_dataloader", "commsched.plugins.accelerate")
@@ -57,7 +60,10 @@ _PR_SET_CHILD_SUBREAPER = 36
 _CLONE_NEWNET = 0x40000000
 
 #: Variables of these kinds are read when Python or a library starts, and a fork has not started.
-_READ_AT_START = ("PYTHON", "LD_", "OMP_", "GRPC_", "TORCH_", "TORCHDYNAMO_", "TORCHINDUCTOR_", "HF_", "TF_", "MXNET_", "DMLC_")
+_READ_AT_START = (
+    *("PYTHON", "LD_", "LC_", "LANG", "OMP_", "OPENBLAS_", "MKL_", "GRPC_", "TORCH_", "TORCHDYNAMO_", "TORCHINDUCTOR_", "HF_"),
+    *("TF_", "JAX_", "XLA_", "MXNET_", "DMLC_"),
+)
 _READ_LATER = ("PYTHONUNBUFFERED", "TORCH_NCCL_")
 
 #: The commands for which a fork can stand, with a null between their words: of this Python, also in a network namespace.
@@ -75,7 +81,8 @@ class Popen(subprocess.Popen[Any]):
     or ``[mpiexec, "-n", RANKS, python, ...]``, whose ranks are such processes (``stand_in.py``).
 
     ``imports=()``: as ``subprocess.Popen``. ``nested``: the processes that it starts by ``subprocess.Popen`` are forks too.
-    ``ignored``: it finds these signals ignored, and no others.
+    ``ignored``: it finds these signals of a shell ignored, and no others, also if it is no fork; None: it finds those ignored
+    that this process ignores.
     """
 
     def __init__(
@@ -84,7 +91,7 @@ class Popen(subprocess.Popen[Any]):
         *arguments: Any,
         imports: Sequence[str] = (),
         nested: bool = False,
-        ignored: Sequence[signal.Signals] = (),
+        ignored: Sequence[signal.Signals] | None = None,
         **options: Any,
     ) -> None:
         self._imports, self._nested, self._ignored = tuple(imports), nested, ignored
@@ -95,11 +102,15 @@ class Popen(subprocess.Popen[Any]):
     def _execute_child(self, *arguments: Any) -> None:  # type: ignore[override]
         given = inspect.signature(super()._execute_child).bind(*arguments).arguments
         environ = dict(os.environ if given["env"] is None else given["env"])
-        found = _FORKABLE.fullmatch("\0".join(map(os.fspath, given["args"]))) if not given["shell"] else None
+        found = _FORKABLE.fullmatch("\0".join(map(os.fspath, given["args"]))) if _can_be_forked(given) else None
         source = _source_of(self._imports, environ) if self._imports and found is not None else None
         register = _named_by(given["preexec_fn"])
         if source is None or found is None or (given["preexec_fn"] is not None and register is None):
-            super()._execute_child(*arguments)
+            if self._ignored is not None:
+                if given["shell"] or given["executable"]:
+                    raise ValueError("the signals of such a command cannot be set")
+                given["args"] = [*_with_signals(self._ignored), *given["args"]]
+            super()._execute_child(*given.values())
             return
         if found["unbuffered"]:
             environ["PYTHONUNBUFFERED"] = "1"
@@ -115,7 +126,7 @@ class Popen(subprocess.Popen[Any]):
             "cwd": os.fspath(given["cwd"] or os.getcwd()),
             "passed": passed,
             "new_session": given["start_new_session"],
-            "ignored": [int(number) for number in self._ignored],
+            "ignored": [int(number) for number in (_ignored_here() if self._ignored is None else self._ignored)],
             "nested": self._nested,
         }
         try:
@@ -150,47 +161,81 @@ def let_benchmarks_fork(patch: pytest.MonkeyPatch, imports: Sequence[str], neste
 # --- the side that asks ---
 
 
+#: One fork at a time: the flag by which it becomes a child of this process is this process's.
+_fork_lock = threading.Lock()
+
+
 class _Source:
     """The process that forks, as seen by one that asks it."""
 
-    def __init__(self, link: socket.socket, process: subprocess.Popen[bytes] | None = None, address: str = "") -> None:
+    def __init__(
+        self,
+        link: socket.socket,
+        process: subprocess.Popen[bytes] | None = None,
+        address: str = "",
+        imports: Sequence[str] = (),
+    ) -> None:
         self._link = link
         self._process = process
         self.address = address
-        self._lock = threading.Lock()
+        self._imports = imports
 
-    def close(self) -> None:
-        """It ends; its forks do not."""
+    def close(self) -> int | None:
+        """It ends; its forks do not. Returns its exit code, if this process has started it."""
         self._link.close()
-        if self._process is not None:
-            self._process.wait()
+        if self._process is None:
+            return None
+        try:
+            return self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            return self._process.wait()
+
+    def has_ended(self) -> bool:
+        return self._process is not None and self._process.poll() is not None
+
+    def lost(self) -> RuntimeError:
+        """The error that tells of its end. No other test asks it."""
+        with _sources_lock:
+            for key in [key for key, source in _sources.items() if source is self]:
+                del _sources[key]
+        return RuntimeError(f"the process that forks after {self._imports} were imported has ended: exit code {self.close()}")
 
     def fork(self, request: dict[str, object], descriptors: list[int], register: Callable[[int], None] | None) -> int:
         """Returns the pid of the process, a child of this one. ``register`` is called with it before the process runs
         anything."""
-        with self._lock:
-            go, its_go = socket.socketpair()
-            with go, its_go:
-                _be_subreaper(True)
-                try:
-                    text = json.dumps(request).encode()
-                    self._link.sendall(len(text).to_bytes(8, "big"))
-                    socket.send_fds(self._link, [b"f"], [its_go.fileno(), *descriptors])
-                    self._link.sendall(text)
-                    pid = int.from_bytes(_exactly(self._link, 8), "big")
-                finally:
-                    _be_subreaper(False)
-                if register is not None:
-                    register(pid)
-                go.sendall(b"g")
-                return pid
+        text = json.dumps(request).encode()
+        go, its_go = socket.socketpair()
+        with _fork_lock, go, its_go:
+            _be_subreaper(True)
+            try:
+                self._link.sendall(len(text).to_bytes(8, "big"))
+                socket.send_fds(self._link, [b"f"], [its_go.fileno(), *descriptors])
+                self._link.sendall(text)
+                pid = int.from_bytes(_exactly(self._link, 8), "big")
+            except BaseException as error:  # no answer, or half of one: the next would be taken for that of another request
+                lost = self.lost()
+                if isinstance(error, (EOFError, OSError)):
+                    raise lost from error
+                raise
+            finally:
+                _be_subreaper(False)
+            if pid == 0:
+                raise OSError(f"the process that forks after {self._imports} were imported could not fork")
+            if (parent := _parent_of(pid)) != os.getpid():
+                raise OSError(f"the fork {pid} is a child of {parent} instead of {os.getpid()}")
+            if register is not None:
+                register(pid)
+            go.sendall(b"g")
+            return pid
 
 
-#: By what they have imported, and the variables that counted as they started. The last used is the last.
+#: The processes that fork, by what they have imported, and the variables that counted as they started. The last used is the
+#: last.
 _sources: dict[tuple[object, object], _Source] = {}
 #: Each may have hundreds of megabytes, in each process that runs tests.
 _MOST_SOURCES = 2
-#: In a fork that is ``nested``: the one of which its processes are forks, and the variables that counted.
+#: A fork that is ``nested`` has here the one of which its processes are forks, and the variables that counted.
 _own: tuple[_Source, dict[str, str]] | None = None
 _sources_lock = threading.Lock()
 
@@ -204,6 +249,7 @@ def _source_of(imports: tuple[str, ...], environ: Mapping[str, str]) -> _Source 
     with _sources_lock:
         key = (imports, tuple(sorted(counts.items())))
         source = _sources.pop(key, None)
+        is_lost = source is not None and source.has_ended()
         if source is None:
             while len(_sources) >= _MOST_SOURCES:
                 _sources.pop(next(iter(_sources))).close()
@@ -219,9 +265,12 @@ def _source_of(imports: tuple[str, ...], environ: Mapping[str, str]) -> _Source 
                 process = subprocess.Popen(
                     command, env={**others, **counts}, pass_fds=pass_fds, cwd=ROOT, start_new_session=True
                 )
-            source = _Source(ours, process, address)
-        _sources[key] = source
-        return source
+            source = _Source(ours, process, address, imports)
+        if not is_lost:
+            _sources[key] = source
+    if is_lost:
+        raise source.lost()
+    return source
 
 
 @atexit.register
@@ -231,7 +280,7 @@ def _close() -> None:
 
 
 def _stand_in(imports: tuple[str, ...], environ: Mapping[str, str]) -> list[str]:
-    """What another program starts, in place of this Python, for a fork to run what follows."""
+    """The words that another program starts, in place of this Python, for a fork to run what follows."""
     source = _source_of(imports, environ)
     assert source is not None
     return [sys.executable, "-IS", os.path.join(ROOT, "tests", "stand_in.py"), source.address]
@@ -241,6 +290,28 @@ def _read_at_start(environ: Mapping[str, str]) -> dict[str, str]:
     found = {name: environ[name] for name in environ if name.startswith(_READ_AT_START) and not name.startswith(_READ_LATER)}
     found["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(found.get("PYTHONPATH", "").split(os.pathsep)))
     return found
+
+
+def _can_be_forked(given: Mapping[str, Any]) -> bool:
+    """Whether a fork honours all that was given to ``subprocess.Popen``."""
+    unset = all(given[name] is None for name in ("executable", "uid", "gid", "gids"))
+    return unset and not given["shell"] and given["close_fds"] and given["umask"] < 0 and given["process_group"] < 0
+
+
+def _ignored_here() -> list[signal.Signals]:
+    return [number for number in _IGNORABLE if signal.getsignal(number) is signal.SIG_IGN]
+
+
+def _with_signals(ignored: Sequence[signal.Signals]) -> list[str]:
+    """A command that runs another with these signals ignored, and no others that a shell's command may ignore."""
+    names = [number.name.removeprefix("SIG") for number in _IGNORABLE]
+    words = [f"--ignore-signal={number.name.removeprefix('SIG')}" for number in ignored]
+    return ["env", f"--default-signal={','.join(names)}", *words]
+
+
+def _parent_of(pid: int) -> int:
+    with open(f"/proc/{pid}/stat") as file:
+        return int(file.read().rpartition(")")[2].split()[1])
 
 
 def _be_subreaper(yes: bool) -> None:
@@ -294,7 +365,11 @@ def _serve(link: socket.socket, listening: socket.socket | None = None) -> dict[
             return None
         reader, writer = os.pipe()
         if (between := os.fork()) == 0:
-            if (pid := os.fork()) == 0:
+            try:
+                pid = os.fork()
+            except OSError:
+                os._exit(1)
+            if pid == 0:
                 os.close(reader)
                 os.close(writer)
                 link.close()
@@ -305,10 +380,11 @@ def _serve(link: socket.socket, listening: socket.socket | None = None) -> dict[
             os.write(writer, pid.to_bytes(8, "big"))
             os._exit(0)
         os.waitpid(between, 0)  # its child has another parent from now on
-        pid = os.read(reader, 8)
-        for descriptor in (reader, writer, *descriptors):
+        os.close(writer)
+        answer = os.read(reader, 8) or bytes(8)  # 0: it could not fork
+        for descriptor in (reader, *descriptors):
             os.close(descriptor)
-        link.sendall(pid)
+        link.sendall(answer)
 
 
 def _received(link: socket.socket) -> tuple[dict[str, Any], list[int]]:
@@ -342,7 +418,7 @@ def _become(request: Mapping[str, Any], descriptors: list[int]) -> None:
     """Make this fork the process that the request asks for."""
     if request["new_session"]:
         os.setsid()
-    while os.read(descriptors[0], 1) != b"g":
+    if os.read(descriptors[0], 1) != b"g":
         os._exit(1)  # who asked is gone
     targets = [0, 1, 2, *request["passed"]]
     beyond = max(*targets, *descriptors) + 1
@@ -361,6 +437,8 @@ def _become(request: Mapping[str, Any], descriptors: list[int]) -> None:
         with open(f"/run/netns/{request['namespace']}") as namespace:
             if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _CLONE_NEWNET) != 0:
                 raise OSError(ctypes.get_errno(), "setns")
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()  # as random does itself in a fork
     os.chdir(request["cwd"])
     imports_set = {name: value for name, value in os.environ.items() if name not in _started_with}
     os.environ.clear()
@@ -396,14 +474,13 @@ def _nest() -> dict[str, Any] | None:
             os._exit(0)
         return request
     theirs.close()
-    _own = _Source(ours), _read_at_start(os.environ)
+    _own = _Source(ours, imports=sys.argv[3:-1]), _read_at_start(os.environ)
 
     class Forked(Popen):
-        """What the modules of this process know as ``subprocess.Popen``."""
+        """The modules of this process know it as ``subprocess.Popen``."""
 
         def __init__(self, args: Any, *arguments: Any, **options: Any) -> None:
-            ignored = [number for number in _IGNORABLE if signal.getsignal(number) is signal.SIG_IGN]
-            super().__init__(args, *arguments, imports=("any",), ignored=ignored, **options)
+            super().__init__(args, *arguments, imports=("any",), **options)
 
     plain = subprocess.Popen
     for module in list(sys.modules.values()):
@@ -412,21 +489,30 @@ def _nest() -> dict[str, Any] | None:
     return None
 
 
+#: The globals of what has run: those of a script live until the exit handlers have run.
+_ran: list[dict[str, Any]] = []
+
+
 def _run(argv: list[str]) -> None:
-    """As Python does: ``SCRIPT ...``, ``-m MODULE ...`` or ``-c CODE ...``."""
-    if argv[0] == "-m":
-        sys.argv[:] = ["-m", *argv[2:]]
-        sys.path[0] = os.getcwd()
-        sys.modules.pop(argv[1], None)  # it runs anew
-        runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
-    elif argv[0] == "-c":
-        sys.argv[:] = ["-c", *argv[2:]]
-        sys.path[0] = ""
-        exec(compile(argv[1], "<string>", "exec"), {"__name__": "__main__", "__builtins__": builtins})
-    else:
-        sys.argv[:] = argv
-        sys.path[0] = os.path.dirname(os.path.realpath(argv[0]))
-        runpy.run_path(argv[0], run_name="__main__")
+    """Run ``SCRIPT ...``, ``-m MODULE ...`` or ``-c CODE ...`` as Python does."""
+    try:
+        if argv[0] == "-m":
+            sys.argv[:] = ["-m", *argv[2:]]
+            sys.path[0] = os.getcwd()
+            sys.modules.pop(argv[1], None)  # it runs anew
+            _ran.append(runpy.run_module(argv[1], run_name="__main__", alter_sys=True))
+        elif argv[0] == "-c":
+            sys.argv[:] = ["-c", *argv[2:]]
+            sys.path[0] = ""
+            _ran.append({"__name__": "__main__", "__builtins__": builtins})
+            exec(compile(argv[1], "<string>", "exec"), _ran[0])
+        else:
+            sys.argv[:] = argv
+            sys.path[0] = os.path.dirname(os.path.realpath(argv[0]))
+            _ran.append(runpy.run_path(argv[0], run_name="__main__"))
+    except BaseException as error:  # as sys.exit() raises
+        _ran.extend(frame.f_globals for frame, _ in traceback.walk_tb(error.__traceback__))
+        raise
 
 
 def main() -> None:
@@ -434,8 +520,13 @@ def main() -> None:
     for each in (link, listening):
         each.set_inheritable(False)
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # which a session sets before it imports gRPC
+    threads_asked = os.environ.get("OPENBLAS_NUM_THREADS")
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"  # it starts the others as it is imported, whoever needs them
     for name in sys.argv[3:-1]:
         importlib.import_module(name)
+    del os.environ["OPENBLAS_NUM_THREADS"]
+    if threads_asked is not None:
+        os.environ["OPENBLAS_NUM_THREADS"] = threads_asked
     gc.collect()
     gc.freeze()
     threads = os.listdir("/proc/self/task")

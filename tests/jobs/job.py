@@ -45,12 +45,11 @@ class Job:
         within: Sequence[str] = (),
         imports: Sequence[str] | None = None,
     ) -> None:
-        signals = ["env", "--default-signal=HUP,INT,TERM", *(f"--ignore-signal={name}" for name in ignored)]
         program = "tests.jobs.patient" if patient else "commsched"
         if imports is None:
             imports = warm.TORCH if "gloo" in arguments else warm.NUMPY
         self._imports = imports
-        self._command = [*within, *(() if imports else signals), sys.executable, "-m", program, subcommand, *arguments]
+        self._command = [*within, sys.executable, "-m", program, subcommand, *arguments]
         self._ignored = [signal.Signals[f"SIG{name}"] for name in ignored]
         self._environ = clean_environ(**(environ or {}))
 

@@ -259,8 +259,8 @@ def undisturbed(plan: Plan, args: argparse.Namespace) -> str:
 
 
 def restart(engine: str, ranks: int, steps: int, step_seconds: float, number: int) -> dict[str, float]:
-    """For comparison: torchrun starts all ranks anew. Weights are lost, since no checkpoint is written. Return the seconds to
-    the next step, by strike."""
+    """Run a job of torchrun for comparison, which starts all ranks anew. Weights are lost, since no checkpoint is written.
+    Return the seconds to the next step, by strike."""
     launcher = ["torch.distributed.run", "--nproc-per-node", str(ranks), "--max-restarts", "1", "--master-port", "0"]
     launcher += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
     with tempfile.TemporaryDirectory() as directory:

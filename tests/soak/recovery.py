@@ -14,10 +14,10 @@ from .elastic import RANKS, one, restart
 from .plans import Plan
 
 STEPS = 36
-#: So that a process on standby is ready again before the next loss.
+#: The least time of a step: a process on standby is ready again before the next loss.
 STEP_SECONDS = 0.3
 
-#: By way: ranks, servers, limit and strikes.
+#: The ranks, servers, limit and strikes of each way.
 WAYS: dict[str, tuple[int, int, str, tuple[str, ...]]] = {
     "replaced": (2, 0, "wait", ("forward:1:8:kill", "forward:0:18:kill", "forward:1:28:stop")),
     "one fewer": (3, 0, "shrink", ("forward:2:8:kill", "forward:0:18:kill")),
@@ -49,7 +49,7 @@ def plans(engine: str, args: argparse.Namespace) -> list[Plan]:
 
 
 def name_of(plan: Plan, strike: str) -> str:
-    """What was lost, and how the job goes on."""
+    """It says what was lost, and how the job goes on."""
     _, who, _, how = strike.split(":")
     lost = "a server" if who.startswith("s") else "rank 0" if who == "0" else "another rank"
     then = "one fewer" if plan.limit == "shrink" else "replaced"
@@ -68,8 +68,10 @@ def run(args: argparse.Namespace) -> bool:
 
     for engine in args.engines:
         for number in range(0 if engine == "numpy" else args.torchrun):
-            [taken_by_all] = restart(engine, 2, STEPS // 2, STEP_SECONDS, number).values()
-            note(engine, engine, "", [("a rank killed, torchrun starts all anew, from nothing", taken_by_all)])
+            taken_by_all = list(restart(engine, 2, STEPS // 2, STEP_SECONDS, number).values())
+            note(engine, engine, "", [("a rank killed, torchrun starts all anew, from nothing", each) for each in taken_by_all])
+            if len(taken_by_all) != 1:
+                broken.append(f"{engine}, torchrun: {len(taken_by_all)} recoveries from one loss")
         for number in range(args.times):
             for plan in plans(engine, args):
                 result = one(plan, args, number)

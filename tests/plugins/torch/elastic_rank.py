@@ -1,4 +1,4 @@
-"""As ``tests/jobs/elastic_rank.py``, in PyTorch: AdamW, a learning-rate scheduler, clipping.
+"""A rank as ``tests/jobs/elastic_rank.py`` is, in PyTorch: AdamW, a learning-rate scheduler, clipping.
 
 MODEL in the environment: gpt2 is a GPT-2 of 3.4 million parameters, and all else a network so small that it takes no time.
 """
