@@ -25,7 +25,7 @@ class ElasticPart:
 
     def __init__(self, optimizer: ScheduledOptimizer) -> None:
         self._of = optimizer
-        self._norms: list[float] = []  # the orders of norms that the next session measures from its first step on
+        self._norms: tuple[list[float], list[float]] = [], []  # what Measures.of_next_round said
 
     @property
     def session(self) -> commsched.Session:
@@ -92,21 +92,21 @@ class ElasticPart:
     def move(self, session: commsched.Session) -> None:
         self._of._session = session
         if session.world_size > 1:
-            self._of._take_part(session).measures.resume(self._norms)
+            self._of._take_part(session).measures.resume(*self._norms)
 
     def begin_anew(self, steps: int) -> None:
         self._undo.begin_anew(steps)
 
     def hyper_parameters(self) -> Any:
         exchange = self._of._exchange
-        norms = [] if exchange is None else exchange.measures.orders
+        norms = self._norms if exchange is None else exchange.measures.of_next_round()
         return {"options": options_of(self._of.optimizer), "norms": norms}
 
     def set_hyper_parameters(self, values: Any) -> None:
         take_options(self._of.optimizer, values["options"])
         self._norms = values["norms"]
         if self._of._exchange is not None:
-            self._of._exchange.measures.resume(self._norms)
+            self._of._exchange.measures.resume(*self._norms)
 
     def load(self, each: Any, state: dict[str, Any]) -> None:
         if isinstance(each, torch.amp.GradScaler):

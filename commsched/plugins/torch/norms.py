@@ -92,6 +92,7 @@ class Measures:
         self._asked_before: set[float] = set()  # by all ranks, in the last round that ended with step()
         # On a device the user's norms are tensors there, and the measured ones are not.
         self._is_refused = not (session.can_measure_norms and on_host)
+        self._has_begun = False  # the first round
         self.asked: set[float] = set()  # by this rank, in this round; 0: for any order
         self.current = RoundNorms({})
 
@@ -100,19 +101,23 @@ class Measures:
         """What this rank has asked for in this round, to be sent to all ranks."""
         return [order in self.asked and not self._is_refused for order in (*ORDERS, 0.0)]
 
-    @property
-    def orders(self) -> list[float]:
-        """The orders of the norms that are measured."""
-        return list(self._orders)
+    def of_next_round(self) -> tuple[list[float], list[float]]:
+        """The orders of the norms that the next round measures, and those that have been asked for before it, if all ranks have
+        asked in the last round for what this one has."""
+        if not self._has_begun:
+            return list(self._orders), list(self._asked_before)
+        asked = {order for order, asks in zip((*ORDERS, 0.0), self.asks) if asks}
+        return self._with(asked & self._asked_before), list(asked or self._asked_before)
 
-    def resume(self, orders: Sequence[float]) -> None:
-        """Measure norms of ``orders`` from the first round on, as an earlier session did. All ranks must call it alike."""
-        self._orders, self._asked_before = list(orders), set(orders)
+    def resume(self, orders: Sequence[float], asked_before: Sequence[float]) -> None:
+        """Go on from what an earlier session's :meth:`of_next_round` said. All ranks must call it alike."""
+        self._orders, self._asked_before = list(orders), set(asked_before)
 
     def begin(self, groups: Sequence[TensorGroup]) -> None:
         """Called on all ranks before the first round of ``groups``. Collective, if it adds norms."""
+        self._has_begun = True
         if self._orders and not self._is_refused:
-            self._add(groups, set())
+            self._add(groups, self._orders)
             self.current = RoundNorms(self._norms)
 
     def any_order(self, slots: Sequence[Slot]) -> float | None:
@@ -131,19 +136,21 @@ class Measures:
         self.end_round()
         self.asked.clear()
         asked = {order for order, share in zip((*ORDERS, 0.0), shares) if share > 0.99}
-        if not self._is_refused and asked & self._asked_before:
-            self._add(groups, asked & self._asked_before)
+        orders = self._with(asked & self._asked_before)
         if asked or committed:
             self._asked_before = asked
-        if self._orders and any((group, self._orders[0]) not in self._norms for group in groups):
-            self._add(groups, set())
+        if not self._is_refused and any((group, order) not in self._norms for group in groups for order in orders):
+            self._add(groups, orders)
         self.current = RoundNorms(self._norms)
 
-    def _add(self, groups: Sequence[TensorGroup], wanted: set[float]) -> None:
+    def _with(self, wanted: set[float]) -> list[float]:
+        """The orders that are measured if ``wanted`` are measured too."""
         new = [order for order in ORDERS if order in wanted and order not in self._orders]
         if not new and 0.0 in wanted and not self._orders:
             new = [math.inf]
-        orders = [*self._orders, *new]
+        return [*self._orders, *new]
+
+    def _add(self, groups: Sequence[TensorGroup], orders: list[float]) -> None:
         norms = dict(self._norms)
         try:
             for group in groups:

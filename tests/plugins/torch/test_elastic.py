@@ -20,6 +20,7 @@ from commsched.core.errors import ConfigError, UnsupportedError
 from commsched.plugins.common.undo import Undo
 from commsched.plugins.torch import ScheduledOptimizer, optimizer
 from commsched.plugins.torch.elastic import ElasticPart
+from commsched.plugins.torch.norms import RoundNorms
 from commsched.session.elastic import Keep
 from commsched.session.local import local_sessions
 from commsched.session.session import Session
@@ -187,9 +188,14 @@ def test_weights_are_those_of_a_run_without_loss(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("where", ["clipped", "backward", "stepped"])
-def test_so_they_are_with_clipping(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+@pytest.mark.parametrize("step", [0, 1, 2, 4])
+def test_so_they_are_with_clipping(monkeypatch: pytest.MonkeyPatch, where: str, step: int) -> None:
+    """Norms are measured from the third step on, and rounded in another way than those of the first two: here, in a way that
+    shows."""
+    of = RoundNorms.of
+    monkeypatch.setattr(RoundNorms, "of", lambda *arguments: 1.25 * of(*arguments))
     job = partial(train, make_optimizer=momentum, clips=True)
-    run = run_elastic(monkeypatch, 3, partial(job, gates=Gates((where, 1, 4))), max_restarts=1)
+    run = run_elastic(monkeypatch, 3, partial(job, gates=Gates((where, 1, step))), max_restarts=1)
     assert equal(run.results) == undisturbed(monkeypatch, 3, job)
 
 
