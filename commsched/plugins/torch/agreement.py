@@ -183,6 +183,11 @@ class Flags:
             self._all_used = BackwardShares(unfrozen / _live(exhausted, live, 1.0), adding, share)
         return self._all_used
 
+    @property
+    def are_kept(self) -> bool:
+        """Whether :meth:`kept` need not wait."""
+        return self._all_kept is not None or self._kept_group.proxies[0].is_open
+
     def kept(self) -> StepShares:
         """Wait until the round is over on all ranks, and return the second flags."""
         if self._all_kept is None:

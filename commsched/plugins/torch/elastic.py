@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +13,7 @@ import commsched
 from ...core.errors import UnsupportedError
 from ..common.undo import Undo
 from .initial_state import options_of, parameters_of, take_options
+from .norms import NormsOfRound
 from .saved import Saved, copied, put_back, saved_for_update
 from .update import is_of_torch
 
@@ -25,7 +27,7 @@ class ElasticPart:
 
     def __init__(self, optimizer: ScheduledOptimizer) -> None:
         self._of = optimizer
-        self._norms: tuple[list[float], list[float]] = [], []  # what Measures.of_next_round said
+        self._norms = NormsOfRound()  # of the next session's first round
 
     @property
     def session(self) -> commsched.Session:
@@ -56,7 +58,9 @@ class ElasticPart:
         pending = {id(slot.parameter) for slot in self._of._pending.values()}
         others = ((name, each) for name, each in model.named_parameters() if id(each) not in pending)
         versions = {name: each._version for name, each in others if not each.requires_grad and not each.is_inference()}
-        return self.hyper_parameters(), buffers, versions
+        # Until the next round begins, it changes with what all ranks say of the last one.
+        norms = self._norms if self._of._exchange is None else self._of._exchange.measures.next
+        return options_of(self._of.optimizer), norms, buffers, versions
 
     def leave(self) -> int | None:
         of = self._of
@@ -69,7 +73,7 @@ class ElasticPart:
             return steps
 
     def go_back(self, steps: int, noted: Any) -> None:
-        hyper_parameters, buffers, versions = noted
+        options, norms, buffers, versions = noted
         for name, parameter in self._of._model.named_parameters():
             if parameter._version != versions.get(name, parameter._version):
                 raise UnsupportedError(
@@ -81,7 +85,7 @@ class ElasticPart:
         with torch.no_grad():
             for name, buffer in self._of._model.named_buffers():
                 buffer.copy_(buffers[name])
-        self.set_hyper_parameters(hyper_parameters)
+        self.set_hyper_parameters({"options": options, "norms": asdict(norms)})
 
     def keep(self) -> bool:
         # Frozen parameters that the optimizer does not know are not copied, since they may be most of the model. The root's are
@@ -92,21 +96,21 @@ class ElasticPart:
     def move(self, session: commsched.Session) -> None:
         self._of._session = session
         if session.world_size > 1:
-            self._of._take_part(session).measures.resume(*self._norms)
+            self._of._take_part(session).measures.resume(replace(self._norms))
 
     def begin_anew(self, steps: int) -> None:
         self._undo.begin_anew(steps)
 
     def hyper_parameters(self) -> Any:
         exchange = self._of._exchange
-        norms = self._norms if exchange is None else exchange.measures.of_next_round()
-        return {"options": options_of(self._of.optimizer), "norms": norms}
+        norms = self._norms if exchange is None else exchange.measures.next
+        return {"options": options_of(self._of.optimizer), "norms": asdict(norms)}
 
     def set_hyper_parameters(self, values: Any) -> None:
         take_options(self._of.optimizer, values["options"])
-        self._norms = values["norms"]
+        self._norms = NormsOfRound(**values["norms"])
         if self._of._exchange is not None:
-            self._of._exchange.measures.resume(*self._norms)
+            self._of._exchange.measures.resume(replace(self._norms))
 
     def load(self, each: Any, state: dict[str, Any]) -> None:
         if isinstance(each, torch.amp.GradScaler):

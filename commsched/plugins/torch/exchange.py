@@ -210,7 +210,7 @@ class GradientExchange:
         self._released.detach()  # it refers to the session, and so to the failure, whose traceback refers to this exchange
         self._at_close()
         self._own_sums.forget()
-        self._round.without.forget()
+        self._round.drop()
         with unguarded():
             for slot in self.places.all:
                 if slot.waiting is not None:

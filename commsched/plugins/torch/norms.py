@@ -10,6 +10,7 @@ import logging
 import math
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
@@ -80,19 +81,26 @@ class RoundNorms:
             self.is_over = True
 
 
+@dataclass
+class NormsOfRound:
+    """The orders of the norms that a round measures, and those that all ranks had asked for in the round before."""
+
+    orders: list[float] = field(default_factory=list)
+    asked_before: list[float] = field(default_factory=list)  # 0: any order
+
+
 class Measures:
-    """Which norms of one exchange are measured."""
+    """Which norms of one exchange are measured. ``next`` is of the next round. It changes until that begins, by what all ranks
+    have asked for in the round before, and not after that."""
 
     NOTHING: ClassVar = [False] * (len(ORDERS) + 1)  # the ``asks`` of a rank that takes no part
 
     def __init__(self, session: commsched.Session, on_host: bool = True) -> None:
         self._session = session
-        self._orders: list[float] = []
+        self.next = NormsOfRound()
         self._norms: dict[tuple[TensorGroup, float], GroupNorms] = {}
-        self._asked_before: set[float] = set()  # by all ranks, in the last round that ended with step()
         # On a device the user's norms are tensors there, and the measured ones are not.
         self._is_refused = not (session.can_measure_norms and on_host)
-        self._has_begun = False  # the first round
         self.asked: set[float] = set()  # by this rank, in this round; 0: for any order
         self.current = RoundNorms({})
 
@@ -101,28 +109,17 @@ class Measures:
         """What this rank has asked for in this round, to be sent to all ranks."""
         return [order in self.asked and not self._is_refused for order in (*ORDERS, 0.0)]
 
-    def of_next_round(self) -> tuple[list[float], list[float]]:
-        """The orders of the norms that the next round measures, and those that have been asked for before it, if all ranks have
-        asked in the last round for what this one has."""
-        if not self._has_begun:
-            return list(self._orders), list(self._asked_before)
-        asked = {order for order, asks in zip((*ORDERS, 0.0), self.asks) if asks}
-        return self._with(asked & self._asked_before), list(asked or self._asked_before)
-
-    def resume(self, orders: Sequence[float], asked_before: Sequence[float]) -> None:
-        """Go on from what an earlier session's :meth:`of_next_round` said. All ranks must call it alike."""
-        self._orders, self._asked_before = list(orders), set(asked_before)
+    def resume(self, norms: NormsOfRound) -> None:
+        """Go on from what another session's :attr:`next` was. All ranks must call it alike, before the first round."""
+        self.next = norms
 
     def begin(self, groups: Sequence[TensorGroup]) -> None:
         """Called on all ranks before the first round of ``groups``. Collective, if it adds norms."""
-        self._has_begun = True
-        if self._orders and not self._is_refused:
-            self._add(groups, self._orders)
-            self.current = RoundNorms(self._norms)
+        self._begin(groups)
 
     def any_order(self, slots: Sequence[Slot]) -> float | None:
         """An order in which the norms of ``slots`` are measured, the largest if there are several."""
-        orders = sorted(self._orders, reverse=True)
+        orders = sorted({order for _, order in self._norms}, reverse=True)
         return next((order for order in orders if self.current.use(slots, order)), None)
 
     def end_round(self) -> None:
@@ -130,25 +127,34 @@ class Measures:
         if not self.current.is_over:
             self.current.end()
 
-    def begin_round(self, groups: Sequence[TensorGroup], shares: Sequence[float], committed: bool) -> None:
-        """Called on all ranks between two rounds of ``groups``. ``shares`` of the ranks have asked in the last round, and
-        ``committed`` says whether it ended with ``step()``. Collective, if it adds norms."""
+    def decide(self, shares: Sequence[float], committed: bool) -> None:
+        """Decide what the next round measures, once for each round. ``shares`` of the ranks have asked in the last one, and
+        ``committed`` says whether it ended with ``step()``."""
+        asked = {order for order, share in zip((*ORDERS, 0.0), shares) if share > 0.99}
+        self.next.orders = self._with(asked.intersection(self.next.asked_before))
+        if asked or committed:
+            self.next.asked_before = list(asked)
+
+    def begin_round(self, groups: Sequence[TensorGroup]) -> None:
+        """Called on all ranks between two rounds of ``groups``, after :meth:`decide`. Collective, if it adds norms."""
         self.end_round()
         self.asked.clear()
-        asked = {order for order, share in zip((*ORDERS, 0.0), shares) if share > 0.99}
-        orders = self._with(asked & self._asked_before)
-        if asked or committed:
-            self._asked_before = asked
+        self._begin(groups)
+
+    def _begin(self, groups: Sequence[TensorGroup]) -> None:
+        orders = self.next.orders
         if not self._is_refused and any((group, order) not in self._norms for group in groups for order in orders):
             self._add(groups, orders)
         self.current = RoundNorms(self._norms)
+        self.next = NormsOfRound(list(orders), list(self.next.asked_before))
 
     def _with(self, wanted: set[float]) -> list[float]:
         """The orders that are measured if ``wanted`` are measured too."""
-        new = [order for order in ORDERS if order in wanted and order not in self._orders]
-        if not new and 0.0 in wanted and not self._orders:
+        orders = self.next.orders
+        new = [order for order in ORDERS if order in wanted and order not in orders]
+        if not new and 0.0 in wanted and not orders:
             new = [math.inf]
-        return [*self._orders, *new]
+        return [*orders, *new]
 
     def _add(self, groups: Sequence[TensorGroup], orders: list[float]) -> None:
         norms = dict(self._norms)
@@ -162,7 +168,7 @@ class Measures:
             self._is_refused = True
             log.info("norms of gradients are read when all averages are there: %s", error)
             return
-        self._orders, self._norms = orders, norms
+        self._norms = norms
 
 
 def _norm_of(owner: Owner, slots: Sequence[Slot], order: float, dtype: torch.dtype) -> Value | None:

@@ -140,8 +140,8 @@ class Round:
         if self.state is RoundState.IDLE:
             self.measures.begin(self._places.groups)
         else:
-            ended = flags.kept()
-            self.measures.begin_round(self._places.groups, ended.asked, ended.committed > 0)
+            self._decide_norms(flags.kept())
+            self.measures.begin_round(self._places.groups)
         for group in self._places.groups:
             group.begin_step()
         flags.begin_step()
@@ -153,6 +153,15 @@ class Round:
         self._missing = sum(slot.parameter.requires_grad for slot in self._places.slots)
         for slot in self._places.all:
             slot.begin_round()
+
+    def _decide_norms(self, ended: StepShares) -> None:
+        self.measures.decide(ended.asked, ended.committed > 0)
+
+    def drop(self) -> None:
+        """There are no more rounds. Another session may go on from what this one knows. Never waits."""
+        if self.state in (RoundState.COMMITTED, RoundState.FOLDED) and self._places.flags.are_kept:
+            self._decide_norms(self._places.flags.kept())
+        self.without.forget()
 
     def _may_pack(self) -> bool:
         """Whether gradients may be submitted together. A device says itself when each of them is there, and an observer notes

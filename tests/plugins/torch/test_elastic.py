@@ -76,7 +76,8 @@ def train(
     session: Session,
     gates: Gates,
     make_optimizer: Callable[[nn.Module], torch.optim.Optimizer] = adamw,
-    clips: bool = False,
+    clips: bool | tuple[int, ...] = False,
+    logs_norms_in: tuple[int, ...] = (),
     reads_last: bool = False,
     does_not_read: int | None = None,
     catches: bool = False,
@@ -114,12 +115,15 @@ def train(
             scaler.scale(loss).backward()
             hook.remove()
             gate("after backward")
-            if clips:
+            if step.rank == 0 and step.number in logs_norms_in:
+                float(torch.linalg.vector_norm(model.first.weight.grad))  # type: ignore[arg-type]
+            clips_now = step.number in clips if isinstance(clips, tuple) else clips
+            if clips_now:
                 scaler.unscale_(optimizer)
                 gate("after unscaling")
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
                 gate("clipped")
-            if not clips:
+            if not clips_now:
                 gate("after unscaling")
             scaler.step(optimizer)
             scaler.update()
@@ -187,16 +191,33 @@ def test_weights_are_those_of_a_run_without_loss(monkeypatch: pytest.MonkeyPatch
     assert [ranks for ranks, _ in run.generations] == [2, 2, 2]
 
 
+@pytest.fixture
+def measured_norms_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Norms that are measured while averages travel are rounded in another way than the others: here, in a way that shows."""
+    of = RoundNorms.of
+    monkeypatch.setattr(RoundNorms, "of", lambda *arguments: 1.25 * of(*arguments))
+
+
+@pytest.mark.usefixtures("measured_norms_show")
 @pytest.mark.parametrize("where", ["clipped", "backward", "stepped"])
 @pytest.mark.parametrize("step", [0, 1, 2, 4])
 def test_so_they_are_with_clipping(monkeypatch: pytest.MonkeyPatch, where: str, step: int) -> None:
-    """Norms are measured from the third step on, and rounded in another way than those of the first two: here, in a way that
-    shows."""
-    of = RoundNorms.of
-    monkeypatch.setattr(RoundNorms, "of", lambda *arguments: 1.25 * of(*arguments))
+    """Norms are measured from the third step on."""
     job = partial(train, make_optimizer=momentum, clips=True)
     run = run_elastic(monkeypatch, 3, partial(job, gates=Gates((where, 1, step))), max_restarts=1)
     assert equal(run.results) == undisturbed(monkeypatch, 3, job)
+
+
+@pytest.mark.usefixtures("measured_norms_show")
+@pytest.mark.parametrize("step", range(STEPS))
+@pytest.mark.parametrize(("clips", "logs"), [((1, 3, 5), ()), ((2, 3, 4, 5), (0, 1, 2, 3)), ((0, 1, 4, 5), ())])
+def test_so_they_are_if_norms_are_not_asked_for_in_all_steps_or_by_all_ranks(
+    monkeypatch: pytest.MonkeyPatch, clips: tuple[int, ...], logs: tuple[int, ...], step: int
+) -> None:
+    """In every other step; all clip later than rank 0 logs norms; not in all."""
+    job = partial(train, make_optimizer=momentum, clips=clips, logs_norms_in=logs)
+    run = run_elastic(monkeypatch, 2, partial(job, gates=Gates(("start", 1, step))), max_restarts=1)
+    assert equal(run.results) == undisturbed(monkeypatch, 2, job)
 
 
 @pytest.mark.parametrize("make_optimizer", [adamw, momentum])
