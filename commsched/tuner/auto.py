@@ -70,6 +70,8 @@ class AutoSizes:
         self._context = context
         self.chosen: Chosen | None = None  # the latest result
         self._on_trial: SchedulerConfig | None = None  # sizes that were applied to see what partitions cost
+        self._used: list[SchedulerConfig] = []  # by this choice, one after another
+        self._measured: dict[SchedulerConfig, float] = {}  # the step times of those
         self._profiled: tuple[int, Measured] | None = None  # the group of the last choice, with a profile of what was kept
 
     def profiled(self, group: int) -> Measured | None:
@@ -83,6 +85,7 @@ class AutoSizes:
             Stopped: training ends.
         """
         incumbent, self._profiled = self._context.current(), None
+        self._used, self._measured = [incumbent], {}
         job, fixed = self._context.job, fixed_by(self._context.settings)
         space = Space(incumbent, manifest.nbytes, fixed, largest_ratio=job.largest_ratio, least_ratio=job.least_ratio)
         if space.dimensions == 0 or self._context.job.workers < 2:
@@ -92,20 +95,29 @@ class AutoSizes:
         except Exception as error:
             if is_end(error):
                 raise
-            log.warning("partition and credit stay as they are: %s: %s", type(error).__name__, error)
-            if self._context.current() == self._on_trial:
-                self._context.trials.apply(incumbent)
-            chosen = Chosen(incumbent, self._context.current(), "chosen")
+            chosen = self._given_up(error)
         self.chosen = chosen
         return chosen
+
+    def _given_up(self, error: Exception) -> Chosen:
+        """Keep the fastest sizes that were measured before ``error``."""
+        incumbent, current = self._used[0], self._context.current()
+        if current not in self._used:  # somebody else has changed the configuration; it stays
+            kept = current
+        else:
+            kept = min(self._measured, key=self._measured.__getitem__, default=incumbent)
+            if kept != self._used[-1]:
+                self._context.trials.apply(kept)
+        now = "partition and credit stay as they are" if kept == incumbent else f"{describe_config(kept)} from now on"
+        log.warning("%s: %s: %s", now, type(error).__name__, error)
+        return Chosen(incumbent, kept, "chosen")
 
     def _choose(self, group: int, manifest: Manifest, incumbent: SchedulerConfig, space: Space) -> Chosen:
         context, learner = self._context, self._context.learner
         if self.chosen is not None and not self._settle(group):  # what ended the earlier choice may have changed them just now
             return Chosen(incumbent, incumbent, "unfinished")
         current = incumbent = context.current()
-        self._on_trial = None
-        measured: dict[SchedulerConfig, float] = {}
+        self._on_trial, self._used, measured = None, [incumbent], self._measured
         profiles: dict[SchedulerConfig, Measured] = {}
         link = None
         with ExitStack() as stack:
@@ -137,18 +149,22 @@ class AutoSizes:
                     if len(measured) > 1 or (telling := _telling(current, space, model)) is None:
                         break
                     self._on_trial = found = telling
-                context.trials.apply(found)
+                self._use(found)
                 current = found
                 if not self._settle(group):
                     return Chosen(incumbent, current, "unfinished")
         kept = _fastest(measured, self._on_trial)
         if kept != current:
-            context.trials.apply(kept)
+            self._use(kept)
             if not self._settle(group):
                 return Chosen(incumbent, kept, "unfinished")
         self._profiled = group, profiles[kept]
         context.say(self._line(kept, incumbent, measured, link, profiles[kept]))
         return Chosen(incumbent, kept, "chosen")
+
+    def _use(self, config: SchedulerConfig) -> None:
+        self._used.append(config)
+        self._context.trials.apply(config)
 
     def _settle(self, group: int) -> bool:
         """Wait until a change that was applied is in use, and its first steps are over. False if training ended first, or other

@@ -123,6 +123,10 @@ def test_wrong_arguments_are_said(argv, message, capsys):
         ({"real": True, "model": "alexnet"}, "model=alexnet: real models are uniform, "),
         ({"bandwidth": "1gbit", "device": "cuda"}, "device=cuda: EMULATED layers need none; use --real"),
         ({"real": True, "megabytes": 3.0}, "megabytes: the size of a REAL model is fixed"),
+        (
+            {"real": True, "flow_bandwidth": "1gbit", "systems": ("fifo",)},
+            "flow-bandwidth=1gbit: it needs links with a bandwidth",
+        ),
         ({"bandwidth": "1gbit,2gbit"}, r"bandwidth=1gbit,2gbit: 2 rates, but there are 3 hosts, 2 workers and 1 servers"),
         ({"bandwidth": "1gbit", "settle": 2}, "settle=2: the first 3 steps of a turn may still use the settings before it"),
         ({"bandwidth": "1gbit", "transport": "pigeon"}, "transport='pigeon' is unknown"),
@@ -167,6 +171,12 @@ def test_what_the_ranks_are_told(ran):
     assert job.arguments["capped"] is False
     assert job.arguments["workload"]["kind"] == "emulated"
     assert sum(layer["backward_seconds"] for layer in job.arguments["workload"]["profile"]["layers"]) == pytest.approx(0.48)
+
+
+def test_a_cap_of_each_connection_is_told_to_the_links_and_to_who_measures_them(ran):
+    job = ran()
+    measure_rows(TrainOptions(bandwidth="400mbit", flow_bandwidth="80mbit", systems=("fifo",)))
+    assert (job.job.bandwidth, job.job.flow_bandwidth, job.arguments["flow_rate"]) == ("400mbit", "80mbit", 1e7)
 
 
 def test_a_lane_is_passed_on_when_it_is_given(ran, monkeypatch):
@@ -363,6 +373,7 @@ def test_a_rank_ends_whatever_its_engine_left_behind(tmp_path, monkeypatch):
         ({}, "torchrun has started 4 ranks, whose links are real, so use --real"),
         ({"real": True, "workers": 3}, "workers=3: torchrun has started 4 ranks; leave the option out"),
         ({"real": True, "bandwidth": "1gbit"}, "bandwidth=1gbit: torchrun has started 4 ranks, whose links are measured"),
+        ({"real": True, "flow_bandwidth": "1gbit"}, "flow-bandwidth=1gbit: torchrun has started 4 ranks, whose links are real"),
         ({"real": True, "servers": "1"}, "servers=1: torchrun has started 4 ranks; start servers by commsched server"),
         ({"real": True, "transport": "nccl"}, "nccl: the benchmark's barriers are tensors in host memory"),
     ],

@@ -277,12 +277,26 @@ def test_after_a_trial_sizes_must_be_better_than_the_fastest_and_not_than_those_
     assert [each.partition_bytes for each in job.used] == [16_000_000, 4_000_000]
 
 
+class LaterJob(Job):
+    """A change of sizes takes effect as training goes on, and not at once."""
+
+    proposed: SchedulerConfig | None = None
+
+    def apply(self, config: SchedulerConfig) -> None:
+        self.used.append(config)
+        self.proposed = config
+
+    def wait_for_steps(self, group: int, steps: int) -> bool:
+        self.current = self.proposed or self.current
+        return super().wait_for_steps(group, steps)
+
+
 def test_sizes_on_trial_are_given_up_if_their_steps_cannot_be_judged(caplog: pytest.LogCaptureFixture) -> None:
     class Fails(Model):
         def calibrate(self, trials: Sequence[tuple[SchedulerConfig, float]]) -> Model:
             raise RuntimeError("the model's process has ended")
 
-    class FailingJob(Job):
+    class FailingJob(LaterJob):
         def open_model(self, measured: Measured, incumbent: SchedulerConfig, stack: ExitStack) -> Model:
             return Fails(self, 1)
 
@@ -290,6 +304,31 @@ def test_sizes_on_trial_are_given_up_if_their_steps_cannot_be_judged(caplog: pyt
     assert job.run() == Chosen(BEGIN, BEGIN, "chosen")
     assert [each.partition_bytes for each in job.used] == [16_000_000, 4_000_000]
     assert "partition and credit stay as they are: RuntimeError: the model's process has ended" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("slower", "kept", "said"),
+    [
+        (0.01, BEGIN, "partition and credit stay as they are"),
+        (-0.01, SchedulerConfig(8_000_000, 32_000_000), "partition 8.0 MB, credit 32.0 MB from now on"),
+    ],
+)
+def test_after_an_error_the_fastest_sizes_that_were_measured_stay(
+    slower: float, kept: SchedulerConfig, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Measurements correct the model, so other sizes are used then, whose steps cannot be judged."""
+
+    class FailingJob(LaterJob):
+        def profile(self, group: int, manifest: Manifest) -> Measured | None:
+            if len(self.used) == 2:
+                raise NothingMeasured("5 steps were observed, none of them complete")
+            return super().profile(group, manifest)
+
+    job = FailingJob(lambda config: 1.0 + slower * (config != BEGIN), lambda config: 1.0, bowl(500_000, 4))
+    assert job.run() == Chosen(BEGIN, kept, "chosen")
+    assert len(job.used) == 3
+    assert job.used[-1] == kept
+    assert f"{said}: NothingMeasured: 5 steps were observed" in caplog.text
 
 
 @pytest.mark.parametrize(("costs", "factors"), [(0.02, [4]), (0.03, [2]), (0.06, [])])
