@@ -23,7 +23,7 @@ import numpy as np
 
 from commsched import ConfigError, Session
 from commsched.core.group import TensorGroup
-from commsched.settings import parse_rate, parse_seconds
+from commsched.settings import parse_seconds
 
 from .harness.arguments import (
     FLOAT32_BYTES,
@@ -31,7 +31,6 @@ from .harness.arguments import (
     add_options,
     at_least,
     float32_sizes,
-    setting,
     transport_columns,
     transport_settings,
     transport_words,
@@ -70,12 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="R",
         help="with a bandwidth: ranks that share a link (default: 1)",
     )
-    parser.add_argument(
-        "--flow-bandwidth",
-        type=setting(parse_rate),
-        metavar="RATE",
-        help="with a bandwidth: rate of each TCP connection, as clouds cap it (default: no cap)",
-    )
+    add_options(parser, **{"flow-bandwidth": None})
     sizes_help = "FROM:TO, FROM:TO:FACTOR or SIZE,SIZE,... (default: 64KB:64MB, by factors of 4)"
     parser.add_argument("--sizes", type=float32_sizes, default="64KB:64MB", help=sizes_help)
     parser.add_argument("--warmup", type=at_least(0), default=2, metavar="N", help="untimed averages of each size (default: 2)")
@@ -85,8 +79,6 @@ def run(args: argparse.Namespace) -> int:
     settings = {**transport_settings(args), "partition": args.partition, "credit": args.credit}
     job = Job(args.workers, args.servers, args.bandwidth, settings, parse_seconds(args.timeout), args.ranks_per_host)
     job = replace(job, flow_bandwidth=args.flow_bandwidth)
-    if args.flow_bandwidth is not None and args.bandwidth is None:
-        raise ConfigError(f"flow-bandwidth={args.flow_bandwidth}: it needs links with a bandwidth")
     if args.workers % args.ranks_per_host or (
         args.ranks_per_host > 1 and (args.bandwidth is None or args.workers == args.ranks_per_host)
     ):

@@ -120,6 +120,12 @@ _OPTIONS: Mapping[str, Mapping[str, Any]] = {
         "help": "rate of each link, such as 500mbit",
         "absent": "loopback",
     },
+    "flow-bandwidth": {
+        "type": setting(parse_rate),
+        "metavar": "RATE",
+        "help": "with a bandwidth: rate of each TCP connection, as clouds cap it",
+        "absent": "no cap",
+    },
     "rho": {"type": positive, "metavar": "X", "help": "EMULATED models: time of communication over time of computation"},
     "megabytes": {
         "type": positive,

@@ -35,7 +35,11 @@ class Job:
     ranks share a host and its link; without a bandwidth all ranks are on one host. ``mpi`` says that some gradients travel by
     MPI, whatever the setting ``transport`` is. ``auto_sizes``: partition and credit choose themselves, as in a user's job,
     unless ``settings`` has them; otherwise they stay until the job changes them. ``flow_bandwidth`` is the rate of each TCP
-    connection on shaped links."""
+    connection on shaped links.
+
+    Raises:
+        ConfigError: there is a ``flow_bandwidth`` and no bandwidth.
+    """
 
     workers: int
     servers: int = 0
@@ -46,6 +50,10 @@ class Job:
     mpi: bool = False
     auto_sizes: bool = False
     flow_bandwidth: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.flow_bandwidth is not None and self.bandwidth is None:
+            raise ConfigError(f"flow-bandwidth={self.flow_bandwidth}: it needs links with a bandwidth")
 
     @property
     def hosts(self) -> int:

@@ -51,7 +51,7 @@ class Links:
     def require_as_planned(self, link: str, why_not: str | None) -> None:
         """Raise JobFailed unless ``link``, the network of a job, was shaped as planned. ``why_not`` is the result of
         :func:`why_not_shaped` from before the job."""
-        if self.rates is not None and why_not is None and not link.endswith(" tbf"):
+        if self.rates is not None and why_not is None and not link.endswith((" tbf", " htb")):
             raise JobFailed(f"links were to be shaped, and could be a moment before, but the link was {link}")
 
     def for_job(self) -> str | dict[str, str] | None:

@@ -246,21 +246,29 @@ def own_address() -> str:
     return own_host(job, f"{os.environ['MASTER_ADDR']}:{os.environ.get('MASTER_PORT', '0')}")  # torchrun's
 
 
-def measure_network(session: Session, host: str, nominal_rates: Sequence[float] | None, servers: int, capped: bool) -> Network:
+def measure_network(
+    session: Session,
+    host: str,
+    nominal_rates: Sequence[float] | None,
+    servers: int,
+    capped: bool,
+    flow_rate: float | None = None,
+) -> Network:
     """Measure the rates of the network. Collective.
 
     Args:
         host: the address at which the others reach this rank.
         nominal_rates: configured rate of each host's link in bytes per second, workers before servers; None means not shaped.
         capped: whether the transport itself keeps to these rates, on a faster network.
+        flow_rate: rate of each connection in bytes per second, if links are shaped so. It does not limit what is returned.
     """
     if nominal_rates is None:
         workers = _unknown_rates(session, host)
         return Network(workers, [max(workers)] * servers)
     rates = list(nominal_rates)
     if not capped:
-        flows = measure_flows(session, host, max(MIN_BYTES, round(_LINK_SECONDS * min(rates))))
-        share = payload_share(flows, rates[: session.world_size])
+        of_one = [min(rate, flow_rate or rate) for rate in rates[: session.world_size]]
+        share = payload_share(measure_flows(session, host, max(MIN_BYTES, round(_LINK_SECONDS * min(of_one)))), of_one)
         rates = [share * rate for rate in rates]
     return Network(rates[: session.world_size], rates[session.world_size :])
 

@@ -50,6 +50,8 @@ class TrainOptions:
         servers: number of separate parameter servers, or ``"n"`` for as many as workers; ``"0"`` means a shard on every rank.
         bandwidth: rate of every link (``"500mbit"``), or one rate for each host: workers first, then servers. None means
             loopback.
+        flow_bandwidth: rate of each TCP connection (``"100mbit"``) on these links; None means no cap. T* is that of the whole
+            link.
         rho: for EMULATED models, communication time over computation time at the nominal bandwidth.
         megabytes: for EMULATED models, size of the gradients after scaling; None means unscaled for uniform, 48 for others.
         systems: names of files in ``bench/systems``. A system on commsched may also name its transport (``bench.systems``):
@@ -74,6 +76,7 @@ class TrainOptions:
     workers: int = 2
     servers: str = "0"
     bandwidth: str | None = None
+    flow_bandwidth: str | None = None
     rho: float = 1.0
     megabytes: float | None = None
     systems: tuple[str, ...] = ("ddp", "fifo", "commsched")
@@ -113,6 +116,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--servers", type=_servers, default=default.servers, metavar="K", help=servers_help)
     bandwidth_help = "rate of each link, such as 500mbit; or RATE,RATE,... for each host, workers first (default: loopback)"
     group.add_argument("--bandwidth", type=_rates, metavar="RATE", help=bandwidth_help)
+    add_options(group, **{"flow-bandwidth": default.flow_bandwidth})
     add("settings of commsched", "transport", "lane", "flows", "partition", "credit")
     add("how long", "rounds", "steps", "settle")
     group = parser.add_argument_group("time limit and result")
@@ -176,6 +180,7 @@ def measure_rows(options: TrainOptions, world: World | None = None, show_progres
         "bytes_scale": 1.0 if scaling is None else scaling.bytes_scale,
         "servers": servers,
         "nominal_rates": links.rates,
+        "flow_rate": None if options.flow_bandwidth is None else parse_rate(options.flow_bandwidth, "flow-bandwidth"),
         "capped": missing is not None,
         "clip": options.clip,
         "compile": options.compile,
@@ -191,6 +196,7 @@ def measure_rows(options: TrainOptions, world: World | None = None, show_progres
     else:
         mpi = any(spec.carrier is not None and spec.carrier.transport == "mpi" for spec in specs)
         job = Job(options.workers, servers, links.for_job(), settings, options.timeout_seconds, mpi=mpi, auto_sizes=True)
+        job = replace(job, flow_bandwidth=options.flow_bandwidth)
         with relayed_lines() if show_progress else nullcontext() as progress:
             outcome = run_job(job, module, arguments | {"progress": progress})
         links.require_as_planned(outcome.link, missing)
@@ -226,6 +232,8 @@ def _options_here(options: TrainOptions, world: World) -> TrainOptions:
         raise ConfigError(f"workers={options.workers}: {started}; leave the option out")
     if options.bandwidth is not None:
         raise ConfigError(f"bandwidth={options.bandwidth}: {started}, whose links are measured; leave the option out")
+    if options.flow_bandwidth is not None:
+        raise ConfigError(f"flow-bandwidth={options.flow_bandwidth}: {started}, whose links are real; leave the option out")
     if options.servers != default.servers:
         raise ConfigError(
             f"servers={options.servers}: {started}; start servers by commsched server, and set COMMSCHED_SERVERS on every rank"

@@ -41,6 +41,7 @@ class Assignment:
     ``workload`` is the argument of ``make_workload``. ``systems`` are specifications for ``bench.systems``. ``transport`` and
     ``order`` belong to the ranks' own session. ``nominal_rates`` are the rates of each host's link in bytes per second, workers
     before servers; None means that links are not shaped. ``capped`` says that the transport itself keeps to these rates.
+    ``flow_rate`` is that of each connection, in bytes per second, on links that are shaped so.
     ``clip`` is as in ``loop.Loop``. ``launched`` says that a launcher has started the ranks: it decides on threads, and links
     are real.
     ``progress`` is a path for ``progress.say``, or "" for stdout; None means that nobody wants to know.
@@ -57,6 +58,7 @@ class Assignment:
     servers: int
     nominal_rates: list[float] | None
     capped: bool
+    flow_rate: float | None = None
     clip: str | None = None
     compile: bool = False
     server_pids: list[int] = field(default_factory=list)
@@ -119,7 +121,7 @@ def _measure(
     trained = CompiledWorkload(workload) if task.compile else workload
     host = own_address()
     progress.say("measuring the links")
-    network = measure_network(session, host, task.nominal_rates, task.servers, task.capped)
+    network = measure_network(session, host, task.nominal_rates, task.servers, task.capped, task.flow_rate)
     progress.say("timing the layers without communication")
     compute = ComputeOnly(session, barrier, workload)
     compute.measure(_LAYER_STEPS)
