@@ -30,7 +30,7 @@ from ..control.elastic_messages import (
     StartMember,
     Tell,
 )
-from ..control.witness import runs
+from ..control.witness import is_stopped
 from ..session.membership import ELASTIC, short_path
 from . import standby
 from .launch import Interrupted, Job, ProcessEvent, kill_group, variables_of
@@ -117,7 +117,7 @@ class LocalMachine(Job):
             case KillMember(member) if member in self._pids:
                 kill_group(self._pids[member], signal.SIGKILL)
             case Examine(member) if member in self._pids:
-                if self._pids[member] in self._alive and not runs(self._pids[member]):
+                if self._pids[member] in self._alive and is_stopped(self._pids[member]):
                     self.events.put(MemberStopped(member, 0))
             case Tell(member, line):
                 with suppress(OSError, KeyError):  # it was killed meanwhile, and its end is to come

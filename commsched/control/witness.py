@@ -51,12 +51,23 @@ def main(listening_fd: int, pid: int) -> None:
 def runs(pid: int) -> bool:
     """Whether the process is neither stopped nor about to end. A sleeping process counts as running: the call that holds the
     interpreter's lock may wait."""
+    state, is_dumped = _state(pid)
+    return state in ("R", "S", "D", "I") and not is_dumped
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a signal has stopped the process. One that is about to end, or in a debugger, is not stopped."""
+    return _state(pid)[0] == "T"
+
+
+def _state(pid: int) -> tuple[str, bool]:
+    """The letter of the process's state, empty if there is none, and whether the kernel is writing its core dump."""
     try:
         with open(f"/proc/{pid}/status") as file:
             fields = dict(line.split(":", 1) for line in file if ":" in line)
     except (OSError, ValueError):
-        return False
-    return fields.get("State", "").strip()[:1] in ("R", "S", "D", "I") and fields.get("CoreDumping", "0").strip() == "0"
+        return "", False
+    return fields.get("State", "").strip()[:1], fields.get("CoreDumping", "0").strip() != "0"
 
 
 if __name__ == "__main__":

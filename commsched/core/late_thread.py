@@ -25,10 +25,10 @@ class LateThread:
         """Make ``call`` in the thread, and wait for its end for ``within_seconds`` at most. Returns whether it has ended. Later
         runs only wait."""
         if self._call is None:
-            self._call = call
-            self._may_run.set()
             if self._thread.ident is None:
                 self._thread.start()
+            self._call = call
+            self._may_run.set()
         self._thread.join(within_seconds)
         return not self._thread.is_alive()
 

@@ -17,7 +17,7 @@ import pytest
 
 from commsched.control import witness as witness_module
 from commsched.control import witnessed
-from commsched.control.witness import runs
+from commsched.control.witness import is_stopped, runs
 from commsched.control.witnessed import Doubts, Witness, process_runs
 from tests.jobs.job import gone
 
@@ -105,15 +105,22 @@ def test_what_answers_otherwise_is_no_witness() -> None:
 
 @pytest.mark.parametrize(
     ("status", "expected"),
-    [("State:\tR (running)\nCoreDumping:\t0\n", True), ("State:\tD (disk sleep)\nCoreDumping:\t1\n", False), ("", False)],
+    [
+        ("State:\tR (running)\nCoreDumping:\t0\n", (True, False)),
+        ("State:\tD (disk sleep)\nCoreDumping:\t1\n", (False, False)),
+        ("State:\tT (stopped)\nCoreDumping:\t0\n", (False, True)),
+        ("State:\tt (tracing stop)\nCoreDumping:\t0\n", (False, False)),
+        ("State:\tZ (zombie)\n", (False, False)),
+        ("", (False, False)),
+    ],
 )
-def test_a_process_that_is_being_dumped_has_ended(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, status: str, expected: bool
+def test_a_process_that_is_being_dumped_or_has_ended_neither_runs_nor_is_stopped(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, status: str, expected: tuple[bool, bool]
 ) -> None:
     path = tmp_path / "status"
     path.write_text(status)
     monkeypatch.setattr(witness_module, "open", lambda name: path.open(), raising=False)
-    assert runs(1) is expected
+    assert (runs(1), is_stopped(1)) == expected
 
 
 def test_a_peer_is_asked_once_at_a_time_and_the_log_says_that_it_is_waited_for(

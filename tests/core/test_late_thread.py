@@ -44,6 +44,23 @@ def test_one_that_was_started_early_needs_no_thread_at_the_end(monkeypatch: pyte
     assert called == [True]
 
 
+def test_one_that_could_not_be_started_may_be_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(late_thread, "START_EARLY", False)
+    thread = LateThread("commsched-late")
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    called: list[bool] = []
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="can't start new thread"):
+                thread.run(lambda: called.append(False), 60)
+    assert thread.run(lambda: called.append(True), 60)
+    assert called == [True]
+
+
 def test_one_that_is_forgotten_ends_without_a_call(early: bool) -> None:
     thread = LateThread("commsched-late")
     thread.forget()

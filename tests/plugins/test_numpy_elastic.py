@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 import commsched
 from commsched.control.generations import HOLDERS_LOST, NOTHING_KEPT
 from commsched.plugins.numpy import SGD, Linear, Network, ReLU, ScheduledOptimizer, softmax_cross_entropy
+from commsched.plugins.numpy import plugin as numpy_plugin
 from commsched.plugins.numpy.elastic import ElasticPart
 from commsched.session.elastic import Keep
 from commsched.session.session import Session
@@ -118,16 +119,19 @@ def test_updates_of_a_step_that_nobody_can_finish_are_taken_back(monkeypatch: py
     assert equal(run.results) == equal(undisturbed.results)
 
 
-def test_copies_are_made_while_an_average_is_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 1 sends no gradient of step 3 before rank 0 has copied all layers that have parameters."""
+@pytest.mark.parametrize(("most", "ahead"), [(numpy_plugin.COPIED_AHEAD, [1, 4, 6]), (300, [1, 6])])
+def test_copies_are_made_while_an_average_is_awaited(monkeypatch: pytest.MonkeyPatch, most: int, ahead: list[int]) -> None:
+    """Rank 1 sends no gradient of step 3 before rank 0 has copied the layer that it awaits, and others of at most so many
+    bytes."""
+    monkeypatch.setattr(numpy_plugin, "COPIED_AHEAD", most)
     copied: list[int] = []
     are_copied = threading.Event()
     saved = ElasticPart._saved
 
     def noted(part: ElasticPart, layer: int, memory: Any) -> Any:
-        if (part.session.rank, part._undo._updating) == (0, 3):
+        if (part.session.rank, part._undo._updating) == (0, 3) and not are_copied.is_set():
             copied.append(layer)
-            if len(copied) == 3:
+            if len(copied) == len(ahead):
                 are_copied.set()
         return saved(part, layer, memory)
 
@@ -139,6 +143,7 @@ def test_copies_are_made_while_an_average_is_awaited(monkeypatch: pytest.MonkeyP
 
     run = run_elastic(monkeypatch, 2, partial(train, gates=Gates()), holds=awaits_copies)
     assert equal(run.results) == equal(undisturbed.results)
+    assert copied == ahead
 
 
 @pytest.mark.parametrize("keep", ["device", "cpu"])

@@ -7,6 +7,9 @@ from typing import Any, Generic, TypeVar
 
 Key = TypeVar("Key", bound=Hashable)
 
+#: Larger parameters are not copied while another's average is awaited, which that copy could make late. In bytes.
+COPIED_AHEAD = 4 << 20
+
 
 class Undo(Generic[Key]):
     """Keeps the values that the last step's updates have replaced: those of each parameter, just before its update, or while
@@ -16,7 +19,8 @@ class Undo(Generic[Key]):
     knows only whether there is a result: as long as no update of a step is begun, or when all of them are made.
 
     Updates of step k are only made once all ranks have contributed to step k, so all had the result of step k - 1 then.
-    Therefore one step is enough.
+    Copies for step k are only made once this rank has the result of step k - 1, to which it can then always go, and not further
+    back. Therefore one step is enough.
 
     Between two sessions it keeps, with the same memory, a result while another rank's replaces it (:meth:`keep`).
 

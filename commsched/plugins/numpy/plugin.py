@@ -30,7 +30,7 @@ from ...core.manifest import Manifest, TensorSpec
 from ...devices import open_device
 from ..common.collectives import register_flat
 from ..common.device_copies import to_host
-from ..common.undo import Undo
+from ..common.undo import COPIED_AHEAD, Undo
 from ..common.weights_check import WeightsCheck, digest_of, number_in
 from .elastic import ElasticPart
 from .engine import SGD, Network
@@ -194,7 +194,8 @@ class ScheduledOptimizer:
     def _update(self, index: int) -> None:
         if self._undo is not None:
             proxies = [self._group.proxies[tensor] for tensor in self._tensors[index]]
-            layers = (layer for layer in (index, *self._due) if self._tensors[layer])
+            due = (layer for layer in (index, *self._due) if self._tensors[layer])
+            layers = (layer for layer in due if layer == index or self._nbytes(layer) <= COPIED_AHEAD)
             self._undo.copy_while(lambda: not all(proxy.is_open for proxy in proxies), layers)
         for tensor in self._tensors[index]:
             self._group.proxies[tensor].wait(self._stream())
@@ -208,6 +209,9 @@ class ScheduledOptimizer:
             if (part := self._check.wanted(tensor)) is not None:
                 weights = self._bytes_of(self._parameters[tensor], "")[slice(*part)]
                 self._check.add(tensor, digest_of(self._in_host(weights)))
+
+    def _nbytes(self, layer: int) -> int:
+        return sum(self._group.manifest.tensors[tensor].nbytes for tensor in self._tensors[layer])
 
     def _in_host(self, memory: Buffer) -> memoryview:
         stream = self._stream()

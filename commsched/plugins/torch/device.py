@@ -65,6 +65,9 @@ class Device:
     def read(self) -> None:
         """Called when a parameter is read for the first time."""
 
+    def order(self) -> None:
+        """Let what this thread does to parameters from now on come behind the updates that other streams have made."""
+
     def updating(self) -> AbstractContextManager[object]:
         """Return the context to run an update in. Any thread or stream may read the parameters once the block has ended."""
         return nullcontext()
@@ -141,15 +144,17 @@ class Cuda(Device):
             self._stream = stream
         self._several_streams = self._several_streams or stream != self._stream
 
+    def order(self) -> None:
+        self.read()
+        if self._several_streams:
+            torch.cuda.synchronize(self._device)
+
     @contextmanager
     def updating(self) -> Iterator[None]:
-        self.read()
-        if not self._several_streams:
-            yield
-            return
-        torch.cuda.synchronize(self._device)
+        self.order()
         yield
-        torch.cuda.current_stream(self._device).synchronize()
+        if self._several_streams:
+            torch.cuda.current_stream(self._device).synchronize()
 
     def digest(self, values: torch.Tensor, report: Callable[[int], None]) -> None:
         there = torch.empty((), dtype=torch.int64, device="cpu", pin_memory=True)

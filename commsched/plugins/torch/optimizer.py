@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 import commsched
 
 from ...core.errors import ClosedError, ConfigError, TransportError, UnsupportedError
-from ..common.undo import Undo
+from ..common.undo import COPIED_AHEAD, Undo
 from . import compiled
 from .checks import find_overlap, outside_of, require_optimizer_and_model, require_plain, sparse_weights
 from .compared import ComparedWeights, compared_keys, mean_loss
@@ -54,8 +54,6 @@ log = logging.getLogger("commsched")
 
 #: In so many steps in a row the compiler may find updates outstanding. After that it must be because of them that it compiles.
 COMPILED_IN_STEPS = 6
-#: Larger parameters are not copied while another's average is awaited, which that copy could make late. In bytes.
-COPIED_AHEAD = 4 << 20
 
 
 class ScheduledOptimizer(Optimizer):
@@ -503,9 +501,9 @@ class ScheduledOptimizer(Optimizer):
             for slot in batch:
                 del self._pending[slot.flag]
             try:
-                if self._undo is not None:
-                    self._undo.before_update([slot.parameter for slot in used])
                 with exchange.places.device.updating():
+                    if self._undo is not None:
+                        self._undo.before_update([slot.parameter for slot in used])
                     self._update(used)
                 if self._undo is not None:
                     self._undo.after_update()
@@ -526,6 +524,7 @@ class ScheduledOptimizer(Optimizer):
         """In an elastic job, copy what outstanding updates will replace, while the average of ``needed`` is on its way."""
         if self._undo is None or exchange.is_there(needed):
             return
+        exchange.places.device.order()
         slots = (
             slot
             for slot in (needed, *self._pending.values())

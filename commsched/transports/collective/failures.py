@@ -36,7 +36,8 @@ class DeferredFailure:
         when_failed(self._hear)
 
     def report(self, error: CommschedError) -> None:
-        """Report an error. Callable from any thread; never blocks. Only the first error counts."""
+        """Report an error. Callable from any thread. Only the first error counts. It does not block, but when an interpreter of
+        Python 3.12 ends: no thread can be started then, so the caller calls ``on_failure`` at once."""
         with self._lock:
             if self._known:
                 return
@@ -45,7 +46,8 @@ class DeferredFailure:
             self._timer.name = "commsched-verdict"
             self._timer.daemon = True
             try:
-                return self._timer.start()
+                self._timer.start()
+                return
             except RuntimeError:  # Python 3.12 starts no thread at the interpreter's end
                 self._timer = None
         self._on_failure(error)

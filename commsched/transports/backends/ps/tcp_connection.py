@@ -5,6 +5,8 @@ The messages are neither encrypted nor signed, unless ``tls_connection.py`` carr
 
 from __future__ import annotations
 
+import errno
+import os
 import select
 import socket
 import struct
@@ -241,7 +243,8 @@ class TcpConnection:
             self._unsent_bytes, self._rest_bytes = unsent, min(unsent // 2, _MOST_REST_BYTES)
 
     def _write(self, parts: list[bytes | memoryview]) -> None:
-        """Give ``parts`` to the kernel, and return when it holds little unsent."""
+        """Give ``parts`` to the kernel. After a large message return when it holds little unsent, and when a third of the
+        socket's buffer is free, in which what is not acknowledged yet counts too."""
         nbytes = sum(map(len, parts))
         # A large message is committed as a whole, so the kernel may hold it, and need not wake the sender for each part.
         is_large = nbytes > self._unsent_bytes
@@ -254,7 +257,8 @@ class TcpConnection:
             self._hold_unsent(self._unsent_bytes)
             [(_, events)] = self._writable.poll()
             if events != select.POLLOUT:
-                raise BrokenPipeError("the connection has ended")
+                number = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) or errno.EPIPE
+                raise OSError(number, os.strerror(number))
 
     def _hold_unsent(self, nbytes: int) -> None:
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, nbytes)
