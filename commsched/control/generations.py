@@ -40,7 +40,10 @@ class Asked:
 
 # Why a job ends if none of its ranks goes on: some have had a result; none has said so, and none is left; some are left.
 HOLDERS_LOST = "no rank is left that has the values after a step: all that had them are lost"
-NONE_LEFT = "no rank is left that has the values after a step: all are lost, or the script does not use commsched.Elastic"
+NONE_LEFT = (
+    "no rank is left that has the values after a step: all are lost, or have ended before the first step, or outside the loop "
+    "of commsched.Elastic"
+)
 NOTHING_KEPT = (
     "no rank is left that has all values after a step: those that are left were in the midst of its updates, or of taking "
     'those of another rank, and commsched.Elastic(keep="nothing") keeps no copies. Start again from a checkpoint; '

@@ -106,9 +106,11 @@ class ElasticStep:
         self.world_size = session.world_size
         self.is_new_world = is_new_world
         self._session = session
+        self._is_entered = False
         self._lost: BaseException | None = None
 
     def __enter__(self) -> ElasticStep:
+        self._is_entered = True
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> bool:
@@ -155,7 +157,8 @@ class Elastic:
 
     Raises:
         UnsupportedError: the optimizer is of another plugin.
-        ConfigError: ``keep`` is none of these, or ranks differ in it.
+        ConfigError: ``keep`` is none of these, or ranks differ in it; ``also`` is no list of such objects; there is an Elastic
+            for the optimizer already.
     """
 
     def __init__(self, optimizer: ElasticOptimizer, also: Sequence[HasState] = (), keep: Keep = "device") -> None:
@@ -167,6 +170,7 @@ class Elastic:
             )
         if keep not in get_args(Keep):
             raise ConfigError(f'keep={keep!r} of Elastic: it may be "device", "cpu" or "nothing"')
+        _require_state(also)
         self.state: dict[str, Any] = {}
         self._keep = keep
         self._optimizer = part
@@ -174,6 +178,7 @@ class Elastic:
         self._steps = 0  # made so far
         self._noted: dict[int, tuple[Any, str]] = {}  # by number of steps, those that this rank may go back to
         self._has_begun = False
+        self._was_entered = True  # the last step, by ``with``
         self._leaves = False
         self._is_elastic = part.session.place is not None
         if self._is_elastic:
@@ -258,6 +263,7 @@ class Elastic:
             elif self._steps < count:
                 step = ElasticStep(self._steps, self.session, is_new_world)
                 yield step
+                self._require_entered(step)
                 lost = step._lost or self._unnoticed()
                 if lost is None:
                     self._steps += 1
@@ -274,6 +280,17 @@ class Elastic:
             if not self._move_on(lost, count):
                 return
             is_new_world = True
+
+    def _require_entered(self, step: ElasticStep) -> None:
+        """Warn once if a script forgets ``with step:``, which would show at the first loss only."""
+        if self._was_entered and not step._is_entered:
+            log.warning(
+                "rank %d: step %d of Elastic.steps() was not entered: put what a step does into 'with step:', or a loss within "
+                "it ends the job",
+                step.rank,
+                step.number,
+            )
+        self._was_entered = self._was_entered and step._is_entered
 
     def _leave(self) -> None:
         """End this process. The others may finish the last step, for which they need what is left of this rank's session."""
@@ -428,6 +445,15 @@ class Elastic:
     def _await_all(self) -> None:
         """Wait until all ranks have the root's values. So a rank that is lost in its first step takes no values with it."""
         self.session.gather(None, "to begin the steps")
+
+
+def _require_state(also: object) -> None:
+    if not isinstance(also, Sequence) or isinstance(also, str):
+        raise ConfigError(f"also= of Elastic is a {type(also).__name__}; it may be a list, such as also=[scheduler]")
+    for each in also:
+        for name in ("state_dict", "load_state_dict"):
+            if not callable(getattr(each, name, None)):
+                raise ConfigError(f"also= of Elastic holds a {type(each).__name__}, which has no {name}()")
 
 
 def _is_of_lost_ranks(error: BaseException, session: Session) -> bool:

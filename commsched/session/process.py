@@ -200,7 +200,8 @@ def _end(session: Session) -> None:
         # code in any other way.
         log.error("rank %d: %s: %s", session.rank, type(failure).__name__, failure)
         flush_all()
-        if is_consequence(failure):
+        is_own = isinstance(failure, TransportError) and failure.rank == session.rank  # the others still needed this rank
+        if is_consequence(failure) and not is_own:
             let_the_cause_end_first(os.environ)
         process_exit.leave(process_exit.code_of(failure))
 

@@ -136,10 +136,13 @@ def test_a_token_file_that_is_replaced_during_the_job_does_not_count(monkeypatch
     opened.close()
 
 
-class NoPart:
-    """An optimizer that is asked for nothing."""
+ORDINARY = SimpleNamespace(place=None, membership=None, failure=None, rank=1, world_size=2)
 
-    elastic_part: Any = SimpleNamespace(session=SimpleNamespace(place=None))
+
+class NoPart:
+    """An optimizer in a job that is not elastic."""
+
+    elastic_part: Any = SimpleNamespace(session=ORDINARY, synchronize=lambda: None)
 
 
 def test_what_is_kept_is_one_of_three() -> None:
@@ -147,6 +150,29 @@ def test_what_is_kept_is_one_of_three() -> None:
         Elastic(NoPart(), keep=keep)
     with pytest.raises(ConfigError, match=r"""^keep='gpu' of Elastic: it may be "device", "cpu" or "nothing"$"""):
         Elastic(NoPart(), keep="gpu")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("also", "message"),
+    [
+        (Path(), "also= of Elastic is a PosixPath; it may be a list, such as also=.scheduler."),
+        ("scheduler", "also= of Elastic is a str; it may be a list"),
+        ([Path()], r"also= of Elastic holds a PosixPath, which has no state_dict\(\)"),
+        ([SimpleNamespace(state_dict=dict)], r"also= of Elastic holds a SimpleNamespace, which has no load_state_dict\(\)"),
+    ],
+)
+def test_what_else_has_a_state_is_a_list_of_objects_that_have_one(also: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        Elastic(NoPart(), also=also)
+
+
+def test_a_step_that_is_not_entered_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    for step in Elastic(NoPart()).steps(4):
+        if step.number == 0:
+            with step:
+                assert not caplog.messages
+    [message] = caplog.messages
+    assert message.startswith("rank 1: step 1 of Elastic.steps() was not entered: put what a step does into 'with step:'")
 
 
 @pytest.mark.parametrize(

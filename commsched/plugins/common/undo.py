@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any, Generic, TypeVar
 
+from ...core.errors import ConfigError
+
 Key = TypeVar("Key", bound=Hashable)
 
 #: Larger parameters are not copied while another's average is awaited, which that copy could make late. In bytes.
@@ -103,3 +105,18 @@ class Undo(Generic[Key]):
         self._now = self._updating = steps
         self._begun = -1
         self._is_torn = False
+
+
+def require_no_undo(undo: Undo[Any] | None) -> None:
+    """Raises ConfigError if an optimizer, whose ``undo`` it is, has an Elastic already."""
+    if undo is not None:
+        raise ConfigError("this optimizer has an Elastic already: make one, for one loop over its steps()")
+
+
+def require_only_one(optimizers: int) -> None:
+    """Raises ConfigError if an elastic job has several ``optimizers``, whose updates could not be taken back together."""
+    if optimizers > 1:
+        raise ConfigError(
+            f"an elastic job may have one ScheduledOptimizer, and this one has {optimizers}: give the parameters of all models "
+            "to one optimizer, or run without --elastic"
+        )

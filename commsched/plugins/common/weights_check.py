@@ -31,6 +31,11 @@ def number_in(session: commsched.Session, what: str = "optimizer") -> tuple[int,
     return counts[what], "" if counts[what] == 1 else f" of {what} {counts[what]}"
 
 
+def count_in(session: commsched.Session, what: str = "optimizer") -> int:
+    """How many ``what`` :func:`number_in` has numbered."""
+    return _counts.get(session, Counter())[what]
+
+
 class WeightsCheck:
     """Compares a part of the weights every ``session.check_weights`` steps. Each time it takes the next part, so all weights
     are compared in time. Before the first such step it also compares after 1, 2, 4, ... steps.

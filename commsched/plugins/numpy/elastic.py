@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 import commsched
 
 from ...core.interfaces import Buffer
-from ..common.undo import Undo
+from ..common.undo import Undo, require_no_undo, require_only_one
+from ..common.weights_check import count_in
 
 if TYPE_CHECKING:
     from ...session.elastic import Keep
@@ -32,10 +33,12 @@ class ElasticPart:
         self._of.synchronize()
 
     def begin_undo(self, keep: Keep) -> None:
+        require_no_undo(self._of._undo)
         self._is_apart = keep == "cpu" and self._of._device is not None  # copies are not where the values are
         self._undo = self._of._undo = Undo(None if keep == "nothing" else self._saved, self._restore)
 
     def begin_step(self, step: int) -> int:
+        require_only_one(count_in(self.session))
         return self._undo.begin_step(step)
 
     def note(self) -> Any:

@@ -11,8 +11,9 @@ import torch
 import commsched
 
 from ...core.errors import UnsupportedError
-from ..common.undo import Undo
+from ..common.undo import Undo, require_no_undo, require_only_one
 from .initial_state import options_of, parameters_of, take_options
+from .layout import layouts_in
 from .norms import NormsOfRound
 from .saved import Saved, copied, put_back, saved_for_update
 from .update import is_of_torch
@@ -27,6 +28,7 @@ class ElasticPart:
 
     def __init__(self, optimizer: ScheduledOptimizer) -> None:
         self._of = optimizer
+        self._is_alone_in: commsched.Session | None = None  # it is known to be the only optimizer
         self._norms = NormsOfRound()  # of the next session's first round
 
     @property
@@ -37,6 +39,7 @@ class ElasticPart:
         self._of.synchronize()
 
     def begin_undo(self, keep: Keep) -> None:
+        require_no_undo(self._of._undo)
         kind = type(self._of.optimizer)
         if not is_of_torch(self._of.optimizer):
             raise UnsupportedError(
@@ -48,6 +51,9 @@ class ElasticPart:
     def begin_step(self, step: int) -> int:
         if self._of._has_compiled:
             raise UnsupportedError("code that torch.compile compiles cannot be elastic")
+        if self._is_alone_in is not self.session:
+            require_only_one(layouts_in(self.session))
+            self._is_alone_in = self.session
         return self._undo.begin_step(step)
 
     def note(self) -> Any:

@@ -102,6 +102,11 @@ def end_abandoned(session: commsched.Session) -> None:
         queue.popleft().end()
 
 
+def layouts_in(session: commsched.Session) -> int:
+    """The number of layouts that have parameters in ``session``."""
+    return len({id(owner) for owner in _owners.values() if owner._session is session})
+
+
 class GradientLayout:
     """Owns the flat buffers. One group holds the parameters that require a gradient from the start, in the order of their first
     use. Each set of parameters that gets its places later has another group.

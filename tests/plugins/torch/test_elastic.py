@@ -462,6 +462,31 @@ def test_an_optimizer_of_unknown_state_is_refused(monkeypatch: pytest.MonkeyPatc
         commsched.Elastic(torch.optim.SGD(Model().parameters(), lr=0.1))  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("is_before", [True, False], ids=["before Elastic", "after it"])
+def test_a_second_optimizer_is_refused_before_the_first_step(monkeypatch: pytest.MonkeyPatch, is_before: bool) -> None:
+    def both(session: Session) -> None:
+        models = [Model(), Model()]
+        optimizers = [ScheduledOptimizer(adamw(each), each, session=session) for each in models[: 1 + is_before]]
+        elastic = commsched.Elastic(optimizers[0])
+        if not is_before:
+            ScheduledOptimizer(adamw(models[1]), models[1], session=session)
+        next(elastic.steps(2))
+
+    with pytest.raises(ConfigError, match="an elastic job may have one ScheduledOptimizer, and this one has 2: give"):
+        run_elastic(monkeypatch, 2, both)
+
+
+def test_a_second_elastic_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def twice(session: Session) -> None:
+        model = Model()
+        optimizer = ScheduledOptimizer(adamw(model), model, session=session)
+        commsched.Elastic(optimizer)
+        commsched.Elastic(optimizer)
+
+    with pytest.raises(ConfigError, match="this optimizer has an Elastic already"):
+        run_elastic(monkeypatch, 2, twice)
+
+
 def test_a_step_whose_loss_the_script_has_caught_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """As loops do that skip a batch whatever is wrong with it."""
     run = run_elastic(monkeypatch, 2, partial(train, gates=Gates(("after backward", 1, 3)), catches=True), max_restarts=1)
