@@ -21,7 +21,7 @@ from ..core.world import World
 from ..session.membership import require_can_be_elastic
 from ..session.metrics import require_library
 from ..session.opening import quiet_grpc
-from ..settings import OneOf, Settings, parse_rate, parse_server
+from ..settings import OneOf, Settings, parse_rate, parse_server, require_one_of
 from ..transports import require_transport, without_effect
 from ..version import __version__
 
@@ -294,6 +294,11 @@ def _add_predict(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--bandwidth", type=_list_of(_rate), required=True, metavar="RATE,...", help=rates_help)
     servers_help = "parameter servers on machines of their own; default: 0, a shard on every worker"
     parser.add_argument("--servers", type=_at_least(0), default=0, metavar="K", help=servers_help)
+    transport_help = (
+        "the transport of commsched: ps, gloo (mpi is alike), or auto, which a job with PyTorch has by default: ps for up to 7 "
+        "workers and with servers, otherwise gloo (default: auto)"
+    )
+    parser.add_argument("--transport", default="auto", metavar="{auto,ps,gloo}", help=transport_help)
     for name, default, text in (
         ("overhead", 50e-6, "seconds that a message costs besides its bytes"),
         ("latency", 50e-6, "seconds in which a message arrives after it has left"),
@@ -309,25 +314,31 @@ def _add_predict(parser: argparse.ArgumentParser) -> None:
 
 
 def _predict(arguments: argparse.Namespace) -> int:
-    from .predict import Question, predict, read_model, require_matplotlib
+    from .predict import TRANSPORTS, Question, predict, read_model, require_file, require_matplotlib, transport_of
 
+    require_one_of(TRANSPORTS, arguments.transport, "--transport")
+    if arguments.servers and arguments.transport == "gloo":
+        raise ConfigError(_only_ps_has_servers(arguments.servers, arguments.transport))
     if arguments.plot is not None:
         require_matplotlib()
-    clips = arguments.clip
+    clips, gloo = arguments.clip, True
     if arguments.model.suffix == ".py":
         from .record import record_script
 
+        require_file(arguments.model)
         recorded = record_script(arguments.model, arguments.arguments, os.environ)
-        profile, clips = recorded.profile, clips or recorded.clips
+        profile, clips, gloo = recorded.profile, clips or recorded.clips, recorded.gloo
         if recorded.waits is not None:
             say_error(f"commsched: {recorded.waits} waits for all averages. The table is for a loop without that wait")
     elif arguments.arguments:
         raise ConfigError(f"{arguments.arguments[0]}: only a training script (--model train.py) takes arguments")
     else:
         profile = read_model(arguments.model)
+    servers, overhead, latency = arguments.servers, arguments.overhead, arguments.latency
     questions = [
-        Question(workers, rate, arguments.servers, arguments.overhead, arguments.latency, clips, arguments.wire16)
+        Question(workers, rate, servers, overhead, latency, clips, arguments.wire16, transport)
         for workers in arguments.workers
+        for transport in [transport_of(arguments.transport, workers, servers, gloo)]
         for rate in arguments.bandwidth
     ]
     return predict(profile, questions, as_json=arguments.json, plot=arguments.plot)
@@ -398,9 +409,7 @@ def _checked(options: Mapping[str, str], arguments: argparse.Namespace) -> Setti
     require_transport(settings.transport)
     if settings.transport != "auto":
         if arguments.servers and settings.transport != "ps":
-            raise ConfigError(
-                f"--servers {arguments.servers} cannot be used with transport={settings.transport}: only ps has servers"
-            )
+            raise ConfigError(_only_ps_has_servers(arguments.servers, settings.transport))
         for problem in without_effect(settings, settings.transport).values():
             raise ConfigError(problem)
     named = f"servers={','.join(settings.servers)!r}"
@@ -411,6 +420,10 @@ def _checked(options: Mapping[str, str], arguments: argparse.Namespace) -> Setti
     if settings.metrics is not None:
         require_library()
     return settings
+
+
+def _only_ps_has_servers(servers: int, transport: str) -> str:
+    return f"--servers {servers} cannot be used with transport={transport}: only ps has servers"
 
 
 def _startable(command: Sequence[str]) -> list[str]:

@@ -12,16 +12,20 @@ from typing import Any
 from ..core.errors import ConfigError
 from ..core.scheduler import SchedulerConfig
 from ..core.standard_streams import say_out
+from ..core.world import World
+from ..settings import Settings, parse_bytes
 from ..simulator import Cluster, Exchange, Rules, equal_workers, simulate
 from ..simulator.lower_bound import clipped_bound, first_share
 from ..simulator.profile import ITEMSIZE, LayerProfile, Profile
-from ..simulator.scenario import bytes_factor, ddp_rules
+from ..simulator.scenario import DDP_BUCKET_MIB, bytes_factor, ddp_rules
+from ..transports.collective.transport import EXCHANGE_UP_TO
+from ..transports.open import Capabilities, choose
 from ..tuner.auto import best_sizes
-from ..tuner.initial_guesses import seeds
+from ..tuner.initial_guesses import before_first_step, seeds
 from ..tuner.model import Model
 from ..tuner.profiler import LinkEstimate
 from ..tuner.result import size
-from ..tuner.space import Space, max_ratio
+from ..tuner.space import MIN_TELLING_BYTES, Space, max_ratio
 
 Row = dict[str, Any]
 
@@ -29,7 +33,8 @@ Row = dict[str, Any]
 @dataclass(frozen=True, slots=True)
 class Question:
     """A cluster, and how gradients travel there. ``rate`` is that of every network card, in bytes per second and direction.
-    ``overhead`` and ``latency`` are those of a message, in seconds. ``halved``: commsched sends 16 bits for 32."""
+    ``overhead`` and ``latency`` are those of a message, in seconds. ``halved``: commsched sends 16 bits for 32. ``transport``:
+    ``ps`` or ``gloo``. ``sizes``: those that are set; None: commsched chooses them."""
 
     workers: int
     rate: float
@@ -38,6 +43,24 @@ class Question:
     latency: float = 50e-6
     clips: bool = False
     halved: bool = False
+    transport: str = "ps"
+    sizes: SchedulerConfig | None = None
+
+    @property
+    def ordered(self) -> bool:
+        """Whether partitions are averaged by collectives, in one order."""
+        return self.transport != "ps"
+
+
+#: What ``--transport`` may be. gloo stands for all collectives.
+TRANSPORTS = ("auto", "ps", "gloo")
+
+
+def transport_of(name: str, workers: int, servers: int, gloo: bool) -> str:
+    """The transport of a job with ``transport=name``, one rank on each machine, and nothing else set. ``gloo``: its ranks have
+    imported a PyTorch with gloo."""
+    settings = Settings(transport=name, servers=("a server's address",) * servers)
+    return choose(settings, World(world_size=workers), Capabilities(gloo=gloo)).name
 
 
 def read_model(path: Path) -> Profile:
@@ -46,13 +69,23 @@ def read_model(path: Path) -> Profile:
     Raises:
         ConfigError: it is neither, or cannot be read.
     """
+    require_file(path)
     try:
         record = json.loads(path.read_text())
         if "world_size" in record:
             record = _of_stats(record)
         return Profile.from_record(record)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except OSError as error:
+        raise ConfigError(f"--model {path} cannot be read: {error.strerror or error}") from error
+    except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"--model {path}: {error}") from error
+
+
+def require_file(model: Path) -> None:
+    if model.is_dir():
+        raise ConfigError(f"--model {model} is a directory")
+    if not model.exists():
+        raise ConfigError(f"--model {model}: there is no such file")
 
 
 def _of_stats(stats: Mapping[str, Any]) -> Row:
@@ -95,6 +128,8 @@ def predict(profile: Profile, questions: Sequence[Question], as_json: bool = Fal
             say_out(_line(_cell(rows[-1][key]) for key in _HEADINGS))
     if as_json:
         say_out(json.dumps(rows, indent=2))
+    elif (advice := _advice(profile, questions, rows)) is not None:
+        say_out(advice)
     if plot is not None:
         from .predict_plot import draw
 
@@ -102,6 +137,37 @@ def predict(profile: Profile, questions: Sequence[Question], as_json: bool = Fal
         if not as_json:
             say_out(f"the plot is in {plot}")
     return 0
+
+
+#: Step times that differ by a smaller share count as equal.
+_EQUAL = 0.02
+
+#: The partition and the fusion of few, large messages, like DDP's buckets.
+_LARGE = f"{DDP_BUCKET_MIB}MiB"
+
+
+def _advice(profile: Profile, questions: Sequence[Question], rows: Sequence[Row]) -> str | None:
+    """What to do about the row in which commsched is the slowest beside DDP; None if it is slower nowhere."""
+    row, question = min(zip(rows, questions, strict=True), key=lambda pair: float(pair[0]["speedup"]))
+    if row["speedup"] > 1 - _EQUAL:
+        return None
+    large = parse_bytes(_LARGE)
+    sizes = SchedulerConfig(large, 4 * large, fusion_bytes=large)
+    ways = {f"COMMSCHED_PARTITION={_LARGE} COMMSCHED_FUSION={_LARGE}": replace(question, sizes=sizes)}
+    if question.ordered:
+        ways["COMMSCHED_TRANSPORT=ps"] = replace(question, transport="ps")
+    else:
+        ways["COMMSCHED_TRANSPORT=gloo"] = replace(question, transport="gloo", servers=0)
+    if not question.servers:
+        ways[f"{question.workers} parameter servers"] = replace(question, transport="ps", servers=question.workers)
+    found = {way: float(answer(profile, each)["commsched"]) for way, each in ways.items()}
+    best = min(found, key=found.__getitem__)
+    if found[best] > (1 - _EQUAL) * row["commsched"]:
+        rest = "No other transport, servers or larger sizes help: DDP is the better choice there"
+    else:
+        rest = f"With {best} it takes {found[best]:.4g} ms"
+    where = f"{row['workers']} workers and {row['gigabits']:.4g} Gbit/s"
+    return f"commsched is slower than DDP at {where}: {row['commsched']:.4g} ms against {row['ddp']:.4g} ms. {rest}."
 
 
 def require_matplotlib() -> None:
@@ -112,6 +178,7 @@ def require_matplotlib() -> None:
 _HEADINGS = {
     "workers": "workers",
     "gigabits": "Gbit/s",
+    "transport": "transport",
     "rho": "rho",
     "bound": "bound ms",
     "commsched": "commsched ms",
@@ -134,15 +201,16 @@ def answer(profile: Profile, question: Question) -> Row:
     comm = [per_byte * layer.nbytes for layer in halved.layers]
     bound = clipped_bound(forward, backward, comm, first_share(question.clips, question.servers > 0))
     servers = question.servers
-    cluster = _cluster(question, servers, question.overhead / factor)
+    cluster = _cluster(question, servers, question.overhead if question.ordered else question.overhead / factor)
     ours, config = min(
-        ((_seconds(halved, cluster, Rules(each, norm=question.clips)), each) for each in _sizes(halved, question, per_byte)),
+        ((_seconds(halved, cluster, _rules(each, question)), each) for each in _sizes(halved, question, per_byte)),
         key=lambda found: found[0],
     )
     ddp = _seconds(profile, _cluster(question, 0, question.overhead), ddp_rules())
     return {
         "workers": question.workers,
         "servers": servers,
+        "transport": question.transport,
         "gigabits": 8 * question.rate / 1e9,
         "rho": sum(comm) / profile.compute_seconds,
         "bound": 1e3 * bound,
@@ -157,17 +225,37 @@ def answer(profile: Profile, question: Question) -> Row:
     }
 
 
+def _rules(config: SchedulerConfig, question: Question) -> Rules:
+    """A loop that clips waits for the norm of the averages, or for all of them where no transport knows the norm earlier."""
+    if not question.ordered:
+        return Rules(config, norm=question.clips)
+    if not question.clips:
+        return Rules(config, Exchange.ALL_REDUCE)
+    if question.workers <= EXCHANGE_UP_TO:
+        return Rules(config, Exchange.SPLIT, norm=True)
+    return Rules(config, Exchange.ALL_REDUCE, barrier=True)
+
+
 def _sizes(profile: Profile, question: Question, per_byte: float) -> list[SchedulerConfig]:
-    """The sizes that a job chooses for itself if its measurements are exact, and the same partitions with credit for all
-    shards."""
+    """The sizes that a job has before its first step, and those that it chooses for itself if its measurements are exact; over
+    the parameter server also the same partitions with credit for all shards."""
+    if question.sizes is not None:
+        return [question.sizes]
+    if profile.nbytes < MIN_TELLING_BYTES:
+        return [Settings().scheduler]
+    workers, servers, ordered = question.workers, question.servers, question.ordered
     link = LinkEstimate(per_byte, question.overhead, question.latency)
-    starts = seeds(profile, link, question.workers, servers=question.servers)
-    model = Model(profile, link, question.workers, servers=question.servers, anchor_bytes=starts[0].partition_bytes)
-    ratio = max_ratio(question.workers, question.servers)
-    best = best_sizes(model.predict, Space(starts[0], profile.nbytes, largest_ratio=ratio), starts)
-    shards = question.servers or question.workers
+    starts = seeds(profile, link, workers, servers=servers, ordered=ordered)
+    partition, count = before_first_step(profile.nbytes, workers, servers=servers, ordered=ordered, rate=question.rate)
+    first = SchedulerConfig(partition, count * partition)
+    model = Model(profile, link, workers, servers=servers, ordered=ordered, anchor_bytes=starts[0].partition_bytes)
+    space = Space(first, profile.nbytes, largest_ratio=max_ratio(workers, servers, ordered))
+    best = best_sizes(model.predict, space, [first, *starts], ordered)
+    if ordered:
+        return [first, best]
+    shards = servers or workers
     credits = (best.credit_bytes, *(lanes * best.partition_bytes for lanes in (shards + 1, 2 * shards)))
-    return [replace(best, credit_bytes=min(credit, max(best.credit_bytes, profile.nbytes))) for credit in credits]
+    return [first, *(replace(best, credit_bytes=min(credit, max(best.credit_bytes, profile.nbytes))) for credit in credits)]
 
 
 def _cluster(question: Question, servers: int, message_seconds: float) -> Cluster:
@@ -181,7 +269,7 @@ _DETAILED = 4
 
 
 def _seconds(profile: Profile, cluster: Cluster, rules: Rules) -> float:
-    if rules.exchange is Exchange.ALL_REDUCE:  # workers in lock step are exact there
+    if rules.exchange is not Exchange.PARAMETER_SERVER:  # workers in lock step are exact there
         cluster = replace(cluster, workers=(replace(cluster.workers[0], count=cluster.world_size),))
     return simulate(profile, cluster, rules).step_seconds[0]
 

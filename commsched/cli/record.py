@@ -26,11 +26,13 @@ _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 @dataclass(frozen=True, slots=True)
 class RecordedScript:
     """A training script's layers and its loop. ``clips``: it clips by the norm of the averages, or reads it. ``waits``: the
-    line that waits for all averages for another reason, and the reason; None if there is none."""
+    line that waits for all averages for another reason, and the reason; None if there is none. ``gloo``: it has imported a
+    PyTorch with gloo."""
 
     profile: Profile
     clips: bool
     waits: str | None
+    gloo: bool
 
 
 def record_script(script: Path, arguments: Sequence[str], environ: Mapping[str, str]) -> RecordedScript:
@@ -40,8 +42,6 @@ def record_script(script: Path, arguments: Sequence[str], environ: Mapping[str, 
         ConfigError: the script could not be run, failed, or ended before.
         KeyboardInterrupt: a signal interrupted it.
     """
-    if not script.is_file():
-        raise ConfigError(f"--model {script}: there is no such file")
     say_error(f"commsched: {script} runs as one process until it has trained {STEPS_TO_RECORD} steps")
     handlers = {number: signal.getsignal(number) for number in _STOPS}
     try:
@@ -62,7 +62,7 @@ def record_script(script: Path, arguments: Sequence[str], environ: Mapping[str, 
     wait = found["full_wait"]
     profile = replace(Profile.from_record(found["profile"]), model=script.name)
     waits = None if wait is None or found["measures_norms"] else f"{wait['line']} ({wait['why']})"
-    return RecordedScript(profile, found["measures_norms"], waits)
+    return RecordedScript(profile, found["measures_norms"], waits, found["gloo"])
 
 
 def _run(command: Sequence[str], environ: Mapping[str, str], path: Path) -> int:

@@ -12,6 +12,7 @@ from pathlib import Path
 from ..core.errors import ClosedError
 from ..core.interfaces import SessionObserver
 from ..core.manifest import Manifest
+from ..transports.open import detect_capabilities
 from ..tuner.meter import StepTimer
 from ..tuner.profiler import Profiler
 from .session import Session
@@ -32,7 +33,8 @@ def start_recording(session: Session, path: Path) -> None:
     is registered.
 
     The file is a JSON object: ``profile`` (see ``Profile.from_record``), ``measures_norms`` (whether the loop waits for norms
-    before it updates) and ``full_wait`` (as in ``Session.stats``).
+    before it updates), ``full_wait`` (as in ``Session.stats``) and ``gloo`` (whether the process has imported a PyTorch with
+    gloo).
     """
     meter = StepTimer(lambda report: None)
     session.on_register(meter.add_group)
@@ -69,6 +71,7 @@ def _record(session: Session, meter: StepTimer, forward: ForwardMarks, path: Pat
             "profile": profile.to_record(),
             "measures_norms": session.core.measures_norms(group),
             "full_wait": statistics["full_wait"],
+            "gloo": detect_capabilities().gloo,
         }
         written = path.with_suffix(".part")
         written.write_text(json.dumps(found))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from commsched.cli.main import main
+from commsched.core.scheduler import SchedulerConfig
 from commsched.simulator.lower_bound import lower_bound
 from tests import warm
 from tests.jobs.job import ROOT, run_job
@@ -97,9 +99,62 @@ def test_the_table_has_a_row_for_each_cluster(tmp_path: Path, capsys: pytest.Cap
     assert main(["predict", "--model", str(path), "--workers", "2,64", "--bandwidth", "1gbit"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("SIMULATED: ten layers, 10.0 MB of gradients in 10 layers, 300.0 ms of computation per step.")
-    assert lines[2].split()[:3] == ["workers", "Gbit/s", "rho"]
+    assert lines[2].split()[:4] == ["workers", "Gbit/s", "transport", "rho"]
     assert [line.split()[0] for line in lines[3:]] == ["2", "64"]
     assert len({len(line) for line in lines[2:]}) == 1
+
+
+def test_each_number_of_workers_has_the_transport_that_auto_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = rows(tmp_path, capsys, PROFILE, "--workers", "7,8")
+    assert [row["transport"] for row in found] == ["ps", "gloo"]
+    [on_shards] = rows(tmp_path, capsys, PROFILE, "--workers", "8", "--transport", "ps")
+    assert on_shards["transport"] == "ps"
+    assert on_shards["commsched"] != found[1]["commsched"]
+    [served] = rows(tmp_path, capsys, PROFILE, "--workers", "8", "--servers", "8")
+    assert served["transport"] == "ps"
+
+
+def test_over_gloo_a_loop_that_clips_waits_for_norms_up_to_16_workers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """More ranks make no averages by halves, so that such a loop waits for all of them, as DDP does."""
+    late, all_ = rows(tmp_path, capsys, PROFILE, "--workers", "16,17", "--clip")
+    assert late["commsched"] < 0.98 * all_["commsched"]
+
+
+def test_where_commsched_is_slower_than_ddp_a_line_says_what_helps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Three small messages cost more than one, and a loop that clips waits for all of them."""
+    layers = [{**layer, "shapes": [[15_000]], "forward_seconds": 1e-4, "backward_seconds": 2e-4} for layer in LAYERS[:3]]
+    path = tmp_path / "m.json"
+    path.write_text(json.dumps({**PROFILE, "layers": layers}))
+    assert main(["predict", "--model", str(path), "--workers", "64", "--bandwidth", "1gbit", "--clip"]) == 0
+    *_, row, line = capsys.readouterr().out.splitlines()
+    commsched, ddp = row.split()[5:7]
+    said = re.fullmatch(
+        "commsched is slower than DDP at 64 workers and 1 Gbit/s: (.*) ms against (.*) ms. With COMMSCHED_PARTITION=25MiB "
+        "COMMSCHED_FUSION=25MiB it takes (.*) ms.",
+        line,
+    )
+    assert said is not None, line
+    assert said.groups() == (commsched, ddp, ddp)
+
+
+def test_where_nothing_helps_a_line_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The two halves of the only message cost twice what one costs."""
+    path = tmp_path / "m.json"
+    path.write_text(json.dumps({**PROFILE, "layers": LAYERS[:1]}))
+    dear = ("--overhead", "0.01", "--latency", "0", "--clip")
+    assert main(["predict", "--model", str(path), "--workers", "8", "--bandwidth", "10gbit", *dear]) == 0
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert line.startswith("commsched is slower than DDP at 8 workers and 10 Gbit/s: ")
+    assert line.endswith(" ms. No other transport, servers or larger sizes help: DDP is the better choice there.")
+
+
+def test_an_unknown_transport_and_servers_without_ps_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["predict", "--model", "m.json", *CLUSTER, "--transport", "glo"]) == 2
+    assert "--transport='glo' is unknown; did you mean gloo? there are: auto, ps, gloo" in capsys.readouterr().err
+    assert main(["predict", "--model", "m.json", *CLUSTER, "--transport", "gloo", "--servers", "2"]) == 2
+    assert "--servers 2 cannot be used with transport=gloo: only ps has servers" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -143,7 +198,8 @@ def test_a_script_is_a_model() -> None:
     code, out, err = run_job(*command, subcommand="predict", imports=(*warm.TORCH, "sklearn.datasets"))
     assert code == 0, err
     [row] = json.loads(out)
-    assert row["bound"] <= row["commsched"] < row["ddp"]
+    assert row["bound"] <= min(row["commsched"], row["ddp"])
+    assert row["partition_bytes"] == SchedulerConfig().partition_bytes  # a job chooses no other for so small a model
     assert err == f"commsched: {script} runs as one process until it has trained 31 steps\n"
 
 
@@ -161,6 +217,16 @@ def test_a_script_that_trains_nothing_is_refused(script: str, code: int, tmp_pat
 def test_a_script_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["predict", "--model", "/nope/train.py", *CLUSTER]) == 2
     assert "--model /nope/train.py: there is no such file" in capsys.readouterr().err
+
+
+def test_a_file_that_is_not_there_and_a_directory_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    missing = tmp_path / "m.json"
+    assert main(["predict", "--model", str(missing), *CLUSTER]) == 2
+    assert capsys.readouterr().err == f"commsched: ConfigError: --model {missing}: there is no such file\n"
+    for directory in (tmp_path, tmp_path / "train.py"):
+        directory.mkdir(exist_ok=True)
+        assert main(["predict", "--model", str(directory), *CLUSTER]) == 2
+        assert capsys.readouterr().err == f"commsched: ConfigError: --model {directory} is a directory\n"
 
 
 def test_only_a_script_takes_arguments(capsys: pytest.CaptureFixture[str]) -> None:
