@@ -156,13 +156,32 @@ class _ElasticJob:
         self._refuse_the_last()
         number = self._here.interrupted_by
         sentence = self._ends.what_happened() if self._ends.failures and not number else ""
-        if sentence:
-            tell_user(sentence)
+        if sentence or number:
+            tell_user(sentence or self._after_signal(number))
         code = 128 + number if number else self._ends.exit_code() or int(self._generations.is_closed)
         for machine in self._machines:
             if isinstance(machine, links.RemoteMachine):
                 machine.link.send(Over(code, sentence))
         return code
+
+    def _after_signal(self, number: int) -> str:
+        """A sentence on the signal that this launcher has got and passed on, and on how the processes have ended."""
+        failures = self._ends.failures
+        forced = [each for each in failures if self._ends.names[each.process] in self._ends.ended_by_us]
+        killed = [each for each in failures if each.exit_code == -number and each not in forced]
+        heard = [each for each in failures if each.exit_code > 0 and "heard" in self._told.get(each.process, ())]
+        ends = [
+            self._ranks_and(self._ends.ended_well, "ended without an error"),
+            self._ranks_and([self._ends.ranks[each.process] for each in killed], "ended by it"),
+            *(self._ends.how(each) for each in failures if each not in (*forced, *killed, *heard)),
+            self._ranks_and([self._ends.ranks[each.process] for each in forced], "had to be ended"),
+            self._ranks_and([self._ends.ranks[each.process] for each in heard], "ended with an error, since others had left"),
+        ]
+        return f"{signal_name(number)} has ended the job: {'; '.join(filter(None, ends)) or 'no rank had started'}"
+
+    @staticmethod
+    def _ranks_and(ranks: Sequence[int], what: str) -> str:
+        return f"{ranks_text(sorted(set(ranks)))} {what}" if ranks else ""
 
     def _wait(self) -> None:
         """Wait until every process has ended for good."""
@@ -376,7 +395,10 @@ class _ElasticJob:
             self._ends.ended_by_us = sorted([*self._ends.ended_by_us, name])
         failure = ProcessEvent(number, ended.exit_code)
         if self._here.interrupted_by:
-            self._ends.failures += [] if well else [failure]
+            if well:
+                self._ends.ended_well.append(self._ends.ranks[number])
+            else:
+                self._ends.failures.append(failure)
             return
         is_closed = self._generations.is_closed
         if well:

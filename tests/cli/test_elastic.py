@@ -332,6 +332,20 @@ def test_a_launcher_says_that_the_one_that_hosts_the_job_has_got_a_signal(
     ]
 
 
+def test_the_launcher_says_which_signal_has_ended_the_job_and_how_its_ranks_have_ended() -> None:
+    world = World(5)
+    world.here.interrupted_by = signal.SIGTERM
+    world.job._reported(world.here, Ended(0, 0))
+    world.job._reported(world.here, Ended(1, 1, ("joined", "heard")))
+    world.job._reported(world.there, Ended(2, -signal.SIGTERM))
+    world.job._reported(world.there, Ended(3, -signal.SIGTERM, was_ended=True))
+    world.job._reported(world.there, Ended(4, 3))
+    assert world.job._after_signal(signal.SIGTERM) == (
+        "SIGTERM has ended the job: rank 0 ended without an error; rank 2 ended by it; rank 4 (pid 104 at b) ended with exit "
+        "code 3; rank 3 had to be ended; rank 1 ended with an error, since others had left"
+    )
+
+
 def test_a_launcher_that_comes_when_the_job_has_ended_is_told() -> None:
     world = World(3)
     late = Recorded("c", 1)

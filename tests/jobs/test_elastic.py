@@ -115,6 +115,7 @@ def test_all_ranks_leave_when_the_launcher_gets_sigterm(tmp_path: Path) -> None:
     assert code == 128 + signal.SIGTERM, err
     assert len(re.findall(r"^left \d+$", out, re.MULTILINE)) == 2
     assert "Traceback" not in err
+    assert err.splitlines()[-1] == "commsched run: SIGTERM has ended the job: ranks 0, 1 ended without an error"
     assert nothing_left(out)
 
 
