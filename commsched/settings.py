@@ -46,8 +46,10 @@ def parse_rate(value: object, key: str = "rate") -> float:
 
 def parse_seconds(value: object, key: str = "seconds") -> float:
     """Parse a positive number of seconds, with or without an ``s`` at the end."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*s?", str(value).strip())
-    if not match or not 0 < float(match[1]) <= threading.TIMEOUT_MAX:
+    match = re.fullmatch(r"(-?\d+(?:\.\d+)?)\s*s?", str(value).strip())
+    if match and float(match[1]) <= 0:
+        raise ConfigError(f"{key}={value!r} is not above 0; write it in seconds, like 10 or 2.5")
+    if not match or float(match[1]) > threading.TIMEOUT_MAX:
         raise ConfigError(f"{key}={value!r} is not a time; write it in seconds, like 10 or 2.5")
     return float(match[1])
 
@@ -124,6 +126,11 @@ def _size_or_auto(value: object, key: str) -> int | None:
     return None if str(value).strip().lower() == "auto" else parse_bytes(value, key)
 
 
+def nearest(word: str, words: Sequence[str]) -> str | None:
+    """The one of ``words`` that was likely meant by ``word``, if there is one."""
+    return next(iter(difflib.get_close_matches(word, words, 1)), None)
+
+
 def require_one_of(words: Sequence[str], value: object, key: str) -> str:
     """Return ``value`` if it is one of ``words``.
 
@@ -132,8 +139,8 @@ def require_one_of(words: Sequence[str], value: object, key: str) -> str:
             words.
     """
     if value not in words:
-        close = difflib.get_close_matches(str(value), words, 1)
-        hint = f"did you mean {close[0]}? " if close else ""
+        close = nearest(str(value), words)
+        hint = f"did you mean {close}? " if close else ""
         raise ConfigError(f"{key}={value!r} is unknown; {hint}there are: {', '.join(words)}")
     return str(value)
 
@@ -504,11 +511,11 @@ def _hint(key: str, value: object, label: Callable[[str], str]) -> str:
     if isinstance(value, Mapping):
         return "settings stand at the top of the file, and in no table"
     names = list(SettingsKeywords.__annotations__)
-    close = difflib.get_close_matches(key, names, 1)
-    if not close:
+    close = nearest(key, names)
+    if close is None:
         return f"there are: {', '.join(names)}"
-    meant = label(close[0])
-    return f"did you mean {close[0] if ' in ' in meant else meant}?"
+    meant = label(close)
+    return f"did you mean {close if ' in ' in meant else meant}?"
 
 
 class SettingsKeywords(TypedDict, total=False):

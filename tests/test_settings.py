@@ -90,11 +90,18 @@ def test_times(text: object, seconds: float) -> None:
     assert parse_seconds(text) == seconds
 
 
-@pytest.mark.parametrize("text", ["0", "-1", "10ms", "ten", "", None, "inf", "nan", HUGE, "9999999999999"])
+@pytest.mark.parametrize("text", ["10ms", "ten", "", None, "inf", "nan", HUGE, "9999999999999"])
 def test_what_is_not_a_time(text: object) -> None:
     with pytest.raises(ConfigError) as raised:
         parse_seconds(text, "fail_after")
     assert str(raised.value) == f"fail_after={text!r} is not a time; write it in seconds, like 10 or 2.5"
+
+
+@pytest.mark.parametrize("text", ["0", "-1", 0.0, "0 s"])
+def test_a_time_is_above_0(text: object) -> None:
+    with pytest.raises(ConfigError) as raised:
+        parse_seconds(text, "fail_after")
+    assert str(raised.value) == f"fail_after={text!r} is not above 0; write it in seconds, like 10 or 2.5"
 
 
 @pytest.mark.parametrize("value", [True, 1, "1", "true", "Yes", "ON"])
@@ -346,7 +353,7 @@ def test_what_is_no_budget(value: object) -> None:
 
 
 def test_a_budget_in_seconds_is_a_time() -> None:
-    assert refused(tune="0s") == "tune='0' is not a time; write it in seconds, like 10 or 2.5"
+    assert refused(tune="0s") == "tune='0' is not above 0; write it in seconds, like 10 or 2.5"
 
 
 def test_tuning_is_off_unless_it_is_asked_for() -> None:

@@ -19,7 +19,7 @@ from ..core.ports import given_out
 from ..core.standard_streams import say_out
 from ..net.tls import identity_of
 from ..settings import Settings
-from ..transports import load_backend, transport_names
+from ..transports import FOR_TESTS, load_backend, transport_names
 from ..tuner.link import describe_interfaces, describe_link
 from ..version import __version__
 
@@ -79,7 +79,7 @@ def _transports() -> Iterator[str]:
     for name in transport_names():
         library = load_backend(name).library
         if library is None:
-            yield f"{name:16}yes{'; within one process only, for tests' if name == 'local' else ''}"
+            yield f"{name:16}yes{'; within one process only, for tests' if name in FOR_TESTS else ''}"
         elif find_spec(library[0]) is None:
             yield f'{name:16}no; pip install "commsched[{library[1]}]"'
         else:

@@ -21,7 +21,7 @@ from ..core.world import World
 from ..session.membership import require_can_be_elastic
 from ..session.metrics import require_library
 from ..session.opening import quiet_grpc
-from ..settings import OneOf, Settings, parse_rate, parse_server, require_one_of
+from ..settings import OneOf, Settings, nearest, parse_rate, parse_server, require_one_of
 from ..transports import require_transport, without_effect
 from ..version import __version__
 
@@ -40,6 +40,12 @@ class _Parser(argparse.ArgumentParser):
             message += f"; write the options of {self.prog} before the command, since what follows the command is its own"
         super().error(message)
 
+    def refuse(self, unknown: Sequence[str]) -> NoReturn:
+        """End with an error about arguments that this command does not have, with the option that was likely meant."""
+        options = [option for action in self._actions for option in action.option_strings]
+        close = next(filter(None, (nearest(word.partition("=")[0], options) for word in unknown if word.startswith("-"))), None)
+        self.error(f"unrecognized arguments: {' '.join(unknown)}{'' if close is None else f'; did you mean {close}?'}")
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code. A ``CommschedError`` is printed as one line on stderr, with exit code 2."""
@@ -51,21 +57,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"commsched {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_Parser)
     for name, (add, summary, example) in _COMMANDS.items():
-        add(
-            commands.add_parser(
-                name,
-                help=summary,
-                description=f"{summary[0].upper()}{summary[1:]}.",
-                epilog=f"example:\n  {example}",
-                formatter_class=argparse.RawDescriptionHelpFormatter,
-                allow_abbrev=False,  # what follows the command belongs to the command, whatever it looks like
-            )
+        command = commands.add_parser(
+            name,
+            help=summary,
+            description=f"{summary[0].upper()}{summary[1:]}.",
+            epilog=f"example:\n  {example}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,  # what follows the command belongs to the command, whatever it looks like
         )
+        add(command)
+        command.set_defaults(parser=command)
     commands.add_parser("bench", help="measure what scheduling gains; see commsched bench --help")
     if not argv:
         say_error(parser.format_help().rstrip())
         return 2
-    arguments = parser.parse_args(argv)
+    arguments, unknown = parser.parse_known_args(argv)
+    if unknown:
+        arguments.parser.refuse(unknown)
     try:
         return int(arguments.function(arguments))
     except CommschedError as error:
@@ -91,7 +99,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     replace_help = (
         "with --elastic and --min: wait so long for a new process, and then go on without it until it comes (default: 30)"
     )
-    elastic.add_argument("--replace-within", type=_seconds, metavar="SECONDS", help=replace_help)
+    elastic.add_argument("--replace-within", type=_seconds_like("30"), metavar="SECONDS", help=replace_help)
     standby_help = (
         "with --elastic: keep a process that has imported what the script imports, to take the place of a lost one soon; it "
         "takes memory"
@@ -303,7 +311,9 @@ def _add_predict(parser: argparse.ArgumentParser) -> None:
         ("overhead", 50e-6, "seconds that a message costs besides its bytes"),
         ("latency", 50e-6, "seconds in which a message arrives after it has left"),
     ):
-        parser.add_argument(f"--{name}", type=_seconds, default=default, metavar="SECONDS", help=f"{text} (default: {default})")
+        parser.add_argument(
+            f"--{name}", type=_seconds_like("50e-6"), default=default, metavar="SECONDS", help=f"{text} (default: {default})"
+        )
     parser.add_argument("--clip", action="store_true", help="every loop clips by the norm of the averages")
     parser.add_argument("--wire16", action="store_true", help="commsched sends gradients in 16 bits (wire=bfloat16)")
     parser.add_argument("--json", action="store_true", help="print the rows as JSON instead of a table")
@@ -381,13 +391,16 @@ def _rate(text: str) -> float:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a time; write it in seconds, like 50e-6")
+def _seconds_like(example: str) -> Callable[[str], float]:
+    def seconds(text: str) -> float:
+        try:
+            number = float(text)
+        except ValueError:
+            number = -1.0
+        if not 0 <= number < math.inf:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a time; write it in seconds, like {example}")
+        return number
+
     return seconds
 
 
@@ -419,6 +432,10 @@ def _checked(options: Mapping[str, str], arguments: argparse.Namespace) -> Setti
         raise ConfigError(f"{named} needs the token of these servers: set COMMSCHED_TOKEN or COMMSCHED_TOKEN_FILE")
     if settings.metrics is not None:
         require_library()
+    if settings.security != "none":
+        from ..net.tls import identity_of
+
+        identity_of(settings.security, read_token(settings) or "not known yet", settings.certificates)
     return settings
 
 
@@ -439,6 +456,8 @@ def _startable(command: Sequence[str]) -> list[str]:
         return command
     if command[0].endswith(".py") and Path(command[0]).is_file():
         return [sys.executable, *command]
+    if Path(command[0]).is_dir():
+        raise ConfigError(f"command {command[0]!r} is a directory; name the script or the program to run")
     raise ConfigError(f"command {command[0]!r} was not found")
 
 

@@ -12,11 +12,13 @@ import time
 from collections.abc import Mapping
 from statistics import median
 
-from ..control.rendezvous import own_host, read_token
+from ..control.rendezvous import own_host, read_token, require_strong
 from ..core.errors import ConfigError, PeerTimeout
 from ..core.manifest import Manifest, TensorSpec
 from ..core.standard_streams import say_out
 from ..core.world import World
+from ..net.rpc import listen
+from ..net.tls import identity_of
 from ..session.opening import open_session
 from ..session.session import Session
 from ..settings import Settings, parse_address
@@ -42,7 +44,7 @@ def await_peer(address: str, environ: Mapping[str, str]) -> int:
     """Wait at ``address`` (empty: this machine's, :data:`PORT`) for the other machine, and measure. Returns 0.
 
     Raises:
-        CommschedError: no machine came, or it could not be reached.
+        CommschedError: this machine cannot listen there, no machine came, or it could not be reached.
     """
     where = parse_address(address or f"{address_towards_the_world()}:{PORT}", "--listen")
     settings = Settings.load({}, environ)
@@ -52,6 +54,9 @@ def await_peer(address: str, environ: Mapping[str, str]) -> int:
         shown = token
     else:
         shown = "(the same token)"
+    require_strong(token, where)
+    identity_of(settings.security, token, settings.certificates)
+    listen(where).close()  # what cannot work is said before the line for the other machine
     if settings.security != "none":
         shown += f" COMMSCHED_SECURITY={settings.security}"
     say_out(f"listening on {where}; on the other machine: COMMSCHED_TOKEN={shown} commsched doctor --peer {where}")

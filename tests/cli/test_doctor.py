@@ -131,6 +131,23 @@ def test_where_nobody_listens_it_says_so_at_once(monkeypatch: pytest.MonkeyPatch
     assert f"nothing can be reached at {address}: Connection refused; start commsched doctor --listen {address}" in err
 
 
+@pytest.mark.parametrize(
+    ("address", "token", "said"),
+    [
+        ("nohost.invalid:29600", "of this test, which nobody guesses", "cannot listen at nohost.invalid:29600: "),
+        ("10.0.0.7:29600", "short", "the token has 5 of at least 16 characters"),
+    ],
+)
+def test_what_keeps_it_from_listening_is_said_first(
+    address: str, token: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COMMSCHED_TOKEN", token)
+    assert main(["doctor", "--listen", address]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert said in shown.err
+
+
 def test_ctrl_c_ends_it_without_a_traceback() -> None:
     with Job("--listen", f"127.0.0.1:{free_port()}", subcommand="doctor") as waiting:
         waiting.lines(1)

@@ -14,7 +14,7 @@ import pytest
 from commsched.cli import launch, server
 from commsched.cli.main import _COMMANDS, main
 from commsched.settings import Settings
-from commsched.transports import transport_names, users_of
+from commsched.transports import users_of
 
 
 @pytest.fixture(autouse=True)
@@ -198,7 +198,7 @@ def test_a_server_has_the_options_that_settings_name(capsys: pytest.CaptureFixtu
 def test_a_transport_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "-n", "2", "--transport", "pigeon", "--", sys.executable]) == 2
     assert capsys.readouterr().err == (
-        f"commsched: ConfigError: transport='pigeon' is unknown; there are: auto, {', '.join(transport_names())}\n"
+        "commsched: ConfigError: transport='pigeon' is unknown; there are: auto, gloo, mpi, nccl, ps\n"
     )
 
 
@@ -229,6 +229,47 @@ def test_an_option_behind_the_command_is_said_to_belong_to_it(
     )
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["run", "-n", "2", "--transprot", "gloo", "train.py"], "--transprot; did you mean --transport?"),
+        (["run", "-n", "2", "--transprot=gloo", "train.py"], "--transprot=gloo; did you mean --transport?"),
+        (["run", "-n", "2", "--elastc", "train.py", "--lr", "1"], "--elastc; did you mean --elastic?"),
+        (["tune", "-n", "2", "--out", "tuned.toml", "--budgt", "9s", "train.py"], "--budgt; did you mean --budget?"),
+        (["doctor", "--lisen"], "--lisen; did you mean --listen?"),
+        (["doctor", "--zzz"], "--zzz"),
+        (["trace", "trace.json", "another.json"], "another.json"),
+    ],
+)
+def test_an_unknown_option_is_answered_with_the_nearest_of_that_command(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"usage: commsched {arguments[0]} ")
+    assert err.endswith(f"\ncommsched {arguments[0]}: error: unrecognized arguments: {said}\n")
+
+
+def test_a_time_has_an_example_that_suits_its_option(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["run", "-n", "2", "--elastic", "--replace-within", "soon", "true"])
+    assert capsys.readouterr().err.endswith("--replace-within: 'soon' is not a time; write it in seconds, like 30\n")
+
+
+def test_without_the_library_that_encrypts_nothing_starts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(launch, "run", lambda *_, **__: pytest.fail("a job was started"))
+    monkeypatch.setitem(sys.modules, "cryptography", None)
+    monkeypatch.setenv("COMMSCHED_TOKEN", "a token that no other test derives anything from")
+    assert main(["run", "-n", "2", "--security", "tls", "--", sys.executable]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("commsched: ConfigError: security=tls makes certificates with the package cryptography: pip install ")
+    assert err.count("\n") == 1
+
+
 @pytest.mark.parametrize("before", [[], ["--"]])
 def test_what_follows_the_command_is_its_own(before: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     commands: list[list[str]] = []
@@ -247,6 +288,7 @@ def test_what_follows_the_command_is_its_own(before: list[str], monkeypatch: pyt
         ([], "there is no command: write it after the options, such as commsched run -n 2 train.py --lr 0.1"),
         (["--"], "there is no command"),
         (["missing.py"], "command 'missing.py' was not found"),
+        (["."], "command '.' is a directory; name the script or the program to run"),
     ],
 )
 def test_a_command_that_cannot_be_started_is_one_line(argv: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
