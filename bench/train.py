@@ -9,8 +9,7 @@ from commsched.core.world import World
 
 from . import PROGRAM
 from .harness.row_table import end, text
-from .systems import parse
-from .turns import add_arguments, measure_rows, options_of, settle_steps
+from .turns import add_arguments, measure_rows, options_of
 
 __all__ = ["add_arguments", "run"]
 
@@ -26,11 +25,5 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace, world: World | None) -> int:
-    options = options_of(args)
-    settle = settle_steps(options, [parse(name) for name in options.systems])
-    steps = options.rounds * (settle + options.steps)
-    if world is None or world.rank == 0:
-        where = "" if world is None else f" on {world.world_size} ranks of {world.launcher}"
-        print(f"{', '.join(options.systems)} take turns{where}, {steps} steps each", flush=True)
-    rows = measure_rows(options, world, show_progress=True)
+    rows = measure_rows(options_of(args), world, show_progress=True)
     return end(rows, text(rows), args.json) if rows else 0

@@ -168,6 +168,11 @@ def measure_rows(options: TrainOptions, world: World | None = None, show_progres
     settings = _settings(options, own)
     check_settings(settings)
     scaling = _scaling(options, links)
+    settle = settle_steps(options, specs)
+    if show_progress and (world is None or world.rank == 0):
+        where = "" if world is None else f" on {world.world_size} ranks of {world.launcher}"
+        steps = options.rounds * (settle + options.steps)
+        print(f"{', '.join(options.systems)} take turns{where}, {steps} steps each", flush=True)
     arguments = {
         "workload": {"kind": "real", "model": options.model, "device": options.device}
         if scaling is None
@@ -175,7 +180,7 @@ def measure_rows(options: TrainOptions, world: World | None = None, show_progres
         "systems": [spec.text for spec in specs],
         "transport": own.transport,
         "order": own.order,
-        "settle": settle_steps(options, specs),
+        "settle": settle,
         **{key: getattr(options, key) for key in ("rounds", "steps")},
         "bytes_scale": 1.0 if scaling is None else scaling.bytes_scale,
         "servers": servers,

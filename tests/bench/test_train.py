@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 
 import pytest
 
@@ -256,6 +257,12 @@ def test_what_is_printed(ran, capsys):
     ]
     assert lines[4].split("  ")[-1] == "max diff"
     assert lines[5].split()[:6] == ["fifo", "partition", "1", "MB,", "tcp", "lane"]
+
+
+def test_what_is_missing_is_said_before_anything_else(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert main(["train"]) == 1
+    assert capsys.readouterr() == ("", 'python -m bench train: this needs torch: pip install "commsched[bench]"\n')
 
 
 def test_no_shards_are_spoken_of_where_there_are_none(ran, capsys):
