@@ -16,6 +16,7 @@ from commsched.session.recording import STEPS_TO_RECORD, ForwardMarks, start_rec
 from commsched.session.session import Session
 from commsched.settings import Settings
 from commsched.simulator.profile import Profile
+from commsched.transports.open import detect_capabilities
 from commsched.tuner.profiler import Profiler
 
 MANIFEST = Manifest(tuple(TensorSpec(name, (8,), "float32") for name in ("embed.weight", "head.weight", "head.bias")))
@@ -49,6 +50,7 @@ def test_the_layers_are_written_when_enough_steps_are_over(tmp_path: Path) -> No
     assert names == ["before forward", *(spec.name for spec in MANIFEST.tensors)]
     assert Profile.from_record(found["profile"]).nbytes == MANIFEST.nbytes
     assert (found["measures_norms"], found["full_wait"]) == (False, None)
+    assert found["gloo"] == detect_capabilities().gloo
 
 
 def test_a_training_that_ends_before_leaves_no_file(tmp_path: Path) -> None:
