@@ -33,18 +33,23 @@ _TUNE_OPTIONS = {"budget": "tune", "out": "tune_out", "by": "tune_by", "policies
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says where options belong if one is missing that may stand behind the command, to which it then belongs."""
+    """Says where options belong if one is missing that may stand behind the command, to which it then belongs; and names the
+    option that was likely meant by one that is unknown."""
 
     def error(self, message: str) -> NoReturn:
         if "arguments are required" in message and any(action.nargs == argparse.REMAINDER for action in self._actions):
             message += f"; write the options of {self.prog} before the command, since what follows the command is its own"
         super().error(message)
 
-    def refuse(self, unknown: Sequence[str]) -> NoReturn:
-        """End with an error about arguments that this command does not have, with the option that was likely meant."""
-        options = [option for action in self._actions for option in action.option_strings]
-        close = next(filter(None, (nearest(word.partition("=")[0], options) for word in unknown if word.startswith("-"))), None)
-        self.error(f"unrecognized arguments: {' '.join(unknown)}{'' if close is None else f'; did you mean {close}?'}")
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Also refuses what is unknown: the parser of all commands, which calls this, does not know the options of this one."""
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            options = [option for action in self._actions for option in action.option_strings]
+            written = (word.partition("=")[0] for word in unknown if word.startswith("-"))
+            close = next(filter(None, (nearest(word, options) for word in written)), None)
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{'' if close is None else f'; did you mean {close}?'}")
+        return found, unknown
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -57,23 +62,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"commsched {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_Parser)
     for name, (add, summary, example) in _COMMANDS.items():
-        command = commands.add_parser(
-            name,
-            help=summary,
-            description=f"{summary[0].upper()}{summary[1:]}.",
-            epilog=f"example:\n  {example}",
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,  # what follows the command belongs to the command, whatever it looks like
+        add(
+            commands.add_parser(
+                name,
+                help=summary,
+                description=f"{summary[0].upper()}{summary[1:]}.",
+                epilog=f"example:\n  {example}",
+                formatter_class=argparse.RawDescriptionHelpFormatter,
+                allow_abbrev=False,  # what follows the command belongs to the command, whatever it looks like
+            )
         )
-        add(command)
-        command.set_defaults(parser=command)
     commands.add_parser("bench", help="measure what scheduling gains; see commsched bench --help")
     if not argv:
         say_error(parser.format_help().rstrip())
         return 2
-    arguments, unknown = parser.parse_known_args(argv)
-    if unknown:
-        arguments.parser.refuse(unknown)
+    arguments = parser.parse_args(argv)
     try:
         return int(arguments.function(arguments))
     except CommschedError as error:
@@ -300,7 +303,7 @@ def _add_predict(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workers", type=_list_of(_at_least(2)), required=True, metavar="N,...", help=workers_help)
     rates_help = "rates of the network cards, such as 1gbit,10gbit"
     parser.add_argument("--bandwidth", type=_list_of(_rate), required=True, metavar="RATE,...", help=rates_help)
-    servers_help = "parameter servers on machines of their own; default: 0, a shard on every worker"
+    servers_help = "parameter servers on machines of their own (default: 0)"
     parser.add_argument("--servers", type=_at_least(0), default=0, metavar="K", help=servers_help)
     transport_help = (
         "the transport of commsched: ps, gloo (mpi is alike), or auto, which a job with PyTorch has by default: ps for up to 7 "
