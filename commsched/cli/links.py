@@ -243,9 +243,9 @@ class Desk:
             thread = threading.Thread(
                 target=self._meet, args=(accepted, f"{host}:{port}"), name="commsched-launcher", daemon=True
             )
-            with self._lock:
+            with self._lock:  # close() joins those that are started
+                thread.start()
                 self._threads.add(thread)
-            thread.start()
 
     def _make_room(self, accepted: socket.socket, host: str) -> None:
         """If too many connections have not proved themselves yet, end the oldest one of the host that has most of them. A

@@ -38,7 +38,8 @@ class ElasticPart:
         self._undo = self._of._undo = Undo(None if keep == "nothing" else self._saved, self._restore)
 
     def begin_step(self, step: int) -> int:
-        require_only_one(count_in(self.session))
+        if self.session.place is not None:
+            require_only_one(count_in(self.session))
         return self._undo.begin_step(step)
 
     def note(self) -> Any:

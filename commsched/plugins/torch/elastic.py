@@ -51,7 +51,7 @@ class ElasticPart:
     def begin_step(self, step: int) -> int:
         if self._of._has_compiled:
             raise UnsupportedError("code that torch.compile compiles cannot be elastic")
-        if self._is_alone_in is not self.session:
+        if self.session.place is not None and self._is_alone_in is not self.session:
             require_only_one(layouts_in(self.session))
             self._is_alone_in = self.session
         return self._undo.begin_step(step)
