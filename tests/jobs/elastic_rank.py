@@ -4,8 +4,8 @@ elastic_rank.py STEPS DIRECTORY [STRIKE ...]: each STRIKE is WHERE:WHO:STEP:HOW,
 WHERE: start, forward, backward, stepped or after (the loop); left, and then rank and STEP are 0: the end of a process that
 leaves; or a place in the opening of a generation (``openings.py``), and then STEP is the generation's number. WHO: a rank's
 number, or s, k or l and the number of a rank that strikes the job's newest server, the server of the user's own whose process
-number is KEPT_SERVER in the environment, or the launcher. HOW: kill, lost (kill, and hang), stop, term, raise, exit, or wait
-until there is a file DIRECTORY/STRIKE.go.
+number is KEPT_SERVER in the environment, or the launcher. HOW: kill, lost (kill, and hang), stop, term, raise,
+exit, quit (exit with 0), or wait until there is a file DIRECTORY/STRIKE.go.
 STEP_SECONDS in the environment makes each step longer, and KEEP is what the script keeps.
 """
 
@@ -68,8 +68,8 @@ class Strikes:
             say(1, f"strike {time.monotonic():.3f} {strike}")
             if how == "raise":
                 raise ValueError("boom")
-            if how == "exit":
-                sys.exit(3)
+            if how in ("exit", "quit"):
+                sys.exit(3 if how == "exit" else 0)
             while how == "wait" and not (self._directory / f"{strike}.go").exists():
                 time.sleep(0.01)
             if how == "wait":

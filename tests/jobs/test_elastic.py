@@ -49,6 +49,16 @@ def test_without_restarts_the_others_go_on(tmp_path: Path) -> None:
     assert nothing_left(out)
 
 
+def test_a_rank_that_ends_its_loop_by_itself_is_a_loss(tmp_path: Path) -> None:
+    """As others need it, its end tells it of a failure, which is its own."""
+    options = ["-n", "2", "--elastic", "--max-restarts", "0"]
+    code, out, err = run(tmp_path / "job", options, "forward:1:4:quit")
+    assert code == 1
+    assert "the job cannot go on: 1 rank is left, fewer than --min 2, and no restart (--max-restarts)" in err
+    assert "is replaced" not in err
+    assert nothing_left(out)
+
+
 def test_a_killed_server_is_replaced(tmp_path: Path, undisturbed: str) -> None:
     temporary = tmp_path / ("long" * 30)  # longer than the address of a Unix socket may be
     temporary.mkdir()
