@@ -158,7 +158,7 @@ def test_one_that_ends_while_it_is_asked_is_told_of_too() -> None:
 
 
 def test_threads_may_fork_from_different_processes_at_once() -> None:
-    """Whose fork is not our child by then has no exit code that we are told."""
+    """A process whose fork is not our child by then has no exit code that we are told."""
     command, codes = [sys.executable, "-c", "import sys; sys.exit(7)"], []
 
     def start_many(module: str) -> None:

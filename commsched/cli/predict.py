@@ -52,7 +52,7 @@ class Question:
         return self.transport != "ps"
 
 
-#: What ``--transport`` may be. gloo stands for all collectives.
+#: The values of ``--transport``. gloo stands for all collectives.
 TRANSPORTS = ("auto", "ps", "gloo")
 
 
@@ -147,7 +147,7 @@ _LARGE = f"{DDP_BUCKET_MIB}MiB"
 
 
 def _advice(profile: Profile, questions: Sequence[Question], rows: Sequence[Row]) -> str | None:
-    """What to do about the row in which commsched is the slowest beside DDP; None if it is slower nowhere."""
+    """The way out of the row in which commsched is the slowest beside DDP; None if it is slower nowhere."""
     row, question = min(zip(rows, questions, strict=True), key=lambda pair: float(pair[0]["speedup"]))
     if row["speedup"] > 1 - _EQUAL:
         return None

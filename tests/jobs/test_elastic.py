@@ -50,7 +50,7 @@ def test_without_restarts_the_others_go_on(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_ends_its_loop_by_itself_is_a_loss(tmp_path: Path) -> None:
-    """As others need it, its end tells it of a failure, which is its own."""
+    """Others need it, so its end tells it of a failure, which is its own."""
     options = ["-n", "2", "--elastic", "--max-restarts", "0"]
     code, out, err = run(tmp_path / "job", options, "forward:1:4:quit")
     assert code == 1

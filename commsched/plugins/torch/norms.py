@@ -115,7 +115,11 @@ class Measures:
 
     def begin(self, groups: Sequence[TensorGroup]) -> None:
         """Called on all ranks before the first round of ``groups``. Collective, if it adds norms."""
-        self._begin(groups)
+        orders = self.next.orders
+        if not self._is_refused and any((group, order) not in self._norms for group in groups for order in orders):
+            self._add(groups, orders)
+        self.current = RoundNorms(self._norms)
+        self.next = NormsOfRound(list(orders), list(self.next.asked_before))
 
     def any_order(self, slots: Sequence[Slot]) -> float | None:
         """An order in which the norms of ``slots`` are measured, the largest if there are several."""
@@ -139,14 +143,7 @@ class Measures:
         """Called on all ranks between two rounds of ``groups``, after :meth:`decide`. Collective, if it adds norms."""
         self.end_round()
         self.asked.clear()
-        self._begin(groups)
-
-    def _begin(self, groups: Sequence[TensorGroup]) -> None:
-        orders = self.next.orders
-        if not self._is_refused and any((group, order) not in self._norms for group in groups for order in orders):
-            self._add(groups, orders)
-        self.current = RoundNorms(self._norms)
-        self.next = NormsOfRound(list(orders), list(self.next.asked_before))
+        self.begin(groups)
 
     def _with(self, wanted: set[float]) -> list[float]:
         """The orders that are measured if ``wanted`` are measured too."""
