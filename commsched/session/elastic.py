@@ -178,7 +178,7 @@ class Elastic:
         self._steps = 0  # made so far
         self._noted: dict[int, tuple[Any, str]] = {}  # by number of steps, those that this rank may go back to
         self._has_begun = False
-        self._was_entered = True  # the last step, by ``with``
+        self._was_entered = True  # each step so far, by ``with``
         self._leaves = False
         self._is_elastic = part.session.place is not None
         if self._is_elastic:
@@ -263,7 +263,7 @@ class Elastic:
             elif self._steps < count:
                 step = ElasticStep(self._steps, self.session, is_new_world)
                 yield step
-                self._require_entered(step)
+                self._tell_if_not_entered(step)
                 lost = step._lost or self._unnoticed()
                 if lost is None:
                     self._steps += 1
@@ -281,7 +281,7 @@ class Elastic:
                 return
             is_new_world = True
 
-    def _require_entered(self, step: ElasticStep) -> None:
+    def _tell_if_not_entered(self, step: ElasticStep) -> None:
         """Warn once if a script forgets ``with step:``, which would show at the first loss only."""
         if self._was_entered and not step._is_entered:
             log.warning(

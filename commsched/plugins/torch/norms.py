@@ -135,7 +135,7 @@ class Measures:
         """Decide what the next round measures, once for each round. ``shares`` of the ranks have asked in the last one, and
         ``committed`` says whether it ended with ``step()``."""
         asked = {order for order, share in zip((*ORDERS, 0.0), shares) if share > 0.99}
-        self.next.orders = self._with(asked.intersection(self.next.asked_before))
+        self.next.orders = self._orders_with(asked.intersection(self.next.asked_before))
         if asked or committed:
             self.next.asked_before = list(asked)
 
@@ -145,7 +145,7 @@ class Measures:
         self.asked.clear()
         self.begin(groups)
 
-    def _with(self, wanted: set[float]) -> list[float]:
+    def _orders_with(self, wanted: set[float]) -> list[float]:
         """The orders that are measured if ``wanted`` are measured too."""
         orders = self.next.orders
         new = [order for order in ORDERS if order in wanted and order not in orders]

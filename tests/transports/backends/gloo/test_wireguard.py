@@ -17,6 +17,7 @@ import pytest
 from bench.harness.cluster import Cluster, ClusterUnavailable
 from commsched.core.ports import free_port
 from tests.code_blocks import ROOT, all_blocks
+from tests.transports.rank_processes import ends_of
 
 VALUES = 3.25, 5.5
 
@@ -127,10 +128,4 @@ def _train(machines: Sequence[Machine], address: str) -> list[tuple[int, str]]:
     environ = {"COMMSCHED_CONTROL": f"{address}:{free_port()}", "COMMSCHED_TOKEN": secrets.token_hex(32)}
     environ |= {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     ranks = [machine.start(sys.executable, "-c", TRAIN, RANK=str(rank), **environ) for rank, machine in enumerate(machines)]
-    try:
-        said = [rank.communicate(timeout=120)[1] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    return [(rank.returncode, text) for rank, text in zip(ranks, said, strict=True)]
+    return ends_of(ranks)

@@ -12,6 +12,7 @@ import pytest
 
 from bench.harness.cluster import Cluster, ClusterUnavailable
 from commsched.core.ports import free_port
+from tests.transports.rank_processes import ends_of
 
 NBYTES = 8_000_000
 FIRST, SECOND = ("10.213.0.1", "10.213.0.2"), ("10.213.1.1", "10.213.1.2")
@@ -82,13 +83,7 @@ def _train(machines: tuple[str, str], directory: Path, **settings: str) -> list[
         )
         for rank, machine in enumerate(machines)
     ]
-    try:
-        said = [rank.communicate(timeout=120)[1] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    return [(rank.returncode, text) for rank, text in zip(ranks, said, strict=True)]
+    return ends_of(ranks)
 
 
 def _sent(machine: str) -> list[int]:
