@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 import commsched
 from commsched.core.errors import CommschedError, ManifestMismatch, TransportError, UnsupportedError
-from commsched.core.interfaces import Completion, ForwardingTransport, Transport
+from commsched.core.interfaces import Transport
 from commsched.core.scheduler import SchedulerConfig
 from commsched.core.task import CommTask
 from commsched.plugins.numpy import SGD, Linear, Network, ReLU, ScheduledOptimizer, softmax_cross_entropy
@@ -19,6 +19,7 @@ from commsched.session.session import Session
 from commsched.session.trace import TraceObserver
 from commsched.testing.check_plugin import check_plugin
 from commsched.testing.world import run_world
+from tests.holding_transport import HoldingTransport
 
 FEATURES, CLASSES, BATCH = 6, 3, 4
 Weights = dict[str, NDArray[Any]]
@@ -348,30 +349,14 @@ def test_it_takes_the_session_of_the_process_by_default(monkeypatch: pytest.Monk
 # --- overlap, failure ---
 
 
-class HoldsBackLateLayers(ForwardingTransport):
-    """A transport in which the averages of the last layer are there only when the test says so."""
-
-    def __init__(self, transport: Transport) -> None:
-        super().__init__(transport)
-        self.late: list[tuple[CommTask, Completion]] = []
-
-    def start(self, task: CommTask, completion: Completion) -> None:
-        if task.partition.dtype == "float64" and task.partition.tensors[0] >= 4:  # the last Linear
-            self.late.append((task, completion))
-            completion.on_sent(task)
-        else:
-            super().start(task, completion)
-
-    def let_go(self) -> None:
-        for task, completion in self.late:
-            completion.on_done(task)
-
-
 def test_forward_runs_while_late_layers_are_still_on_their_way() -> None:
-    transports: list[HoldsBackLateLayers] = []
+    transports: list[HoldingTransport] = []
+
+    def is_held(task: CommTask) -> bool:
+        return task.partition.dtype == "float64" and task.partition.tensors[0] >= 4  # the last Linear
 
     def hold_back(transport: Transport) -> Transport:
-        transports.append(HoldsBackLateLayers(transport))
+        transports.append(HoldingTransport(transport, is_held))
         return transports[0]
 
     (session,) = local_sessions(1, SchedulerConfig(8, 8), wrap_transport=hold_back)

@@ -18,8 +18,9 @@ from commsched.core.group import TensorGroup
 from commsched.core.interfaces import Transport
 from commsched.plugins.jax import registered
 from commsched.testing.check_plugin import Delayed
+from tests.holding_transport import HoldingTransport
 
-from .training import HoldsBack, loss, make_batch, make_params, on_one_rank_of_two, on_ranks, require_close, train_alone
+from .training import hold_back, loss, make_batch, make_params, on_one_rank_of_two, on_ranks, require_close, train_alone
 
 TX = optax.adam(0.01)
 
@@ -114,10 +115,10 @@ def test_without_jit_nothing_is_compiled_again(caplog: pytest.LogCaptureFixture)
 def test_the_last_step_may_be_read_after_the_session() -> None:
     """Its averages are waited for, which are on their way only when the session begins to close."""
     states: dict[int, cs.TrainState] = {}
-    transports: dict[int, HoldsBack] = {}
+    transports: dict[int, HoldingTransport] = {}
 
-    def hold_back(transport: Transport) -> Transport:
-        transports[transport.rank] = HoldsBack(Delayed(transport, transport.rank, 0.05), {0, 1, 2, 3})
+    def wrap(transport: Transport) -> Transport:
+        transports[transport.rank] = hold_back(Delayed(transport, transport.rank, 0.05), {0, 1, 2, 3})
         return transports[transport.rank]
 
     def run(session: Session) -> None:
@@ -125,7 +126,7 @@ def test_the_last_step_may_be_read_after_the_session() -> None:
         step = jax.jit(cs.value_and_update(loss))
         _, states[session.rank] = step(cs.create(make_params(session.rank), TX, session=session), *make_batch(session.rank, 0))
 
-    on_ranks(2, run, wrap_transport=hold_back)
+    on_ranks(2, run, wrap_transport=wrap)
     require_close([states[rank].params for rank in range(2)], train_alone(TX, 2, 1))
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("commsched-")]
 

@@ -17,8 +17,9 @@ from commsched.core.group import TensorGroup
 from commsched.core.interfaces import Transport
 from commsched.plugins.jax import update
 from commsched.session.trace import TraceObserver
+from tests.holding_transport import HoldingTransport
 
-from .training import LAYERS, HoldsBack, make_batch, make_params, on_one_rank_of_two
+from .training import LAYERS, hold_back, make_batch, make_params, on_one_rank_of_two
 
 LAST_LAYER = {2 * LAYERS - 2, 2 * LAYERS - 1}  # of the manifest: forward order
 
@@ -47,11 +48,11 @@ def first_layer_runs(
     between: Any, params: Any, seconds: float, cast: bool = False, observer: TraceObserver | None = None
 ) -> bool:
     """Whether the first layer of the second step is done within ``seconds`` while averages of the last layer are missing."""
-    transports: list[HoldsBack] = []
+    transports: list[HoldingTransport] = []
     reached = threading.Event()
 
-    def hold_back(transport: Transport) -> Transport:
-        transports.append(HoldsBack(transport, LAST_LAYER))
+    def wrap(transport: Transport) -> Transport:
+        transports.append(hold_back(transport, LAST_LAYER))
         return transports[-1]
 
     def loss(params: Any, inputs: Any, targets: Any) -> Any:
@@ -88,7 +89,7 @@ def first_layer_runs(
         thread.join()
         return in_time
 
-    (in_time,) = on_one_rank_of_two(run, wrap_transport=hold_back)
+    (in_time,) = on_one_rank_of_two(run, wrap_transport=wrap)
     return in_time
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -14,11 +13,11 @@ import optax
 
 import commsched.plugins.jax as cs
 from commsched import SchedulerConfig, Session
-from commsched.core.interfaces import Completion, ForwardingTransport, Transport
-from commsched.core.task import CommTask
+from commsched.core.interfaces import Transport
 from commsched.session.local import local_sessions
 from commsched.testing.check_plugin import Delayed
 from commsched.testing.world import run_world
+from tests.holding_transport import HoldingTransport
 
 jax.config.update("jax_enable_x64", True)
 jax.config.update("jax_disable_most_optimizations", True)
@@ -162,41 +161,9 @@ def require_close(by_rank: list[Params], alone: Params, tolerance: float = 1e-9)
             assert difference <= tolerance * max(np.abs(expected).max(), 1e-30)
 
 
-class HoldsBack(ForwardingTransport):
-    """A transport in which the averages of ``tensors`` (indices in the manifest) are there only when the test says so."""
-
-    def __init__(self, transport: Transport, tensors: set[int]) -> None:
-        super().__init__(transport)
-        self._tensors = tensors
-        self._held: list[tuple[CommTask, Completion]] = []
-        self._lock = threading.Lock()
-
-    def start(self, task: CommTask, completion: Completion) -> None:
-        with self._lock:
-            held = task.partition.dtype != "uint8" and task.step == 0 and not self._tensors.isdisjoint(task.partition.tensors)
-            if held:
-                self._held.append((task, completion))
-        if held:
-            completion.on_sent(task)
-        else:
-            super().start(task, completion)
-
-    def let_go(self) -> None:
-        """What is held back, and what would be."""
-        with self._lock:
-            held, self._held, self._tensors = self._held, [], set()
-        for task, completion in held:
-            super().start(task, Done(completion))
-
-
-class Done:
-    """Of a task whose bytes were said to have been sent."""
-
-    def __init__(self, completion: Completion) -> None:
-        self._completion = completion
-
-    def on_sent(self, task: CommTask) -> None:
-        pass
-
-    def on_done(self, task: CommTask) -> None:
-        self._completion.on_done(task)
+def hold_back(transport: Transport, tensors: set[int]) -> HoldingTransport:
+    """``transport``, whose averages of ``tensors`` (indices in the manifest) in step 0 arrive only when the test says so."""
+    return HoldingTransport(
+        transport,
+        lambda task: task.partition.dtype != "uint8" and task.step == 0 and not tensors.isdisjoint(task.partition.tensors),
+    )
