@@ -22,7 +22,7 @@ class HoldingTransport(ForwardingTransport):
         super().start(task, _Held(self, completion) if self._is_held(task) else completion)
 
     def let_go(self) -> None:
-        """What is held, and what would be."""
+        """Let the held averages arrive, and hold no more."""
         with self._lock:
             held, self._held = self._held, None
         for task, completion in held or ():
