@@ -1,4 +1,4 @@
-"""A transport whose averages arrive when the test says so."""
+"""A transport whose averages are made when the test says so."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from commsched.core.task import CommTask
 
 
 class HoldingTransport(ForwardingTransport):
-    """A transport that keeps the averages for which ``is_held`` is true until :meth:`let_go`. Bytes are sent as ever."""
+    """A transport that makes the averages for which ``is_held`` is true only after :meth:`let_go`, and says at once that their
+    bytes have left. Until then their memory holds no average, so a missing wait shows as a wrong number."""
 
     def __init__(self, transport: Transport, is_held: Callable[[CommTask], bool]) -> None:
         super().__init__(transport)
@@ -19,32 +20,29 @@ class HoldingTransport(ForwardingTransport):
         self._lock = threading.Lock()
 
     def start(self, task: CommTask, completion: Completion) -> None:
-        super().start(task, _Held(self, completion) if self._is_held(task) else completion)
+        with self._lock:
+            if self._held is not None and self._is_held(task):
+                completion.on_sent(task)  # under the lock: a task may be done as soon as `let_go` finds it
+                self._held.append((task, completion))
+                return
+        super().start(task, completion)
 
     def let_go(self) -> None:
-        """Let the held averages arrive, and hold no more."""
+        """Make the held averages, and hold no more."""
         with self._lock:
             held, self._held = self._held, None
         for task, completion in held or ():
-            completion.on_done(task)
-
-    def keep(self, task: CommTask, completion: Completion) -> bool:
-        with self._lock:
-            if self._held is None:
-                return False
-            self._held.append((task, completion))
-            return True
+            super().start(task, _SentBefore(completion))
 
 
-class _Held:
-    """The Completion of a task whose average is held."""
+class _SentBefore:
+    """The Completion of a task whose bytes were said to have left."""
 
-    def __init__(self, transport: HoldingTransport, completion: Completion) -> None:
-        self._transport, self._completion = transport, completion
+    def __init__(self, completion: Completion) -> None:
+        self._completion = completion
 
     def on_sent(self, task: CommTask) -> None:
-        self._completion.on_sent(task)
+        """Say it to nobody again."""
 
     def on_done(self, task: CommTask) -> None:
-        if not self._transport.keep(task, self._completion):
-            self._completion.on_done(task)
+        self._completion.on_done(task)
