@@ -34,6 +34,7 @@ from .finite import FiniteReport as NotFiniteReport
 from .finite import FirstNotFinite, NotFinite, looks_finite
 from .group import DependencyProxy, TensorGroup
 from .interfaces import NOT_FINITE, ORDER, PACE, STALL, Buffer, Messenger, Observer, OnFailure, Transport
+from .manifest import Manifest
 from .order import Order
 from .order.agreed import AgreedOrder
 from .order.messages import LaunchKey, range_of
@@ -204,6 +205,10 @@ class Core:
 
     # --- engine threads ---
 
+    def cut(self, manifest: Manifest, config: SchedulerConfig) -> Plan:
+        """The plan of ``manifest`` by the sizes of ``config``, for the servers of this job. Thread-safe."""
+        return cut(manifest, config.partition_bytes, config.fusion_bytes, self._transport.servers)
+
     def reserve_group(self) -> SchedulerConfig:
         """Return the configuration to cut the next group by. Every later change includes that group, even if it is agreed on
         before the group is added. Waits while a change is being agreed on, since that change may not include the group."""
@@ -359,7 +364,7 @@ class Core:
 
     def _recut(self, group: TensorGroup, config: SchedulerConfig) -> None:
         """Cut ``group`` anew, between two steps. Called with the lock held."""
-        group.plan = cut(group.manifest, config.partition_bytes, config.fusion_bytes)
+        group.plan = self.cut(group.manifest, config)
         group.splits = self._splits(config.collective)
         if self._agreement is not None:
             self._agreement.recut(group.index)

@@ -64,6 +64,7 @@ class Transport:
             the order of launches; a task that another rank starts is its contribution. Empty: each rank launches for itself.
         device: where ``task.data`` lies: "cpu", or a device as PyTorch names it.
         one_per_host: one rank of each host uses the network, for all ranks of the host.
+        servers: how many servers make averages, each those of its partitions (``Partition.server``); 1 if no servers do.
     """
 
     rank: int
@@ -74,6 +75,7 @@ class Transport:
     leaders: tuple[int, ...] = ()
     device: str = "cpu"
     one_per_host: bool = False
+    servers: int = 1
 
     def add_group(self, group: int, manifest: Manifest) -> None:
         """Announce a group of tensors before its first task. All ranks add equal groups in the same order.
@@ -157,6 +159,7 @@ class ForwardingTransport(Transport):
         self.leaders = inner.leaders
         self.device = inner.device
         self.one_per_host = inner.one_per_host
+        self.servers = inner.servers
         self._inner = inner
 
     def add_group(self, group: int, manifest: Manifest) -> None:

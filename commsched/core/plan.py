@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property
+from heapq import heapreplace
 
 from .manifest import ITEMSIZE, Manifest
 
@@ -15,13 +16,17 @@ from .manifest import ITEMSIZE, Manifest
 _FUSED_SHARE = 1 / 4
 _FUSED_LEAST_BYTES = 64_000
 
+# A server spends about as much time on a message as on so many bytes of it, so small partitions are spread by number too.
+_BYTES_OF_A_MESSAGE = 16_000
+
 
 @dataclass(frozen=True, slots=True)
 class Partition:
     """One contiguous range of one dtype's flat buffer.
 
     ``index`` is its place in forward order and therefore its priority: 0 is needed first. ``start`` and ``stop`` are bytes
-    in the flat buffer of ``dtype``; ``tensors`` are the indices of the tensors that have elements in it.
+    in the flat buffer of ``dtype``; ``tensors`` are the indices of the tensors that have elements in it. ``server`` makes its
+    average, if servers do: each partition is on one of them.
     """
 
     index: int
@@ -29,6 +34,7 @@ class Partition:
     start: int
     stop: int
     tensors: tuple[int, ...]
+    server: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -58,14 +64,16 @@ class Plan:
         return hashlib.sha256(f"{self.manifest.fingerprint}{json.dumps(borders)}".encode()).hexdigest()
 
 
-def cut(manifest: Manifest, partition_bytes: int, fusion_bytes: int | None = None) -> Plan:
-    """Cut ``manifest`` into partitions of at most ``partition_bytes`` (at least one element).
+def cut(manifest: Manifest, partition_bytes: int, fusion_bytes: int | None = None, servers: int = 1) -> Plan:
+    """Cut ``manifest`` into partitions of at most ``partition_bytes`` (at least one element), and spread them over ``servers``.
 
     A tensor larger than ``partition_bytes`` is split into near-equal pieces on element borders. Consecutive smaller tensors
     of one dtype are packed as long as they have at most ``fusion_bytes`` together; ``None`` means a quarter of
     ``partition_bytes``, at least 64 KB. Tensors are not packed if ``manifest.shares_partitions`` is False. Rows of norms
-    (``manifest.norms``) are one partition each.
-    Pure: equal arguments give equal plans on every rank.
+    (``manifest.norms``) are one partition each, and row ``k`` is on server ``k``. Other partitions are on the server that has
+    the fewest bytes of those in front of them (list scheduling; Graham, SIAM J. Appl. Math. 1969). So any stretch of the order
+    loads all servers, and the links to them, equally, within the size of two partitions.
+    Pure: equal arguments give equal plans on every rank, without a message.
     """
     if manifest.norms is not None:
         return Plan(manifest, tuple(_whole(manifest)))
@@ -98,7 +106,7 @@ def cut(manifest: Manifest, partition_bytes: int, fusion_bytes: int | None = Non
             base, size = manifest.offset(index), ITEMSIZE[spec.dtype]
             partitions.append(Partition(len(partitions), spec.dtype, base + start * size, base + stop * size, (index,)))
     close_pack()
-    return Plan(manifest, tuple(partitions))
+    return Plan(manifest, tuple(_spread(partitions, servers)))
 
 
 def merged_bytes(partition_bytes: int, fusion_bytes: int | None) -> int:
@@ -109,10 +117,19 @@ def merged_bytes(partition_bytes: int, fusion_bytes: int | None) -> int:
 
 
 def _whole(manifest: Manifest) -> Iterator[Partition]:
-    """A partition for each tensor, with the tensor's index. So row ``k`` of norms goes to server ``k``: see :func:`place`."""
+    """A partition for each tensor, with the tensor's index, on the server of that number."""
     for index, spec in enumerate(manifest.tensors):
         start = manifest.offset(index)
-        yield Partition(index, spec.dtype, start, start + spec.nbytes, (index,))
+        yield Partition(index, spec.dtype, start, start + spec.nbytes, (index,), server=index)
+
+
+def _spread(partitions: Iterable[Partition], servers: int) -> Iterator[Partition]:
+    """Give each partition to the server that has the least so far, of those the first."""
+    loads = [(0, server) for server in range(servers)]  # a heap: the bytes of each server
+    for partition in partitions:
+        nbytes, server = loads[0]
+        heapreplace(loads, (nbytes + partition.nbytes + _BYTES_OF_A_MESSAGE, server))
+        yield replace(partition, server=server) if server else partition
 
 
 def _split(numel: int, most: int) -> Iterator[tuple[int, int]]:
@@ -120,14 +137,3 @@ def _split(numel: int, most: int) -> Iterator[tuple[int, int]]:
     pieces = -(-numel // most)
     for piece in range(pieces):
         yield numel * piece // pieces, numel * (piece + 1) // pieces
-
-
-def place(partition: int, servers: int) -> int:
-    """The server, 0 to ``servers - 1``, of the partition with this index.
-
-    Every rank computes the same server from the index alone, so placement needs no message and survives re-cutting.
-    Partitions are near-equal in size, so each round of ``servers`` consecutive partitions uses every server once. The rounds
-    are shifted against each other because plans are often periodic: with plain ``partition % servers`` and two servers, a
-    model whose layers are cut into a large weight and a small bias would send all weights to one server.
-    """
-    return (partition + partition // servers) % servers

@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..control.end import ControlEnd
@@ -17,7 +18,7 @@ from ..core.group import TensorGroup, require_buffer, require_buffers
 from ..core.interfaces import Buffer, Observer, SessionObserver, Transport
 from ..core.manifest import Manifest, TensorSpec, require_equal
 from ..core.norms import ROW_DTYPE
-from ..core.plan import Plan, cut
+from ..core.plan import Plan
 from ..core.scheduler import SchedulerConfig
 from ..tuner.paced import FullWait
 from .events import COMPARE, TUNER, SessionListener, Tuner
@@ -247,7 +248,7 @@ class Session:
         ours = records[0]["manifest"]
         first = Manifest.from_record(ours)  # the others are mostly equal, and need not be built too
         require_equal([first if each["manifest"] == ours else Manifest.from_record(each["manifest"]) for each in records])
-        return cut(manifest, **records[0]["sizes"]), records[0]["collective"]
+        return self.core.cut(manifest, replace(config, **records[0]["sizes"])), records[0]["collective"]
 
     def _add_group(
         self, plan: Plan, buffers: Mapping[str, Buffer], collective: str, device: Device | None = None

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 
-from ..core.plan import place
 from ..core.policies import make_policy
 from ..core.scheduler import Scheduler, SchedulerConfig
 from ..core.task import CommTask
@@ -71,7 +70,7 @@ class ParameterServers:
     def _start(self, worker: int) -> None:
         while (task := self._schedulers[worker].next()) is not None:
             task.started_at = self._clock.now
-            shard = place(task.partition.index, self._network.shards)
+            shard = task.partition.server
             if self._network.members_across(worker, shard) == 0:
                 self._sent(worker, task)
                 self._arrived(worker, shard, task)

@@ -135,11 +135,11 @@ class Grouping:
     plan: Plan
 
     @classmethod
-    def of(cls, profile: Profile, rules: Rules) -> Grouping:
-        """Group the tensors of ``profile`` under ``rules``."""
+    def of(cls, profile: Profile, rules: Rules, shards: int = 1) -> Grouping:
+        """Group the tensors of ``profile`` under ``rules``, and spread partitions over ``shards``."""
         manifest = profile.manifest
         if rules.bucket_bytes is None:
-            return cls(profile, cut(manifest, rules.config.partition_bytes, rules.config.fusion_bytes))
+            return cls(profile, cut(manifest, rules.config.partition_bytes, rules.config.fusion_bytes, shards))
         return cls(profile, fill_buckets(manifest, rules.bucket_bytes, rules.first_bucket_bytes))
 
     @cached_property

@@ -89,6 +89,10 @@ class Cluster:
     def world_size(self) -> int:
         return sum(each.count for each in self.workers)
 
+    @property
+    def shards(self) -> int:
+        return len(self.server_rates) or self.world_size
+
 
 def equal_workers(
     workers: int,

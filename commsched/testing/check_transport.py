@@ -31,7 +31,6 @@ from ..core.interfaces import Buffer, TaskObserver, Transport
 from ..core.manifest import ITEMSIZE, Manifest, TensorSpec
 from ..core.norms import ROW_DTYPE
 from ..core.order.static import STABLE_STEPS
-from ..core.plan import cut
 from ..core.scheduler import COLLECTIVES, SchedulerConfig
 from ..session.norms import Norms, rows_for
 from .checked_world import CheckedJob, CheckedWorld, OpenDevice, OpenRanks, OpenSession, OpenWorld, Threads
@@ -424,7 +423,7 @@ class _Tensors:
     def __init__(self, core: Core, manifest: Manifest, world: CheckedWorld, rank: int) -> None:
         device = world.device(rank)
         self._memory = _HostMemory(manifest) if device is None else _DeviceMemory(device, manifest)
-        self.group = core.add_group(cut(manifest, core.config.partition_bytes), self._memory.buffers, device=device)
+        self.group = core.add_group(core.cut(manifest, core.config), self._memory.buffers, device=device)
         self._world_size = world.size
         self._norms: Norms | None = None
 
@@ -432,7 +431,7 @@ class _Tensors:
         """Tell the norms of the averages from the next step on."""
         manifest = rows_for(self.group, (2.0, math.inf, 1.0), transport)
         data = bytearray(manifest.nbytes)
-        rows = core.add_group(cut(manifest, core.config.partition_bytes), {ROW_DTYPE: memoryview(data)})
+        rows = core.add_group(core.cut(manifest, core.config), {ROW_DTYPE: memoryview(data)})
         self._norms = Norms(self.group, rows, data, core.fail)
 
     def average(self, rank: int, order: Sequence[int], before_each: Callable[[], None] = lambda: None) -> None:

@@ -45,7 +45,7 @@ class DtypeMapping:
         stop = place(original.tensors[-1], original.stop)
         if stop - start != original.nbytes // before * after:
             raise ValueError(f"partition {original.index} holds tensors that are not consecutive")
-        return Partition(original.index, dtype, start, stop, original.tensors)
+        return Partition(original.index, dtype, start, stop, original.tensors, original.server)
 
     def task(self, original: CommTask, data: Any) -> CommTask:
         """Return a started task that applies the verb of ``original`` to ``data``."""

@@ -15,7 +15,7 @@ from commsched.core.group import TensorGroup
 from commsched.core.manifest import Manifest, TensorSpec, require_equal
 from commsched.core.norms import ROW_DTYPE, NormsOf, require_orders
 from commsched.core.order.agreed import AgreedOrder
-from commsched.core.plan import cut, place
+from commsched.core.plan import cut
 from commsched.core.scheduler import LAST_KEY, SchedulerConfig
 from commsched.core.stalls import StepOfGroup
 from commsched.core.task import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, CommTask
@@ -343,7 +343,7 @@ def test_a_row_goes_to_the_server_that_makes_it() -> None:
     for sizes in (1, 8, 10**6):
         partitions = cut(manifest, sizes).partitions
         assert [(at.start, at.stop, at.tensors) for at in partitions] == [(40 * row, 40 * row + 40, (row,)) for row in range(7)]
-        assert [place(at.index, 7) for at in partitions] == list(range(7))
+        assert [at.server for at in partitions] == list(range(7))
 
 
 @pytest.mark.parametrize("orders", [(2.0,), (math.inf, 0.5), (1.0, 2.0, 3.5)])

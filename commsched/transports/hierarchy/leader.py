@@ -71,7 +71,7 @@ class LeaderTransport(Transport):
         self.rank = rank = context.world.rank
         self.world_size = context.world.world_size
         if network is not None:
-            self.ordered, self.channels = network.ordered, network.channels
+            self.ordered, self.channels, self.servers = network.ordered, network.channels, network.servers
         self.leaders = layout.leader_of if self.ordered else ()
         self._layout = layout
         self._network = network

@@ -27,7 +27,7 @@ from ...averaging.reduce import Bytes
 from ...backend import Contributors, TransportContext
 
 MAGIC = b"CSPS"
-VERSION = 6
+VERSION = 7
 
 # magic, version, kind, dtype, group, partition, order, payload bytes, step, start, stop, the payload's checksum; then the
 # checksum of these fields. The header has 64 bytes, so that the payload behind it stays aligned.

@@ -12,7 +12,6 @@ import numpy as np
 from ....core.errors import ClosedError, CommschedError, ConfigError, PeerLost, ProtocolError
 from ....core.interfaces import Completion, Transport
 from ....core.manifest import Manifest
-from ....core.plan import place
 from ....core.task import CommTask
 from ...averaging.contributions import PartitionKey
 from ...backend import TransportContext
@@ -58,6 +57,7 @@ class PsTransport(Transport):
         self.world_size = context.world.world_size
         self._on_failure = context.on_failure
         self._own_shard = own_shard
+        self.servers = len(servers)
         self._options = options
         # Without a rate limiter, replies give way to pushes. A rate limiter orders everything that this process sends.
         self._way = own_shard.service.push_priority if own_shard is not None and options.rate_limiter is None else None
@@ -118,7 +118,7 @@ class PsTransport(Transport):
         if self._closed:
             raise ClosedError("this transport is closed")
         partition = task.partition.index
-        server = place(partition, len(self._lanes))
+        server = task.partition.server
         self._pending[PartitionKey(task.group, task.step, partition)] = _Started(task, completion, server)
         if self._way is not None and server != self.rank:
             self._way.take(task.group, task.step)
