@@ -13,6 +13,7 @@ class Inner(Transport):
     rank, world_size, channels, leaders = 3, 5, 7, (0, 0, 2)
     verbs = frozenset({"another"})
     ordered = one_per_host = True
+    servers = 3
     device = "elsewhere"
 
     def __init__(self) -> None:

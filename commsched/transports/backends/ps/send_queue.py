@@ -1,15 +1,16 @@
-"""The messages that wait to be sent to one peer, in the order in which they should leave, and what they wait for: pushes of
-this rank, and an optional cap on the sending rate of the process, which is an emulated link that all its streams share."""
+"""The messages that wait to be sent to one peer, in the order in which they should leave, and what they wait for: each
+other, and an optional cap on the sending rate of the process, which is an emulated link that all its streams share."""
 
 from __future__ import annotations
 
 import threading
-from collections import deque
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from queue import SimpleQueue
 from time import monotonic
+from typing import Protocol
 
 from ....core.policies import make_policy
 from ....core.scheduler import Scheduler
@@ -19,72 +20,122 @@ from .frame import Frame, FrameKind
 _REPLIES_LAST = 2**32
 
 
-class PushPriority:
-    """Taken while a push of this rank is leaving. A stream that gives way asks ``is_free_for`` before each reply.
+#: A group of tensors, and a step of it.
+Step = tuple[int, int]
 
-    All ranks wait for a push, but only one rank waits for a reply. If both share the link equally, replies of layers that are
-    needed last delay the pushes of front layers. In simulation and on shaped links that costs 4 to 8 % of a step. There is no
-    deadlock, because a push never waits for a reply to leave. Thread-safe.
 
-    A reply of an earlier step than this rank's pushes does not give way. Its receiver is behind, in that earlier step, and no
-    push of this rank can be averaged before the receiver has caught up. If such replies gave way, a rank that is a little ahead
-    would hold back the others, and ranks that are once apart would stay apart: in simulation a step then took up to 1.3 times
-    as long.
+class RightOfWay:
+    """Which messages leave first on the link that pushes of a rank share with replies of the shard that it hosts.
+
+    **A reply gives way to pushes of its step.** All ranks wait for a push, but only one rank waits for a reply. If both share
+    the link equally, replies of layers that are needed last delay the pushes of front layers. In simulation and on shaped links
+    that costs 4 to 8 % of a step.
+
+    **A push gives way to replies of earlier steps.** Their receivers are behind, in that earlier step, and no push of this rank
+    can be averaged before they have caught up. If such replies gave way, or shared the link equally, a rank that is a little
+    ahead would hold back the others, and ranks would take turns at being ahead: on shaped links, where communication takes
+    twice as long as computation, steps then took up to 1.4 times as long as they need.
+
+    Nothing waits for ever: a push waits only for replies of its group that do not give way any more once the push is there, and
+    these wait for nothing but their receivers, whose threads always read.
+
+    A stream asks :meth:`is_free_for` and :meth:`must_wait` before each message. Thread-safe.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._taken = 0
+        self._pushes = 0
         self._latest: dict[int, int] = {}  # by group: the latest step of which this rank has begun a push
-        self._waiting: list[Callable[[], None]] = []
+        self._replies: Counter[Step] = Counter()
+        self._replies_of: dict[Yielding, Counter[Step]] = {}
+        self._waiting: list[Yielding] = []
 
-    def is_free_for(self, reply: Frame) -> bool:
-        return self._taken == 0 or reply.step < self._latest.get(reply.group, 0)
-
-    def take(self, group: int, step: int) -> None:
-        waiting: list[Callable[[], None]] = []
+    def push_begins(self, group: int, step: int) -> None:
+        """A push is to leave. Replies of its step give way until :meth:`push_left`."""
+        waiting: list[Yielding] = []
         with self._lock:
-            self._taken += 1
+            self._pushes += 1
             if step > self._latest.get(group, -1):
                 self._latest[group] = step
                 waiting, self._waiting = self._waiting, waiting  # replies of the step before need not give way any more
-        for when_free in waiting:
-            when_free()
+        _wake(waiting)
+
+    def push_left(self) -> None:
+        waiting: list[Yielding] = []
+        with self._lock:
+            self._pushes -= 1
+            if self._pushes == 0:
+                waiting, self._waiting = self._waiting, waiting
+        _wake(waiting)
+
+    def reply_begins(self, of: Yielding, step: Step) -> None:
+        """A reply is to leave. Pushes of later steps give way until :meth:`reply_left`, or until ``of`` is forgotten."""
+        with self._lock:
+            self._replies[step] += 1
+            self._replies_of.setdefault(of, Counter())[step] += 1
+
+    def reply_left(self, of: Yielding, step: Step) -> None:
+        with self._lock:
+            if of not in self._replies_of:  # it was forgotten meanwhile
+                return
+            self._replies_of[of][step] -= 1
+            waiting = self._subtract(step, 1)
+        _wake(waiting)
 
     def release(self, group: int) -> None:
         """Forget ``group``, which has had its last step."""
         with self._lock:
             self._latest.pop(group, None)
 
-    def give_back(self) -> None:
-        waiting: list[Callable[[], None]] = []
+    def must_wait(self, asking: Yielding, frames: Sequence[Frame]) -> bool:
+        """Whether none of ``frames`` may leave now. Then :meth:`Yielding.way_is_free` of ``asking`` is called once, when one of
+        them may, or some other message. It asks again."""
         with self._lock:
-            self._taken -= 1
-            if self._taken == 0:
-                waiting, self._waiting = self._waiting, waiting
-        for when_free in waiting:
-            when_free()
-
-    def must_wait(self, reply: Frame, when_free: Callable[[], None]) -> bool:
-        """Whether ``reply`` may not leave now. Then ``when_free`` is called once, when it may or another one may. It asks
-        again."""
-        if self.is_free_for(reply):
-            return False
-        with self._lock:
-            if self.is_free_for(reply):
+            if any(map(self.is_free_for, frames)):
                 return False
-            if when_free not in self._waiting:
-                self._waiting.append(when_free)
+            if asking not in self._waiting:
+                self._waiting.append(asking)
             return True
 
-    def forget(self, when_free: Callable[[], None]) -> None:
-        """Do not call ``when_free`` any more."""
+    def is_free_for(self, frame: Frame) -> bool:
+        if frame.kind is FrameKind.RESULT:
+            return self._pushes == 0 or frame.step < self._latest.get(frame.group, 0)
+        return not any(group == frame.group and step < frame.step for group, step in tuple(self._replies))
+
+    def forget(self, gone: Yielding) -> None:
+        """Do not notify ``gone`` any more, and wait for none of its replies."""
+        waiting: list[Yielding] = []
         with self._lock:
-            if when_free in self._waiting:
-                self._waiting.remove(when_free)
+            if gone in self._waiting:
+                self._waiting.remove(gone)
+            for step, count in self._replies_of.pop(gone, Counter()).items():
+                waiting += self._subtract(step, count)
+        _wake(waiting)
+
+    def _subtract(self, step: Step, count: int) -> list[Yielding]:
+        """Returns whom to wake. Called with the lock held."""
+        self._replies[step] -= count
+        if self._replies[step]:
+            return []
+        del self._replies[step]
+        waiting, self._waiting = self._waiting, []
+        return waiting
 
     def __repr__(self) -> str:
-        return f"<PushPriority {self._taken} pushes leaving, {len(self._waiting)} streams give way>"
+        replies, streams = self._replies.total(), len(self._waiting)
+        return f"<RightOfWay {self._pushes} pushes and {replies} replies to leave, {streams} streams give way>"
+
+
+class Yielding(Protocol):
+    """A stream, or several to one peer, whose messages give way."""
+
+    def way_is_free(self) -> None:
+        """A message may leave now. Called without a lock."""
+
+
+def _wake(waiting: Sequence[Yielding]) -> None:
+    for each in waiting:
+        each.way_is_free()
 
 
 @dataclass(slots=True, eq=False)
@@ -105,10 +156,12 @@ class _Gradients:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.waiting: list[_Waiting] = []  # a heap
+        # Heaps: one of all pushes, since one that waits keeps back those behind it; one of the replies of each step of a group,
+        # since others may leave while these give way. Pushes wait for those others.
+        self.waiting: dict[Step | None, list[_Waiting]] = {}
         self.arrivals = 0
         self.idle: list[SendQueue] = []
-        self.way: PushPriority | None = None
+        self.way: RightOfWay | None = None
         self.finished = False
 
     def wake(self, count: int) -> None:
@@ -121,6 +174,10 @@ class _Gradients:
     def way_is_free(self) -> None:
         with self.lock:
             self.wake(len(self.idle))
+
+
+def _heap_of(frame: Frame) -> Step | None:
+    return (frame.group, frame.step) if frame.kind is FrameKind.RESULT else None
 
 
 class SendQueue:
@@ -147,6 +204,7 @@ class SendQueue:
         self._only_here: list[_Waiting] = []  # a heap of gradients that no other stream takes
         self._pacer = pacer
         self._finished = False
+        self._leaving: Step | None = None  # of a reply that others wait for
 
     def share_with(self, other: SendQueue) -> None:
         """Share the gradients of ``other``, whose stream leads to the same peer, before any were put here."""
@@ -176,15 +234,16 @@ class SendQueue:
         if self._pacer is None:
             self._enter(parcel, only_here)
         else:
-            # The pacer has one order for all messages of this process; see PushPriority. Replies of an earlier step come before
+            # The pacer has one order for all messages of this process; see RightOfWay. Replies of an earlier step come before
             # pushes: a rank that is ahead would otherwise hold back what the others wait for, and ranks would be ahead in turn.
             # Groups count their steps apart, so the models of one process with fewer steps come first.
             is_reply = frame.kind is FrameKind.RESULT
             order = frame.order + _REPLIES_LAST * (2 * frame.step + is_reply)
             self._pacer.submit(order, frame.nbytes, lambda: self._enter(parcel, only_here))
 
-    def yield_to(self, way: PushPriority) -> None:
-        """Send gradients only while ``way`` is free for them, until ``stop_yielding``."""
+    def yield_to(self, way: RightOfWay) -> None:
+        """Send gradients only while ``way`` is free for them, until ``stop_yielding``. Others wait for replies that are put
+        from now on."""
         with self._gradients.lock:
             self._gradients.way = way
 
@@ -193,7 +252,7 @@ class SendQueue:
         with gradients.lock:
             way, gradients.way = gradients.way, None
         if way is not None:
-            way.forget(gradients.way_is_free)
+            way.forget(gradients)
 
     def finish(self) -> None:
         """End the stream once the control messages have left. Waiting gradients are dropped. Idempotent."""
@@ -210,6 +269,7 @@ class SendQueue:
         return self
 
     def __next__(self) -> OutgoingFrame:
+        self._has_left()
         while True:
             gradients = self._gradients
             with gradients.lock:
@@ -225,6 +285,7 @@ class SendQueue:
 
     def next_now(self) -> OutgoingFrame | None:
         """The next message if one may leave now, otherwise None, also after the end. Only the sending thread calls it."""
+        self._has_left()
         gradients = self._gradients
         if not (self._control or self._only_here or gradients.waiting):
             return None
@@ -240,19 +301,36 @@ class SendQueue:
             gradients.idle.remove(self)
         if self._control:
             return self._control.popleft()
-        waiting, here, way = gradients.waiting, self._only_here, gradients.way
-        if here and (not waiting or here[0] < waiting[0]):
-            waiting = here
-        if not waiting or (way is not None and way.must_wait(waiting[0][2].frame, gradients.way_is_free)):
+        way, heaps = gradients.way, list(gradients.waiting.values())
+        if self._only_here and all(self._only_here[0] < heap[0] for heap in heaps):
+            heaps = [self._only_here]
+        free = heaps
+        while way is not None and heaps and not (free := [heap for heap in heaps if way.is_free_for(heap[0][2].frame)]):
+            if way.must_wait(gradients, [heap[0][2].frame for heap in heaps]):
+                return None
+        if not free:
             return None
-        return heappop(waiting)[2]
+        heap = min(free)
+        _, _, parcel = heappop(heap)
+        if not heap and heap is not self._only_here:
+            del gradients.waiting[_heap_of(parcel.frame)]
+        if way is not None and parcel.frame.kind is FrameKind.RESULT:
+            self._leaving = parcel.frame.group, parcel.frame.step
+        return parcel
 
     def _finish(self) -> None:
         self._finished = self._gradients.finished = True
-        self._gradients.waiting, self._only_here = [], []  # drops the references to their memory
+        self._gradients.waiting, self._only_here = {}, []  # drops the references to their memory
         self._reasons.put(None)
 
     # --- called without it ---
+
+    def _has_left(self) -> None:
+        """The message that was taken before has left."""
+        if self._leaving is not None:
+            step, self._leaving, way = self._leaving, None, self._gradients.way
+            if way is not None:
+                way.reply_left(self._gradients, step)
 
     def _enter(self, parcel: OutgoingFrame, only_here: bool) -> None:
         gradients = self._gradients
@@ -260,17 +338,19 @@ class SendQueue:
             if gradients.finished:
                 return
             gradients.arrivals += 1
+            if gradients.way is not None and parcel.frame.kind is FrameKind.RESULT:
+                gradients.way.reply_begins(gradients, (parcel.frame.group, parcel.frame.step))
             item = (parcel.frame.order, gradients.arrivals, parcel)
             if only_here:
                 heappush(self._only_here, item)
                 self._reasons.put(None)
             else:
-                heappush(gradients.waiting, item)
+                heappush(gradients.waiting.setdefault(_heap_of(parcel.frame), []), item)
                 gradients.wake(1)
 
     def __repr__(self) -> str:
         with self._gradients.lock:
-            waiting = len(self._gradients.waiting) + len(self._only_here)
+            waiting = sum(map(len, self._gradients.waiting.values())) + len(self._only_here)
             return f"<Outbox {len(self._control)} control, {waiting} ready{', finished' if self._finished else ''}>"
 
 

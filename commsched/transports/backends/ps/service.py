@@ -16,7 +16,7 @@ from ...averaging.aggregator import Aggregator
 from ...averaging.contributions import Reply
 from ...backend import Contributors
 from .frame import RAW, Damaged, Frame, FrameKind, WorkerHello, json_frame
-from .send_queue import PushPriority, SendQueue
+from .send_queue import RightOfWay, SendQueue
 from .stream import Altered, Stream, StreamBroken
 
 log = logging.getLogger("commsched")
@@ -96,8 +96,8 @@ class Service:
     """
 
     def __init__(self, context: ServiceContext) -> None:
-        #: Taken by the pushes of a rank in the same process; replies of this server give way to them.
-        self.push_priority = PushPriority()
+        #: Replies of this server, and pushes of a rank in the same process, give way to each other.
+        self.right_of_way = RightOfWay()
         self._context = context
         self._name = context.name
         self._lock = threading.Lock()
@@ -132,7 +132,7 @@ class Service:
             if self._closed:
                 return stream.outbox.abort()
             self._workers.append(worker)
-        stream.outbox.yield_to(self.push_priority)
+        stream.outbox.yield_to(self.right_of_way)
         try:
             self._hear(worker)
         except ConfigError as error:  # a stranger or a worker of another job; this job has not failed

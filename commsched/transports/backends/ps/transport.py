@@ -59,8 +59,8 @@ class PsTransport(Transport):
         self._own_shard = own_shard
         self.servers = len(servers)
         self._options = options
-        # Without a rate limiter, replies give way to pushes. A rate limiter orders everything that this process sends.
-        self._way = own_shard.service.push_priority if own_shard is not None and options.rate_limiter is None else None
+        # Without a rate limiter, pushes and replies give way to each other. A rate limiter orders all that this process sends.
+        self._way = own_shard.service.right_of_way if own_shard is not None and options.rate_limiter is None else None
         self._closed = False
         # Single operations on a dict are atomic; the dispatcher adds a key, and the reader of its lane removes it.
         self._pending: dict[PartitionKey, _Started] = {}
@@ -78,6 +78,8 @@ class PsTransport(Transport):
                     self._lanes.append(OwnLane(self.rank, own_shard.service, self))
                     continue
                 streams = open_streams(self._peers[index], servers[index], options, context.job, context.settings.flows)
+                if self._way is not None:
+                    streams[0].outbox.yield_to(self._way)  # the other flows share its gradients
                 self._lanes.append(RemoteLane(streams, WorkerHello.of(context, index), self))
             self._lanes = [*self._lanes[len(servers) - first :], *self._lanes[: len(servers) - first]]  # by index
             connecting = [lane for lane in self._lanes if isinstance(lane, RemoteLane)]
@@ -121,7 +123,7 @@ class PsTransport(Transport):
         server = task.partition.server
         self._pending[PartitionKey(task.group, task.step, partition)] = _Started(task, completion, server)
         if self._way is not None and server != self.rank:
-            self._way.take(task.group, task.step)
+            self._way.push_begins(task.group, task.step)
         self._lanes[server].push(task)
 
     def release(self, group: int) -> None:
@@ -160,7 +162,7 @@ class PsTransport(Transport):
             raise ProtocolError(f"{started.task!r} was acknowledged twice")
         started.sent = True
         if self._way is not None and server != self.rank:
-            self._way.give_back()
+            self._way.push_left()
         started.completion.on_sent(started.task)
 
     def destination(self, server: int, frame: Frame) -> memoryview:

@@ -10,7 +10,7 @@ from commsched.core.core import Core
 from commsched.core.manifest import Manifest, TensorSpec
 from commsched.core.plan import cut
 from commsched.core.scheduler import SchedulerConfig
-from commsched.transports.backends.ps.send_queue import PushPriority
+from commsched.transports.backends.ps.send_queue import RightOfWay
 from commsched.transports.backends.ps.service import Service
 from commsched.transports.backends.ps.transport import PsTransport
 
@@ -37,10 +37,10 @@ class Watched:
         self._transport = open_ps(a_context(0, 1, pytest.fail, lane=lane), [self._shard.address])
         self._core = Core(self._transport, SchedulerConfig(16, 1000, policy))
         self.group = self._core.add_group(cut(MANIFEST, 16), {"uint8": memoryview(bytearray(64))})
-        #: While one is taken, pushes or replies wait in their outbox.
-        self.pushes_wait = PushPriority()
+        #: While a reply of an earlier step, or a push, is to leave, pushes or replies wait in their outbox.
+        self.pushes_wait = RightOfWay()
         self._transport._lanes[0]._outbox.yield_to(self.pushes_wait)
-        self.replies_wait = self._shard.service.push_priority
+        self.replies_wait = self._shard.service.right_of_way
 
     @staticmethod
     def _noting(original, queue, partition):
@@ -49,6 +49,9 @@ class Watched:
             queue.put(partition(*arguments))
 
         return noting
+
+    def way_is_free(self) -> None:
+        """It has nothing that waits."""
 
     def close(self) -> None:
         self._core.close()
@@ -64,20 +67,20 @@ def next_four(queue: SimpleQueue[int]) -> list[int]:
 @pytest.mark.parametrize(("policy", "order"), [("priority", [0, 1, 2, 3]), ("fifo", [3, 2, 1, 0])])
 def test_pushes_and_replies_that_wait_leave_in_the_order_of_the_policy(lane, policy, order, monkeypatch):
     with closing(Watched(lane, policy, monkeypatch)) as worker:
-        worker.pushes_wait.take(0, 0)
+        worker.pushes_wait.reply_begins(worker, (0, -1))
         worker.group.begin_step()
         for tensor in BACKWARD:
             worker.group.notify_ready(tensor)
             assert worker.started.get(timeout=60) == tensor  # the credit is no limit: the outbox decides
-        worker.pushes_wait.give_back()
+        worker.pushes_wait.reply_left(worker, (0, -1))
         assert next_four(worker.pushed) == order
         assert sorted(next_four(worker.averaged)) == [0, 1, 2, 3]
 
-        worker.replies_wait.take(0, 1)
+        worker.replies_wait.push_begins(0, 1)
         worker.group.begin_step()
         for tensor in BACKWARD:
             worker.group.notify_ready(tensor)
             assert worker.pushed.get(timeout=60) == tensor  # alone, and its reply is queued
-        worker.replies_wait.give_back()
+        worker.replies_wait.push_left()
         assert next_four(worker.averaged) == order
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("commsched-lane-")]

@@ -7,7 +7,7 @@ from time import monotonic, sleep
 import pytest
 
 from commsched.transports.backends.ps.frame import HEADER_BYTES, Frame, FrameKind
-from commsched.transports.backends.ps.send_queue import PushPriority, SendQueue
+from commsched.transports.backends.ps.send_queue import RightOfWay, SendQueue
 
 ACK = Frame(FrameKind.ACK, step=1)
 
@@ -150,86 +150,146 @@ def taken_in_a_thread(outbox: SendQueue) -> tuple[threading.Thread, queue.Simple
     return thread, taken
 
 
-def test_gradients_that_give_way_leave_when_it_is_free_and_small_messages_at_any_time():
-    way, outbox = PushPriority(), SendQueue()
+def test_replies_that_give_way_leave_when_it_is_free_and_small_messages_at_any_time():
+    way, outbox = RightOfWay(), SendQueue()
     outbox.yield_to(way)
-    way.take(0, 0)
-    way.take(0, 0)
+    way.push_begins(0, 0)
+    way.push_begins(0, 0)
     thread, taken = taken_in_a_thread(outbox)
     for order in (3, 1, 2):
-        put(outbox, order)
+        put(outbox, order, kind=FrameKind.RESULT)
     outbox.put_control(ACK)
     assert taken.get(timeout=60) == ACK
-    way.give_back()
+    way.push_left()
     outbox.put_control(ACK)
     assert taken.get(timeout=60) == ACK  # and still nothing else
-    way.give_back()
+    way.push_left()
     assert [taken.get(timeout=60).order for _ in range(3)] == [1, 2, 3]
-    way.take(0, 0)
-    put(outbox, 4)
+    way.push_begins(0, 0)
+    put(outbox, 4, kind=FrameKind.RESULT)
     outbox.put_control(ACK)
     assert taken.get(timeout=60) == ACK
-    way.give_back()
+    way.push_left()
     assert taken.get(timeout=60).order == 4
     outbox.finish()
     assert taken.get(timeout=60) is None
     thread.join(60)
     outbox.stop_yielding()
-    assert repr(way) == "<PushPriority 0 pushes leaving, 0 streams give way>"
+    assert repr(way) == "<RightOfWay 0 pushes and 0 replies to leave, 0 streams give way>"
 
 
 def test_replies_of_an_earlier_step_do_not_give_way():
-    way, outbox = PushPriority(), SendQueue()
+    way, outbox = RightOfWay(), SendQueue()
     outbox.yield_to(way)
-    way.take(0, 1)
+    way.push_begins(0, 1)
     thread, taken = taken_in_a_thread(outbox)
-    put(outbox, 0, group=1, step=0)  # of another group, whose steps are its own
+    put(outbox, 0, kind=FrameKind.RESULT, group=1, step=0)  # of another group, whose steps are its own
     outbox.put_control(ACK)
     assert taken.get(timeout=60) == ACK
-    way.take(1, 0)
+    way.push_begins(1, 0)
     outbox.put_control(ACK)
     assert taken.get(timeout=60) == ACK  # and still nothing else
-    way.take(1, 1)
+    way.push_begins(1, 1)
     assert taken.get(timeout=60).group == 1
-    put(outbox, 0, step=1)
+    put(outbox, 0, kind=FrameKind.RESULT, step=1)
     outbox.put_control(ACK)
     assert taken.get(timeout=60) == ACK
-    way.take(0, 2)
+    way.push_begins(0, 2)
     assert taken.get(timeout=60).step == 1
-    way.take(0, 1)  # a push of an earlier step may come later: another thread made it
-    put(outbox, 0, step=1)
+    way.push_begins(0, 1)  # a push of an earlier step may come later: another thread made it
+    put(outbox, 0, kind=FrameKind.RESULT, step=1)
     assert taken.get(timeout=60).step == 1
     outbox.finish()
     thread.join(60)
 
 
+def test_pushes_give_way_to_replies_of_earlier_steps_only():
+    way, replies, pushes = RightOfWay(), SendQueue(), SendQueue()
+    replies.yield_to(way)
+    pushes.yield_to(way)
+    thread, taken = taken_in_a_thread(pushes)
+    put(replies, 1, kind=FrameKind.RESULT, step=3)
+    put(replies, 2, kind=FrameKind.RESULT, step=3)
+    put(pushes, 7, step=3)
+    assert taken.get(timeout=60).step == 3
+    put(pushes, 7, group=1, step=4)  # of another group, whose steps are its own
+    assert taken.get(timeout=60).group == 1
+    put(pushes, 7, step=4)
+    put(pushes, 8, step=3)  # behind the other: pushes keep their order
+    pushes.put_control(ACK)
+    assert taken.get(timeout=60) == ACK
+    assert orders(replies, 2) == [1, 2]
+    pushes.put_control(ACK)
+    assert taken.get(timeout=60) == ACK  # the last reply is leaving
+    assert replies.next_now() is None
+    assert [taken.get(timeout=60).step for _ in range(2)] == [4, 3]
+    pushes.finish()
+    thread.join(60)
+    assert repr(way) == "<RightOfWay 0 pushes and 0 replies to leave, 0 streams give way>"
+
+
+@pytest.mark.parametrize("ended", ["before it leaves", "while it leaves"])
+def test_nobody_waits_for_replies_to_a_peer_that_is_gone(ended):
+    way, replies, pushes = RightOfWay(), SendQueue(), SendQueue()
+    replies.yield_to(way)
+    pushes.yield_to(way)
+    thread, taken = taken_in_a_thread(pushes)
+    put(replies, 1, kind=FrameKind.RESULT)
+    if ended == "while it leaves":
+        next(replies)
+    put(pushes, 7, step=1)
+    pushes.put_control(ACK)
+    assert taken.get(timeout=60) == ACK
+    replies.finish()
+    replies.stop_yielding()
+    assert taken.get(timeout=60).step == 1
+    assert replies.next_now() is None  # it does not count a second time
+    pushes.finish()
+    thread.join(60)
+    assert repr(way) == "<RightOfWay 0 pushes and 0 replies to leave, 0 streams give way>"
+
+
+@pytest.mark.parametrize("group", [0, 1])
+def test_a_reply_that_gives_way_does_not_keep_back_others(group):
+    """A push waits for the second one. If the first one kept it back, all would wait for ever."""
+    way, replies = RightOfWay(), SendQueue()
+    replies.yield_to(way)
+    way.push_begins(0, 5)
+    put(replies, 1, kind=FrameKind.RESULT, group=group, step=5)
+    put(replies, 2, kind=FrameKind.RESULT, step=4)
+    assert orders(replies, 1) == [2]
+    assert replies.next_now() is None
+    way.push_left()
+    assert orders(replies, 1) == [1]
+
+
 def test_an_outbox_that_gives_way_still_ends():
-    way, outbox = PushPriority(), SendQueue()
+    way, outbox = RightOfWay(), SendQueue()
     outbox.yield_to(way)
-    way.take(0, 0)
+    way.push_begins(0, 0)
     _, taken = taken_in_a_thread(outbox)
-    put(outbox, 1)
+    put(outbox, 1, kind=FrameKind.RESULT)
     outbox.finish()
     assert taken.get(timeout=60) is None
 
 
 def test_who_keeps_the_way_again_waits_for_nobody():
-    way, outbox = PushPriority(), SendQueue()
+    way, outbox = RightOfWay(), SendQueue()
     outbox.yield_to(way)
-    way.take(0, 0)
-    put(outbox, 1)
+    way.push_begins(0, 0)
+    put(outbox, 1, kind=FrameKind.RESULT)
     outbox.stop_yielding()
     assert orders(outbox, 1) == [1]
 
 
 def test_nothing_is_lost_when_the_way_changes_all_the_time():
-    way, outbox = PushPriority(), SendQueue()
+    way, outbox = RightOfWay(), SendQueue()
     outbox.yield_to(way)
     _, taken = taken_in_a_thread(outbox)
     for number in range(2000):
-        way.take(0, 0)
-        put(outbox, number)
-        way.give_back()
+        way.push_begins(0, 0)
+        put(outbox, number, kind=FrameKind.RESULT)
+        way.push_left()
     assert sorted(taken.get(timeout=60).order for _ in range(2000)) == list(range(2000))
 
 
@@ -242,9 +302,9 @@ def test_repr_counts_what_waits():
 
 
 def test_an_error_that_comes_while_a_reply_is_kept_back_is_sent():
-    outbox, way = SendQueue(), PushPriority()
+    outbox, way = SendQueue(), RightOfWay()
     outbox.yield_to(way)
-    way.take(0, 0)
+    way.push_begins(0, 0)
     put(outbox, 1, kind=FrameKind.RESULT)
 
     class Reasons(queue.SimpleQueue):
@@ -336,14 +396,14 @@ def test_a_stream_may_begin_to_share_while_its_sender_waits():
 
 
 def test_all_streams_give_way_and_none_is_forgotten_when_it_is_free():
-    way, (a, b) = PushPriority(), streams(2)
+    way, (a, b) = RightOfWay(), streams(2)
     a.yield_to(way)
-    way.take(0, 0)
+    way.push_begins(0, 0)
     threads, taken = zip(*map(taken_in_a_thread, (a, b)))
-    put(a, 1)
-    put(a, 2)
+    put(a, 1, kind=FrameKind.RESULT)
+    put(a, 2, kind=FrameKind.RESULT)
     until(lambda: len(a._gradients.idle) == 2)
-    way.give_back()
+    way.push_left()
     until(lambda: sum(each.qsize() for each in taken) == 2)
     for each in (a, b):
         each.finish()

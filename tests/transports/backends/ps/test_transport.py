@@ -28,7 +28,7 @@ from commsched.transports.backends.ps import transport as ps_transport
 from commsched.transports.backends.ps.frame import MAX_MESSAGE_BYTES, Frame, FrameKind, WorkerHello, encode, json_frame
 from commsched.transports.backends.ps.grpc_lane import METHOD
 from commsched.transports.backends.ps.lane import RemoteLane
-from commsched.transports.backends.ps.send_queue import PushPriority
+from commsched.transports.backends.ps.send_queue import RightOfWay
 from commsched.transports.backends.ps.server import Shard
 from commsched.transports.backends.ps.service import Service
 from commsched.transports.backends.ps.stream import Stream, StreamOptions, open_port, open_streams
@@ -75,11 +75,17 @@ class Ended:
 
 
 def make_task(
-    partition: int = 0, step: int = 0, value: float = 1.0, *, data: memoryview | None = None, dtype: str = "float32"
+    partition: int = 0,
+    step: int = 0,
+    value: float = 1.0,
+    *,
+    data: memoryview | None = None,
+    dtype: str = "float32",
+    server: int = 0,
 ) -> CommTask:
     if data is None:
         data = memoryview(bytearray(np.full(64, value, np.float32).tobytes()))
-    where = Partition(partition, dtype, len(data) * partition, len(data) * (partition + 1), (0,))
+    where = Partition(partition, dtype, len(data) * partition, len(data) * (partition + 1), (0,), server)
     return CommTask(0, step, where, data)
 
 
@@ -194,7 +200,7 @@ def test_replies_give_way_while_a_push_of_their_rank_waits_for_a_receiver_and_le
     big_bytes = 2**26  # more than the kernel holds
     manifest = Manifest((TensorSpec("front", (256,), "uint8"), TensorSpec("big", (big_bytes,), "uint8")))
     stopped, resumed, gave_way = threading.Event(), threading.Event(), threading.Event()
-    place, is_free_for = Service._place, PushPriority.is_free_for
+    place, is_free_for = Service._place, RightOfWay.is_free_for
 
     def place_when_resumed(service, worker, frame):
         if frame.partition == 1 and not resumed.is_set():
@@ -202,7 +208,7 @@ def test_replies_give_way_while_a_push_of_their_rank_waits_for_a_receiver_and_le
             assert resumed.wait(60)
         return place(service, worker, frame)
 
-    def watched(way: PushPriority, reply: Frame) -> bool:
+    def watched(way: RightOfWay, reply: Frame) -> bool:
         free = is_free_for(way, reply)
         if way is transports[0]._way and not free:
             gave_way.set()
@@ -212,12 +218,12 @@ def test_replies_give_way_while_a_push_of_their_rank_waits_for_a_receiver_and_le
         return CommTask(0, 0, Partition(0, "uint8", 0, 256, (0,)), memoryview(bytearray(256)))
 
     def big() -> CommTask:
-        return CommTask(0, 0, Partition(1, "uint8", 256, 256 + big_bytes, (1,)), memoryview(bytearray(big_bytes)))
+        return CommTask(0, 0, Partition(1, "uint8", 256, 256 + big_bytes, (1,), server=1), memoryview(bytearray(big_bytes)))
 
     monkeypatch.setattr(Service, "_place", place_when_resumed)
     failures = [Failures(), Failures()]
     with embedded_world(failures) as transports:
-        monkeypatch.setattr(PushPriority, "is_free_for", watched)
+        monkeypatch.setattr(RightOfWay, "is_free_for", watched)
         for transport in transports:
             transport.add_group(0, manifest)
         bigs, fronts = [Ended(), Ended()], [Ended(), Ended()]
@@ -253,7 +259,7 @@ def test_a_rank_that_is_behind_gets_its_average_while_a_push_of_a_later_step_wai
         return CommTask(0, 0, Partition(0, "uint8", 0, 256, (0,)), memoryview(bytearray(256)))
 
     def big() -> CommTask:
-        return CommTask(0, 1, Partition(1, "uint8", 256, 256 + big_bytes, (1,)), memoryview(bytearray(big_bytes)))
+        return CommTask(0, 1, Partition(1, "uint8", 256, 256 + big_bytes, (1,), server=1), memoryview(bytearray(big_bytes)))
 
     monkeypatch.setattr(Service, "_place", place_when_resumed)
     failures = [Failures(), Failures()]
@@ -564,7 +570,7 @@ def test_an_average_from_a_server_that_does_not_make_it_is_refused(lane, server)
     first, other = Ended(), Ended()
     transport.start(make_task(), first)
     assert first.sent.wait(60)
-    transport.start(make_task(1), other)
+    transport.start(make_task(1, server=1), other)
     assert str(failures.first()) == (
         f"server 1 at {second.address} broke the protocol: an answer to step 0, partition 0, which expects no answer there"
     )
