@@ -71,8 +71,8 @@ def cut(manifest: Manifest, partition_bytes: int, fusion_bytes: int | None = Non
     of one dtype are packed as long as they have at most ``fusion_bytes`` together; ``None`` means a quarter of
     ``partition_bytes``, at least 64 KB. Tensors are not packed if ``manifest.shares_partitions`` is False. Rows of norms
     (``manifest.norms``) are one partition each, and row ``k`` is on server ``k``. Other partitions are on the server that has
-    the fewest bytes of those in front of them (list scheduling; Graham, SIAM J. Appl. Math. 1969). So any stretch of the order
-    loads all servers, and the links to them, equally, within the size of two partitions.
+    the fewest bytes of those in front of them, where each counts 16 KB for its messages (list scheduling; Graham, SIAM J. Appl.
+    Math. 1969). So any stretch of the order loads all servers, and the links to them, equally, within two partitions.
     Pure: equal arguments give equal plans on every rank, without a message.
     """
     if manifest.norms is not None:

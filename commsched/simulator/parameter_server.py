@@ -25,7 +25,7 @@ def _nothing() -> None:
 class ParameterServers:
     """The parameter server, in virtual time. It reports each complete average through ``on_done``.
 
-    ``place`` chooses the shard of a partition. A push goes over the network unless the shard is on the rank's own host. Credit
+    A push goes over the network unless the shard is on the rank's own host. Credit
     comes back when the bytes of the push have left, as over TCP; over gRPC it comes back two latencies later. When the pushes
     of all ranks have arrived, the shard sends a reply to each rank.
 

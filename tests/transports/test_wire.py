@@ -229,8 +229,9 @@ def test_partitions_of_the_other_manifest_cover_it_once(
 ) -> None:
     recast = DtypeMapping(manifest, dtypes)
     seen = {dtype: bytearray(nbytes) for dtype, nbytes in recast.manifest.buffer_bytes.items()}
-    for original in cut(manifest, partition_bytes).partitions:
+    for original in cut(manifest, partition_bytes, servers=3).partitions:
         there = recast.partition(original)
+        assert there.server == original.server
         assert there.nbytes // ITEMSIZE[there.dtype] == original.nbytes // ITEMSIZE[original.dtype]
         assert recast.manifest.names_in(there.dtype, there.start, there.stop) == manifest.names_in(
             original.dtype, original.start, original.stop

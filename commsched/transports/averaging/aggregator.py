@@ -88,7 +88,7 @@ class Aggregator:
         complete = self._contributions.push(rank, key, dtype, start, stop, payload, reply, given=given)
         if complete is None:
             return
-        result = self._row(key, stop - start) if self.has_rows(key.group) else self._average(complete, dtype, stop - start)
+        result = self._row(key, stop - start) if key.group in self._sums else self._average(complete, dtype, stop - start)
         complete.payloads.clear()
         shared = result.toreadonly()
         for each in complete.replies:
@@ -96,9 +96,10 @@ class Aggregator:
         for sums in self._measured.get(key.group, ()):  # after the replies, which leave meanwhile
             sums.add(key.step, dtype, start, shared)
 
-    def has_rows(self, group: int) -> bool:
-        """Whether pushes to ``group`` are answered by rows of norms."""
-        return group in self._sums
+    def measured_by(self, group: int) -> int | None:
+        """The group whose averages are measured, if pushes to ``group`` are answered by rows of norms."""
+        sums = self._sums.get(group)
+        return None if sums is None else sums.group
 
     def _average(self, complete: Complete, dtype: str, nbytes: int) -> memoryview:
         result = self.buffers.take(nbytes) if complete.given is None else complete.given

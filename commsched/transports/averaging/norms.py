@@ -61,6 +61,7 @@ class NormSums:
         norms = rows.norms
         assert norms is not None
         self._norms = norms
+        self.group = norms.group  # whose averages are measured
         self._count = len(manifest.tensors)
         self._elements = norms.row_elements(self._count)
         for spec in rows.tensors:

@@ -83,9 +83,10 @@ def test_a_group_that_every_rank_has_released_is_forgotten():
     for rank in range(2):
         world.aggregator.add_group(rank, 1, rows)
         world.push(rank, 0)
+    assert (world.aggregator.measured_by(0), world.aggregator.measured_by(1)) == (None, 0)
     world.aggregator.release(0, [0, 1])
     world.aggregator.release(1, [1])
-    assert not world.aggregator.has_rows(1)
+    assert world.aggregator.measured_by(1) is None
     world.push(1, 1)
     world.aggregator.release(1, [0])
     with pytest.raises(ProtocolError, match="rank 1 released group 1 without announcing the group"):

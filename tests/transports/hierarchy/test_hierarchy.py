@@ -15,6 +15,7 @@ from commsched.testing.world import run_world
 from commsched.transports.backend import TransportContext
 from commsched.transports.backends.ps import open_transport as open_ps
 from commsched.transports.hierarchy import open_hierarchy, topology
+from commsched.transports.hierarchy.leader import LeaderTransport
 
 from ..worlds import close_together
 from .worlds import HostOf, LocalNetwork, OrderedNetwork, contexts, hierarchy, open_all
@@ -64,6 +65,12 @@ def test_is_a_transport_over_collectives_that_do_not_see_a_wrong_order(host_of: 
 @pytest.mark.parametrize(("host_of", "world_size"), SEVERAL_HOSTS)
 def test_is_a_transport_over_a_parameter_server(host_of: HostOf, world_size: int) -> None:
     check(hierarchy(host_of, lambda: open_ps), world_size)
+
+
+def test_the_partitions_of_leaders_are_for_the_shards_of_all_hosts() -> None:
+    transports = open_all(in_pairs, lambda: open_ps, [pytest.fail] * 5)
+    assert [each.servers for each in transports if isinstance(each, LeaderTransport)] == [3, 3, 3]
+    close_together(transports)
 
 
 @pytest.mark.parametrize(("host_of", "world_size"), SEVERAL_HOSTS)

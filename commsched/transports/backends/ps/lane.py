@@ -95,7 +95,7 @@ class RemoteLane:
         self._server = hello.server
         self._rank = f"rank {hello.member}"
         self._listener = listener
-        self._rows: set[int] = set()  # the groups whose averages are rows of norms
+        self._rows: dict[int, int] = {}  # by group whose averages are rows of norms: the group that these are about
         self._connected = threading.Event()  # set when this rank was welcomed, or the lane ended
         self._lock = threading.Lock()  # guards what is known of all flows together
         self._welcomed = False
@@ -139,12 +139,13 @@ class RemoteLane:
     def add_group(self, group: int, manifest: Manifest) -> None:
         """Announce a group before its first push."""
         if manifest.norms is not None:
-            self._rows.add(group)
+            self._rows[group] = manifest.norms.group
         self._say(json_frame(FrameKind.GROUP, manifest.to_record(), group))  # on each flow before its first push of it
 
     def release(self, groups: Sequence[int]) -> None:
         """Notify the server that this rank is done with ``groups``."""
-        self._rows.difference_update(groups)
+        for group in groups:
+            self._rows.pop(group, None)
         self._say(json_frame(FrameKind.RELEASED, groups))  # on each flow behind its announcements of them
 
     def push(self, task: CommTask) -> None:
@@ -159,13 +160,14 @@ class RemoteLane:
         at = task.partition
         frame = Frame(FrameKind.PUSH, task.group, task.step, at.index, at.dtype, at.start, at.stop, task.data, task.order)
         sent: Callable[[], None] = partial(self._listener.on_sent, self._server, frame.key)
-        if len(self._flows) == 1 or task.group not in self._rows:
-            return self._outbox.put(frame, sent)
+        about = self._rows.get(task.group)
+        if len(self._flows) == 1 or about is None:
+            return self._outbox.put(frame, sent, about=about)
         # A row must come behind all contributions, and a contribution may still be leaving on any flow. The server takes the
         # row when it has come on all of them.
         sent = _last_of(len(self._flows), sent)
         for flow in self._flows:
-            flow.stream.outbox.put(frame, sent, only_here=True)
+            flow.stream.outbox.put(frame, sent, only_here=True, about=about)
 
     def leave(self, rank: int) -> None:
         """Notify the server that ``rank`` will push nothing more, so that no rank waits for it."""

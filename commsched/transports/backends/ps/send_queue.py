@@ -4,147 +4,30 @@ other, and an optional cap on the sending rate of the process, which is an emula
 from __future__ import annotations
 
 import threading
-from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from queue import SimpleQueue
 from time import monotonic
-from typing import Protocol
 
 from ....core.policies import make_policy
 from ....core.scheduler import Scheduler
 from .frame import Frame, FrameKind
+from .right_of_way import RightOfWay, Step
 
 #: Added to the order of replies of a step for the pacer. It is larger than the order of every push.
 _REPLIES_LAST = 2**32
 
 
-#: A group of tensors, and a step of it.
-Step = tuple[int, int]
-
-
-class RightOfWay:
-    """Which messages leave first on the link that pushes of a rank share with replies of the shard that it hosts.
-
-    **A reply gives way to pushes of its step.** All ranks wait for a push, but only one rank waits for a reply. If both share
-    the link equally, replies of layers that are needed last delay the pushes of front layers. In simulation and on shaped links
-    that costs 4 to 8 % of a step.
-
-    **A push gives way to replies of earlier steps.** Their receivers are behind, in that earlier step, and no push of this rank
-    can be averaged before they have caught up. If such replies gave way, or shared the link equally, a rank that is a little
-    ahead would hold back the others, and ranks would take turns at being ahead: on shaped links, where communication takes
-    twice as long as computation, steps then took up to 1.4 times as long as they need.
-
-    Nothing waits for ever: a push waits only for replies of its group that do not give way any more once the push is there, and
-    these wait for nothing but their receivers, whose threads always read.
-
-    A stream asks :meth:`is_free_for` and :meth:`must_wait` before each message. Thread-safe.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._pushes = 0
-        self._latest: dict[int, int] = {}  # by group: the latest step of which this rank has begun a push
-        self._replies: Counter[Step] = Counter()
-        self._replies_of: dict[Yielding, Counter[Step]] = {}
-        self._waiting: list[Yielding] = []
-
-    def push_begins(self, group: int, step: int) -> None:
-        """A push is to leave. Replies of its step give way until :meth:`push_left`."""
-        waiting: list[Yielding] = []
-        with self._lock:
-            self._pushes += 1
-            if step > self._latest.get(group, -1):
-                self._latest[group] = step
-                waiting, self._waiting = self._waiting, waiting  # replies of the step before need not give way any more
-        _wake(waiting)
-
-    def push_left(self) -> None:
-        waiting: list[Yielding] = []
-        with self._lock:
-            self._pushes -= 1
-            if self._pushes == 0:
-                waiting, self._waiting = self._waiting, waiting
-        _wake(waiting)
-
-    def reply_begins(self, of: Yielding, step: Step) -> None:
-        """A reply is to leave. Pushes of later steps give way until :meth:`reply_left`, or until ``of`` is forgotten."""
-        with self._lock:
-            self._replies[step] += 1
-            self._replies_of.setdefault(of, Counter())[step] += 1
-
-    def reply_left(self, of: Yielding, step: Step) -> None:
-        with self._lock:
-            if of not in self._replies_of:  # it was forgotten meanwhile
-                return
-            self._replies_of[of][step] -= 1
-            waiting = self._subtract(step, 1)
-        _wake(waiting)
-
-    def release(self, group: int) -> None:
-        """Forget ``group``, which has had its last step."""
-        with self._lock:
-            self._latest.pop(group, None)
-
-    def must_wait(self, asking: Yielding, frames: Sequence[Frame]) -> bool:
-        """Whether none of ``frames`` may leave now. Then :meth:`Yielding.way_is_free` of ``asking`` is called once, when one of
-        them may, or some other message. It asks again."""
-        with self._lock:
-            if any(map(self.is_free_for, frames)):
-                return False
-            if asking not in self._waiting:
-                self._waiting.append(asking)
-            return True
-
-    def is_free_for(self, frame: Frame) -> bool:
-        if frame.kind is FrameKind.RESULT:
-            return self._pushes == 0 or frame.step < self._latest.get(frame.group, 0)
-        return not any(group == frame.group and step < frame.step for group, step in tuple(self._replies))
-
-    def forget(self, gone: Yielding) -> None:
-        """Do not notify ``gone`` any more, and wait for none of its replies."""
-        waiting: list[Yielding] = []
-        with self._lock:
-            if gone in self._waiting:
-                self._waiting.remove(gone)
-            for step, count in self._replies_of.pop(gone, Counter()).items():
-                waiting += self._subtract(step, count)
-        _wake(waiting)
-
-    def _subtract(self, step: Step, count: int) -> list[Yielding]:
-        """Returns whom to wake. Called with the lock held."""
-        self._replies[step] -= count
-        if self._replies[step]:
-            return []
-        del self._replies[step]
-        waiting, self._waiting = self._waiting, []
-        return waiting
-
-    def __repr__(self) -> str:
-        replies, streams = self._replies.total(), len(self._waiting)
-        return f"<RightOfWay {self._pushes} pushes and {replies} replies to leave, {streams} streams give way>"
-
-
-class Yielding(Protocol):
-    """A stream, or several to one peer, whose messages give way."""
-
-    def way_is_free(self) -> None:
-        """A message may leave now. Called without a lock."""
-
-
-def _wake(waiting: Sequence[Yielding]) -> None:
-    for each in waiting:
-        each.way_is_free()
-
-
 @dataclass(slots=True, eq=False)
 class OutgoingFrame:
     """A message to send. If ``sent`` is given, the sender calls it once, when the bytes have left and before an answer to the
-    message is handled."""
+    message is handled. ``step`` is that of the averages which the message is about: a row of norms is about another group."""
 
     frame: Frame
     sent: Callable[[], None] | None = None
+    step: Step = (0, 0)
 
 
 #: The order of a message, its number of arrival, which makes the order total, and the message.
@@ -176,8 +59,20 @@ class _Gradients:
             self.wake(len(self.idle))
 
 
-def _heap_of(frame: Frame) -> Step | None:
-    return (frame.group, frame.step) if frame.kind is FrameKind.RESULT else None
+def _heap_of(parcel: OutgoingFrame) -> Step | None:
+    return parcel.step if parcel.frame.kind is FrameKind.RESULT else None
+
+
+def _may_leave(heap: list[_Waiting], way: RightOfWay) -> bool:
+    parcel = heap[0][2]
+    is_reply = parcel.frame.kind is FrameKind.RESULT
+    return way.is_free_for_reply(parcel.step) if is_reply else way.is_free_for_push(parcel.step)
+
+
+def _must_wait(gradients: _Gradients, heaps: list[list[_Waiting]], way: RightOfWay) -> bool:
+    firsts = [heap[0][2] for heap in heaps]
+    pushes = [each.step for each in firsts if each.frame.kind is not FrameKind.RESULT]
+    return way.must_wait(gradients, pushes, [each.step for each in firsts if each.frame.kind is FrameKind.RESULT])
 
 
 class SendQueue:
@@ -225,12 +120,14 @@ class SendQueue:
                 self._control.append(OutgoingFrame(frame))
                 self._reasons.put(None)
 
-    def put(self, frame: Frame, sent: Callable[[], None] | None = None, only_here: bool = False) -> None:
+    def put(
+        self, frame: Frame, sent: Callable[[], None] | None = None, only_here: bool = False, about: int | None = None
+    ) -> None:
         """Queue gradients. Their memory must not change until they have left. Ignored after ``finish``.
 
-        ``only_here``: no other stream takes them.
+        ``only_here``: no other stream takes them. ``about``: the group whose averages a row of norms is about.
         """
-        parcel = OutgoingFrame(frame, sent)
+        parcel = OutgoingFrame(frame, sent, (frame.group if about is None else about, frame.step))
         if self._pacer is None:
             self._enter(parcel, only_here)
         else:
@@ -304,18 +201,17 @@ class SendQueue:
         way, heaps = gradients.way, list(gradients.waiting.values())
         if self._only_here and all(self._only_here[0] < heap[0] for heap in heaps):
             heaps = [self._only_here]
-        free = heaps
-        while way is not None and heaps and not (free := [heap for heap in heaps if way.is_free_for(heap[0][2].frame)]):
-            if way.must_wait(gradients, [heap[0][2].frame for heap in heaps]):
+        free = heaps if way is None else [heap for heap in heaps if _may_leave(heap, way)]
+        while not free:
+            if not heaps or way is None or _must_wait(gradients, heaps, way):
                 return None
-        if not free:
-            return None
+            free = [heap for heap in heaps if _may_leave(heap, way)]
         heap = min(free)
         _, _, parcel = heappop(heap)
         if not heap and heap is not self._only_here:
-            del gradients.waiting[_heap_of(parcel.frame)]
+            del gradients.waiting[_heap_of(parcel)]
         if way is not None and parcel.frame.kind is FrameKind.RESULT:
-            self._leaving = parcel.frame.group, parcel.frame.step
+            self._leaving = parcel.step
         return parcel
 
     def _finish(self) -> None:
@@ -339,13 +235,13 @@ class SendQueue:
                 return
             gradients.arrivals += 1
             if gradients.way is not None and parcel.frame.kind is FrameKind.RESULT:
-                gradients.way.reply_begins(gradients, (parcel.frame.group, parcel.frame.step))
+                gradients.way.reply_begins(gradients, parcel.step)
             item = (parcel.frame.order, gradients.arrivals, parcel)
             if only_here:
                 heappush(self._only_here, item)
                 self._reasons.put(None)
             else:
-                heappush(gradients.waiting.setdefault(_heap_of(parcel.frame), []), item)
+                heappush(gradients.waiting.setdefault(_heap_of(parcel), []), item)
                 gradients.wake(1)
 
     def __repr__(self) -> str:

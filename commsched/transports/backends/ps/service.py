@@ -16,7 +16,8 @@ from ...averaging.aggregator import Aggregator
 from ...averaging.contributions import Reply
 from ...backend import Contributors
 from .frame import RAW, Damaged, Frame, FrameKind, WorkerHello, json_frame
-from .send_queue import RightOfWay, SendQueue
+from .right_of_way import RightOfWay
+from .send_queue import SendQueue
 from .stream import Altered, Stream, StreamBroken
 
 log = logging.getLogger("commsched")
@@ -214,12 +215,12 @@ class Service:
         if self._closed:  # the port may serve the next job by now, and this worker of an earlier one was frozen or cut off
             raise ProtocolError("a push to a job that has ended")
         given = not memoryview(frame.payload).readonly  # the payload lies in the memory from ``_place``
-        order = frame.order
-        if self.aggregator.has_rows(frame.group):
+        order, about = frame.order, self.aggregator.measured_by(frame.group)
+        if about is not None:
             if not worker.has_said_on_all(frame.key):
                 return  # a contribution to the averages may still come on another stream
             order = 0  # every rank waits for all rows, which are small; their pushes come last
-        reply = _reply_to(worker.stream, frame, order)
+        reply = _reply_to(worker.stream, frame, order, about)
         self.aggregator.push(rank, frame.key, frame.dtype, frame.start, frame.stop, frame.payload, reply, given=given)
 
     def _handle(self, worker: _Worker, frame: Frame) -> None:
@@ -349,11 +350,11 @@ def _out_of_turn(worker: _Worker, frame: Frame) -> ProtocolError:
     return ProtocolError(f"{frame.kind.name} {'before the hello' if worker.rank is None else 'out of turn'}")
 
 
-def _reply_to(stream: Stream, push: Frame, order: int) -> Reply:
+def _reply_to(stream: Stream, push: Frame, order: int, about: int | None) -> Reply:
     _, group, step, partition, dtype, start, stop, _, _ = push
 
     def reply(result: memoryview) -> None:
-        stream.outbox.put(Frame(FrameKind.RESULT, group, step, partition, dtype, start, stop, result, order))
+        stream.outbox.put(Frame(FrameKind.RESULT, group, step, partition, dtype, start, stop, result, order), about=about)
 
     return reply
 

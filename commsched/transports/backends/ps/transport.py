@@ -119,11 +119,14 @@ class PsTransport(Transport):
     def start(self, task: CommTask, completion: Completion) -> None:
         if self._closed:
             raise ClosedError("this transport is closed")
-        partition = task.partition.index
-        server = task.partition.server
+        partition, server = task.partition.index, task.partition.server
+        if server >= len(self._lanes):
+            raise ValueError(f"{task!r} is for server {server} of {len(self._lanes)}: its plan is for other servers")
         self._pending[PartitionKey(task.group, task.step, partition)] = _Started(task, completion, server)
         if self._way is not None and server != self.rank:
-            self._way.push_begins(task.group, task.step)
+            manifest = self._manifests.get(task.group)
+            norms = None if manifest is None else manifest.norms
+            self._way.push_begins((task.group if norms is None else norms.group, task.step))
         self._lanes[server].push(task)
 
     def release(self, group: int) -> None:

@@ -10,7 +10,7 @@ from commsched.core.core import Core
 from commsched.core.manifest import Manifest, TensorSpec
 from commsched.core.plan import cut
 from commsched.core.scheduler import SchedulerConfig
-from commsched.transports.backends.ps.send_queue import RightOfWay
+from commsched.transports.backends.ps.right_of_way import RightOfWay
 from commsched.transports.backends.ps.service import Service
 from commsched.transports.backends.ps.transport import PsTransport
 
@@ -76,7 +76,7 @@ def test_pushes_and_replies_that_wait_leave_in_the_order_of_the_policy(lane, pol
         assert next_four(worker.pushed) == order
         assert sorted(next_four(worker.averaged)) == [0, 1, 2, 3]
 
-        worker.replies_wait.push_begins(0, 1)
+        worker.replies_wait.push_begins((0, 1))
         worker.group.begin_step()
         for tensor in BACKWARD:
             worker.group.notify_ready(tensor)

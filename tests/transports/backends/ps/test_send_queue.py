@@ -7,7 +7,8 @@ from time import monotonic, sleep
 import pytest
 
 from commsched.transports.backends.ps.frame import HEADER_BYTES, Frame, FrameKind
-from commsched.transports.backends.ps.send_queue import RightOfWay, SendQueue
+from commsched.transports.backends.ps.right_of_way import RightOfWay
+from commsched.transports.backends.ps.send_queue import SendQueue
 
 ACK = Frame(FrameKind.ACK, step=1)
 
@@ -153,8 +154,8 @@ def taken_in_a_thread(outbox: SendQueue) -> tuple[threading.Thread, queue.Simple
 def test_replies_that_give_way_leave_when_it_is_free_and_small_messages_at_any_time():
     way, outbox = RightOfWay(), SendQueue()
     outbox.yield_to(way)
-    way.push_begins(0, 0)
-    way.push_begins(0, 0)
+    way.push_begins((0, 0))
+    way.push_begins((0, 0))
     thread, taken = taken_in_a_thread(outbox)
     for order in (3, 1, 2):
         put(outbox, order, kind=FrameKind.RESULT)
@@ -165,7 +166,7 @@ def test_replies_that_give_way_leave_when_it_is_free_and_small_messages_at_any_t
     assert taken.get(timeout=60) == ACK  # and still nothing else
     way.push_left()
     assert [taken.get(timeout=60).order for _ in range(3)] == [1, 2, 3]
-    way.push_begins(0, 0)
+    way.push_begins((0, 0))
     put(outbox, 4, kind=FrameKind.RESULT)
     outbox.put_control(ACK)
     assert taken.get(timeout=60) == ACK
@@ -181,22 +182,20 @@ def test_replies_that_give_way_leave_when_it_is_free_and_small_messages_at_any_t
 def test_replies_of_an_earlier_step_do_not_give_way():
     way, outbox = RightOfWay(), SendQueue()
     outbox.yield_to(way)
-    way.push_begins(0, 1)
+    way.push_begins((0, 1))
+    way.push_begins((1, 0))
     thread, taken = taken_in_a_thread(outbox)
     put(outbox, 0, kind=FrameKind.RESULT, group=1, step=0)  # of another group, whose steps are its own
     outbox.put_control(ACK)
-    assert taken.get(timeout=60) == ACK
-    way.push_begins(1, 0)
-    outbox.put_control(ACK)
-    assert taken.get(timeout=60) == ACK  # and still nothing else
-    way.push_begins(1, 1)
+    assert taken.get(timeout=60) == ACK  # and nothing else
+    way.push_begins((1, 1))
     assert taken.get(timeout=60).group == 1
     put(outbox, 0, kind=FrameKind.RESULT, step=1)
     outbox.put_control(ACK)
     assert taken.get(timeout=60) == ACK
-    way.push_begins(0, 2)
+    way.push_begins((0, 2))
     assert taken.get(timeout=60).step == 1
-    way.push_begins(0, 1)  # a push of an earlier step may come later: another thread made it
+    way.push_begins((0, 1))  # a push of an earlier step may come later: another thread made it
     put(outbox, 0, kind=FrameKind.RESULT, step=1)
     assert taken.get(timeout=60).step == 1
     outbox.finish()
@@ -249,15 +248,62 @@ def test_nobody_waits_for_replies_to_a_peer_that_is_gone(ended):
     assert repr(way) == "<RightOfWay 0 pushes and 0 replies to leave, 0 streams give way>"
 
 
+def test_a_row_of_norms_counts_as_its_groups_message():
+    way, replies, pushes = RightOfWay(), SendQueue(), SendQueue()
+    replies.yield_to(way)
+    pushes.yield_to(way)
+    row = Frame(FrameKind.RESULT, 1, 4, 0, "uint8", stop=10, payload=bytes(10))
+    replies.put(row, about=0)
+    put(pushes, 7, step=5)
+    way.push_begins((0, 5))  # the rank has not asked for its row of that step yet
+    assert pushes.next_now() is None
+    assert next(replies).frame is row
+    assert replies.next_now() is None
+    assert orders(pushes, 1) == [7]
+
+
+def test_nothing_is_kept_of_replies_that_have_left():
+    way, replies = RightOfWay(), SendQueue()
+    replies.yield_to(way)
+    for step in range(100):
+        way.push_begins((0, step))
+        way.push_left()
+        put(replies, 1, kind=FrameKind.RESULT, step=step)
+        put(replies, 2, kind=FrameKind.RESULT, step=step)
+        assert orders(replies, 2) == [1, 2]
+        assert replies.next_now() is None
+    assert way._replies == {}
+    assert list(way._replies_of.values()) == [{}]
+    assert replies._gradients.waiting == {}
+
+
+def test_replies_of_a_group_that_was_released_give_way_to_nothing():
+    way, replies = RightOfWay(), SendQueue()
+    replies.yield_to(way)
+    thread, taken = taken_in_a_thread(replies)
+    way.push_begins((0, 0))
+    way.push_begins((1, 0))
+    put(replies, 1, kind=FrameKind.RESULT)
+    replies.put_control(ACK)
+    assert taken.get(timeout=60) == ACK
+    way.release(0)
+    assert taken.get(timeout=60).order == 1
+    replies.finish()
+    thread.join(60)
+
+
 @pytest.mark.parametrize("group", [0, 1])
 def test_a_reply_that_gives_way_does_not_keep_back_others(group):
     """A push waits for the second one. If the first one kept it back, all would wait for ever."""
     way, replies = RightOfWay(), SendQueue()
     replies.yield_to(way)
-    way.push_begins(0, 5)
+    for each in range(2):
+        way.push_begins((each, 5))
     put(replies, 1, kind=FrameKind.RESULT, group=group, step=5)
     put(replies, 2, kind=FrameKind.RESULT, step=4)
     assert orders(replies, 1) == [2]
+    assert replies.next_now() is None
+    way.push_left()
     assert replies.next_now() is None
     way.push_left()
     assert orders(replies, 1) == [1]
@@ -266,7 +312,7 @@ def test_a_reply_that_gives_way_does_not_keep_back_others(group):
 def test_an_outbox_that_gives_way_still_ends():
     way, outbox = RightOfWay(), SendQueue()
     outbox.yield_to(way)
-    way.push_begins(0, 0)
+    way.push_begins((0, 0))
     _, taken = taken_in_a_thread(outbox)
     put(outbox, 1, kind=FrameKind.RESULT)
     outbox.finish()
@@ -276,7 +322,7 @@ def test_an_outbox_that_gives_way_still_ends():
 def test_who_keeps_the_way_again_waits_for_nobody():
     way, outbox = RightOfWay(), SendQueue()
     outbox.yield_to(way)
-    way.push_begins(0, 0)
+    way.push_begins((0, 0))
     put(outbox, 1, kind=FrameKind.RESULT)
     outbox.stop_yielding()
     assert orders(outbox, 1) == [1]
@@ -287,7 +333,7 @@ def test_nothing_is_lost_when_the_way_changes_all_the_time():
     outbox.yield_to(way)
     _, taken = taken_in_a_thread(outbox)
     for number in range(2000):
-        way.push_begins(0, 0)
+        way.push_begins((0, 0))
         put(outbox, number, kind=FrameKind.RESULT)
         way.push_left()
     assert sorted(taken.get(timeout=60).order for _ in range(2000)) == list(range(2000))
@@ -304,7 +350,7 @@ def test_repr_counts_what_waits():
 def test_an_error_that_comes_while_a_reply_is_kept_back_is_sent():
     outbox, way = SendQueue(), RightOfWay()
     outbox.yield_to(way)
-    way.push_begins(0, 0)
+    way.push_begins((0, 0))
     put(outbox, 1, kind=FrameKind.RESULT)
 
     class Reasons(queue.SimpleQueue):
@@ -398,7 +444,7 @@ def test_a_stream_may_begin_to_share_while_its_sender_waits():
 def test_all_streams_give_way_and_none_is_forgotten_when_it_is_free():
     way, (a, b) = RightOfWay(), streams(2)
     a.yield_to(way)
-    way.push_begins(0, 0)
+    way.push_begins((0, 0))
     threads, taken = zip(*map(taken_in_a_thread, (a, b)))
     put(a, 1, kind=FrameKind.RESULT)
     put(a, 2, kind=FrameKind.RESULT)

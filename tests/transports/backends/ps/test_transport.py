@@ -2,6 +2,7 @@
 
 import socket
 import threading
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 
 from commsched.cli.launch import free_port
+from commsched.core.core import Core
 from commsched.core.errors import ClosedError, CommschedError, ConfigError, PeerLost, PeerTimeout
 from commsched.core.manifest import Manifest, TensorSpec
 from commsched.core.plan import Partition
@@ -28,7 +30,7 @@ from commsched.transports.backends.ps import transport as ps_transport
 from commsched.transports.backends.ps.frame import MAX_MESSAGE_BYTES, Frame, FrameKind, WorkerHello, encode, json_frame
 from commsched.transports.backends.ps.grpc_lane import METHOD
 from commsched.transports.backends.ps.lane import RemoteLane
-from commsched.transports.backends.ps.send_queue import RightOfWay
+from commsched.transports.backends.ps.right_of_way import RightOfWay
 from commsched.transports.backends.ps.server import Shard
 from commsched.transports.backends.ps.service import Service
 from commsched.transports.backends.ps.stream import Stream, StreamOptions, open_port, open_streams
@@ -200,7 +202,7 @@ def test_replies_give_way_while_a_push_of_their_rank_waits_for_a_receiver_and_le
     big_bytes = 2**26  # more than the kernel holds
     manifest = Manifest((TensorSpec("front", (256,), "uint8"), TensorSpec("big", (big_bytes,), "uint8")))
     stopped, resumed, gave_way = threading.Event(), threading.Event(), threading.Event()
-    place, is_free_for = Service._place, RightOfWay.is_free_for
+    place, is_free_for = Service._place, RightOfWay.is_free_for_reply
 
     def place_when_resumed(service, worker, frame):
         if frame.partition == 1 and not resumed.is_set():
@@ -208,8 +210,8 @@ def test_replies_give_way_while_a_push_of_their_rank_waits_for_a_receiver_and_le
             assert resumed.wait(60)
         return place(service, worker, frame)
 
-    def watched(way: RightOfWay, reply: Frame) -> bool:
-        free = is_free_for(way, reply)
+    def watched(way: RightOfWay, step: tuple[int, int]) -> bool:
+        free = is_free_for(way, step)
         if way is transports[0]._way and not free:
             gave_way.set()
         return free
@@ -223,7 +225,7 @@ def test_replies_give_way_while_a_push_of_their_rank_waits_for_a_receiver_and_le
     monkeypatch.setattr(Service, "_place", place_when_resumed)
     failures = [Failures(), Failures()]
     with embedded_world(failures) as transports:
-        monkeypatch.setattr(RightOfWay, "is_free_for", watched)
+        monkeypatch.setattr(RightOfWay, "is_free_for_reply", watched)
         for transport in transports:
             transport.add_group(0, manifest)
         bigs, fronts = [Ended(), Ended()], [Ended(), Ended()]
@@ -277,6 +279,91 @@ def test_a_rank_that_is_behind_gets_its_average_while_a_push_of_a_later_step_wai
         transports[1].start(big(), bigs[1])
         assert all(ended.done.wait(60) for ended in bigs)
     assert all(told.none() for told in failures)
+
+
+def test_a_push_of_a_later_step_waits_for_an_average_whose_receiver_is_behind(monkeypatch):
+    big_bytes = 2**26  # more than the kernel holds
+    manifest = Manifest((TensorSpec("big", (big_bytes,), "uint8"), TensorSpec("other", (256,), "uint8")))
+    receives, resumed, gave_way = threading.Event(), threading.Event(), threading.Event()
+    pushed: list[tuple[int, int]] = []
+    destination, push, is_free_for = PsTransport.destination, Service._push, RightOfWay.is_free_for_push
+
+    def destination_when_resumed(transport, server, frame):
+        if transport is transports[1] and frame.partition == 0:
+            receives.set()
+            assert resumed.wait(60)
+        return destination(transport, server, frame)
+
+    def noted(service, worker, rank, frame):
+        if rank == 0:
+            pushed.append((frame.step, frame.partition))
+        push(service, worker, rank, frame)
+
+    def watched(way: RightOfWay, step: tuple[int, int]) -> bool:
+        free = is_free_for(way, step)
+        if way is transports[0]._way and not free:
+            gave_way.set()
+        return free
+
+    def big() -> CommTask:
+        return CommTask(0, 0, Partition(0, "uint8", 0, big_bytes, (0,)), memoryview(bytearray(big_bytes)))
+
+    def other() -> CommTask:
+        at = Partition(1, "uint8", big_bytes, big_bytes + 256, (1,), server=1)
+        return CommTask(0, 1, at, memoryview(bytearray(256)))
+
+    monkeypatch.setattr(PsTransport, "destination", destination_when_resumed)
+    monkeypatch.setattr(Service, "_push", noted)
+    failures = [Failures(), Failures()]
+    with embedded_world(failures) as transports:
+        monkeypatch.setattr(RightOfWay, "is_free_for_push", watched)
+        for transport in transports:
+            transport.add_group(0, manifest)
+        bigs, others = [Ended(), Ended()], [Ended(), Ended()]
+        for transport, ended in zip(transports, bigs):
+            transport.start(big(), ended)  # rank 0 averages it
+        assert receives.wait(60)  # rank 1 has the header of the average, and reads no more
+        assert bigs[0].done.wait(60)
+        transports[0].start(other(), others[0])
+        assert gave_way.wait(60)
+        assert not pushed
+        resumed.set()
+        assert bigs[1].done.wait(60)
+        transports[1].start(other(), others[1])
+        assert all(ended.done.wait(60) for ended in others)
+        assert pushed == [(1, 1)]
+    assert all(told.none() for told in failures)
+
+
+def test_partitions_are_spread_over_all_servers(monkeypatch):
+    pushed: Counter[tuple[int, int]] = Counter()
+    push = PsTransport.start
+
+    def noted(transport, task, completion):
+        pushed[transport.rank, task.partition.server] += task.nbytes
+        push(transport, task, completion)
+
+    monkeypatch.setattr(PsTransport, "start", noted)
+    failures = [Failures(), Failures()]
+    with embedded_world(failures) as transports:
+        cores = [Core(transport, SchedulerConfig(1000, 10_000)) for transport in transports]
+        manifest = Manifest((TensorSpec("w", (10_000,), "uint8"),))
+        for core in cores:
+            group = core.add_group(core.cut(manifest, core.config), {"uint8": memoryview(bytearray(10_000))})
+            group.begin_step()
+            group.notify_ready(0)
+        for core in cores:
+            core.drain()
+            core.close()
+    assert pushed == {(rank, server): 5000 for rank in range(2) for server in range(2)}
+
+
+def test_a_partition_of_a_server_that_is_not_there_is_refused(server, lane):
+    transport = connect(server.address, lane)
+    transport.add_group(0, MANIFEST)
+    with pytest.raises(ValueError, match=r"partition 0 .* is for server 1 of 1: its plan is for other servers"):
+        transport.start(make_task(server=1), Ended())
+    transport.close()
 
 
 def test_credit_comes_back_before_the_other_rank_has_started(server, lane):
