@@ -15,6 +15,7 @@ from bench.profile.derive import derive, forward_flops, profile_of
 from bench.profile.full_size import FULL_SIZE, FullSize, to_json
 from bench.workloads import PROFILES, load_profile, model_names, real_model_names
 from commsched.core.errors import ConfigError
+from commsched.core.plan import cut
 from commsched.simulator.lower_bound import lower_bound, wfbp
 from commsched.simulator.profile import Profile
 
@@ -131,3 +132,18 @@ def test_the_file_has_one_line_for_each_layer_and_is_read_back() -> None:
     with pytest.raises(ValueError, match="not a profile: OverflowError: int too large to convert to float"):
         Profile.from_record(record)
     assert len(text.splitlines()) == len(profile.layers) + 6
+
+
+@pytest.mark.parametrize("name", model_names())
+@pytest.mark.parametrize(("shards", "most"), [(4, 1.01), (8, 1.03), (16, 1.1)])
+def test_links_to_the_shards_have_equal_loads(name: str, shards: int, most: float) -> None:
+    """With a shard on each worker, a link carries the pushes to the others, and its shard's averages to each of them."""
+    profile = load_profile(name)
+    for megabytes in (24, 72):
+        manifest = profile.scaled(nbytes=megabytes * 1e6 / profile.nbytes).manifest
+        for partition_bytes in (141_421, 200_000, 400_000):
+            of_shard = [0] * shards
+            for at in cut(manifest, partition_bytes, servers=shards).partitions:
+                of_shard[at.server] += at.nbytes
+            loads = [sum(of_shard) + (shards - 2) * nbytes for nbytes in of_shard]
+            assert max(loads) <= most * sum(loads) / shards, (megabytes, partition_bytes)
