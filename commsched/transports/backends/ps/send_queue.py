@@ -199,8 +199,9 @@ class SendQueue:
         if self._control:
             return self._control.popleft()
         way, heaps = gradients.way, list(gradients.waiting.values())
-        if self._only_here and all(self._only_here[0] < heap[0] for heap in heaps):
-            heaps = [self._only_here]
+        here, pushes = self._only_here, gradients.waiting.get(None)
+        if here and (pushes is None or here[0] < pushes[0]):
+            heaps = [here, *(heap for heap in heaps if heap is not pushes)]
         free = heaps if way is None else [heap for heap in heaps if _may_leave(heap, way)]
         while not free:
             if not heaps or way is None or _must_wait(gradients, heaps, way):
@@ -208,7 +209,7 @@ class SendQueue:
             free = [heap for heap in heaps if _may_leave(heap, way)]
         heap = min(free)
         _, _, parcel = heappop(heap)
-        if not heap and heap is not self._only_here:
+        if not heap and heap is not here:
             del gradients.waiting[_heap_of(parcel)]
         if way is not None and parcel.frame.kind is FrameKind.RESULT:
             self._leaving = parcel.step

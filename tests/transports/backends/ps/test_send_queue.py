@@ -262,6 +262,18 @@ def test_a_row_of_norms_counts_as_its_groups_message():
     assert orders(pushes, 1) == [7]
 
 
+def test_a_push_of_one_stream_and_a_reply_do_not_keep_each_other_back():
+    way, outbox = RightOfWay(), SendQueue()
+    outbox.yield_to(way)
+    way.push_begins((0, 1))
+    put(outbox, 0, kind=FrameKind.RESULT, step=1)
+    row = Frame(FrameKind.PUSH, 1, 1, 0, "uint8", stop=10, payload=bytes(10), order=9)
+    outbox.put(row, only_here=True, about=0)
+    assert next(outbox).frame is row
+    way.push_left()
+    assert orders(outbox, 1) == [0]
+
+
 def test_nothing_is_kept_of_replies_that_have_left():
     way, replies = RightOfWay(), SendQueue()
     replies.yield_to(way)
