@@ -8,7 +8,7 @@ from math import inf
 from typing import Protocol
 
 #: A group of tensors, and a step of it.
-Step = tuple[int, int]
+GroupStep = tuple[int, int]
 
 
 class Yielding(Protocol):
@@ -40,12 +40,14 @@ class RightOfWay:
         self._lock = threading.Lock()
         self._pushes = 0
         self._latest: dict[int, int] = {}  # by group: the latest step of which this rank has begun a push
-        self._replies: dict[Step, int] = {}  # how many are to leave
-        self._replies_of: dict[Yielding, dict[Step, int]] = {}
-        self._steps: tuple[Step, ...] = ()  # those of ``_replies``: read without the lock, so it is replaced and never changed
+        self._replies: dict[GroupStep, int] = {}  # how many are to leave
+        self._replies_of: dict[Yielding, dict[GroupStep, int]] = {}
+        self._steps: tuple[
+            GroupStep, ...
+        ] = ()  # those of ``_replies``: read without the lock, so it is replaced and never changed
         self._waiting: list[Yielding] = []
 
-    def push_begins(self, step: Step) -> None:
+    def push_begins(self, step: GroupStep) -> None:
         """A push is to leave. Replies of its step give way until :meth:`push_left`."""
         group, number = step
         waiting: Sequence[Yielding] = ()
@@ -64,7 +66,7 @@ class RightOfWay:
                 waiting = self._take_waiting()
         _wake(waiting)
 
-    def reply_begins(self, of: Yielding, step: Step) -> None:
+    def reply_begins(self, of: Yielding, step: GroupStep) -> None:
         """A reply is to leave. Pushes of later steps give way until :meth:`reply_left`, or until ``of`` is forgotten."""
         with self._lock:
             if (own := self._replies_of.get(of)) is None:
@@ -74,7 +76,7 @@ class RightOfWay:
             if count == 1:
                 self._steps = tuple(self._replies)
 
-    def reply_left(self, of: Yielding, step: Step) -> None:
+    def reply_left(self, of: Yielding, step: GroupStep) -> None:
         waiting: Sequence[Yielding] = ()
         with self._lock:
             own = self._replies_of.get(of)
@@ -93,15 +95,15 @@ class RightOfWay:
             waiting = self._take_waiting() if self._latest.pop(group, None) is not None else ()
         _wake(waiting)
 
-    def is_free_for_reply(self, step: Step) -> bool:
+    def is_free_for_reply(self, step: GroupStep) -> bool:
         group, number = step
         return self._pushes == 0 or number < self._latest.get(group, inf)
 
-    def is_free_for_push(self, step: Step) -> bool:
+    def is_free_for_push(self, step: GroupStep) -> bool:
         group, number = step
         return not any(of == group and earlier < number for of, earlier in self._steps)
 
-    def must_wait(self, asking: Yielding, pushes: Sequence[Step], replies: Sequence[Step]) -> bool:
+    def must_wait(self, asking: Yielding, pushes: Sequence[GroupStep], replies: Sequence[GroupStep]) -> bool:
         """Whether none of these messages may leave now. Then :meth:`Yielding.way_is_free` of ``asking`` is called once, when
         one of them may, or some other message. It asks again."""
         with self._lock:
@@ -124,7 +126,7 @@ class RightOfWay:
 
     # --- called with the lock held ---
 
-    def _subtract(self, step: Step, count: int) -> bool:
+    def _subtract(self, step: GroupStep, count: int) -> bool:
         """Returns whether no reply of that step is left."""
         self._replies[step] -= count
         if self._replies[step]:

@@ -14,7 +14,7 @@ from time import monotonic
 from ....core.policies import make_policy
 from ....core.scheduler import Scheduler
 from .frame import Frame, FrameKind
-from .right_of_way import RightOfWay, Step
+from .right_of_way import GroupStep, RightOfWay
 
 #: Added to the order of replies of a step for the pacer. It is larger than the order of every push.
 _REPLIES_LAST = 2**32
@@ -27,7 +27,7 @@ class OutgoingFrame:
 
     frame: Frame
     sent: Callable[[], None] | None = None
-    step: Step = (0, 0)
+    step: GroupStep = (0, 0)
 
 
 #: The order of a message, its number of arrival, which makes the order total, and the message.
@@ -41,7 +41,7 @@ class _Gradients:
         self.lock = threading.Lock()
         # Heaps: one of all pushes, since one that waits keeps back those behind it; one of the replies of each step of a group,
         # since others may leave while these give way. Pushes wait for those others.
-        self.waiting: dict[Step | None, list[_Waiting]] = {}
+        self.waiting: dict[GroupStep | None, list[_Waiting]] = {}
         self.arrivals = 0
         self.idle: list[SendQueue] = []
         self.way: RightOfWay | None = None
@@ -59,7 +59,7 @@ class _Gradients:
             self.wake(len(self.idle))
 
 
-def _heap_of(parcel: OutgoingFrame) -> Step | None:
+def _heap_of(parcel: OutgoingFrame) -> GroupStep | None:
     return parcel.step if parcel.frame.kind is FrameKind.RESULT else None
 
 
@@ -99,7 +99,7 @@ class SendQueue:
         self._only_here: list[_Waiting] = []  # a heap of gradients that no other stream takes
         self._pacer = pacer
         self._finished = False
-        self._leaving: Step | None = None  # of a reply that others wait for
+        self._leaving: GroupStep | None = None  # of a reply that others wait for
 
     def share_with(self, other: SendQueue) -> None:
         """Share the gradients of ``other``, whose stream leads to the same peer, before any were put here."""
