@@ -137,7 +137,7 @@ def test_the_file_has_one_line_for_each_layer_and_is_read_back() -> None:
 @pytest.mark.parametrize("name", model_names())
 @pytest.mark.parametrize(("shards", "most"), [(4, 1.01), (8, 1.03), (16, 1.1)])
 def test_links_to_the_shards_have_equal_loads(name: str, shards: int, most: float) -> None:
-    """With a shard on each worker, a link carries the pushes to the others, and its shard's averages to each of them."""
+    """A worker's link carries its pushes to the shards of the others, and the averages of its own shard to each of them."""
     profile = load_profile(name)
     for megabytes in (24, 72):
         manifest = profile.scaled(nbytes=megabytes * 1e6 / profile.nbytes).manifest
