@@ -319,13 +319,16 @@ class Job:
                 found = os.waitid(os.P_PID, pid, os.WEXITED | os.WSTOPPED | os.WNOWAIT)
                 if found is None or found.si_code != os.CLD_STOPPED:
                     break
-                self._events.put(ProcessEvent(pid, stopped_by=found.si_status))
+                self._report(ProcessEvent(pid, stopped_by=found.si_status))
                 os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOHANG)  # otherwise the next call would return at once
         except ChildProcessError:
             return  # the job is over, and the process was reaped
         status = found.si_status if found is not None else 1
         exited = found is None or found.si_code == os.CLD_EXITED
-        self._events.put(ProcessEvent(pid, status if exited else -status))
+        self._report(ProcessEvent(pid, status if exited else -status))
+
+    def _report(self, event: ProcessEvent) -> None:
+        self._events.put(event)
 
     def _ranks_that(self, what: str) -> set[int]:
         """The ranks that have reported the event ``what``: ``joined``, or ``heard`` of another's failure."""

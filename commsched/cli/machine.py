@@ -93,6 +93,7 @@ class LocalMachine(Job):
         self._command = command
         self._environ = environ
         self._members: dict[int, int] = {}  # by pid
+        self._starting = threading.Lock()  # held until a start is reported, so that the process's end is reported after it
         self._pids: dict[int, int] = {}  # by member
         self._connections: dict[int, socket.socket] = {}  # by member
         self._listening: dict[int, socket.socket] = {}  # by member
@@ -199,19 +200,22 @@ class LocalMachine(Job):
             ELASTIC: str(path),
             "COMMSCHED_LAUNCHER_FILE": str(told),
         }
-        pid = self._standby_as(own)
-        was_ready = pid is not None
-        if pid is None:
-            try:
-                pid = self._start(f"rank {rank}", self._command, {**self._environ, **own}).pid
-            except Interrupted:
-                self._release(member)
-                self.events.put(NotStarted(member))
-                return
-        self._members[pid], self._pids[member] = member, pid
-        self.events.put(Started(member, pid))
-        if not was_ready:
-            self._watch_in_thread(pid)  # only now, so that its end is reported after its start
+        with self._starting:
+            pid = self._standby_as(own)
+            if pid is None:
+                try:
+                    pid = self._start(f"rank {rank}", self._command, {**self._environ, **own}).pid
+                except Interrupted:
+                    self._release(member)
+                    self.events.put(NotStarted(member))
+                    return
+                self._watch_in_thread(pid)
+            self._members[pid], self._pids[member] = member, pid
+            self.events.put(Started(member, pid))
+
+    def _report(self, event: ProcessEvent) -> None:
+        with self._starting:
+            super()._report(event)
 
     def _prepare(self) -> None:
         """Start a process that imports what the ranks import, and then waits to be one."""
