@@ -42,9 +42,8 @@ class RightOfWay:
         self._latest: dict[int, int] = {}  # by group: the latest step of which this rank has begun a push
         self._replies: dict[GroupStep, int] = {}  # how many are to leave
         self._replies_of: dict[Yielding, dict[GroupStep, int]] = {}
-        self._steps: tuple[
-            GroupStep, ...
-        ] = ()  # those of ``_replies``: read without the lock, so it is replaced and never changed
+        # Those of ``_replies``. They are read without the lock, so the tuple is replaced and never changed.
+        self._steps: tuple[GroupStep, ...] = ()
         self._waiting: list[Yielding] = []
 
     def push_begins(self, step: GroupStep) -> None:
