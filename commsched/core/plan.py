@@ -16,7 +16,8 @@ from .manifest import ITEMSIZE, Manifest
 _FUSED_SHARE = 1 / 4
 _FUSED_LEAST_BYTES = 64_000
 
-# A server spends about as much time on a message as on so many bytes of it, so small partitions are spread by number too.
+# A server spends about as much time on a message as on so many bytes of it. So small partitions are spread by number too, and
+# what is smaller needs no message of its own.
 _BYTES_OF_A_MESSAGE = 16_000
 
 
@@ -68,8 +69,10 @@ def cut(manifest: Manifest, partition_bytes: int, fusion_bytes: int | None = Non
     """Cut ``manifest`` into partitions of at most ``partition_bytes`` (at least one element), and spread them over ``servers``.
 
     A tensor larger than ``partition_bytes`` is split into near-equal pieces on element borders. Consecutive smaller tensors
-    of one dtype are packed as long as they have at most ``fusion_bytes`` together; ``None`` means a quarter of
-    ``partition_bytes``, at least 64 KB. Tensors are not packed if ``manifest.shares_partitions`` is False. Rows of norms
+    of one dtype are packed as long as they have at most ``fusion_bytes`` together. ``None`` means a quarter of
+    ``partition_bytes``, at least 64 KB, and packs tensors that follow a larger one, such as a layer's bias, with that one or its
+    last piece as long as they have at most 16 KB: a message of their own would cost more. They wait for the larger gradient,
+    which backward makes at the same time or later. Tensors are not packed if ``manifest.shares_partitions`` is False. Rows of norms
     (``manifest.norms``) are one partition each, and row ``k`` is on server ``k``. Other partitions are on the server that has
     the fewest bytes of those in front of them, where each counts 16 KB for its messages (list scheduling; Graham, SIAM J. Appl.
     Math. 1969). So any stretch of the order loads all servers, and the links to them, equally, within two partitions.
@@ -80,33 +83,36 @@ def cut(manifest: Manifest, partition_bytes: int, fusion_bytes: int | None = Non
     pack_bytes = merged_bytes(partition_bytes, fusion_bytes)
     if not manifest.shares_partitions:
         pack_bytes = 0
-    partitions: list[Partition] = []
-    packed: list[int] = []
-
-    def close_pack() -> None:
-        if packed:
-            first, last = packed[0], packed[-1]
-            stop = manifest.offset(last) + manifest.tensors[last].nbytes
-            dtype = manifest.tensors[first].dtype
-            partitions.append(Partition(len(partitions), dtype, manifest.offset(first), stop, tuple(packed)))
-            packed.clear()
-
+    behind_bytes = _BYTES_OF_A_MESSAGE if fusion_bytes is None and pack_bytes else 0
+    ranges: list[_Range] = []
     for index, spec in enumerate(manifest.tensors):
         if spec.nbytes == 0:
             continue
-        if packed:
-            first = manifest.tensors[packed[0]]
-            packed_bytes = manifest.offset(packed[-1]) + manifest.tensors[packed[-1]].nbytes - manifest.offset(packed[0])
-            if first.dtype != spec.dtype or packed_bytes + spec.nbytes > pack_bytes:
-                close_pack()
-        if spec.nbytes <= partition_bytes:
-            packed.append(index)
-            continue
-        for start, stop in _split(spec.numel, max(1, partition_bytes // ITEMSIZE[spec.dtype])):
-            base, size = manifest.offset(index), ITEMSIZE[spec.dtype]
-            partitions.append(Partition(len(partitions), spec.dtype, base + start * size, base + stop * size, (index,)))
-    close_pack()
+        start, size = manifest.offset(index), ITEMSIZE[spec.dtype]
+        stop = start + spec.nbytes
+        last = ranges[-1] if ranges else None
+        if last is not None and last.dtype == spec.dtype:
+            fits_pack = stop - last.start <= pack_bytes and not last.is_piece
+            if fits_pack or (stop - last.start <= partition_bytes and stop - last.first_stop <= behind_bytes):
+                last.tensors.append(index)
+                last.stop = stop
+                continue
+        pieces = [(start + first * size, start + end * size) for first, end in _split(spec.numel, partition_bytes // size)]
+        ranges += (_Range(spec.dtype, *piece, stop, len(pieces) > 1, [index]) for piece in pieces)
+    partitions = (Partition(index, each.dtype, each.start, each.stop, tuple(each.tensors)) for index, each in enumerate(ranges))
     return Plan(manifest, tuple(_spread(partitions, servers)))
+
+
+@dataclass(slots=True)
+class _Range:
+    """The range of a partition, to which tensors may be added."""
+
+    dtype: str
+    start: int
+    stop: int
+    first_stop: int  # of its first tensor
+    is_piece: bool  # of that tensor, which is larger
+    tensors: list[int]
 
 
 def merged_bytes(partition_bytes: int, fusion_bytes: int | None) -> int:
@@ -133,7 +139,7 @@ def _spread(partitions: Iterable[Partition], servers: int) -> Iterator[Partition
 
 
 def _split(numel: int, most: int) -> Iterator[tuple[int, int]]:
-    """Borders of the fewest pieces of at most ``most`` elements whose sizes differ by at most one."""
-    pieces = -(-numel // most)
+    """Borders of the fewest pieces of at most ``most`` elements, at least one, whose sizes differ by at most one."""
+    pieces = -(-numel // max(1, most))
     for piece in range(pieces):
         yield numel * piece // pieces, numel * (piece + 1) // pieces
