@@ -65,7 +65,7 @@ ordered_world = partial(in_memory_world, OrderedWorld)
 
 @contextmanager
 def embedded_world(
-    listeners: Sequence[OnFailure], *, lane: str = "tcp", rate_bytes_per_second: float | None = None
+    listeners: Sequence[OnFailure], *, lane: str = "tcp", flows: int = 1, rate_bytes_per_second: float | None = None
 ) -> Iterator[Sequence[PsTransport]]:
     """Every rank hosts a shard, over a real network."""
     size = len(listeners)
@@ -80,7 +80,8 @@ def embedded_world(
         addresses = [shard.address for shard in shards]
 
         def connect(rank: int) -> PsTransport:
-            return PsTransport(a_context(rank, size, listeners[rank], join_within=60.0), options[rank], addresses, shards[rank])
+            context = a_context(rank, size, listeners[rank], flows=flows, join_within=60.0)
+            return PsTransport(context, options[rank], addresses, shards[rank])
 
         transports = run_world(size, connect)
         stack.callback(close_together, transports)

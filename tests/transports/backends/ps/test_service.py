@@ -151,6 +151,17 @@ def test_rows_of_norms_leave_before_averages_although_they_are_asked_for_last(wo
         assert np.frombuffer(got[0].payload).tolist() == [0, 2, 25]  # step 0, two elements, 9 + 16
 
 
+def test_a_row_of_norms_that_is_to_leave_keeps_back_later_pushes_of_the_group_that_it_measures(world):
+    rows = Manifest((TensorSpec("row", (3,), "float64"),), norms=NormsOf(0, 0, (2.0,)))
+    asked = Frame(FrameKind.PUSH, 1, 4, 0, "float64", 0, 24, bytes(24), order=LAST_KEY)
+    for peer in (world.connect(0), world.connect(1)):
+        peer.send(json_frame(FrameKind.GROUP, rows.to_record(), 1), asked)
+    way = world.service.right_of_way
+    assert not way.is_free_for_push((0, 5))
+    assert way.is_free_for_push((0, 4))
+    assert way.is_free_for_push((1, 5))
+
+
 def test_all_workers_are_sent_the_same_memory_which_is_none_of_the_next_step(world):
     peers = [world.connect(0), world.connect(1)]
     frames = []

@@ -17,6 +17,7 @@ from commsched.cli.launch import free_port
 from commsched.core.core import Core
 from commsched.core.errors import ClosedError, CommschedError, ConfigError, PeerLost, PeerTimeout
 from commsched.core.manifest import Manifest, TensorSpec
+from commsched.core.norms import NormsOf
 from commsched.core.plan import Partition
 from commsched.core.scheduler import SchedulerConfig
 from commsched.core.task import CommTask
@@ -31,6 +32,7 @@ from commsched.transports.backends.ps.frame import MAX_MESSAGE_BYTES, Frame, Fra
 from commsched.transports.backends.ps.grpc_lane import METHOD
 from commsched.transports.backends.ps.lane import RemoteLane
 from commsched.transports.backends.ps.right_of_way import RightOfWay
+from commsched.transports.backends.ps.send_queue import SendQueue
 from commsched.transports.backends.ps.server import Shard
 from commsched.transports.backends.ps.service import Service
 from commsched.transports.backends.ps.stream import Stream, StreamOptions, open_port, open_streams
@@ -332,6 +334,38 @@ def test_a_push_of_a_later_step_waits_for_an_average_whose_receiver_is_behind(mo
         transports[1].start(other(), others[1])
         assert all(ended.done.wait(60) for ended in others)
         assert pushed == [(1, 1)]
+    assert all(told.none() for told in failures)
+
+
+@pytest.mark.parametrize("flows", [1, 2])
+def test_a_row_of_norms_is_pushed_as_a_message_of_the_group_that_it_measures(monkeypatch, flows):
+    rows = Manifest((TensorSpec("a", (3,), "float64"), TensorSpec("b", (3,), "float64")), norms=NormsOf(0, 0, (2.0,)))
+    put, about, began = SendQueue.put, [], []
+
+    def noted(outbox, frame, *args, **options):
+        about.append((frame.kind, frame.group, options.get("about")))
+        put(outbox, frame, *args, **options)
+
+    def row() -> CommTask:
+        return CommTask(1, 0, Partition(1, "float64", 24, 48, (1,), server=1), memoryview(bytearray(24)))
+
+    monkeypatch.setattr(SendQueue, "put", noted)
+    monkeypatch.setattr(RightOfWay, "push_begins", lambda way, step: began.append(step))
+    monkeypatch.setattr(RightOfWay, "push_left", lambda way: None)
+    failures, ended = [Failures(), Failures()], [Ended(), Ended()]
+    with embedded_world(failures, flows=flows) as transports:
+        for transport in transports:
+            transport.add_group(0, MANIFEST)
+            transport.add_group(1, rows)
+        for transport, each in zip(transports, ended):
+            transport.start(row(), each)
+        assert all(each.done.wait(60) for each in ended)
+        assert began == [(0, 0)]  # of rank 0: rank 1 has that shard itself
+        assert about == [(FrameKind.PUSH, 1, 0)] * flows + [(FrameKind.RESULT, 1, 0)]
+        for transport in transports:
+            transport.release(1)
+            transport.add_group(2, MANIFEST)
+        assert transports[0]._lanes[1]._rows == {}
     assert all(told.none() for told in failures)
 
 
