@@ -70,12 +70,16 @@ def cut(manifest: Manifest, partition_bytes: int, fusion_bytes: int | None = Non
 
     A tensor larger than ``partition_bytes`` is split into near-equal pieces on element borders. Consecutive smaller tensors
     of one dtype are packed as long as they have at most ``fusion_bytes`` together. ``None`` means a quarter of
-    ``partition_bytes``, at least 64 KB, and packs tensors that follow a larger one, such as a layer's bias, with that one or its
-    last piece as long as they have at most 16 KB: a message of their own would cost more. They wait for the larger gradient,
-    which backward makes at the same time or later. Tensors are not packed if ``manifest.shares_partitions`` is False. Rows of norms
-    (``manifest.norms``) are one partition each, and row ``k`` is on server ``k``. Other partitions are on the server that has
-    the fewest bytes of those in front of them, where each counts 16 KB for its messages (list scheduling; Graham, SIAM J. Appl.
-    Math. 1969). So any stretch of the order loads all servers, and the links to them, equally, within two partitions.
+    ``partition_bytes``, at least 64 KB. With ``None`` tensors that follow a larger one, such as a layer's bias, are also packed
+    with that one, or its last piece, as long as they have at most 16 KB together: a message of their own would cost more. They
+    wait for the larger gradient, which backward makes at about the same time. Tensors are not packed if
+    ``manifest.shares_partitions`` is False.
+
+    Rows of norms (``manifest.norms``) are one partition each, and row ``k`` is on server ``k``. Other partitions are on the
+    server that has the fewest bytes of those in front of them, where each counts 16 KB for its messages (list scheduling;
+    Graham, SIAM J. Appl. Math. 1969). So any stretch of the order loads all servers, and the links to them, equally, within two
+    partitions.
+
     Pure: equal arguments give equal plans on every rank, without a message.
     """
     if manifest.norms is not None:
