@@ -336,7 +336,8 @@ class Settings:
     fusion: int | None = _setting(
         parse_bytes,
         None,
-        "small neighbours are merged up to this; none: up to a quarter of the partition, at least 64KB",
+        "small neighbours are merged up to this; none: up to a quarter of the partition, at least 64KB, and up to 16KB with a "
+        "larger tensor in front of them",
         run_option=True,
     )
     policy: str = _setting(_policy, "priority", "order of ready partitions, such as priority, fifo", run_option=True)

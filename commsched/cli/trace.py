@@ -24,7 +24,7 @@ _OF_TASKS = ("queue", "send", "reply")
 
 @dataclass
 class _Layer:
-    """The partitions of one name, by step. Times are milliseconds from the beginning of the step."""
+    """The partitions that begin in one tensor, by step. Times are milliseconds from the beginning of the step."""
 
     name: str
     nbytes: dict[int, int] = field(default_factory=lambda: defaultdict(int))
@@ -92,6 +92,9 @@ def _is_ours(event: _Event) -> bool:
         whole += [args.get("group"), args.get("step")]
     if kind in _OF_TASKS:
         whole += [args.get("partition"), args.get("bytes")]
+        tensors = args.get("tensors")
+        if not isinstance(tensors, list) or not tensors or not isinstance(tensors[0], str):
+            return False
     times = [event.get("ts"), event.get("dur"), args.get("needed_ms_after_ready", 0.0)]
     return all(isinstance(each, int) for each in whole) and all(isinstance(each, int | float) for each in times)
 
@@ -103,7 +106,8 @@ def _layers(events: Sequence[_Event], steps: Mapping[tuple[int, int], _Event]) -
         step = steps.get((args.get("group", -1), args.get("step", -1)))
         if event["cat"] not in _OF_TASKS or step is None:
             continue
-        layer = layers.setdefault((args["group"], event["name"]), _Layer(event["name"]))
+        layer = layers.setdefault((args["group"], args["tensors"][0]), _Layer(event["name"]))
+        layer.name = max(layer.name, event["name"], key=len)  # the last piece of a tensor may have others behind it
         number = args["step"]
         begins, ends = ((event["ts"] + more - step["ts"]) / 1e3 for more in (0.0, event["dur"]))
         if event["cat"] == "queue":

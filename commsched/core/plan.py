@@ -11,13 +11,13 @@ from heapq import heapreplace
 
 from .manifest import ITEMSIZE, Manifest
 
-# A merged partition waits for its last gradient, so it stays well below the partition: a quarter of it. Below the least size
+# Merged neighbours wait for their last gradient, so they stay well below the partition: a quarter of it. Below the least size
 # an average costs its message rather than its bytes, and merging costs no time.
 _FUSED_SHARE = 1 / 4
 _FUSED_LEAST_BYTES = 64_000
 
 # A server spends about as much time on a message as on so many bytes of it. So small partitions are spread by number too, and
-# what is smaller needs no message of its own.
+# what has no more bytes needs no message of its own behind a larger tensor.
 _BYTES_OF_A_MESSAGE = 16_000
 
 
@@ -71,9 +71,9 @@ def cut(manifest: Manifest, partition_bytes: int, fusion_bytes: int | None = Non
     A tensor larger than ``partition_bytes`` is split into near-equal pieces on element borders. Consecutive smaller tensors
     of one dtype are packed as long as they have at most ``fusion_bytes`` together. ``None`` means a quarter of
     ``partition_bytes``, at least 64 KB. With ``None`` tensors that follow a larger one, such as a layer's bias, are also packed
-    with that one, or its last piece, as long as they have at most 16 KB together: a message of their own would cost more. They
-    wait for the larger gradient, which backward makes at about the same time. Tensors are not packed if
-    ``manifest.shares_partitions`` is False.
+    with that one, or its last piece, as long as they have at most 16 KB together and there is room in the partition: a message
+    of their own would cost more. They wait for the larger gradient, which backward makes at about the same time. Tensors are
+    not packed if ``manifest.shares_partitions`` is False.
 
     Rows of norms (``manifest.norms``) are one partition each, and row ``k`` is on server ``k``. Other partitions are on the
     server that has the fewest bytes of those in front of them, where each counts 16 KB for its messages (list scheduling;
@@ -120,7 +120,7 @@ class _Range:
 
 
 def merged_bytes(partition_bytes: int, fusion_bytes: int | None) -> int:
-    """The largest size of merged neighbours, by these arguments of :func:`cut`."""
+    """The largest size of merged neighbours by these arguments of :func:`cut`, without those that go with a larger tensor."""
     if fusion_bytes is None:
         fusion_bytes = max(_FUSED_LEAST_BYTES, int(partition_bytes * _FUSED_SHARE))
     return min(fusion_bytes, partition_bytes)

@@ -248,14 +248,15 @@ def check_back_to_back(open_ranks: OpenRanks, rounds: int) -> None:
 
 def check_recut(open_ranks: OpenRanks) -> None:
     """The plan of the same tensors changes between steps, so a partition's index may mean another range than before."""
-    manifest = Manifest(tuple(TensorSpec(f"layer{i}", (1000 + i,), "float32") for i in range(6)))
+    layers = [(TensorSpec(f"weight{i}", (1000 + i,), "float32"), TensorSpec(f"bias{i}", (5 + i,), "float32")) for i in range(6)]
+    manifest = Manifest(tuple(spec for layer in layers for spec in layer))
 
     def body(world: CheckedWorld, rank: int) -> None:
         with world.core(rank, SchedulerConfig(partition_bytes=1000)) as core:
             tensors = _Tensors(core, manifest, world, rank)
             for step, partition_bytes in enumerate((1000, 40_000, 900, 7000, 7000, 1000, 40_000)):
                 core.switch_at(SchedulerConfig(partition_bytes=partition_bytes), {tensors.group.index: step})
-                tensors.average(rank, range(5, -1, -1))
+                tensors.average(rank, range(11, -1, -1))
 
     _run(open_ranks, body)
 

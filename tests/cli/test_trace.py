@@ -53,6 +53,26 @@ def test_each_layer_has_its_times_and_what_was_waited_for_is_named(directory: Pa
     assert lines[-1] == "Waited for, in ms of a step: conv.weight 20.00"
 
 
+def test_a_layer_is_one_row_although_its_last_piece_has_a_bias_behind_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    observer = TraceObserver(tmp_path, 0)
+    observer.add_group(0, Manifest((TensorSpec("fc.weight", (1000,), "float32"), TensorSpec("fc.bias", (10,), "float32"))))
+    for step in range(3):
+        observer.on_step(0, step, 10.0 + 0.1 * step)
+        for index, *of in ((1, 2000, 4040, (0, 1)), (0, 0, 2000, (0,))):
+            task = CommTask(0, step, Partition(index, "float32", *of), None)
+            task.ready_at = task.started_at = 10.01 + 0.1 * step
+            task.sent_at, task.done_at = (task.ready_at + seconds for seconds in (0.02, 0.03 + 0.02 * index))
+            observer.on_task(task)
+    observer.close()
+    merge(tmp_path)
+    assert main(["trace", str(tmp_path), "--json"]) == 0
+    [layer] = json.loads(capsys.readouterr().out)["layers"]
+    assert (layer["name"], layer["bytes"], layer["partitions"]) == ("fc.weight and 1 more", 4040, 2)
+    assert layer["done_ms"] == pytest.approx(60.0)
+
+
 def test_a_rank_may_be_chosen_and_json_has_the_same(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trace", str(directory / "trace.json"), "--rank", "1", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

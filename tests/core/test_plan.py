@@ -164,7 +164,9 @@ def test_tensors_that_weigh_more_than_a_message_together_do_not_wait_for_the_ten
         (0, 1, 2, 3),
         (4, 5),
     ]
-    assert [p.tensors for p in cut(tensors((80 * KB, "float32"), (17 * KB, "float32")), 100_000).partitions] == [(0,), (1,)]
+    together, apart = (tensors((80 * KB, "float32"), (KB, "float32"), (numel, "float32")) for numel in (15 * KB, 15 * KB + 1))
+    assert [p.tensors for p in cut(together, 100_000).partitions] == [(0, 1, 2)]
+    assert [p.tensors for p in cut(apart, 100_000).partitions] == [(0, 1), (2,)]
 
 
 def test_a_tensor_does_not_wait_for_a_small_one_in_front_of_it() -> None:

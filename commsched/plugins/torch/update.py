@@ -199,9 +199,10 @@ def _copy(value: Any) -> Any:
 _ITS_OWN = ("param_groups", "state", "step", *STEP_HOOKS)
 
 
-#: Optimizers of torch whose operations on lists of tensors, on the CPU, give the same bits as those on one tensor at a time.
-#: They write to no gradient either.
+#: Optimizers and types of torch for which operations on lists of tensors, on the CPU, give the same bits as those on one tensor
+#: at a time. Types of 16 bits and complex ones are rounded differently. These optimizers write to no gradient either.
 _ALIKE_BY_LISTS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
+_ALIKE_TYPES = (torch.float32, torch.float64)
 
 #: The size up to which parameters are updated by lists: a call of torch takes longer than the work on so few bytes.
 _MAX_BYTES_BY_LISTS = 4096
@@ -247,17 +248,22 @@ def step_some(
         return
     is_on_cpu = slots[0].device.type == "cpu"  # all parameters are on one device: see device_of
     by_lists = [plain and is_on_cpu and _may_use_lists(optimizer, group) for group in hyper_parameters]
-    by_group: dict[tuple[int, bool], list[torch.Tensor]] = {}
+    is_torch, is_sgd = is_of_torch(optimizer), isinstance(optimizer, torch.optim.SGD)
+    by_group: dict[tuple[int, bool, bool, bool], list[torch.Tensor]] = {}
     parameter_of: dict[int, torch.Tensor] = {}  # by the id of its twin
     for slot in slots:
         twin, index = slot.twin, slot.param_group
-        # A property of the parameter alone: which ones are updated together differs between ranks.
-        by_list = by_lists[index] and twin.nbytes <= _MAX_BYTES_BY_LISTS and slot.rows is None
-        by_group.setdefault((index, by_list), []).append(twin.tensor)
+        # Properties of the parameter alone: which ones are updated together differs between ranks. Torch updates all parameters
+        # of a call one by one if one of them has a sparse gradient, or no momentum of SGD yet, and that may round differently.
+        is_sparse = is_torch and slot.rows is not None
+        is_alike = twin.nbytes <= _MAX_BYTES_BY_LISTS and twin.tensor.dtype in _ALIKE_TYPES
+        is_first = is_torch and is_sgd and not _has_momentum(optimizer, slot.parameter)
+        kind = index, by_lists[index] and is_alike and not is_sparse, is_sparse, is_first
+        by_group.setdefault(kind, []).append(twin.tensor)
         parameter_of[id(twin.tensor)] = slot.parameter
     groups = [
         {**hyper_parameters[index], "params": chosen, **({"foreach": True} if by_list else {})}
-        for (index, by_list), chosen in sorted(by_group.items())
+        for (index, by_list, *_), chosen in sorted(by_group.items(), key=lambda item: item[0])
     ]
     attributes = {name: value for name, value in vars(optimizer).items() if name not in _ITS_OWN}
     copied: Any = object.__new__(type(optimizer))
@@ -271,6 +277,10 @@ def step_some(
         for name, value in vars(copied).items():
             if name not in _ITS_OWN and (name not in attributes or attributes[name] is not value):
                 setattr(optimizer, name, value)  # step() has changed it: a counter, say
+
+
+def _has_momentum(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> bool:
+    return optimizer.state.get(parameter, {}).get("momentum_buffer") is not None
 
 
 class _StateOfTwins(MutableMapping[Any, Any]):

@@ -19,7 +19,8 @@ from commsched.testing.world import run_world
 
 from ..where import here
 
-SMALL, LARGE = SchedulerConfig(64, 128), SchedulerConfig()  # every tensor cut; all tensors merged
+# Weights are cut, and a bias goes with the last piece of its weight; all tensors are merged.
+SMALL, LARGE = SchedulerConfig(96, 192), SchedulerConfig()
 TIMEOUT_SECONDS = 300.0
 CHECK_WEIGHTS = 1  # in every step
 DELAY_SECONDS = 0.001  # the most at each send and reply
