@@ -276,5 +276,6 @@ def _other_optimizer(different: Difference) -> str:
     """The message if ranks would average gradients of different models."""
     return (
         f"the first gradients are those of ScheduledOptimizer {different.text()}: the first backward of each must come in the "
-        "same order on all ranks. If several threads train a model each, make the first backward of each in one thread"
+        "same order on all ranks. If several threads train a model each, make the first backward of each in one thread. If one "
+        "model has several optimizers, use all its parameters in the first backward on every rank"
     )

@@ -185,6 +185,17 @@ def test_one_optimizer_of_both_parts_drops_one_part_s_gradients() -> None:
     require_plain(loop, model=lambda: Gan().double())
 
 
+def test_a_rank_that_does_not_use_all_of_a_model_with_two_optimizers_in_its_first_backward_is_told_so() -> None:
+    def loop(data: Data, model: Any, optimizer: Any) -> None:
+        data.scheduled(torch.optim.SGD(model[2].parameters(), lr=0.1), model)
+        hidden = model[0](batch(0))
+        (model[2](hidden) if data.ranks == [0] else hidden).sum().backward()
+
+    wrong = r"ScheduledOptimizer 2 on rank 0 but 1 on rank 1: .* use all its parameters in the first backward on every rank"
+    with pytest.raises(commsched.ConfigError, match=wrong):
+        run(loop, optimizer=lambda model: torch.optim.SGD(model[0].parameters(), lr=0.1))
+
+
 def test_first_gradients_of_several_models_in_another_order_on_another_rank_are_refused() -> None:
     def loop(data: Data, model: Any, optimizer: Any) -> None:
         other = copy.deepcopy(model)
