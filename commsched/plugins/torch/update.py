@@ -249,21 +249,23 @@ def step_some(
     is_on_cpu = slots[0].device.type == "cpu"  # all parameters are on one device: see device_of
     by_lists = [plain and is_on_cpu and _may_use_lists(optimizer, group) for group in hyper_parameters]
     is_torch, is_sgd = is_of_torch(optimizer), isinstance(optimizer, torch.optim.SGD)
-    by_group: dict[tuple[int, bool, bool, bool], list[torch.Tensor]] = {}
+    by_group: dict[tuple[int | bool, ...], list[torch.Tensor]] = {}
     parameter_of: dict[int, torch.Tensor] = {}  # by the id of its twin
     for slot in slots:
         twin, index = slot.twin, slot.param_group
         # Properties of the parameter alone: which ones are updated together differs between ranks. Torch updates all parameters
-        # of a call one by one if one of them has a sparse gradient, or no momentum of SGD yet, and that may round differently.
+        # of a call one by one, which may round differently, if one of them has a sparse gradient, or no momentum of SGD yet, or
+        # (on a GPU) a class of its own.
         is_sparse = is_torch and slot.rows is not None
-        is_alike = twin.nbytes <= _MAX_BYTES_BY_LISTS and twin.tensor.dtype in _ALIKE_TYPES
         is_first = is_torch and is_sgd and not _has_momentum(optimizer, slot.parameter)
-        kind = index, by_lists[index] and is_alike and not is_sparse, is_sparse, is_first
+        is_special = is_torch and type(twin.tensor) is not torch.nn.Parameter
+        is_alike = twin.nbytes <= _MAX_BYTES_BY_LISTS and twin.tensor.dtype in _ALIKE_TYPES and not is_sparse
+        kind = index, by_lists[index] and is_alike, is_sparse, is_first, is_special
         by_group.setdefault(kind, []).append(twin.tensor)
         parameter_of[id(twin.tensor)] = slot.parameter
     groups = [
         {**hyper_parameters[index], "params": chosen, **({"foreach": True} if by_list else {})}
-        for (index, by_list, *_), chosen in sorted(by_group.items(), key=lambda item: item[0])
+        for (index, by_list, *_), chosen in sorted(by_group.items())
     ]
     attributes = {name: value for name, value in vars(optimizer).items() if name not in _ITS_OWN}
     copied: Any = object.__new__(type(optimizer))
