@@ -47,6 +47,7 @@ from .update import (
     swap_out,
     swap_out_of_twins,
     take_values_of_moved_twins,
+    takes_eps_of_first,
     with_own_hooks,
 )
 
@@ -185,7 +186,7 @@ class ScheduledOptimizer(Optimizer):
         if exchange is None:
             self._require_not_ended()
             return self.optimizer.step(closure) if closure is not None else self.optimizer.step()
-        self._look_for_hooks()
+        self._look_for_whole_updates()
         if closure is not None and not self._per_parameter:
             return self._step_with(closure, exchange)
         loss = None
@@ -335,14 +336,21 @@ class ScheduledOptimizer(Optimizer):
             self._per_parameter = False  # the user's optimizer determines the order of the updates
             self._step_must_wait(f"'{overlap[0]}' and '{overlap[1]}' lie in the same memory")
 
-    def _look_for_hooks(self) -> None:
+    def _look_for_whole_updates(self) -> None:
         """Make ``step()`` wait if the user's optimizer has hooks or wrappers: they must run once per step, and may use all
-        gradients."""
+        gradients. And if it takes something for all parameters of a group from the first of them."""
+        if not self._per_parameter:
+            return
         is_alone = is_step_of_class if self._hooks_per_update else runs_only_torch
-        if self._per_parameter and not is_alone(self.optimizer):
-            self.synchronize()  # updates left outstanding by a step() before there were hooks
-            self._per_parameter = False
-            self._step_must_wait(f"{type(self.optimizer).__name__} has hooks, or a wrapper around its step()")
+        if not is_alone(self.optimizer):
+            why = "has hooks, or a wrapper around its step()"
+        elif takes_eps_of_first(self.optimizer):
+            why = "takes eps from the type of a group's first parameter, and a group has several types (set its eps)"
+        else:
+            return
+        self.synchronize()  # updates left outstanding by a step() before
+        self._per_parameter = False
+        self._step_must_wait(f"{type(self.optimizer).__name__} {why}")
 
     def _before_compiling(self) -> None:
         """Called before code is compiled, which may read any parameter: the compiler must find all with their own class."""

@@ -174,6 +174,15 @@ def is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
     return f"{type(optimizer).__module__}.".startswith("torch.optim.")
 
 
+def takes_eps_of_first(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether ``optimizer.step()`` for some parameters would differ: Adafactor whose ``eps`` was not set takes it, for all of a
+    group, from the type of the first parameter that it updates, and a group has several types."""
+    return isinstance(optimizer, torch.optim.Adafactor) and any(
+        group["eps"][0] is None and len({parameter.dtype for parameter in group["params"]}) > 1
+        for group in optimizer.param_groups
+    )
+
+
 def require_supported(optimizer: torch.optim.Optimizer) -> None:
     """Require an optimizer that does not evaluate the model several times per step. Raises UnsupportedError if ``optimizer``
     does (LBFGS)."""
@@ -248,21 +257,20 @@ def step_some(
         return
     is_on_cpu = slots[0].device.type == "cpu"  # all parameters are on one device: see device_of
     by_lists = [plain and is_on_cpu and _may_use_lists(optimizer, group) for group in hyper_parameters]
-    is_torch, is_sgd = is_of_torch(optimizer), isinstance(optimizer, torch.optim.SGD)
+    has_momentum = [isinstance(optimizer, torch.optim.SGD) and bool(group.get("momentum")) for group in hyper_parameters]
     by_group: dict[tuple[int | bool, ...], list[torch.Tensor]] = {}
     parameter_of: dict[int, torch.Tensor] = {}  # by the id of its twin
     for slot in slots:
-        twin, index = slot.twin, slot.param_group
+        twin, tensor, index = slot.twin, slot.twin.tensor, slot.param_group
         # Properties of the parameter alone: which ones are updated together differs between ranks. Torch updates all parameters
         # of a call one by one, which may round differently, if one of them has a sparse gradient, or no momentum of SGD yet, or
         # (on a GPU) a class of its own.
-        is_sparse = is_torch and slot.rows is not None
-        is_first = is_torch and is_sgd and not _has_momentum(optimizer, slot.parameter)
-        is_special = is_torch and type(twin.tensor) is not torch.nn.Parameter
-        is_alike = twin.nbytes <= _MAX_BYTES_BY_LISTS and twin.tensor.dtype in _ALIKE_TYPES and not is_sparse
-        kind = index, by_lists[index] and is_alike, is_sparse, is_first, is_special
-        by_group.setdefault(kind, []).append(twin.tensor)
-        parameter_of[id(twin.tensor)] = slot.parameter
+        is_sparse, is_special = slot.rows is not None, type(tensor) is not torch.nn.Parameter
+        is_first = has_momentum[index] and optimizer.state.get(slot.parameter, {}).get("momentum_buffer") is None
+        by_list = by_lists[index] and twin.nbytes <= _MAX_BYTES_BY_LISTS and not is_sparse and tensor.dtype in _ALIKE_TYPES
+        kind = index, by_list, is_sparse, is_special, is_first
+        by_group.setdefault(kind, []).append(tensor)
+        parameter_of[id(tensor)] = slot.parameter
     groups = [
         {**hyper_parameters[index], "params": chosen, **({"foreach": True} if by_list else {})}
         for (index, by_list, *_), chosen in sorted(by_group.items())
@@ -279,10 +287,6 @@ def step_some(
         for name, value in vars(copied).items():
             if name not in _ITS_OWN and (name not in attributes or attributes[name] is not value):
                 setattr(optimizer, name, value)  # step() has changed it: a counter, say
-
-
-def _has_momentum(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> bool:
-    return optimizer.state.get(parameter, {}).get("momentum_buffer") is not None
 
 
 class _StateOfTwins(MutableMapping[Any, Any]):

@@ -124,6 +124,10 @@ def test_types_that_lists_round_differently_have_the_bits_of_plain_training(
     assert all(torch.equal(mine, other) for mine, other in zip(ours, theirs, strict=True))
 
 
+class OwnSGD(optim.SGD):
+    """A user's, with ``per_parameter=True``."""
+
+
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 @pytest.mark.parametrize("chosen", [None, True])
 @pytest.mark.parametrize(
@@ -131,6 +135,7 @@ def test_types_that_lists_round_differently_have_the_bits_of_plain_training(
     [
         (optim.SGD, torch.bfloat16, "first gradient"),
         (optim.SGD, torch.float16, "first gradient"),
+        (OwnSGD, torch.bfloat16, "first gradient"),
         (optim.Adagrad, torch.bfloat16, "sparse"),
         (optim.Adagrad, torch.float16, "sparse"),
     ],
@@ -143,7 +148,7 @@ def test_bits_do_not_depend_on_what_is_updated_together(make: Any, dtype: torch.
     for together in (True, False):
         generator.manual_seed(1)
         parameters = [nn.Parameter(each.clone()) for each in start]
-        optimizer = make(parameters, lr=0.1, foreach=chosen, **({"momentum": 0.9} if make is optim.SGD else {}))
+        optimizer = make(parameters, lr=0.1, foreach=chosen, **({"momentum": 0.9} if issubclass(make, optim.SGD) else {}))
         slots = [Slot(str(place), parameter, 0, other == "sparse") for place, parameter in enumerate(parameters)]
         for step in range(6):
             for place, slot in enumerate(slots):

@@ -255,3 +255,31 @@ def test_an_optimizer_that_does_not_call_that_of_its_class() -> None:
         lambda data, model, optimizer: train(data, model, optimizer),
         optimizer=lambda model: Lookahead(optim.SGD(model.parameters(), lr=0.1, momentum=0.9)),
     )
+
+
+class Floats(nn.Module):
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden.float()
+
+
+@pytest.mark.parametrize("eps", [(None, 1e-3), (1e-7, 1e-3)])
+def test_step_waits_for_all_averages_if_adafactor_takes_its_epsilon_from_the_first_parameter_of_a_group(
+    eps: tuple[float | None, float], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "commsched")
+
+    def mixed() -> nn.Module:
+        model = mlp()
+        return nn.Sequential(model[0], nn.Tanh(), Floats(), model[2].float())
+
+    def loop(data: Data, model: Any, optimizer: Any) -> None:
+        for step in range(4):
+            optimizer.zero_grad()
+            (1e-3 * data.loss(model, step)).backward()
+            optimizer.step()
+
+    require_plain(
+        loop, model=mixed, optimizer=lambda model: optim.Adafactor(model.parameters(), lr=0.1, eps=eps), tolerance=1e-6
+    )
+    said = sum("takes eps from the type of a group's first parameter" in message for message in caplog.messages)
+    assert said == (1 if eps[0] is None else 0)
