@@ -96,13 +96,16 @@ def cut(manifest: Manifest, partition_bytes: int, fusion_bytes: int | None = Non
         stop = start + spec.nbytes
         last = ranges[-1] if ranges else None
         if last is not None and last.dtype == spec.dtype:
-            fits_pack = stop - last.start <= pack_bytes and not last.is_piece
-            if fits_pack or (stop - last.start <= partition_bytes and stop - last.first_stop <= behind_bytes):
+            first = last.tensors[0]
+            first_start = manifest.offset(first)
+            fits_pack = stop - last.start <= pack_bytes and last.start == first_start  # it is no piece of a larger tensor
+            behind = stop - first_start - manifest.tensors[first].nbytes
+            if fits_pack or (stop - last.start <= partition_bytes and behind <= behind_bytes):
                 last.tensors.append(index)
                 last.stop = stop
                 continue
-        pieces = [(start + first * size, start + end * size) for first, end in _split(spec.numel, partition_bytes // size)]
-        ranges += (_Range(spec.dtype, *piece, stop, len(pieces) > 1, [index]) for piece in pieces)
+        pieces = _split(spec.numel, partition_bytes // size)
+        ranges += (_Range(spec.dtype, start + begin * size, start + end * size, [index]) for begin, end in pieces)
     partitions = (Partition(index, each.dtype, each.start, each.stop, tuple(each.tensors)) for index, each in enumerate(ranges))
     return Plan(manifest, tuple(_spread(partitions, servers)))
 
@@ -114,8 +117,6 @@ class _Range:
     dtype: str
     start: int
     stop: int
-    first_stop: int  # of its first tensor
-    is_piece: bool  # of that tensor, which is larger
     tensors: list[int]
 
 

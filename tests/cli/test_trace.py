@@ -91,6 +91,7 @@ FOREIGN = {
     "a step of something else": BAR | {"cat": "step", "args": {}},
     "times as text": BAR | {"cat": "wait", "args": {"step": 1}, "dur": "1"},
     "a task without a size": BAR | {"cat": "queue", "args": {"group": 0, "step": 0, "partition": 0}},
+    "a task of no tensors": BAR | {"cat": "queue", "args": {"group": 0, "step": 0, "partition": 0, "bytes": 1, "tensors": []}},
 }
 
 

@@ -265,10 +265,10 @@ def step_some(
         # Properties of the parameter alone: which ones are updated together differs between ranks. Torch updates all parameters
         # of a call one by one, which may round differently, if one of them has a sparse gradient, or no momentum of SGD yet, or
         # (on a GPU) a class of its own.
-        is_sparse, is_special = slot.rows is not None, type(tensor) is not torch.nn.Parameter
+        is_sparse, has_own_class = slot.rows is not None, type(tensor) is not torch.nn.Parameter
         is_first = has_momentum[index] and optimizer.state.get(slot.parameter, {}).get("momentum_buffer") is None
         by_list = by_lists[index] and twin.nbytes <= _MAX_BYTES_BY_LISTS and not is_sparse and tensor.dtype in _ALIKE_TYPES
-        kind = index, by_list, is_sparse, is_special, is_first
+        kind = index, by_list, is_sparse, has_own_class, is_first
         by_group.setdefault(kind, []).append(tensor)
         parameter_of[id(tensor)] = slot.parameter
     groups = [
