@@ -127,6 +127,7 @@ class Job:
         error: Exception | None = None,
         settings: Settings = Settings(),  # noqa: B008 - it is frozen
         workers: int = 2,
+        servers: int = 0,
     ) -> None:
         self.truth = truth
         self.predicted = predicted
@@ -136,7 +137,7 @@ class Job:
         self._left = ends_after
         self._error = error
         self.settle_steps = 3
-        facts = JobFacts(2, "ps", False, "127.0.0.1", 1, workers)
+        facts = JobFacts(2, "ps", False, "127.0.0.1", 1, workers, servers)
         self.sizes = AutoSizes(
             TuningContext(settings, facts, _any(self), _any(self), _any(self), lambda: self.current, self.lines.append)
         )
@@ -342,6 +343,59 @@ def test_larger_partitions_are_measured_only_if_they_hardly_cost_by_the_model(co
     chosen = job.run()
     assert chosen == Chosen(BEGIN, BEGIN, "chosen")
     assert [each.partition_bytes // BEGIN.partition_bytes for each in job.used] == [*factors, *([1] if factors else [])]
+
+
+def small_is_fast(config: SchedulerConfig) -> float:
+    return 1 + config.partition_bytes / 4e6 if config.partition_bytes >= 500_000 else 1.2
+
+
+def all_alike(config: SchedulerConfig) -> float:
+    return 1.0 if config.partition_bytes <= BEGIN.partition_bytes else 2.0
+
+
+def test_with_separate_servers_smaller_partitions_are_measured_as_long_as_they_are_faster() -> None:
+    job = Job(small_is_fast, all_alike, servers=2)
+    chosen = job.run()
+    assert [config.partition_bytes for config in job.used] == [2_000_000, 1_000_000, 500_000, 250_000, 500_000]
+    assert {config.credit_bytes // config.partition_bytes for config in job.used} == {4}
+    assert chosen == Chosen(BEGIN, SchedulerConfig(500_000, 2_000_000), "chosen")
+    assert job.sizes.profiled(0) is not None
+    assert job.lines[0].startswith("partition 500 KB, credit 2.0 MB chosen: steps of 1125 ms (with partition 4.0 MB")
+
+
+def test_smaller_partitions_must_be_faster_by_more_than_noise() -> None:
+    job = Job(lambda config: 1 + config.partition_bytes / 1e9, all_alike, servers=2)
+    assert job.run() == Chosen(BEGIN, BEGIN, "chosen")
+    assert [config.partition_bytes for config in job.used] == [2_000_000, 4_000_000]
+
+
+def test_smaller_partitions_are_not_measured_without_end() -> None:
+    job = Job(lambda config: float(config.partition_bytes), all_alike, servers=2)
+    chosen = job.run()
+    assert chosen is not None
+    assert chosen.kept == job.used[-1]
+    assert 16_000 <= chosen.kept.partition_bytes < 32_000
+
+
+def test_with_shards_on_the_workers_smaller_partitions_are_not_measured() -> None:
+    job = Job(small_is_fast, all_alike)
+    assert job.run() == Chosen(BEGIN, BEGIN, "chosen")
+    assert job.used == []
+
+
+@pytest.mark.parametrize(("size", "used"), [({"partition": "4MB"}, []), ({"credit": "16MB"}, [2_000_000, 1_000_000])])
+def test_smaller_partitions_leave_what_is_set(size: dict[str, str], used: list[int]) -> None:
+    job = Job(small_is_fast, all_alike, servers=2, settings=Settings.load({"partition": "auto", "credit": "auto", **size}, {}))
+    job.run()
+    assert [config.partition_bytes for config in job.used][:2] == used
+    assert {config.credit_bytes for config in job.used} == ({16_000_000} if used else set())
+
+
+def test_training_that_ends_amid_smaller_partitions_is_over() -> None:
+    for after in range(1, 5):
+        chosen = Job(small_is_fast, all_alike, servers=2, ends_after=after).run()
+        assert chosen is not None
+        assert chosen.reason == "unfinished"
 
 
 @pytest.mark.parametrize("after", [0, 1])
