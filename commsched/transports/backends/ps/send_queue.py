@@ -63,10 +63,10 @@ def _heap_of(parcel: OutgoingFrame) -> GroupStep | None:
     return parcel.step if parcel.frame.kind is FrameKind.RESULT else None
 
 
-def _may_leave(heap: list[_Waiting], way: RightOfWay) -> bool:
+def _may_leave(gradients: _Gradients, heap: list[_Waiting], way: RightOfWay) -> bool:
     parcel = heap[0][2]
     is_reply = parcel.frame.kind is FrameKind.RESULT
-    return way.is_free_for_reply(parcel.step) if is_reply else way.is_free_for_push(parcel.step)
+    return way.is_free_for_reply(gradients, parcel.step) if is_reply else way.is_free_for_push(parcel.step)
 
 
 def _must_wait(gradients: _Gradients, heaps: list[list[_Waiting]], way: RightOfWay) -> bool:
@@ -202,11 +202,11 @@ class SendQueue:
         here, pushes = self._only_here, gradients.waiting.get(None)
         if here and (pushes is None or here[0] < pushes[0]):
             heaps = [here, *(heap for heap in heaps if heap is not pushes)]
-        free = heaps if way is None else [heap for heap in heaps if _may_leave(heap, way)]
+        free = heaps if way is None else [heap for heap in heaps if _may_leave(gradients, heap, way)]
         while not free:
             if not heaps or way is None or _must_wait(gradients, heaps, way):
                 return None
-            free = [heap for heap in heaps if _may_leave(heap, way)]
+            free = [heap for heap in heaps if _may_leave(gradients, heap, way)]
         heap = min(free)
         _, _, parcel = heappop(heap)
         if not heap and heap is not here:

@@ -285,7 +285,6 @@ def test_nothing_is_kept_of_replies_that_have_left():
         assert orders(replies, 2) == [1, 2]
         assert replies.next_now() is None
     assert way._replies == {}
-    assert list(way._replies_of.values()) == [{}]
     assert replies._gradients.waiting == {}
 
 
@@ -302,6 +301,69 @@ def test_replies_of_a_group_that_was_released_give_way_to_nothing():
     assert taken.get(timeout=60).order == 1
     replies.finish()
     thread.join(60)
+
+
+def to_receivers(count: int) -> tuple[RightOfWay, list[SendQueue]]:
+    """Five replies to each of ``count`` receivers."""
+    way, receivers = RightOfWay(), [SendQueue() for _ in range(count)]
+    for outbox in receivers:
+        outbox.yield_to(way)
+        for order in range(5):
+            put(outbox, order, kind=FrameKind.RESULT)
+    return way, receivers
+
+
+def test_a_receiver_is_at_most_two_replies_ahead_of_the_last():
+    way, (a, b, c) = to_receivers(3)
+    assert orders(a, 3) == [0, 1, 2]
+    assert a.next_now() is None  # two have left, and the third has, too
+    assert orders(b, 3) == [0, 1, 2]
+    assert a.next_now() is None  # all of ``c`` wait
+    assert orders(c, 2) == [0, 1]  # the first has left
+    assert orders(a, 1) == [3]
+    assert a.next_now() is None
+    assert orders(c, 3) == [2, 3, 4]
+    assert c.next_now() is None
+    assert orders(b, 2) == [3, 4]
+    assert orders(a, 1) == [4]
+    assert (a.next_now(), b.next_now()) == (None, None)
+    assert repr(way).startswith("<RightOfWay 0 pushes and 0 replies to leave")
+
+
+def test_who_is_ahead_goes_on_when_the_last_comes_nearer():
+    _, (a, b) = to_receivers(2)
+    thread, taken = taken_in_a_thread(a)
+    assert [taken.get(timeout=60).order for _ in range(3)] == [0, 1, 2]
+    a.put_control(ACK)
+    assert taken.get(timeout=60) == ACK  # and nothing else
+    for order in range(3):
+        assert orders(b, 1) == [order]
+        if order > 0:  # the one before has left
+            assert taken.get(timeout=60).order == order + 2
+    a.finish()
+    thread.join(60)
+
+
+def test_nobody_waits_for_a_receiver_that_is_gone():
+    _, (a, b) = to_receivers(2)
+    thread, taken = taken_in_a_thread(a)
+    assert [taken.get(timeout=60).order for _ in range(3)] == [0, 1, 2]
+    b.finish()
+    b.stop_yielding()
+    assert [taken.get(timeout=60).order for _ in range(2)] == [3, 4]
+    a.finish()
+    thread.join(60)
+
+
+def test_receivers_of_other_steps_and_groups_are_no_measure():
+    way, (a, b) = to_receivers(2)
+    for other in ({"step": 1}, {"group": 1}):
+        for order in range(5):
+            put(a, 10 + order, kind=FrameKind.RESULT, **other)
+    assert orders(b, 1) == [0]
+    assert sorted(orders(a, 13)) == [0, 1, 2, *sorted([*range(10, 15), *range(10, 15)])]
+    assert a.next_now() is None
+    assert repr(way).startswith("<RightOfWay 0 pushes and 7 replies to leave")
 
 
 @pytest.mark.parametrize("group", [0, 1])

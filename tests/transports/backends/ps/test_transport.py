@@ -31,7 +31,7 @@ from commsched.transports.backends.ps import transport as ps_transport
 from commsched.transports.backends.ps.frame import MAX_MESSAGE_BYTES, Frame, FrameKind, WorkerHello, encode, json_frame
 from commsched.transports.backends.ps.grpc_lane import METHOD
 from commsched.transports.backends.ps.lane import RemoteLane
-from commsched.transports.backends.ps.right_of_way import RightOfWay
+from commsched.transports.backends.ps.right_of_way import RightOfWay, Yielding
 from commsched.transports.backends.ps.send_queue import SendQueue
 from commsched.transports.backends.ps.server import Shard
 from commsched.transports.backends.ps.service import Service
@@ -212,8 +212,8 @@ def test_replies_give_way_while_a_push_of_their_rank_waits_for_a_receiver_and_le
             assert resumed.wait(60)
         return place(service, worker, frame)
 
-    def watched(way: RightOfWay, step: tuple[int, int]) -> bool:
-        free = is_free_for(way, step)
+    def watched(way: RightOfWay, of: Yielding, step: tuple[int, int]) -> bool:
+        free = is_free_for(way, of, step)
         if way is transports[0]._way and not free:
             gave_way.set()
         return free
