@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from commsched.core.errors import ClosedError
-from commsched.core.manifest import Manifest
+from commsched.core.manifest import Manifest, TensorSpec
 from commsched.core.scheduler import SchedulerConfig
 from commsched.session.session import Session
 from commsched.settings import Settings
@@ -142,8 +142,8 @@ class Job:
             TuningContext(settings, facts, _any(self), _any(self), _any(self), lambda: self.current, self.lines.append)
         )
 
-    def run(self) -> Chosen | None:
-        return self.sizes.run(0, MODEL)
+    def run(self, model: Manifest = MODEL) -> Chosen | None:
+        return self.sizes.run(0, model)
 
     # the learner's part
     def profile(self, group: int, manifest: Manifest) -> Measured | None:
@@ -363,18 +363,43 @@ def test_with_separate_servers_smaller_partitions_are_measured_as_long_as_they_a
     assert job.lines[0].startswith("partition 500 KB, credit 2.0 MB chosen: steps of 1125 ms (with partition 4.0 MB")
 
 
-def test_smaller_partitions_must_be_faster_by_more_than_noise() -> None:
-    job = Job(lambda config: 1 + config.partition_bytes / 1e9, all_alike, servers=2)
-    assert job.run() == Chosen(BEGIN, BEGIN, "chosen")
-    assert [config.partition_bytes for config in job.used] == [2_000_000, 4_000_000]
-
-
-def test_smaller_partitions_are_not_measured_without_end() -> None:
-    job = Job(lambda config: float(config.partition_bytes), all_alike, servers=2)
+@pytest.mark.parametrize(("gain", "used"), [(0.019, [2_000_000, 4_000_000]), (0.021, [2_000_000, 1_000_000, 2_000_000])])
+def test_smaller_partitions_must_be_faster_by_more_than_noise(gain: float, used: list[int]) -> None:
+    job = Job(lambda config: 1 - gain * (config.partition_bytes == 2_000_000), all_alike, servers=2)
     chosen = job.run()
     assert chosen is not None
     assert chosen.kept == job.used[-1]
-    assert 16_000 <= chosen.kept.partition_bytes < 32_000
+    assert [config.partition_bytes for config in job.used] == used
+
+
+@pytest.mark.parametrize(("first", "halves"), [(32_000, [16_000]), (31_999, [])])
+def test_there_is_a_smallest_partition(first: int, halves: list[int]) -> None:
+    def faster_if_smaller(config: SchedulerConfig) -> float:
+        return float(config.partition_bytes)
+
+    job = Job(faster_if_smaller, lambda config: 1.0 if config.partition_bytes <= 64_000 else 2.0, servers=2)
+    job.current = SchedulerConfig(first, first)
+    job.run()
+    assert [config.partition_bytes for config in job.used if config.partition_bytes < first] == halves
+    assert all(config.credit_bytes >= config.partition_bytes for config in job.used)
+
+
+def test_smaller_partitions_are_those_that_cut_tensors() -> None:
+    """Partitions of 2 MB would be the same as those of 4 MB."""
+    layers = Manifest(tuple(TensorSpec(f"layer {index}", (250_000,), "float32") for index in range(25)))
+    job = Job(small_is_fast, all_alike, servers=2)
+    chosen = job.run(layers)
+    assert job.used == [SchedulerConfig(500_000, 2_000_000), SchedulerConfig(250_000, 1_000_000), job.used[0]]
+    assert chosen == Chosen(BEGIN, job.used[0], "chosen")
+
+
+def test_a_later_choice_measures_smaller_partitions_anew() -> None:
+    job = Job(small_is_fast, all_alike, servers=2)
+    job.run()
+    job.truth, job.used = lambda config: float(config.partition_bytes), []
+    chosen = job.run()
+    assert chosen is not None
+    assert chosen.kept.partition_bytes < 32_000
 
 
 def test_with_shards_on_the_workers_smaller_partitions_are_not_measured() -> None:

@@ -5,10 +5,17 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from math import inf
+from time import monotonic
 from typing import Protocol
 
-#: By how many replies of a step a receiver may be ahead of another one. With 1, 2 and 4 steps on shaped links were equally long.
-_MOST_AHEAD = 2
+#: A receiver that has so many bytes of a step's replies fewer to come than another one, and more than two messages fewer,
+#: starts no other reply. (On shaped links one, two and four messages of 70 KB gave equal steps.) It goes on when half of that
+#: lead is left, so that small messages still leave together.
+_MOST_AHEAD_BYTES, _MOST_MESSAGES_AHEAD = 128_000, 2
+
+#: Receivers do not wait for one that is behind when it has had no reply for so long: the link would be idle. TCP needs as long
+#: to notice that a last segment is lost, and a garbage collection may take longer.
+_PATIENCE_SECONDS = 0.2
 
 #: A group of tensors, and a step of it.
 GroupStep = tuple[int, int]
@@ -22,26 +29,35 @@ class Yielding(Protocol):
 
 
 class _Replies:
-    """The replies of one step that are to leave: how many to each receiver. All receivers get the same ones, in the same
-    order, so who has fewer to come is ahead."""
+    """The replies of one step that are to leave: how many bytes to each receiver. All receivers get equally many, so who has
+    fewer to come is ahead."""
 
     def __init__(self) -> None:
         self.to: dict[Yielding, int] = {}
         self.most = 0
+        self.fell_at = monotonic()  # when ``most`` did: the receiver that is furthest behind got a reply
 
-    def add(self, of: Yielding) -> None:
-        self.to[of] = count = self.to.get(of, 0) + 1
-        self.most = max(self.most, count)
+    def add(self, of: Yielding, nbytes: int) -> None:
+        self.to[of] = left = self.to.get(of, 0) + nbytes
+        self.most = max(self.most, left)
 
-    def remove(self, of: Yielding, all_of_them: bool = False) -> bool:
-        """Remove one. Returns whether ``most`` has fallen."""
-        count = self.to.pop(of)
-        if count > 1 and not all_of_them:
-            self.to[of] = count - 1
-        if count < self.most:
-            return False
-        self.most = max(self.to.values(), default=0)
-        return self.most < count
+    def remove(self, of: Yielding, nbytes: int) -> bool:
+        """Returns whether ``most`` has fallen."""
+        left = self.to[of]
+        if left > nbytes:
+            self.to[of] = left - nbytes
+        else:
+            del self.to[of]
+        if left == self.most:
+            self.most = max(self.to.values(), default=0)
+            if self.most < left:
+                self.fell_at = monotonic()
+                return True
+        return False
+
+    def lead(self, of: Yielding) -> int:
+        """By how many bytes ``of`` is ahead of the receiver that is furthest behind. 0 if that one has had none for long."""
+        return self.most - self.to.get(of, 0) if monotonic() < self.fell_at + _PATIENCE_SECONDS else 0
 
 
 class RightOfWay:
@@ -61,8 +77,8 @@ class RightOfWay:
     step. On shaped links ranks began a step up to 0.2 s apart, and steps took up to 3 % longer.
 
     Nothing waits for ever. A push waits only for replies of its group that do not give way to pushes any more once the push is
-    there. Of the receivers of a step's replies the one that is behind waits for no other, and the threads of receivers always
-    read.
+    there. Of the receivers of a step's replies the one that is furthest behind waits for no other, and the threads of receivers
+    always read. The price: where ranks have links of different speeds, all get their averages at the pace of the slowest.
 
     A row of norms counts as a message of the group whose averages it is about. Thread-safe.
     """
@@ -74,8 +90,8 @@ class RightOfWay:
         self._replies: dict[GroupStep, _Replies] = {}  # those that are to leave
         # Their steps. They are read without the lock, so the tuple is replaced and never changed.
         self._steps: tuple[GroupStep, ...] = ()
-        # Who is to be woken, and whether also when the last receiver of a step's replies comes nearer to the others.
-        self._waiting: dict[Yielding, bool] = {}
+        # Who is to be woken. The value is the lead in bytes with which one that is ahead may go on, and -1 for all others.
+        self._waiting: dict[Yielding, int] = {}
 
     def push_begins(self, step: GroupStep) -> None:
         """A push is to leave. Replies of its step give way until :meth:`push_left`."""
@@ -96,51 +112,58 @@ class RightOfWay:
                 waiting = self._take_waiting()
         _wake(waiting)
 
-    def reply_begins(self, of: Yielding, step: GroupStep) -> None:
+    def reply_begins(self, of: Yielding, step: GroupStep, nbytes: int) -> None:
         """A reply is to leave. Pushes of later steps give way until :meth:`reply_left`, or until ``of`` is forgotten."""
         with self._lock:
             if (replies := self._replies.get(step)) is None:
                 replies = self._replies[step] = _Replies()
                 self._steps = tuple(self._replies)
-            replies.add(of)
+            replies.add(of, nbytes)
 
-    def reply_left(self, of: Yielding, step: GroupStep) -> None:
+    def reply_left(self, of: Yielding, step: GroupStep, nbytes: int) -> None:
         waiting: Sequence[Yielding] = ()
         with self._lock:
             replies = self._replies.get(step)
             if replies is None or of not in replies.to:
                 return  # ``of`` was forgotten meanwhile
-            if replies.remove(of):
+            if replies.remove(of, nbytes):
                 waiting = self._fewer(step, replies)
         _wake(waiting)
 
     def release(self, group: int) -> None:
-        """Forget ``group``, which has had its last step. Replies of it give way to nothing."""
+        """Forget ``group``, which has had its last step. Replies of it give way to no push any more."""
         with self._lock:
             waiting = self._take_waiting() if self._latest.pop(group, None) is not None else ()
         _wake(waiting)
 
-    def is_free_for_reply(self, of: Yielding, step: GroupStep) -> bool:
-        group, number = step
-        gives_way_to_pushes = self._pushes > 0 and number >= self._latest.get(group, inf)
-        return not gives_way_to_pushes and not self._is_ahead(of, step)
+    def is_free_for_reply(self, of: Yielding, step: GroupStep, nbytes: int) -> bool:
+        return not self._gives_way_to_pushes(step) and not self._is_ahead(of, step, nbytes)
 
     def is_free_for_push(self, step: GroupStep) -> bool:
         group, number = step
         return not any(of == group and earlier < number for of, earlier in self._steps)
 
-    def must_wait(self, asking: Yielding, pushes: Sequence[GroupStep], replies: Sequence[GroupStep]) -> bool:
-        """Whether none of these messages may leave now. Then :meth:`Yielding.way_is_free` of ``asking`` is called once, when
-        one of them may, or some other message. It asks again."""
-        with self._lock:
-            if any(map(self.is_free_for_push, pushes)) or any(self.is_free_for_reply(asking, step) for step in replies):
-                return False
-            self._waiting[asking] = any(self._is_ahead(asking, step) for step in replies)
-            return True
+    def must_wait(self, asking: Yielding, pushes: Sequence[GroupStep], replies: Sequence[tuple[GroupStep, int]]) -> float:
+        """The seconds for which none of these messages may leave: pushes, and replies with their bytes. 0 if one may now.
 
-    def _is_ahead(self, of: Yielding, step: GroupStep) -> bool:
+        In that time :meth:`Yielding.way_is_free` of ``asking`` is called once, when one of them may leave, or some other
+        message. It asks again then, and when the time is over.
+        """
+        with self._lock:
+            among_replies = [each for each in replies if not self._gives_way_to_pushes(each[0])]
+            ahead = [nbytes for step, nbytes in among_replies if self._is_ahead(asking, step, nbytes)]
+            if len(ahead) < len(among_replies) or any(map(self.is_free_for_push, pushes)):
+                return 0.0
+            self._waiting[asking] = max(map(_most_ahead, ahead), default=-2) // 2
+            return _PATIENCE_SECONDS if ahead else inf
+
+    def _gives_way_to_pushes(self, step: GroupStep) -> bool:
+        group, number = step
+        return self._pushes > 0 and number >= self._latest.get(group, inf)
+
+    def _is_ahead(self, of: Yielding, step: GroupStep, nbytes: int) -> bool:
         replies = self._replies.get(step)
-        return replies is not None and replies.most - replies.to.get(of, 0) > _MOST_AHEAD
+        return replies is not None and replies.lead(of) > _most_ahead(nbytes)
 
     def forget(self, gone: Yielding) -> None:
         """Do not notify ``gone`` any more, and wait for none of its replies."""
@@ -148,29 +171,37 @@ class RightOfWay:
         with self._lock:
             self._waiting.pop(gone, None)
             for step, replies in list(self._replies.items()):
-                if gone in replies.to and replies.remove(gone, all_of_them=True):
+                if gone in replies.to and replies.remove(gone, replies.to[gone]):
                     waiting = [*waiting, *self._fewer(step, replies)]
         _wake(waiting)
 
     # --- called with the lock held ---
 
     def _fewer(self, step: GroupStep, replies: _Replies) -> Sequence[Yielding]:
-        """The last receiver has come nearer to the others, or there is none any more. Returns who is to be woken."""
-        if replies.to:
-            return self._take_waiting(only_ahead=True)
-        del self._replies[step]
-        self._steps = tuple(self._replies)
-        return self._take_waiting()
-
-    def _take_waiting(self, only_ahead: bool = False) -> Sequence[Yielding]:
-        taken = [each for each, is_ahead in self._waiting.items() if is_ahead or not only_ahead]
-        for each in taken:
+        """The receiver that is furthest behind has come nearer to the others, or there is none any more. Returns who is to be
+        woken."""
+        if not replies.to:
+            del self._replies[step]
+            self._steps = tuple(self._replies)
+            return self._take_waiting()
+        woken = [each for each, most in self._waiting.items() if replies.most - replies.to.get(each, 0) <= most]
+        for each in woken:
             del self._waiting[each]
-        return taken
+        return woken
+
+    def _take_waiting(self) -> Sequence[Yielding]:
+        waiting, self._waiting = list(self._waiting), {}
+        return waiting
 
     def __repr__(self) -> str:
-        replies = sum(sum(each.to.values()) for each in self._replies.values())
-        return f"<RightOfWay {self._pushes} pushes and {replies} replies to leave, {len(self._waiting)} streams give way>"
+        with self._lock:
+            pushes, replies, waiting = self._pushes, sum(len(each.to) for each in self._replies.values()), len(self._waiting)
+        return f"<RightOfWay {pushes} pushes and replies to {replies} receivers to leave, {waiting} streams give way>"
+
+
+def _most_ahead(nbytes: int) -> int:
+    """By how many bytes a receiver may be ahead when a reply of ``nbytes`` begins."""
+    return max(_MOST_AHEAD_BYTES, _MOST_MESSAGES_AHEAD * nbytes)
 
 
 def _wake(waiting: Sequence[Yielding]) -> None:

@@ -6,9 +6,11 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from queue import SimpleQueue
+from math import inf
+from queue import Empty, SimpleQueue
 from time import monotonic
 
 from ....core.policies import make_policy
@@ -64,15 +66,17 @@ def _heap_of(parcel: OutgoingFrame) -> GroupStep | None:
 
 
 def _may_leave(gradients: _Gradients, heap: list[_Waiting], way: RightOfWay) -> bool:
-    parcel = heap[0][2]
-    is_reply = parcel.frame.kind is FrameKind.RESULT
-    return way.is_free_for_reply(gradients, parcel.step) if is_reply else way.is_free_for_push(parcel.step)
+    frame, step = heap[0][2].frame, heap[0][2].step
+    if frame.kind is FrameKind.RESULT:
+        return way.is_free_for_reply(gradients, step, frame.nbytes)
+    return way.is_free_for_push(step)
 
 
-def _must_wait(gradients: _Gradients, heaps: list[list[_Waiting]], way: RightOfWay) -> bool:
+def _must_wait(gradients: _Gradients, heaps: list[list[_Waiting]], way: RightOfWay) -> float:
     firsts = [heap[0][2] for heap in heaps]
     pushes = [each.step for each in firsts if each.frame.kind is not FrameKind.RESULT]
-    return way.must_wait(gradients, pushes, [each.step for each in firsts if each.frame.kind is FrameKind.RESULT])
+    replies = [(each.step, each.frame.nbytes) for each in firsts if each.frame.kind is FrameKind.RESULT]
+    return way.must_wait(gradients, pushes, replies)
 
 
 class SendQueue:
@@ -99,7 +103,8 @@ class SendQueue:
         self._only_here: list[_Waiting] = []  # a heap of gradients that no other stream takes
         self._pacer = pacer
         self._finished = False
-        self._leaving: GroupStep | None = None  # of a reply that others wait for
+        self._leaving: tuple[GroupStep, int] | None = None  # step and bytes of a reply that others wait for
+        self._within: float | None = None  # the seconds after which to choose again, whatever happens
 
     def share_with(self, other: SendQueue) -> None:
         """Share the gradients of ``other``, whose stream leads to the same peer, before any were put here."""
@@ -178,7 +183,8 @@ class SendQueue:
                 if gradients is self._gradients:  # otherwise ``share_with`` has put an item into ``_reasons``
                     self._idle = True
                     gradients.idle.append(self)
-            self._reasons.get()
+            with suppress(Empty):
+                self._reasons.get(timeout=self._within)
 
     def next_now(self) -> OutgoingFrame | None:
         """The next message if one may leave now, otherwise None, also after the end. Only the sending thread calls it."""
@@ -203,8 +209,12 @@ class SendQueue:
         if here and (pushes is None or here[0] < pushes[0]):
             heaps = [here, *(heap for heap in heaps if heap is not pushes)]
         free = heaps if way is None else [heap for heap in heaps if _may_leave(gradients, heap, way)]
+        self._within = None
         while not free:
-            if not heaps or way is None or _must_wait(gradients, heaps, way):
+            if not heaps or way is None:
+                return None
+            if seconds := _must_wait(gradients, heaps, way):
+                self._within = None if seconds == inf else seconds
                 return None
             free = [heap for heap in heaps if _may_leave(gradients, heap, way)]
         heap = min(free)
@@ -212,7 +222,7 @@ class SendQueue:
         if not heap and heap is not here:
             del gradients.waiting[_heap_of(parcel)]
         if way is not None and parcel.frame.kind is FrameKind.RESULT:
-            self._leaving = parcel.step
+            self._leaving = parcel.step, parcel.frame.nbytes
         return parcel
 
     def _finish(self) -> None:
@@ -225,9 +235,9 @@ class SendQueue:
     def _has_left(self) -> None:
         """The message that was taken before has left."""
         if self._leaving is not None:
-            step, self._leaving, way = self._leaving, None, self._gradients.way
+            (step, nbytes), self._leaving, way = self._leaving, None, self._gradients.way
             if way is not None:
-                way.reply_left(self._gradients, step)
+                way.reply_left(self._gradients, step, nbytes)
 
     def _enter(self, parcel: OutgoingFrame, only_here: bool) -> None:
         gradients = self._gradients
@@ -236,7 +246,7 @@ class SendQueue:
                 return
             gradients.arrivals += 1
             if gradients.way is not None and parcel.frame.kind is FrameKind.RESULT:
-                gradients.way.reply_begins(gradients, parcel.step)
+                gradients.way.reply_begins(gradients, parcel.step, parcel.frame.nbytes)
             item = (parcel.frame.order, gradients.arrivals, parcel)
             if only_here:
                 heappush(self._only_here, item)

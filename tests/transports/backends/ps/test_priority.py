@@ -67,12 +67,12 @@ def next_four(queue: SimpleQueue[int]) -> list[int]:
 @pytest.mark.parametrize(("policy", "order"), [("priority", [0, 1, 2, 3]), ("fifo", [3, 2, 1, 0])])
 def test_pushes_and_replies_that_wait_leave_in_the_order_of_the_policy(lane, policy, order, monkeypatch):
     with closing(Watched(lane, policy, monkeypatch)) as worker:
-        worker.pushes_wait.reply_begins(worker, (0, -1))
+        worker.pushes_wait.reply_begins(worker, (0, -1), 1)
         worker.group.begin_step()
         for tensor in BACKWARD:
             worker.group.notify_ready(tensor)
             assert worker.started.get(timeout=60) == tensor  # the credit is no limit: the outbox decides
-        worker.pushes_wait.reply_left(worker, (0, -1))
+        worker.pushes_wait.reply_left(worker, (0, -1), 1)
         assert next_four(worker.pushed) == order
         assert sorted(next_four(worker.averaged)) == [0, 1, 2, 3]
 

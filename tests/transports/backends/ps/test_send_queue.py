@@ -6,6 +6,7 @@ from time import monotonic, sleep
 
 import pytest
 
+from commsched.transports.backends.ps import right_of_way
 from commsched.transports.backends.ps.frame import HEADER_BYTES, Frame, FrameKind
 from commsched.transports.backends.ps.right_of_way import RightOfWay
 from commsched.transports.backends.ps.send_queue import SendQueue
@@ -176,7 +177,7 @@ def test_replies_that_give_way_leave_when_it_is_free_and_small_messages_at_any_t
     assert taken.get(timeout=60) is None
     thread.join(60)
     outbox.stop_yielding()
-    assert repr(way) == "<RightOfWay 0 pushes and 0 replies to leave, 0 streams give way>"
+    assert repr(way) == "<RightOfWay 0 pushes and replies to 0 receivers to leave, 0 streams give way>"
 
 
 def test_replies_of_an_earlier_step_do_not_give_way():
@@ -224,7 +225,7 @@ def test_pushes_give_way_to_replies_of_earlier_steps_only():
     assert [taken.get(timeout=60).step for _ in range(2)] == [4, 3]
     pushes.finish()
     thread.join(60)
-    assert repr(way) == "<RightOfWay 0 pushes and 0 replies to leave, 0 streams give way>"
+    assert repr(way) == "<RightOfWay 0 pushes and replies to 0 receivers to leave, 0 streams give way>"
 
 
 @pytest.mark.parametrize("ended", ["before it leaves", "while it leaves"])
@@ -245,7 +246,7 @@ def test_nobody_waits_for_replies_to_a_peer_that_is_gone(ended):
     assert replies.next_now() is None  # it does not count a second time
     pushes.finish()
     thread.join(60)
-    assert repr(way) == "<RightOfWay 0 pushes and 0 replies to leave, 0 streams give way>"
+    assert repr(way) == "<RightOfWay 0 pushes and replies to 0 receivers to leave, 0 streams give way>"
 
 
 def test_a_row_of_norms_counts_as_its_groups_message():
@@ -288,7 +289,7 @@ def test_nothing_is_kept_of_replies_that_have_left():
     assert replies._gradients.waiting == {}
 
 
-def test_replies_of_a_group_that_was_released_give_way_to_nothing():
+def test_replies_of_a_group_that_was_released_give_way_to_no_push():
     way, replies = RightOfWay(), SendQueue()
     replies.yield_to(way)
     thread, taken = taken_in_a_thread(replies)
@@ -303,20 +304,37 @@ def test_replies_of_a_group_that_was_released_give_way_to_nothing():
     thread.join(60)
 
 
-def to_receivers(count: int) -> tuple[RightOfWay, list[SendQueue]]:
-    """Five replies to each of ``count`` receivers."""
-    way, receivers = RightOfWay(), [SendQueue() for _ in range(count)]
-    for outbox in receivers:
+#: With headers a little more, so that two of these messages count as the lead that is allowed, and more than its least.
+LARGE_BYTES = 100_000
+
+
+def to_receivers(*counts: int, nbytes: int = LARGE_BYTES) -> tuple[RightOfWay, list[SendQueue]]:
+    """So many replies to each receiver."""
+    way, receivers = RightOfWay(), [SendQueue() for _ in counts]
+    for outbox, count in zip(receivers, counts):
         outbox.yield_to(way)
-        for order in range(5):
-            put(outbox, order, kind=FrameKind.RESULT)
+        put_replies(outbox, count, nbytes)
     return way, receivers
 
 
-def test_a_receiver_is_at_most_two_replies_ahead_of_the_last():
-    way, (a, b, c) = to_receivers(3)
+def put_replies(outbox: SendQueue, count: int, nbytes: int = LARGE_BYTES, **more: int) -> None:
+    for order in range(count):
+        payload = memoryview(bytearray(nbytes))
+        frame = {"group": 0, "step": 0, **more}
+        outbox.put(Frame(FrameKind.RESULT, partition=0, dtype="uint8", stop=nbytes, payload=payload, order=order, **frame))
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody stops waiting for a receiver that is behind."""
+    monkeypatch.setattr(right_of_way, "_PATIENCE_SECONDS", 1e6)
+
+
+@pytest.mark.usefixtures("patient")
+def test_no_receiver_is_far_ahead_of_the_last():
+    way, (a, b, c) = to_receivers(5, 5, 5)
     assert orders(a, 3) == [0, 1, 2]
-    assert a.next_now() is None  # two have left, and the third has, too
+    assert a.next_now() is None  # three have left
     assert orders(b, 3) == [0, 1, 2]
     assert a.next_now() is None  # all of ``c`` wait
     assert orders(c, 2) == [0, 1]  # the first has left
@@ -327,43 +345,137 @@ def test_a_receiver_is_at_most_two_replies_ahead_of_the_last():
     assert orders(b, 2) == [3, 4]
     assert orders(a, 1) == [4]
     assert (a.next_now(), b.next_now()) == (None, None)
-    assert repr(way).startswith("<RightOfWay 0 pushes and 0 replies to leave")
+    assert repr(way).startswith("<RightOfWay 0 pushes and replies to 0 receivers to leave")
 
 
-def test_who_is_ahead_goes_on_when_the_last_comes_nearer():
-    _, (a, b) = to_receivers(2)
+@pytest.mark.usefixtures("patient")
+def test_small_replies_leave_together():
+    _, (a, b) = to_receivers(1000, 1000, nbytes=1000)
+    assert orders(a, 120) == list(range(120))
+    (thread, taken), count = taken_in_a_thread(a), 0
+    a.put_control(ACK)
+    while taken.get(timeout=60) != ACK:  # it leaves first, and then what may still leave
+        count += 1
+    a.put_control(ACK)
+    while taken.get(timeout=60) != ACK:
+        count += 1
+    assert 120 + count <= 128
+    assert orders(b, 40) == list(range(40))
+    a.put_control(ACK)
+    assert taken.get(timeout=60) == ACK  # and nothing else
+    assert orders(b, 40) == list(range(40, 80))
+    assert [taken.get(timeout=60).order for _ in range(30)] == list(range(120 + count, 150 + count))
+    a.finish()
+    thread.join(60)
+
+
+@pytest.mark.usefixtures("patient")
+def test_all_who_are_ahead_go_on_when_the_last_comes_nearer():
+    _, (a, b, c) = to_receivers(5, 5, 5)
+    others = [taken_in_a_thread(each) for each in (a, b)]
+    for outbox, (_, taken) in zip((a, b), others):
+        assert [taken.get(timeout=60).order for _ in range(3)] == [0, 1, 2]
+        outbox.put_control(ACK)
+        assert taken.get(timeout=60) == ACK  # and nothing else
+    assert orders(c, 5) == [0, 1, 2, 3, 4]
+    for outbox, (thread, taken) in zip((a, b), others):
+        assert [taken.get(timeout=60).order for _ in range(2)] == [3, 4]
+        outbox.finish()
+        thread.join(60)
+
+
+@pytest.mark.usefixtures("patient")
+def test_the_lead_counts_from_who_has_most_to_come_whoever_got_replies_last():
+    way, (a, b) = to_receivers(0, 5)
+    put_replies(a, 1)
+    assert a.next_now() is None
+    assert orders(b, 3) == [0, 1, 2]
+    assert orders(a, 1) == [0]
+    assert repr(way).startswith("<RightOfWay 0 pushes and replies to 2 receivers to leave")
+
+
+@pytest.mark.usefixtures("patient")
+def test_nobody_waits_for_a_receiver_that_is_gone():
+    """It goes while a reply to it leaves, and has replies of two steps."""
+    way, (a, b) = to_receivers(5, 5)
+    put_replies(b, 5, step=1)
     thread, taken = taken_in_a_thread(a)
     assert [taken.get(timeout=60).order for _ in range(3)] == [0, 1, 2]
     a.put_control(ACK)
-    assert taken.get(timeout=60) == ACK  # and nothing else
-    for order in range(3):
-        assert orders(b, 1) == [order]
-        if order > 0:  # the one before has left
-            assert taken.get(timeout=60).order == order + 2
-    a.finish()
-    thread.join(60)
-
-
-def test_nobody_waits_for_a_receiver_that_is_gone():
-    _, (a, b) = to_receivers(2)
-    thread, taken = taken_in_a_thread(a)
-    assert [taken.get(timeout=60).order for _ in range(3)] == [0, 1, 2]
+    assert taken.get(timeout=60) == ACK
+    next(b)
     b.finish()
     b.stop_yielding()
+    assert b.next_now() is None  # it does not count a second time
     assert [taken.get(timeout=60).order for _ in range(2)] == [3, 4]
     a.finish()
     thread.join(60)
+    a.stop_yielding()
+    assert repr(way) == "<RightOfWay 0 pushes and replies to 0 receivers to leave, 0 streams give way>"
 
 
+def test_nobody_waits_long_for_a_receiver_that_takes_nothing(monkeypatch):
+    monkeypatch.setattr(right_of_way, "_PATIENCE_SECONDS", 0.01)
+    _, (a, _) = to_receivers(5, 5)
+    thread, taken = taken_in_a_thread(a)
+    assert [taken.get(timeout=60).order for _ in range(5)] == [0, 1, 2, 3, 4]
+    a.finish()
+    thread.join(60)
+
+
+@pytest.mark.usefixtures("patient")
+@pytest.mark.parametrize("first", ["the push leaves", "the last comes nearer"])
+def test_who_is_ahead_gives_way_to_pushes_too(first):
+    way, (a, b) = to_receivers(5, 5)
+    thread, taken = taken_in_a_thread(a)
+    assert [taken.get(timeout=60).order for _ in range(3)] == [0, 1, 2]
+    a.put_control(ACK)
+    assert taken.get(timeout=60) == ACK
+    if first == "the last comes nearer":
+        b_takes = orders(b, 4)
+        assert taken.get(timeout=60).order == 3
+        way.push_begins((0, 0))
+        assert b_takes == [0, 1, 2, 3]
+        put_replies(a, 1)
+        a.put_control(ACK)
+        while (got := taken.get(timeout=60)) != ACK:
+            assert got.order == 4  # it was faster than the push
+        way.push_left()
+        b.next_now()
+    else:
+        way.push_begins((0, 0))
+        a.put_control(ACK)
+        assert taken.get(timeout=60) == ACK
+        way.push_left()
+        a.put_control(ACK)
+        assert taken.get(timeout=60) == ACK  # it is still ahead
+        assert orders(b, 5) == [0, 1, 2, 3, 4]
+        assert taken.get(timeout=60).order == 3
+    a.finish()
+    thread.join(60)
+
+
+@pytest.mark.usefixtures("patient")
 def test_receivers_of_other_steps_and_groups_are_no_measure():
-    way, (a, b) = to_receivers(2)
+    way, (a, b) = to_receivers(5, 5)
     for other in ({"step": 1}, {"group": 1}):
-        for order in range(5):
-            put(a, 10 + order, kind=FrameKind.RESULT, **other)
+        put_replies(a, 5, **other)
     assert orders(b, 1) == [0]
-    assert sorted(orders(a, 13)) == [0, 1, 2, *sorted([*range(10, 15), *range(10, 15)])]
+    taken = [next(a).frame for _ in range(13)]
+    assert [frame.order for frame in taken if (frame.group, frame.step) == (0, 0)] == [0, 1, 2]
     assert a.next_now() is None
-    assert repr(way).startswith("<RightOfWay 0 pushes and 7 replies to leave")
+    assert repr(way).startswith("<RightOfWay 0 pushes and replies to 2 receivers to leave")
+
+
+@pytest.mark.usefixtures("patient")
+def test_several_flows_to_a_receiver_count_together():
+    _, (a, b) = to_receivers(8, 8)
+    second = SendQueue(beside=a)
+    assert orders(a, 2) == [0, 1]
+    assert orders(second, 2) == [2, 3]  # two have left, and two are leaving
+    assert (a.next_now(), second.next_now()) == (None, None)
+    assert orders(b, 6) == list(range(6))
+    assert sorted([*orders(a, 2), *orders(second, 2)]) == [4, 5, 6, 7]
 
 
 @pytest.mark.parametrize("group", [0, 1])
@@ -428,11 +540,11 @@ def test_an_error_that_comes_while_a_reply_is_kept_back_is_sent():
     put(outbox, 1, kind=FrameKind.RESULT)
 
     class Reasons(queue.SimpleQueue):
-        def get(self):
+        def get(self, timeout=None):
             if self.empty():  # the sender has found nothing, and another thread comes just before it waits
                 outbox.put_control(ACK)
                 outbox.finish()
-            return super().get()
+            return super().get(timeout=timeout)
 
     outbox._reasons = Reasons()
     assert [parcel.frame for parcel in outbox] == [ACK]
