@@ -51,7 +51,7 @@ EQUAL_MEASUREMENTS = 0.01
 #: partitions whenever a more urgent layer becomes ready. The averages of these wait, and the links of the servers idle. The
 #: loss grows with the partition, and the simulator, whose workers are equal, does not know it: 4 workers with 4 servers took
 #: 2842 ms with 0.115 MB, 2759 with 0.058 and 2668 with 0.029.
-LEAST_HALF_BYTES, LEAST_HALF_GAIN = 16_000, 0.02
+LEAST_HALF_BYTES, LEAST_HALF_GAIN = 16_000, 0.01
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,11 @@ from time import monotonic
 from typing import Protocol
 
 #: A receiver that has so many bytes of a step's replies fewer to come than another one, and more than two messages fewer,
-#: starts no other reply. (On shaped links one, two and four messages of 70 KB gave equal steps.) It goes on when half of that
-#: lead is left, so that small messages still leave together.
+#: starts no other reply. (On shaped links one, two and four messages of 70 KB gave equal steps.)
 _MOST_AHEAD_BYTES, _MOST_MESSAGES_AHEAD = 128_000, 2
+
+#: It goes on when it has so many bytes fewer to come, or two messages, so that small messages still leave together.
+_GOES_ON_BYTES = 64_000
 
 #: Receivers do not wait for one that is behind when it has had no reply for so long: the link would be idle. TCP needs as long
 #: to notice that a last segment is lost, and a garbage collection may take longer.
@@ -154,7 +156,7 @@ class RightOfWay:
             ahead = [nbytes for step, nbytes in among_replies if self._is_ahead(asking, step, nbytes)]
             if len(ahead) < len(among_replies) or any(map(self.is_free_for_push, pushes)):
                 return 0.0
-            self._waiting[asking] = max(map(_most_ahead, ahead), default=-2) // 2
+            self._waiting[asking] = max((_most_ahead(each, _GOES_ON_BYTES) for each in ahead), default=-1)
             return _PATIENCE_SECONDS if ahead else inf
 
     def _gives_way_to_pushes(self, step: GroupStep) -> bool:
@@ -199,9 +201,9 @@ class RightOfWay:
         return f"<RightOfWay {pushes} pushes and replies to {replies} receivers to leave, {waiting} streams give way>"
 
 
-def _most_ahead(nbytes: int) -> int:
+def _most_ahead(nbytes: int, least: int = _MOST_AHEAD_BYTES) -> int:
     """By how many bytes a receiver may be ahead when a reply of ``nbytes`` begins."""
-    return max(_MOST_AHEAD_BYTES, _MOST_MESSAGES_AHEAD * nbytes)
+    return max(least, _MOST_MESSAGES_AHEAD * nbytes)
 
 
 def _wake(waiting: Sequence[Yielding]) -> None:
