@@ -8,15 +8,15 @@ from math import inf
 from time import monotonic
 from typing import Protocol
 
-#: A receiver that has so many bytes of a step's replies fewer to come than another one, and more than two messages fewer,
-#: starts no other reply. (On shaped links one, two and four messages of 70 KB gave equal steps.)
+#: A receiver that has so many bytes of a step's replies fewer to come than another one, and more than two of the largest
+#: messages fewer, starts no other reply. (On shaped links one, two and four messages of 70 KB gave equal steps.)
 _MOST_AHEAD_BYTES, _MOST_MESSAGES_AHEAD = 128_000, 2
 
-#: It goes on when it has so many bytes fewer to come, or two messages, so that small messages still leave together.
-_GOES_ON_BYTES = 64_000
+#: It is woken when it has so many bytes fewer to come, or two messages, so that small messages still leave together.
+_WOKEN_BYTES = 64_000
 
-#: Receivers do not wait for one that is behind when it has had no reply for so long: the link would be idle. TCP needs as long
-#: to notice that a last segment is lost, and a garbage collection may take longer.
+#: Receivers do not wait for those that are furthest behind when these have come no nearer for so long: the link would be idle.
+#: TCP needs as long to notice that a last segment is lost, and a garbage collection may take longer.
 _PATIENCE_SECONDS = 0.2
 
 #: A group of tensors, and a step of it.
@@ -37,11 +37,18 @@ class _Replies:
     def __init__(self) -> None:
         self.to: dict[Yielding, int] = {}
         self.most = 0
-        self.fell_at = monotonic()  # when ``most`` did: the receiver that is furthest behind got a reply
+        self._largest = 0
+        self._patient_until = 0.0
+        self.restart_clock()
+
+    def restart_clock(self) -> None:
+        """Those that are furthest behind got a reply, or may get one again."""
+        self._patient_until = monotonic() + _PATIENCE_SECONDS
 
     def add(self, of: Yielding, nbytes: int) -> None:
         self.to[of] = left = self.to.get(of, 0) + nbytes
         self.most = max(self.most, left)
+        self._largest = max(self._largest, nbytes)
 
     def remove(self, of: Yielding, nbytes: int) -> bool:
         """Returns whether ``most`` has fallen."""
@@ -53,13 +60,24 @@ class _Replies:
         if left == self.most:
             self.most = max(self.to.values(), default=0)
             if self.most < left:
-                self.fell_at = monotonic()
+                self.restart_clock()
                 return True
         return False
 
     def lead(self, of: Yielding) -> int:
-        """By how many bytes ``of`` is ahead of the receiver that is furthest behind. 0 if that one has had none for long."""
-        return self.most - self.to.get(of, 0) if monotonic() < self.fell_at + _PATIENCE_SECONDS else 0
+        """By how many bytes ``of`` is ahead of the receiver that is furthest behind."""
+        return self.most - self.to.get(of, 0)
+
+    def seconds_to_wait(self, of: Yielding) -> float:
+        """For how long a reply to ``of`` waits at most, if nobody gets one meanwhile. 0 if it may leave."""
+        if self.lead(of) <= max(_MOST_AHEAD_BYTES, _MOST_MESSAGES_AHEAD * self._largest):
+            return 0.0
+        return max(0.0, self._patient_until - monotonic())
+
+    @property
+    def woken_lead(self) -> int:
+        """The lead in bytes with which a receiver that waits is woken."""
+        return max(_WOKEN_BYTES, _MOST_MESSAGES_AHEAD * self._largest)
 
 
 class RightOfWay:
@@ -80,7 +98,8 @@ class RightOfWay:
 
     Nothing waits for ever. A push waits only for replies of its group that do not give way to pushes any more once the push is
     there. Of the receivers of a step's replies the one that is furthest behind waits for no other, and the threads of receivers
-    always read. The price: where ranks have links of different speeds, all get their averages at the pace of the slowest.
+    always read. Others stop waiting for it after a while without a reply to it. The price: where ranks have links of different
+    speeds, all get their averages at the pace of the slowest.
 
     A row of norms counts as a message of the group whose averages it is about. Thread-safe.
     """
@@ -103,7 +122,7 @@ class RightOfWay:
             self._pushes += 1
             if number > self._latest.get(group, -1):
                 self._latest[group] = number
-                waiting = self._take_waiting()  # replies of the step before need not give way any more
+                waiting = self._replies_are_free()  # those of the step before need not give way any more
         _wake(waiting)
 
     def push_left(self) -> None:
@@ -111,7 +130,7 @@ class RightOfWay:
         with self._lock:
             self._pushes -= 1
             if self._pushes == 0:
-                waiting = self._take_waiting()
+                waiting = self._replies_are_free()
         _wake(waiting)
 
     def reply_begins(self, of: Yielding, step: GroupStep, nbytes: int) -> None:
@@ -135,37 +154,37 @@ class RightOfWay:
     def release(self, group: int) -> None:
         """Forget ``group``, which has had its last step. Replies of it give way to no push any more."""
         with self._lock:
-            waiting = self._take_waiting() if self._latest.pop(group, None) is not None else ()
+            waiting = self._replies_are_free() if self._latest.pop(group, None) is not None else ()
         _wake(waiting)
 
-    def is_free_for_reply(self, of: Yielding, step: GroupStep, nbytes: int) -> bool:
-        return not self._gives_way_to_pushes(step) and not self._is_ahead(of, step, nbytes)
+    def is_free_for_reply(self, of: Yielding, step: GroupStep) -> bool:
+        return not self._gives_way_to_pushes(step) and not self._seconds_to_wait(of, step)
 
     def is_free_for_push(self, step: GroupStep) -> bool:
         group, number = step
         return not any(of == group and earlier < number for of, earlier in self._steps)
 
-    def must_wait(self, asking: Yielding, pushes: Sequence[GroupStep], replies: Sequence[tuple[GroupStep, int]]) -> float:
-        """The seconds for which none of these messages may leave: pushes, and replies with their bytes. 0 if one may now.
+    def must_wait(self, asking: Yielding, pushes: Sequence[GroupStep], replies: Sequence[GroupStep]) -> float:
+        """The seconds after which ``asking`` is to ask again, since none of these messages may leave now. 0 if one may.
 
         In that time :meth:`Yielding.way_is_free` of ``asking`` is called once, when one of them may leave, or some other
-        message. It asks again then, and when the time is over.
+        message. It asks again then, too.
         """
         with self._lock:
-            among_replies = [each for each in replies if not self._gives_way_to_pushes(each[0])]
-            ahead = [nbytes for step, nbytes in among_replies if self._is_ahead(asking, step, nbytes)]
-            if len(ahead) < len(among_replies) or any(map(self.is_free_for_push, pushes)):
+            among_replies = [step for step in replies if not self._gives_way_to_pushes(step)]
+            seconds = [self._seconds_to_wait(asking, step) for step in among_replies]
+            if not all(seconds) or any(map(self.is_free_for_push, pushes)):
                 return 0.0
-            self._waiting[asking] = max((_most_ahead(each, _GOES_ON_BYTES) for each in ahead), default=-1)
-            return _PATIENCE_SECONDS if ahead else inf
+            self._waiting[asking] = max((self._replies[step].woken_lead for step in among_replies), default=-1)
+            return min(seconds, default=inf)
 
     def _gives_way_to_pushes(self, step: GroupStep) -> bool:
         group, number = step
         return self._pushes > 0 and number >= self._latest.get(group, inf)
 
-    def _is_ahead(self, of: Yielding, step: GroupStep, nbytes: int) -> bool:
+    def _seconds_to_wait(self, of: Yielding, step: GroupStep) -> float:
         replies = self._replies.get(step)
-        return replies is not None and replies.lead(of) > _most_ahead(nbytes)
+        return 0.0 if replies is None else replies.seconds_to_wait(of)
 
     def forget(self, gone: Yielding) -> None:
         """Do not notify ``gone`` any more, and wait for none of its replies."""
@@ -186,10 +205,16 @@ class RightOfWay:
             del self._replies[step]
             self._steps = tuple(self._replies)
             return self._take_waiting()
-        woken = [each for each, most in self._waiting.items() if replies.most - replies.to.get(each, 0) <= most]
+        woken = [each for each, lead in self._waiting.items() if replies.lead(each) <= lead]
         for each in woken:
             del self._waiting[each]
         return woken
+
+    def _replies_are_free(self) -> Sequence[Yielding]:
+        """Some replies need not give way to pushes any more. Returns who is to be woken."""
+        for replies in self._replies.values():
+            replies.restart_clock()
+        return self._take_waiting()
 
     def _take_waiting(self) -> Sequence[Yielding]:
         waiting, self._waiting = list(self._waiting), {}
@@ -199,11 +224,6 @@ class RightOfWay:
         with self._lock:
             pushes, replies, waiting = self._pushes, sum(len(each.to) for each in self._replies.values()), len(self._waiting)
         return f"<RightOfWay {pushes} pushes and replies to {replies} receivers to leave, {waiting} streams give way>"
-
-
-def _most_ahead(nbytes: int, least: int = _MOST_AHEAD_BYTES) -> int:
-    """By how many bytes a receiver may be ahead when a reply of ``nbytes`` begins."""
-    return max(least, _MOST_MESSAGES_AHEAD * nbytes)
 
 
 def _wake(waiting: Sequence[Yielding]) -> None:

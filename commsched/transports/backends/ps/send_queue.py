@@ -66,17 +66,15 @@ def _heap_of(parcel: OutgoingFrame) -> GroupStep | None:
 
 
 def _may_leave(gradients: _Gradients, heap: list[_Waiting], way: RightOfWay) -> bool:
-    frame, step = heap[0][2].frame, heap[0][2].step
-    if frame.kind is FrameKind.RESULT:
-        return way.is_free_for_reply(gradients, step, frame.nbytes)
-    return way.is_free_for_push(step)
+    parcel = heap[0][2]
+    is_reply = parcel.frame.kind is FrameKind.RESULT
+    return way.is_free_for_reply(gradients, parcel.step) if is_reply else way.is_free_for_push(parcel.step)
 
 
 def _must_wait(gradients: _Gradients, heaps: list[list[_Waiting]], way: RightOfWay) -> float:
     firsts = [heap[0][2] for heap in heaps]
     pushes = [each.step for each in firsts if each.frame.kind is not FrameKind.RESULT]
-    replies = [(each.step, each.frame.nbytes) for each in firsts if each.frame.kind is FrameKind.RESULT]
-    return way.must_wait(gradients, pushes, replies)
+    return way.must_wait(gradients, pushes, [each.step for each in firsts if each.frame.kind is FrameKind.RESULT])
 
 
 class SendQueue:

@@ -415,12 +415,57 @@ def test_nobody_waits_for_a_receiver_that_is_gone():
 
 
 def test_nobody_waits_long_for_a_receiver_that_takes_nothing(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(right_of_way, "monotonic", lambda: now[0])
+    way, (a, b) = to_receivers(9, 9)
+    assert orders(a, 3) == [0, 1, 2]
+    now[0] += 0.15
+    assert a.next_now() is None
+    assert way.must_wait(a._gradients, [], [(0, 0)]) == pytest.approx(0.05)
+    assert orders(b, 2) == [0, 1]  # the first has left
+    assert orders(a, 1) == [3]
+    now[0] += 0.15
+    assert a.next_now() is None
+    now[0] += 0.1
+    assert orders(a, 4) == [4, 5, 6, 7]
+
+
+def test_who_waits_for_a_receiver_that_takes_nothing_asks_again_by_itself(monkeypatch):
     monkeypatch.setattr(right_of_way, "_PATIENCE_SECONDS", 0.01)
     _, (a, _) = to_receivers(5, 5)
     thread, taken = taken_in_a_thread(a)
     assert [taken.get(timeout=60).order for _ in range(5)] == [0, 1, 2, 3, 4]
     a.finish()
     thread.join(60)
+
+
+@pytest.mark.parametrize("freed", ["by the last push", "by a push of the next step", "by the end of the group"])
+def test_nobody_is_impatient_while_replies_give_way_to_pushes(freed, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(right_of_way, "monotonic", lambda: now[0])
+    way, (a, b) = to_receivers(9, 9)
+    way.push_begins((0, 0))
+    assert (a.next_now(), b.next_now()) == (None, None)
+    now[0] += 10.0
+    if freed == "by the last push":
+        way.push_left()
+    elif freed == "by a push of the next step":
+        way.push_begins((0, 1))
+    else:
+        way.release(0)
+        way.push_left()
+    assert orders(a, 3) == [0, 1, 2]
+    assert a.next_now() is None
+
+
+@pytest.mark.usefixtures("patient")
+def test_a_small_urgent_reply_may_be_as_far_ahead_as_large_ones():
+    _, (a, b) = to_receivers(8, 8, nbytes=10**6)
+    assert orders(a, 2) == [0, 1]
+    assert orders(b, 1) == [0]
+    for outbox in (a, b):
+        outbox.put(Frame(FrameKind.RESULT, 0, 0, 0, "uint8", stop=1000, payload=bytes(1000), order=0))
+    assert a.next_now().frame.stop == 1000
 
 
 @pytest.mark.usefixtures("patient")

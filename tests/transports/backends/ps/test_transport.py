@@ -212,8 +212,8 @@ def test_replies_give_way_while_a_push_of_their_rank_waits_for_a_receiver_and_le
             assert resumed.wait(60)
         return place(service, worker, frame)
 
-    def watched(way: RightOfWay, of: Yielding, step: tuple[int, int], nbytes: int) -> bool:
-        free = is_free_for(way, of, step, nbytes)
+    def watched(way: RightOfWay, of: Yielding, step: tuple[int, int]) -> bool:
+        free = is_free_for(way, of, step)
         if way is transports[0]._way and not free:
             gave_way.set()
         return free
