@@ -46,7 +46,7 @@ TELLING_FACTORS, MAX_TELLING_LOSS = (4, 2), 0.05
 #: Measured step times that differ by less than this do not say which sizes are better; then the later choice stays.
 EQUAL_MEASUREMENTS = 0.01
 
-#: With separate servers, partitions of half the size are measured, down to this one, as long as each makes a step faster by
+#: A job with separate servers measures partitions of half the size, down to this one, as long as each makes a step faster by
 #: that share. An average needs the pushes of all workers, and workers that are not quite equally fast have pushed different
 #: partitions whenever a more urgent layer becomes ready. The averages of these wait, and the links of the servers idle. The
 #: loss grows with the partition, and the simulator, whose workers are equal, does not know it: 4 workers with 4 servers took
@@ -271,8 +271,8 @@ def _telling(current: SchedulerConfig, space: Space, model: RemoteModel) -> Sche
 
 
 def _half(config: SchedulerConfig, manifest: Manifest, fixed: frozenset[str]) -> SchedulerConfig | None:
-    """Partitions of half the size, or of half the largest tensor if that is smaller: between the two, all plans are alike. None
-    if they would be too small, or are fixed."""
+    """Return partitions of half the size, or of half the largest tensor if that is smaller, since sizes between the two cut no
+    tensor. None if they would be too small, or are fixed."""
     partition = min(config.partition_bytes, max(tensor.nbytes for tensor in manifest.tensors)) // 2
     if "partition" in fixed or partition < LEAST_HALF_BYTES:
         return None

@@ -16,7 +16,8 @@ _MOST_AHEAD_BYTES, _MOST_MESSAGES_AHEAD = 128_000, 2
 _WOKEN_BYTES = 64_000
 
 #: Receivers do not wait for those that are furthest behind when these have come no nearer for so long: the link would be idle.
-#: TCP needs as long to notice that a last segment is lost, and a garbage collection may take longer.
+#: TCP needs as long to notice that a last segment is lost, and a garbage collection may take longer. The time counts anew when
+#: replies need not give way to pushes any more, since no receiver gets one before.
 _PATIENCE_SECONDS = 0.2
 
 #: A group of tensors, and a step of it.
@@ -38,7 +39,6 @@ class _Replies:
         self.to: dict[Yielding, int] = {}
         self.most = 0
         self._largest = 0
-        self._patient_until = 0.0
         self.restart_clock()
 
     def restart_clock(self) -> None:
@@ -65,11 +65,11 @@ class _Replies:
         return False
 
     def lead(self, of: Yielding) -> int:
-        """By how many bytes ``of`` is ahead of the receiver that is furthest behind."""
+        """``of`` has so many bytes fewer to come than the receiver that is furthest behind."""
         return self.most - self.to.get(of, 0)
 
     def seconds_to_wait(self, of: Yielding) -> float:
-        """For how long a reply to ``of`` waits at most, if nobody gets one meanwhile. 0 if it may leave."""
+        """A reply to ``of`` waits for so many seconds at most, if nobody gets one meanwhile. 0 if it may leave."""
         if self.lead(of) <= max(_MOST_AHEAD_BYTES, _MOST_MESSAGES_AHEAD * self._largest):
             return 0.0
         return max(0.0, self._patient_until - monotonic())
@@ -158,21 +158,21 @@ class RightOfWay:
         _wake(waiting)
 
     def is_free_for_reply(self, of: Yielding, step: GroupStep) -> bool:
-        return not self._gives_way_to_pushes(step) and not self._seconds_to_wait(of, step)
+        return not self._gives_way_to_pushes(step) and not self._seconds_for_pace(of, step)
 
     def is_free_for_push(self, step: GroupStep) -> bool:
         group, number = step
         return not any(of == group and earlier < number for of, earlier in self._steps)
 
-    def must_wait(self, asking: Yielding, pushes: Sequence[GroupStep], replies: Sequence[GroupStep]) -> float:
-        """The seconds after which ``asking`` is to ask again, since none of these messages may leave now. 0 if one may.
+    def seconds_to_wait(self, asking: Yielding, pushes: Sequence[GroupStep], replies: Sequence[GroupStep]) -> float:
+        """``asking`` is to ask again after so many seconds, since none of these messages may leave now. 0 if one may.
 
         In that time :meth:`Yielding.way_is_free` of ``asking`` is called once, when one of them may leave, or some other
         message. It asks again then, too.
         """
         with self._lock:
             among_replies = [step for step in replies if not self._gives_way_to_pushes(step)]
-            seconds = [self._seconds_to_wait(asking, step) for step in among_replies]
+            seconds = [self._seconds_for_pace(asking, step) for step in among_replies]
             if not all(seconds) or any(map(self.is_free_for_push, pushes)):
                 return 0.0
             self._waiting[asking] = max((self._replies[step].woken_lead for step in among_replies), default=-1)
@@ -182,7 +182,7 @@ class RightOfWay:
         group, number = step
         return self._pushes > 0 and number >= self._latest.get(group, inf)
 
-    def _seconds_to_wait(self, of: Yielding, step: GroupStep) -> float:
+    def _seconds_for_pace(self, of: Yielding, step: GroupStep) -> float:
         replies = self._replies.get(step)
         return 0.0 if replies is None else replies.seconds_to_wait(of)
 

@@ -71,10 +71,10 @@ def _may_leave(gradients: _Gradients, heap: list[_Waiting], way: RightOfWay) -> 
     return way.is_free_for_reply(gradients, parcel.step) if is_reply else way.is_free_for_push(parcel.step)
 
 
-def _must_wait(gradients: _Gradients, heaps: list[list[_Waiting]], way: RightOfWay) -> float:
+def _seconds_to_wait(gradients: _Gradients, heaps: list[list[_Waiting]], way: RightOfWay) -> float:
     firsts = [heap[0][2] for heap in heaps]
     pushes = [each.step for each in firsts if each.frame.kind is not FrameKind.RESULT]
-    return way.must_wait(gradients, pushes, [each.step for each in firsts if each.frame.kind is FrameKind.RESULT])
+    return way.seconds_to_wait(gradients, pushes, [each.step for each in firsts if each.frame.kind is FrameKind.RESULT])
 
 
 class SendQueue:
@@ -102,7 +102,7 @@ class SendQueue:
         self._pacer = pacer
         self._finished = False
         self._leaving: tuple[GroupStep, int] | None = None  # step and bytes of a reply that others wait for
-        self._within: float | None = None  # the seconds after which to choose again, whatever happens
+        self._choose_again_seconds: float | None = None  # even if nothing happens
 
     def share_with(self, other: SendQueue) -> None:
         """Share the gradients of ``other``, whose stream leads to the same peer, before any were put here."""
@@ -182,7 +182,7 @@ class SendQueue:
                     self._idle = True
                     gradients.idle.append(self)
             with suppress(Empty):
-                self._reasons.get(timeout=self._within)
+                self._reasons.get(timeout=self._choose_again_seconds)
 
     def next_now(self) -> OutgoingFrame | None:
         """The next message if one may leave now, otherwise None, also after the end. Only the sending thread calls it."""
@@ -207,12 +207,12 @@ class SendQueue:
         if here and (pushes is None or here[0] < pushes[0]):
             heaps = [here, *(heap for heap in heaps if heap is not pushes)]
         free = heaps if way is None else [heap for heap in heaps if _may_leave(gradients, heap, way)]
-        self._within = None
+        self._choose_again_seconds = None
         while not free:
             if not heaps or way is None:
                 return None
-            if seconds := _must_wait(gradients, heaps, way):
-                self._within = None if seconds == inf else seconds
+            if seconds := _seconds_to_wait(gradients, heaps, way):
+                self._choose_again_seconds = None if seconds == inf else seconds
                 return None
             free = [heap for heap in heaps if _may_leave(gradients, heap, way)]
         heap = min(free)

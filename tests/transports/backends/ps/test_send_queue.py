@@ -304,12 +304,12 @@ def test_replies_of_a_group_that_was_released_give_way_to_no_push():
     thread.join(60)
 
 
-#: With headers a little more, so that two of these messages count as the lead that is allowed, and more than its least.
+#: A lead of two messages with so many bytes is allowed, and is larger than the least that is allowed.
 LARGE_BYTES = 100_000
 
 
 def to_receivers(*counts: int, nbytes: int = LARGE_BYTES) -> tuple[RightOfWay, list[SendQueue]]:
-    """So many replies to each receiver."""
+    """The way and the receivers, for each of which so many replies wait."""
     way, receivers = RightOfWay(), [SendQueue() for _ in counts]
     for outbox, count in zip(receivers, counts):
         outbox.yield_to(way)
@@ -421,7 +421,7 @@ def test_nobody_waits_long_for_a_receiver_that_takes_nothing(monkeypatch):
     assert orders(a, 3) == [0, 1, 2]
     now[0] += 0.15
     assert a.next_now() is None
-    assert way.must_wait(a._gradients, [], [(0, 0)]) == pytest.approx(0.05)
+    assert way.seconds_to_wait(a._gradients, [], [(0, 0)]) == pytest.approx(0.05)
     assert orders(b, 2) == [0, 1]  # the first has left
     assert orders(a, 1) == [3]
     now[0] += 0.15
