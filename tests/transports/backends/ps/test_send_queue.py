@@ -414,6 +414,19 @@ def test_nobody_waits_for_a_receiver_that_is_gone():
     assert repr(way) == "<RightOfWay 0 pushes and replies to 0 receivers to leave, 0 streams give way>"
 
 
+def test_a_receiver_that_is_gone_leaves_the_replies_to_others_alone():
+    way, (a, b) = to_receivers(2, 2)
+    put_replies(a, 1, step=1)  # ``b`` has none of that step
+    b.finish()
+    gone = b._gradients
+    b.stop_yielding()
+    assert repr(way) == "<RightOfWay 0 pushes and replies to 2 receivers to leave, 0 streams give way>"
+    way.reply_left(gone, (0, 0), LARGE_BYTES)  # another thread was about to say it
+    assert sorted(orders(a, 3)) == [0, 0, 1]
+    assert a.next_now() is None
+    assert repr(way) == "<RightOfWay 0 pushes and replies to 0 receivers to leave, 0 streams give way>"
+
+
 def test_nobody_waits_long_for_a_receiver_that_takes_nothing(monkeypatch):
     now = [100.0]
     monkeypatch.setattr(right_of_way, "monotonic", lambda: now[0])
