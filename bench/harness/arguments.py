@@ -100,9 +100,14 @@ def list_of(parse: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
 
 _TRANSPORTS = [name for name in transport_names() if name != "local"]  # which is for ranks that are threads
 
-#: The options that several commands have: the keyword arguments of ``add_argument``. ``absent`` is the meaning of no value.
+#: The options that several commands have: the keyword arguments of ``add_argument``. ``absent`` is the meaning of no value, and
+#: ``auto`` that of a default ``"auto"``, unless it is that of a size.
 _OPTIONS: Mapping[str, Mapping[str, Any]] = {
-    "transport": {"metavar": "NAME", "help": f"transport of the gradients: {', '.join(_TRANSPORTS)}"},
+    "transport": {
+        "metavar": "NAME",
+        "help": f"transport of the gradients: {', '.join(_TRANSPORTS)}",
+        "auto": "what a job takes that sets none",
+    },
     "lane": {"metavar": "{tcp,grpc}", "help": "connections to the parameter server", "absent": "tcp"},
     "flows": {"type": at_least(1), "metavar": "N", "help": "connections between a rank and a server, over ps by tcp"},
     "security": {"metavar": "{none,tls}", "help": "encryption, over ps"},
@@ -158,11 +163,13 @@ def add_options(parser: argparse._ActionsContainer, **defaults: Any) -> None:
     """
     for name, default in defaults.items():
         option = {"type": str, **_OPTIONS[name]}
-        absent = option.pop("absent", None)
+        is_size = option.get("metavar") == "SIZE"
+        absent, auto = option.pop("absent", None), option.pop("auto", "chosen from measurements" if is_size else None)
         shown = absent if default is None else default
-        if default == "auto" and option.get("metavar") == "SIZE":
+        if default == "auto" and is_size:
             option["type"] = or_auto(option["type"])
-            option["help"] += "; auto: chosen from measurements"
+        if default == "auto" and auto is not None:
+            option["help"] += f"; auto: {auto}"
         if isinstance(default, tuple):
             option |= {"type": list_of(option["type"]), "metavar": f"{option['metavar']},..."}
             shown = ",".join(map(str, default))
@@ -197,7 +204,9 @@ def transport_words(args: argparse.Namespace) -> str:
 
 def check_settings(settings: Mapping[str, str]) -> None:
     """Raise ConfigError for a wrong setting, so that it is reported once and before anything starts."""
-    require_named(Settings.load(settings, {}).transport)
+    loaded = Settings.load(settings, {})
+    if "transport" in settings:
+        require_named(loaded.transport)
 
 
 def require_named(transport: str) -> str:

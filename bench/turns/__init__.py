@@ -21,7 +21,7 @@ from ..harness.links import Links, why_not_shaped
 from ..harness.progress import relayed_lines
 from ..harness.results import commit
 from ..harness.scaling import Scaling, scale
-from ..harness.system import Carrier
+from ..harness.system import AUTO, Carrier
 from ..systems import SystemSpec, carrier_of_job, parse
 from ..workloads import load_profile, real_model_names
 
@@ -59,7 +59,7 @@ class TrainOptions:
         rounds: number of turns of each system.
         steps: number of steps that count in each turn.
         settle: number of steps, at least 3, before them that do not count; a static order adds 7.
-        transport: transport of systems on commsched that do not name one.
+        transport: transport of systems on commsched that do not name one; ``"auto"`` means what a job takes that sets none.
         lane: lane of the parameter server's bytes; None means the default.
         flows: connections between a rank and each shard or server.
         partition, credit: sizes for systems on commsched, such as ``"1MB"``; with ``"auto"`` they choose themselves, as in a
@@ -83,7 +83,7 @@ class TrainOptions:
     rounds: int = 3
     steps: int = 5
     settle: int = 3
-    transport: str = "ps"
+    transport: str = AUTO
     lane: str | None = None
     flows: int = 1
     partition: str = "auto"
@@ -255,7 +255,9 @@ def settle_steps(options: TrainOptions, specs: Sequence[SystemSpec]) -> int:
 
 def _settings(options: TrainOptions, own: Carrier) -> dict[str, str]:
     """The settings of the ranks' own session. The other sessions use them too, except for their carrier."""
-    found = {"transport": own.transport, "partition": options.partition, "credit": options.credit}
+    found = {"partition": options.partition, "credit": options.credit}
+    if own.transport != AUTO:  # otherwise the environment of a launcher's ranks may still name one
+        found["transport"] = own.transport
     if own.order != Carrier(own.transport).order:
         found["order"] = own.order
     if options.flows != TrainOptions().flows:

@@ -75,7 +75,7 @@ def test_defaults_are_those_of_the_options():
 def test_options_of_a_command_line():
     where = ["--model", "vgg16", "--workers", "4", "--servers", "n", "--bandwidth", "500mbit,1gbit", "--rho", "2"]
     how_long = ["--megabytes", "12", "--rounds", "1", "--steps", "9", "--settle", "3", "--timeout", "60"]
-    what = ["--systems", "ddp-tuned,p3", "--transport", "ps", "--lane", "tcp", "--partition", "1MB", "--credit", "auto"]
+    what = ["--systems", "ddp-tuned,p3", "--transport", "gloo", "--lane", "tcp", "--partition", "1MB", "--credit", "auto"]
     assert parse(*where, *how_long, *what, "--clip", "scaler", "--compile") == TrainOptions(
         model="vgg16",
         workers=4,
@@ -87,6 +87,7 @@ def test_options_of_a_command_line():
         rounds=1,
         steps=9,
         settle=3,
+        transport="gloo",
         lane="tcp",
         partition="1MB",
         clip="scaler",
@@ -164,7 +165,7 @@ def test_unequal_links_are_not_had_without_shaping(monkeypatch):
 def test_what_the_ranks_are_told(ran):
     job = ran()
     measure_rows(TrainOptions(bandwidth="400mbit", servers="n", megabytes=36.0, systems=("fifo", "ddp")))
-    assert job.job == Job(2, 2, "400mbit", {"transport": "ps", **SIZES}, 1200.0, auto_sizes=True)
+    assert job.job == Job(2, 2, "400mbit", SIZES, 1200.0, auto_sizes=True)
     assert job.module == "bench.turns.rank"
     assert job.arguments["systems"] == ["fifo", "ddp"]
     assert job.arguments["bytes_scale"] == 0.5
@@ -184,10 +185,10 @@ def test_a_lane_is_passed_on_when_it_is_given(ran, monkeypatch):
     job = ran()
     monkeypatch.setattr(train, "check_settings", lambda settings: None)
     (row,) = measure_rows(TrainOptions(bandwidth="400mbit", lane="grpc", systems=("fifo",)))
-    assert job.job.settings == {"transport": "ps", **SIZES, "lane": "grpc"}
+    assert job.job.settings == {**SIZES, "lane": "grpc"}
     assert (row["lane"], row["config"]) == ("grpc", "partition 1 MB, grpc lane")
     (row,) = measure_rows(TrainOptions(bandwidth="400mbit", flows=3, systems=("fifo",)))
-    assert job.job.settings == {"transport": "ps", **SIZES, "flows": "3"}
+    assert job.job.settings == {**SIZES, "flows": "3"}
     assert (row["lane"], row["config"]) == ("tcp", "partition 1 MB, tcp lane, 3 flows")
 
 
@@ -200,8 +201,16 @@ def test_a_way_of_their_own(ran):
     assert (job.arguments["transport"], job.arguments["order"]) == ("gloo", "static")
     assert job.arguments["settle"] == 3 + 7  # until the order is static
     measure_rows(TrainOptions(bandwidth="400mbit", systems=("ddp", "commsched:gloo")))
-    assert (job.job.settings, job.job.by_mpiexec) == ({"transport": "ps", **SIZES}, False)
+    assert (job.job.settings, job.job.by_mpiexec) == (SIZES, False)
     assert job.arguments["settle"] == 3
+
+
+@pytest.mark.parametrize(("transport", "settings"), [("auto", {}), ("ps", {"transport": "ps"}), ("gloo", {"transport": "gloo"})])
+def test_only_a_transport_that_is_named_is_set(transport, settings, ran):
+    job = ran()
+    measure_rows(TrainOptions(bandwidth="400mbit", transport=transport, systems=("ddp", "fifo")))
+    assert job.job.settings == {**SIZES, **settings}
+    assert job.arguments["transport"] == transport
 
 
 def test_compiling_is_told_to_the_ranks_and_to_the_reader(ran, capsys):
@@ -357,6 +366,21 @@ def test_an_emulated_model_in_namespaces(tmp_path):
     assert fifo["step_seconds"]["median"] >= 0.9 * 1e6 / 25e6  # its bytes on the link
     assert ddp["speedup_vs_ddp"] == 1
     assert ddp["stands_for"]["gradient_bytes"] == 72_000_000
+
+
+def test_the_engine_is_there_when_ranks_choose_a_transport(tmp_path, monkeypatch):
+    (tmp_path / "rank_that_looks.py").write_text(
+        "from commsched.session import opening\n"
+        "choose, worlds = opening.transport_name, []\n"
+        "def transport_name(world, *rest):\n"
+        "    worlds.append(world.rank)\n"
+        "    return choose(world, *rest)\n"
+        "opening.transport_name = transport_name\n"
+        "def rank_main(session, arguments):\n"
+        "    return worlds\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert run_job(Job(2, timeout_seconds=300), "rank_that_looks", {}).by_rank == [[0], [1]]
 
 
 def test_a_rank_ends_whatever_its_engine_left_behind(tmp_path, monkeypatch):

@@ -256,7 +256,7 @@ class SendQueue:
     def __repr__(self) -> str:
         with self._gradients.lock:
             waiting = sum(map(len, self._gradients.waiting.values())) + len(self._only_here)
-            return f"<Outbox {len(self._control)} control, {waiting} ready{', finished' if self._finished else ''}>"
+            return f"<SendQueue {len(self._control)} control, {waiting} ready{', finished' if self._finished else ''}>"
 
 
 @dataclass(slots=True, eq=False)

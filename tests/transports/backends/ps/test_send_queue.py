@@ -586,7 +586,7 @@ def test_nothing_is_lost_when_the_way_changes_all_the_time():
 def test_repr_counts_what_waits():
     outbox = outbox_with(1, 2)
     outbox.put_control(ACK)
-    assert repr(outbox).startswith("<Outbox 1 control, 2 ready")
+    assert repr(outbox).startswith("<SendQueue 1 control, 2 ready")
     outbox.finish()
     assert repr(outbox).endswith(", finished>")
 
