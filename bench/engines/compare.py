@@ -14,7 +14,7 @@ from typing import Any
 from commsched import ConfigError
 
 from ..harness.job import Job, run_job
-from ..harness.links import Links, why_not_shaped
+from ..harness.links import Links, require_capped, why_not_shaped
 from ..harness.measure import LayerTimes, rotated
 from ..harness.results import commit, table
 from ..harness.row_table import COLUMNS, heading, shown
@@ -55,7 +55,8 @@ def measure_rows(wanted: Comparison) -> list[Row]:
         if name not in known:
             raise ConfigError(f"systems: {name!r}: with {wanted.engine} there are {', '.join(known)}")
     links = wanted.links
-    missing = why_not_shaped(links, [name for name in names if name != "commsched"])
+    missing = why_not_shaped(links)
+    require_capped(links, missing, [name for name in names if name != "commsched"])
     arguments = {
         **{key: getattr(wanted, key) for key in ("engine", "settle", "steps")},
         "chooses_sizes": "auto" in (wanted.partition, wanted.credit),

@@ -101,12 +101,12 @@ def list_of(parse: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
 _TRANSPORTS = [name for name in transport_names() if name != "local"]  # which is for ranks that are threads
 
 #: The options that several commands have: the keyword arguments of ``add_argument``. ``absent`` is the meaning of no value, and
-#: ``auto`` that of a default ``"auto"``, unless it is that of a size.
+#: ``auto`` that of the value ``auto``; sizes have a meaning of their own.
 _OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "transport": {
         "metavar": "NAME",
         "help": f"transport of the gradients: {', '.join(_TRANSPORTS)}",
-        "auto": "what a job takes that sets none",
+        "auto": "the one that a job takes that sets none",
     },
     "lane": {"metavar": "{tcp,grpc}", "help": "connections to the parameter server", "absent": "tcp"},
     "flows": {"type": at_least(1), "metavar": "N", "help": "connections between a rank and a server, over ps by tcp"},
@@ -204,9 +204,7 @@ def transport_words(args: argparse.Namespace) -> str:
 
 def check_settings(settings: Mapping[str, str]) -> None:
     """Raise ConfigError for a wrong setting, so that it is reported once and before anything starts."""
-    loaded = Settings.load(settings, {})
-    if "transport" in settings:
-        require_named(loaded.transport)
+    require_named(Settings.load(settings, {}).transport)
 
 
 def require_named(transport: str) -> str:

@@ -32,10 +32,10 @@ _FIXED_SIZES = {"COMMSCHED_PARTITION": "4MB", "COMMSCHED_CREDIT": "16MB"}
 class Job:
     """A job to run. ``settings`` are the settings of ``commsched.init``. ``bandwidth`` (``"1gbit"``) is the rate of every link,
     or a mapping with the rate of each host (``worker0``, .., ``server0``, ..), which needs shaped links. ``ranks_per_host``
-    ranks share a host and its link; without a bandwidth all ranks are on one host. Ranks choose the transport if ``settings``
-    names none. ``mpi`` says that some gradients travel by MPI, whatever the setting ``transport`` is. ``auto_sizes``: partition
-    and credit choose themselves, as in a user's job, unless ``settings`` has them; otherwise they stay until the job changes
-    them. ``flow_bandwidth`` is the rate of each TCP connection on shaped links.
+    ranks share a host and its link; without a bandwidth all ranks are on one host. ``mpi`` says that some gradients travel by
+    MPI, whatever the setting ``transport`` is. ``auto_sizes``: partition and credit choose themselves, as in a user's job,
+    unless ``settings`` has them; otherwise they stay until the job changes them. ``flow_bandwidth`` is the rate of each TCP
+    connection on shaped links.
 
     Raises:
         ConfigError: there is a ``flow_bandwidth`` and no bandwidth.
@@ -70,7 +70,7 @@ class Job:
         """Whether the ranks can limit their rate by themselves. The rate is then the same for all ranks, and there are no
         separate hosts."""
         own_hosts = self.ranks_per_host == 1 and self.settings.get("hierarchy") != "on"
-        return self.settings.get("transport", "ps") == "ps" and own_hosts  # ranks that have a rate choose ps
+        return self.settings.get("transport", "ps") == "ps" and own_hosts
 
 
 @dataclass(frozen=True)

@@ -70,7 +70,6 @@ def run_here(
     os.environ.update({f"COMMSCHED_{name.upper()}": value for name, value in settings.items()})
     # Otherwise the ranks of a machine would share its cores thread against thread.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // world.local_world_size)))
-    loaded = import_module(module)  # first, as training code does: the choice of the transport depends on the engine
     with commsched.init() as session, _time_limit(session, timeout_seconds):
         require_same(
             session.gather({"the version of commsched": commsched.__version__, **same}, "arguments"),
@@ -79,7 +78,7 @@ def run_here(
         )
         try:
             with exit_if_job_fails(session.when_failed):  # an engine's own collectives may wait for a lost rank for ever
-                found = loaded.rank_main(session, arguments)
+                found = import_module(module).rank_main(session, arguments)
                 systems = {name: {**each, "timeline": []} for name, each in found["systems"].items()}
                 by_rank = [{"systems": each} for each in session.gather(systems)]
         except CommschedError:

@@ -62,14 +62,11 @@ class Links:
         return dict(zip(hosts, self.texts, strict=True))
 
 
-def why_not_shaped(links: Links, uncapped: Sequence[str]) -> str | None:
+def why_not_shaped(links: Links) -> str | None:
     """The reason why this machine cannot shape ``links``; None if it can or need not.
 
-    Args:
-        uncapped: names of the systems that would use the whole network if links are not shaped.
-
     Raises:
-        ConfigError: links cannot be shaped, but must be, because they differ or a system is in ``uncapped``.
+        ConfigError: links cannot be shaped, but must be, because they differ.
     """
     if links.rates is None:
         return None
@@ -80,9 +77,21 @@ def why_not_shaped(links: Links, uncapped: Sequence[str]) -> str | None:
         reason = str(error)
     if not links.equal:
         raise ConfigError(f"bandwidth={links}: links can differ only where they are shaped, but {reason}")
-    for name in uncapped:
-        raise ConfigError(
-            f"systems: {name} would use the whole network while commsched's transport limits its rate to "
-            f"{links}, so their times could not be compared; links have to be shaped, but {reason}"
-        )
     return reason
+
+
+def require_capped(links: Links, why_not: str | None, uncapped: Sequence[str]) -> None:
+    """Check that no system would use the whole network beside others that limit their rate.
+
+    Args:
+        why_not: the result of :func:`why_not_shaped`.
+        uncapped: names of the systems that cannot limit their rate.
+
+    Raises:
+        ConfigError: there is such a system, and links cannot be shaped.
+    """
+    if why_not is not None and uncapped:
+        raise ConfigError(
+            f"systems: {uncapped[0]} would use the whole network while commsched's transport limits its rate to "
+            f"{links}, so their times could not be compared; links have to be shaped, but {why_not}"
+        )

@@ -20,9 +20,8 @@ def main() -> int:
     error to stderr."""
     module, directory, arguments = sys.argv[1:]
     try:
-        loaded = import_module(module)  # first, as training code does: the choice of the transport depends on the engine
         with commsched.init() as session:
-            returned = loaded.rank_main(session, json.loads(arguments))
+            returned = import_module(module).rank_main(session, json.loads(arguments))
         Path(directory, f"rank{session.rank}.json").write_text(json.dumps(returned))
     except CommschedError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)

@@ -138,6 +138,9 @@ def _row(
     step_seconds = median_interval(samples)
     compute, comm = sum(map(sum, times)), per_byte * sum(layers.nbytes)
     lane, flows = (header.lane, header.flows) if system["transport"] == "ps" else (None, 1)
+    words = system["words"] + ("" if lane is None else f", {lane} lane") + (f", {flows} flows" if flows > 1 else "")
+    if lane is None and system["partition_bytes"] is not None and ":" not in name:
+        words += f", over {system['transport']}"
     cpu = sum(rank["cpu_seconds"] / len(rank["seconds"]) for rank in by_rank) / len(by_rank)
     difference = max(rank["max_difference"] for rank in by_rank)
     return {
@@ -151,7 +154,7 @@ def _row(
         "emulated": header.emulated,
         "transport": system["transport"],
         "lane": lane,
-        "config": system["words"] + ("" if lane is None else f", {lane} lane") + (f", {flows} flows" if flows > 1 else ""),
+        "config": words,
         "partition_bytes": system["partition_bytes"],
         "credit_bytes": system["credit_bytes"],
         "gradient_bytes": sum(layers.nbytes),

@@ -27,10 +27,6 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 
-#: The transport of a job that sets none. Its ranks choose one.
-AUTO = "auto"
-
-
 @dataclass(frozen=True)
 class Carrier:
     """A carrier of gradients: a transport and an order. A session has exactly one carrier. ``order`` is as in ``Settings``."""

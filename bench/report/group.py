@@ -77,7 +77,7 @@ def _order(result: Result) -> tuple[object, ...]:
 
 def _title(result: Result) -> str:
     size = "" if result.gradient_bytes is None else f"{result.gradient_bytes / 1e6:.3g} MB of gradients"
-    servers = f"{result.servers} servers" if result.servers else "a shard on every worker"
+    servers = f"{result.servers} servers" if result.servers else "no separate servers"
     return ", ".join(filter(None, (result.model, size, f"{result.workers} workers", servers, _network(result))))
 
 

@@ -16,7 +16,7 @@ from commsched import ConfigError
 from commsched.transports import users_of
 
 from ..harness.arguments import require_named
-from ..harness.system import AUTO, Carrier, Context, System, SystemInfo
+from ..harness.system import Carrier, Context, System, SystemInfo
 
 
 def _found() -> dict[str, SystemInfo]:
@@ -71,8 +71,7 @@ class SystemSpec:
     def caps_itself(self, transport: str) -> bool:
         """Whether the system can limit its own rate if links are not shaped. ``transport`` is the job's transport."""
         own = self.carrier.transport if self.carrier else transport
-        # Ranks that are told to limit their rate choose a transport that can.
-        return SYSTEMS[self.base].is_on_commsched and own in (AUTO, *users_of("rate"))
+        return SYSTEMS[self.base].is_on_commsched and own in users_of("rate")
 
 
 def parse(text: str) -> SystemSpec:

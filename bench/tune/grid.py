@@ -33,7 +33,7 @@ def measure(case: Case, *, passes: int, settle: int, steps: int, timeout_seconds
     Raises:
         JobFailed: a process failed or took too long, links could not be shaped, or weights are not those of plain averaging.
     """
-    missing = why_not_shaped(case.links, [])
+    missing = why_not_shaped(case.links)
     carrier = Carrier(case.transport)
     job = Job(
         case.workers,

@@ -7,21 +7,23 @@ import os
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields, replace
+from importlib.util import find_spec
 from typing import Any
 
 from commsched import ConfigError
 from commsched.core.world import World
 from commsched.settings import Settings, parse_rate, parse_seconds
 from commsched.simulator.scenario import bytes_factor
+from commsched.transports.open import Capabilities, choose
 
 from .. import systems
 from ..harness.arguments import CLIPS, add_options, at_least, check_settings, require_extra, setting
 from ..harness.job import Job, run_job
-from ..harness.links import Links, why_not_shaped
+from ..harness.links import Links, require_capped, why_not_shaped
 from ..harness.progress import relayed_lines
 from ..harness.results import commit
 from ..harness.scaling import Scaling, scale
-from ..harness.system import AUTO, Carrier
+from ..harness.system import Carrier
 from ..systems import SystemSpec, carrier_of_job, parse
 from ..workloads import load_profile, real_model_names
 
@@ -59,7 +61,8 @@ class TrainOptions:
         rounds: number of turns of each system.
         steps: number of steps that count in each turn.
         settle: number of steps, at least 3, before them that do not count; a static order adds 7.
-        transport: transport of systems on commsched that do not name one; ``"auto"`` means what a job takes that sets none.
+        transport: transport of systems on commsched that do not name one; ``"auto"`` means the one that a job takes that sets
+            none.
         lane: lane of the parameter server's bytes; None means the default.
         flows: connections between a rank and each shard or server.
         partition, credit: sizes for systems on commsched, such as ``"1MB"``; with ``"auto"`` they choose themselves, as in a
@@ -83,7 +86,7 @@ class TrainOptions:
     rounds: int = 3
     steps: int = 5
     settle: int = 3
-    transport: str = AUTO
+    transport: str = "auto"
     lane: str | None = None
     flows: int = 1
     partition: str = "auto"
@@ -157,6 +160,9 @@ def measure_rows(options: TrainOptions, world: World | None = None, show_progres
     specs = [parse(text) for text in options.systems]
     if options.clip and (unable := [spec.text for spec in specs if not systems.SYSTEMS[spec.base].clips]):
         raise ConfigError(f"systems: {', '.join(unable)} averages within step(), so no loop can clip there: leave it out")
+    missing = why_not_shaped(links)
+    if options.transport == "auto":
+        options = replace(options, transport=_chosen_transport(options, links, missing is not None, world))
     own = carrier_of_job(specs, options.transport)
     if "nccl" in {own.transport, *(spec.carrier.transport for spec in specs if spec.carrier)}:
         raise ConfigError(
@@ -164,7 +170,7 @@ def measure_rows(options: TrainOptions, world: World | None = None, show_progres
         )
     if options.device != "cpu" and not options.real:
         raise ConfigError(f"device={options.device}: EMULATED layers need none; use --real")
-    missing = why_not_shaped(links, [spec.text for spec in specs if not spec.caps_itself(own.transport)])
+    require_capped(links, missing, [spec.text for spec in specs if not spec.caps_itself(own.transport)])
     settings = _settings(options, own)
     check_settings(settings)
     scaling = _scaling(options, links)
@@ -253,11 +259,28 @@ def settle_steps(options: TrainOptions, specs: Sequence[SystemSpec]) -> int:
     return options.settle + (STATIC_SETTLE_STEPS if static else 0)
 
 
+def _chosen_transport(options: TrainOptions, links: Links, capped: bool, world: World | None) -> str:
+    """The transport of a job of these ranks with gradients in host memory, unless the environment of a launcher's ranks sets one.
+    Where mpiexec starts the ranks for the sake of another system, it is that of a job without mpiexec.
+
+    Args:
+        capped: whether the ranks limit their rate by themselves, since links cannot be shaped.
+    """
+    if links.servers:
+        return "ps"
+    given = {"flows": str(options.flows)} | ({} if options.lane is None else {"lane": options.lane})
+    if world is None:
+        alone = capped or links.rates is None
+        world = World(world_size=options.workers, local_world_size=options.workers if alone else 1)
+        settings = Settings.load(given | ({"rate": str(links)} if capped else {}), {})
+    else:
+        settings = Settings.load(given, os.environ)
+    return choose(settings, world, Capabilities(gloo=True, mpi4py=find_spec("mpi4py") is not None)).name
+
+
 def _settings(options: TrainOptions, own: Carrier) -> dict[str, str]:
     """The settings of the ranks' own session. The other sessions use them too, except for their carrier."""
-    found = {"partition": options.partition, "credit": options.credit}
-    if own.transport != AUTO:  # otherwise the environment of a launcher's ranks may still name one
-        found["transport"] = own.transport
+    found = {"transport": own.transport, "partition": options.partition, "credit": options.credit}
     if own.order != Carrier(own.transport).order:
         found["order"] = own.order
     if options.flows != TrainOptions().flows:

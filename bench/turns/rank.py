@@ -14,8 +14,6 @@ import torch
 
 from commsched import ConfigError, Session
 from commsched.core.world import detect_world
-from commsched.settings import Settings
-from commsched.transports.open import transport_name
 
 from ..harness.loop import Loop
 from ..harness.measure import LayerTimes, rotated
@@ -24,7 +22,7 @@ from ..harness.network import measure_network, own_address, traffic
 from ..harness.progress import say
 from ..harness.reference import ComputeOnly, clipping_norm, largest_difference, plain_averaging
 from ..harness.scheduled import chosen_sizes
-from ..harness.system import AUTO, Carrier, Context, OpenCarrier, System, open_carriers, timed_turn
+from ..harness.system import Carrier, Context, OpenCarrier, System, open_carriers, timed_turn
 from ..harness.timeline import Entry, Recorder
 from ..systems import SYSTEMS, SystemSpec, make, parse
 from ..workloads import Workload, make_workload
@@ -108,7 +106,7 @@ def rank_main(session: Session, arguments: Mapping[str, Any]) -> dict[str, Any]:
     if not task.launched:
         torch.set_num_threads(1)
     specs = [parse(text) for text in task.systems]
-    own = Carrier(_transport_of(session) if task.transport == AUTO else task.transport, task.order)
+    own = Carrier(task.transport, task.order)
     with ExitStack() as stack:
         carriers = open_carriers(session, own, [spec.carrier for spec in specs if spec.carrier], stack)
         return _measure(task, specs, own, carriers)
@@ -165,11 +163,6 @@ def _measure(
         "layers": [asdict(each) for each in layers],
         "systems": {name: {**asdict(system.setup), **asdict(found[name])} for name, system in made.items()},
     }
-
-
-def _transport_of(session: Session) -> str:
-    """The name of the transport that the ranks have chosen. Collective."""
-    return transport_name(detect_world(os.environ), Settings.load({}, os.environ), "cpu", session.gather)
 
 
 def _own_device(workload: Mapping[str, Any]) -> str:

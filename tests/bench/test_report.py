@@ -118,15 +118,12 @@ def test_the_page_has_every_figure_with_its_axes(made):
     )
     assert [label for label in labels if label not in page] == []
     figures = re.findall(r'<figure>\n<div class="scroll" role="img" aria-label="([^"]*)"', page)
-    emulated = "uniform, 2 workers, a shard on every worker, 500mbit tbf (EMULATED)"
+    emulated = "uniform, 2 workers, no separate servers, 500mbit tbf (EMULATED)"
     assert figures == [
         f"rho figure: {emulated}",
         f"distribution figure: {emulated}",
         f"timeline figure: {emulated}",
-        *(
-            f"{kind} figure: vgg16, 2 workers, a shard on every worker (simulated)"
-            for kind in ("rho", "distribution", "timeline")
-        ),
+        *(f"{kind} figure: vgg16, 2 workers, no separate servers (simulated)" for kind in ("rho", "distribution", "timeline")),
         "measured against simulated step times",
     ]
 
@@ -329,7 +326,7 @@ def test_the_environment_is_told(made):
 
 def test_the_markdown_table(made):
     lines = made[1].splitlines()
-    start = lines.index("**uniform, 2 workers, a shard on every worker, 500mbit tbf (EMULATED)**")
+    start = lines.index("**uniform, 2 workers, no separate servers, 500mbit tbf (EMULATED)**")
     assert lines[start + 2] == (
         "| model | workers | servers | link | rho | system | ms/step [low, high] | T* ms | efficiency | speed-up vs DDP "
         "| possible | CPU s/step | max difference |"

@@ -62,7 +62,7 @@ def ran(monkeypatch):
     def install(**measured):
         ran = Ran(**measured)
         monkeypatch.setattr(train, "run_job", ran)
-        monkeypatch.setattr(train, "why_not_shaped", lambda links, uncapped: None)
+        monkeypatch.setattr(train, "why_not_shaped", lambda links: None)
         return ran
 
     return install
@@ -165,7 +165,7 @@ def test_unequal_links_are_not_had_without_shaping(monkeypatch):
 def test_what_the_ranks_are_told(ran):
     job = ran()
     measure_rows(TrainOptions(bandwidth="400mbit", servers="n", megabytes=36.0, systems=("fifo", "ddp")))
-    assert job.job == Job(2, 2, "400mbit", SIZES, 1200.0, auto_sizes=True)
+    assert job.job == Job(2, 2, "400mbit", {"transport": "ps", **SIZES}, 1200.0, auto_sizes=True)
     assert job.module == "bench.turns.rank"
     assert job.arguments["systems"] == ["fifo", "ddp"]
     assert job.arguments["bytes_scale"] == 0.5
@@ -185,10 +185,10 @@ def test_a_lane_is_passed_on_when_it_is_given(ran, monkeypatch):
     job = ran()
     monkeypatch.setattr(train, "check_settings", lambda settings: None)
     (row,) = measure_rows(TrainOptions(bandwidth="400mbit", lane="grpc", systems=("fifo",)))
-    assert job.job.settings == {**SIZES, "lane": "grpc"}
+    assert job.job.settings == {"transport": "ps", **SIZES, "lane": "grpc"}
     assert (row["lane"], row["config"]) == ("grpc", "partition 1 MB, grpc lane")
     (row,) = measure_rows(TrainOptions(bandwidth="400mbit", flows=3, systems=("fifo",)))
-    assert job.job.settings == {**SIZES, "flows": "3"}
+    assert job.job.settings == {"transport": "ps", **SIZES, "flows": "3"}
     assert (row["lane"], row["config"]) == ("tcp", "partition 1 MB, tcp lane, 3 flows")
 
 
@@ -201,16 +201,37 @@ def test_a_way_of_their_own(ran):
     assert (job.arguments["transport"], job.arguments["order"]) == ("gloo", "static")
     assert job.arguments["settle"] == 3 + 7  # until the order is static
     measure_rows(TrainOptions(bandwidth="400mbit", systems=("ddp", "commsched:gloo")))
-    assert (job.job.settings, job.job.by_mpiexec) == (SIZES, False)
+    assert (job.job.settings, job.job.by_mpiexec) == ({"transport": "ps", **SIZES}, False)
     assert job.arguments["settle"] == 3
 
 
-@pytest.mark.parametrize(("transport", "settings"), [("auto", {}), ("ps", {"transport": "ps"}), ("gloo", {"transport": "gloo"})])
-def test_only_a_transport_that_is_named_is_set(transport, settings, ran):
+@pytest.mark.parametrize(
+    ("options", "transport"),
+    [
+        ({}, "ps"),
+        ({"workers": 8}, "gloo"),
+        ({"workers": 8, "transport": "ps"}, "ps"),
+        ({"workers": 8, "servers": "2"}, "ps"),
+        ({"workers": 8, "lane": "grpc"}, "ps"),
+        ({"workers": 8, "flows": 2}, "ps"),
+        ({"workers": 8, "bandwidth": None, "real": True}, "ps"),  # on one machine
+        ({"workers": 8, "systems": ("fifo", "commsched:mpi")}, "gloo"),  # mpiexec starts the ranks, for another system
+    ],
+)
+def test_what_names_no_transport_takes_that_of_a_job_that_sets_none(options, transport, ran, monkeypatch):
+    monkeypatch.setattr(train, "check_settings", lambda settings: None)  # that gRPC is installed
     job = ran()
-    measure_rows(TrainOptions(bandwidth="400mbit", transport=transport, systems=("ddp", "fifo")))
-    assert job.job.settings == {**SIZES, **settings}
-    assert job.arguments["transport"] == transport
+    measure_rows(TrainOptions(**{"bandwidth": "400mbit", "systems": ("fifo",), **options}))
+    assert job.arguments["transport"] == job.job.settings["transport"] == transport
+
+
+def test_where_links_cannot_be_shaped_the_transport_is_one_that_limits_its_rate(ran, monkeypatch):
+    job = ran()
+    monkeypatch.setattr(train, "why_not_shaped", lambda links: "ip netns add: Operation not permitted")
+    measure_rows(TrainOptions(workers=8, bandwidth="400mbit", systems=("fifo",)))
+    assert job.job.settings["transport"] == "ps"
+    with pytest.raises(ConfigError, match="systems: commsched:gloo would use the whole network while commsched's transport"):
+        measure_rows(TrainOptions(workers=8, bandwidth="400mbit", systems=("fifo", "commsched:gloo")))
 
 
 def test_compiling_is_told_to_the_ranks_and_to_the_reader(ran, capsys):
@@ -278,8 +299,11 @@ def test_no_shards_are_spoken_of_where_there_are_none(ran, capsys):
     job = ran()
     for rank in job.by_rank:
         rank["systems"]["fifo"]["transport"] = "gloo"
-    assert main(["train", "--bandwidth", "500mbit", "--systems", "fifo:gloo", "--megabytes", "36"]) == 0
+        rank["systems"]["fifo:gloo"] = rank["systems"]["fifo"]
+    assert main(["train", "--bandwidth", "500mbit", "--systems", "fifo,fifo:gloo", "--megabytes", "36"]) == 0
     assert ", 2 workers, collectives, link 500mbit tbf: " in capsys.readouterr().out
+    without, named = measure_rows(TrainOptions(bandwidth="500mbit", systems=("fifo", "fifo:gloo")))
+    assert (without["config"], named["config"]) == ("partition 1 MB, over gloo", "partition 1 MB")
 
 
 def test_wrong_weights_fail_the_command_and_the_rows_are_written(ran, capsys, tmp_path):
@@ -368,21 +392,6 @@ def test_an_emulated_model_in_namespaces(tmp_path):
     assert ddp["stands_for"]["gradient_bytes"] == 72_000_000
 
 
-def test_the_engine_is_there_when_ranks_choose_a_transport(tmp_path, monkeypatch):
-    (tmp_path / "rank_that_looks.py").write_text(
-        "from commsched.session import opening\n"
-        "choose, worlds = opening.transport_name, []\n"
-        "def transport_name(world, *rest):\n"
-        "    worlds.append(world.rank)\n"
-        "    return choose(world, *rest)\n"
-        "opening.transport_name = transport_name\n"
-        "def rank_main(session, arguments):\n"
-        "    return worlds\n"
-    )
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    assert run_job(Job(2, timeout_seconds=300), "rank_that_looks", {}).by_rank == [[0], [1]]
-
-
 def test_a_rank_ends_whatever_its_engine_left_behind(tmp_path, monkeypatch):
     (tmp_path / "rank_that_lingers.py").write_text(
         "import threading\n"
@@ -407,11 +416,38 @@ def test_a_rank_ends_whatever_its_engine_left_behind(tmp_path, monkeypatch):
         ({"real": True, "flow_bandwidth": "1gbit"}, "flow-bandwidth=1gbit: torchrun has started 4 ranks, whose links are real"),
         ({"real": True, "servers": "1"}, "servers=1: torchrun has started 4 ranks; start servers by commsched server"),
         ({"real": True, "transport": "nccl"}, "nccl: the benchmark's barriers are tensors in host memory"),
+        ({"real": True}, "nccl: the benchmark's barriers are tensors in host memory"),
     ],
 )
-def test_options_that_ranks_of_a_launcher_cannot_have(options, message):
+def test_options_that_ranks_of_a_launcher_cannot_have(options, message, monkeypatch):
+    monkeypatch.setenv("COMMSCHED_TRANSPORT", "nccl")
     with pytest.raises(ConfigError, match=message):
         measure_rows(TrainOptions(**options), World(1, 4, 1, 2, "torchrun"))
+
+
+@pytest.mark.parametrize(
+    ("world", "environ", "transport"),
+    [
+        (World(0, 16, 0, 2, "torchrun"), {}, "gloo"),
+        (World(0, 16, 0, 2, "torchrun"), {"TRANSPORT": "ps"}, "ps"),
+        (World(0, 16, 0, 2, "torchrun"), {"SERVERS": "10.0.0.9:29700"}, "ps"),
+        (World(0, 8, 0, 8, "torchrun"), {}, "ps"),
+        (World(0, 2, 0, 1, "mpiexec (MPICH)"), {}, "mpi"),
+    ],
+)
+def test_ranks_of_a_launcher_take_the_transport_that_their_jobs_take(world, environ, transport, monkeypatch):
+    given = {}
+
+    def run_here(world, settings, same, module, arguments, timeout_seconds):
+        given.update(settings=settings, transport=arguments["transport"])
+
+    monkeypatch.setattr("bench.harness.launched.run_here", run_here)
+    monkeypatch.setattr(train, "find_spec", lambda name: name == "mpi4py" or None)
+    monkeypatch.delenv("COMMSCHED_TRANSPORT", raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(f"COMMSCHED_{name}", value)
+    assert measure_rows(TrainOptions(real=True, systems=("fifo",)), world) == []
+    assert given == {"settings": {"transport": transport, **SIZES}, "transport": transport}
 
 
 def test_ranks_of_a_launcher_measure_where_they_are(monkeypatch):

@@ -123,7 +123,7 @@ def asked(monkeypatch):
         return Outcome([rank([1.0, 1.0])] * 2, "500mbit tbf")
 
     monkeypatch.setattr(compare, "run_job", run_job)
-    monkeypatch.setattr(compare, "why_not_shaped", lambda links, uncapped: None)
+    monkeypatch.setattr(compare, "why_not_shaped", lambda links: None)
     monkeypatch.setattr(compare, "systems_of", lambda engine: dict.fromkeys(("commsched", "own")))
     return found
 

@@ -43,7 +43,7 @@ def test_the_help_says_the_default() -> None:
     assert found["bandwidth"].endswith("(default: loopback)")
     assert found["credit"].endswith("; auto: chosen from measurements (default: auto)")
     assert "measurements" not in found["hierarchy"]
-    assert found["transport"].endswith("; auto: what a job takes that sets none (default: auto)")
+    assert found["transport"].endswith("; auto: the one that a job takes that sets none (default: auto)")
     assert found["lane"].endswith("(default: tcp)")
 
 

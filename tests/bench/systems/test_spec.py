@@ -60,7 +60,6 @@ def test_the_session_of_the_job_is_not_one_that_nobody_uses():
 
 def test_only_a_parameter_server_caps_itself():
     assert parse("fifo").caps_itself("ps")
-    assert parse("fifo").caps_itself("auto")  # with a rate that is ps
     assert parse("commsched:ps").caps_itself("gloo")
     assert not parse("fifo").caps_itself("gloo")
     assert not parse("commsched:gloo").caps_itself("ps")

@@ -154,7 +154,7 @@ def measured(monkeypatch):
             return Outcome(by_rank(difference), link)
 
         monkeypatch.setattr(tune_grid, "run_job", run_job)
-        monkeypatch.setattr(tune_grid, "why_not_shaped", lambda links, uncapped: None)
+        monkeypatch.setattr(tune_grid, "why_not_shaped", lambda links: None)
         return given
 
     return install

@@ -121,16 +121,6 @@ def test_a_compiled_model_trains_as_plain_averaging_does():
     assert found["systems"]["commsched"]["max_difference"] < 1e-5
 
 
-@pytest.mark.parametrize(("ranks_per_machine", "transport"), [(1, "gloo"), (8, "ps")])
-def test_a_transport_that_nobody_names_is_what_a_job_takes(ranks_per_machine, transport, monkeypatch):
-    for name, value in {"WORLD_SIZE": 8, "RANK": 0, "LOCAL_WORLD_SIZE": ranks_per_machine, "LOCAL_RANK": 0}.items():
-        monkeypatch.setenv(f"COMMSCHED_{name}", str(value))
-    monkeypatch.delenv("COMMSCHED_TRANSPORT", raising=False)
-    chosen = {**ASSIGNMENT, "systems": ["commsched", f"fifo:{transport}"], "transport": "auto", "rounds": 1}
-    for found in run_ranks(chosen):  # ``fifo`` needs no session of its own
-        assert {system["transport"] for system in found["systems"].values()} == {transport}
-
-
 def test_a_timeline_is_that_of_the_systems_own_configuration():
     found = run_ranks({**ASSIGNMENT, "systems": ["commsched", "serial", "tictac"], "rounds": 1})[0]["systems"]
     gradients = {
