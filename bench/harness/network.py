@@ -30,8 +30,8 @@ SKIPPED_BYTES = 4 * BURST_BYTES
 #: Number of consecutive stretches of a transfer that are timed separately.
 STRETCHES = 3
 #: Least number of counted bytes in each stretch. What a link saves up in a pause, and what waits at the receiver for a packet
-#: that is sent again, counts in a stretch beside its own bytes, and the best stretch is one that gained by it. With stretches of
-#: 1.6 MB links of 25 Mbit/s seemed 2 % faster than they are, and with so many bytes 0.2 %.
+#: that is sent again, counts in a stretch beside its own bytes, and the best stretch is one that gained by it. With stretches
+#: of 1.6 MB links of 25 Mbit/s seemed 2 % faster than they are, and with so many bytes 0.2 %.
 MIN_BYTES = 32 * BURST_BYTES
 #: Counted bytes in each stretch if no rate is known beforehand (loopback).
 UNSHAPED_BYTES = 64_000_000

@@ -260,8 +260,8 @@ def settle_steps(options: TrainOptions, specs: Sequence[SystemSpec]) -> int:
 
 
 def _chosen_transport(options: TrainOptions, links: Links, capped: bool, world: World | None) -> str:
-    """The transport of a job of these ranks with gradients in host memory, unless the environment of a launcher's ranks sets one.
-    Where mpiexec starts the ranks for the sake of another system, it is that of a job without mpiexec.
+    """The transport of a job of these ranks with gradients in host memory, unless the environment of a launcher's ranks sets
+    one. Where mpiexec starts the ranks for the sake of another system, it is that of a job without mpiexec.
 
     Args:
         capped: whether the ranks limit their rate by themselves, since links cannot be shaped.
