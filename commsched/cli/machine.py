@@ -93,7 +93,8 @@ class LocalMachine(Job):
         self._command = command
         self._environ = environ
         self._members: dict[int, int] = {}  # by pid
-        self._starting = threading.Lock()  # held until a start is reported, so that the process's end is reported after it
+        # Held until a start is reported, so that what the process says, and its end, is reported after it.
+        self._starting = threading.Lock()
         self._pids: dict[int, int] = {}  # by member
         self._connections: dict[int, socket.socket] = {}  # by member
         self._listening: dict[int, socket.socket] = {}  # by member
@@ -263,7 +264,9 @@ class LocalMachine(Job):
             self._connections[member] = connection
             with connection, suppress(OSError, UnicodeDecodeError), connection.makefile("rb") as file:
                 for line in file:
-                    self.events.put(MemberSaid(member, line.decode()))
+                    said = MemberSaid(member, line.decode())
+                    with self._starting:
+                        self.events.put(said)
 
     def _told_by(self, member: int) -> tuple[str, ...]:
         """The events that the process has reported."""

@@ -7,7 +7,9 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+from queue import Empty
 from typing import Any
 
 import pytest
@@ -124,6 +126,23 @@ def test_nothing_is_kept_of_a_process_that_has_ended(machine: LocalMachine, tmp_
         assert not is_zombie(started.pid)
     assert len(os.listdir("/proc/self/fd")) == len(before)
     assert os.listdir(tmp_path / "job") == []
+
+
+def test_a_start_is_reported_before_what_the_process_says(
+    machine: LocalMachine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "train.py").write_text(CONNECTS)
+    early: list[Any] = []
+
+    def watch(pid: int) -> None:
+        with suppress(Empty):  # the process has time to say something
+            early.append(machine.events.get(timeout=1.0))
+
+    monkeypatch.setattr(machine, "_watch_in_thread", watch)
+    machine.do(StartMember(0, 3, 1))
+    assert early == []
+    assert isinstance(next_report(machine), Started)
+    assert next_report(machine) == MemberSaid(0, "hello\n")
 
 
 def test_a_child_that_holds_the_connection_of_a_process_that_has_ended_does_not_keep_its_thread(
