@@ -166,7 +166,8 @@ def measure_rows(options: TrainOptions, world: World | None = None, show_progres
     own = carrier_of_job(specs, options.transport)
     if "nccl" in {own.transport, *(spec.carrier.transport for spec in specs if spec.carrier)}:
         raise ConfigError(
-            "nccl: the benchmark's barriers are tensors in host memory, which it does not carry; ddp runs over NCCL"
+            "nccl: the benchmark's barriers are tensors in host memory, which it does not carry; ddp runs over NCCL, and "
+            "--transport names another one for the systems on commsched, whatever COMMSCHED_TRANSPORT is"
         )
     if options.device != "cpu" and not options.real:
         raise ConfigError(f"device={options.device}: EMULATED layers need none; use --real")
@@ -266,15 +267,14 @@ def _chosen_transport(options: TrainOptions, links: Links, capped: bool, world: 
     Args:
         capped: whether the ranks limit their rate by themselves, since links cannot be shaped.
     """
-    if links.servers:
+    if links.servers or options.lane is not None or options.flows != TrainOptions().flows:
         return "ps"
-    given = {"flows": str(options.flows)} | ({} if options.lane is None else {"lane": options.lane})
     if world is None:
         alone = capped or links.rates is None
         world = World(world_size=options.workers, local_world_size=options.workers if alone else 1)
-        settings = Settings.load(given | ({"rate": str(links)} if capped else {}), {})
+        settings = Settings.load({"rate": str(links)} if capped else {}, {})
     else:
-        settings = Settings.load(given, os.environ)
+        settings = Settings.load({}, os.environ)
     return choose(settings, world, Capabilities(gloo=True, mpi4py=find_spec("mpi4py") is not None)).name
 
 

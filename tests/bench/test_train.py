@@ -213,6 +213,7 @@ def test_a_way_of_their_own(ran):
         ({"workers": 8, "transport": "ps"}, "ps"),
         ({"workers": 8, "servers": "2"}, "ps"),
         ({"workers": 8, "lane": "grpc"}, "ps"),
+        ({"workers": 8, "lane": "tcp"}, "ps"),
         ({"workers": 8, "flows": 2}, "ps"),
         ({"workers": 8, "bandwidth": None, "real": True}, "ps"),  # on one machine
         ({"workers": 8, "systems": ("fifo", "commsched:mpi")}, "gloo"),  # mpiexec starts the ranks, for another system
