@@ -101,7 +101,7 @@ def list_of(parse: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
 _TRANSPORTS = [name for name in transport_names() if name != "local"]  # which is for ranks that are threads
 
 #: The options that several commands have: the keyword arguments of ``add_argument``. ``absent`` is the meaning of no value, and
-#: ``auto`` that of the value ``auto``; sizes have a meaning of their own.
+#: ``auto`` that of the default ``"auto"``.
 _OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "transport": {
         "metavar": "NAME",
@@ -138,8 +138,18 @@ _OPTIONS: Mapping[str, Mapping[str, Any]] = {
         "help": "EMULATED models: size of all gradients",
         "absent": "uniform 72, others 48",
     },
-    "partition": {"type": setting(parse_bytes), "metavar": "SIZE", "help": "greatest size of a partition"},
-    "credit": {"type": setting(parse_bytes), "metavar": "SIZE", "help": "bytes that may be on their way"},
+    "partition": {
+        "type": setting(parse_bytes),
+        "metavar": "SIZE",
+        "help": "greatest size of a partition",
+        "auto": "chosen from measurements",
+    },
+    "credit": {
+        "type": setting(parse_bytes),
+        "metavar": "SIZE",
+        "help": "bytes that may be on their way",
+        "auto": "chosen from measurements",
+    },
     "size": {"type": float32_bytes, "metavar": "SIZE", "help": "size of the tensor"},
     "rounds": {"type": at_least(1), "metavar": "N", "help": "number of turns of each system"},
     "steps": {"type": at_least(1), "metavar": "N", "help": "number of steps of a turn that count"},
@@ -163,10 +173,9 @@ def add_options(parser: argparse._ActionsContainer, **defaults: Any) -> None:
     """
     for name, default in defaults.items():
         option = {"type": str, **_OPTIONS[name]}
-        is_size = option.get("metavar") == "SIZE"
-        absent, auto = option.pop("absent", None), option.pop("auto", "chosen from measurements" if is_size else None)
+        absent, auto = option.pop("absent", None), option.pop("auto", None)
         shown = absent if default is None else default
-        if default == "auto" and is_size:
+        if default == "auto" and option.get("metavar") == "SIZE":
             option["type"] = or_auto(option["type"])
         if default == "auto" and auto is not None:
             option["help"] += f"; auto: {auto}"

@@ -139,7 +139,7 @@ def _row(
     compute, comm = sum(map(sum, times)), per_byte * sum(layers.nbytes)
     lane, flows = (header.lane, header.flows) if system["transport"] == "ps" else (None, 1)
     words = system["words"] + ("" if lane is None else f", {lane} lane") + (f", {flows} flows" if flows > 1 else "")
-    if lane is None and system["partition_bytes"] is not None and ":" not in name:
+    if lane is None and system["partition_bytes"] is not None and ":" not in name:  # such a name says its transport
         words += f", over {system['transport']}"
     cpu = sum(rank["cpu_seconds"] / len(rank["seconds"]) for rank in by_rank) / len(by_rank)
     difference = max(rank["max_difference"] for rank in by_rank)

@@ -262,19 +262,17 @@ def settle_steps(options: TrainOptions, specs: Sequence[SystemSpec]) -> int:
 
 def _chosen_transport(options: TrainOptions, links: Links, capped: bool, world: World | None) -> str:
     """The transport of a job of these ranks with gradients in host memory, unless the environment of a launcher's ranks sets
-    one. Where mpiexec starts the ranks for the sake of another system, it is that of a job without mpiexec.
+    one. Ranks that mpiexec starts for the sake of another system count as ranks without a launcher.
 
     Args:
-        capped: whether the ranks limit their rate by themselves, since links cannot be shaped.
+        capped: whether links cannot be shaped, so that all ranks are on this machine, and limit their rate by themselves.
     """
     if links.servers or options.lane is not None or options.flows != TrainOptions().flows:
         return "ps"
+    settings = Settings.load({}, {} if world is None else os.environ)
     if world is None:
-        alone = capped or links.rates is None
-        world = World(world_size=options.workers, local_world_size=options.workers if alone else 1)
-        settings = Settings.load({"rate": str(links)} if capped else {}, {})
-    else:
-        settings = Settings.load({}, os.environ)
+        together = capped or links.rates is None
+        world = World(world_size=options.workers, local_world_size=options.workers if together else 1)
     return choose(settings, world, Capabilities(gloo=True, mpi4py=find_spec("mpi4py") is not None)).name
 
 

@@ -83,7 +83,7 @@ def test_what_is_averaged_once_leaves_nothing_behind(name: str) -> None:
                     together.wait(30)
                     counts.append(held() if rank == 0 else 0)
                     together.wait(30)
-            # What is left behind is left each time. A module or a source file that some other thread loads comes once.
+            # A leak leaves something behind each time. Some other thread may load a module or a source file, but only once.
             return min(after - before for before, after in pairwise(counts))
 
     opened = _Opened(open_world, size)

@@ -52,7 +52,7 @@ def test_one_rank_of_each_machine_measures_its_link(monkeypatch):
 
 @pytest.mark.parametrize(("rate", "counted"), [(3.125e6, 32 * 256 * 1024), (125e6, 62_500_000)])
 def test_a_slow_link_is_measured_for_longer(rate, counted, monkeypatch):
-    """What it saves up in a pause must be little beside what is counted."""
+    """The bytes that it saves up in a pause must be few beside those that are counted."""
     asked = []
     monkeypatch.setattr(link, "measure_flows", lambda session, host, nbytes: asked.append(nbytes) or [0.9 * rate] * 2)
     network = measure_network(local_sessions(2)[0], "127.0.0.1", [rate, rate, 2 * rate], 1, False)
