@@ -140,6 +140,13 @@ def test_an_unknown_system_is_named_before_anything_starts(asked):
     assert asked == []
 
 
+def test_an_engines_own_averaging_is_not_compared_with_ranks_that_limit_their_rate(asked, monkeypatch):
+    monkeypatch.setattr(compare, "why_not_shaped", lambda links: "shaped links need root")
+    with pytest.raises(ConfigError, match=r"systems: own would use the whole network .* but shaped links need root"):
+        measure_rows(comparison())
+    assert asked == []
+
+
 def test_seconds_are_those_after_the_steps_that_settle(monkeypatch):
     ends = [10, 15, 20, 21, 23]
     trained = run_alone(monkeypatch, lambda turn: told(turn, ends, 2.0))

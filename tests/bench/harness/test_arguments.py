@@ -36,12 +36,14 @@ def test_a_tuple_makes_it_a_list() -> None:
 
 def test_the_help_says_the_default() -> None:
     parser = argparse.ArgumentParser()
-    add_options(parser, servers=0, workers=(2, 4), bandwidth=None, credit="auto", lane=None, hierarchy="auto", transport="auto")
+    auto = dict.fromkeys(("partition", "credit", "hierarchy", "transport"), "auto")
+    add_options(parser, servers=0, workers=(2, 4), bandwidth=None, lane=None, **auto)
     found = {action.dest: action.help or "" for action in parser._actions}
     assert found["servers"].endswith("(default: 0)")
     assert found["workers"].endswith("(default: 2,4)")
     assert found["bandwidth"].endswith("(default: loopback)")
-    assert found["credit"].endswith("; auto: chosen from measurements (default: auto)")
+    for size in ("partition", "credit"):
+        assert found[size].endswith("; auto: chosen from measurements (default: auto)")
     assert "measurements" not in found["hierarchy"]
     assert found["transport"].endswith("; auto: the one that a job takes that sets none (default: auto)")
     assert found["lane"].endswith("(default: tcp)")
