@@ -53,11 +53,16 @@ def test_one_rank_of_each_machine_measures_its_link(monkeypatch):
 @pytest.mark.parametrize(("rate", "counted"), [(3.125e6, 32 * 256 * 1024), (125e6, 62_500_000)])
 def test_a_slow_link_is_measured_for_longer(rate, counted, monkeypatch):
     """The bytes that it saves up in a pause must be few beside those that are counted."""
-    asked = []
+    asked, sessions = [], local_sessions(2)
     monkeypatch.setattr(link, "measure_flows", lambda session, host, nbytes: asked.append(nbytes) or [0.9 * rate] * 2)
-    network = measure_network(local_sessions(2)[0], "127.0.0.1", [rate, rate, 2 * rate], 1, False)
-    assert asked == [counted]
-    assert network.worker_rates + network.server_rates == pytest.approx([0.9 * rate, 0.9 * rate, 1.8 * rate])
+
+    def rank(number):
+        with sessions[number] as session:
+            return measure_network(session, "127.0.0.1", [rate, rate, 2 * rate], 1, False)
+
+    for network in run_world(2, rank):
+        assert network.worker_rates + network.server_rates == pytest.approx([0.9 * rate, 0.9 * rate, 1.8 * rate])
+    assert asked == [counted] * 2
 
 
 def test_a_neighbour_that_cannot_be_reached_is_named(monkeypatch):
